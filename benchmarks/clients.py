@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shared.bus.connection import Bus
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.messages import Message
 from shared.schema.payload_digest import reference
 from shared.schema.service_messages import ServiceEvent

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shared.runtime.devices import VISIBLE, gpu_names, visible_gpus
+from shared.config.devices import VISIBLE, gpu_names, visible_gpus
 
 
 def parsed(about: str | None, **numbers: tuple[int, str]) -> argparse.Namespace:

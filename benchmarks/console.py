@@ -30,8 +30,8 @@ from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.config.config_reading import parse
-from shared.runtime.child_process import die_with_parent
-from shared.runtime.embedded_servers import EmbeddedNats, free_port
+from shared.process.child_process import die_with_parent
+from shared.process.embedded_servers import EmbeddedNats, free_port
 from shared.schema.ledger import (
     BatchFormed,
     BatchTrained,

@@ -19,7 +19,7 @@ import aiohttp
 from playwright.async_api import Browser
 
 from benchmarks import command_line
-from shared.runtime.embedded_servers import free_port
+from shared.process.embedded_servers import free_port
 from tests.support.browser import FILLED, LAPTOP, chromium
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.example_run import lines
 from services.trainer.weights.push_record import RECEIVE
 from shared.bus import stream_replay
-from shared.runtime.process_watch import descendants
+from shared.process.child_process import descendants
 from shared.schema.weight_messages import WeightsPushed
 
 if TYPE_CHECKING:

@@ -38,8 +38,8 @@ from benchmarks.page_table import put_table
 from myxo.run.run_directory import RunDirectory
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
-from shared.runtime.child_process import die_with_parent
-from shared.runtime.host_memory import host_memory
+from shared.process.child_process import die_with_parent
+from shared.runtime.host import host_memory
 from shared.schema.service_messages import ServiceStatus
 from tests.chaos.fast.fast_config import RUN, FastShape, sections, write_toml
 from tests.chaos.fast.fast_config import write_model as write_fast_model

@@ -116,7 +116,7 @@ async def drawn(model: Path, options: argparse.Namespace) -> "tuple[list[Sample]
     from services.rollout.engine.launch_command import engine_command
     from services.rollout.partial_samples import Partial
     from shared.model.families import read_architecture
-    from shared.runtime.embedded_servers import free_port
+    from shared.process.embedded_servers import free_port
     from shared.schema.expert_choices import ExpertChoices
     from shared.schema.messages import Sampling
     from shared.schema.sample import Sample

@@ -32,7 +32,7 @@ from shared.bus.registry import STANDBY, Registry
 from shared.bus.stream_replay import last_sequence
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.ledger import BatchFormed, BatchTrained, CheckpointDurable, GroupsAdmitted, GroupsScored, LedgerRecord, VersionLive
 from shared.schema.ledger import group_id as group_id_of
 from shared.schema.messages import Payload, SampleMeta, ScoredGroup

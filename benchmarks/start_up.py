@@ -20,8 +20,8 @@ from typing import Any
 from benchmarks.command_line import write
 from benchmarks.page_table import put_table
 from benchmarks.start_up_phases import WAYS, milestones, phases
-from shared.runtime.child_process import ChildProcess
-from shared.runtime.kernel_caches import VARIABLES
+from shared.process.child_process import ChildProcess
+from shared.runtime.user_cache import VARIABLES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "start_up.json"

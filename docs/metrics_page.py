@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from docs.catalogue import settle
-from shared.runtime.metric_specs import MetricSpec
+from shared.runtime.telemetry import MetricSpec
 
 PAGE = Path(__file__).with_name("metrics.md")
 ROOT = Path(__file__).resolve().parents[1]

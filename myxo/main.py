@@ -12,7 +12,7 @@ from collections.abc import Container, Sequence
 from myxo.display.safe_console import SafeConsole
 from shared import __version__
 from shared.runtime import exit_codes, telemetry
-from shared.runtime.command_line import Parser, complain, ended
+from shared.runtime.exit_codes import Parser, complain, ended
 
 COMMANDS = {
     "quickstart": ("quickstart:declare", "train a tiny model on this machine's CPU, in a directory of its own"),

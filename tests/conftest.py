@@ -13,8 +13,8 @@ import structlog
 from hypothesis import HealthCheck, settings
 
 from shared.bus.connection import Bus
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
-from shared.runtime.metric_specs import STRICT
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.runtime.telemetry import STRICT
 from shared.store.payload_store import Store
 
 # a slow machine is no failure of the code

@@ -12,8 +12,8 @@ from benchmarks.agents.site import GROUP, POLL_SECONDS, Site, used_between
 from shared.bus.streams import generated_consumer, scored_consumer
 from shared.bus.subjects import TRAIN
 from shared.bus.work_queue import WorkQueue
-from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import MyxoError
+from shared.runtime.tasks import cancelled
 from shared.schema import sample
 from shared.schema.messages import Generated, Outcome, Task
 from shared.schema.sample import Sample

@@ -19,7 +19,7 @@ from aiohttp import web
 from benchmarks.agents.pace import Load, opened
 from benchmarks.agents.site import Site, used_between
 from benchmarks.agents.speakers import FORMATS, Speaker, asked
-from shared.runtime.cancellation import cancelled
+from shared.runtime.tasks import cancelled
 from shared.schema.service_messages import ServiceStatus
 from shared.sessions.draw import CONTENT_TYPE, CONTEXT_GAUGE, DRAW_PATH, VOCABULARY_GAUGE, Drawn, DrawRequest
 

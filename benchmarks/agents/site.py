@@ -18,10 +18,10 @@ from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
 from shared.config.config_reading import parse
+from shared.config.devices import VISIBLE
 from shared.config.run_config import RunConfig
-from shared.runtime.child_process import ChildProcess
-from shared.runtime.devices import VISIBLE
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.process.child_process import ChildProcess
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.schema.service_messages import ServiceStatus
 from shared.sessions.session_store import SessionStore

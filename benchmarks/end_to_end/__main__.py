@@ -48,7 +48,8 @@ from benchmarks.rollout_overhead.__main__ import flag
 from benchmarks.rollout_overhead.engine_bench import FUNCTION, EngineLoadPlan, engine_bench
 from services.buffer.batch_order import Order
 from services.rollout.slot_limit import MOST
-from shared.runtime import devices, exit_codes
+from shared.config import devices
+from shared.runtime import exit_codes
 from shared.runtime.telemetry import silence_logs
 
 RESULTS = sorted((Path(__file__).parents[1] / "results").glob("end_to_end*.json"))

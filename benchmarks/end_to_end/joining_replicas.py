@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shared.runtime.child_process import ChildProcess, cause
-from shared.runtime.devices import VISIBLE
+from shared.config.devices import VISIBLE
+from shared.process.child_process import ChildProcess, cause
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -23,13 +23,13 @@ from shared.bus.bus_errors import TRANSIENT
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
-from shared.history.push_history import CAUGHT_UP
-from shared.runtime.child_process import die_with_parent
-from shared.runtime.devices import VISIBLE
+from shared.config.devices import VISIBLE
+from shared.process.child_process import die_with_parent
 from shared.runtime.errors import MyxoError
 from shared.schema.ledger import BatchFormed, GroupRequeued, GroupsDropped, GroupsScored
 from shared.schema.messages import Trained
 from shared.schema.service_messages import MetricsWritten, ServiceEvent
+from shared.view.metric_history import CAUGHT_UP
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = Path(__file__).with_name("run.toml")

@@ -32,7 +32,7 @@ from benchmarks.gpu_runs.case_run import CaseOptions, run_case
 from benchmarks.gpu_runs.layout_case import LAYOUT_CASES, shares, waves
 from benchmarks.gpu_runs.layout_figures import table
 from benchmarks.page_table import put_table
-from shared.runtime.devices import visible_gpus
+from shared.config.devices import visible_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_runs.json"

@@ -17,7 +17,7 @@ from benchmarks.example_run import ROOT, SMALL_ENGINE_FLAGS, launch, lines, prep
 from benchmarks.gpu_runs.engine_deaths import EngineDeaths
 from benchmarks.gpu_runs.layout_case import LAYOUT_CASES, SMALL_DATA, SMALL_RUN, LayoutCase
 from benchmarks.gpu_runs.layout_figures import death_figures, problems, run_figures
-from shared.runtime.child_process import die_with_parent
+from shared.process.child_process import die_with_parent
 
 TOLD_SECONDS = 10.0
 POLL_INTERVAL_S = 0.2

@@ -23,8 +23,8 @@ from myxo.run.run_directory import RunDirectory
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
+from shared.process.child_process import descendants
 from shared.runtime.errors import MyxoError
-from shared.runtime.process_watch import descendants
 from shared.schema.service_messages import ServiceStatus
 from shared.schema.weight_messages import WeightsPushed, WeightsReceive
 

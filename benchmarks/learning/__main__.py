@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.learning import learning_data
 from benchmarks.learning.learning_run import GPUS_OF_A_RUN, OBJECTIVES, LearningRun, planned
 from benchmarks.learning.run_fleet import FAILED, FINISHED, RunFleet
-from shared.runtime.atomic_files import replace_file
+from shared.runtime.safe_files import replace_file
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "learning.json"

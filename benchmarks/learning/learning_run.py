@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command_line import first_gpus
+from shared.config.devices import VISIBLE
 from shared.data.event_files import EventDirectory
-from shared.runtime.devices import VISIBLE
 
 HERE = Path(__file__).parent
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.learning.learning_run import LearningRun, curve, environment
-from shared.runtime.child_process import ChildProcess
+from shared.process.child_process import ChildProcess
 
 POLL_INTERVAL_S = 2.0
 STOP_GRACE_S = 20.0

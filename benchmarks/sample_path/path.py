@@ -25,8 +25,8 @@ from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.config.config_reading import parse
 from shared.config.run_config import RunConfig
-from shared.runtime.child_process import die_with_parent
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.process.child_process import die_with_parent
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.ledger import LedgerRecord
 from shared.schema.ledger_audit import Audit
 

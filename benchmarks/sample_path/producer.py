@@ -18,11 +18,11 @@ from shared.bus.streams import task_consumer
 from shared.bus.subjects import REWARD, TRAIN, Subjects
 from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.config.run_config import RunConfig
-from shared.runtime.service_base import settle
 from shared.schema import sample
 from shared.schema.messages import Message, Scored, Task
 from shared.schema.payload_digest import reference
 from shared.schema.weight_messages import WeightsLive
+from shared.service.service_base import settle
 from shared.store.payload_store import Store
 
 LOT_BYTES = 4 << 20

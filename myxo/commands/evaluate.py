@@ -19,12 +19,12 @@ from shared.bus import runs
 from shared.config import config_reading, flags, typed_flags
 from shared.config.flags import CommandLine
 from shared.config.run_config import RunConfig
-from shared.history.run_summary import EvaluationSummary
 from shared.hub import hub_resolve
-from shared.live.text import figure_table
 from shared.runtime import exit_codes
-from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import ConfigError, raise_problems
+from shared.runtime.safe_files import replace_file
+from shared.runtime.safe_text import figure_table
+from shared.view.run_summary import EvaluationSummary
 
 _ABOUT = """Evaluate a version of a run that lies on disk: an export, a snapshot, a checkpoint, or the initial model.
 

@@ -12,9 +12,9 @@ from rich.console import Console
 from myxo.commands.command_arguments import add_json
 from shared.config import flags, megatron_flags, presets
 from shared.config.megatron_flags import UNSET, Flag
-from shared.live.text import json_text
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
+from shared.runtime.safe_text import json_text
 
 SOURCES = (
     "core/model_parallel_config.py",

@@ -14,14 +14,13 @@ from myxo.preflight import Source, checked_config
 from myxo.preflight.inspection import Inspection
 from myxo.proposal.columns import Columns, guessed
 from myxo.proposal.layouts import GpuLayout, proposed
-from shared.config import config_reading
+from shared.config import config_reading, devices
 from shared.data.rows import open_rows
 from shared.hub import hub_resolve
 from shared.hub.hub_client import Hub
-from shared.live.text import json_text
-from shared.runtime import devices, exit_codes
+from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError, raise_problems
-from shared.runtime.safe_text import say
+from shared.runtime.safe_text import json_text, say
 
 ROWS = 64
 """The rows that are looked at."""

@@ -11,9 +11,10 @@ from myxo.commands.up import take_flags
 from myxo.plan import plan_tables
 from myxo.plan.planned_config import planned
 from myxo.preflight import Source
-from shared.live.text import json_text
+from shared.config import devices
 from shared.model.memory_plan import total_parameters
-from shared.runtime import devices, exit_codes
+from shared.runtime import exit_codes
+from shared.runtime.safe_text import json_text
 
 DEFAULT_GB = 80.0
 

@@ -12,9 +12,9 @@ from myxo.repair import torn_run
 from myxo.repair.repair_plan import LedgerExtent, RepairPlan, repair_plan
 from myxo.run.run_access import Access, reach
 from shared.bus.registry import Registry
-from shared.live.text import json_text
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
+from shared.runtime.safe_text import json_text
 
 WRITERS = ("buffer", "trainer")
 """The services that write the ledger and the checkpoints."""

@@ -26,13 +26,13 @@ from shared.bus.subjects import Subjects
 from shared.data.read_progress import ReadProgress
 from shared.data.rollout_files import DIRECTORY, EVALUATED, FAILED, RolloutReader, RolloutRecord, files
 from shared.data.tokenizer_files import local_tokenizer
-from shared.history.group_history import STATUSES, GroupHistory, GroupProvenance, GroupRecord, ProvenanceStep, kept_group
 from shared.runtime import exit_codes
 from shared.runtime.errors import BadMessage, ConfigError, PayloadMissing
 from shared.schema import sample
 from shared.schema.ledger import LedgerRecord, eval_group_parts, group_id
 from shared.schema.sample import Sample
 from shared.store.payload_store import Store
+from shared.view.group_history import STATUSES, GroupHistory, GroupProvenance, GroupRecord, ProvenanceStep, kept_group
 
 STORE_SECONDS = 15.0
 """The deadline for reading one blob from the store."""

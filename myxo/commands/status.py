@@ -18,15 +18,12 @@ from myxo.run.run_access import Access, reach
 from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.registry import ENVIRONMENT, Registry
-from shared.history.run_summary import collect
-from shared.live.run_view import RunView, look
-from shared.live.service_failures import with_all_failures, with_newest_failures
-from shared.live.stall import NATS, Away, RunSituation, StallWatch
-from shared.live.stall_causes import run_stall, watched_stall
-from shared.live.text import json_text
 from shared.runtime import exit_codes
 from shared.runtime.errors import MyxoError
-from shared.runtime.safe_text import printable_line, say
+from shared.runtime.safe_text import json_text, printable_line, say
+from shared.view.run_summary import collect
+from shared.view.run_view import RunView, look, with_all_failures, with_newest_failures
+from shared.view.stall import NATS, Away, RunSituation, StallWatch, run_stall, watched_stall
 
 POLL_INTERVAL_S = 0.5
 

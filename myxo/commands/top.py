@@ -19,16 +19,12 @@ from shared.bus import runs, stream_replay
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
-from shared.live.alarms import Alarm, alarms
-from shared.live.flow_reader import FlowReader
-from shared.live.flow_view import WINDOWS, FlowView, flow_view
-from shared.live.health_view import symptoms
-from shared.live.room import disk_room, memory_room
-from shared.live.stall import NATS, Away, RunSituation, Stall, StallWatch
-from shared.live.stall_causes import watched_stall
-from shared.live.text import json_text
 from shared.runtime import exit_codes
+from shared.runtime.safe_text import json_text
 from shared.schema.service_messages import ServiceStatus
+from shared.view.alarms import Alarm, alarms, disk_room, memory_room, symptoms
+from shared.view.flow_view import WINDOWS, FlowReader, FlowView, flow_view
+from shared.view.stall import NATS, Away, RunSituation, Stall, StallWatch, watched_stall
 
 POLL_INTERVAL_S = 1.0
 

@@ -16,15 +16,15 @@ from myxo.run.run_access import Access, reach
 from shared.bus import stream_replay
 from shared.bus.stream_replay import Entry
 from shared.bus.subjects import Subjects
-from shared.history.timeline import Timeline, TraceEvent
 from shared.runtime import exit_codes
-from shared.runtime.atomic_files import replacement
 from shared.runtime.errors import ConfigError
+from shared.runtime.safe_files import replacement
 from shared.runtime.safe_text import say
 from shared.schema.ledger import LedgerRecord
 from shared.schema.messages import Trained
 from shared.schema.service_messages import ServiceEvent
 from shared.schema.weight_messages import WeightsLive
+from shared.view.timeline import Timeline, TraceEvent
 
 
 def declare(command: argparse.ArgumentParser) -> None:

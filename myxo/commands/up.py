@@ -21,9 +21,9 @@ from shared.bus.connection import redacted
 from shared.config import flags
 from shared.config.debug_section import DUMPS
 from shared.config.run_config import RunConfig
-from shared.runtime import exit_codes, server_urls, telemetry
+from shared.runtime import addresses, exit_codes, telemetry
+from shared.runtime.addresses import NODE_RANK
 from shared.runtime.errors import ConfigError
-from shared.runtime.node_rank import NODE_RANK
 
 LAUNCHER = "launcher"
 """The instance under which the launcher's own log lines stand."""
@@ -136,7 +136,7 @@ def submit(path: Path, arguments: list[str], console: Console) -> int:
         raise ConfigError("REDIS_URL", None, "required in the environment: redis://[user:password@]host:port, or REDIS_URL_FILE")
     asyncio.run(_submit(config, given.nats_url, given.redis_url, vocabulary(config)))
     what = "NATS_URL"
-    if server_urls.has_credentials(given.redis_url):
+    if addresses.has_credentials(given.redis_url):
         what = "its own NATS_URL and REDIS_URL (or the files of NATS_URL_FILE and REDIS_URL_FILE)"
     console.print(
         f"Run {config.run.name} is on {redacted(given.nats_url)}. Start its services, each with {what} and MYXO_RUN={config.run.name}: "

@@ -9,11 +9,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from shared.history.activity import ActivitySpan
-from shared.live.alarms import Alarm
-from shared.live.bottleneck import Bottleneck
-from shared.live.flow_view import BUSY, FlowView, ServiceTimeline, Stage
-from shared.live.text import duration, number, shortened_line
+from shared.runtime.safe_text import duration, number, shortened_line
+from shared.view.alarms import Alarm
+from shared.view.bottleneck import Bottleneck
+from shared.view.flow_history import ActivitySpan
+from shared.view.flow_view import BUSY, FlowView, ServiceTimeline, Stage
 
 LANE = 48
 """Cells of a service's timeline."""

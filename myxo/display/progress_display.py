@@ -11,9 +11,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from shared.live.run_view import RunView
-from shared.live.text import LARGE, duration, number
-from shared.runtime.safe_text import printable
+from shared.runtime.safe_text import LARGE, duration, number, printable
+from shared.view.run_view import RunView
 
 PLAIN_SECONDS = 5.0
 """Plain lines come no closer together than this."""

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shared.history.run_summary import EvaluationSummary, Summary
 from shared.schema.service_messages import WarmStartEnded
+from shared.view.run_summary import EvaluationSummary, Summary
 
 SMOOTH = 0.05
 """The part of the steps that the smoothed reward is a moving mean over."""

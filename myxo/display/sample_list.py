@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from rich.table import Table
 from rich.text import Text
 
-from shared.history.group_history import BATCHED, DEAD, DROPPED, ENDS, READY, REQUEUED, TRAINED, GroupHistory, GroupRecord
 from shared.runtime.safe_text import printable
 from shared.schema.ledger import LedgerRecord
+from shared.view.group_history import BATCHED, DEAD, DROPPED, ENDS, READY, REQUEUED, TRAINED, GroupHistory, GroupRecord
 
 ORDERS: dict[str, Callable[[GroupRecord], float]] = {
     "age": lambda group: group.changed,

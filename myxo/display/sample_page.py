@@ -14,10 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from myxo.display.sample_list import span
-from shared.history.group_history import GroupRecord, ProvenanceStep
-from shared.live.text import figure_table
-from shared.runtime.safe_text import printable
+from shared.runtime.safe_text import figure_table, printable
 from shared.schema.sample import Sample
+from shared.view.group_history import GroupRecord, ProvenanceStep
 
 CELL = 9
 """Characters of one token's column."""

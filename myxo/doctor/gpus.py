@@ -11,7 +11,7 @@ from pathlib import Path
 from myxo.doctor.diagnosis import Diagnosis, told_by
 from myxo.doctor.packages import cuda_of
 from myxo.preflight.machine_checks import LITTLE_SHARED_MEMORY
-from shared.runtime import devices
+from shared.config import devices
 
 OLDEST_DRIVER = {12: 525, 13: 580}
 """Major version of CUDA → the oldest driver of Linux that its programs run on (NVIDIA's compatibility guide)."""

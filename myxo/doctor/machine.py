@@ -8,7 +8,7 @@ from pathlib import Path
 
 from myxo.doctor.diagnosis import Diagnosis
 from myxo.preflight.machine_checks import FEW_FILES, GIB, nearest_existing, unwritable
-from shared.runtime.host_memory import host_memory
+from shared.runtime.host import host_memory
 from shared.sandbox.program import SandboxSettings
 from shared.sandbox.sandbox import Sandbox, SandboxUnavailable
 

@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 
 from myxo.doctor.diagnosis import Diagnosis
 from myxo.quickstart.bundled_files import pinned
-from shared.runtime import devices
+from shared.config import devices
 
 OLDEST, NEWEST = (3, 11), (3, 13)
 """Versions of Python that Myxo is tested with."""

@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 from myxo.doctor.diagnosis import Diagnosis, told_by
 from myxo.preflight.server_checks import ANSWER_SECONDS, check_store, connect, given_servers
 from shared.bus.connection import TRANSIENT, redacted
-from shared.runtime.embedded_servers import ServerMissing, nats_binary, valkey_binary
+from shared.process.embedded_servers import ServerMissing, nats_binary, valkey_binary
 from shared.runtime.errors import BadInput, MyxoError
 from shared.store.payload_store import Store
 

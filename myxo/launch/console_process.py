@@ -13,15 +13,13 @@ import structlog
 
 from myxo.launch.restart_policy import BackOff
 from shared.config.console_section import ConsoleSection
-from shared.live.run_view import ServiceError
-from shared.live.service_failures import RESTARTED
-from shared.runtime.child_process import ChildProcess, cause
-from shared.runtime.embedded_servers import free_port
+from shared.process.child_process import ChildProcess, cause
+from shared.process.embedded_servers import free_port
+from shared.runtime.addresses import CONSOLE_TOKEN, LAST_PORT, HttpAddress, new_console_token
 from shared.runtime.errors import MyxoError
-from shared.runtime.http_address import LAST_PORT, HttpAddress
 from shared.runtime.safe_text import say
-from shared.runtime.server_urls import CONSOLE_TOKEN, new_console_token
 from shared.schema.service_messages import ServiceEvent
+from shared.view.run_view import RESTARTED, ServiceError
 
 MODULE = "services.console"
 

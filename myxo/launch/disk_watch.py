@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from shared.live.service_failures import full_disk
 from shared.runtime.errors import MyxoError
+from shared.view.run_view import full_disk
 
 POLL_SECONDS = 0.2
 

@@ -18,11 +18,11 @@ from myxo.display.text_chart import text_chart
 from myxo.run.run_directory import RunDirectory
 from shared.bus.connection import TRANSIENT, Bus
 from shared.config.run_config import RunConfig
-from shared.history.run_summary import EvaluationSummary, GroupCounts, Summary, SummaryTally, collect
-from shared.live.text import by_fault, duration, figure_table, json_text, shortened_line
 from shared.runtime import exit_codes, failure_summary
-from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import DeadlineExceeded
+from shared.runtime.safe_files import replace_file
+from shared.runtime.safe_text import by_fault, duration, figure_table, json_text, shortened_line
+from shared.view.run_summary import EvaluationSummary, GroupCounts, Summary, SummaryTally, collect
 
 MOST = 5
 """Kinds of reasons, and services, that are listed."""

@@ -12,10 +12,10 @@ from myxo.launch.service_plan import TRAINERS, ServiceSpec
 from myxo.launch.supervisor import Supervisor
 from myxo.repair.torn_run import checkpoints
 from shared.config.run_config import RunConfig
-from shared.live.stall import Owed
 from shared.model.final_exports import missing_exports
 from shared.runtime import exit_codes
 from shared.runtime.safe_text import say
+from shared.view.stall import Owed
 
 LOOK_SECONDS = 0.5
 """The interval at which the disk is looked at."""

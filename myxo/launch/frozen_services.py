@@ -4,11 +4,10 @@ import time
 from collections.abc import Iterable, Sequence
 
 from myxo.launch.supervisor import Supervisor
-from shared.live.heartbeats import Heartbeats
-from shared.live.live_services import present
-from shared.runtime import process_watch
-from shared.runtime.process_watch import STOPPED_STATE
+from shared.process import child_process
+from shared.process.child_process import STOPPED_STATE
 from shared.schema.service_messages import ServiceStatus
+from shared.view.live_services import Heartbeats, present
 
 
 class FrozenServices:
@@ -55,6 +54,6 @@ class FrozenServices:
 
     def _stopped(self, pids: set[int], now: float) -> set[int]:
         """Returns the processes that a signal has stopped for too long."""
-        there = {process.pid for process in process_watch.seen(pids) if process.state == STOPPED_STATE}
+        there = {process.pid for process in child_process.seen(pids) if process.state == STOPPED_STATE}
         self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in there}
         return {pid for pid, since in self._stopped_since.items() if now - since >= self._timeout_s}

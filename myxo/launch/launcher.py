@@ -32,19 +32,18 @@ from shared.bus.connection import Bus
 from shared.bus.registry import ENVIRONMENT, Registry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
-from shared.live.live_services import InstanceStatus
-from shared.live.run_view import RunView, ServiceError, look
-from shared.live.service_failures import full_disk
-from shared.live.stall import NATS, STORE, Away, RunSituation
 from shared.runtime import exit_codes
-from shared.runtime.cancellation import cancelled
+from shared.runtime.addresses import HTTP_VARIABLE
 from shared.runtime.errors import BadInput, ConfigError, MyxoError, no_room
-from shared.runtime.http_address import HTTP_VARIABLE
 from shared.runtime.safe_text import say
-from shared.runtime.service_base import HEARTBEATS
+from shared.runtime.tasks import cancelled
 from shared.schema.ledger import RunFinished
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
+from shared.service.service_base import HEARTBEATS
 from shared.store.payload_store import Store
+from shared.view.live_services import InstanceStatus
+from shared.view.run_view import RunView, ServiceError, full_disk, look
+from shared.view.stall import NATS, STORE, Away, RunSituation
 
 STALE_SHARE = 0.5
 """A service is silent that has not renewed its status for this share of its TTL: it does so five times within."""

@@ -22,10 +22,11 @@ from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.connection import Bus
 from shared.bus.registry import ENGINE_NODE, NODE, Registry
 from shared.bus.subjects import Subjects
+from shared.config import devices
 from shared.config.run_config import RunConfig
-from shared.runtime import devices, exit_codes
+from shared.runtime import exit_codes
+from shared.runtime.addresses import NODE_RANK, RANK_VARIABLES, node_rank
 from shared.runtime.errors import ConfigError, DeadlineExceeded
-from shared.runtime.node_rank import NODE_RANK, RANK_VARIABLES, node_rank
 from shared.runtime.safe_text import say
 
 

@@ -18,10 +18,11 @@ from pathlib import Path
 
 from myxo.launch.service_plan import CRITIC, SERVICE_MODULES
 from myxo.preflight import Source, checked_config, engine_filling
+from shared.config import devices
 from shared.config.run_config import RunConfig
-from shared.runtime import devices, exit_codes
-from shared.runtime.command_line import ended
+from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
+from shared.runtime.exit_codes import ended
 
 NO_GPUS = "-"
 

@@ -13,13 +13,12 @@ from myxo.preflight.server_checks import GivenServers
 from myxo.run.run_directory import RunDirectory
 from shared.accounts.permissions import Rights
 from shared.config.store_section import StoreSection
-from shared.live.run_view import ServiceError
-from shared.live.service_failures import RESTARTED
-from shared.live.stall import NATS, STORE, Away
-from shared.runtime.child_process import ProcessEnded
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
+from shared.process.child_process import ProcessEnded
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
 from shared.runtime.errors import MyxoError
 from shared.schema.service_messages import ServiceEvent
+from shared.view.run_view import RESTARTED, ServiceError
+from shared.view.stall import NATS, STORE, Away
 
 RESTART_SECONDS = 10.0
 """The deadline for a restarted server to answer. The launcher does nothing else meanwhile, since everything needs the server."""

@@ -6,10 +6,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shared.config import devices
 from shared.config.run_config import RunConfig
-from shared.runtime import devices, http_address
-from shared.runtime.embedded_servers import hold_port
-from shared.runtime.http_address import GATEWAY_VARIABLE, HTTP_VARIABLE, HttpAddress
+from shared.process.embedded_servers import hold_port
+from shared.runtime import addresses
+from shared.runtime.addresses import GATEWAY_VARIABLE, HTTP_VARIABLE, HttpAddress
 
 _HELD: list[socket.socket] = []
 """Ports that gateways of this process's launches listen at: nobody else draws them, before a gateway runs and between its lives."""
@@ -74,7 +75,7 @@ def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
             if instance in shares:
                 environment["CUDA_VISIBLE_DEVICES"] = shares[instance]
             if http:
-                environment[HTTP_VARIABLE] = str(http_address.parsed(http).next(len(specs)))
+                environment[HTTP_VARIABLE] = str(addresses.parsed(http).next(len(specs)))
             if service == "gateway" and not config.gateway.gateway_port and GATEWAY_VARIABLE not in os.environ:
                 # each of its lives listens there: clients that repeat a request know no other address
                 _HELD.append(held := hold_port())

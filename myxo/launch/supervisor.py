@@ -14,13 +14,13 @@ import structlog
 
 from myxo.launch.restart_policy import MOST_SAME, BackOff, SameDeaths, from_outside
 from myxo.launch.service_plan import TRAINERS, ServiceSpec
-from shared.live.live_services import InstanceStatus
-from shared.live.service_failures import RESTARTED
+from shared.process.child_process import ChildProcess, cause
+from shared.process.parent_watchdog import kill_descendants
 from shared.runtime import exit_codes, failure_summary
-from shared.runtime.child_process import ChildProcess, cause
 from shared.runtime.errors import MyxoError
-from shared.runtime.parent_watchdog import kill_descendants
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
+from shared.view.live_services import InstanceStatus
+from shared.view.run_view import RESTARTED
 
 LAST_LINES = 15
 """Lines of a log that are shown when a service is given up."""

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from myxo.run.run_directory import RunDirectory
 from shared.config.run_config import RunConfig
+from shared.process.child_process import die_with_parent
 from shared.runtime import exit_codes
-from shared.runtime.child_process import die_with_parent
 
 MODULE = "services.trainer.batch_replay"
 

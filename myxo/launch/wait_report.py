@@ -8,12 +8,11 @@ from typing import Any
 import structlog
 
 from shared.bus.registry import LAUNCHER
-from shared.live.service_failures import WENT_ON
-from shared.live.stall import TROUBLES, Cause, RunSituation, Stall, StallWatch, telling
-from shared.live.stall_causes import watched_stall
-from shared.live.text import duration
-from shared.runtime.own_address import own_address
+from shared.runtime.addresses import own_address
+from shared.runtime.safe_text import duration
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
+from shared.view.run_view import WENT_ON
+from shared.view.stall import TROUBLES, Cause, RunSituation, Stall, StallWatch, telling, watched_stall
 
 TOLD_AFTER_S = 15.0
 """Seconds after which a wait is logged that is no trouble by itself."""

@@ -32,13 +32,12 @@ from myxo.preflight import (
     shape_checks,
 )
 from myxo.preflight.inspection import Findings, Inspection, Note
-from shared.config import flags, slime_rules, typed_flags
+from shared.config import devices, flags, slime_rules, typed_flags
 from shared.config.config_reading import read
 from shared.config.flags import CommandLine
 from shared.config.run_config import RunConfig
 from shared.hub import hub_resolve
 from shared.hub.hub_client import Hub
-from shared.runtime import devices
 from shared.runtime.errors import BadInput, problems_of, raise_problems
 from shared.runtime.safe_text import printable_line, say
 

@@ -6,8 +6,8 @@ import shutil
 from myxo.preflight.inspection import Findings, Inspection
 from shared.config.eval_views import agents
 from shared.config.rollout_section import RolloutSection
-from shared.runtime.container_runtime import RuntimeFailed, runtime_answer
 from shared.runtime.errors import ConfigError
+from shared.runtime.host import RuntimeFailed, runtime_answer
 
 
 def check_commands(inspection: Inspection) -> Findings:

@@ -18,7 +18,7 @@ from shared.model import hf_checkpoint
 from shared.model.architecture import Architecture
 from shared.model.families import read_architecture
 from shared.runtime.errors import BadInput, ConfigError
-from shared.runtime.untrusted_files import parse_json
+from shared.runtime.safe_files import parse_json
 from shared.transfer.manifest import ITEM_BYTES
 
 Result = TypeVar("Result")

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from myxo.preflight.inspection import Findings, Inspection
 from myxo.preflight.model_checks import positive_count
+from shared.config import devices
 from shared.config.engine_limits import CONTEXT_KEPT, context_length, cpu_token_capacity, longest_sequence
 from shared.config.eval_views import eval_views
 from shared.config.rollout_section import GENERATORS
 from shared.config.sglang_flags import plain_name
-from shared.runtime import devices
 from shared.runtime.errors import ConfigError
 
 TRAINING = "data.prompt_data"

@@ -18,10 +18,12 @@ from myxo.preflight.inspection import Findings, Inspection, ModelSize, Note
 from myxo.run.run_directory import STATE, RunDirectory
 from shared import hooks
 from shared.bus import runs
+from shared.config import devices
+from shared.config import devices as extras
 from shared.config.run_config import RunConfig
-from shared.runtime import devices, extras, server_urls
+from shared.runtime import addresses
 from shared.runtime.errors import ConfigError
-from shared.runtime.host_memory import host_memory
+from shared.runtime.host import host_memory
 from shared.tracing.trace_settings import trace_settings
 
 PACKAGES = {"torch": "the trainer and the engine", "megatron": "the trainer", "sglang": "the engine"}
@@ -125,7 +127,7 @@ def check_credentials(inspection: Inspection) -> Findings:
 def check_earlier_run(inspection: Inspection) -> Findings:
     """Yields each field in which the run that lies in the run's directory differs and may not; a run on a given bus is checked there."""
     directory = RunDirectory(inspection.config.run.root)
-    if inspection.fresh or (not inspection.config.debug.trains_only and (server_urls.nats_url() or not directory.nats.is_dir())):
+    if inspection.fresh or (not inspection.config.debug.trains_only and (addresses.nats_url() or not directory.nats.is_dir())):
         return
     if (frozen := runs.frozen(directory.root)) is not None:
         yield from runs.differences(frozen, inspection.frozen or inspection.config)

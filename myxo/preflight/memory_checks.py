@@ -8,8 +8,8 @@ from myxo.plan.plan_tables import problem
 from myxo.plan.remedies import remedies
 from myxo.plan.run_plan import NEAR, MemoryNeed, RunPlan
 from myxo.preflight.inspection import Findings, Inspection, Note
+from shared.config import devices
 from shared.model.parallel_layout import ParallelLayout, division_problems
-from shared.runtime import devices
 from shared.runtime.errors import ConfigError
 
 MOST_NAMED = 3

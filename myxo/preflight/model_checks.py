@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from myxo.preflight.inspection import Findings, Headers, Inspection, Note
-from shared.config import megatron_flags, sglang_flags
+from shared.config import devices, megatron_flags, sglang_flags
 from shared.config.engine_limits import context_length
 from shared.config.eval_views import eval_views
 from shared.config.learning_rate import LearningRateSchedule
@@ -20,7 +20,6 @@ from shared.model.named_layers import is_own_module
 from shared.model.parallel_layout import ParallelLayout, division_problems
 from shared.model.tensor_table import hf_tensors, megatron_parameters
 from shared.model.trainable_parameters import Freezing
-from shared.runtime import devices
 from shared.runtime.errors import ConfigError
 
 MOST_GPUS = 8

@@ -11,7 +11,7 @@ from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.hub import hub_resolve
 from shared.hub.hub_client import Hub
-from shared.runtime import server_urls
+from shared.runtime import addresses
 from shared.runtime.errors import ConfigError
 from shared.store.payload_store import Store, StoreUnreachable
 
@@ -29,7 +29,7 @@ class GivenServers:
 
 def given_servers() -> GivenServers:
     """Returns what ``NATS_URL`` and ``REDIS_URL`` say, or the files of ``NATS_URL_FILE`` and ``REDIS_URL_FILE``. Raises ConfigError."""
-    return GivenServers(server_urls.nats_url() or None, server_urls.redis_url() or None)
+    return GivenServers(addresses.nats_url() or None, addresses.redis_url() or None)
 
 
 async def check_servers(given: GivenServers, run: str) -> None:

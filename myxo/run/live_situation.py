@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from myxo.run.run_access import Access
 from shared.bus.registry import Registry
-from shared.live.service_failures import read_failures
-from shared.live.stall import RunSituation, told_by
 from shared.schema.service_messages import ServiceStatus
+from shared.view.run_view import read_failures
+from shared.view.stall import RunSituation, told_by
 
 
 async def live_situation(access: Access, services: Sequence[ServiceStatus]) -> RunSituation:

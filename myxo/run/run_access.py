@@ -16,7 +16,7 @@ from shared.accounts.permissions import CONSOLE, rights_of
 from shared.bus import runs, streams
 from shared.bus.connection import TRANSIENT, Bus, redacted
 from shared.config.run_config import RunConfig
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime.errors import ConfigError, MyxoError
 from shared.runtime.safe_text import say
 from shared.store.payload_store import Store

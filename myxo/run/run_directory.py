@@ -30,8 +30,8 @@ from shared.bus import runs
 from shared.bus.subjects import RUN_ID
 from shared.config.run_config import RunConfig
 from shared.data.data_files import paths
-from shared.runtime.atomic_files import private_directory, replace_file
 from shared.runtime.errors import ConfigError, MyxoError, nearest
+from shared.runtime.safe_files import private_directory, replace_file
 
 STATE = (
     "nats",

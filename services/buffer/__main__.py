@@ -4,7 +4,7 @@ from shared.runtime.quick_imports import quick_imports
 
 with quick_imports():
     from services.buffer.buffer_service import serve
-    from shared.runtime.service_base import run
+    from shared.service.service_base import run
 
 if __name__ == "__main__":
     run("buffer", serve)

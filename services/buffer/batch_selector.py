@@ -11,7 +11,7 @@ from shared.config.run_config import RunConfig
 from shared.hooks import Arguments, HookFailed, HookSample, load
 from shared.hooks.hook_sample import FINISHED
 from shared.runtime.errors import DeadlineExceeded
-from shared.runtime.failures import error_text
+from shared.runtime.tasks import error_text
 from shared.schema.ledger import group_id
 
 FIELD = "rollout.buffer_filter_path"

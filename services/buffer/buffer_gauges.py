@@ -6,10 +6,9 @@ from services.buffer.state import BufferState
 from shared.bus.streams import Consumer, generated_consumer, scored_consumer, task_consumer
 from shared.bus.subjects import EVAL, TRAIN
 from shared.bus.work_queue import WorkQueue
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
-from shared.runtime.service_base import Service
-from shared.runtime.telemetry import Metrics
+from shared.runtime.telemetry import Metrics, MetricSpec, declare_metrics
 from shared.schema.messages import Task
+from shared.service.service_base import Service
 
 declare_metrics(
     MetricSpec("admitted", "groups", "admitted since the run began"),

@@ -38,7 +38,6 @@ from shared.bus.registry import STANDBY
 from shared.bus.subjects import EVAL, TRAIN
 from shared.hooks.loading import eval_function, shows_samples
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError, raise_problems
-from shared.runtime.service_base import Service
 from shared.schema import ledger
 from shared.schema.ledger import LedgerRecord, group_id
 from shared.schema.ledger_audit import NOT_SAID
@@ -51,6 +50,7 @@ from shared.schema.messages import (
     Trained,
 )
 from shared.schema.weight_messages import WeightsLive
+from shared.service.service_base import Service
 
 POLL_INTERVAL_S = 2.0
 """The interval at which live version and queue depths are read, besides the events that announce them."""

@@ -1,6 +1,6 @@
 """The process of the user's log function for evaluations: ``python -m services.buffer.evaluation_log_process``.
 
-It speaks as `shared.workers.call_server` says. Its setup: ``{"config": JSON}``. Requests: ``{"verb": "take", "group", "dataset", "rewards",
+It speaks as `shared.process.call_server` says. Its setup: ``{"config": JSON}``. Requests: ``{"verb": "take", "group", "dataset", "rewards",
 "parts", "truncated", "blobs"}`` for each held-out prompt that has rewards, answered with ``{}``; then ``{"verb": "log", "rollout_id":
 number}``, answered with ``{"logged": whether the function has logged it in Myxo's place}``.
 """
@@ -14,11 +14,11 @@ from shared.config.run_config import RunConfig
 from shared.hooks import Arguments, HookSample
 from shared.hooks.evaluation_log import EvaluationLog
 from shared.hooks.sample_conversion import from_stored
-from shared.runtime.daemon_thread import run_in_thread
+from shared.process.call_server import serve_calls
+from shared.runtime.tasks import run_in_thread
 from shared.schema import sample as sample_codec
 from shared.schema.ledger import eval_group_parts
 from shared.schema.sample import Score
-from shared.workers.call_server import serve_calls
 
 Row = list[tuple[float, bool, HookSample]]
 """Of each sample of a prompt: reward, whether it is truncated, the sample."""

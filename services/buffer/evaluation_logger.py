@@ -14,10 +14,10 @@ from redis.exceptions import RedisError
 
 from shared.hooks.evaluation_log import last_rollout
 from shared.hooks.loading import EVAL_LOG, paths
+from shared.process.worker_pool import WorkerPool
 from shared.runtime.errors import MyxoError
-from shared.runtime.service_base import Service
 from shared.schema.ledger import EvalEnded, EvalScored, EvalStarted, LedgerRecord
-from shared.workers.worker_pool import WorkerPool
+from shared.service.service_base import Service
 
 MODULE = "services.buffer.evaluation_log_process"
 

@@ -5,10 +5,10 @@ from itertools import islice, takewhile
 from typing import Any
 
 from services.buffer.evaluation_logger import EvaluationLogger
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
-from shared.runtime.service_base import Service
+from shared.runtime.telemetry import MetricSpec, declare_metrics
 from shared.schema.ledger import EvalEnded
 from shared.schema.messages import EvalFigures, EvaluationsEnded, EvaluationsRequest
+from shared.service.service_base import Service
 
 declare_metrics(
     MetricSpec(

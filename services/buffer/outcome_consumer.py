@@ -11,10 +11,10 @@ from services.buffer.trial import BadRecord
 from shared.bus.streams import scored_consumer
 from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.runtime.errors import TASK
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
-from shared.runtime.service_base import Service
+from shared.runtime.telemetry import MetricSpec, declare_metrics
 from shared.schema.ledger import LedgerRecord
 from shared.schema.messages import Failed, GroupOutcome, Outcome, Scored, Wanted, failure_of
+from shared.service.service_base import Service
 
 declare_metrics(
     MetricSpec("outcomes_refused", "", "outcomes that came from somebody who may not report them, or cannot be", counter=True),

@@ -13,10 +13,9 @@ from shared.data.data_source import DrawnPrompts, PromptStream
 from shared.data.prompts import Prompt, PromptFile, TrainingPrompts, eval_prompts
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
-from shared.runtime.service_base import Service
-from shared.runtime.telemetry import Metrics
+from shared.runtime.telemetry import Metrics, MetricSpec, declare_metrics
 from shared.schema.ledger import GroupsAdmitted, LedgerRecord, eval_group_parts, group_number
+from shared.service.service_base import Service
 
 declare_metrics(
     MetricSpec("prompts", "prompts", "of each set, those left out aside", labels=("of",)),

@@ -21,11 +21,10 @@ from services.buffer.prompt_supply import PromptSupply
 from services.buffer.rollout_writer import TOO_LARGE, RolloutNotKept, RolloutWriter
 from shared.data import rollout_files
 from shared.data.prompts import Prompt
-from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import DeadlineExceeded, MyxoError, PayloadMissing
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
-from shared.runtime.service_base import Service
-from shared.runtime.telemetry import Metrics
+from shared.runtime.tasks import run_in_thread
+from shared.runtime.telemetry import Metrics, MetricSpec, declare_metrics
+from shared.service.service_base import Service
 
 declare_metrics(
     MetricSpec("rollouts_kept", "groups", "whose responses were written to the run's directory since the service started"),

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 
 from shared.bus import runs
 from shared.runtime import failure_summary
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
-from shared.runtime.service_base import Service
+from shared.runtime.telemetry import MetricSpec, declare_metrics
 from shared.schema.ledger import BatchTrained, EvalScored, GroupDead, GroupsScored, LedgerRecord, SampleRefused
+from shared.service.service_base import Service
 
 declare_metrics(
     MetricSpec("dead_per_minute", "groups/min", "that died lately"),

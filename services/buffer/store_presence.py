@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from redis.exceptions import RedisError
 
 from shared.runtime.errors import MyxoError
-from shared.runtime.service_base import Service
+from shared.service.service_base import Service
 
 PRESENCE_SECONDS = 60.0
 """The deadline for the store's answer; a store that restarts answers sooner."""

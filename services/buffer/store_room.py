@@ -3,8 +3,8 @@
 import contextlib
 
 from shared.runtime.errors import DeadlineExceeded
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
-from shared.runtime.service_base import Service
+from shared.runtime.telemetry import MetricSpec, declare_metrics
+from shared.service.service_base import Service
 from shared.store.payload_store import StoreRefused
 
 declare_metrics(

@@ -14,10 +14,10 @@ from services.buffer.run_failure import RunFailure
 from services.buffer.state import BufferState
 from services.buffer.store_presence import has_lost
 from services.buffer.store_room import StoreRoom
-from shared.runtime.activities import BATCH
-from shared.runtime.service_base import Service
 from shared.schema.messages import Accepted, BatchAnswer, BatchPending, BatchRefused, BatchRequest, Durable, RunDone, Trained
 from shared.schema.service_messages import Doing
+from shared.service.activities import BATCH
+from shared.service.service_base import Service
 
 ANSWER_SECONDS = 1.5
 """The time that a batch request is held before it is answered with `BatchPending`."""

@@ -6,8 +6,8 @@ import sys
 from shared.runtime.quick_imports import quick_imports
 
 with quick_imports():
-    from services.console.console_service import print_address, serve
-    from shared.runtime.service_base import exit_code
+    from services.console.console_app import print_address, serve
+    from shared.service.service_base import exit_code
 
 if __name__ == "__main__":
     if sys.argv[1:] not in ([], ["address"]):

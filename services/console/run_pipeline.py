@@ -5,20 +5,14 @@ import contextlib
 import time
 from collections.abc import Collection, Sequence
 
-from services.console.absence import NOT_STARTED, SILENT
-from services.console.change_feed import FLOW, HEALTH, OVERVIEW
-from services.console.run_source import NATS, READ_SECONDS, STORE, RunSource, SourceAway
+from services.console.run_source import FLOW, HEALTH, NATS, NOT_STARTED, OVERVIEW, READ_SECONDS, SILENT, STORE, RunSource, SourceAway
 from shared.bus import runs, stream_replay
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.config.run_config import RunConfig
-from shared.live.alarms import alarms
-from shared.live.flow_reader import FlowReader
-from shared.live.flow_view import FlowView, flow_view
-from shared.live.health_view import HealthView, health_view, symptoms
-from shared.live.room import disk_room, memory_room
-from shared.live.stall import RunSituation, Stall, StallWatch
-from shared.live.stall_causes import watched_stall
 from shared.schema.service_messages import ServiceStatus
+from shared.view.alarms import HealthView, alarms, disk_room, health_view, memory_room, symptoms
+from shared.view.flow_view import FlowReader, FlowView, flow_view
+from shared.view.stall import RunSituation, Stall, StallWatch, watched_stall
 
 SERVERS = {NATS, STORE}
 

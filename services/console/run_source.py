@@ -1,13 +1,12 @@
-"""What all pages read: the run's config, bus, store, directory and services, and which of them is away.
-
-Nothing here fails because something is down: it is noted in `RunSource.away`, tried again, and taken out when it is back.
-"""
+"""Tells browsers which page's data has changed, as server-sent events (WHATWG HTML, section 9.2)."""
 
 import asyncio
 import contextlib
+import json
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -17,20 +16,131 @@ import nats.js.errors
 import structlog
 from redis.exceptions import RedisError
 
-from services.console.absence import AbsentServices
-from services.console.change_feed import FLOW, HEALTH, OVERVIEW, WEIGHTS, ChangeFeed
 from shared.accounts.permissions import CONSOLE, ROLES, user_name
 from shared.bus import runs, stream_replay, streams
 from shared.bus.bus_errors import BUS_ERRORS, TRANSIENT
 from shared.bus.connection import Bus
-from shared.bus.registry import Registry
+from shared.bus.registry import ENVIRONMENT, Registry
 from shared.bus.stream_replay import Entry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
-from shared.live.stall import NATS, STORE, Away, Stall, told_by
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.schema.service_messages import ServiceStatus
 from shared.store.payload_store import Store
+from shared.view.live_services import needed
+from shared.view.stall import NATS, STORE, Away, Stall, told_by
+
+OVERVIEW, RUN, FLOW, WEIGHTS, SAMPLES, HEALTH = PAGES = ("overview", "run", "flow", "weights", "samples", "health")
+"""What the feed tells of: the pages, and what stands above them all."""
+
+PAUSE_SECONDS = 1.0
+"""The least time between two events of one browser."""
+
+HEARTBEAT_SECONDS = 5.0
+
+
+class ChangeFeed:
+    """A revision for each page, which grows when the page's data has changed.
+
+    It begins with the time: browsers that were connected to an earlier life of the console see that all has changed.
+    """
+
+    def __init__(self) -> None:
+        self.revisions = dict.fromkeys(PAGES, int(time.time() * 1000))
+        self._changed = asyncio.Event()
+
+    def touch(self, *pages: str) -> None:
+        """Notes that the data of ``pages`` has changed."""
+        for page in pages:
+            self.revisions[page] += 1
+        if pages:
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    async def events(self) -> AsyncIterator[str]:
+        """Yields the events of one browser, until it is closed: all revisions first, then those that have changed, and heartbeats."""
+        sent: dict[str, int] = {}
+        while True:
+            changed = self._changed
+            new = {page: revision for page, revision in self.revisions.items() if sent.get(page) != revision}
+            if new:
+                sent |= new
+                yield f"data: {json.dumps(new)}\n\n"
+                await asyncio.sleep(PAUSE_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_SECONDS):
+                    await changed.wait()
+                continue
+            yield "event: heartbeat\ndata: {}\n\n"
+
+
+STALE_SHARE = 0.5
+"""A status that was not renewed for this share of its TTL is a silent service's: it is renewed five times within."""
+
+NOT_STARTED = "not started yet"
+"""Why a kind of service is away that was never seen."""
+
+SILENT = "silent: its status is no longer renewed"
+"""Why an instance is away that is in the registry all the same."""
+
+NOT_AT_WORK = ("starting", "stopping", "failed")
+
+
+@dataclass
+class _Seen:
+    """What was seen of an instance: the time on its newest status, when that came in, whether it was ever at work."""
+
+    at: float
+    seen: float
+    worked: bool = False
+
+
+@dataclass
+class AbsentServices:
+    """The services seen so far."""
+
+    _seen: dict[tuple[str, str], _Seen] = field(default_factory=dict)
+
+    def look(self, config: RunConfig | None, statuses: Sequence[ServiceStatus], now: float) -> dict[str, Away]:
+        """Returns what is away: an instance that is silent or starts again, or a kind of service of which there is none.
+
+        Args:
+            config: None while no services are expected. statuses: what the registry holds. now: seconds since the epoch.
+        """
+        services = [status for status in statuses if status.service != ENVIRONMENT]
+        for status in services:
+            known = self._seen.setdefault((status.service, status.instance), _Seen(status.at, now))
+            if known.at != status.at:
+                known.at, known.seen = status.at, now
+        return {} if config is None else self._troubled(config, services, now) | self._missing(config, services, now)
+
+    def _troubled(self, config: RunConfig, services: Sequence[ServiceStatus], now: float) -> dict[str, Away]:
+        """Returns the instances in the registry that are silent or not at work any more."""
+        absent = {}
+        for status in services:
+            known = self._seen[status.service, status.instance]
+            if why := _problem(status, known, now, config.bus.registry_ttl * STALE_SHARE):
+                absent[status.instance] = Away(known.seen, why)
+            elif status.state not in NOT_AT_WORK:
+                known.worked = True
+        return absent
+
+    def _missing(self, config: RunConfig, services: Sequence[ServiceStatus], now: float) -> dict[str, Away]:
+        """Returns the kinds of services of which the registry has none."""
+        absent = {}
+        for kind in set(needed(config)) - {status.service for status in services}:
+            seen = [known.seen for (service, _), known in self._seen.items() if service == kind]
+            absent[kind] = Away(max(seen, default=now), "its status is gone from the registry" if seen else "not started yet")
+        return absent
+
+
+def _problem(status: ServiceStatus, known: _Seen, now: float, patience: float) -> str:
+    if now - known.seen > patience:
+        return SILENT
+    if known.worked and status.state in NOT_AT_WORK:
+        return f"{status.state} again" if status.state == "starting" else status.state
+    return ""
+
 
 LEDGER, CONFIG = "the ledger", "the config on the bus"
 """What may be away besides the servers and services."""

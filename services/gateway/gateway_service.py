@@ -14,11 +14,11 @@ from services.gateway.replicas import Replicas
 from services.gateway.routes import Api
 from services.gateway.turns import Turns
 from shared.config.ingest_key import ingest_key
-from shared.runtime import http_address, http_endpoints
+from shared.runtime import addresses, http_endpoints
+from shared.runtime.addresses import GATEWAY_VARIABLE, HttpAddress
 from shared.runtime.errors import ConfigError
-from shared.runtime.http_address import GATEWAY_VARIABLE, HttpAddress
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
-from shared.runtime.service_base import Service
+from shared.runtime.telemetry import MetricSpec, declare_metrics
+from shared.service.service_base import Service
 from shared.sessions.session_store import SessionStore
 
 declare_metrics(
@@ -75,7 +75,7 @@ def _address(service: Service) -> HttpAddress:
     """Returns where this gateway listens: where the environment says, else, as instance ``gateway-2``, two ports after the first."""
     section, given = service.config.gateway, os.environ.get(GATEWAY_VARIABLE)
     if given:
-        return http_address.parsed(given, GATEWAY_VARIABLE)
+        return addresses.parsed(given, GATEWAY_VARIABLE)
     number = re.search(r"-(\d+)$", service.instance)
     first = HttpAddress(section.gateway_host, section.gateway_port)
     return first.next(int(number[1])) if number and section.gateway_port else first

@@ -30,10 +30,9 @@ from services.gateway.wire.request import ChatTurn, TokenTurn, TurnResult
 from services.gateway.wire.request_body import RequestFields, read_body
 from services.gateway.wire.turn_events import TurnStart
 from services.gateway.wire.turn_refused import House, TurnRefused, unknown_model
-from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import MyxoError
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
-from shared.runtime.telemetry import Metrics
+from shared.runtime.tasks import cancelled
+from shared.runtime.telemetry import Metrics, MetricSpec, declare_metrics
 from shared.schema.limits import Parts, Reason, Reward
 from shared.sessions.session import SessionEnded, SessionLog, SessionUnknown
 from shared.sessions.session_store import SessionStore

@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from shared.runtime.awake_timeout import put_off
 from shared.runtime.errors import MyxoError
+from shared.runtime.tasks import put_off
 from shared.sessions.session import SessionLog
 from shared.sessions.session_store import SessionStore
 

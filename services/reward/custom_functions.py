@@ -21,7 +21,7 @@ from shared.hooks import Arguments, DynamicFilterOutput, HookFailed, HookSample,
 from shared.hooks.filters import BUILT_IN
 from shared.hooks.loading import split_path
 from shared.hooks.sample_conversion import from_stored
-from shared.runtime.failures import defined_at, error_text
+from shared.runtime.tasks import defined_at, error_text
 from shared.schema.sample import Sample as StoredSample
 from shared.schema.sample import Score, decode
 

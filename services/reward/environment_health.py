@@ -15,8 +15,8 @@ from shared.bus.registry import ENVIRONMENT
 from shared.environment.environment import Environment
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed
 from shared.runtime.errors import DeadlineExceeded, MyxoError
-from shared.runtime.service_base import Service
 from shared.schema.service_messages import ServiceStatus
+from shared.service.service_base import Service
 
 
 class EnvironmentHealthCheck:

@@ -15,8 +15,7 @@ from shared.bus.streams import generated_consumer
 from shared.bus.subjects import REWARD
 from shared.bus.work_queue import FETCH_SECONDS, MessageLease, WorkQueue
 from shared.environment.protocol import EnvironmentFailed
-from shared.runtime.activities import WORK
-from shared.runtime.cancellation import cancelled
+from shared.process.worker_pool import WorkerFailed
 from shared.runtime.errors import (
     INFRASTRUCTURE,
     TASK,
@@ -27,12 +26,13 @@ from shared.runtime.errors import (
     MyxoError,
     PayloadMissing,
 )
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
-from shared.runtime.service_base import Service
+from shared.runtime.tasks import cancelled
+from shared.runtime.telemetry import MetricSpec, declare_metrics
 from shared.schema.messages import Failed, Generated, Outcome, Scored, failure_of
 from shared.schema.sample import Sample, Score
 from shared.schema.service_messages import Doing
-from shared.workers.worker_process import WorkerFailed
+from shared.service.activities import WORK
+from shared.service.service_base import Service
 
 declare_metrics(
     MetricSpec("samples_scored", "samples", "scored since the service started", counter=True),

@@ -17,7 +17,7 @@ from shared.environment.environment_url import blocked
 from shared.environment.http_environment import BlockedAddress, open_session, read_body
 from shared.environment.protocol import MAX_ANSWER, EnvironmentFailed, words
 from shared.runtime.errors import ConfigError, DeadlineExceeded
-from shared.runtime.untrusted_files import parse_json
+from shared.runtime.safe_files import parse_json
 
 LONGEST_PAUSE = 30.0
 """The most seconds between two tries; the first pause is one second, and each is twice the one before."""

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from shared.bus import runs
 from shared.runtime.errors import BadMessage
-from shared.runtime.service_base import Service
 from shared.schema import sample
 from shared.schema.messages import Generated
 from shared.schema.sample import Sample, SampleLimits
 from shared.schema.versions import newest_possible
+from shared.service.service_base import Service
 
 
 class PayloadReader:

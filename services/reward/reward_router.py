@@ -4,11 +4,11 @@ from services.reward.scorer import Scorer, shown
 from shared.config.eval_views import reward_key, reward_section
 from shared.config.run_config import RunConfig
 from shared.hooks import reward_values
+from shared.process.worker_pool import WorkerFailed
 from shared.rewards.names import queue_of
 from shared.runtime.errors import BadMessage, nearest
 from shared.schema.messages import Generated
 from shared.schema.sample import Sample, Score
-from shared.workers.worker_process import WorkerFailed
 
 
 class RewardRouter:

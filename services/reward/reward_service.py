@@ -19,8 +19,8 @@ from shared import hooks
 from shared.config.reward_section import CUSTOM, JUDGE, REMOTE, WEIGHTED
 from shared.environment.environment_client import open_environment
 from shared.rewards.names import QUEUES, queue_of
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
-from shared.runtime.service_base import Service
+from shared.runtime.telemetry import MetricSpec, declare_metrics
+from shared.service.service_base import Service
 
 declare_metrics(
     MetricSpec("scoring", "groups", "what is being scored"),

@@ -14,13 +14,13 @@ from shared.config.run_config import RunConfig
 from shared.environment.environment import Environment
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed, ScoreRequest, ScoreSample
 from shared.hooks import reward_values
+from shared.process.worker_pool import WorkerFailed
 from shared.rewards.names import GIVEN, needs_label
 from shared.rewards.reference import label_problem
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded
 from shared.schema.messages import Generated
 from shared.schema.own_turns import scored_text
 from shared.schema.sample import Sample, Score
-from shared.workers.worker_process import WorkerFailed
 
 IN_HAND = 4
 """The number of groups in progress for each verifier process: the next one's payload is read while this one is scored."""

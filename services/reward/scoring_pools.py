@@ -12,12 +12,11 @@ from shared.config.run_config import RunConfig
 from shared.config.sandbox_section import SandboxSection
 from shared.environment.protocol import first_problem
 from shared.hooks import paths
+from shared.process.worker_pool import LOOP_SECONDS, CallLate, WorkerDied, WorkerFailed, WorkerPool
 from shared.rewards.names import wrong
 from shared.rewards.reference import Reference
 from shared.schema import sample
 from shared.schema.sample import Sample, Score
-from shared.workers.worker_pool import CallLate, WorkerPool
-from shared.workers.worker_process import LOOP_SECONDS, WorkerDied, WorkerFailed
 
 _MODULE = "services.reward.worker"
 

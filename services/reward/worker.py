@@ -1,6 +1,6 @@
 """Scores groups in a process of its own, which the service kills when a call blocks it.
 
-``python -m services.reward.worker``; it speaks as `shared.workers.call_server` says. Its setup: ``{"verifiers": [name, …], "sandbox": the
+``python -m services.reward.worker``; it speaks as `shared.process.call_server` says. Its setup: ``{"verifiers": [name, …], "sandbox": the
 fields of [sandbox] or None}``, or ``{"config": JSON}`` for the user's own functions. A request: what `VerifierCalls.answer` or
 `services.reward.custom_functions.Functions.answer` takes; an answer: ``{"scores": [score, …]}``, for functions with ``"filtered"``, or
 ``{"error": text}``.
@@ -14,13 +14,13 @@ from typing import Any
 
 from services.reward.time_limit import OutOfTime, within
 from shared.hooks import reward_values
+from shared.process.call_server import Calls, serve_calls
 from shared.rewards.names import RUNS_CODE, base, missing_package, wrong
 from shared.rewards.reference import Reference
 from shared.rewards.unit_tests import open_sandboxes
 from shared.rewards.verifiers import Value, load, pattern_answer, read_label, verify
 from shared.runtime.errors import ConfigError
-from shared.runtime.failures import error_words
-from shared.workers.call_server import Calls, serve_calls
+from shared.runtime.tasks import error_words
 
 MEMORY_BYTES = 4 << 30
 """The most memory of a verifier's process. A tower of powers should end as an error in it, and not with the end of its neighbours."""

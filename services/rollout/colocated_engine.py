@@ -12,12 +12,12 @@ from services.rollout.engine.engine_memory import EVERYTHING, WEIGHTS
 from services.rollout.replica import OPEN_SECONDS, Replica
 from services.rollout.served_version import NO_WEIGHTS
 from shared.bus.connection import TRANSIENT
-from shared.runtime import devices
+from shared.config import devices
 from shared.runtime.errors import MyxoError
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
-from shared.runtime.service_base import Service
+from shared.runtime.telemetry import MetricSpec, declare_metrics
 from shared.schema.messages import Message
 from shared.schema.weight_messages import WeightsAsleep, WeightsReady, WeightsSleep, WeightsWake
+from shared.service.service_base import Service
 
 declare_metrics(
     MetricSpec("asleep", "", "1 while a trainer computes on the engine's GPUs", when="with `colocate`"),

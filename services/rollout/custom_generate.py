@@ -31,15 +31,14 @@ from shared.hooks.loading import GENERATE
 from shared.hooks.sample_conversion import Served, from_stored, group_index, to_stored
 from shared.hooks.slime_attributes import FOLLOWING
 from shared.model.replayed_choices import replayed_choices
+from shared.process.worker_pool import LOOP_SECONDS, CallBlocked, WorkerDied, WorkerFailed, WorkerPool
 from shared.rewards.reference import Reference
-from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadMessage, DeadlineExceeded
-from shared.runtime.service_base import Service
+from shared.runtime.tasks import cancelled
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Sampling, Task
 from shared.schema.sample import Sample, SampleLimits
-from shared.workers.worker_pool import CallBlocked, WorkerPool
-from shared.workers.worker_process import LOOP_SECONDS, WorkerDied, WorkerFailed
+from shared.service.service_base import Service
 
 STOP_SECONDS = 2.0
 """The time that a function has to come back once its requests were ended; then its call is cancelled."""

@@ -5,9 +5,9 @@ import asyncio
 from services.rollout.engine.engine_errors import EngineError
 from services.rollout.replica import Replica
 from shared.bus.connection import TRANSIENT
-from shared.runtime import devices
+from shared.config import devices
 from shared.runtime.errors import MyxoError
-from shared.runtime.service_base import Service
+from shared.service.service_base import Service
 
 DIRECTORY = "profile"
 """Where traces lie, in the run's directory; below it those of each replica."""

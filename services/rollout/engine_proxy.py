@@ -25,8 +25,7 @@ from services.rollout.sample_check import EngineAnswers
 from services.rollout.served_version import ServedVersion
 from shared.hooks.call_context import CALL_HEADER
 from shared.runtime.errors import BadMessage, MyxoError
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
-from shared.runtime.telemetry import Metrics
+from shared.runtime.telemetry import Metrics, MetricSpec, declare_metrics
 from shared.sessions.draw import CONTENT_TYPE, DRAW_PATH, KEY_HEADER, Drawn, DrawRequest
 
 declare_metrics(

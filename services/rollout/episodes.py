@@ -30,9 +30,9 @@ from shared.hooks import HookFailed, HookSample, Status
 from shared.hooks.call_context import CallContext, current_call
 from shared.hooks.slime.http_requests import HTTPStatusError, close_session, post
 from shared.runtime.errors import ConfigError, DeadlineExceeded
-from shared.runtime.service_base import Service
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Task
+from shared.service.service_base import Service
 
 FIELD = "episode.episode_url"
 

@@ -20,8 +20,8 @@ from services.rollout.replica import Replica
 from services.rollout.request_slots import GroupSlots
 from shared.data.stop_strings import end_across
 from shared.data.tokenizer import Tokenizer
-from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import DeadlineExceeded
+from shared.runtime.tasks import cancelled
 from shared.schema.messages import Task
 
 ENGINE_TRIES = 5

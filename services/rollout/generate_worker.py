@@ -1,6 +1,6 @@
 """Runs generate functions of the user's in a process of its own, many rollouts at a time.
 
-``python -m services.rollout.generate_worker``; it speaks as `shared.workers.call_server` says. Its setup: ``{"config": JSON}``; where the
+``python -m services.rollout.generate_worker``; it speaks as `shared.process.call_server` says. Its setup: ``{"config": JSON}``; where the
 run has a function of its own it is imported then. A request: ``{"verb": "generate", "field": name, "path": path, "sample": fields,
 "sampling_params": map, "evaluation": flag, "engine": [host, port], "token": text, "seconds": number}``; an answer: ``{"samples": [fields,
 …]}``, or ``{"error": text, "blocked": flag}``. Samples travel as `shared.hooks.sample_message` has them.
@@ -19,9 +19,9 @@ from shared.hooks import Arguments, HookSample, Status, load, sample_message
 from shared.hooks.call_context import CallContext, current_call
 from shared.hooks.hook_sample import status_of
 from shared.hooks.loading import generate_paths
-from shared.runtime.failures import defined_at, error_text
-from shared.workers.call_server import serve_calls
-from shared.workers.running_call import is_blocked
+from shared.process.call_server import serve_calls
+from shared.process.running_call import is_blocked
+from shared.runtime.tasks import defined_at, error_text
 
 BLOCKED_SHARE = 0.25
 """The share of a rollout's time for which it may block its process: those beside it then still have the rest."""

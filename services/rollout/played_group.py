@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from services.rollout.in_flight import Stopped
 from services.rollout.rollout_fate import GroupProgress
-from shared.runtime.cancellation import cancelled
+from shared.runtime.tasks import cancelled
 from shared.schema.sample import Sample
 
 

@@ -18,13 +18,13 @@ from services.rollout.router import router_url
 from services.rollout.served_version import ServedVersion
 from services.rollout.slot_limit import MOST
 from shared import hooks
-from shared.runtime import devices
-from shared.runtime.cancellation import cancelled
-from shared.runtime.child_process import ProcessEnded
+from shared.config import devices
+from shared.process.child_process import ProcessEnded
+from shared.runtime.addresses import LOOPBACK, own_address
 from shared.runtime.errors import DeadlineExceeded, MyxoError
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
-from shared.runtime.own_address import LOOPBACK, own_address
-from shared.runtime.service_base import Service
+from shared.runtime.tasks import cancelled
+from shared.runtime.telemetry import MetricSpec, declare_metrics
+from shared.service.service_base import Service
 from shared.sessions.draw import CONTEXT_GAUGE, VOCABULARY_GAUGE
 from shared.sessions.session_store import SessionStore
 

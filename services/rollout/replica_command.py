@@ -10,14 +10,13 @@ from services.rollout.engine.launch_command import EngineCommand, EngineMeeting,
 from services.rollout.prefix_cache import keeps_prefixes
 from services.rollout.router import router_url
 from shared import hooks
-from shared.config import sglang_flags
+from shared.config import devices, sglang_flags
 from shared.config.engine_limits import PREFILL_GRAPHS, captures_prefill
 from shared.config.run_config import RunConfig
 from shared.hooks.loading import agent_paths
-from shared.runtime import devices
-from shared.runtime.embedded_servers import free_port
+from shared.process.embedded_servers import free_port
 from shared.runtime.errors import ConfigError
-from shared.runtime.service_base import Service, default_instance
+from shared.service.service_base import Service, default_instance
 
 INSTANCE = "MYXO_INSTANCE"
 

@@ -36,22 +36,20 @@ from shared.bus.registry import ENGINE_NODE
 from shared.bus.streams import task_consumer
 from shared.bus.subjects import EVAL, TRAIN
 from shared.bus.work_queue import MessageLease, WorkQueue
-from shared.config import sglang_flags
+from shared.config import devices, sglang_flags
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
 from shared.hooks.loading import eval_function, generate_paths, paths
 from shared.model.replayed_choices import replayed_choices
-from shared.runtime import devices
-from shared.runtime.activities import WORK
-from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import INFRASTRUCTURE, TASK, BadMessage, DeadlineExceeded, MyxoError, raise_problems
-from shared.runtime.failures import fatal
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
-from shared.runtime.service_base import Service
+from shared.runtime.tasks import cancelled, fatal
+from shared.runtime.telemetry import MetricSpec, declare_metrics
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Generated, Interrupted, Task
 from shared.schema.sample import Sample
 from shared.schema.service_messages import Doing
+from shared.service.activities import WORK
+from shared.service.service_base import Service
 from shared.store.payload_store import StoreFull
 
 declare_metrics(

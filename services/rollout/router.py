@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from shared.bus.connection import TRANSIENT
+from shared.runtime.addresses import ROUTER_KEY, router_key
 from shared.runtime.errors import ConfigError, MyxoError
-from shared.runtime.server_urls import ROUTER_KEY, router_key
-from shared.runtime.service_base import Service
+from shared.service.service_base import Service
 
 ROUTER_VARIABLE = "MYXO_ROUTER_URL"
 

@@ -12,11 +12,11 @@ from services.rollout.engine.public_requests import GenerateRequest, PublicReque
 from shared.data.tokenizer import Tokenizer
 from shared.hooks.sample_agreement import Answer, compared
 from shared.runtime.errors import BadMessage
-from shared.runtime.service_base import Service
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Task
 from shared.schema.own_turns import sampled, turns_of
 from shared.schema.sample import Sample, token_digest
+from shared.service.service_base import Service
 
 MOST_TOKENS, ANSWER_TOKENS = 1 << 22, 64
 """Sampled tokens that are remembered, 32 MiB, and as how many an answer counts besides its own."""

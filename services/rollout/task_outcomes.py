@@ -8,13 +8,13 @@ from services.rollout.generation_spans import generation_span
 from services.rollout.teachers import Teachers
 from shared.bus.subjects import ROLLOUT
 from shared.runtime.errors import BadMessage, Fault, PayloadMissing
-from shared.runtime.service_base import Service
 from shared.schema import sample as sample_codec
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Failed, Generated, Interrupted, Outcome, Payload, Task
 from shared.schema.overlong import fitted
 from shared.schema.payload_digest import reference
 from shared.schema.sample import Sample
+from shared.service.service_base import Service
 
 PUBLISH_SECONDS = 600.0
 

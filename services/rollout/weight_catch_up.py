@@ -21,13 +21,13 @@ from services.rollout.replica import Replica
 from services.rollout.served_version import NO_WEIGHTS
 from shared.bus.bus_errors import TRANSIENT, warn_unreadable
 from shared.bus.registry import BROKEN_SNAPSHOT
+from shared.runtime.addresses import own_address
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
-from shared.runtime.failures import log_failure
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
-from shared.runtime.own_address import own_address
-from shared.runtime.service_base import Service
+from shared.runtime.tasks import log_failure
+from shared.runtime.telemetry import MetricSpec, declare_metrics
 from shared.schema.messages import Message
 from shared.schema.weight_messages import PeerTransferOffer, PeerTransferRequest, WeightChannelAddress, WeightsLive, WeightsSnapshot
+from shared.service.service_base import Service
 from shared.transfer.local_checkpoint import LocalCheckpoint
 from shared.transfer.weight_checkpoint import BrokenCheckpoint, WeightCheckpoint, WeightCheckpoints
 

@@ -18,9 +18,8 @@ from services.rollout.push_spans import PushSpans
 from services.rollout.repeated_requests import AnsweredOnce
 from services.rollout.replica import Replica
 from services.rollout.served_version import NO_WEIGHTS
+from shared.runtime.addresses import own_address
 from shared.runtime.errors import DeadlineExceeded, MyxoError
-from shared.runtime.own_address import own_address
-from shared.runtime.service_base import Service
 from shared.schema.messages import Accepted, Message
 from shared.schema.weight_messages import (
     WeightsAbort,
@@ -32,6 +31,7 @@ from shared.schema.weight_messages import (
     WeightsReceived,
     WeightsServed,
 )
+from shared.service.service_base import Service
 
 EXPIRY_MARGIN = 5.0
 """Seconds beyond a push's deadline after which a silent trainer counts as gone."""

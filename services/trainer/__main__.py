@@ -1,6 +1,6 @@
 """``python -m services.trainer [critic]``: the trainer of the run named by MYXO_RUN, or its critic, one process a rank.
 
-Of a trainer over several nodes it is one node's part (`services.trainer.nodes`), whose rank `shared.runtime.node_rank` finds.
+Of a trainer over several nodes it is one node's part (`services.trainer.nodes`), whose rank `shared.runtime.addresses` finds.
 """
 
 import os
@@ -10,11 +10,10 @@ from services.trainer.nodes.trainer_node import run_node
 from services.trainer.rank import SERVICES, read_run
 from services.trainer.torchrun import run_ranks
 from shared.config.run_config import RunConfig
-from shared.runtime.child_process import die_with_parent
-from shared.runtime.kernel_caches import kernel_cache_variables
-from shared.runtime.node_rank import node_rank
-from shared.runtime.own_address import listening_interfaces
-from shared.runtime.service_base import exit_code
+from shared.process.child_process import die_with_parent
+from shared.runtime.addresses import listening_interfaces, node_rank
+from shared.runtime.user_cache import kernel_cache_variables
+from shared.service.service_base import exit_code
 
 
 def launch(role: str) -> None:

@@ -11,7 +11,7 @@ from services.trainer.megatron.passes import MicroBatchesFailed
 from services.trainer.packing import BadSample, PackedBatch, separate
 from services.trainer.partition import Partition
 from services.trainer.untrainable import RefusedSample, Untrainable
-from shared.runtime.failures import describe
+from shared.runtime.tasks import describe
 from shared.schema.messages import Batch
 
 

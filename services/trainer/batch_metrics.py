@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from services.trainer.packing import PackedBatch
 from shared.data import pass_rates
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
+from shared.runtime.telemetry import MetricSpec, declare_metrics
 from shared.schema.messages import Batch
 from shared.schema.sample import Sample
 

@@ -20,12 +20,12 @@ from shared.config import config_reading, flags
 from shared.config.debug_section import DUMPS
 from shared.config.run_config import RunConfig
 from shared.hub import hub_resolve
-from shared.runtime.activities import Look
-from shared.runtime.child_process import die_with_parent
+from shared.process.child_process import die_with_parent
 from shared.runtime.errors import ConfigError
-from shared.runtime.service_base import exit_code
 from shared.schema.messages import BatchAnswer, EvalFigures, RunDone, Trained
 from shared.schema.service_messages import WarmStartEnded
+from shared.service.activities import Look
+from shared.service.service_base import exit_code
 from shared.tracing.traces import Traces
 
 USAGE = """usage: myxo replay CONFIG TEMPLATE [flags]

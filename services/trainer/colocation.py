@@ -22,10 +22,10 @@ from services.trainer.megatron.offload import Offload, Part
 from services.trainer.megatron.runtime import together
 from services.trainer.weights.push_protocol import ABSENCE_SECONDS
 from shared.bus.connection import TRANSIENT
+from shared.config import devices
 from shared.config.run_config import RunConfig
-from shared.runtime import devices
 from shared.runtime.errors import DeadlineExceeded, MyxoError
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
+from shared.runtime.telemetry import MetricSpec, declare_metrics
 from shared.schema.messages import Message
 from shared.schema.service_messages import ServiceStatus
 from shared.schema.weight_messages import WeightsAsleep, WeightsReady, WeightsSleep, WeightsWake

@@ -18,11 +18,8 @@ from services.trainer.untrainable import Untrainable
 from shared.bus import runs
 from shared.bus.connection import TRANSIENT, RequestRefused
 from shared.config.run_config import RunConfig
-from shared.runtime.activities import LOOP, Look
-from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadInput, DeadlineExceeded, MyxoError
-from shared.runtime.failures import SupervisedThread, log_failure
-from shared.runtime.service_base import Service, attended, connect
+from shared.runtime.tasks import SupervisedThread, cancelled, log_failure
 from shared.schema.messages import (
     Accepted,
     BatchAnswer,
@@ -39,6 +36,8 @@ from shared.schema.messages import (
 from shared.schema.service_messages import ServiceStatus
 from shared.schema.versions import version_after
 from shared.schema.weight_messages import WeightsLive
+from shared.service.activities import LOOP, Look
+from shared.service.service_base import Service, attended, connect
 from shared.tracing.traces import Traces
 
 Result = TypeVar("Result")
@@ -67,7 +66,7 @@ class StopAsked(DeadlineExceeded):
 class ControlClient:
     """Rank 0's client, a context manager around the training loop. ``service``: trainer, or critic.
 
-    The thread that serves it makes ``service`` (the attribute), and ends the process if it dies (`shared.runtime.failures`).
+    The thread that serves it makes ``service`` (the attribute), and ends the process if it dies (`shared.runtime.tasks`).
 
     Attributes:
         replicas: the rollout replicas whose engines are up, as the registry was last read. evaluations: those that have ended, in

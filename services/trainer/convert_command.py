@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from shared.runtime import exit_codes
-from shared.runtime.command_line import Parser, ended
 from shared.runtime.errors import ConfigError
+from shared.runtime.exit_codes import Parser, ended
 
 PROGRAM = "myxo convert"
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from services.trainer import slime_dumps
 from services.trainer.actor import StepResult
 from services.trainer.batches import TrainBatch
-from shared.runtime.atomic_files import replace_file
+from shared.runtime.safe_files import replace_file
 from shared.schema import codec
 from shared.schema import sample as sample_codec
 from shared.schema.messages import Batch

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from services.trainer.torchrun import tell_failure
 from shared.config.run_config import RunConfig
-from shared.runtime import failures
-from shared.runtime.child_process import die_with_parent
+from shared.process.child_process import die_with_parent
+from shared.runtime import tasks
 from shared.runtime.errors import DeadlineExceeded
 from shared.runtime.quick_imports import quick_imports
-from shared.runtime.service_base import connect, exit_code
 from shared.runtime.telemetry import last_error
+from shared.service.service_base import connect, exit_code
 
 SERVICES = {"actor": "trainer", "critic": "critic"}
 """The name of each role in the registry and the logs."""
@@ -37,7 +37,7 @@ def main(role: str) -> None:
         from shared.store.payload_store import BlockingStore
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        failures.arm(before_exit=end_all)
+        tasks.arm(before_exit=end_all)
     control: ControlClient | None = None
     with contextlib.ExitStack() as stack:
         if int(os.environ.get("RANK", "0")) == 0:
@@ -80,7 +80,7 @@ def told(work: Callable[[], None]) -> None:
     try:
         work()
     except Exception as error:
-        tell_failure(failures.describe(error), isinstance(error, DeadlineExceeded) or type(error).__name__ in ("PeerLost", "PeerFailed"))
+        tell_failure(tasks.describe(error), isinstance(error, DeadlineExceeded) or type(error).__name__ in ("PeerLost", "PeerFailed"))
         raise
 
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 
 import structlog
 
-from shared.runtime import process_watch
+from shared.process import child_process
+from shared.process.child_process import FROZEN_SECONDS, PROC, STOPPED_STATE, SeenProcess
 from shared.runtime.errors import MyxoError
-from shared.runtime.process_watch import FROZEN_SECONDS, PROC, STOPPED_STATE, SeenProcess
 
 LOOK_SECONDS = 1.0
 
@@ -44,7 +44,7 @@ class RankWatch:
         stopped = StoppedProcesses()
         while not self.frozen:
             time.sleep(LOOK_SECONDS)
-            ranks = [process for process in process_watch.descendants(os.getpid()) if process.parent == os.getpid()]
+            ranks = [process for process in child_process.descendants(os.getpid()) if process.parent == os.getpid()]
             if (found := stopped.look(ranks, time.monotonic())) is None:
                 continue
             self.frozen = f"rank {_rank(found.pid)} was frozen: a signal had stopped its process {found.pid} for {FROZEN_SECONDS:g} s"

@@ -23,13 +23,13 @@ from services.trainer.step_scheduler import BatchRequester
 from services.trainer.untrainable import Untrainable
 from shared.config.run_config import RunConfig
 from shared.model.families import read_architecture
-from shared.runtime.atomic_files import replace_file
-from shared.runtime.child_process import die_with_parent
-from shared.runtime.service_base import exit_code
+from shared.process.child_process import die_with_parent
+from shared.runtime.safe_files import replace_file
 from shared.schema.attestation import TrainedSample, attest
 from shared.schema.messages import Attestation, Batch, Trained
 from shared.schema.sample import SampleLimits
 from shared.schema.weight_messages import WeightsLive
+from shared.service.service_base import exit_code
 from shared.store.payload_store import BlockingStore
 
 VERSION = 0

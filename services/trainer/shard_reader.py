@@ -9,9 +9,8 @@ import numpy as np
 from services.trainer.batch_metrics import Table, empty_table, stats_row
 from services.trainer.partition import Partition
 from services.trainer.untrainable import RefusedSample, Untrainable
-from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import BadMessage, DeadlineExceeded
-from shared.runtime.failures import describe
+from shared.runtime.tasks import describe, run_in_thread
 from shared.schema import sample
 from shared.schema.messages import Batch
 from shared.schema.sample import InvalidSample, Sample, SampleLimits

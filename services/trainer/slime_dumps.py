@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from services.trainer.dumped_groups import DumpedGroup
-from shared.runtime.atomic_files import replacement
 from shared.runtime.errors import BadMessage
+from shared.runtime.safe_files import replacement
 from shared.schema.ledger import group_id, group_number
 from shared.schema.messages import Batch, BatchGroup
 from shared.schema.sample import Sample, segments_of

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shared.runtime.atomic_files import replace_file
-from shared.runtime.own_address import LOOPBACK
+from shared.runtime.addresses import LOOPBACK
+from shared.runtime.safe_files import replace_file
 
 PORT_FILE, FAILURE_FILE = "port", "failure"
 
@@ -104,7 +104,7 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    from shared.runtime.child_process import die_with_parent
+    from shared.process.child_process import die_with_parent
 
     die_with_parent()
     main(sys.argv[1:])

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 from shared.accounts.permissions import CONSOLE, HEALTH, ROLES, ROLLOUT, Rights, rights
 from shared.accounts.render import CERTIFICATE, KEY, NatsSettings, RedisSettings, nats_conf, redis_conf
-from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import ConfigError, MyxoError
+from shared.runtime.safe_files import replace_file
 
 NATS, REDIS, ROUTER = "nats", "redis", "router"
 NATS_URL, REDIS_URL, AUTHORITY = "nats_url", "redis_url", "ca.pem"

@@ -137,7 +137,7 @@ def _take(stream: str, consumer: str) -> tuple[str, str]:
 
 
 def _service(names: Subjects, role: str) -> tuple[str, ...]:
-    """Returns the subjects that `shared.runtime.service_base` uses for every service: to read the config, renew a status, send events."""
+    """Returns the subjects that `shared.service.service_base` uses for every service: to read the config, renew a status, send events."""
     return (
         f"{API}.INFO",
         _stream_info(names.ledger_stream),  # whether the run is there

@@ -9,9 +9,8 @@ import asyncio
 import contextlib
 import sys
 
+from shared.runtime.addresses import LOOPBACK, PRIVATE, HttpAddress, own_address, parsed
 from shared.runtime.errors import ConfigError
-from shared.runtime.http_address import HttpAddress, parsed
-from shared.runtime.own_address import LOOPBACK, PRIVATE, own_address
 
 NOT_SENT = "Myxo-Not-Sent"
 """The header of the door's own answers."""

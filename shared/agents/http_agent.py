@@ -20,7 +20,7 @@ from shared.environment.environment_url import without_credentials
 from shared.environment.http_environment import BlockedAddress, open_session, read_body
 from shared.environment.protocol import MAX_ANSWER, words
 from shared.runtime.errors import MyxoError
-from shared.runtime.untrusted_files import parse_json
+from shared.runtime.safe_files import parse_json
 
 CONNECT_SECONDS, LONGEST_PAUSE_S = 5.0, 2.0
 """A service that cannot be connected to, by itself or by the door to it, is tried again, with pauses that grow up to this one: it may be

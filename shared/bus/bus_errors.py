@@ -11,7 +11,7 @@ import nats.errors
 import nats.js.errors
 import structlog
 
-from shared.runtime import server_urls
+from shared.runtime import addresses
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 
 ATTEMPT_SECONDS = 3.0
@@ -112,7 +112,7 @@ def hopeless_reason(error: Exception) -> str | None:
     if isinstance(error, nats.errors.AuthorizationError) or "authorization violation" in str(error).lower():
         return "authorization violation: it does not take these credentials"
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is not trusted ({error.verify_message}); name the authority's file in {server_urls.CA_VARIABLE}"
+        return f"its certificate is not trusted ({error.verify_message}); name the authority's file in {addresses.CA_VARIABLE}"
     return None
 
 

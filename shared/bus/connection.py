@@ -36,7 +36,7 @@ from shared.bus.nats_client import NatsClient
 from shared.bus.publish_acks import Ack, Outgoing, PublishAcks
 from shared.runtime.back_pressure import RETRY_PAUSE_S, BackPressure
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MessageTooLarge, MyxoError
-from shared.runtime.failures import log_failure
+from shared.runtime.tasks import log_failure
 from shared.schema.messages import Message, Refused
 
 Reply = TypeVar("Reply", bound=Message)

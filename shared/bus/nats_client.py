@@ -11,8 +11,8 @@ from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 from shared.bus.bus_errors import ATTEMPT_SECONDS, RETRY_PAUSE, BusUnreachable, NotPermitted, PermissionErrors, hopeless_reason, redacted
-from shared.runtime import server_urls
-from shared.runtime.cancellation import cancelled
+from shared.runtime import addresses
+from shared.runtime.tasks import cancelled
 
 
 class NatsClient:
@@ -40,7 +40,7 @@ class NatsClient:
             self.connection.connect(
                 self.url.split(","),
                 name=name,
-                tls=server_urls.trusted(server_urls.authorities()) if encrypted else None,
+                tls=addresses.trusted(addresses.authorities()) if encrypted else None,
                 inbox_prefix=self._inbox,
                 connect_timeout=2,
                 max_reconnect_attempts=-1,

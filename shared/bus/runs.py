@@ -11,7 +11,7 @@ from shared.bus import streams
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig, changes
-from shared.runtime import server_urls
+from shared.runtime import addresses
 from shared.runtime.errors import INFRASTRUCTURE, BadInput, BadMessage, ConfigError, raise_problems
 from shared.runtime.safe_text import say
 from shared.schema.ledger import BatchTrained, LedgerRecord, RunFinished
@@ -65,7 +65,7 @@ async def create(bus: Bus, config: RunConfig, store_url: str | None, vocabulary:
         await _follow_move(bus, before, config)
     await bus.put(bucket, _CONFIG, config.model_dump_json().encode())
     if store_url is not None:
-        stated = "" if server_urls.has_credentials(store_url) else store_url
+        stated = "" if addresses.has_credentials(store_url) else store_url
         await bus.put(bucket, _STORE, stated.encode())  # an empty value, too, because it must replace an earlier address
     if vocabulary is not None:
         await bus.put(bucket, _VOCABULARY, str(vocabulary).encode())

@@ -21,7 +21,7 @@ from shared.bus.bus_errors import ATTEMPT_SECONDS, RETRY_PAUSE, TRANSIENT
 from shared.bus.connection import Bus
 from shared.bus.streams import SPARE_DELIVERIES, Consumer
 from shared.runtime.errors import BadMessage
-from shared.runtime.failures import log_failure
+from shared.runtime.tasks import log_failure
 from shared.schema.messages import Message
 
 Work = TypeVar("Work", bound=Message)

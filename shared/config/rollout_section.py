@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
 from shared.config.section import HOOK, MUTABLE, Rule, Section, Words, hook
 from shared.config.sglang_flags import plain_name
-from shared.runtime.container_runtime import Runtime
+from shared.runtime.host import Runtime
 from shared.schema.limits import MAX_SAMPLES, ROLE
 from shared.schema.overlong import OverlongPolicy
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
-from shared.runtime.untrusted_files import parse_json
+from shared.runtime.safe_files import parse_json
 
 _TRIED = {"place": "Lisbon"}
 

@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 
 from shared.runtime.errors import ConfigError
-from shared.runtime.untrusted_files import parse_json
+from shared.runtime.safe_files import parse_json
 
 _CONFIG = "tokenizer_config.json"
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

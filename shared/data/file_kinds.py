@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shared.runtime.untrusted_files import parse_json
+from shared.runtime.safe_files import parse_json
 
 LOOKED_AT = 4096
 """The first bytes of a file that are examined."""

@@ -18,8 +18,8 @@ from shared.config.run_config import RunConfig
 from shared.data.data_files import DataFile
 from shared.model.hf_checkpoint import SIDE_FILES, TEMPLATE_FOLDER
 from shared.runtime import user_cache
-from shared.runtime.atomic_files import replace_file
 from shared.runtime.errors import ConfigError
+from shared.runtime.safe_files import replace_file
 
 _FORMAT = 6
 

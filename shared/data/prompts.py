@@ -25,7 +25,7 @@ from shared.data.tokenizer import Tokenizer
 from shared.rewards.names import GIVEN
 from shared.rewards.reference import Reference, label_problem, label_text
 from shared.runtime.errors import ConfigError, nearest
-from shared.runtime.untrusted_files import parse_json
+from shared.runtime.safe_files import parse_json
 from shared.schema import codec
 from shared.schema.limits import MAX_PROMPT_BYTES
 

@@ -15,7 +15,7 @@ import numpy as np
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from shared.runtime.untrusted_files import parse_json
+from shared.runtime.safe_files import parse_json
 from shared.schema.sample import Sample
 
 DIRECTORY = "rollouts"

@@ -15,7 +15,7 @@ from shared.data.data_files import DataFile
 from shared.data.json_numbers import JsonNumber
 from shared.data.read_progress import ReadProgress
 from shared.runtime.errors import ConfigError
-from shared.runtime.untrusted_files import parse_json
+from shared.runtime.safe_files import parse_json
 
 INDEX_ENTRIES = 1 << 20
 """Bound of a JSONL file's index: a longer file has one entry for every second, fourth, … row (16 bytes each)."""

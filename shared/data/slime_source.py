@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from shared.config.run_config import RunConfig
 from shared.hooks import Arguments
-from shared.runtime.failures import error_text
+from shared.runtime.tasks import error_text
 
 RENDERED = "_rendered"
 """The key that marks a row whose text is the rendered prompt: sources of slime's apply the chat template themselves."""

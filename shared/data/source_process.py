@@ -1,6 +1,6 @@
 """Runs a user's source of prompts in a process of its own: one that blocks, crashes or calls ``sys.exit`` costs a prompt, not the buffer.
 
-``python -m shared.data.source_process`` speaks in `shared.workers.frames`. In, once: ``{"config": JSON}``; out: ``{"states": whether it
+``python -m shared.data.source_process`` speaks in `shared.process.frames`. In, once: ``{"config": JSON}``; out: ``{"states": whether it
 has them, "observes": whether it hears results}`` or ``{"refused": text}``. Then in: ``{"verb": "load", "state": value}``,
 ``{"verb": "skip", "n": count}``, ``{"verb": "observe", "results": list}`` or ``{"verb": "draw"}``; out: ``{"entry": one prompt,
 "state": value}``, ``{}``, ``{"failed": text}`` of an observation that raised, or ``{"refused": text}``, after which the process ends.
@@ -15,12 +15,12 @@ from typing import Any
 from shared.config.run_config import RunConfig
 from shared.data.slime_source import opened
 from shared.hooks import loading
-from shared.runtime.child_process import ChildProcess
+from shared.process import frames
+from shared.process.child_process import ChildProcess
+from shared.process.frames import FrameStream
+from shared.process.worker_pool import worker_environment
 from shared.runtime.errors import ConfigError
-from shared.runtime.failures import error_text
-from shared.workers import frames
-from shared.workers.frames import FrameStream
-from shared.workers.worker_process import worker_environment
+from shared.runtime.tasks import error_text
 
 FIELD = "data.data_source"
 

@@ -19,7 +19,7 @@ from shared.environment.environment import Environment
 from shared.environment.environment_url import EnvironmentUrl, blocked
 from shared.environment.protocol import MAX_ANSWER, EnvironmentAway, EnvironmentFailed, words
 from shared.runtime.errors import DeadlineExceeded
-from shared.runtime.untrusted_files import parse_json
+from shared.runtime.safe_files import parse_json
 
 CONNECT_SECONDS = 3.0
 """The seconds that resolving and connecting may take before the environment counts as unreachable."""

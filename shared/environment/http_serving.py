@@ -9,7 +9,7 @@ from aiohttp import web
 
 from shared.environment.protocol import DESCRIBE
 from shared.environment.serving import EpisodeRefused, ServedEnvironment
-from shared.runtime.untrusted_files import parse_json
+from shared.runtime.safe_files import parse_json
 
 MOST_BYTES = 64 << 20
 """The largest request: a group of long responses."""

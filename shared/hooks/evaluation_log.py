@@ -6,7 +6,7 @@ from typing import Any
 
 from shared.config.run_config import RunConfig
 from shared.hooks.loading import EVAL_LOG, load, paths
-from shared.runtime.failures import error_text
+from shared.runtime.tasks import error_text
 
 
 class EvaluationLog:

@@ -10,7 +10,7 @@ from shared.config.eval_views import generate_functions, reward_functions
 from shared.config.run_config import RunConfig
 from shared.hooks import layout_names, slime_names
 from shared.runtime.errors import ConfigError, MyxoError
-from shared.runtime.failures import error_text
+from shared.runtime.tasks import error_text
 
 GENERATE = "rollout.custom_generate_function_path"
 ROLLOUT_FUNCTION = "rollout.rollout_function_path"

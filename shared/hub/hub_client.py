@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from shared.hub.hub_names import HubName
-from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import MyxoError
+from shared.runtime.tasks import run_in_thread
 
 REQUEST_SECONDS = 4.0
 """The seconds that the hub may stay silent in one request about a repository."""

@@ -17,7 +17,7 @@ from typing import IO, Any
 from shared.hub.hub_client import Hub, HubError, RepositoryListing, one_line, require
 from shared.hub.hub_download import download
 from shared.hub.hub_names import HubName
-from shared.runtime.atomic_files import replacement
+from shared.runtime.safe_files import replacement
 from shared.runtime.safe_text import say
 
 _CARDS = ("README.md", ".huggingface.yaml", "dataset_infos.json")

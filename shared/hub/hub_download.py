@@ -12,8 +12,8 @@ from rich.filesize import decimal
 from shared.data.read_progress import ReadProgress
 from shared.hub.hub_client import Hub, HubError, RepositoryListing, Unreachable
 from shared.hub.hub_names import HubName
-from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.safe_text import say
+from shared.runtime.tasks import run_in_thread
 
 STALL_SECONDS = 120.0
 """The seconds that a download may go without a byte."""

@@ -6,7 +6,7 @@ from shared.hub.hub_client import Hub, HubError, RepositoryListing, require
 from shared.hub.hub_download import download
 from shared.hub.hub_names import HubName
 from shared.model.hf_checkpoint import TEMPLATE_FOLDER
-from shared.runtime.untrusted_files import parse_json
+from shared.runtime.safe_files import parse_json
 
 INDEX = "model.safetensors.index.json"
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from shared.model.architecture import Architecture, Experts, LatentAttention, Llama3Scaling, Rope, YarnScaling
 from shared.runtime.errors import ConfigError
-from shared.runtime.untrusted_files import parse_json
+from shared.runtime.safe_files import parse_json
 
 Trait = bool | tuple[str, bool]
 """A feature of a family: a fixed answer, or the entry of ``config.json`` that decides it, with its default."""

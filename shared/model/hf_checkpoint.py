@@ -7,7 +7,7 @@ import numpy as np
 
 from shared.model.architecture import Architecture
 from shared.runtime.errors import ConfigError
-from shared.runtime.untrusted_files import is_plain_name, parse_json
+from shared.runtime.safe_files import is_plain_name, parse_json
 from shared.transfer.tensor_file import TensorFileBroken, TensorFiles
 
 TEMPLATE_FOLDER = "additional_chat_templates"

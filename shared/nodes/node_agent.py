@@ -34,11 +34,11 @@ from shared.nodes.further_node import FurtherNode
 from shared.nodes.node_links import NodeLinks
 from shared.nodes.node_presence import NodeObserver, SeenNode
 from shared.runtime import exit_codes, liveness
-from shared.runtime.cancellation import to_the_end
+from shared.runtime.addresses import HOST_VARIABLE, LOOPBACK, own_address
 from shared.runtime.errors import BadMessage, ConfigError, MyxoError
-from shared.runtime.own_address import HOST_VARIABLE, LOOPBACK, own_address
-from shared.runtime.service_base import Service
+from shared.runtime.tasks import to_the_end
 from shared.schema.node_messages import Attempt, NodeSecret, NodeState
+from shared.service.service_base import Service
 
 POLL_SECONDS = 0.5
 SILENCE = 1.5

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import structlog
 
 from shared.bus.leader_lease import clock
-from shared.runtime.cancellation import cancelled
+from shared.runtime.tasks import cancelled
 
 BEAT_BYTES = 8
 """The bytes of a question, and of its answer: the question's number."""

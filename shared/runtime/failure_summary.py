@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shared.config.environment_variables import without_credentials
-from shared.runtime.untrusted_files import parse_json
+from shared.runtime.safe_files import parse_json
 
 ERROR_LEVELS = ("error", "critical")
 

@@ -16,7 +16,7 @@ def main() -> int:
     host, _, port = os.environ.get("MYXO_HTTP", "").rpartition(":")
     own = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
     if own == "private":
-        from shared.runtime.own_address import own_address
+        from shared.runtime.addresses import own_address
 
         own = own_address()
     address = sys.argv[1] if len(sys.argv) > 1 else f"{own}:{port}/healthz"

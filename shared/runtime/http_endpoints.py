@@ -16,10 +16,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from shared.runtime.addresses import PRIVATE, HttpAddress, chosen_by, own_address
 from shared.runtime.errors import ConfigError
-from shared.runtime.failures import background
-from shared.runtime.http_address import HttpAddress, chosen_by
-from shared.runtime.own_address import PRIVATE, own_address
+from shared.runtime.tasks import background
 
 HEAD_SECONDS = 15.0
 """The time that the head of a request has to come, from its connection or from its first byte."""

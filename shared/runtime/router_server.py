@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from shared.runtime.addresses import ROUTER_KEY, router_key
 from shared.runtime.errors import ConfigError
-from shared.runtime.server_urls import ROUTER_KEY, router_key
 
 DEFAULTS = ("--prometheus-host", "127.0.0.1", "--max-payload-size", str(16 * 2**20), "--worker-startup-check-interval", "1")
 """Flags that may be given otherwise. ``max-payload-size``: bytes."""

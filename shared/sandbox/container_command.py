@@ -5,7 +5,7 @@ written to. The supervisor is root there, with no right but to make its programs
 same filter of system calls as under bubblewrap, by the supervisor, beside the runtime's own.
 """
 
-from shared.runtime.container_runtime import HARDENED
+from shared.runtime.host import HARDENED
 from shared.sandbox.bwrap_command import SUPERVISOR_RIGHTS, TEMPORARY, WORK, environment
 from shared.sandbox.program import SandboxSettings
 

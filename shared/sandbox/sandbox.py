@@ -20,8 +20,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-from shared.runtime.container_runtime import client_environment, remove_container
 from shared.runtime.errors import DeadlineExceeded, MyxoError
+from shared.runtime.host import client_environment, remove_container
 from shared.sandbox import process_usage, program_supervisor
 from shared.sandbox.bwrap_command import (
     OUTSIDE,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from shared.rewards.reference import Reference
 from shared.runtime.errors import BadMessage
-from shared.runtime.untrusted_files import parse_json
+from shared.runtime.safe_files import parse_json
 from shared.schema import codec
 from shared.schema.expert_choices import Choices, ExpertChoices, routed_problem
 from shared.schema.limits import LARGEST_REWARD, MAX_KEYS, MAX_PARTS, MAX_SPANS, ROLE, Parts, Reason, Reward, is_part_name, is_reward

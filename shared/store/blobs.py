@@ -19,7 +19,7 @@ from redis.exceptions import AuthenticationError, BusyLoadingError, NoPermission
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from shared.runtime import server_urls
+from shared.runtime import addresses
 
 WINDOW_BYTES = 4 << 20
 """The approximate bytes that may be asked for before they are read."""
@@ -52,7 +52,7 @@ def options(url: str) -> dict[str, Any]:
     """Returns a client's options besides ``url``: for ``rediss://`` the authorities to trust. Raises ConfigError."""
     if not url.startswith("rediss:"):
         return {}
-    authorities = server_urls.authorities()
+    authorities = addresses.authorities()
     return {"ssl_check_hostname": True} | ({"ssl_ca_certs": authorities} if authorities else {})
 
 

@@ -27,7 +27,7 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from shared.runtime import server_urls
+from shared.runtime import addresses
 from shared.runtime.back_pressure import RETRY_PAUSE_S, BackPressure
 from shared.runtime.errors import DeadlineExceeded, MyxoError, PayloadMissing
 from shared.schema.messages import Payload
@@ -273,7 +273,7 @@ def _check_another_attempt(what: str, error: Exception, end: float, deadline: fl
     if isinstance(error, _REFUSED):
         raise StoreRefused(f"the store refuses {what}: {error}") from error
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
-        next_action = f"name the authority's file in {server_urls.CA_VARIABLE}"
+        next_action = f"name the authority's file in {addresses.CA_VARIABLE}"
         raise StoreRefused(f"{what} is not asked for: the store's certificate is not trusted; {next_action} ({error})") from error
     if time.monotonic() + RETRY_PAUSE > end:
         raise DeadlineExceeded(what, "the store", deadline, f"given up ({error})") from error

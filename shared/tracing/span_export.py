@@ -22,8 +22,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from shared.runtime.failure_summary import short
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
-from shared.runtime.telemetry import Metrics
+from shared.runtime.telemetry import Metrics, MetricSpec, declare_metrics
 from shared.tracing.span import TraceSpan, trace_ids
 from shared.tracing.trace_settings import TraceSettings
 from shared.tracing.traces import Traces

@@ -23,8 +23,8 @@ from typing import Any, Self
 import msgpack
 from torch.distributed import DistStoreError, HashStore, Store
 
+from shared.runtime.addresses import HOST_VARIABLE
 from shared.runtime.errors import ConfigError
-from shared.runtime.own_address import HOST_VARIABLE
 
 NONCE_BYTES = PROOF_BYTES = 32
 

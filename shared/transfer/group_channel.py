@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from shared.runtime.daemon_thread import run_in_thread
+from shared.runtime.addresses import address_towards
 from shared.runtime.errors import DeadlineExceeded, MyxoError
-from shared.runtime.own_address import address_towards
+from shared.runtime.tasks import run_in_thread
 from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.bucket_ring import BUFFERS, BucketRing
 from shared.transfer.manifest import Manifest

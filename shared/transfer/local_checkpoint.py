@@ -8,9 +8,8 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from shared.runtime.atomic_files import scratch
 from shared.runtime.errors import BadMessage
-from shared.runtime.untrusted_files import open_regular
+from shared.runtime.safe_files import open_regular, scratch
 from shared.transfer import digest
 from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.manifest import ITEM_BYTES

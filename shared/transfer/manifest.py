@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import xxhash
 
 from shared.runtime.errors import BadMessage
-from shared.runtime.untrusted_files import parse_json
+from shared.runtime.safe_files import parse_json
 
 ALIGNMENT = 256
 """Every tensor begins at a multiple of so many bytes of its bucket: any dtype can be viewed there, and GPUs read whole lines."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shared.runtime.errors import BadMessage
-from shared.runtime.untrusted_files import parse_json
+from shared.runtime.safe_files import parse_json
 from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.bucket_ring import BucketRing
 from shared.transfer.manifest import Manifest

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 
 from shared.runtime.errors import MyxoError
-from shared.runtime.failures import SupervisedThread
+from shared.runtime.tasks import SupervisedThread
 from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.channel_store import StoreFollower
 

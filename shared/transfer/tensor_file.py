@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.runtime.errors import MyxoError
-from shared.runtime.untrusted_files import open_regular, parse_json
+from shared.runtime.safe_files import open_regular, parse_json
 from shared.transfer import digest
 from shared.transfer.digest import TensorDigest
 from shared.transfer.manifest import ITEM_BYTES, checked_sizes, checked_tensor

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore, Store
 
-from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
+from shared.runtime.tasks import run_in_thread
 from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.channel_store import RemoteStore, StoreServer
 from shared.transfer.manifest import Manifest

@@ -1,7 +1,7 @@
 """Versions of the weights on disk: whole Hugging Face checkpoints, and deltas that hold what changed since the version before.
 
 Each version is a directory ``v000012`` with a small ``checkpoint.json``. It appears complete or not at all
-(`shared.runtime.atomic_files`) and is never changed afterwards. The chain of a version is the newest whole checkpoint at or below it
+(`shared.runtime.safe_files`) and is never changed afterwards. The chain of a version is the newest whole checkpoint at or below it
 and the deltas from there on, each lying on the one before.
 """
 
@@ -17,9 +17,8 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shared.config.run_config import RunConfig
-from shared.runtime.atomic_files import replaced_by, settle
 from shared.runtime.errors import MyxoError
-from shared.runtime.untrusted_files import is_plain_name, open_regular, parse_json, read_regular
+from shared.runtime.safe_files import is_plain_name, open_regular, parse_json, read_regular, replaced_by, settle
 from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.manifest import checked_tensor
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from shared.model.hf_checkpoint import INDEX
-from shared.runtime.atomic_files import fsync_tree, publish, scratch
+from shared.runtime.safe_files import fsync_tree, publish, scratch
 from shared.transfer import digest, tensor_file
 from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.local_checkpoint import LocalCheckpoint

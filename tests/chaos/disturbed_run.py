@@ -18,10 +18,10 @@ from typing import Any
 
 from nats.js.errors import NotFoundError
 
+from shared.process.child_process import die_with_parent
+from shared.process.embedded_servers import EmbeddedNats
 from shared.runtime import exit_codes
-from shared.runtime.cancellation import cancelled
-from shared.runtime.child_process import die_with_parent
-from shared.runtime.embedded_servers import EmbeddedNats
+from shared.runtime.tasks import cancelled
 from tests.chaos.disturbance import FaultResult, Victim, disturb
 from tests.chaos.fast.fast_config import RUN
 from tests.chaos.ledger_check import LedgerCheck, LedgerFindings, ledger_messages

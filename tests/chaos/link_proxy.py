@@ -128,7 +128,7 @@ class ProxiedAddresses:
     @classmethod
     def fresh(cls, directory: Path) -> "ProxiedAddresses":
         """Returns free ones. ``directory``: where the sockets lie; its path is short."""
-        from shared.runtime.embedded_servers import free_port
+        from shared.process.embedded_servers import free_port
 
         return cls(free_port(), free_port(), str(directory / "v.sock"), str(directory / "own" / "v.sock"))
 

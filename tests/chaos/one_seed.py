@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from shared.runtime.child_process import die_with_parent
+from shared.process.child_process import die_with_parent
 from tests.chaos.disturbed_run import run_seed
 from tests.chaos.fast.fast_variant import FastVariant
 from tests.chaos.real.real_variant import RealVariant

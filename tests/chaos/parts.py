@@ -25,7 +25,7 @@ from services.trainer.control_client import ControlClient
 from services.trainer.trainer_settings import TrainerSettings
 from services.trainer.weights.pusher import Pusher
 from shared.config.trainer_section import TrainerSection
-from shared.runtime.service_base import attended, connect
+from shared.service.service_base import attended, connect
 from tests.support.engine_process import serve
 
 BUCKET_BYTES = 40_000

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from shared.runtime.service_base import Service, run
 from shared.schema.messages import Generated, Task
+from shared.service.service_base import Service, run
 from tests.integration.myxo.standin_rollout import Rollout
 from tests.support.poison import POISON, poisoned
 

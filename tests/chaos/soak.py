@@ -25,7 +25,7 @@ import nats.errors
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from shared.runtime.child_process import die_with_parent
+from shared.process.child_process import die_with_parent
 from tests.chaos import results_page
 from tests.chaos.fast.fast_config import RUN, FastShape
 from tests.chaos.fast.fast_variant import FastVariant

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.runtime.child_process import die_with_parent
+from shared.process.child_process import die_with_parent
 from tests.chaos.fast.fast_config import RUN, FastShape, write_model
 from tests.chaos.fast.fast_variant import FastVariant
 from tests.chaos.observer import Observer

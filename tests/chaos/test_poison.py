@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from myxo.run.run_directory import RunDirectory
-from shared.runtime.child_process import die_with_parent
+from shared.process.child_process import die_with_parent
 from tests.chaos import poisonous_rollout
 from tests.chaos.poisonous_rollout import KINDS, REFERENCES, kind_of
 from tests.integration.myxo.command import COMMAND_SECONDS, ROOT, Myxo, children, kill_child, wait_for

@@ -22,7 +22,7 @@ from shared.bus import runs, stream_replay
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.config.trainer_section import TrainerSection
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.service_messages import ServiceStatus
 from shared.schema.weight_messages import WeightsLive, WeightsPushed
 from shared.transfer.group_channel import GroupSender

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.runtime.child_process import die_with_parent
+from shared.process.child_process import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = {"fast": 2, "real": 1}

@@ -13,7 +13,7 @@ import pytest
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.service_messages import ServiceStatus
 from tests.chaos import parts
 from tests.support.run_config import run_config

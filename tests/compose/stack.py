@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from shared.runtime.embedded_servers import free_port
+from shared.process.embedded_servers import free_port
 from tests.support.images import base_image
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ from shared.bus import stream_replay
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.data.rollout_files import RolloutReader
-from shared.runtime.embedded_servers import EmbeddedNats
+from shared.process.embedded_servers import EmbeddedNats
 from shared.schema.ledger import GroupsScored, LedgerRecord
 from shared.schema.messages import Trained
 from shared.schema.weight_messages import WeightsLive

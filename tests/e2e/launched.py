@@ -13,7 +13,7 @@ from pathlib import Path
 from myxo.run.run_directory import RunDirectory
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
-from shared.runtime.child_process import die_with_parent
+from shared.process.child_process import die_with_parent
 from shared.schema.service_messages import ServiceStatus
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from shared.bus import stream_replay
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.data.rollout_files import DIRECTORY, RolloutReader
-from shared.runtime.embedded_servers import EmbeddedNats
+from shared.process.embedded_servers import EmbeddedNats
 from shared.schema.ledger import BatchTrained, LedgerRecord
 from tests.e2e.launched import LaunchedRun, gauge
 

@@ -10,8 +10,8 @@ from playwright.async_api import expect
 from services.console.console_app import console_app
 from services.console.run_source import RunSource
 from shared.runtime import http_endpoints
-from shared.runtime.failures import background
-from shared.runtime.http_address import HttpAddress
+from shared.runtime.addresses import HttpAddress
+from shared.runtime.tasks import background
 from tests.e2e.live_console import SHOWN_MS
 from tests.support.browser import LAPTOP, PHONE, Visit, chromium
 from tests.support.odd_run import SCRIPT, TEXTS, write_empty_run, write_odd_run

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from shared.data.rollout_files import RolloutReader
-from shared.runtime.embedded_servers import free_port
+from shared.process.embedded_servers import free_port
 from tests.e2e.conftest import write_small_run
 from tests.e2e.launched import ROOT, LaunchedRun
 from tests.support.tiny_model import TinyModelShape, write_tiny_model

@@ -8,7 +8,7 @@ import pytest
 
 from examples.environments.guessing.guessing import MOST_GUESSES
 from shared.data.rollout_files import DIRECTORY, RolloutReader
-from shared.runtime.embedded_servers import free_port
+from shared.process.embedded_servers import free_port
 from tests.e2e.launched import LaunchedRun
 from tests.integration.environments.live import EnvironmentProcess
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared.runtime.child_process import die_with_parent
+from shared.process.child_process import die_with_parent
 from tests.e2e.launched import ROOT, LaunchedRun
 
 RUN_SECONDS = 900

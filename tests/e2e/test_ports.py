@@ -15,7 +15,7 @@ import pytest
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
-from shared.runtime.embedded_servers import free_port
+from shared.process.embedded_servers import free_port
 from shared.runtime.errors import MyxoError
 from shared.schema.service_messages import ServiceStatus
 from shared.schema.weight_messages import PeerTransferOffer, PeerTransferRequest, WeightChannelAddress

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.trainer.actor_critic_exchange import ActorCriticExchange, Kind
-from shared.runtime.embedded_servers import EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedValkey
 from tests.e2e.launched import LaunchedRun, gauge
 
 RUN_SECONDS = 1500

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from shared.runtime.child_process import die_with_parent
+from shared.process.child_process import die_with_parent
 from tests.e2e.conftest import SUMS
 from tests.e2e.launched import ROOT
 from tests.support.shrunk_script import command_line, shrunk, write_model

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from shared.bus import stream_replay
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
-from shared.runtime.embedded_servers import EmbeddedNats
+from shared.process.embedded_servers import EmbeddedNats
 from shared.schema.ledger import BatchFormed, GroupsScored, LedgerRecord
 from tests.contract.stored_run import assert_like_any_run
 from tests.e2e.launched import ROOT, LaunchedRun

@@ -26,8 +26,9 @@ from shared.data.rows import open_rows
 from shared.environment import environment_url, protocol
 from shared.model.families import read_architecture
 from shared.model.hf_checkpoint import read_headers
+from shared.process import frames
 from shared.runtime.errors import BadInput, BadMessage, ConfigError
-from shared.runtime.untrusted_files import parse_json
+from shared.runtime.safe_files import parse_json
 from shared.schema import codec, sample
 from shared.schema.messages import Message
 from shared.schema.sample import Sample
@@ -37,7 +38,6 @@ from shared.transfer.manifest import Manifest, lay_out
 from shared.transfer.tensor_file import TensorFileBroken, TensorFiles
 from shared.transfer.weight_checkpoint import CHECKPOINT_FILE, BrokenCheckpoint, FileSum, WeightCheckpoint, load_checkpoint
 from shared.transfer.weight_delta import apply_delta, encode_delta
-from shared.workers import frames
 from tests.fuzz.mutations import as_json, as_msgpack, spoiled_bytes, spoiled_text
 from tests.fuzz.valid_messages import every_message
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
-from shared.runtime.http_address import HttpAddress
+from shared.runtime.addresses import HttpAddress
 from shared.runtime.http_endpoints import health_app, serving
 from tests.fuzz.mutations import spoiled_bytes
 

@@ -19,7 +19,7 @@ from services.trainer.partition import partition_batch
 from services.trainer.shard_reader import ShardReader
 from services.trainer.untrainable import Untrainable
 from shared.config.algorithm import AlgorithmSection
-from shared.runtime.embedded_servers import EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedValkey
 from shared.schema import sample
 from shared.schema.messages import Batch, BatchGroup
 from shared.schema.payload_digest import reference

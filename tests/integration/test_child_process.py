@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shared.runtime.child_process import WATCHDOG, ChildProcess, ProcessEnded, group_members
+from shared.process.child_process import WATCHDOG, ChildProcess, ProcessEnded, group_members
 from shared.runtime.errors import DeadlineExceeded
 from tests.support.waiting import until
 
@@ -22,7 +22,7 @@ FAMILY = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from shared.runtime.child_process import ChildProcess
+from shared.process.child_process import ChildProcess
 
 scratch = Path(sys.argv[1])
 scratch.mkdir()

@@ -12,15 +12,15 @@ import pytest
 from nats.js.api import StreamConfig
 
 from shared.bus.connection import Bus
-from shared.runtime import embedded_servers
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey, ServerMissing
+from shared.process import embedded_servers
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey, ServerMissing
 from shared.runtime.errors import MyxoError
 from tests.support.service_process import ROOT
 
 PARENT = """
 import sys, time
 from pathlib import Path
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 servers = [EmbeddedNats(Path(sys.argv[1]) / "nats"), EmbeddedValkey(Path(sys.argv[1]) / "valkey")]
 for server in servers:
     server.start()

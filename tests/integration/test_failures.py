@@ -19,8 +19,8 @@ from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
-from shared.runtime.failures import failures_reported
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.runtime.tasks import failures_reported
 from shared.schema.messages import EvalFigures, EvaluationsEnded, EvaluationsRequest
 from shared.schema.service_messages import ServiceStatus
 from tests.support.run_config import run_config
@@ -31,8 +31,8 @@ DEATH_SECONDS = 2.0
 
 SERVICE = """
 import asyncio, threading, time
-from shared.runtime.failures import SupervisedThread
-from shared.runtime.service_base import run
+from shared.runtime.tasks import SupervisedThread
+from shared.service.service_base import run
 
 def dies():
     print("dying", flush=True)
@@ -59,7 +59,7 @@ TRAINER = """
 import sys, time
 from services.trainer.control_client import ControlClient
 from shared.bus.registry import Registry
-from shared.runtime.service_base import exit_code
+from shared.service.service_base import exit_code
 
 async def dies(self, service):
     print("dying", flush=True)
@@ -145,7 +145,7 @@ def test_all_ranks_of_a_trainer_end_with_the_one_whose_thread_dies(environment: 
 def test_all_ranks_of_a_trainer_end_with_one_that_a_signal_has_stopped(environment: dict[str, str]) -> None:
     """Its process is there, and rank 0's heartbeats go on."""
     ranks = 'lambda: run_ranks(2, "tests.support.dying_rank", "stops")'
-    script = "import sys; from services.trainer.torchrun import run_ranks; from shared.runtime.service_base import exit_code\n"
+    script = "import sys; from services.trainer.torchrun import run_ranks; from shared.service.service_base import exit_code\n"
     seconds, code, lines = death_of(f'{script}sys.exit(exit_code("trainer", {ranks}))', environment)
     assert code == 1
     assert seconds < 60, "ten seconds after it was stopped, where the machine is not busy"

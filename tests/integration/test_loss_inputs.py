@@ -17,7 +17,7 @@ from services.trainer.packing import BadSample
 from services.trainer.partition import partition_batch
 from services.trainer.shard_reader import ShardReader
 from shared.config.algorithm import AlgorithmSection
-from shared.runtime.embedded_servers import EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedValkey
 from shared.runtime.errors import ConfigError
 from shared.schema.sample import SampleLimits
 from shared.store.payload_store import BlockingStore

@@ -23,7 +23,7 @@ from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.model.architecture import Architecture, Rope
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.messages import Batch, BatchGroup, EvalFigures, EvaluationsEnded, EvaluationsRequest, Payload, RewardPart, Trained
 from shared.schema.service_messages import MetricsWritten, ServiceStatus, WarmStartEnded
 from tests.support.run_config import run_config

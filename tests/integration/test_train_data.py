@@ -21,7 +21,7 @@ from services.trainer.shard_reader import ShardReader
 from services.trainer.train_data import converted, postprocessed
 from shared.config.algorithm import AlgorithmSection
 from shared.hooks import HookFailed, Sample
-from shared.runtime.embedded_servers import EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedValkey
 from shared.schema.sample import SampleLimits
 from shared.store.payload_store import BlockingStore
 from tests.integration.test_batches import assemble_all, inputs, stored

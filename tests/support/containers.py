@@ -8,7 +8,7 @@ from testcontainers.community.nats import NatsContainer
 from testcontainers.community.redis import RedisContainer
 from testcontainers.core.container import DockerContainer
 
-from shared.runtime.embedded_servers import FILE_STORE_BYTES, free_port
+from shared.process.embedded_servers import FILE_STORE_BYTES, free_port
 from tests.support.images import base_image
 
 ENGINE_SECONDS = 60

@@ -7,12 +7,12 @@ import sys
 import time
 
 from services.trainer.rank import kill_siblings
-from shared.runtime import failures
-from shared.runtime.service_base import exit_code
+from shared.runtime import tasks
+from shared.service.service_base import exit_code
 
 
 def main() -> None:
-    failures.arm(before_exit=kill_siblings)
+    tasks.arm(before_exit=kill_siblings)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if os.environ["RANK"] == "1":
         if "stops" in sys.argv:
@@ -24,7 +24,7 @@ def main() -> None:
             print("dying", flush=True)
             raise KeyError("what it died of")
 
-        failures.SupervisedThread(dies, "worker").start()
+        tasks.SupervisedThread(dies, "worker").start()
     time.sleep(600)
 
 

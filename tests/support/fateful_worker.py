@@ -11,7 +11,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from shared.workers.call_server import serve_calls
+from shared.process.call_server import serve_calls
 
 
 class FatefulCalls:

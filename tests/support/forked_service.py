@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-from shared.runtime.child_process import die_with_parent
+from shared.process.child_process import die_with_parent
 from tests.support.service_process import ServiceProcess
 
 _CONTEXT = multiprocessing.get_context("forkserver")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from shared.accounts.credentials import NATS_URL, REDIS_URL, Deployment, ServerAddress, make
 from shared.accounts.render import NatsSettings, RedisSettings
-from shared.runtime.embedded_servers import EmbeddedServer, free_port, nats_binary, valkey_binary
+from shared.process.embedded_servers import EmbeddedServer, free_port, nats_binary, valkey_binary
 
 
 class GuardedNats(EmbeddedServer):

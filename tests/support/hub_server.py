@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from shared.runtime.embedded_servers import free_port
+from shared.process.embedded_servers import free_port
 
 
 class HubServer:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.runtime.child_process import die_with_parent
-from shared.runtime.embedded_servers import EmbeddedNats
+from shared.process.child_process import die_with_parent
+from shared.process.embedded_servers import EmbeddedNats
 
 ROOT = Path(__file__).resolve().parents[2]
 

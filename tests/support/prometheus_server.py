@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from shared.runtime.child_process import die_with_parent
-from shared.runtime.embedded_servers import free_port
+from shared.process.child_process import die_with_parent
+from shared.process.embedded_servers import free_port
 from shared.schema.service_messages import ServiceStatus
 from tests.support.dashboards import ALERTS, MONITORING
 

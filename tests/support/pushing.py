@@ -12,7 +12,7 @@ from services.trainer.control_client import ControlClient
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.config.run_config import RunConfig
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.service_messages import ServiceStatus
 from tests.support.run_config import run_config, write_jsonl
 from tests.support.service_process import ServiceProcess

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from docs.metrics_page import declared_in
-from shared.runtime.metric_specs import declare_metrics
+from shared.runtime.telemetry import declare_metrics
 
 SERVICES = Path(__file__).resolve().parents[2] / "services"
 

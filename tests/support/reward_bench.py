@@ -16,14 +16,14 @@ from shared.bus.streams import scored_consumer
 from shared.bus.subjects import Subjects
 from shared.bus.work_queue import WorkQueue
 from shared.config.run_config import RunConfig
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
-from shared.runtime.service_base import Service, attended
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema import sample
 from shared.schema.messages import Failed, Generated, Outcome
 from shared.schema.payload_digest import reference
 from shared.schema.sample import Sample
 from shared.schema.service_messages import ServiceStatus
 from shared.schema.weight_messages import WeightsLive
+from shared.service.service_base import Service, attended
 from shared.store.payload_store import Store
 from tests.support.poison import Poison, poisoned
 from tests.support.run_config import run_config

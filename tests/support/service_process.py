@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from shared.runtime.child_process import die_with_parent
+from shared.process.child_process import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,7 +13,7 @@ from services.gateway.wire.formats import CHAT_FORMATS, WireFormat
 from services.gateway.wire.request import CalledTool, ChatTurn, TokenTurn, TurnResult, TurnTokens, TurnUsage
 from services.gateway.wire.turn_events import started
 from services.gateway.wire.turn_refused import TurnRefused
-from shared.runtime.http_address import HttpAddress
+from shared.runtime.addresses import HttpAddress
 from shared.runtime.http_endpoints import serving
 
 TOKENS = TurnTokens(

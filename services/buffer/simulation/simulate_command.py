@@ -14,8 +14,8 @@ from services.buffer.simulation import simulation_report
 from services.buffer.simulation.simulation_run import ORDERS, POLICIES, Setting, SimulationPlan, settings
 from services.buffer.simulation.workload_model import WorkloadModel
 from shared.runtime import exit_codes
-from shared.runtime.command_line import Parser, ended
 from shared.runtime.errors import ConfigError
+from shared.runtime.exit_codes import Parser, ended
 
 PROGRAM = "myxo simulate"
 

@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from services.console.run_pipeline import RunPipeline
-from shared.live.flow_view import WINDOWS, FlowView
+from shared.view.flow_view import WINDOWS, FlowView
 
 
 def router(pipeline: RunPipeline) -> APIRouter:

@@ -3,7 +3,7 @@
 from fastapi import APIRouter
 
 from services.console.run_pipeline import RunPipeline
-from shared.live.health_view import HealthView
+from shared.view.alarms import HealthView
 
 
 def router(pipeline: RunPipeline) -> APIRouter:

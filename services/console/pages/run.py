@@ -1,21 +1,296 @@
-"""``/api/run``: the answers of the page *Run*: which curves there are, their points, and what happened beside them."""
+"""The page *Run*: its charts and their curves, marks and summary."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
 import numpy as np
 from fastapi import APIRouter, HTTPException, Query
+from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from services.console.chart_panels import PANELS, further, panel_series
-from services.console.curves import Curve, curve
-from services.console.event_history import EventHistory
-from services.console.other_runs import OtherRuns
+from services.console.event_history import EventHistory, OtherRuns
 from services.console.run_source import RunSource
-from shared.history.metric_history import MetricHistory
-from shared.history.push_history import PushHistory, VersionHistory
-from shared.history.run_marks import RunMarks
+from shared.view.metric_history import Floats, MetricHistory, MetricSeries, PushHistory, RunMarks, VersionHistory
+
+MOST_SERIES = 12
+"""The most series of one panel: of more, nobody tells one from another."""
+
+
+@dataclass(frozen=True)
+class ChartPanel:
+    """A chart. ``tags``: metrics, or patterns of them (``rewards/*/mean``); with a minus the negative of one. ``labels``: tag → its name.
+
+    ``by_batch``: whether its x is the number of a batch, which the page *Samples* shows.
+    """
+
+    panel: str
+    title: str
+    unit: str
+    about: str
+    tags: tuple[str, ...]
+    labels: tuple[str, ...] = ()
+    by_batch: bool = True
+
+
+PANELS = (
+    ChartPanel("reward", "Reward", "", "mean reward of each batch's samples, as they were scored", ("rollout/raw_reward",)),
+    ChartPanel("held_out", "Held-out sets", "mean reward", "by the training steps in the weights that were evaluated", (), by_batch=False),
+    ChartPanel("parts", "Rewards by part", "mean", "each named reward, over the samples that have it", ("rewards/*/mean",)),
+    ChartPanel("loss", "Loss", "", "what is minimised, and its policy-gradient part", ("train/loss", "train/pg_loss"), ("loss", "pg_loss")),
+    ChartPanel(
+        "kl",
+        "KL",
+        "nats",
+        "of the policy from the one that began the step, and from the reference where there is one",
+        ("train/ppo_kl", "train/kl_loss", "rollout/kl", "rollout/opd_reverse_kl"),
+        ("to the step's beginning", "to the reference (loss)", "to the reference (reward)", "to the teacher"),
+    ),
+    ChartPanel(
+        "entropy",
+        "Entropy",
+        "nats",
+        "of the policy where the loss has it; its estimate is the mean of −log p of the tokens that the engine drew",
+        ("train/entropy_loss", "-rollout/rollout_log_probs"),
+        ("of the policy", "estimate"),
+    ),
+    ChartPanel("clip", "Clip fraction", "share of tokens", "tokens whose ratio is clipped", ("train/pg_clipfrac", "train/tis_clipfrac")),
+    ChartPanel("grad_norm", "Gradient norm", "", "L2 norm before clipping, of the last optimizer step", ("train/grad_norm",)),
+    ChartPanel(
+        "length",
+        "Response length",
+        "tokens",
+        "of a batch's responses",
+        ("rollout/response_len/mean", "rollout/response_len/median", "rollout/response_len/max"),
+        ("mean", "median", "longest"),
+    ),
+    ChartPanel(
+        "truncation",
+        "Truncation",
+        "share of responses",
+        "responses that ran into their limit, and those that end in a loop",
+        ("rollout/truncated_ratio", "rollout/repetition_frac"),
+        ("truncated", "looping"),
+    ),
+    ChartPanel(
+        "difference",
+        "Engine–trainer difference",
+        "nats",
+        "mean absolute difference of the log-probs that engine and trainer give the same token",
+        ("train/train_rollout_logprob_abs_diff",),
+    ),
+    ChartPanel(
+        "staleness",
+        "Staleness",
+        "versions",
+        "of a batch's samples: the batch's version less that of the oldest trained token",
+        ("rollout/staleness_mean", "rollout/staleness_max"),
+        ("mean", "largest"),
+    ),
+    ChartPanel(
+        "equal",
+        "Groups that teach nothing",
+        "share of groups",
+        "groups whose rewards are all equal: they have no advantage",
+        ("rollout/zero_std_groups",),
+    ),
+    ChartPanel(
+        "weights",
+        "Importance weights",
+        "ratio",
+        "mean of π/π_old, and of the trainer's policy over the engine's",
+        ("train/ois", "train/tis"),
+        ("π/π_old", "trainer/engine"),
+    ),
+    ChartPanel("lr", "Learning rate", "", "of the last optimizer step", ("train/lr",)),
+    ChartPanel(
+        "speed",
+        "Speed of training",
+        "tokens/s",
+        "with its waiting, and of computing alone",
+        ("perf/wall_tok_per_s", "perf/actor_train_tok_per_s"),
+        ("waiting included", "computing"),
+    ),
+    ChartPanel(
+        "seconds",
+        "Time of a step",
+        "s",
+        "training, and what the trainer waited between two steps",
+        ("perf/step_time", "perf/train_wait_time"),
+        ("training", "between two steps"),
+    ),
+    ChartPanel(
+        "critic",
+        "Critic",
+        "",
+        "value loss, and the share of values that were clipped",
+        ("critic/value_loss", "critic/value_clipfrac"),
+        ("value loss", "clipped"),
+    ),
+    ChartPanel("passrate", "Pass rate", "probability", "that one of k samples of a prompt passes", ("passrate/*",)),
+    ChartPanel("warm_start", "Warm start", "nats a token", "supervised loss, by the warm start's own steps", ("sft/loss",), by_batch=False),
+)
+
+
+@dataclass(frozen=True)
+class PanelSeries:
+    """One series of a panel: its metric, whether its negative is drawn, and its name in the legend."""
+
+    tag: str
+    negative: bool
+    label: str
+
+
+def panel_series(panel: ChartPanel, tags: Iterable[str], held_out: Sequence[str]) -> tuple[list[PanelSeries], int]:
+    """Returns the series of a panel, and how many more there are than it draws.
+
+    Args:
+        tags: all metrics of the runs. held_out: names of held-out sets.
+    """
+    known = sorted(tags)
+    if panel.panel == "held_out":
+        return _first([PanelSeries(f"eval/{name}", False, name) for name in held_out if f"eval/{name}" in known])
+    found = []
+    for index, pattern in enumerate(panel.tags):
+        negative, pattern = pattern.startswith("-"), pattern.removeprefix("-")
+        for tag in known if "*" in pattern else [pattern] * (pattern in known):
+            if fnmatchcase(tag, pattern):
+                label = panel.labels[index] if index < len(panel.labels) else _short(tag, pattern)
+                found.append(PanelSeries(tag, negative, label))
+    return _first(found)
+
+
+def _first(found: list[PanelSeries]) -> tuple[list[PanelSeries], int]:
+    return found[:MOST_SERIES], max(0, len(found) - MOST_SERIES)
+
+
+def further(tags: Iterable[str], shown: Iterable[str]) -> list[str]:
+    """Returns the metrics that no panel draws, in order."""
+    return sorted(set(tags) - set(shown))
+
+
+def _short(tag: str, pattern: str) -> str:
+    """Returns a metric's name without what all that match the pattern have in common."""
+    if "*" not in pattern:
+        return tag.partition("/")[2]
+    before, _, after = pattern.partition("*")
+    return tag.removeprefix(before).removesuffix(after)
+
+
+MOST_UNUSUAL = 200
+"""The most values that are no numbers that one curve tells of one by one."""
+
+
+class UnusualValue(BaseModel):
+    """A value that is no number: ``nan``, ``inf`` or ``-inf``."""
+
+    x: float
+    step: int
+    value: str
+
+
+class Curve(BaseModel):
+    """Points of one metric of one run. ``x``: steps, or hours since the run began, ascending; ``steps``: the step of each.
+
+    ``smoothed``: the mean of the numbers of the last steps up to each point, empty where that is not asked for. ``total``: values in this
+    part of the series, the newest of which is ``newest``. ``unusual``: of them those that are no numbers, the newest of
+    ``unusual_total``; their points are null.
+    """
+
+    run: str
+    tag: str
+    x: list[float]
+    steps: list[int]
+    values: list[float | None]
+    smoothed: list[float | None]
+    total: int
+    newest: float | None
+    unusual: list[UnusualValue]
+    unusual_total: int
+
+
+def curve(
+    run: str,
+    tag: str,
+    series: MetricSeries,
+    *,
+    began: float | None = None,
+    first: float = -math.inf,
+    last: float = math.inf,
+    points: int = 500,
+    window: int = 1,
+    sign: float = 1.0,
+) -> Curve:
+    """Returns the part of a series from ``first`` to ``last`` on the x axis, in about ``points`` points.
+
+    Args:
+        began: x is hours since then; None: x is the step. window: steps of the moving mean. sign: what every value is multiplied by.
+    """
+    steps, values = series.steps, series.values * sign
+    x = steps if began is None else (series.at - began) / 3600
+    if np.any(np.diff(x) < 0):  # of two lives of a trainer, the second may have written early steps later than the first the late ones
+        order = np.argsort(x, kind="stable")
+        steps, values, x = steps[order], values[order], x[order]
+    means = moving_mean(values, window) if window > 1 else np.empty(0)
+    begin, end = int(np.searchsorted(x, first, "left")), int(np.searchsorted(x, last, "right"))
+    chosen = begin + extremes(values[begin:end], points)
+    odd = begin + np.flatnonzero(~np.isfinite(values[begin:end]))
+    return Curve(
+        run=run,
+        tag=tag,
+        x=x[chosen].tolist(),
+        steps=[int(step) for step in steps[chosen]],
+        values=finite_or_none(values[chosen]),
+        smoothed=finite_or_none(means[chosen]) if window > 1 else [],
+        total=max(0, end - begin),
+        newest=finite_or_none(values[end - 1 : end])[0] if end > begin else None,
+        unusual=[UnusualValue(x=x[index], step=int(steps[index]), value=str(float(values[index]))) for index in odd[-MOST_UNUSUAL:]],
+        unusual_total=len(odd),
+    )
+
+
+def extremes(values: Floats, points: int) -> NDArray[np.intp]:
+    """Returns the indices of about ``points`` values, ascending: the first and the last, and of each column the least and the greatest."""
+    count = len(values)
+    if count <= max(points, 4):
+        return np.arange(count)
+    width = math.ceil(count / max(1, points // 2))
+    padded = np.full(math.ceil(count / width) * width, np.nan)
+    padded[:count] = np.where(np.isfinite(values), values, np.nan)
+    table = padded.reshape(-1, width)
+    begins = np.arange(len(table)) * width
+    least = begins + np.argmin(np.nan_to_num(table, nan=np.inf), axis=1)
+    most = begins + np.argmax(np.nan_to_num(table, nan=-np.inf), axis=1)
+    return np.unique(np.concatenate([[0], least, most, [count - 1]]))
+
+
+def moving_mean(values: Floats, window: int) -> Floats:
+    """Returns the mean of each value and up to ``window`` − 1 before it, of those that are numbers; NaN where none of them is."""
+    finite = np.isfinite(values)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        return window_sums(np.where(finite, values, 0.0), window) / window_sums(finite.astype(np.float64), window)
+
+
+def window_sums(values: Floats, window: int) -> Floats:
+    """Returns the sum of each value and up to ``window`` − 1 before it.
+
+    A window spans at most two blocks of its own length: it is the end of one and the beginning of the next. So no value is added that the
+    window does not hold: in a running sum one huge value would spoil all later ones.
+    """
+    count = len(values)
+    blocks = np.zeros((math.ceil((count + window - 1) / window), window))
+    blocks.ravel()[window - 1 : window - 1 + count] = values
+    begun = np.cumsum(blocks, axis=1).ravel()[window - 1 : window - 1 + count]
+    rest = np.cumsum(blocks[:, ::-1], axis=1)[:, ::-1].ravel()[:count]
+    return np.where(np.arange(count) % window == 0, begun, begun + rest)
+
+
+def finite_or_none(values: Floats) -> list[float | None]:
+    """Returns the values for JSON, which has no infinities."""
+    return [value if math.isfinite(value) else None for value in values.tolist()]
+
 
 MOST_MARKS_SHOWN = 400
 """The newest marks of one kind that one answer has."""

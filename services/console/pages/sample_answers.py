@@ -1,20 +1,100 @@
-"""What the Samples page is told of groups and samples: the answers' models, and how they are made of records and samples. Pure."""
+"""The commands that show a group again in a terminal, and train its batch again. Pure."""
 
+import asyncio
+import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel
+from redis.exceptions import RedisError
 
-from services.console.group_samples import FoundSamples
-from services.console.pages.page_text import as_text, safe
-from services.console.pages.replay_commands import ReplayCommand
-from services.console.pages.sample_tokens import Fork, SampleTurn, ShownSample, TokenWindow
-from services.console.run_index.group_index import Facet, IndexedBatch
-from services.console.run_index.run_index import IndexProgress
-from shared.history.group_history import GroupRecord, ProvenanceStep
+from services.console.group_index import Facet, IndexedBatch
+from services.console.pages.sample_tokens import Fork, SampleTurn, ShownSample, TokenWindow, as_text, safe
+from services.console.run_index import IndexProgress, RunIndex
+from services.console.run_source import RunSource
+from shared.config.run_config import RunConfig
+from shared.data.rollout_files import TRAINED
+from shared.runtime.errors import MyxoError
+from shared.schema import sample as sample_codec
 from shared.schema.sample import Sample
+from shared.view.group_history import BATCHED, GroupRecord, ProvenanceStep
+
+
+class ReplayCommand(BaseModel):
+    """A command and what it does; without one, ``what`` says how to have it."""
+
+    what: str
+    command: str | None = None
+
+
+def replay_commands(run: str, directory: Path | None, config: RunConfig | None, group: GroupRecord) -> list[ReplayCommand]:
+    """Returns the commands of a group."""
+    place = run if directory is None else str(directory)
+    shown = ReplayCommand(what="shows it in a terminal", command=shlex.join(["myxo", "samples", place, group.group]))
+    if group.status not in (TRAINED, BATCHED) or config is None:
+        return [shown]
+    return [shown, batch_command(directory, config, group.step)]
+
+
+def batch_command(directory: Path | None, config: RunConfig, step: int | None) -> ReplayCommand:
+    """Returns the command that trains the batch of a step again."""
+    template = config.debug.rollout_dump
+    if template is None:
+        return ReplayCommand(what="To train its batch again, have the run keep its batches: --dump-details DIR")
+    if config.algorithm.has_critic:
+        return ReplayCommand(what="Its batch cannot be trained again from a dump: the critic's values are not in it")
+    where = "CONFIG" if directory is None else str(directory)
+    words = ["myxo", "replay", where, template, "--deterministic"]
+    return ReplayCommand(what=f"trains the batches up to step {step} again, and prints each step's metrics", command=shlex.join(words))
+
+
+STORE_SECONDS = 8.0
+"""The deadline for reading a group from the store."""
+
+
+@dataclass(frozen=True)
+class FoundSamples:
+    """The samples that were found of a group, and where. absent: why there are none. stale: positions of those too old to train."""
+
+    samples: Sequence[Sample]
+    source: Literal["store", "kept", "none"]
+    absent: str = ""
+    stale: tuple[int, ...] = ()
+
+
+async def find_samples(source: RunSource, index: RunIndex, group: GroupRecord) -> FoundSamples:
+    """Returns the samples of a group; never raises for a store that is away or has freed them."""
+    absent = index.groups.history.gone(group) if source.live else "only the run's directory is left, which keeps none of this group"
+    if absent is None:
+        found = await _stored(source, group)
+        if not isinstance(found, str):
+            return FoundSamples(found, "store")
+        absent = found
+    record = await index.kept_record(group)
+    if record is None or not record.samples:
+        return FoundSamples((), "none", absent)
+    stale = tuple(position for position, sample in enumerate(record.samples) if sample.stale)
+    return FoundSamples(record.decoded(), "kept", stale=stale)
+
+
+async def _stored(source: RunSource, group: GroupRecord) -> list[Sample] | str:
+    """Returns the samples that the store has, or why there are none."""
+    if group.payload is None or not group.payload.keys:
+        return "the ledger names no payload"
+    try:
+        blobs = await source.store().read(group.payload, deadline=STORE_SECONDS)
+        found = await asyncio.to_thread(sample_codec.decode, blobs)
+    except (MyxoError, RedisError) as error:  # away, or freed since the ledger was read, or lost, or overwritten
+        return str(error) or type(error).__name__
+    there = [entry.index for entry in found]
+    if len(there) != len(group.rewards):
+        return f"the store holds {len(there)} samples where the ledger names {len(group.rewards)}"
+    return found
+
 
 PREVIEW = 240
 """Characters of a response in a group's list of samples."""

@@ -8,30 +8,31 @@ from typing import Annotated
 
 from fastapi import APIRouter, HTTPException, Query
 
-from services.console.group_samples import FoundSamples, find_samples
-from services.console.pages.replay_commands import batch_command, replay_commands
+from services.console.group_index import GroupQuery
 from services.console.pages.sample_answers import (
     Facets,
+    FoundSamples,
     GroupAnswer,
     GroupList,
     SampleAnswer,
     StepBatch,
+    batch_command,
     facets_of,
+    find_samples,
     group_answer,
     group_row,
+    replay_commands,
     sample_answer,
     sample_line,
     step_batch,
 )
-from services.console.pages.sample_tokens import MOST_TOKENS, ShownSample, advantages_of, forks, turns, window
-from services.console.run_index.group_query import GroupQuery
-from services.console.run_index.run_index import RunIndex
+from services.console.pages.sample_tokens import MOST_TOKENS, ShownSample, advantages_of, forks, trainer_tokens, turns, window
+from services.console.run_index import RunIndex
 from services.console.run_source import RunSource
-from services.console.trainer_tokens import trainer_tokens
 from shared.data.tokenizer_files import local_tokenizer
-from shared.history.group_history import GroupRecord
 from shared.schema.ledger import is_evaluation
 from shared.schema.limits import Count, GroupId
+from shared.view.group_history import GroupRecord
 
 NO_TOKENS = (
     "Tokens cannot be coloured here: this run has kept the text of its responses alone. With monitoring.keep_rollouts_tokens = true "

@@ -1,15 +1,107 @@
-"""``/api/samples/sessions``: the sessions that agents play now."""
+"""The sessions that agents play now: read from the store while somebody looks, a bounded part at a time."""
 
+import asyncio
 import time
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel
+from redis.exceptions import RedisError
 
-from services.console.open_sessions import OpenSessions
-from services.console.pages.page_text import safe
+from services.console.pages.sample_tokens import safe
 from services.console.run_source import RunSource, SourceAway
+from shared.runtime.errors import BadMessage, MyxoError
+from shared.schema.message import Message
+from shared.sessions.session import Session
 from shared.sessions.session_progress import SessionProgress
+from shared.sessions.session_store import KEPT_SECONDS, OPENED_SECONDS, SessionStore
+
+FRESH_SECONDS = 2.0
+"""What was read is not read again sooner than this, however many browsers look."""
+
+READ_SECONDS = 8.0
+
+MOST_OPEN = 5000
+"""The sessions whose records are looked for; of more the oldest are left out."""
+
+LONGEST_BACK = 7 * 24 * 3600
+"""Seconds: sessions that were opened longer ago are not looked for."""
+
+
+@dataclass
+class OpenSessions:
+    """Pages share it: ``source.shared(OpenSessions)``."""
+
+    source: RunSource
+    _read: dict[int, int] = field(default_factory=dict)
+    _names: dict[str, None] = field(default_factory=dict)
+    _known: dict[str, SessionProgress] = field(default_factory=dict)
+    _at: float = -FRESH_SECONDS
+    _life: str | None = None
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def page(self, offset: int, limit: int) -> tuple[list[SessionProgress], int]:
+        """Returns the open sessions from ``offset`` on, the oldest first, and how many there are. Raises SourceAway."""
+        store = self.source.store()
+        try:
+            async with self._lock:
+                sessions = SessionStore(store, self.source.run)
+                await self._look(sessions)
+                return await self._page(sessions, offset, limit), len(self._names)
+        except (MyxoError, RedisError) as error:
+            raise SourceAway(f"the sessions cannot be read: {str(error) or type(error).__name__}") from error
+
+    async def _look(self, sessions: SessionStore) -> None:
+        """Learns which sessions are there."""
+        if self._life != self.source.life:
+            self._read, self._names, self._known, self._life, self._at = {}, {}, {}, self.source.life, -FRESH_SECONDS
+        if time.monotonic() - self._at < FRESH_SECONDS:
+            return
+        newest, config = int(time.time() // OPENED_SECONDS), self.source.config
+        longest = config.rollout.agent_timeout if config is not None else OPENED_SECONDS
+        back = min(longest + KEPT_SECONDS, LONGEST_BACK)  # deadlines are put off while engines sleep for a trainer
+        oldest = newest - int(back // OPENED_SECONDS) - 1
+        for stretch in range(oldest, newest + 2):  # the replicas' clocks may be before this one
+            found = await sessions.opened(stretch, self._read.get(stretch, 0), READ_SECONDS)
+            self._read[stretch] = self._read.get(stretch, 0) + len(found)
+            self._names |= dict.fromkeys(found)
+        self._read = {stretch: count for stretch, count in self._read.items() if stretch >= oldest}
+        names = list(self._names)[-MOST_OPEN:]
+        lengths = await sessions.lengths(names, READ_SECONDS)
+        self._names = dict.fromkeys(name for name, length in zip(names, lengths, strict=True) if length)
+        self._known = {name: progress for name, progress in self._known.items() if name in self._names}
+        self._at = time.monotonic()
+
+    async def _page(self, sessions: SessionStore, offset: int, limit: int) -> list[SessionProgress]:
+        """Returns what is there of a page; sessions that turn out to have ended make room for the next ones."""
+        found: list[SessionProgress] = []
+        names = iter(list(self._names)[offset:])
+        while len(found) < limit and (wanted := [name for name, _ in zip(names, range(limit - len(found)), strict=False)]):
+            known = [(name, self._known[name].length if name in self._known else 0) for name in wanted]
+            for name, records in zip(wanted, await sessions.records(known, READ_SECONDS), strict=True):
+                progress = self._progress(name, records)
+                if progress is not None and not progress.ended:
+                    found.append(progress)
+                else:
+                    self._names.pop(name, None)
+        shown = {progress.session.id for progress in found}
+        self._known = {name: progress for name, progress in self._known.items() if name in shown}
+        return found
+
+    def _progress(self, name: str, records: list[bytes]) -> SessionProgress | None:
+        try:
+            progress = self._known.get(name)
+            if progress is None:
+                if not records:
+                    return None
+                progress = self._known[name] = SessionProgress(Session.decode(records[0]))
+                records = records[1:]
+            progress.apply(map(Message.decode, records))
+        except BadMessage:
+            return None
+        return progress
+
 
 MOST_SESSIONS = 100
 

@@ -8,9 +8,9 @@ from pydantic import BaseModel
 
 from services.console.event_history import EventHistory
 from services.console.run_source import RunSource
-from shared.history.push_history import CAUGHT_UP, PushHistory, VersionHistory, gb_per_s
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.schema.weight_messages import ReplicaPush, WeightsPushed
+from shared.view.metric_history import CAUGHT_UP, PushHistory, VersionHistory, gb_per_s
 
 PART_FIELDS = {"paused", "pausing", "loading", "activating", "failure"}
 """What a replica's part in a version takes from the push's event."""

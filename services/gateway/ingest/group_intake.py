@@ -28,11 +28,11 @@ from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.data.tokenizer import Tokenizer
 from shared.hooks.sample_agreement import compared
 from shared.runtime.errors import BadMessage, DeadlineExceeded
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
-from shared.runtime.service_base import Service
+from shared.runtime.telemetry import MetricSpec, declare_metrics
 from shared.schema import sample as sample_codec
 from shared.schema.messages import Generated, Task
 from shared.schema.payload_digest import reference
+from shared.service.service_base import Service
 from shared.store.payload_store import StoreFull
 
 declare_metrics(

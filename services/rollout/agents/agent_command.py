@@ -8,10 +8,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shared.runtime.child_process import ChildProcess, cause
+from shared.process.child_process import ChildProcess, cause
+from shared.process.worker_pool import process_streams
+from shared.runtime.safe_files import parse_json
 from shared.runtime.safe_text import printable_line
-from shared.runtime.untrusted_files import parse_json
-from shared.workers.worker_process import process_streams
 
 TAIL_BYTES = 64 * 1024
 """The end of the output that is kept: the last line is in it."""

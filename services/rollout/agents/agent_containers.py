@@ -16,8 +16,8 @@ import structlog
 
 from services.rollout.agents.agent_command import CommandFailed, run_command
 from shared.config.rollout_section import RolloutSection
-from shared.runtime.container_runtime import HARDENED, RuntimeFailed, client_environment, remove_container, remove_labelled, runtime_answer
 from shared.runtime.errors import ConfigError
+from shared.runtime.host import HARDENED, RuntimeFailed, client_environment, remove_container, remove_labelled, runtime_answer
 
 LEASE_BEYOND_S, LEASE_COLOCATED_S = 60, 86400
 """The seconds beyond ``agent_timeout`` after which a container ends by itself; the second where that does not run while engines sleep."""

@@ -28,13 +28,13 @@ from services.rollout.rollout_fate import GroupProgress, RolloutFailures
 from services.rollout.sample_seeds import SampleSeeds
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
-from shared.runtime.cancellation import cancelled, to_the_end
 from shared.runtime.errors import BadMessage, MyxoError
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
-from shared.runtime.service_base import Service
+from shared.runtime.tasks import cancelled, to_the_end
+from shared.runtime.telemetry import MetricSpec, declare_metrics
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Task
 from shared.schema.sample import Sample
+from shared.service.service_base import Service
 from shared.sessions.session import Session, SessionEnded, SessionLog, new_key
 from shared.sessions.session_store import SessionStore
 from shared.sessions.trajectories import trajectories

@@ -15,10 +15,9 @@ from shared.config.eval_views import agents
 from shared.config.rollout_section import RolloutSection
 from shared.config.run_config import RunConfig
 from shared.hooks.loading import agent_paths
-from shared.runtime.awake_timeout import awake_timeout
+from shared.process.worker_pool import CallBlocked, WorkerDied, WorkerFailed, WorkerGone, WorkerPool, worker_environment
 from shared.runtime.errors import BadMessage, DeadlineExceeded
-from shared.workers.worker_pool import CallBlocked, WorkerPool
-from shared.workers.worker_process import WorkerDied, WorkerFailed, WorkerGone, worker_environment
+from shared.runtime.tasks import awake_timeout
 
 COMMANDS_AT_ONCE = 64
 """Default of `agent_concurrency` where some agents are commands: each is a process."""

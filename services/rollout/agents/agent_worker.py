@@ -1,6 +1,6 @@
 """Runs agents that are functions in a process of its own, many rollouts at a time.
 
-``python -m services.rollout.agents.agent_worker``; it speaks as `shared.workers.call_server` says. Its setup: ``{"config": JSON}``; the
+``python -m services.rollout.agents.agent_worker``; it speaks as `shared.process.call_server` says. Its setup: ``{"config": JSON}``; the
 run's agents are imported then. A request: ``{"verb": "play", "field": name, "path": path, "of": roles, "data": map, "base_url": text,
 "api_key": text}``; an answer: ``{"reward": number, numbers by name, or None}``, where there are roles a map of them, or ``{"error": text,
 "blocked": flag}``.
@@ -21,9 +21,9 @@ from services.rollout.generate_worker import BLOCKED_SHARE, called
 from shared.config.run_config import RunConfig
 from shared.hooks import reward_values
 from shared.hooks.loading import agent_paths, load_agent
-from shared.runtime.failures import error_text
-from shared.workers.call_server import serve_calls
-from shared.workers.running_call import is_blocked
+from shared.process.call_server import serve_calls
+from shared.process.running_call import is_blocked
+from shared.runtime.tasks import error_text
 
 
 class AgentCalls:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from shared.runtime.errors import DeadlineExceeded
-from shared.runtime.service_base import Service
+from shared.service.service_base import Service
 
 GATEWAY = "gateway"
 

@@ -12,7 +12,7 @@ from services.rollout.engine.engine_errors import EngineError
 from services.rollout.engine.transport import EngineTransport
 from services.rollout.slot_limit import EngineLoad
 from shared.config.engine_limits import longest_sequence
-from shared.runtime.untrusted_files import parse_json
+from shared.runtime.safe_files import parse_json
 
 DRAWN, BEGUN = "sglang:realtime_tokens_total", "sglang:queue_time_seconds_count"
 """Metrics of an engine: tokens by the kind of step that processed them, and requests whose prefill has begun."""

@@ -32,7 +32,7 @@ from services.rollout.engine.receiver_client import ReceiverClient, report_of
 from services.rollout.engine.transport import EngineTransport
 from services.rollout.slot_limit import EngineLoad
 from shared.runtime.errors import DeadlineExceeded
-from shared.runtime.failures import log_failure
+from shared.runtime.tasks import log_failure
 from shared.schema.messages import Sampling
 from shared.schema.weight_messages import WeightChannelAddress, WeightsReceived
 from shared.transfer.digest import TensorDigest

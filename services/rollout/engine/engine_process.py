@@ -1,6 +1,6 @@
 """Starts one engine's processes, proves them ready, and stops them with none left behind.
 
-The engine runs under the watchdog of `shared.runtime.child_process`, since it starts processes of its own. ``/health`` answers 200 before
+The engine runs under the watchdog of `shared.process.child_process`, since it starts processes of its own. ``/health`` answers 200 before
 an engine can generate, so only a real generation proves that it is ready.
 """
 
@@ -17,10 +17,10 @@ from pathlib import Path
 
 from services.rollout.engine.launch_command import EngineCommand
 from services.rollout.engine.private_endpoints import DIRECTORY_VARIABLE, SOCKET
-from shared.runtime import failure_summary, process_watch
-from shared.runtime.child_process import ChildProcess, cause
+from shared.process import child_process as process_watch
+from shared.process.child_process import ChildProcess, ProcessWatch, cause
+from shared.runtime import failure_summary
 from shared.runtime.errors import ConfigError
-from shared.runtime.process_watch import ProcessWatch
 
 SEARCH_SECONDS = 10.0
 """The interval at which an engine is searched for processes to watch: those on further nodes start theirs one after the other."""

@@ -33,8 +33,8 @@ from typing import Any
 
 from services.rollout.engine.flag_values import engine_flags
 from services.rollout.engine.jit_kernels import JitKernel, jit_kernels
-from shared.runtime.child_process import ChildProcess
-from shared.runtime.parent_watchdog import kill_descendants
+from shared.process.child_process import ChildProcess
+from shared.process.parent_watchdog import kill_descendants
 from shared.runtime.quick_imports import quick_imports
 
 BUILD_SECONDS = 300.0

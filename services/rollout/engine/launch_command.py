@@ -19,10 +19,9 @@ from services.rollout.engine.curve_sockets import SECRET_VARIABLE
 from services.rollout.engine.private_endpoints import ADDRESS_VARIABLE
 from shared.config.engine_limits import cpu_token_capacity
 from shared.config.sglang_flags import plain_name
-from shared.runtime.bytecode import bytecode_variables
+from shared.runtime.addresses import LOOPBACK, listening_interfaces, own_address
 from shared.runtime.errors import ConfigError
-from shared.runtime.kernel_caches import kernel_cache_variables
-from shared.runtime.own_address import LOOPBACK, listening_interfaces, own_address
+from shared.runtime.user_cache import bytecode_variables, kernel_cache_variables
 
 FlagValue = bool | int | float | str | list[str] | list[int] | None
 """A flag's value. True: the bare flag. False or None: left out, also where it is a default. A list: the flag, then each item."""

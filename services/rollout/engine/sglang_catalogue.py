@@ -11,8 +11,7 @@ import sys
 from typing import Any
 
 from services.rollout.engine.launch_command import engine_site
-from shared.config import sglang_flags
-from shared.runtime import devices
+from shared.config import devices, sglang_flags
 
 KINDS: dict[Any, str] = {int: "int", float: "float", json.loads: "json"}
 """The types to which argparse converts values, by a one-word name; any other is text."""

@@ -10,10 +10,9 @@ from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.leader_lease import AWAY_SECONDS
 from shared.bus.registry import ENGINE_NODE
 from shared.nodes.node_agent import NodeAgent
+from shared.runtime.addresses import node_rank, own_address
 from shared.runtime.errors import MyxoError
-from shared.runtime.node_rank import node_rank
-from shared.runtime.own_address import own_address
-from shared.runtime.service_base import Service
+from shared.service.service_base import Service
 
 SECRET_SECONDS = AWAY_SECONDS + 10.0
 """The time for which the ranks' thread waits for the first node's secret: beyond the deadline of reading it, should the loop be gone."""

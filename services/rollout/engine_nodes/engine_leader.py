@@ -10,7 +10,7 @@ from services.rollout.engine_nodes.rank_door import RankTunnels
 from services.rollout.replica_command import engine_log, engine_name, replica_command
 from shared.nodes.first_node import HEALTHY_SECONDS
 from shared.nodes.node_agent import NodeAgent
-from shared.runtime.service_base import Service
+from shared.service.service_base import Service
 
 POLL_INTERVAL_S = 0.1
 

@@ -11,8 +11,8 @@ from services.rollout.producer.engine_spread import EngineSpread
 from services.rollout.producer.producer import Producer
 from shared.bus.leader_lease import LeaderLease, LeaseLost, LeaseTiming
 from shared.bus.subjects import PRODUCER
-from shared.runtime.cancellation import cancelled
-from shared.runtime.service_base import Service
+from shared.runtime.tasks import cancelled
+from shared.service.service_base import Service
 
 
 class ActiveProducer:

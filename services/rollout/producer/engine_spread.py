@@ -19,10 +19,10 @@ from aiohttp import web
 from services.rollout.engine_proxy import GENERATIONS, ROUTES, RequestDenied, body_of
 from services.rollout.replica import Replica
 from shared.bus.connection import TRANSIENT
+from shared.runtime.addresses import LOOPBACK
 from shared.runtime.errors import MyxoError
-from shared.runtime.own_address import LOOPBACK
-from shared.runtime.service_base import Service
 from shared.schema.service_messages import ServiceStatus
+from shared.service.service_base import Service
 
 LOOK_SECONDS = 1.0
 """The interval at which the registry is read."""

@@ -1,6 +1,6 @@
 """The process of a user's evaluation function: ``python -m services.rollout.producer.evaluation_process``, one evaluation at a time.
 
-It speaks as `shared.workers.call_server` says. Its setup: ``{"config": JSON}``. A request: ``{"rollout_id": number, "engine": [host, port],
+It speaks as `shared.process.call_server` says. Its setup: ``{"config": JSON}``. A request: ``{"rollout_id": number, "engine": [host, port],
 "engines": count}``; an answer: ``{"results": [fields of EvalResult, …]}``, ``{"unfit": text}`` for what is no result, or ``{"error":
 text}`` where the function raised. Where no sample names its versions, ``oldest`` and ``newest`` are None.
 
@@ -23,9 +23,8 @@ from shared.hooks.loading import eval_function
 from shared.hooks.returned_evaluation import ReturnedSet, eval_metrics, eval_output, returned_sets
 from shared.hooks.slime.prompt_sources import DataSource
 from shared.hooks.slime.rollout_output import RolloutFnEvalOutput
-from shared.runtime.daemon_thread import run_in_thread
-from shared.runtime.failures import error_text
-from shared.workers.call_server import serve_calls
+from shared.process.call_server import serve_calls
+from shared.runtime.tasks import error_text, run_in_thread
 
 LONGEST_REASON = 500
 

@@ -19,13 +19,12 @@ from shared.bus.subjects import EVAL, ROLLOUT
 from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.hooks.evaluation_log import last_rollout
 from shared.hooks.loading import eval_function
-from shared.runtime.cancellation import cancelled
+from shared.process.worker_pool import WorkerFailed, WorkerPool
 from shared.runtime.errors import DeadlineExceeded
-from shared.runtime.service_base import Service
+from shared.runtime.tasks import cancelled
 from shared.schema.ledger import eval_group_id
 from shared.schema.messages import EvalResult, Evaluate, Evaluated
-from shared.workers.worker_pool import WorkerPool
-from shared.workers.worker_process import WorkerFailed
+from shared.service.service_base import Service
 
 MODULE = "services.rollout.producer.evaluation_process"
 

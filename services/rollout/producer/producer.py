@@ -25,19 +25,19 @@ from shared.bus.work_queue import WorkQueue
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
 from shared.model.replayed_choices import replayed_choices
+from shared.process import frames
+from shared.process.child_process import ChildProcess, cause
+from shared.process.worker_pool import process_streams, worker_environment
 from shared.rewards.reference import Reference
-from shared.runtime.cancellation import cancelled
-from shared.runtime.child_process import ChildProcess, cause
 from shared.runtime.errors import INFRASTRUCTURE, TASK, BadMessage, ConfigError, DeadlineExceeded
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
-from shared.runtime.service_base import Service
+from shared.runtime.tasks import cancelled
+from shared.runtime.telemetry import MetricSpec, declare_metrics
 from shared.schema import sample as sample_codec
 from shared.schema.ledger import group_number
 from shared.schema.messages import Discarded, Generated, Outcome, Task, Wanted
 from shared.schema.sample import Sample, SampleLimits
 from shared.schema.versions import is_lost
-from shared.workers import frames
-from shared.workers.worker_process import process_streams, worker_environment
+from shared.service.service_base import Service
 
 declare_metrics(
     MetricSpec(

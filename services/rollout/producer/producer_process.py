@@ -17,9 +17,9 @@ from shared.config.run_config import RunConfig
 from shared.hooks import Arguments, load, paths
 from shared.hooks.returned_evaluation import metric_numbers
 from shared.hooks.returned_groups import returned_groups, train_output
+from shared.process.frames import FrameStream
 from shared.runtime.errors import ConfigError
-from shared.runtime.failures import error_text
-from shared.workers.frames import FrameStream
+from shared.runtime.tasks import error_text
 
 FIELD = "rollout.rollout_function_path"
 

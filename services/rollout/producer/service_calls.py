@@ -6,9 +6,9 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
-from shared.runtime.daemon_thread import run_in_thread
+from shared.process.frames import FrameStream
 from shared.runtime.errors import MyxoError
-from shared.workers.frames import FrameStream
+from shared.runtime.tasks import run_in_thread
 
 
 class CallRefused(MyxoError):

@@ -39,9 +39,8 @@ from services.trainer.megatron.runtime import deadline, gather_json, timeout_sec
 from services.trainer.megatron.staged_shards import StagedShards
 from shared.config.learning_rate import LearningRateSchedule
 from shared.model.architecture import Architecture
-from shared.runtime.atomic_files import publish, replaced_by, scratch, settle
 from shared.runtime.errors import ConfigError, MyxoError
-from shared.runtime.untrusted_files import parse_json, read_regular
+from shared.runtime.safe_files import parse_json, publish, read_regular, replaced_by, scratch, settle
 
 FORMAT = 3
 

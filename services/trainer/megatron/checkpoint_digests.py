@@ -12,7 +12,7 @@ from pathlib import Path
 import xxhash
 
 from shared.runtime.errors import MyxoError
-from shared.runtime.untrusted_files import parse_json, read_regular
+from shared.runtime.safe_files import parse_json, read_regular
 
 DIGESTS = "digests.json"
 

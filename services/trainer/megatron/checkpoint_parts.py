@@ -10,7 +10,7 @@ import msgpack
 from services.trainer.megatron.checkpoint_digests import write_digests
 from services.trainer.megatron.checkpoint_pickles import METADATA
 from services.trainer.megatron.staged_shards import StagedShards
-from shared.runtime.atomic_files import fsync_tree
+from shared.runtime.safe_files import fsync_tree
 
 MARKER = "checkpoint.json"
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shared.runtime.errors import ConfigError
-from shared.runtime.untrusted_files import is_plain_name, open_regular
+from shared.runtime.safe_files import is_plain_name, open_regular
 
 METADATA = ".metadata"
 

@@ -25,7 +25,7 @@ from services.trainer.megatron.runtime import host_copy, timeout_seconds, togeth
 from services.trainer.megatron.writer_election import HeldPart, elect
 from shared.model.final_exports import MARK
 from shared.model.hf_checkpoint import INDEX, TEMPLATE_FOLDER
-from shared.runtime.atomic_files import fsync_tree, publish, scratch
+from shared.runtime.safe_files import fsync_tree, publish, scratch
 
 _NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".gguf"}
 

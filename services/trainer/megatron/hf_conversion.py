@@ -50,8 +50,8 @@ from shared.model.architecture import Architecture
 from shared.model.families import read_architecture
 from shared.model.lora_targets import Lora
 from shared.model.parallel_layout import ParallelLayout
-from shared.runtime.atomic_files import fsync_tree, publish, scratch
 from shared.runtime.errors import ConfigError
+from shared.runtime.safe_files import fsync_tree, publish, scratch
 
 Progress = Callable[[int, int], None]
 """A callback that is called with bytes done and bytes in all."""

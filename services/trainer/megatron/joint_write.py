@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from services.trainer.megatron.checkpoint_places import Places
 from services.trainer.megatron.runtime import deadline, gather_json
 from shared.runtime.errors import DeadlineExceeded, MyxoError
-from shared.runtime.failures import log_error
+from shared.runtime.tasks import log_error
 
 _FULL_BYTES = 16 << 20
 """A disk with less room than this, once a write has failed, counts as full."""

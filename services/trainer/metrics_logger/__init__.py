@@ -23,7 +23,7 @@ from services.trainer.weights.push_schedule import PushResult
 from shared.config.run_config import RunConfig
 from shared.model.architecture import Architecture
 from shared.rewards.reward_advantage import reward_advantages
-from shared.runtime.metric_specs import allow_users
+from shared.runtime.telemetry import allow_users
 from shared.schema.messages import EvalFigures, RewardPart, Trained
 from shared.schema.service_messages import WarmStartEnded
 

@@ -1,6 +1,6 @@
 """Declarations of what the trainer's processes measure besides samples and losses: steps, pushes, evaluations, the warm start."""
 
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
+from shared.runtime.telemetry import MetricSpec, declare_metrics
 
 declare_metrics(
     MetricSpec("train/grad_norm", "", "L2 norm of the last optimizer step's gradient, before clipping"),

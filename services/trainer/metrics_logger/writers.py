@@ -20,9 +20,9 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from services.trainer.control_client import ControlClient
+from shared.config import devices
 from shared.config.run_config import RunConfig
 from shared.data.event_files import PATTERN
-from shared.runtime import extras
 from shared.schema.service_messages import MetricsWritten
 
 STEP = "step"
@@ -192,7 +192,7 @@ class WeightsAndBiases:
     """
 
     def __init__(self, config: RunConfig, role: str) -> None:
-        extras.check(config)
+        devices.check(config)
         import wandb
 
         asked = config.monitoring

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from services.trainer.torchrun import FAILURE_FILE, PORT_FILE
 from shared.nodes.attempt_commands import OwnRanks
-from shared.runtime.child_process import ChildProcess, cause
-from shared.runtime.own_address import listening_interfaces
+from shared.process.child_process import ChildProcess, cause
+from shared.runtime.addresses import listening_interfaces
 
 
 class NodeRanks:

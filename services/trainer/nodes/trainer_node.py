@@ -8,8 +8,8 @@ import sys
 from services.trainer.nodes.node_ranks import NodeRanks
 from shared.bus.registry import NODE
 from shared.nodes.node_agent import NodeAgent
-from shared.runtime.http_address import HTTP_VARIABLE
-from shared.runtime.service_base import attended, connect
+from shared.runtime.addresses import HTTP_VARIABLE
+from shared.service.service_base import attended, connect
 
 
 def run_node(service: str, role: str, rank: int, module: str = "services.trainer.rank") -> None:

@@ -18,7 +18,7 @@ from services.trainer.objective.policy_gradient import ratio_of
 from services.trainer.objective.tokens import MaskedTokens, Metrics, sequence_mean, sequence_sum
 from services.trainer.packing import PackedBatch
 from shared.config.algorithm import AlgorithmSection, Level
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
+from shared.runtime.telemetry import MetricSpec, declare_metrics
 
 declare_metrics(
     MetricSpec(

@@ -14,8 +14,8 @@ from services.trainer.objective.tokens import MaskedTokens, Metrics
 from services.trainer.packing import PackedBatch
 from shared.config.run_config import RunConfig
 from shared.hooks import Arguments, HookFailed, HookSample, load, paths
-from shared.runtime.failures import defined_at, error_text
-from shared.runtime.metric_specs import allow_users
+from shared.runtime.tasks import defined_at, error_text
+from shared.runtime.telemetry import allow_users
 
 
 class Responses:

@@ -12,7 +12,7 @@ from torch import Tensor
 from services.trainer.objective.loss import PolicyLoss
 from services.trainer.objective.tokens import MaskedTokens, Metrics
 from services.trainer.packing import PackedBatch
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
+from shared.runtime.telemetry import MetricSpec, declare_metrics
 
 declare_metrics(
     MetricSpec(

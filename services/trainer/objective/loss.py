@@ -20,7 +20,7 @@ from services.trainer.objective.policy_gradient import LOSS_KL, PolicyGradient, 
 from services.trainer.objective.tokens import MaskedTokens, Metrics, sequence_mean, sequence_sum
 from services.trainer.packing import PARTIAL, PackedBatch
 from shared.config.algorithm import AlgorithmSection
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
+from shared.runtime.telemetry import MetricSpec, declare_metrics
 
 declare_metrics(
     MetricSpec("train/loss", "", "what is minimised"),

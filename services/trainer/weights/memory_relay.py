@@ -12,8 +12,8 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import MyxoError
+from shared.runtime.tasks import run_in_thread
 from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.group_channel import GroupReceiver, GroupSender, on_stream
 from shared.transfer.manifest import Manifest

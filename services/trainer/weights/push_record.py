@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from shared.runtime.activities import PUSH
 from shared.schema.service_messages import Doing
 from shared.schema.weight_messages import Marks, ReplicaPush, WeightsPushed, WeightsReceived, WeightsServed
+from shared.service.activities import PUSH
 
 PREPARE, RECEIVE, CHECK, COMMIT = "prepare", "receive", "check", "commit"
 """The steps of a push, in their order."""

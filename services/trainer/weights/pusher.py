@@ -27,9 +27,8 @@ from services.trainer.weights.push_record import CHECK, COMMIT, RECEIVE, PushRec
 from services.trainer.weights.push_schedule import ABORT_SECONDS, OFFER_SECONDS, PushResult, PushSchedule, Target, culprits_of, strangers
 from services.trainer.weights.stage_sender import ChannelKind, StageSender, whole_push
 from shared.config.weights_section import WeightsSection
-from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import MyxoError
-from shared.runtime.failures import end_soon, log_error
+from shared.runtime.tasks import end_soon, log_error, run_in_thread
 from shared.schema.messages import Accepted, Message
 from shared.schema.service_messages import Doing
 from shared.schema.weight_messages import (

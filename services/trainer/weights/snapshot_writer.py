@@ -20,7 +20,7 @@ from services.trainer.megatron.export import copy_beside_weights, write_config
 from services.trainer.megatron.gather_plan import Bucket
 from shared.bus.registry import BROKEN_SNAPSHOT
 from shared.config.run_config import RunConfig
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
+from shared.runtime.telemetry import MetricSpec, declare_metrics
 from shared.schema.service_messages import ServiceStatus
 from shared.schema.weight_messages import WeightsLive, WeightsSnapshot
 from shared.transfer.local_checkpoint import LocalCheckpoint

@@ -17,7 +17,7 @@ from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan
 from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.weights.memory_relay import MemoryRelay, RelayedSender, StageChannel, relays_of
 from services.trainer.weights.stage_export import StageExport
-from shared.runtime.own_address import own_address
+from shared.runtime.addresses import own_address
 from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.bucket_hashing import ManifestHasher
 from shared.transfer.digest import TensorDigest, decoded_digests

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any
 
-from shared.runtime.daemon_thread import run_in_thread
+from shared.runtime.tasks import run_in_thread
 
 
 class BackgroundLoop:

@@ -7,7 +7,7 @@ from typing import Any
 from shared.data import data_files
 from shared.data.rows import RowEntry, open_rows
 from shared.hooks.hook_sample import HookSample
-from shared.runtime.untrusted_files import parse_json
+from shared.runtime.safe_files import parse_json
 
 
 class Dataset:

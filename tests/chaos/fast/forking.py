@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 import structlog
 
 from services.rollout.engine.launch_command import CPU_LAUNCHER
-from shared.runtime import parent_watchdog
-from shared.runtime.child_process import WATCHDOG
+from shared.process import parent_watchdog
+from shared.process.child_process import WATCHDOG
 
 PLACES: dict[str, str] = {str(CPU_LAUNCHER): "tests.chaos.fast.scripted_engine"}
 """Scripts by whose path a process is started → the module that runs in their place."""

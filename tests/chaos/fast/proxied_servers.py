@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from tests.chaos.link_proxy import ProxiedAddresses
 
 

@@ -18,7 +18,7 @@ import aiohttp
 from aiohttp import web
 
 from services.rollout.engine.private_endpoints import DIRECTORY_VARIABLE, SOCKET
-from shared.runtime.child_process import die_with_parent
+from shared.process.child_process import die_with_parent
 
 SCHEDULER_SOCKET, DETOKENIZER_SOCKET = "scheduler.sock", "detokenizer.sock"
 """The names of the children's sockets in the engine's private directory."""

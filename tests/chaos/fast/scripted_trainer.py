@@ -24,9 +24,9 @@ from services.trainer.megatron.export import HfParts
 from services.trainer.megatron.hf_weights import parameters
 from services.trainer.megatron.passes import LossFunction
 from services.trainer.packing import PackedBatch
-from shared.runtime.child_process import die_with_parent
-from shared.runtime.service_base import exit_code
+from shared.process.child_process import die_with_parent
 from shared.schema.sample import token_digest
+from shared.service.service_base import exit_code
 from tests.chaos.fast.scripted_weights import first_state, next_state, number_of
 
 STEP_SECONDS = float(os.environ.get("MYXO_CHAOS_STEP_SECONDS", "0.05"))

@@ -16,9 +16,9 @@ from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.nodes.attempt_commands import OwnRanks
 from shared.nodes.node_agent import NodeAgent
-from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadMessage
-from shared.runtime.service_base import Service
+from shared.runtime.tasks import cancelled
+from shared.service.service_base import Service
 from tests.support import intended_rights as intended
 from tests.support.guarded_servers import GuardedServers
 from tests.support.run_config import run_config, write_jsonl

@@ -10,9 +10,9 @@ import pytest
 from shared.accounts.credentials import AUTHORITY
 from shared.bus.connection import Bus, BusUnreachable
 from shared.bus.subjects import Subjects
-from shared.runtime.embedded_servers import free_port
+from shared.process.embedded_servers import free_port
+from shared.runtime.addresses import CA_VARIABLE
 from shared.runtime.errors import ConfigError, MyxoError
-from shared.runtime.server_urls import CA_VARIABLE
 from shared.schema.messages import Payload
 from shared.store.payload_store import BlockingStore, Store, StoreRefused, StoreUnreachable
 from tests.support.guarded_servers import GuardedServers

@@ -17,10 +17,10 @@ from services.rollout.request_slots import RequestSlots
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.data.tokenizer import Tokenizer
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
-from shared.runtime.service_base import Service
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.messages import Sampling, Task
 from shared.schema.sample import Sample
+from shared.service.service_base import Service
 from shared.sessions.session_store import LATE_SECONDS
 from tests.support import agents
 from tests.support.run_config import run_config

@@ -11,9 +11,9 @@ import pytest
 
 from shared.agents import agent_door
 from shared.agents.http_agent import AgentServiceFailed, play
-from shared.runtime.embedded_servers import free_port
+from shared.process.embedded_servers import free_port
+from shared.runtime.addresses import HttpAddress
 from shared.runtime.errors import ConfigError
-from shared.runtime.http_address import HttpAddress
 from tests.support.http_server import http_server
 from tests.support.waiting import until
 

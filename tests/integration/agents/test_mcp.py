@@ -9,7 +9,7 @@ import pytest
 
 from shared.agents.mcp_agent import play
 from shared.agents.mcp_tools import HttpServer, McpServerFailed, McpTools, Server, open_tools
-from shared.runtime.embedded_servers import free_port
+from shared.process.embedded_servers import free_port
 from shared.runtime.errors import ConfigError
 from tests.support.http_server import http_server
 from tests.support.waiting import until

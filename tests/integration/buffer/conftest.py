@@ -10,9 +10,9 @@ import pytest
 from services.buffer.buffer_service import serve
 from shared.bus import runs
 from shared.bus.connection import Bus
-from shared.runtime import service_base
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
-from shared.runtime.service_base import Service
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.service import service_base
+from shared.service.service_base import Service
 from shared.store.payload_store import Store
 from tests.integration.buffer.player import Player
 from tests.support.forked_service import ForkedService

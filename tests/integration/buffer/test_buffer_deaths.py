@@ -12,7 +12,7 @@ import pytest
 from shared.bus import runs
 from shared.bus.connection import RequestRefused
 from shared.bus.subjects import EVAL
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
 from shared.runtime.errors import DeadlineExceeded
 from shared.schema.ledger import EvalStarted, VersionLive
 from shared.schema.messages import Batch, RunDone

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from shared.bus.registry import Registry
 from shared.bus.streams import generated_consumer, task_consumer
 from shared.bus.subjects import EVAL, TRAIN
-from shared.runtime.embedded_servers import free_port
+from shared.process.embedded_servers import free_port
 from shared.schema.ledger import GroupsAdmitted
 from tests.integration.buffer.conftest import NewRun
 from tests.integration.buffer.player import Player

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from services.trainer.control_client import ControlClient
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime.errors import BadInput
 from tests.integration.buffer.conftest import Served
 

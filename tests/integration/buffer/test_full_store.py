@@ -8,7 +8,7 @@ from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.streams import scored_consumer
 from shared.bus.work_queue import WorkQueue
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.messages import BatchPending, Outcome, Wanted
 from tests.integration.buffer.conftest import on_mortal_servers
 from tests.integration.buffer.player import Player

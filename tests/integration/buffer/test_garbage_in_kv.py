@@ -9,7 +9,7 @@ import pytest
 from services.trainer.control_client import ControlClient
 from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.weight_messages import WeightsLive
 from tests.integration.buffer.conftest import NewRun
 from tests.integration.buffer.test_standby import LEASE_SECONDS, play_to_the_end, two_buffers

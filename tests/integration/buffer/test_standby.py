@@ -13,7 +13,7 @@ import pytest
 
 from shared.bus import runs
 from shared.bus.registry import STANDBY, Registry
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
 from shared.schema.ledger import GroupsAdmitted, GroupsScored
 from shared.schema.messages import RunDone
 from shared.schema.service_messages import LeaseStatus

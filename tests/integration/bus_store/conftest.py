@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
 from tests.support.containers import ServerContainer, nats_container, needs_engine, redis_container
 
 Server = EmbeddedServer | ServerContainer

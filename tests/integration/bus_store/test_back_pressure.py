@@ -12,7 +12,7 @@ from shared.bus.connection import Bus
 from shared.bus.streams import task_consumer
 from shared.bus.subjects import TRAIN, Subjects
 from shared.bus.work_queue import WorkQueue
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.messages import Failed
 from shared.schema.payload_digest import reference
 from shared.schema.service_messages import ServiceEvent

@@ -11,7 +11,7 @@ from nats.js.api import DiscardPolicy, RetentionPolicy, StreamConfig
 from services.rollout.repeated_requests import AnsweredOnce
 from shared.bus.bus_errors import StreamFull
 from shared.bus.connection import SIZE_MARGIN, Bus, BusUnreachable, RequestRefused, WrongSequence
-from shared.runtime.embedded_servers import EmbeddedNats, free_port
+from shared.process.embedded_servers import EmbeddedNats, free_port
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MessageTooLarge, MyxoError
 from shared.schema.messages import Accepted, BatchPending, BatchRequest, Durable, Message, RunDone
 from tests.support.waiting import until

@@ -14,8 +14,8 @@ from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.nodes.node_presence import NodeObserver
-from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import MyxoError
+from shared.runtime.tasks import cancelled
 from shared.schema.service_messages import LeaseStatus
 from shared.schema.weight_messages import WeightsLive
 from tests.support.garbage import GARBAGE

@@ -14,7 +14,7 @@ from shared.bus.connection import Bus
 from shared.bus.leader_lease import LeaderLease, LeaseLost, LeaseTiming
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedServer
 from shared.runtime.errors import MyxoError
 from shared.schema.service_messages import LeaseStatus
 from tests.support.run_config import run_config

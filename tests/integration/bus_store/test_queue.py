@@ -14,7 +14,7 @@ from shared.bus.subjects import EVAL, TRAIN, Subjects
 from shared.bus.work_queue import FETCH_BYTES, MessageLease, WorkQueue
 from shared.config.bus_section import BusSection
 from shared.config.run_config import RunConfig
-from shared.runtime.embedded_servers import EmbeddedNats
+from shared.process.embedded_servers import EmbeddedNats
 from shared.schema.messages import Failed, Outcome, Payload
 from tests.support.run_config import run_config
 from tests.support.waiting import until

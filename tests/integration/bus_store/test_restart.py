@@ -13,7 +13,7 @@ from shared.bus.streams import scored_consumer
 from shared.bus.subjects import Subjects
 from shared.bus.work_queue import WorkQueue
 from shared.config.run_config import RunConfig
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
 from shared.schema.messages import BatchRequest, Durable, Failed, Message, Outcome
 from shared.schema.payload_digest import reference
 from shared.store.payload_store import BlockingStore, Store

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.runtime.child_process import die_with_parent
+from shared.process.child_process import die_with_parent
 from tests.e2e.conftest import write_small_run
 from tests.support.network_nodes import ROOT, NodeNetwork, node_network
 from tests.support.waiting import until

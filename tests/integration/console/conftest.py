@@ -13,7 +13,7 @@ import pytest
 from shared.accounts.permissions import CONSOLE, rights_of
 from shared.bus import runs
 from shared.bus.connection import Bus
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from tests.support.run_config import run_config
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until

@@ -16,10 +16,10 @@ from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime import http_endpoints
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
-from shared.runtime.failures import background
-from shared.runtime.http_address import HttpAddress
+from shared.runtime.addresses import HttpAddress
+from shared.runtime.tasks import background
 from shared.schema.ledger import BatchFormed, BatchTrained, GroupDead, GroupsAdmitted, GroupsScored, LedgerRecord, group_id
 from shared.schema.messages import Payload, SampleMeta, ScoredGroup
 from shared.schema.service_messages import MetricsWritten, ServiceEvent, ServiceStatus

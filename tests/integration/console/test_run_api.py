@@ -22,10 +22,10 @@ from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime import http_endpoints
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
-from shared.runtime.failures import background
-from shared.runtime.http_address import HttpAddress
+from shared.runtime.addresses import HttpAddress
+from shared.runtime.tasks import background
 from shared.schema.service_messages import MetricsWritten, ServiceEvent, ServiceStatus
 from shared.schema.weight_messages import ReplicaPush, WeightsLive, WeightsPushed
 from tests.support.intended_rights import every_stream

@@ -21,8 +21,8 @@ from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.data import rollout_files
 from shared.data.rollout_files import RolloutRecord
-from shared.runtime.child_process import die_with_parent
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey, free_port
+from shared.process.child_process import die_with_parent
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey, free_port
 from shared.schema import sample
 from shared.schema.ledger import BatchFormed, BatchTrained, GroupDead, GroupsAdmitted, GroupsScored, LedgerRecord, VersionLive, group_id
 from shared.schema.messages import ScoredGroup

@@ -10,7 +10,7 @@ import numpy as np
 from services.console.run_source import RunSource
 from shared.bus import runs
 from shared.bus.connection import Bus
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.messages import Sampling
 from shared.sessions.session import Session, SessionEnded, SessionLog, TurnBegun, TurnDrawn, TurnEnded, new_key
 from shared.sessions.session_store import SessionStore

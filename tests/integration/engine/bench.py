@@ -10,10 +10,10 @@ from services.rollout.rollout_service import Rollout
 from shared.bus.streams import generated_consumer, scored_consumer
 from shared.bus.subjects import EVAL, TRAIN
 from shared.bus.work_queue import WorkQueue
-from shared.runtime.service_base import Service
 from shared.schema import sample
 from shared.schema.messages import Evaluate, Failed, Generated, Message, Outcome, Sampling, Task
 from shared.schema.sample import Sample
+from shared.service.service_base import Service
 from tests.integration.engine.load import load, prompts
 from tests.support.waiting import until
 

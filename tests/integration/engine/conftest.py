@@ -17,9 +17,9 @@ from services.rollout.engine.launch_command import FlagValue, engine_command
 from services.rollout.rollout_service import Rollout
 from shared.bus import runs
 from shared.bus.connection import Bus
-from shared.runtime.cancellation import cancelled
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey, free_port
-from shared.runtime.service_base import Service
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey, free_port
+from shared.runtime.tasks import cancelled
+from shared.service.service_base import Service
 from shared.store.payload_store import Store
 from tests.integration.engine.bench import Bench, NewBench
 from tests.integration.engine.hall import CHUNK, Hall, NewHall

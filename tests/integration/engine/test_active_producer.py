@@ -8,7 +8,7 @@ import pytest
 
 from shared.bus.leader_lease import LeaderLease, LeaseTiming
 from shared.bus.subjects import PRODUCER
-from shared.runtime.cancellation import cancelled
+from shared.runtime.tasks import cancelled
 from shared.schema.messages import Generated
 from tests.integration.engine.bench import Bench, NewBench
 from tests.integration.engine.test_producer import given

@@ -14,7 +14,7 @@ from examples.coding import coding_agent
 from examples.search import search_agent
 from services.gateway.chat_tokens import ChatTokens
 from services.gateway.replicas import REFRESH_SECONDS
-from shared.runtime import devices
+from shared.config import devices
 from shared.sandbox import coding_tools
 from shared.schema.messages import Generated, Interrupted, Sampling
 from shared.schema.sample import Sample

@@ -11,7 +11,7 @@ import psutil
 from services.rollout.engine.early_schedulers import DETOKENIZER, SCHEDULER
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.launch_command import CPU_LAUNCHER, GPU_LAUNCHER, engine_command
-from shared.runtime.embedded_servers import free_port
+from shared.process.embedded_servers import free_port
 from tests.integration.engine.conftest import START_SECONDS, Checkpoints
 
 STAND_INS = """

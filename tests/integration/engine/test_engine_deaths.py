@@ -12,12 +12,11 @@ import pytest
 from services.rollout.replica import Replica
 from shared.bus import runs, stream_replay
 from shared.bus.connection import Bus
-from shared.runtime.cancellation import cancelled
-from shared.runtime.child_process import group_members
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
-from shared.runtime.process_watch import SeenProcess, descendants
-from shared.runtime.service_base import Service
+from shared.process.child_process import SeenProcess, descendants, group_members
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.runtime.tasks import cancelled
 from shared.schema.service_messages import ServiceEvent
+from shared.service.service_base import Service
 from tests.integration.engine.conftest import START_SECONDS, Checkpoints
 from tests.support.run_config import run_config
 from tests.support.waiting import until

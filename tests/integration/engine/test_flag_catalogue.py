@@ -12,7 +12,7 @@ from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.config import sglang_flags
 from shared.config.sglang_flags import EngineFlag, EngineFlags
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from tests.support.run_config import run_config
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until

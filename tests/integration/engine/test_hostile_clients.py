@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from shared.runtime.cancellation import cancelled
+from shared.runtime.tasks import cancelled
 from shared.schema.messages import Sampling
 from tests.integration.engine.hall import NewHall
 from tests.support.waiting import until

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shared.bus.bus_errors import RequestRefused
-from shared.runtime.own_address import LOOPBACK
+from shared.runtime.addresses import LOOPBACK
 from shared.schema import sample
 from shared.schema.messages import Interrupted, Payload, Sampling
 from shared.schema.payload_digest import reference

@@ -19,10 +19,10 @@ from services.rollout.weight_catch_up import WeightCatchUp
 from services.rollout.weight_receiver import WeightsReceiver
 from shared.bus import runs
 from shared.bus.connection import Bus
-from shared.runtime.cancellation import cancelled
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
-from shared.runtime.service_base import Service
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.runtime.tasks import cancelled
 from shared.schema.weight_messages import WeightsLive, WeightsSnapshot
+from shared.service.service_base import Service
 from shared.transfer.local_checkpoint import LocalCheckpoint
 from shared.transfer.tensor_file import TensorFiles
 from shared.transfer.weight_checkpoint import WeightCheckpoint, WeightCheckpoints

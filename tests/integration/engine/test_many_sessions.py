@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from openai import DefaultAsyncHttpxClient
 
-from shared.runtime.embedded_servers import free_port
-from shared.runtime.own_address import LOOPBACK
+from shared.process.embedded_servers import free_port
+from shared.runtime.addresses import LOOPBACK
 from shared.schema.messages import Sampling
 from shared.sessions.session import SessionEnded, Turn
 from shared.sessions.session_store import LATE_SECONDS

@@ -12,8 +12,8 @@ from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_errors import EngineUnreachable
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.launch_command import engine_command
-from shared.runtime.child_process import ProcessEnded, group_members
-from shared.runtime.embedded_servers import free_port
+from shared.process.child_process import ProcessEnded, group_members
+from shared.process.embedded_servers import free_port
 from tests.integration.engine.conftest import START_SECONDS, Checkpoints
 from tests.integration.engine.load import generating
 from tests.support.waiting import until

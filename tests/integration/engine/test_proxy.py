@@ -17,7 +17,7 @@ from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine_proxy import BODY_BYTES, SPARE_CONNECTIONS, EngineProxy
 from services.rollout.served_version import ServedVersion
-from shared.runtime.own_address import LOOPBACK
+from shared.runtime.addresses import LOOPBACK
 from shared.runtime.telemetry import Metrics
 from tests.integration.engine.load import load
 from tests.support.waiting import until

@@ -8,7 +8,7 @@ import pytest
 from services.rollout import weight_receiver as protocol
 from services.rollout.served_version import NO_WEIGHTS
 from shared.bus.bus_errors import RequestRefused
-from shared.runtime.own_address import LOOPBACK
+from shared.runtime.addresses import LOOPBACK
 from shared.schema.messages import Sampling
 from shared.schema.weight_messages import WeightsOffer, WeightsReady, WeightsReceive
 from tests.integration.engine.bench import Bench, NewBench

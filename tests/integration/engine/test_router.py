@@ -19,12 +19,12 @@ from services.rollout.replica import Replica
 from services.rollout.router import Router
 from shared.bus import runs
 from shared.bus.connection import Bus
+from shared.process.child_process import die_with_parent
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey, free_port
 from shared.runtime import router_server
-from shared.runtime.cancellation import cancelled
-from shared.runtime.child_process import die_with_parent
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey, free_port
 from shared.runtime.errors import ConfigError
-from shared.runtime.service_base import Service
+from shared.runtime.tasks import cancelled
+from shared.service.service_base import Service
 from tests.support.run_config import run_config
 from tests.support.waiting import until
 

@@ -21,7 +21,7 @@ from services.trainer.objective.loss import PolicyLoss
 from services.trainer.packing import pack, places, spread
 from services.trainer.teacher_fields import top_k_fields
 from shared.config.algorithm import AlgorithmSection
-from shared.runtime.embedded_servers import free_port
+from shared.process.embedded_servers import free_port
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded
 from shared.schema import sample as sample_codec
 from shared.schema.messages import Failed

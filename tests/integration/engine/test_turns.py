@@ -10,7 +10,7 @@ import pytest
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_memory import EVERYTHING, WEIGHTS
 from services.rollout.engine.generation import GenerationRequest
-from shared.runtime import devices
+from shared.config import devices
 from shared.schema.messages import Sampling
 from shared.schema.weight_messages import WeightsAsleep, WeightsReady, WeightsSleep, WeightsWake
 from tests.integration.engine.bench import PROMPT, Bench, NewBench

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from shared.runtime import http_endpoints
-from shared.runtime.http_address import HttpAddress
+from shared.runtime.addresses import HttpAddress
 from tests.integration.environments.live import odd_app
 from tests.support.reward_bench import bench
 

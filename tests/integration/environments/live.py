@@ -16,7 +16,7 @@ import pytest
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse
 
-from shared.runtime.child_process import die_with_parent
+from shared.process.child_process import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "examples" / "environments"

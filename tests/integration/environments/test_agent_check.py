@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from myxo.commands.env_skeletons import SKELETONS
-from shared.runtime.child_process import ChildProcess
-from shared.runtime.embedded_servers import free_port
+from shared.process.child_process import ChildProcess
+from shared.process.embedded_servers import free_port
 from tests.integration.environments.live import ROOT
 
 ASK = """

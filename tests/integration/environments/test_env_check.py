@@ -14,7 +14,7 @@ from myxo.main import main
 from shared.bus.connection import Bus
 from shared.environment.environment_client import open_environment
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed
-from shared.runtime.embedded_servers import EmbeddedNats, free_port
+from shared.process.embedded_servers import EmbeddedNats, free_port
 from shared.runtime.errors import MyxoError
 from tests.integration.environments.live import ROOT, EnvironmentProcess, mute_server, node_example, page_example, python_example
 from tests.support.waiting import until

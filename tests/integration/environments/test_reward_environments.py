@@ -18,7 +18,7 @@ import pytest
 from shared.bus.registry import Registry
 from shared.bus.streams import generated_consumer
 from shared.bus.work_queue import WorkQueue
-from shared.runtime.embedded_servers import EmbeddedNats, free_port
+from shared.process.embedded_servers import EmbeddedNats, free_port
 from shared.schema.messages import Failed, Generated, Scored
 from tests.integration.environments.live import ROOT, mute_server, node_example, page_example, python_example
 from tests.support.reward_bench import Bench, NewBench

@@ -24,7 +24,7 @@ from shared.environment.http_serving import served_over_http
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed
 from shared.environment.serving import EpisodeRefused, ServedEnvironment
 from shared.environment.stepping import ResetRequest, StepRequest
-from shared.runtime.embedded_servers import free_port
+from shared.process.embedded_servers import free_port
 from tests.integration.environments.live import ROOT
 
 EXAMPLE = Example("guess:", "5", ["5", "3", "9"])

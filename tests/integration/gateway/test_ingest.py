@@ -17,15 +17,15 @@ from shared.bus import runs
 from shared.bus.registry import Registry
 from shared.config.ingest_key import KEY_VARIABLE, ingest_key
 from shared.data.tokenizer import Tokenizer
-from shared.runtime import service_base
-from shared.runtime.embedded_servers import EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedValkey
+from shared.runtime.addresses import HttpAddress
 from shared.runtime.errors import ConfigError
-from shared.runtime.http_address import HttpAddress
 from shared.runtime.http_endpoints import serving
-from shared.runtime.service_base import Service
 from shared.schema import sample
 from shared.schema.ledger import GroupsScored
 from shared.schema.messages import Batch
+from shared.service import service_base
+from shared.service.service_base import Service
 from tests.integration.buffer.conftest import Served, new_run, served
 from tests.integration.buffer.player import Player
 from tests.support.gateways import ready_gateway, started_gateway

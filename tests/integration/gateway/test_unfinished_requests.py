@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 from services.gateway import routes
 from shared.bus.registry import Registry
 from shared.runtime import http_endpoints
-from shared.runtime.http_address import HttpAddress
+from shared.runtime.addresses import HttpAddress
 from shared.sessions.session_store import SessionStore
 from tests.integration.buffer.conftest import NewRun, new_run
 from tests.support.gateways import Played, ready_gateway, started_gateway

@@ -14,7 +14,7 @@ from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.config.run_config import RunConfig
 from shared.hub import hub_client, hub_download, hub_resolve
-from shared.runtime.embedded_servers import free_port
+from shared.process.embedded_servers import free_port
 from shared.runtime.errors import ConfigError
 from tests.integration.hub.conftest import MODEL
 from tests.support.hub_server import HubServer

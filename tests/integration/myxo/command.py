@@ -13,7 +13,7 @@ from unittest import mock
 
 from myxo.launch.service_plan import SERVICE_MODULES
 from myxo.main import main
-from shared.runtime.child_process import die_with_parent
+from shared.process.child_process import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -5,8 +5,7 @@ import json
 import shutil
 from typing import Any
 
-from shared.config import sglang_flags
-from shared.runtime import devices
+from shared.config import devices, sglang_flags
 from shared.transfer import tensor_file
 from shared.transfer.tensor_file import TensorFiles
 from tests.integration.myxo.mistakes import Input, Mistake

@@ -16,12 +16,12 @@ import numpy as np
 from shared.bus.streams import task_consumer
 from shared.bus.subjects import EVAL, ROLLOUT, TRAIN
 from shared.bus.work_queue import MessageLease, WorkQueue
-from shared.runtime.service_base import Service, run
 from shared.schema import sample
 from shared.schema.messages import Failed, Generated, Task
 from shared.schema.payload_digest import reference
 from shared.schema.sample import Sample
 from shared.schema.weight_messages import WeightsLive
+from shared.service.service_base import Service, run
 from tests.support.real_declarations import declare_as
 
 declare_as("rollout/rollout_service.py", "rollout/replica.py")

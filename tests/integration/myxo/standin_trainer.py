@@ -8,11 +8,11 @@ import asyncio
 import time
 from pathlib import Path
 
-from shared.runtime.service_base import Service, run
 from shared.schema import sample
 from shared.schema.messages import Accepted, Batch, BatchAnswer, BatchRequest, Durable, RunDone, Trained
 from shared.schema.versions import version_after
 from shared.schema.weight_messages import WeightsLive
+from shared.service.service_base import Service, run
 from tests.support.attesting import attested
 from tests.support.real_declarations import declare_as
 

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from myxo.preflight import server_checks
-from shared.runtime.embedded_servers import free_port
+from shared.process.embedded_servers import free_port
 from tests.integration.myxo.command import Myxo
 from tests.support.run_config import PROMPTS, write_jsonl
 

@@ -18,7 +18,7 @@ from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.config.config_reading import load
 from shared.config.run_config import RunConfig
-from shared.runtime.embedded_servers import EmbeddedNats
+from shared.process.embedded_servers import EmbeddedNats
 from shared.runtime.errors import ConfigError
 from tests.integration.myxo.command import Myxo
 from tests.integration.myxo.mistakes import Input

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.runtime.child_process import ChildProcess
-from shared.runtime.embedded_servers import free_port, nats_binary, valkey_binary
+from shared.process.child_process import ChildProcess
+from shared.process.embedded_servers import free_port, nats_binary, valkey_binary
 from shared.sandbox.bwrap_command import bwrap_program
 from tests.integration.myxo.command import ROOT, Myxo
 

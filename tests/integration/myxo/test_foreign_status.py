@@ -12,8 +12,8 @@ from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
+from shared.process.embedded_servers import EmbeddedNats
 from shared.runtime import exit_codes
-from shared.runtime.embedded_servers import EmbeddedNats
 from shared.runtime.safe_text import printable
 from shared.schema.service_messages import ServiceStatus
 from tests.integration.myxo.command import Myxo, ended

@@ -9,8 +9,8 @@ import pytest
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.config.run_config import RunConfig
+from shared.process.embedded_servers import EmbeddedNats
 from shared.runtime import exit_codes
-from shared.runtime.embedded_servers import EmbeddedNats
 from shared.runtime.safe_text import printable
 from tests.integration.myxo.command import Myxo
 from tests.integration.myxo.test_audit_summary import records, write

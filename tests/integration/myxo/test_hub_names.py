@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.runtime.embedded_servers import free_port
+from shared.process.embedded_servers import free_port
 from tests.integration.myxo.command import Myxo
 from tests.support.hub_server import HubServer
 

@@ -12,8 +12,8 @@ import pytest
 from myxo.run.run_directory import RunDirectory
 from shared.config.config_reading import load
 from shared.config.run_config import RunConfig
+from shared.process.embedded_servers import EmbeddedNats
 from shared.runtime import exit_codes
-from shared.runtime.embedded_servers import EmbeddedNats
 from tests.integration.myxo.command import ROOT, Myxo
 from tests.integration.myxo.test_audit_summary import embedded, records, write
 
@@ -71,7 +71,7 @@ def test_a_copied_run_is_known_as_one_and_move_is_named(myxo: Myxo, at_rest: tup
 
 
 def test_a_machine_without_a_loopback_address_is_not_told_that_ports_are_in_use() -> None:
-    code = "from shared.runtime.embedded_servers import free_port; free_port()"
+    code = "from shared.process.embedded_servers import free_port; free_port()"
     done = subprocess.run(["unshare", "-rn", sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert "ip link set lo up" in done.stderr and "in use" not in done.stderr, done.stderr
 

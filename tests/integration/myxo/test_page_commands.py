@@ -26,7 +26,7 @@ import pytest
 
 from docs.commands import PAGES, block_commands, entry_of
 from myxo.main import main
-from shared.runtime.child_process import die_with_parent
+from shared.process.child_process import die_with_parent
 from tests.integration.myxo.command import COMMAND_SECONDS, ROOT
 
 WRITTEN = ("benchmarks",)

@@ -16,7 +16,7 @@ from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.data import rollout_files
 from shared.data.rollout_files import RolloutRecord
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema import sample
 from shared.schema.ledger import (
     BatchFormed,

@@ -16,7 +16,7 @@ from myxo.preflight.server_checks import GivenServers
 from myxo.run.run_directory import RunDirectory
 from shared.bus.connection import Bus
 from shared.config.store_section import StoreSection
-from shared.runtime.embedded_servers import EmbeddedServer, hold_port
+from shared.process.embedded_servers import EmbeddedServer, hold_port
 from tests.integration.myxo.command import wait_for
 from tests.support.small_disk import small_disk
 from tests.support.waiting import until

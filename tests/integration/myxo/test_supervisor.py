@@ -13,7 +13,7 @@ from myxo.launch.frozen_services import FrozenServices
 from myxo.launch.restart_policy import BackOff
 from myxo.launch.service_plan import ServiceSpec
 from myxo.launch.supervisor import StopReason, Supervisor
-from shared.runtime.child_process import ChildProcess
+from shared.process.child_process import ChildProcess
 from shared.schema.service_messages import ServiceStatus
 from tests.integration.myxo.command import wait_for
 
@@ -264,7 +264,7 @@ def test_a_child_dies_with_its_launcher(tmp_path: Path) -> None:
     """The launcher's own end by kill -9 leaves nothing behind."""
     code = (
         "import pathlib, sys, time\n"
-        "from shared.runtime.child_process import ChildProcess\n"
+        "from shared.process.child_process import ChildProcess\n"
         f"command = [sys.executable, '-c', {SLEEP!r}]\n"
         f"child = ChildProcess('trainer-0', command, pathlib.Path({str(tmp_path)!r}) / 'x.log')\n"
         "print(child.pid, flush=True)\n"

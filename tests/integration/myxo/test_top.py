@@ -16,10 +16,9 @@ from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
-from shared.live.run_view import LATELY_SECONDS, RunView
-from shared.live.service_failures import with_newest_failures
-from shared.runtime.embedded_servers import EmbeddedNats
+from shared.process.embedded_servers import EmbeddedNats
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
+from shared.view.run_view import LATELY_SECONDS, RunView, with_newest_failures
 from tests.integration.myxo.command import Myxo
 from tests.integration.myxo.test_audit_summary import records, write
 from tests.support.run_config import run_config

@@ -12,7 +12,7 @@ from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
-from shared.runtime.embedded_servers import EmbeddedNats
+from shared.process.embedded_servers import EmbeddedNats
 from shared.schema.ledger import LedgerRecord
 from shared.schema.service_messages import ServiceEvent
 from tests.integration.myxo.command import Myxo, ended

@@ -12,7 +12,7 @@ import pytest
 
 from shared.bus import runs
 from shared.bus.connection import Bus
-from shared.runtime.embedded_servers import EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedValkey
 from shared.schema.ledger import BatchTrained
 from shared.store.payload_store import Store
 from tests.integration.buffer.player import Player

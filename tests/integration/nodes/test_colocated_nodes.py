@@ -7,7 +7,7 @@ import pytest
 
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
-from shared.runtime.embedded_servers import EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedValkey
 from shared.schema.weight_messages import WeightsPrepare, WeightsPushed
 from tests.e2e.conftest import write_small_run
 from tests.integration.nodes.whole_run import summary_of_run

@@ -32,7 +32,7 @@ from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
-from shared.runtime.embedded_servers import EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedValkey
 from shared.schema.messages import Message, Sampling
 from shared.schema.weight_messages import (
     WeightsCommit,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.runtime.embedded_servers import EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedValkey
 from tests.e2e.conftest import write_small_run
 from tests.integration.nodes.whole_run import summary_of_run
 from tests.support.network_nodes import HeadNats, NodeNetwork

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from services.reward.scoring_pools import HooksPool
+from shared.process.worker_pool import WorkerFailed
 from shared.runtime.errors import DeadlineExceeded
 from shared.schema.sample import Sample
-from shared.workers.worker_process import WorkerFailed
 from tests.support.run_config import run_config
 
 JUDGE = "tests.support.reward_hooks:judge"
@@ -89,7 +89,7 @@ async def test_a_late_group_is_cancelled_and_the_others_are_not(started: Started
 async def test_a_group_that_blocks_the_loop_is_killed_and_the_others_are_scored_elsewhere(
     started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.workers.worker_process.LOOP_SECONDS", 1.0)
+    monkeypatch.setattr("shared.process.worker_pool.LOOP_SECONDS", 1.0)
     pool = await started(2.0)
     assert await scored(pool, "wait 0.5", "spin", "wait 0.6") == [0.5, late("process was killed", 2.0), 0.6]
 

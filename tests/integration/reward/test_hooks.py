@@ -43,7 +43,7 @@ async def launched(bench: NewBench, reward: dict[str, Any], process: bool = Fals
 
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shared.workers.worker_process.LOOP_SECONDS", 1.0)
+    monkeypatch.setattr("shared.process.worker_pool.LOOP_SECONDS", 1.0)
 
 
 async def test_a_function_scores_each_sample_and_what_it_does_is_its_groups_fate(bench: NewBench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from shared.runtime.embedded_servers import free_port
+from shared.process.embedded_servers import free_port
 from tests.integration.reward.test_named_rewards import NewBench
 from tests.support.http_server import http_server
 

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from services.reward.scoring_pools import Verification, VerifierPool
+from shared.process import worker_pool
+from shared.process.worker_pool import LOOP_SECONDS, WorkerFailed
 from shared.rewards.reference import Reference
 from shared.runtime.errors import DeadlineExceeded
 from shared.schema.sample import Score
-from shared.workers import worker_process
-from shared.workers.worker_process import LOOP_SECONDS, WorkerFailed
 
 SOON = 60.0
 """A deadline that a healthy verifier does not reach on a slow machine."""
@@ -72,7 +72,7 @@ async def test_a_response_that_holds_up_its_process_gets_0_and_the_others_are_as
 
 async def test_a_process_that_is_late_to_start_is_no_fault_of_a_response(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = await started()
-    monkeypatch.setattr(worker_process, "START_SECONDS", 0.01)
+    monkeypatch.setattr(worker_pool, "START_SECONDS", 0.01)
     await pool.close()
     with pytest.raises((DeadlineExceeded, WorkerFailed)):
         await scores_of(pool, ["a", "a"], "a", SOON)

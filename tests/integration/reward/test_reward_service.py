@@ -14,7 +14,7 @@ from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.streams import generated_consumer
 from shared.bus.work_queue import WorkQueue
-from shared.runtime.embedded_servers import EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedValkey
 from shared.schema.messages import Failed, Generated, Outcome, SampleMeta, Scored
 from shared.schema.payload_digest import reference
 from shared.schema.sample import token_digest

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared.runtime.embedded_servers import EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedValkey
 from shared.schema.messages import Sampling
 from shared.sessions.session import (
     PendingTurn,

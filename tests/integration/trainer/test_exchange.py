@@ -10,7 +10,7 @@ import torch
 
 from services.trainer import actor_critic_exchange
 from services.trainer.actor_critic_exchange import ActorCriticExchange
-from shared.runtime.embedded_servers import EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedValkey
 from shared.runtime.errors import PayloadMissing
 from shared.store.payload_store import StoreFull
 

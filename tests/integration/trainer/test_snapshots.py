@@ -19,7 +19,7 @@ from services.trainer.weights.snapshot_writer import CURRENT, SnapshotWriter
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
-from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.service_messages import ServiceStatus
 from shared.schema.weight_messages import WeightsLive, WeightsSnapshot
 from shared.transfer.local_checkpoint import LocalCheckpoint

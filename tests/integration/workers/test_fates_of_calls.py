@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.workers.worker_pool import CallBlocked, CallLate, WorkerPool
-from shared.workers.worker_process import WorkerDied, WorkerFailed
+from shared.process.worker_pool import CallBlocked, CallLate, WorkerDied, WorkerFailed, WorkerPool
 from tests.support.waiting import until
 
 SOON = 60.0
@@ -23,7 +22,7 @@ extra = pytest.mark.extra
 
 @pytest.fixture
 async def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Started]:
-    monkeypatch.setattr("shared.workers.worker_process.LOOP_SECONDS", 0.5)
+    monkeypatch.setattr("shared.process.worker_pool.LOOP_SECONDS", 0.5)
     pools: list[WorkerPool] = []
 
     async def start(block_s: float | None = 1.0, size: int = 1) -> WorkerPool:

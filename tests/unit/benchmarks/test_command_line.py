@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import command_line
-from shared.runtime import devices
+from shared.config import devices
 
 
 @pytest.fixture

@@ -8,13 +8,12 @@ from services.buffer import outcome_check, policy
 from services.rollout.engine.engine_errors import EngineUnreachable, InvalidRequest
 from shared.bus.subjects import Subjects
 from shared.hooks import HookFailed
+from shared.process.worker_pool import CallLate, WorkerDied
 from shared.runtime.errors import INFRASTRUCTURE, POLICY, TASK, BadMessage, DeadlineExceeded, Fault, MyxoError, PayloadMissing
 from shared.schema import codec
 from shared.schema.ledger import EvalScored, GroupDead, LedgerRecord
 from shared.schema.ledger_audit import audit
 from shared.schema.messages import Failed, Payload
-from shared.workers.worker_pool import CallLate
-from shared.workers.worker_process import WorkerDied
 from tests.support.buffer_config import buffer_config
 from tests.unit.buffer.world import World
 

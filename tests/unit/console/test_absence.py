@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.console.absence import AbsentServices
+from services.console.run_source import AbsentServices
 from shared.config.run_config import RunConfig
 from shared.schema.service_messages import ServiceStatus
 from tests.support.run_config import run_config

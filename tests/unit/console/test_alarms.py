@@ -9,15 +9,16 @@ import pytest
 
 from shared.config.monitoring_section import MonitoringSection
 from shared.config.run_config import RunConfig
-from shared.history.flow_history import DeadGroup, FlowHistory, StepRecord
-from shared.live.alarm_kinds import AlarmKind
-from shared.live.alarms import (
+from shared.schema.ledger import GroupDead, GroupsDropped
+from shared.schema.service_messages import ServiceEvent, ServiceStatus
+from shared.view.alarms import (
     DISK_BYTES,
     DISK_SHARE,
     ENTROPY_LEFT,
     ENTROPY_LOW,
     EQUAL_SHARE,
     FIRST_STEPS,
+    LATELY_S,
     LATELY_STEPS,
     MEMORY_SHARE,
     PUSH_GROWTH,
@@ -25,13 +26,14 @@ from shared.live.alarms import (
     STALE_SHARE,
     TRUNCATED_SHARE,
     UNREAD_SHARE,
+    AlarmKind,
+    Room,
     Symptoms,
     alarms,
+    health_view,
+    symptoms,
 )
-from shared.live.health_view import LATELY_S, health_view, symptoms
-from shared.live.room import Room
-from shared.schema.ledger import GroupDead, GroupsDropped
-from shared.schema.service_messages import ServiceEvent, ServiceStatus
+from shared.view.flow_history import DeadGroup, FlowHistory, StepRecord
 
 
 def step(number: int, **given: Any) -> StepRecord:

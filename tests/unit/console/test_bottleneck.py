@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from shared.config.run_config import RunConfig
-from shared.live.alarm_kinds import AlarmKind
-from shared.live.bottleneck import Bottleneck, Workload, bottleneck
+from shared.view.alarms import AlarmKind
+from shared.view.bottleneck import Bottleneck, Workload, bottleneck
 
 QUEUED = {"queued": 0.5}
 

@@ -6,11 +6,6 @@ import math
 import pytest
 
 from shared.config.run_config import RunConfig
-from shared.history.activity import ActivitySpan, laid_over, seconds_of
-from shared.history.flow_history import KEPT_SECONDS, PAUSED, FlowHistory
-from shared.history.wait_causes import GroupPassage, wait_causes
-from shared.live.flow_view import flow_view, length_classes
-from shared.live.step_load import causes_of, workload
 from shared.schema.ledger import (
     BatchAmended,
     BatchFormed,
@@ -26,6 +21,9 @@ from shared.schema.ledger import (
 from shared.schema.messages import Payload, SampleMeta, ScoredGroup
 from shared.schema.service_messages import MetricsWritten, ServiceEvent, ServiceStatus
 from shared.schema.weight_messages import ReplicaPush, WeightsPushed
+from shared.view.bottleneck import causes_of, workload
+from shared.view.flow_history import KEPT_SECONDS, PAUSED, ActivitySpan, FlowHistory, GroupPassage, laid_over, seconds_of, wait_causes
+from shared.view.flow_view import flow_view, length_classes
 
 
 def scored(number: int, started: float, ended: float, replica: str = "rollout-0", **given: object) -> ScoredGroup:

@@ -8,9 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from myxo.display.sample_list import SampleList, WantedGroups
-from services.console.run_index.group_index import GroupIndex, KeptPlace
-from services.console.run_index.group_query import GroupQuery
-from shared.history.group_history import GroupProvenance, GroupRecord
+from services.console.group_index import GroupIndex, GroupQuery, KeptPlace
 from shared.schema.ledger import (
     BatchAmended,
     BatchFormed,
@@ -30,6 +28,7 @@ from shared.schema.ledger import (
     group_id,
 )
 from shared.schema.messages import Payload, SampleMeta, ScoredGroup
+from shared.view.group_history import GroupProvenance, GroupRecord
 
 Ledger = list[tuple[int, LedgerRecord]]
 

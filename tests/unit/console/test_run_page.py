@@ -2,13 +2,10 @@
 
 import math
 
-from services.console.chart_panels import MOST_SERIES, PANELS, panel_series
-from services.console.pages.run import MOST_MARKS_SHOWN, curves, marks, panels
-from shared.history.metric_history import MetricHistory
-from shared.history.push_history import PushHistory
-from shared.history.run_marks import RunMarks
+from services.console.pages.run import MOST_MARKS_SHOWN, MOST_SERIES, PANELS, curves, marks, panel_series, panels
 from shared.schema.service_messages import ServiceEvent
 from shared.schema.weight_messages import ReplicaPush, WeightsPushed
+from shared.view.metric_history import MetricHistory, PushHistory, RunMarks
 
 
 def history(**series: list[float]) -> MetricHistory:

@@ -6,14 +6,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.console.pages.page_text import as_text, safe
 from services.console.pages.sample_answers import prompt_messages, sampled_turns
-from services.console.pages.sample_tokens import Fork, ShownSample, advantages_of, forks, turns, window
-from services.console.trainer_tokens import TrainerTokens, trainer_tokens
+from services.console.pages.sample_tokens import (
+    Fork,
+    ShownSample,
+    TrainerTokens,
+    advantages_of,
+    as_text,
+    forks,
+    safe,
+    trainer_tokens,
+    turns,
+    window,
+)
 from shared.config.algorithm import AlgorithmSection
 from shared.config.run_config import RunConfig
-from shared.history.group_history import GroupRecord
 from shared.schema.sample import Sample
+from shared.view.group_history import GroupRecord
 from tests.support.run_config import run_config
 
 

@@ -5,13 +5,12 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from shared.config.run_config import RunConfig
-from shared.history.flow_history import FlowHistory
-from shared.live.bottleneck import Bottleneck
-from shared.live.flow_view import flow_view
-from shared.live.stall import Away, RunSituation
-from shared.live.stall_causes import run_stall
 from shared.schema.ledger import GroupsScored
 from shared.schema.service_messages import ServiceStatus
+from shared.view.bottleneck import Bottleneck
+from shared.view.flow_history import FlowHistory
+from shared.view.flow_view import flow_view
+from shared.view.stall import Away, RunSituation, run_stall
 from tests.unit.console.test_flow_history import admitted, formed, scored, trained
 
 STEPS = 8

@@ -1,9 +1,9 @@
 """What the page *Weights* is answered: who has which version, how it got there, and what failed by name."""
 
 from services.console.pages.weights import pace, version_rows, weight_events, weights_now
-from shared.history.push_history import MOST, PushHistory
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.schema.weight_messages import ReplicaPush, WeightsLive, WeightsPushed
+from shared.view.metric_history import MOST, PushHistory
 
 
 def status(instance: str, version: int, service: str = "rollout", state: str = "ready") -> ServiceStatus:

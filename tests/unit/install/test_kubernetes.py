@@ -21,7 +21,7 @@ from shared.bus.streams import task_consumer
 from shared.bus.subjects import TRAIN
 from shared.config.bus_section import BusSection
 from shared.config.run_section import RunSection
-from shared.runtime.node_rank import RANK_VARIABLES
+from shared.runtime.addresses import RANK_VARIABLES
 
 ROOT = Path(__file__).resolve().parents[3] / "deploy" / "kubernetes"
 SCHEMAS = json.loads(Path(__file__).with_name("schemas").joinpath("kubernetes.json").read_text())

@@ -10,8 +10,8 @@ import pytest
 
 from myxo.display import reward_chart
 from myxo.display.reward_chart import moving_mean
-from shared.history.run_summary import EvaluationSummary, GroupCounts, Summary
 from shared.schema.service_messages import WarmStartEnded
+from shared.view.run_summary import EvaluationSummary, GroupCounts, Summary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

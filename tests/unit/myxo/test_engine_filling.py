@@ -8,9 +8,8 @@ import pytest
 from myxo.launch.node_placement import place
 from myxo.preflight import Source, _with_all_engines
 from myxo.preflight.engine_filling import filled, next_nodes
-from shared.config import flags, slime_defaults
+from shared.config import devices, flags, slime_defaults
 from shared.config.run_config import RunConfig
-from shared.runtime import devices
 from tests.support.run_config import run_config
 
 LEAST = {"num_rollout": 4, "rollout_batch_size": 64, "n_samples_per_prompt": 2, "rollout_device": "cuda"}

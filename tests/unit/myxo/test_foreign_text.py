@@ -16,12 +16,11 @@ from myxo.commands import logs
 from myxo.display.progress_display import Display, panel
 from myxo.display.safe_console import SafeConsole
 from shared.config.run_config import RunConfig
-from shared.live.live_services import InstanceStatus
-from shared.live.run_view import ServiceError, look
-from shared.live.text import json_text, number
 from shared.runtime import telemetry
-from shared.runtime.safe_text import printable, printable_line
+from shared.runtime.safe_text import json_text, number, printable, printable_line
 from shared.schema.service_messages import ServiceStatus
+from shared.view.live_services import InstanceStatus
+from shared.view.run_view import ServiceError, look
 from tests.support.run_config import run_config
 
 EVIL = "\x1b]0;owned\x07\x1b[2J[/bold][link=x]\ud800\u202e\r\nsecond\x9b31m\u2028[red"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.history.intervals import measure, overlap, union
+from shared.view.flow_history import measure, overlap, union
 
 CELLS = 40
 intervals = st.lists(st.tuples(st.integers(0, CELLS), st.integers(0, CELLS)), max_size=12)

@@ -6,7 +6,7 @@ import pytest
 
 from myxo.launch.node_launch import node_plan, with_engines_of
 from myxo.launch.service_plan import plan
-from shared.runtime import devices
+from shared.config import devices
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 

@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 from myxo.display.progress_display import Display, Pace, panel
-from shared.live.run_view import EvaluationLine, InstanceLine, RunView
-from shared.live.text import duration
+from shared.runtime.safe_text import duration
+from shared.view.run_view import EvaluationLine, InstanceLine, RunView
 
 VIEW = RunView(
     run="tiny",

@@ -13,7 +13,6 @@ from myxo import main as command_line
 from myxo.commands.samples import group_named, target
 from myxo.display.sample_list import ORDERS, SampleList, WantedGroups, table
 from myxo.display.sample_page import Pieces, ShownGroup, as_plain, json_line, page, prompt_text, token_lines
-from shared.history.group_history import STATUSES, GroupProvenance, GroupRecord
 from shared.runtime.errors import ConfigError
 from shared.runtime.safe_text import printable
 from shared.schema.ledger import (
@@ -35,6 +34,7 @@ from shared.schema.ledger import (
 )
 from shared.schema.messages import Payload, SampleMeta, ScoredGroup
 from shared.schema.sample import Sample
+from shared.view.group_history import STATUSES, GroupProvenance, GroupRecord
 
 
 def names(*numbers: int) -> list[str]:

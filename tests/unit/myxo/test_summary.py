@@ -11,7 +11,6 @@ from rich.console import Console
 
 from myxo.launch.exit_report import never_trained, table
 from shared.config.run_config import RunConfig
-from shared.history.run_summary import GroupCounts, SummaryTally
 from shared.schema.attestation import attest
 from shared.schema.ledger import (
     BatchFormed,
@@ -30,6 +29,7 @@ from shared.schema.ledger import (
 )
 from shared.schema.messages import Payload, SampleMeta, ScoredGroup, Trained
 from shared.schema.service_messages import ServiceEvent, WarmStartEnded
+from shared.view.run_summary import GroupCounts, SummaryTally
 from tests.support.run_config import run_config
 
 

@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 
 from myxo.display.progress_display import panel, what_happened
-from shared.live import service_failures
-from shared.live.live_services import InstanceStatus
-from shared.live.run_view import LATELY_SECONDS, RunView, ServiceError, Troubles, troubles
-from shared.live.text import LINE_LIMIT, shortened_line
+from shared.runtime.safe_text import LINE_LIMIT, shortened_line
 from shared.schema.service_messages import ServiceStatus
+from shared.view import run_view as service_failures
+from shared.view.live_services import InstanceStatus
+from shared.view.run_view import LATELY_SECONDS, RunView, ServiceError, Troubles, troubles
 
 NOW = 1_700_000_000.0
 

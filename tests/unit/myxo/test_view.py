@@ -8,11 +8,10 @@ import pytest
 
 from myxo.launch.service_plan import plan
 from shared.config.run_config import RunConfig
-from shared.live.live_services import InstanceStatus
-from shared.live.run_view import EvaluationLine, look
-from shared.live.stall import RunSituation
-from shared.live.stall_causes import run_stall
 from shared.schema.service_messages import ServiceStatus
+from shared.view.live_services import InstanceStatus
+from shared.view.run_view import EvaluationLine, look
+from shared.view.stall import RunSituation, run_stall
 from tests.support.run_config import run_config
 
 NOW = time.time()

@@ -8,8 +8,8 @@ from structlog.testing import capture_logs
 
 from myxo.launch import wait_report
 from shared.config.run_config import RunConfig
-from shared.live.stall import RunSituation
 from shared.schema.service_messages import ServiceStatus
+from shared.view.stall import RunSituation
 from tests.support.run_config import run_config
 
 NOW = 1_000_000.0

@@ -12,8 +12,8 @@ import pytest
 
 from services.rollout.engine.engine_process import EngineProcess, engine_end
 from services.rollout.engine.launch_command import EngineCommand
+from shared.process.child_process import descendants
 from shared.runtime.errors import ConfigError
-from shared.runtime.process_watch import descendants
 
 Value = TypeVar("Value")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from services.rollout.engine.receiver.receiver import ReceiveError, Receiver
-from shared.runtime.embedded_servers import free_port
+from shared.process.embedded_servers import free_port
 from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.weight_channel import TransferDeadline
 

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from shared.runtime import server_urls
+from shared.runtime import addresses
 from shared.runtime.errors import ConfigError
 
-READ: dict[str, Callable[[], str | None]] = {"NATS_URL": server_urls.nats_url, "REDIS_URL": server_urls.redis_url}
+READ: dict[str, Callable[[], str | None]] = {"NATS_URL": addresses.nats_url, "REDIS_URL": addresses.redis_url}
 
 
 @pytest.fixture(autouse=True)
 def nothing_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*READ, *(f"{name}_FILE" for name in READ), server_urls.CA_VARIABLE):
+    for name in (*READ, *(f"{name}_FILE" for name in READ), addresses.CA_VARIABLE):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -54,4 +54,4 @@ def test_a_file_without_a_url_is_bad_input(variable: str, content: bytes | None,
     ],
 )
 def test_whether_a_url_has_credentials(url: str, expected: bool) -> None:
-    assert server_urls.has_credentials(url) is expected
+    assert addresses.has_credentials(url) is expected

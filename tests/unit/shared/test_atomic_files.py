@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.runtime.atomic_files import private_directory, publish, replace_file, replaced_by, replacement, scratch, settle
+from shared.runtime.safe_files import private_directory, publish, replace_file, replaced_by, replacement, scratch, settle
 from tests.support.small_disk import small_disk
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from shared.runtime.awake_timeout import awake_timeout
+from shared.runtime.tasks import awake_timeout
 
 SECONDS = 2.0
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import structlog
 
-from shared.runtime.cancellation import REPEAT_SECONDS, cancelled, to_the_end
+from shared.runtime.tasks import REPEAT_SECONDS, cancelled, to_the_end
 
 
 async def stubborn(times: int) -> None:

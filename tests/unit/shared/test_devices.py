@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.runtime import devices
+from shared.config import devices
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 

@@ -3,7 +3,7 @@
 import socket
 from pathlib import Path
 
-from shared.runtime.embedded_servers import free_port
+from shared.process.embedded_servers import free_port
 
 
 def test_a_port_is_free_and_none_that_an_outgoing_connection_may_get() -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from shared.bus.subjects import Subjects
 from shared.config.sglang_flags import CATALOGUE, EngineFlags
+from shared.runtime.addresses import node_rank
 from shared.runtime.errors import MyxoError
-from shared.runtime.node_rank import node_rank
 from tests.support.run_config import run_config
 
 GPUS = {"rollout_num_gpus_per_engine": 16}

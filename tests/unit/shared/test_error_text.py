@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from shared.hooks import HookSample
-from shared.runtime.failures import defined_at, error_text
+from shared.runtime.tasks import defined_at, error_text
 
 CODE = """import asyncio, json
 

@@ -11,10 +11,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
+from shared.process.embedded_servers import free_port
 from shared.runtime import http_endpoints
-from shared.runtime.embedded_servers import free_port
+from shared.runtime.addresses import HttpAddress, http_address, parsed
 from shared.runtime.errors import ConfigError
-from shared.runtime.http_address import HttpAddress, http_address, parsed
 from tests.support.listening_sockets import listening_sockets
 from tests.support.run_config import run_config
 

@@ -11,8 +11,7 @@ from prometheus_client import generate_latest
 
 from docs import metrics_page
 from docs.metrics_page import declared_metrics, exported_name
-from shared.runtime.metric_specs import STRICT, MetricSpec, UndeclaredMetric, allow_users, declare_metrics, spec_of
-from shared.runtime.telemetry import Metrics
+from shared.runtime.telemetry import STRICT, Metrics, MetricSpec, UndeclaredMetric, allow_users, declare_metrics, spec_of
 from tests.support.dashboards import metrics_asked_for
 
 ROOT = Path(__file__).parents[3]

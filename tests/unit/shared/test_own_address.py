@@ -2,8 +2,8 @@
 
 import pytest
 
+from shared.runtime.addresses import address_towards, listening_interfaces, own_address
 from shared.runtime.errors import ConfigError
-from shared.runtime.own_address import address_towards, listening_interfaces, own_address
 
 
 @pytest.fixture(autouse=True)

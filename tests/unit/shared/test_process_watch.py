@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import replace
 
-from shared.runtime.process_watch import FROZEN_SECONDS, ProcessWatch, SeenProcess, descendants, parsed, seen
+from shared.process.child_process import FROZEN_SECONDS, ProcessWatch, SeenProcess, descendants, parsed, seen
 from tests.support.waiting import until
 
 SERVER = SeenProcess(pid=10, parent=1, started=100, state="S", name="server")

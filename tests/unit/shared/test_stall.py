@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from shared.config.run_config import RunConfig
-from shared.live.heartbeats import Heartbeats
-from shared.live.live_services import InstanceStatus
-from shared.live.stall import Away, Cause, Owed, RunSituation, Stall, StallWatch, telling, told_by
-from shared.live.stall_causes import run_stall
 from shared.schema.service_messages import Doing, ServiceStatus
+from shared.view.live_services import Heartbeats, InstanceStatus
+from shared.view.stall import Away, Cause, Owed, RunSituation, Stall, StallWatch, run_stall, telling, told_by
 from tests.support.run_config import run_config
 
 NOW = 1_700_000_000.0

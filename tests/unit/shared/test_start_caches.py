@@ -7,8 +7,7 @@ import pytest
 
 from shared.config.engine_limits import PREFILL_GRAPHS, captures_prefill
 from shared.config.sglang_flags import CATALOGUE, FURTHER, EngineFlags
-from shared.runtime.bytecode import OFF, PREFIX, bytecode_variables
-from shared.runtime.kernel_caches import VARIABLES, kernel_cache_variables
+from shared.runtime.user_cache import OFF, PREFIX, VARIABLES, bytecode_variables, kernel_cache_variables
 
 
 @pytest.fixture

@@ -6,8 +6,7 @@ import sys
 
 from prometheus_client import generate_latest
 
-from shared.runtime.metric_specs import MetricSpec, declare_metrics
-from shared.runtime.telemetry import Metrics
+from shared.runtime.telemetry import Metrics, MetricSpec, declare_metrics
 
 declare_metrics(
     MetricSpec("ready", "groups", "of this test"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.runtime.untrusted_files import MAX_DEPTH, is_plain_name, open_regular, parse_json, read_regular
+from shared.runtime.safe_files import MAX_DEPTH, is_plain_name, open_regular, parse_json, read_regular
 
 
 def nested(depth: int) -> str:

@@ -1,7 +1,7 @@
 """A rank that a signal has stopped is known after a while, whichever others go on."""
 
 from services.trainer.rank_watch import StoppedProcesses
-from shared.runtime.process_watch import FROZEN_SECONDS, SeenProcess
+from shared.process.child_process import FROZEN_SECONDS, SeenProcess
 
 
 def rank(pid: int, state: str, started: int = 1) -> SeenProcess:

@@ -11,8 +11,8 @@ import torch
 from myxo.preflight import machine_checks
 from myxo.preflight.inspection import Inspection
 from services.trainer.step_profiler import StepProfiler
+from shared.config import devices
 from shared.config.config_reading import parse
-from shared.runtime import extras
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config, values
 
@@ -103,7 +103,7 @@ def test_memray_is_asked_for_by_name_where_it_is_missing(tmp_path: Path, monkeyp
     memory = {"record_memory_history": True, "memory_recorder": "memray", "memory_snapshot_num_steps": 1}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install memray"):
-        extras.check(run_config(tmp_path, debug=memory))
+        devices.check(run_config(tmp_path, debug=memory))
 
 
 def test_memray_records_so_many_steps(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.runtime import extras
+from shared.config import devices
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 from tests.support.waiting import until
@@ -40,10 +40,10 @@ def test_offline_a_runs_numbers_are_in_its_files(tmp_path: Path) -> None:
 
 
 def test_what_is_asked_for_without_being_installed_is_refused(tmp_path: Path) -> None:
-    extras.check(run_config(tmp_path))
+    devices.check(run_config(tmp_path))
     config = run_config(tmp_path, monitoring={"use_wandb": True})
     if importlib.util.find_spec("wandb") is not None:
-        extras.check(config)
+        devices.check(config)
         return
     with pytest.raises(ConfigError, match=r"monitoring.use_wandb = True: W&B is not installed: pip install 'myxo\[wandb\]'"):
-        extras.check(config)
+        devices.check(config)

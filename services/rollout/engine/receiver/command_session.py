@@ -23,7 +23,7 @@ from services.rollout.engine.receiver.receiver import ReceiveError, Receiver, sa
 from services.rollout.engine.receiver.reception import Reception
 from services.rollout.engine.receiver.scheduler_gate import SchedulerGate
 from shared.runtime.errors import BadMessage, MyxoError
-from shared.runtime.failures import SupervisedThread
+from shared.runtime.tasks import SupervisedThread
 from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.digest import decoded_digests
 from shared.transfer.weight_channel import TransferDeadline

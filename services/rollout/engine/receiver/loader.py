@@ -13,7 +13,7 @@ from services.rollout.engine.receiver.computing_streams import calling_scheduler
 from services.rollout.engine.receiver.finish_checks import find_ends_of_aborted, report_token_versions
 from services.rollout.engine.receiver.receiver import Receiver
 from services.rollout.engine.receiver.scheduler_gate import SchedulerGate
-from shared.runtime import failures
+from shared.runtime import tasks
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def load(model: Any, tensors: Iterable[object]) -> None:
     global _session
     try:
         if _session is None:
-            failures.arm()  # an engine without a receiver would serve old weights for ever
+            tasks.arm()  # an engine without a receiver would serve old weights for ever
             device = next(model.parameters()).device
             scheduler, gate = calling_scheduler(), SchedulerGate()
             receiver = Receiver(model, _rank(), device, _model_path(), computing_streams(scheduler), gate.closed)

@@ -14,8 +14,8 @@ import torch
 
 from services.rollout.engine.receiver import load_plan
 from services.rollout.engine.receiver.reception import ManifestLayout, Reception
-from shared.runtime.daemon_thread import run_in_thread
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
+from shared.runtime.tasks import run_in_thread
 from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.bucket_ring import BucketRing
 from shared.transfer.digest import TensorDigest, version_digest

@@ -225,7 +225,7 @@ from pathlib import Path
 from shared.transfer.weight_checkpoint import WeightCheckpoints
 from shared.transfer.local_checkpoint import LocalCheckpoint
 from tests.unit.shared.weights import test_weight_checkpoints as t
-import shared.runtime.atomic_files, shared.transfer.weight_checkpoint_writer as d
+import shared.runtime.safe_files, shared.transfer.weight_checkpoint_writer as d
 place, step = Path(sys.argv[1]), int(sys.argv[2])
 count = 0
 def counted(original):

@@ -1,0 +1,418 @@
+"""Which groups a list shows, and in which order: the query of the Samples page as SQL over the tables of `group_tables`. Pure."""
+
+import json
+import re
+import sqlite3
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints, TypeAdapter
+
+from shared.data.rollout_files import TRAINED
+from shared.schema.ledger import (
+    BatchAmended,
+    BatchFormed,
+    BatchTrained,
+    CheckpointDurable,
+    EvalStarted,
+    LedgerRecord,
+    eval_group_parts,
+    group_id,
+)
+from shared.schema.limits import Count
+from shared.view.group_history import GroupHistory, GroupRecord, ProvenanceStep, ledger_words
+
+Status = Literal["outstanding", "requeued", "ready", "batched", "trained", "dropped", "dead", "evaluated", "failed"]
+Order = Literal["changed", "admitted", "reward", "spread", "tokens", "longest", "truncated", "attempt", "seconds"]
+
+MOST_ROWS = 200
+"""Groups of one page at most."""
+
+Text = Annotated[str, StringConstraints(min_length=1, max_length=200)]
+
+_NUMBER = re.compile(r"g?([0-9]{1,9})\Z", re.ASCII)
+
+Condition = tuple[str, tuple[Any, ...]]
+"""An SQL expression, and the values of its question marks."""
+
+
+class GroupQuery(BaseModel):
+    """The selection, order and page of a list of groups; None: any.
+
+    evaluation: held-out prompts in place of training groups. step: in the batch of that step. version: a trained token of that version, or
+    between two that are; of held-out prompts the evaluated one. Rewards are the mean of a group's samples; tokens those of all its
+    responses. group: its id or its number; of held-out prompts also the beginning. reason: part of the reason of its end. teaches: whether
+    its rewards differ, for a group whose rewards are all alike moves no weight. truncated: whether a response ended at its length. retried:
+    whether it was generated more than once. forked: whether a rollout gave several samples. since, until: of its last change, seconds since
+    the epoch.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    evaluation: bool = False
+    status: list[Status] = Field(default=[], max_length=len(get_args(Status)))
+    dataset: Text | None = None
+    step: Count | None = None
+    version: Count | None = None
+    min_reward: FiniteFloat | None = None
+    max_reward: FiniteFloat | None = None
+    min_tokens: Count | None = None
+    max_tokens: Count | None = None
+    replica: Text | None = None
+    group: Text | None = None
+    reason: Text | None = None
+    teaches: bool | None = None
+    truncated: bool | None = None
+    retried: bool | None = None
+    forked: bool | None = None
+    since: FiniteFloat | None = None
+    until: FiniteFloat | None = None
+    sort: Order = "changed"
+    descending: bool = True
+    limit: int = Field(default=50, ge=1, le=MOST_ROWS)
+    offset: Count = 0
+
+    def where(self, *, by_kind: bool = True) -> Condition:
+        """Returns the condition on a row of ``groups``. by_kind: whether the kind's indexes, which have the orders, help to find it."""
+        kind = "evaluation = ?" if by_kind else "+evaluation = ?"  # a plus keeps the database from choosing an index of the column
+        conditions: list[Condition] = [(kind, (self.evaluation,)), *self._equal(), *self._bounds(), *self._flags()]
+        if self.status:
+            conditions.append((f"status IN ({','.join('?' * len(self.status))})", tuple(self.status)))
+        if self.group is not None:
+            conditions.append(_named(self.group))
+        if self.reason is not None:
+            conditions.append(("instr(lower(reason), lower(?)) > 0", (self.reason,)))
+        if self.version is not None:
+            conditions.append(self._of_version(self.version))
+        return " AND ".join(text for text, _ in conditions), tuple(value for _, values in conditions for value in values)
+
+    @property
+    def filtered(self) -> bool:
+        """Returns whether groups of the wanted kind are left out."""
+        return self.where()[0] != "evaluation = ?"
+
+    def order(self) -> str:
+        """Returns the order; what is alike stands by its last change, and what has no such figure last."""
+        direction = "DESC" if self.descending else "ASC"
+        return f"{self.sort} {direction} NULLS LAST, changed {direction}, name {direction}"
+
+    def _equal(self) -> list[Condition]:
+        given = {"dataset": self.dataset, "step": self.step, "replica": self.replica}
+        return [(f"{column} = ?", (value,)) for column, value in given.items() if value is not None]
+
+    def _bounds(self) -> list[Condition]:
+        least = {"reward": self.min_reward, "tokens": self.min_tokens, "at": self.since}
+        most = {"reward": self.max_reward, "tokens": self.max_tokens, "at": self.until}
+        bounds = [(column, ">=", value) for column, value in least.items()] + [(column, "<=", value) for column, value in most.items()]
+        return [(f"{column} {sign} ?", (value,)) for column, sign, value in bounds if value is not None]
+
+    def _flags(self) -> list[Condition]:
+        given = {"spread > 0": self.teaches, "truncated > 0": self.truncated, "attempt > 0": self.retried, "forks > 0": self.forked}
+        return [(text if value else f"NOT ({text})", ()) for text, value in given.items() if value is not None]
+
+    def _of_version(self, version: int) -> Condition:
+        if self.evaluation:
+            return "version = ?", (version,)
+        return "EXISTS (SELECT 1 FROM spans WHERE spans.name = groups.name AND ? BETWEEN oldest AND newest)", (version,)
+
+
+def _named(text: str) -> Condition:
+    """Returns the condition for a typed id: a number stands for its group, anything else for the beginning of an id."""
+    if match := _NUMBER.match(text):
+        return "name = ?", (group_id(int(match[1])),)
+    return "substr(name, 1, ?) = ?", (len(text), text)
+
+
+CACHE_KIB = 48 << 10
+"""Memory that the database may take for its pages."""
+
+TABLES = """
+CREATE TABLE groups (
+    name TEXT PRIMARY KEY, evaluation INTEGER, dataset TEXT, status TEXT, reason TEXT, step INTEGER, version INTEGER, attempt INTEGER,
+    samples INTEGER, reward REAL, spread REAL, tokens INTEGER, longest INTEGER, truncated INTEGER, forks INTEGER, replica TEXT,
+    seconds REAL, admitted REAL, at REAL, changed INTEGER
+) WITHOUT ROWID;
+CREATE INDEX groups_step ON groups (step);
+CREATE TABLE details (name TEXT PRIMARY KEY, record BLOB) WITHOUT ROWID;
+CREATE TABLE spans (name TEXT, oldest INTEGER, newest INTEGER, PRIMARY KEY (name, oldest, newest)) WITHOUT ROWID;
+CREATE TABLE told (name TEXT, sequence INTEGER, at REAL, event TEXT, what TEXT, PRIMARY KEY (name, sequence)) WITHOUT ROWID;
+CREATE TABLE batches (
+    step INTEGER PRIMARY KEY, version INTEGER, groups TEXT, mask_below INTEGER, formed REAL, amended INTEGER, started REAL, ended REAL
+);
+CREATE TABLE checkpoints (steps INTEGER PRIMARY KEY, sequence INTEGER, at REAL);
+CREATE TABLE evaluations (
+    dataset TEXT, version INTEGER, sequence INTEGER, at REAL, prompts INTEGER, PRIMARY KEY (dataset, version)
+) WITHOUT ROWID;
+CREATE TABLE kept (name TEXT, attempt INTEGER, file TEXT, start INTEGER, size INTEGER, PRIMARY KEY (name, attempt)) WITHOUT ROWID;
+CREATE INDEX kept_file ON kept (file);
+"""
+
+ORDERS = ("admitted", "reward", "spread", "tokens", "longest", "truncated", "attempt", "seconds")
+"""The columns that lists are sorted by, besides ``changed``."""
+
+INDEXES = "CREATE INDEX groups_changed ON groups (evaluation, changed, name);" + "".join(
+    f"CREATE INDEX groups_{column} ON groups (evaluation, {column}, changed, name);" for column in ORDERS
+)
+
+_RECORD = TypeAdapter(GroupRecord)
+
+
+def new_database(path: Path) -> sqlite3.Connection:
+    """Returns a new database of these tables; it is scratch, and nothing in it is worth a sync of the disk."""
+    database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+    database.executescript(f"PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA cache_size = -{CACHE_KIB};{TABLES}{INDEXES}")
+    return database
+
+
+def empty(database: sqlite3.Connection) -> None:
+    """Empties all tables that the ledger is folded into; where kept responses lie is told by other files."""
+    for table in ("groups", "details", "spans", "told", "batches", "checkpoints", "evaluations"):
+        database.execute(f"DELETE FROM {table}")
+
+
+def group_row(group: GroupRecord) -> tuple[Any, ...]:
+    """Returns the row of a group in ``groups``."""
+    rewards, rollouts = group.rewards, group.rollouts
+    return (
+        group.group,
+        group.dataset is not None,
+        group.dataset,
+        group.status,
+        group.reason,
+        group.step,
+        group.version,
+        group.attempt,
+        len(rewards),
+        group.reward,
+        max(rewards) - min(rewards) if rewards else None,
+        sum(group.tokens) if group.tokens else None,
+        max(group.tokens, default=None),
+        len(group.truncated),
+        len(rollouts) - len(set(rollouts)),
+        group.replica,
+        group.seconds,
+        group.admitted or None,
+        group.at,
+        group.changed,
+    )
+
+
+def span_rows(group: GroupRecord) -> set[tuple[str, int, int]]:
+    """Returns the rows of a group in ``spans``: the versions of its samples."""
+    return {(group.group, oldest, newest) for oldest, newest in zip(group.oldest, group.newest, strict=True)}
+
+
+def encoded(group: GroupRecord) -> bytes:
+    """Returns a group as ``details`` keeps it."""
+    return _RECORD.dump_json(group)
+
+
+def decoded(record: bytes) -> GroupRecord:
+    """Returns the group that `encoded` made these bytes of."""
+    return _RECORD.validate_json(record)
+
+
+FEW = 5000
+"""Groups up to which it is quicker to find all that are wanted and sort them than to look for them along an order."""
+
+_MARKS = ",".join("?" * 20)
+_PUT_GROUP = f"INSERT OR REPLACE INTO groups VALUES ({_MARKS})"
+
+
+@dataclass(frozen=True)
+class IndexedBatch:
+    """The batch of a step. ``formed``, ``started``, ``ended``: seconds since the epoch, the latter two None until it is trained."""
+
+    step: int
+    version: int
+    groups: tuple[str, ...]
+    mask_below: int
+    formed: float
+    amended: int
+    started: float | None
+    ended: float | None
+
+
+@dataclass(frozen=True)
+class KeptPlace:
+    """Where the kept responses of a group lie: bytes [start, start + size) of a file in ``rollouts/``."""
+
+    group: str
+    attempt: int
+    file: str
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Facet:
+    """How many groups are of one kind, status, data set and replica."""
+
+    evaluation: bool
+    status: str
+    dataset: str | None
+    replica: str
+    groups: int
+
+
+class GroupIndex:
+    """The tables and what has been folded into them.
+
+    Args:
+        path: of the scratch database, which must not exist.
+
+    ``sequence``: of the newest ledger record that was taken; ``revision`` grows with every change.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._lock = threading.RLock()
+        self._database = new_database(path)
+        self.history = GroupHistory()
+        self.sequence = self.revision = 0
+
+    def close(self) -> None:
+        with self._lock:
+            self._database.close()
+
+    # --- what is put in
+
+    def clear(self) -> None:
+        """Forgets everything: the ledger was made anew."""
+        with self._lock:
+            empty(self._database)
+            self.history, self.sequence = GroupHistory(), 0
+            self.revision += 1
+
+    def apply(self, records: Iterable[tuple[int, LedgerRecord]]) -> None:
+        """Takes further records, in the ledger's order."""
+        dirty: dict[str, GroupRecord] = {}
+        told: list[tuple[str, int, float, str, str | None]] = []
+        with self._lock, self._database:
+            self._database.execute("BEGIN")
+            for sequence, record in records:
+                changed = self.history.apply(sequence, record)
+                dirty |= {group.group: group for group in changed}
+                told += [(group.group, sequence, record.at, record.event(), ledger_words(record, group)) for group in changed]
+                self._mark(sequence, record)
+                self.sequence = sequence
+            self._put(dirty.values())
+            self._database.executemany("INSERT OR REPLACE INTO told VALUES (?,?,?,?,?)", [row for row in told if row[-1] is not None])
+            self._database.execute("COMMIT")
+            self.revision += 1
+
+    def add(self, groups: Sequence[GroupRecord]) -> None:
+        """Takes groups as their kept responses tell them, of a run without a ledger."""
+        with self._lock:
+            self._database.execute("BEGIN")
+            self._put(groups)
+            self._database.execute("COMMIT")
+            self.revision += 1
+
+    def keep(self, places: Sequence[KeptPlace]) -> None:
+        """Takes the places of kept responses. Of two of the same attempt the first counts."""
+        rows = [(place.group, place.attempt, place.file, place.start, place.size) for place in places]
+        with self._lock:
+            self._database.execute("BEGIN")
+            self._database.executemany("INSERT OR IGNORE INTO kept VALUES (?,?,?,?,?)", rows)
+            self._database.execute("COMMIT")
+            self.revision += 1
+
+    def forget_file(self, file: str) -> None:
+        """Lets go of the places in a file that was removed."""
+        with self._lock:
+            self._database.execute("DELETE FROM kept WHERE file = ?", (file,))
+            self.revision += 1
+
+    def _put(self, groups: Iterable[GroupRecord]) -> None:
+        found = list(groups)
+        self._database.executemany(_PUT_GROUP, map(group_row, found))
+        self._database.executemany("INSERT OR REPLACE INTO details VALUES (?,?)", [(group.group, encoded(group)) for group in found])
+        self._database.executemany("DELETE FROM spans WHERE name = ?", [(group.group,) for group in found])
+        self._database.executemany("INSERT INTO spans VALUES (?,?,?)", [row for group in found for row in span_rows(group)])
+
+    def _mark(self, sequence: int, record: LedgerRecord) -> None:
+        """Notes what concerns many groups at once."""
+        match record:
+            case BatchFormed():
+                row = (record.step, record.version, json.dumps(record.groups), record.mask_below, record.at)
+                self._database.execute("INSERT OR REPLACE INTO batches VALUES (?,?,?,?,?,0,NULL,NULL)", row)
+            case BatchAmended(step=step) if step in self.history.batches:
+                groups = json.dumps(self.history.batches[step].groups)
+                self._database.execute("UPDATE batches SET groups = ?, amended = amended + 1 WHERE step = ?", (groups, step))
+            case BatchTrained():
+                times = (record.started, record.ended, record.step)
+                self._database.execute("UPDATE batches SET started = ?, ended = ? WHERE step = ?", times)
+            case CheckpointDurable():
+                self._database.execute("INSERT OR IGNORE INTO checkpoints VALUES (?,?,?)", (record.steps, sequence, record.at))
+            case EvalStarted():
+                started = (record.dataset, record.version, sequence, record.at, record.prompts)
+                self._database.execute("INSERT OR IGNORE INTO evaluations VALUES (?,?,?,?,?)", started)
+
+    # --- what is asked
+
+    def page(self, query: GroupQuery) -> tuple[list[GroupRecord], int]:
+        """Returns the groups of a page, in order, and how many there are on all pages."""
+        counted, values = query.where(by_kind=not query.filtered)
+        with self._lock:
+            [[total]] = self._rows(f"SELECT count(*) FROM groups WHERE {counted}", values)
+            where, _ = query.where(by_kind=total > FEW)
+            chosen = f"SELECT name FROM groups WHERE {where} ORDER BY {query.order()} LIMIT ? OFFSET ?"
+            names = self._rows(chosen, (*values, query.limit, query.offset))
+            records = [self._rows("SELECT record FROM details WHERE name = ?", name) for name in names]
+        return [decoded(record) for [[record]] in records], total
+
+    def group(self, name: str) -> GroupRecord | None:
+        """Returns a group; None where there is none of that id."""
+        found = self._rows("SELECT record FROM details WHERE name = ?", (name,))
+        return decoded(found[0][0]) if found else None
+
+    def batch(self, step: int) -> IndexedBatch | None:
+        """Returns the batch of a step; None where none was formed."""
+        found = self._rows("SELECT * FROM batches WHERE step = ?", (step,))
+        if not found:
+            return None
+        of, version, groups, *rest = found[0]
+        return IndexedBatch(of, version, tuple(json.loads(groups)), *rest)
+
+    def kept(self, group: str, attempt: int) -> KeptPlace | None:
+        """Returns where the kept responses of a group lie: those of this attempt, else of its newest one."""
+        found = self._rows("SELECT * FROM kept WHERE name = ? ORDER BY attempt = ? DESC, attempt DESC LIMIT 1", (group, attempt))
+        return KeptPlace(*found[0]) if found else None
+
+    def facets(self) -> list[Facet]:
+        """Returns how many groups there are of each kind."""
+        columns = "evaluation, status, dataset, replica"
+        rows = self._rows(f"SELECT {columns}, count(*) FROM groups GROUP BY {columns} ORDER BY {columns}", ())
+        return [Facet(bool(evaluation), *rest) for evaluation, *rest in rows]
+
+    def provenance(self, group: GroupRecord) -> list[ProvenanceStep]:
+        """Returns what the ledger tells of a group, in order."""
+        told = self._rows("SELECT sequence, at, event, what FROM told WHERE name = ?", (group.group,))
+        steps = [ProvenanceStep(*row) for row in (*told, *self._sent_out(group), *self._freed(group))]
+        return sorted(steps, key=lambda step: step.sequence)
+
+    def _sent_out(self, group: GroupRecord) -> list[tuple[Any, ...]]:
+        if (parts := eval_group_parts(group.group)) is None:
+            return []
+        dataset, version, row = parts
+        asked = "SELECT sequence, at FROM evaluations WHERE dataset = ? AND version = ? AND prompts > ?"
+        what = f"sent out for the evaluation of version {version}"
+        return [(sequence, at, "eval_started", what) for sequence, at in self._rows(asked, (dataset, version, row))]
+
+    def _freed(self, group: GroupRecord) -> list[tuple[Any, ...]]:
+        if group.status != TRAINED or group.step is None:
+            return []
+        asked = "SELECT steps, sequence, at FROM checkpoints WHERE steps > ? ORDER BY steps LIMIT 1"
+        found = self._rows(asked, (group.step,))
+        what = "a checkpoint of {} steps is durable, its samples are freed"
+        return [(sequence, at, "checkpoint_durable", what.format(steps)) for steps, sequence, at in found]
+
+    def _rows(self, statement: str, values: Sequence[Any]) -> list[Any]:
+        with self._lock:
+            try:
+                return self._database.execute(statement, values).fetchall()
+            except sqlite3.ProgrammingError as error:
+                raise RuntimeError(f"the index of groups is closed: {error}") from error

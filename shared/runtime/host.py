@@ -1,0 +1,88 @@
+"""The host's memory and its container runtime."""
+
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Literal
+
+from shared.runtime.errors import MyxoError
+from shared.runtime.safe_text import printable_line
+
+
+def host_memory() -> tuple[int, int]:
+    """Returns the bytes of memory that this machine, or the container around this process, has in all with swap, and that are free."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    known = {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if len(words) > 1}
+    total, available = known["MemTotal"] + known["SwapTotal"], known["MemAvailable"] + known["SwapFree"]
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())  # "max" where there is none
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return total, available
+    return min(total, limit), min(available, max(limit - used, 0))
+
+
+Runtime = Literal["docker", "podman"]
+
+CALL_SECONDS = 60.0
+"""The deadline for each call."""
+
+REMOVALS, REMOVAL_PAUSE_S = 4, 0.5
+"""A container that was being made when its client was killed may appear a moment later: removal is tried again."""
+
+CLIENT_VARIABLES = (
+    *("PATH", "HOME", "DOCKER_HOST", "DOCKER_CONFIG", "DOCKER_CONTEXT", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH", "DOCKER_API_VERSION"),
+    *("CONTAINER_HOST", "CONTAINERS_CONF", "XDG_RUNTIME_DIR"),
+)
+"""The variables by which the command lines find their engine. They stay outside of containers."""
+
+HARDENED = ("--init", "--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--pull", "never", "--log-driver", "none")
+"""What every container is started with: a root that nothing is written to, no capabilities, none to be had, no output kept on disk."""
+
+
+class RuntimeFailed(MyxoError):
+    """The runtime is not there, does not answer, or refuses; the message has its words."""
+
+
+def client_environment() -> dict[str, str]:
+    """Returns the environment of a command line."""
+    return {name: os.environ[name] for name in CLIENT_VARIABLES if name in os.environ}
+
+
+def runtime_answer(runtime: str, *words: str) -> str:
+    """Returns what a command of the runtime's prints. Raises RuntimeFailed."""
+    try:
+        done = subprocess.run(
+            [runtime, *words],
+            env=client_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=CALL_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeFailed(f"{runtime} {words[0]} did not end within {CALL_SECONDS:g} s") from None
+    except OSError as error:
+        raise RuntimeFailed(f"{runtime} cannot be started: {error.strerror}") from None
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        raise RuntimeFailed(printable_line(said[-1], 300) if said else f"{runtime} {words[0]} ended with exit code {done.returncode}")
+    return done.stdout
+
+
+def remove_container(runtime: str, name: str) -> None:
+    """Removes a container whose client was killed, also where it is only being made. Raises RuntimeFailed."""
+    for attempt in range(REMOVALS):
+        if attempt:
+            time.sleep(REMOVAL_PAUSE_S)
+        if runtime_answer(runtime, "ps", "--all", "--quiet", "--filter", f"name=^{name}$").strip():
+            runtime_answer(runtime, "rm", "--force", name)
+            return
+
+
+def remove_labelled(runtime: str, label: str) -> None:
+    """Removes all containers with a label, ``name=value``. Raises RuntimeFailed."""
+    if found := runtime_answer(runtime, "ps", "--all", "--quiet", "--filter", f"label={label}").split():
+        runtime_answer(runtime, "rm", "--force", *found)

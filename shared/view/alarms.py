@@ -1,0 +1,442 @@
+"""The alarms of a run: what may be wrong although it continues, what it means, and what to do; and the page *Health*."""
+
+import math
+import shutil
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from shared.bus.registry import ENVIRONMENT
+from shared.config.run_config import RunConfig
+from shared.runtime.errors import Fault
+from shared.runtime.host import host_memory
+from shared.runtime.safe_text import duration, number, shortened_line
+from shared.schema.service_messages import ServiceEvent, ServiceStatus
+from shared.view.flow_history import DEAD, DROPPED, TRAINED, DeadGroup, FlowHistory, StepRecord
+from shared.view.live_services import newest_gauges, shown
+from shared.view.run_view import RESTARTED
+
+
+class AlarmKind(Enum):
+    """What may be wrong with a run although it goes on."""
+
+    AWAY = "a server or service is away"
+    RESTARTS = "services restart"
+    HELD_BACK = "work is held back"
+    NOT_FINITE = "the loss is not finite"
+    LOGPROBS = "engine and trainer differ"
+    ENTROPY = "entropy has collapsed"
+    NO_SIGNAL = "groups teach nothing"
+    TRUNCATION = "responses are cut off"
+    UNREAD = "rewards are not read"
+    DEAD = "groups die"
+    DROPPED = "groups are dropped for their age"
+    PUSH_GROWS = "pushes take longer and longer"
+    DISK = "the disk fills"
+    MEMORY = "memory runs out"
+
+
+@dataclass(frozen=True)
+class Room:
+    """Free and all bytes of something."""
+
+    free: int
+    total: int
+
+    @property
+    def share(self) -> float:
+        """Returns the share that is free."""
+        return self.free / self.total if self.total else 1.0
+
+    def __str__(self) -> str:
+        return f"{self.free / 2**30:.1f} of {self.total / 2**30:.1f} GiB free"
+
+
+def disk_room(directory: Path | None) -> Room | None:
+    """Returns the room on the disk of a directory; None where this machine has no such directory."""
+    try:
+        usage = shutil.disk_usage(directory) if directory is not None else None
+    except OSError:
+        return None
+    return Room(usage.free, usage.total) if usage is not None else None
+
+
+def memory_room() -> Room:
+    """Returns the room in the memory of this machine, or of the container around this process, with swap."""
+    total, free = host_memory()
+    return Room(free, total)
+
+
+LATELY_STEPS = 5
+"""The newest steps that an alarm judges."""
+
+FIRST_STEPS = 10
+"""The first steps known, which later ones are compared with."""
+
+ENTROPY_LEFT = 0.2
+"""Entropy has collapsed where less than this share of its first value is left, and less than `ENTROPY_LOW` nats a token."""
+ENTROPY_LOW = 0.3
+
+EQUAL_SHARE, TRUNCATED_SHARE, UNREAD_SHARE, STALE_SHARE = 0.6, 0.3, 0.3, 0.25
+"""Shares of groups with equal rewards, of responses that are cut off, of responses that the verifier cannot read, of groups dropped."""
+
+PUSH_GROWTH, PUSH_SECONDS = 2.0, 0.5
+"""Pushes grow where the newest take this many times the first ones' seconds, and this many seconds more."""
+
+DISK_SHARE, DISK_BYTES = 0.05, 5 << 30
+MEMORY_SHARE = 0.08
+"""A disk is nearly full with less than this share and less than this many bytes free; memory with less than this share."""
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """``title``: the finding with its figures; ``meaning``: why that matters; ``remedy``: what to do."""
+
+    kind: AlarmKind
+    title: str
+    meaning: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Symptoms:
+    """What alarms are judged by.
+
+    ``steps``: the newest ones, oldest first; ``metrics``: by step, under the names of docs/metrics.md; ``push_seconds``: of pushes that
+    succeeded, in order; ``restarts``: lately, service → (times, newest reason); ``dead``: groups that died lately; ``stale_share``: of
+    groups that ended lately, those dropped for their age; ``away``: server or service → why. Disk and memory: None where not known.
+    """
+
+    steps: Sequence[StepRecord] = ()
+    metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    push_seconds: Sequence[float] = ()
+    statuses: Sequence[ServiceStatus] = ()
+    restarts: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    dead: Sequence[DeadGroup] = ()
+    stale_share: float = 0.0
+    away: Mapping[str, str] = field(default_factory=dict)
+    disk: Room | None = None
+    memory: Room | None = None
+
+
+def alarms(found: Symptoms, config: RunConfig) -> list[Alarm]:
+    """Returns the alarms that stand, in the order of `AlarmKind`."""
+    raised = [
+        *_services(found),
+        *_numbers(found, config.monitoring.logprob_alarm),
+        *_batches(found.steps[-LATELY_STEPS:]),
+        *_ends(found, config),
+        *_pushes(found.push_seconds),
+        *_machine(found),
+    ]
+    order = list(AlarmKind)
+    return sorted(raised, key=lambda alarm: order.index(alarm.kind))
+
+
+def _services(found: Symptoms) -> Iterator[Alarm]:
+    for name, why in found.away.items():
+        yield Alarm(
+            AlarmKind.AWAY,
+            f"{shortened_line(name)} is away: {shortened_line(why)}",
+            "What it does stands still; nothing is lost, and the others wait for it within their deadlines.",
+            "If it does not come back by itself, `myxo logs` shows how it ended.",
+        )
+    for name, (times, reason) in found.restarts.items():
+        yield Alarm(
+            AlarmKind.RESTARTS,
+            f"{shortened_line(name)} was restarted {times}×" + (f", {shortened_line(reason)}" if reason else ""),
+            "Its work goes on elsewhere or is done again. After three deaths of one error without a step the run is given up.",
+            "`myxo logs` shows its last lines; one that was killed from outside (signal 9) mostly had no memory left.",
+        )
+    for status in found.statuses:
+        if status.held_back:
+            yield Alarm(
+                AlarmKind.HELD_BACK,
+                f"{shortened_line(status.instance)} holds work back: {shortened_line(status.held_back)}",
+                "A stream or the store is full. Nothing is lost, but nothing new begins until there is room.",
+                "A smaller trainer.save_interval frees payloads sooner; bus.max_ledger_bytes and store.max_bytes allow more.",
+            )
+
+
+# --- what the trainer measures
+
+
+def _numbers(found: Symptoms, bound: float) -> Iterator[Alarm]:
+    steps = sorted(found.metrics)
+    lately = [found.metrics[step] for step in steps[-LATELY_STEPS:]]
+    broken = sorted({name for values in lately for name in ("train/loss", "train/grad_norm") if not math.isfinite(values.get(name, 0.0))})
+    if broken:
+        yield Alarm(
+            AlarmKind.NOT_FINITE,
+            f"{' and '.join(broken)} of a step lately is nan or inf",
+            "The optimizer skips such a step; where they go on, the trainer ends.",
+            "Lower the learning rate or the clip range; the Samples page shows that step's batch.",
+        )
+    difference = _difference(lately)
+    if difference is not None and difference > bound:
+        yield Alarm(
+            AlarmKind.LOGPROBS,
+            f"the log-probs of engine and trainer differ by {number(difference, '.3g')} nats a token (bound {bound:g})",
+            "Under equal weights both should agree: importance weights and clipping then correct an error, not the policy's change.",
+            "Compare dtypes, attention backends and the model's files of both sides; use_tis limits the harm meanwhile.",
+        )
+    yield from _entropy([found.metrics[step] for step in steps])
+
+
+def _difference(lately: Sequence[Mapping[str, float]]) -> float | None:
+    """Returns the mean difference of log-probs over the tokens that engine and trainer computed under one version; nan and inf count."""
+    tokens = sum(values.get("train/agreement_tokens", 0.0) for values in lately)
+    total = sum(values.get("train/agreement_abs_diff", 0.0) for values in lately)
+    if math.isnan(total):
+        return math.inf
+    return total / tokens if tokens > 0 else None
+
+
+def _entropy(metrics: Sequence[Mapping[str, float]]) -> Iterator[Alarm]:
+    name = "train/entropy_loss" if any("train/entropy_loss" in values for values in metrics) else "rollout/rollout_log_probs"
+    known = [abs(values[name]) for values in metrics if math.isfinite(values.get(name, math.nan))]
+    if len(known) < FIRST_STEPS + LATELY_STEPS:
+        return
+    first, last = statistics.median(known[:FIRST_STEPS]), statistics.median(known[-LATELY_STEPS:])
+    if last < min(ENTROPY_LEFT * first, ENTROPY_LOW):
+        what = "entropy" if name.endswith("entropy_loss") else "surprise (mean −log-prob of drawn tokens)"
+        yield Alarm(
+            AlarmKind.ENTROPY,
+            f"{what} fell from {number(first, '.3g')} to {number(last, '.3g')} nats a token",
+            "The policy draws nearly the same responses again and again: groups stop differing, and there is nothing left to learn from.",
+            "Raise algorithm.entropy_coef or eps_clip_high, lower the learning rate, or go back to a checkpoint before the fall.",
+        )
+
+
+# --- what batches hold
+
+
+def _batches(steps: Sequence[StepRecord]) -> Iterator[Alarm]:
+    groups, samples = sum(step.groups for step in steps), sum(step.samples for step in steps)
+    equal = _share(sum(step.equal_rewards for step in steps), groups)
+    if equal > EQUAL_SHARE:
+        yield Alarm(
+            AlarmKind.NO_SIGNAL,
+            f"{equal:.0%} of the last {groups} groups have equal rewards",
+            "Their advantages are 0: they cost generation and teach nothing.",
+            "Mix in prompts that are neither always nor never solved (a dynamic sampling filter, a curriculum), or more samples a prompt.",
+        )
+    truncated = _share(sum(step.truncated for step in steps), samples)
+    if truncated > TRUNCATED_SHARE:
+        yield Alarm(
+            AlarmKind.TRUNCATION,
+            f"{truncated:.0%} of the last {samples} responses were cut off at their length",
+            "A response without its end is mostly rewarded as wrong: the policy learns to be short, or nothing.",
+            "Raise rollout.rollout_max_response_len, or look on the Samples page whether responses end in loops.",
+        )
+    unread = _share(sum(step.unread for step in steps), samples)
+    if unread > UNREAD_SHARE:
+        yield Alarm(
+            AlarmKind.UNREAD,
+            f"the verifier could not read {unread:.0%} of the last {samples} responses",
+            "They have reward 0 for their form, not for their answer.",
+            "The Samples page tells the reason of each; the prompt may have to ask for the form that the verifier reads.",
+        )
+
+
+def _ends(found: Symptoms, config: RunConfig) -> Iterator[Alarm]:
+    if found.dead:
+        last = found.dead[-1]
+        yield Alarm(
+            AlarmKind.DEAD,
+            f"{len(found.dead)} groups died lately, the last for: {shortened_line(last.reason)}",
+            "They can never be trained; others take their place. Many in a row end the run (rollout.max_dead_in_a_row).",
+            f"`myxo samples {config.run.name} {last.group}` shows the last one; the reasons stand below.",
+        )
+    if found.stale_share > STALE_SHARE:
+        remedy = "staleness_policy = continue or mask"
+        if config.rollout.staleness_policy == "mask":  # which drops what has no young token
+            remedy = "generate functions that report the version of each token (append_response_tokens with meta_info), faster rewards"
+        yield Alarm(
+            AlarmKind.DROPPED,
+            f"{found.stale_share:.0%} of the groups that ended lately were dropped for their age",
+            "Long responses are dropped more often than short ones: what is trained is no fair sample of what was generated.",
+            f"{remedy}, fewer replicas, or a larger max_staleness.",
+        )
+
+
+def _pushes(seconds: Sequence[float]) -> Iterator[Alarm]:
+    if len(seconds) < FIRST_STEPS + LATELY_STEPS:
+        return
+    first, last = statistics.median(seconds[:FIRST_STEPS]), statistics.median(seconds[-LATELY_STEPS:])
+    if last > PUSH_GROWTH * first and last - first > PUSH_SECONDS:
+        yield Alarm(
+            AlarmKind.PUSH_GROWS,
+            f"a push of weights takes {number(last, '.2f')} s, at first it took {number(first, '.2f')} s",
+            "Replicas pause for it, and the next step's tokens are older by it.",
+            "The Weights page shows which replica and which part of the push; memory that a process loses over time is a common cause.",
+        )
+
+
+def _machine(found: Symptoms) -> Iterator[Alarm]:
+    disk, memory = found.disk, found.memory
+    if disk is not None and disk.share < DISK_SHARE and disk.free < DISK_BYTES:
+        yield Alarm(
+            AlarmKind.DISK,
+            f"the disk of the run's directory has {disk}",
+            "Streams, checkpoints and responses lie there; when it is full, the run waits for room.",
+            "Remove old checkpoints or runs; trainer.keep_checkpoints and monitoring.keep_rollouts_bytes bound what this run keeps.",
+        )
+    if memory is not None and memory.share < MEMORY_SHARE:
+        yield Alarm(
+            AlarmKind.MEMORY,
+            f"the console's machine has {memory} of memory and swap",
+            "The kernel ends processes when there is none left; services then restart without a reason of their own.",
+            "Fewer replicas, a smaller sglang_mem_fraction_static or micro-batch, or another machine for some services.",
+        )
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+def restarts_in_words(restarts: Mapping[str, tuple[int, str]], within: float) -> str:
+    """Returns how often which services were restarted within ``within`` seconds, as one line; empty where none was."""
+    parts = [f"{name} {times}×" for name, (times, _) in restarts.items()]
+    return f"{', '.join(parts)} in the last {duration(within)}" if parts else ""
+
+
+LATELY_S = 600.0
+"""Restarts, deaths and drops of this time raise alarms."""
+
+EVENTS_SHOWN = 60
+STALE = "stale"
+"""Why a group is dropped for its age (`services.buffer.policy`)."""
+
+
+@dataclass(frozen=True)
+class ServiceHealth:
+    """A service that is there, or was restarted or failed since the run began. ``state``: empty where it is not there; ``error``: its
+    newest, of this life or of the one before."""
+
+    service: str
+    instance: str
+    state: str
+    detail: str
+    version: int
+    restarts: int
+    error: str
+    held_back: str
+
+
+@dataclass(frozen=True)
+class DeadReason:
+    """Groups that died for one reason. ``newest``: the last of them, which died at ``at`` (seconds since the epoch). ``fault``: what was at
+    fault there, if it was told."""
+
+    reason: str
+    count: int
+    newest: str
+    at: float
+    fault: Fault = ""
+
+
+@dataclass(frozen=True)
+class EventLine:
+    """Something that a service told at ``at`` (seconds since the epoch)."""
+
+    at: float
+    instance: str
+    what: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class HealthView:
+    """The health. ``dead``: groups since the run began, None where nobody tells; ``reasons``: of those that are remembered, the most
+    frequent first. ``events``: what services told, the newest first. ``waiting_for``: what the next training step waits for."""
+
+    alarms: list[Alarm]
+    services: list[ServiceHealth]
+    dead: int | None
+    reasons: list[DeadReason]
+    events: list[EventLine]
+    disk: Room | None
+    memory: Room | None
+    waiting_for: str = ""
+
+
+def symptoms(
+    history: FlowHistory,
+    statuses: Sequence[ServiceStatus],
+    now: float,
+    away: Mapping[str, str],
+    disk: Room | None,
+    memory: Room | None,
+) -> Symptoms:
+    """Returns what alarms are judged by at ``now`` (seconds since the epoch)."""
+    window = (now - LATELY_S, now)
+    restarts: dict[str, tuple[int, str]] = {}
+    for event in history.events:
+        if event.what == RESTARTED and event.at >= window[0]:
+            restarts[event.instance] = restarts.get(event.instance, (0, ""))[0] + 1, event.detail
+    dropped = history.per_minute(DROPPED, window)
+    ended = dropped + history.per_minute(TRAINED, window) + history.per_minute(DEAD, window)
+    stale = history.dropped[STALE] / history.dropped.total() if history.dropped else 0.0
+    return Symptoms(
+        steps=list(history.steps),
+        metrics=history.metrics,
+        push_seconds=[push.seconds for push in history.pushes if not push.failure],
+        statuses=[status for status in statuses if status.service != ENVIRONMENT],
+        restarts=restarts,
+        dead=[group for group in history.dead if group.at >= window[0]],
+        stale_share=dropped * stale / ended if ended else 0.0,
+        away=away,
+        disk=disk,
+        memory=memory,
+    )
+
+
+def health_view(
+    history: FlowHistory, config: RunConfig, statuses: Sequence[ServiceStatus], found: Symptoms, waiting_for: str = ""
+) -> HealthView:
+    """Returns the health, by these symptoms. ``waiting_for``: what the next training step waits for, in words."""
+    statuses = [shown(status) for status in statuses]
+    dead = newest_gauges(statuses, "buffer").get("dead")
+    return HealthView(
+        alarms=alarms(found, config),
+        services=services_of(history, statuses),
+        dead=int(dead) if dead is not None else None,
+        reasons=reasons_of(history.dead),
+        events=[_line(event) for event in list(history.events)[: -EVENTS_SHOWN - 1 : -1]],
+        disk=found.disk,
+        memory=found.memory,
+        waiting_for=waiting_for,
+    )
+
+
+def services_of(history: FlowHistory, statuses: Sequence[ServiceStatus]) -> list[ServiceHealth]:
+    """Returns the services that are there, and those that failed or were restarted and are not."""
+    failures, found = history.failures, []
+    for status in sorted(statuses, key=lambda status: (status.service, status.instance)):
+        error = status.last_error or failures.errors.get(status.instance, "")
+        own = (status.state, status.detail, status.version, failures.restarts[status.instance], shortened_line(error), status.held_back)
+        found.append(ServiceHealth(status.service, status.instance, *own))
+    there = {status.instance for status in statuses}
+    for instance in sorted((failures.errors.keys() | failures.restarts.keys()) - there):
+        error = shortened_line(failures.errors.get(instance, ""))
+        kind = next((event.service for event in reversed(history.events) if event.instance == instance), "")
+        found.append(ServiceHealth(kind, shortened_line(instance), "", "", -1, failures.restarts[instance], error, ""))
+    return found
+
+
+def reasons_of(dead: Sequence[DeadGroup]) -> list[DeadReason]:
+    """Returns why groups died, the most frequent reason first."""
+    counts, newest = Counter(group.reason for group in dead), {group.reason: group for group in dead}
+    return [
+        DeadReason(shortened_line(reason), count, newest[reason].group, newest[reason].at, newest[reason].fault)
+        for reason, count in counts.most_common()
+    ]
+
+
+def _line(event: ServiceEvent) -> EventLine:
+    at = event.at if math.isfinite(event.at) else 0.0
+    return EventLine(at, *(shortened_line(text) for text in (event.instance, event.what, event.detail)))
