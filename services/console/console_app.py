@@ -136,9 +136,7 @@ ADDRESS, HOSTS, DIRECTORY, AT_REST = "MYXO_CONSOLE", "MYXO_CONSOLE_HOSTS", "MYXO
 
 URL = "MYXO_CONSOLE_URL"
 
-NICENESS = 5
-"""How far it stands back, on a machine that has little time, behind the services that it looks at."""
-
+NICENESS = 5  # How far it stands back, on a machine that has little time, behind the services that it looks at
 LOOPBACK = HttpAddress("127.0.0.1", 0)
 
 

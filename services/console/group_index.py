@@ -28,15 +28,12 @@ from shared.view.group_history import GroupHistory, GroupRecord, ProvenanceStep,
 Status = Literal["outstanding", "requeued", "ready", "batched", "trained", "dropped", "dead", "evaluated", "failed"]
 Order = Literal["changed", "admitted", "reward", "spread", "tokens", "longest", "truncated", "attempt", "seconds"]
 
-MOST_ROWS = 200
-"""Groups of one page at most."""
-
+MOST_ROWS = 200  # Groups of one page at most
 Text = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 
 _NUMBER = re.compile(r"g?([0-9]{1,9})\Z", re.ASCII)
 
-Condition = tuple[str, tuple[Any, ...]]
-"""An SQL expression, and the values of its question marks."""
+Condition = tuple[str, tuple[Any, ...]]  # An SQL expression, and the values of its question marks
 
 
 class GroupQuery(BaseModel):
@@ -126,8 +123,7 @@ def _named(text: str) -> Condition:
     return "substr(name, 1, ?) = ?", (len(text), text)
 
 
-CACHE_KIB = 48 << 10
-"""Memory that the database may take for its pages."""
+CACHE_KIB = 48 << 10  # Memory that the database may take for its pages
 
 TABLES = """
 CREATE TABLE groups (
@@ -150,8 +146,8 @@ CREATE TABLE kept (name TEXT, attempt INTEGER, file TEXT, start INTEGER, size IN
 CREATE INDEX kept_file ON kept (file);
 """
 
+# The columns that lists are sorted by, besides ``changed``
 ORDERS = ("admitted", "reward", "spread", "tokens", "longest", "truncated", "attempt", "seconds")
-"""The columns that lists are sorted by, besides ``changed``."""
 
 INDEXES = "CREATE INDEX groups_changed ON groups (evaluation, changed, name);" + "".join(
     f"CREATE INDEX groups_{column} ON groups (evaluation, {column}, changed, name);" for column in ORDERS
@@ -215,9 +211,7 @@ def decoded(record: bytes) -> GroupRecord:
     return _RECORD.validate_json(record)
 
 
-FEW = 5000
-"""Groups up to which it is quicker to find all that are wanted and sort them than to look for them along an order."""
-
+FEW = 5000  # Groups up to which it is quicker to find all that are wanted and sort them than to look for them along an order
 _MARKS = ",".join("?" * 20)
 _PUT_GROUP = f"INSERT OR REPLACE INTO groups VALUES ({_MARKS})"
 

@@ -10,16 +10,11 @@ from shared.runtime.safe_files import parse_json
 
 ERROR_LEVELS = ("error", "critical")
 
-LONGEST = 300
-"""The most characters of a reason."""
-
-_ENDINGS = ("died", "failed")
-"""The events that a service logs at its own end; the first names the cause, later ones are consequences."""
-
+LONGEST = 300  # The most characters of a reason
+_ENDINGS = ("died", "failed")  # The events that a service logs at its own end; the first names the cause, later ones are consequences
 _TRACEBACK = "Traceback (most recent call last):"
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Lost|Exceeded|Failed|Missing|Refused)\b.*")
-_CHANGING = re.compile(r"0x[0-9a-fA-F]+|\b[0-9a-fA-F]{8,}\b|[0-9]+")
-"""Addresses, ids and numbers differ between two failures of one kind."""
+_CHANGING = re.compile(r"0x[0-9a-fA-F]+|\b[0-9a-fA-F]{8,}\b|[0-9]+")  # Addresses, ids and numbers differ between two failures of one kind
 
 
 def short(text: str) -> str:

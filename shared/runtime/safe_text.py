@@ -35,11 +35,8 @@ def say(line: str) -> None:
     print(printable(line).replace("\n", " "), file=sys.stderr, flush=True)
 
 
-LINE_LIMIT = 160
-"""Characters of a reason in a line."""
-
-LARGE = 1e15
-"""Numbers from here on are shown by their order."""
+LINE_LIMIT = 160  # Characters of a reason in a line
+LARGE = 1e15  # Numbers from here on are shown by their order
 
 
 def duration(seconds: float) -> str:

@@ -38,20 +38,19 @@ from shared.view.flow_history import (
 from shared.view.live_services import newest_gauges, shown
 from shared.view.stall import TROUBLES, RunSituation, Stall, run_stall
 
-TRAINING, RATING = "training", "scoring"
-"""What the trainer and a reward service do while they are busy; a replica then is `GENERATING`."""
-
+TRAINING, RATING = "training", "scoring"  # What the trainer and a reward service do while they are busy; a replica then is `GENERATING`
 BUSY = {TRAINING, GENERATING, RATING}
 
 WORKERS = {"rollout", "reward", "trainer"}
 
+# Services as they are shown, along the way of a group
 ORDER = {service: place for place, service in enumerate(("buffer", "rollout", "gateway", "reward", "critic", "trainer"))}
-"""Services as they are shown, along the way of a group."""
 
 WAITING = "waiting"
 
 AWAY = "not seen"
 
+# What the trainer does while it waits for each cause
 WAITS = {
     RESTARTING: "restarting",
     SAVING: "saving",
@@ -62,13 +61,9 @@ WAITS = {
     SCORING: "waiting for reward",
     HANDING_OUT: "taking its batch",
 }
-"""What the trainer does while it waits for each cause."""
 
-WINDOWS = (300, 900, 3600)
-"""The seconds that a display may look back."""
-
-BUCKETS = 10
-"""Responses are shown in so many classes of length, each with as many responses."""
+WINDOWS = (300, 900, 3600)  # The seconds that a display may look back
+BUCKETS = 10  # Responses are shown in so many classes of length, each with as many responses
 
 
 @dataclass(frozen=True)
@@ -335,11 +330,8 @@ def length_classes(lengths: dict[int, TokensByLength]) -> list[LengthClass]:
     return found
 
 
-LEDGER = ">"
-"""All records of the ledger."""
-
-TAIL = 20_000
-"""The newest records of a ledger that are read."""
+LEDGER = ">"  # All records of the ledger
+TAIL = 20_000  # The newest records of a ledger that are read
 
 
 class StreamReader(Protocol):

@@ -17,11 +17,8 @@ from shared.schema.service_messages import Doing, ServiceStatus
 from shared.service.activities import BATCH, LOOP, PUSH, WORK
 from shared.view.live_services import InstanceStatus, needed, newest_gauges, present, shown, trained_steps, warm_start
 
-NATS, STORE = "NATS", "Redis"
-"""The servers, as displays name them."""
-
-LONG_S = 10.0
-"""Seconds after which an ordinary wait is worth a line of its own, where nothing is redrawn."""
+NATS, STORE = "NATS", "Redis"  # The servers, as displays name them
+LONG_S = 10.0  # Seconds after which an ordinary wait is worth a line of its own, where nothing is redrawn
 
 
 class Cause(Enum):
@@ -48,8 +45,8 @@ class Cause(Enum):
     STEP = "a step begins"
 
 
+# Causes that are worth a line at once: no healthy run has them
 TROUBLES = frozenset({Cause.DISK, Cause.BUS, Cause.STORE, Cause.FAILED, Cause.DOWN, Cause.SILENT, Cause.ROOM, Cause.STUCK})
-"""Causes that are worth a line at once: no healthy run has them."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +151,7 @@ class RunSituation:
         return sorted(found, key=lambda entry: entry[1].since)
 
 
-RUN = "run"
-"""The part of the launcher that tells what the run waits for (`shared.schema.service_messages.Doing`)."""
+RUN = "run"  # The part of the launcher that tells what the run waits for (`shared.schema.service_messages.Doing`)
 
 
 def told_by(launcher: ServiceStatus | None) -> Stall | None:
@@ -194,14 +190,13 @@ def named(error: str) -> str:
     return f" ({shortened_line(error)})" if error else ""
 
 
+# Kinds of services of which the run needs the very one that is down: nobody else has its work
 ALONE = frozenset({"buffer", "trainer", "critic"})
-"""Kinds of services of which the run needs the very one that is down: nobody else has its work."""
 
-RUN_FAILED = "run failed"
-"""The state of a buffer whose run has failed."""
+RUN_FAILED = "run failed"  # The state of a buffer whose run has failed
 
+# Queues: the buffer's gauge of what waits, who takes it, the gauge of what these have in hand, and what they do with it
 UNTAKEN = (("queue_task", "rollout", "running_groups", "generate"), ("queue_generated", "reward", "scoring", "score"))
-"""Queues: the buffer's gauge of what waits, who takes it, the gauge of what these have in hand, and what they do with it."""
 
 NAMES_SHOWN = 4
 

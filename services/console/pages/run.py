@@ -15,8 +15,7 @@ from services.console.event_history import EventHistory, OtherRuns
 from services.console.run_source import RunSource
 from shared.view.metric_history import Floats, MetricHistory, MetricSeries, PushHistory, RunMarks, VersionHistory
 
-MOST_SERIES = 12
-"""The most series of one panel: of more, nobody tells one from another."""
+MOST_SERIES = 12  # The most series of one panel: of more, nobody tells one from another
 
 
 @dataclass(frozen=True)
@@ -179,8 +178,7 @@ def _short(tag: str, pattern: str) -> str:
     return tag.removeprefix(before).removesuffix(after)
 
 
-MOST_UNUSUAL = 200
-"""The most values that are no numbers that one curve tells of one by one."""
+MOST_UNUSUAL = 200  # The most values that are no numbers that one curve tells of one by one
 
 
 class UnusualValue(BaseModel):
@@ -292,12 +290,8 @@ def finite_or_none(values: Floats) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values.tolist()]
 
 
-MOST_MARKS_SHOWN = 400
-"""The newest marks of one kind that one answer has."""
-
-Axis = Literal["step", "hours"]
-"""What x is: the training step, or hours since the run began."""
-
+MOST_MARKS_SHOWN = 400  # The newest marks of one kind that one answer has
+Axis = Literal["step", "hours"]  # What x is: the training step, or hours since the run began
 PUSH, PUSH_FAILED, TRAINER = "push", "push failed", "trainer"
 
 

@@ -12,8 +12,7 @@ from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.schema.weight_messages import ReplicaPush, WeightsPushed
 from shared.view.metric_history import CAUGHT_UP, PushHistory, VersionHistory, gb_per_s
 
-PART_FIELDS = {"paused", "pausing", "loading", "activating", "failure"}
-"""What a replica's part in a version takes from the push's event."""
+PART_FIELDS = {"paused", "pausing", "loading", "activating", "failure"}  # What a replica's part in a version takes from the push's event
 
 
 class ReplicaNow(BaseModel):
@@ -116,8 +115,7 @@ class WeightEvents(BaseModel):
     told: bool
 
 
-PACE_NEWEST = 500
-"""The newest versions whose figures one chart shows."""
+PACE_NEWEST = 500  # The newest versions whose figures one chart shows
 
 
 def weights_now(statuses: Sequence[ServiceStatus], history: PushHistory) -> WeightsNow:
