@@ -5,8 +5,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from shared.config.environment_variables import without_credentials
 from shared.runtime.safe_files import parse_json
+from shared.runtime.safe_text import without_credentials
 
 ERROR_LEVELS = ("error", "critical")
 

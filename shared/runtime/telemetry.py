@@ -12,9 +12,9 @@ from typing import Any, TextIO, cast
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from shared.config.environment_variables import without_credentials
 from shared.runtime import failure_summary
 from shared.runtime.errors import no_room
+from shared.runtime.safe_text import without_credentials
 
 STRICT = "MYXO_STRICT_METRICS"  # The variable of the environment; any value but an empty one
 
