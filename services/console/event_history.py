@@ -1,4 +1,4 @@
-"""What a run's events and metric files tell: its metrics, pushes and marks, read once for all pages and kept up to date."""
+"""Metrics, pushes and marks of a run from its events and metric files, read once for all pages; metrics of the runs beside it."""
 
 import asyncio
 import itertools

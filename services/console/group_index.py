@@ -1,4 +1,8 @@
-"""Which groups a list shows, and in which order: the query of the Samples page as SQL over the tables of `group_tables`. Pure."""
+"""An index of a run's groups in SQLite: its tables, the conditions of a list, and the fold of the ledger into it.
+
+``groups`` has one narrow row a group, so that a list of any filter and order is one pass over a few megabytes; what only a group's own page
+needs lies in ``details``.
+"""
 
 import json
 import re

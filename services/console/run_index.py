@@ -1,4 +1,4 @@
-"""Where each group's kept responses lie in ``rollouts/`` of the run's directory, so that one of them is read without the others."""
+"""A run's groups for pages: the index, the ledger and the stored responses that feed it, and how far it has got."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,9 @@
-"""Tells browsers which page's data has changed, as server-sent events (WHATWG HTML, section 9.2)."""
+"""What all pages read: the run's config, bus, store, directory and services, which of them is away, and the feed of changes to browsers.
+
+Nothing here fails because something is down: it is noted in `RunSource.away`, tried again, and taken out when it is back. A killed service
+leaves its status in the registry until its TTL: it is away as soon as its status is no longer renewed. Times are compared with this
+process's own clock alone; other machines' clocks may differ.
+"""
 
 import asyncio
 import contextlib
@@ -380,13 +385,6 @@ class RunSource:
                 except MyxoError as error:
                     self._note(LEDGER, str(error))
             await asyncio.sleep(POLL_SECONDS)
-
-    def in_directory(self, name: str) -> Path | None:
-        """Returns a file or directory of the run on this machine; None where it has none."""
-        with contextlib.suppress(OSError):
-            if self.directory is not None and (path := self.directory / name).exists():
-                return path
-        return None
 
 
 def _there(url: str | None) -> str | None:

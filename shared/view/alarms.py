@@ -13,7 +13,7 @@ from shared.bus.registry import ENVIRONMENT
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import Fault
 from shared.runtime.host import host_memory
-from shared.runtime.safe_text import duration, number, shortened_line
+from shared.runtime.safe_text import number, shortened_line
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.view.flow_history import DEAD, DROPPED, TRAINED, DeadGroup, FlowHistory, StepRecord
 from shared.view.live_services import newest_gauges, shown
@@ -290,12 +290,6 @@ def _machine(found: Symptoms) -> Iterator[Alarm]:
 
 def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
-
-
-def restarts_in_words(restarts: Mapping[str, tuple[int, str]], within: float) -> str:
-    """Returns how often which services were restarted within ``within`` seconds, as one line; empty where none was."""
-    parts = [f"{name} {times}×" for name, (times, _) in restarts.items()]
-    return f"{', '.join(parts)} in the last {duration(within)}" if parts else ""
 
 
 LATELY_S = 600.0  # Restarts, deaths and drops of this time raise alarms

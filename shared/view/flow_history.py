@@ -1,4 +1,9 @@
-"""Measures of sets of time intervals: how long generation and training ran at the same time. Pure."""
+"""The newest part of a run's ledger and events, folded: steps with why they began no earlier, activities of services, ends of groups. Pure.
+
+A step's batch is complete with the last of its groups to be scored, so that the wait before a step is divided by what this group's way was:
+its admission, its place in the queue, its generation, its scoring. What came before is the trainer's own: its restart, checkpoints, and
+pushes that it stood still for.
+"""
 
 import itertools
 import math
@@ -425,7 +430,11 @@ class FlowHistory:
         batch = self._batches.pop(record.step, None)
         ways = [self._open.pop(name) for name in (batch.groups if batch is not None else ()) if name in self._open]
         self._count(TRAINED, record.at, len(ways))
-        passages = [_passage(way, way.group) for way in ways if way.group is not None]
+        passages = [
+            GroupPassage(group.group, group.replica, way.admitted, group.started, group.ended, way.scored_at or 0.0)
+            for way in ways
+            if (group := way.group) is not None
+        ]
         groups = [way.group for way in ways if way.group is not None]
         ages, masked = self._ages(record.version, batch.mask_below if batch is not None else 0, groups)
         last = max(passages, key=lambda passage: passage.scored, default=None)
@@ -462,7 +471,3 @@ def _signal(groups: Sequence[ScoredGroup]) -> dict[str, int]:
         "truncated": sum(sample.finish == "length" for sample in samples),
         "unread": sum(len(group.unread) for group in groups),
     }
-
-
-def _passage(way: _OpenGroup, group: ScoredGroup) -> GroupPassage:
-    return GroupPassage(group.group, group.replica, way.admitted, group.started, group.ended, way.scored_at or 0.0)

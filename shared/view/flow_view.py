@@ -1,4 +1,4 @@
-"""The pipeline of a run at one moment: the one model that the console's Flow page and `myxo top` show. Pure."""
+"""The pipeline of a run over the last minutes: where groups are, what services do, who waits for whom; and the reader that feeds it."""
 
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
@@ -13,7 +13,7 @@ from shared.schema.ledger import LedgerRecord
 from shared.schema.service_messages import MetricsWritten, ServiceEvent, ServiceStatus
 from shared.schema.weight_messages import WeightsPushed
 from shared.view.alarms import AlarmKind
-from shared.view.bottleneck import FEW_STEPS, GENERATING, Bottleneck, Workload, bottleneck, causes_of, generating, sums, workload
+from shared.view.bottleneck import FEW_STEPS, GENERATING, Bottleneck, bottleneck, causes_of, generating, sums, workload
 from shared.view.flow_history import (
     ADMISSION,
     ADMITTED,
@@ -168,13 +168,14 @@ def flow_view(
     end = now if live else history.newest
     window = (max(end - window_s, min(history.oldest or end, end - 1.0)), end)
     load = workload(history, window, _blocked(history, statuses, wait, now))
+    trains = [(TRAINING, max(0.0, 1 - load.waiting))] if load.steps else []
     return FlowView(
         at=now,
         begin=window[0],
         end=end,
         live=live,
         bottleneck=bottleneck(load, config, alarmed),
-        waits=_by_activity(load),
+        waits=sums([*trains, *((WAITS[cause], share) for cause, share in load.waits.items())]),
         stages=stages(history, statuses, window),
         services=timelines(history, statuses, window),
         ages=_ages(history, config, window),
@@ -212,11 +213,6 @@ def _blocked(history: FlowHistory, statuses: Sequence[ServiceStatus], wait: Stal
     at_work = {status.service for status in statuses if status.state == "ready" or (status.service == "rollout" and status.version >= 0)}
     begun = len(history.steps) >= FEW_STEPS and at_work >= {"buffer", "rollout", "reward", "trainer"}
     return "" if begun and wait.cause not in TROUBLES else wait.words(now)
-
-
-def _by_activity(load: Workload) -> dict[str, float]:
-    trains = [(TRAINING, max(0.0, 1 - load.waiting))] if load.steps else []
-    return sums([*trains, *((WAITS[cause], share) for cause, share in load.waits.items())])
 
 
 # --- stages

@@ -1,4 +1,4 @@
-"""The state of a run at one moment: the one model that the live panel, plain lines, `myxo status` and `myxo watch` show. Pure.
+"""The state of a run at one moment, for the live panel, plain lines, `myxo status` and `myxo watch`, and the failures of its services.
 
 It is made from the statuses that services publish and from the launcher's record of its processes. A service that is away or new leaves
 gaps; every figure may be absent.

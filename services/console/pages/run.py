@@ -400,7 +400,11 @@ def marks(metrics: MetricHistory, pushes: PushHistory, services: RunMarks, axis:
     times = np.array([mark.at for mark in found])
     places = metrics.step_at(times) if axis == "step" else (times - (metrics.began or 0.0)) / 3600
     inside = [mark.model_copy(update={"x": x}) for mark, x in zip(found, places.tolist(), strict=True) if first <= x <= last]
-    kept = [mark for kind in dict.fromkeys(mark.kind for mark in inside) for mark in _of_kind(inside, kind)[-MOST_MARKS_SHOWN:]]
+    kept = [
+        mark
+        for kind in dict.fromkeys(mark.kind for mark in inside)
+        for mark in [mark for mark in inside if mark.kind == kind][-MOST_MARKS_SHOWN:]
+    ]
     return Marks(marks=sorted(kept, key=lambda mark: mark.at), left_out=len(inside) - len(kept))
 
 
@@ -412,10 +416,6 @@ def _pushes(version: VersionHistory) -> Iterator[MarkPart]:
         yield MarkPart(x=0.0, at=push.at, kind=kind, instance=TRAINER, text=f"version {push.version} {failed}".strip())
     if not version.pushes:
         yield MarkPart(x=0.0, at=version.at, kind=PUSH, instance=TRAINER, text=f"version {version.version}")
-
-
-def _of_kind(found: Sequence[MarkPart], kind: str) -> list[MarkPart]:
-    return [mark for mark in found if mark.kind == kind]
 
 
 # --- routes

@@ -1,4 +1,4 @@
-"""The commands that show a group again in a terminal, and train its batch again. Pure."""
+"""The answers of the page *Samples*: groups, their samples from the store or the run's directory, and commands that show them again."""
 
 import asyncio
 import shlex

@@ -1,4 +1,4 @@
-"""Text and values of runs, whatever they hold, as JSON can carry them."""
+"""The tokens of a sample, with the trainer's figures of each, its turns and its forks, as the page *Samples* shows them."""
 
 import json
 from collections.abc import Callable, Hashable, Sequence

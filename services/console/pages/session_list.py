@@ -1,4 +1,4 @@
-"""The sessions that agents play now: read from the store while somebody looks, a bounded part at a time."""
+"""The open sessions of agents, read from the store while a browser asks, a bounded part at a time, and their routes."""
 
 import asyncio
 import time
