@@ -87,7 +87,8 @@ class GroupQuery(BaseModel):
         if self.reason is not None:
             conditions.append(("instr(lower(reason), lower(?)) > 0", (self.reason,)))
         if self.version is not None:
-            conditions.append(self._of_version(self.version))
+            spans = "EXISTS (SELECT 1 FROM spans WHERE spans.name = groups.name AND ? BETWEEN oldest AND newest)"
+            conditions.append(("version = ?" if self.evaluation else spans, (self.version,)))
         return " AND ".join(text for text, _ in conditions), tuple(value for _, values in conditions for value in values)
 
     @property
@@ -113,11 +114,6 @@ class GroupQuery(BaseModel):
     def _flags(self) -> list[Condition]:
         given = {"spread > 0": self.teaches, "truncated > 0": self.truncated, "attempt > 0": self.retried, "forks > 0": self.forked}
         return [(text if value else f"NOT ({text})", ()) for text, value in given.items() if value is not None]
-
-    def _of_version(self, version: int) -> Condition:
-        if self.evaluation:
-            return "version = ?", (version,)
-        return "EXISTS (SELECT 1 FROM spans WHERE spans.name = groups.name AND ? BETWEEN oldest AND newest)", (version,)
 
 
 def _named(text: str) -> Condition:

@@ -423,18 +423,15 @@ class WorkerPool:
             while True:
                 await self._tidy()
                 self._changed.clear()
-                if found := [worker for worker in self._workers if self._may_take(worker, waits)]:
+                full = len(self._leaving) > self._size
+                fit = (worker for worker in self._workers if not worker.retired and not (worker.process is None and full))
+                if found := [worker for worker in fit if waits or not worker.blocking]:
                     break
                 await self._changed.wait()
             worker = min(found, key=lambda worker: (worker.calls, worker.process is None))
             worker.calls += 1
             worker.blocking |= not waits
             return worker
-
-    def _may_take(self, worker: Worker, waits: bool) -> bool:
-        if worker.retired or (worker.process is None and len(self._leaving) > self._size):
-            return False
-        return waits or not worker.blocking
 
     async def _tidy(self) -> None:
         """Replaces the retired workers, and the tainted ones as long as others may start; kills those that have no more calls."""

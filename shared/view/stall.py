@@ -258,7 +258,8 @@ def _down(now: RunSituation) -> Stall | None:
     for instance in now.instances:
         if instance.due_in is not None and not _stood_in(now, instance.service, instance.instance):
             ended = instance.last_error or cause(instance.last_code)
-            again = f"starts again in {instance.due_in:.0f} s" + _from_checkpoint(instance.service)
+            again = f"starts again in {instance.due_in:.0f} s"
+            again += ", from its newest checkpoint" if instance.service in ("trainer", "critic") else ""
             return Stall(Cause.DOWN, f"{instance.instance}, which ended with {ended}", instance.ended_at, again)
     return None
 
@@ -305,7 +306,9 @@ def _kind_of_service(now: RunSituation) -> Stall | None:
 
 def _getting_ready(now: RunSituation) -> Stall | None:
     """Engines that start, where no other one serves; a trainer or critic that loads."""
-    engines = _starting_engines(now)
+    rollouts = [status for status in now.statuses if status.service == "rollout"]
+    served = not now.config.trainer.colocate and any(status.version >= 0 for status in rollouts)
+    engines = [status for status in rollouts if status.state == "starting" and not served]
     trainers = [status for status in now.statuses if status.service in ("trainer", "critic") and status.state != "ready"]
     named_engines = [f"{status.instance} ({status.detail})" if status.detail else status.instance for status in engines]
     parts = [f"engine of {_listed(named_engines)} starting{_last_error(now, engines)}"] if engines else []
@@ -318,14 +321,6 @@ def _getting_ready(now: RunSituation) -> Stall | None:
     begun = [status.state_since for status in (*engines, *trainers) if status.state_since]
     limit = f"an engine is given up after {now.config.rollout.engine_start_timeout:g} s, and started again" if engines else ""
     return Stall(Cause.LOADING, "; ".join(parts), min(begun, default=0.0), limit)
-
-
-def _starting_engines(now: RunSituation) -> list[ServiceStatus]:
-    """Returns the replicas whose engines start, where that holds up the run."""
-    rollouts = [status for status in now.statuses if status.service == "rollout"]
-    if not now.config.trainer.colocate and any(status.version >= 0 for status in rollouts):
-        return []
-    return [status for status in rollouts if status.state == "starting"]
 
 
 # --- services that are there and do not go on
@@ -497,10 +492,6 @@ def _after_silence(now: RunSituation, instance: str) -> str:
     if any(item.instance == instance and not item.foreign for item in now.instances):
         return f"killed and started again {now.config.bus.frozen_timeout:g} s after its last one"
     return f"taken for gone {now.config.bus.registry_ttl:g} s after its last one"
-
-
-def _from_checkpoint(service: str) -> str:
-    return ", from its newest checkpoint" if service in ("trainer", "critic") else ""
 
 
 def _trainer_works(now: RunSituation) -> bool:
