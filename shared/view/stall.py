@@ -306,9 +306,7 @@ def _kind_of_service(now: RunSituation) -> Stall | None:
 
 def _getting_ready(now: RunSituation) -> Stall | None:
     """Engines that start, where no other one serves; a trainer or critic that loads."""
-    rollouts = [status for status in now.statuses if status.service == "rollout"]
-    served = not now.config.trainer.colocate and any(status.version >= 0 for status in rollouts)
-    engines = [status for status in rollouts if status.state == "starting" and not served]
+    engines = _starting_engines(now)
     trainers = [status for status in now.statuses if status.service in ("trainer", "critic") and status.state != "ready"]
     named_engines = [f"{status.instance} ({status.detail})" if status.detail else status.instance for status in engines]
     parts = [f"engine of {_listed(named_engines)} starting{_last_error(now, engines)}"] if engines else []
@@ -324,6 +322,14 @@ def _getting_ready(now: RunSituation) -> Stall | None:
 
 
 # --- services that are there and do not go on
+
+
+def _starting_engines(now: RunSituation) -> list[ServiceStatus]:
+    """Returns the replicas whose engines start, where that holds up the run."""
+    rollouts = [status for status in now.statuses if status.service == "rollout"]
+    if not now.config.trainer.colocate and any(status.version >= 0 for status in rollouts):
+        return []
+    return [status for status in rollouts if status.state == "starting"]
 
 
 def _room(now: RunSituation) -> Stall | None:
