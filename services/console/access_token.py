@@ -15,14 +15,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-LEAST_TOKEN = 16
-"""Characters of the shortest token that is taken."""
+LEAST_TOKEN = 16  # Characters of the shortest token that is taken
+OWN_NAMES = ("127.0.0.1", "localhost", "::1")  # The names of this machine for itself
 
-OWN_NAMES = ("127.0.0.1", "localhost", "::1")
-"""The names of this machine for itself."""
-
+# A Host header: a name or an address, and a port (RFC 9110, section 7.2)
 HOST = re.compile(r"(?P<name>[a-z0-9._-]+|\[(?P<v6>[0-9a-f:.]+)\])(:[0-9]{1,5})?", re.IGNORECASE)
-"""A Host header: a name or an address, and a port (RFC 9110, section 7.2)."""
 
 READING = ("GET", "HEAD")
 

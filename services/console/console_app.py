@@ -7,9 +7,10 @@ import os
 import signal
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
 
 import structlog
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CollectorRegistry
@@ -17,7 +18,7 @@ from pydantic import BaseModel
 
 from services.console.access_token import LEAST_TOKEN, AccessToken
 from services.console.event_history import runs_beside
-from services.console.pages import flow, health, run, sample_pages, session_list, weights
+from services.console.pages import run, sample_pages, session_list, weights
 from services.console.run_pipeline import RunPipeline
 from services.console.run_source import RunSource, SourceAway
 from shared import __version__
@@ -26,6 +27,8 @@ from shared.runtime import addresses, http_endpoints, telemetry
 from shared.runtime.addresses import HTTP_VARIABLE, HttpAddress
 from shared.runtime.errors import ConfigError
 from shared.runtime.tasks import background
+from shared.view.alarms import HealthView
+from shared.view.flow_view import WINDOWS, FlowView
 from shared.view.stall import TROUBLES, Stall
 
 WEB = Path(__file__).with_name("web")
@@ -85,13 +88,11 @@ def overview(source: RunSource, wait: Stall | None) -> Overview:
         steps=max(steps, default=source.trained),
         of=source.config.rollout.num_rollout if source.config is not None else None,
         away=away,
-        waiting=None if wait is None else _wait_part(wait),
+        waiting=None
+        if wait is None
+        else WaitPart(awaited=wait.awaited, since=wait.since, next_action=wait.next_action, trouble=wait.cause in TROUBLES),
         runs=runs_beside(source.directory),
     )
-
-
-def _wait_part(wait: Stall) -> WaitPart:
-    return WaitPart(awaited=wait.awaited, since=wait.since, next_action=wait.next_action, trouble=wait.cause in TROUBLES)
 
 
 def frame_router(source: RunSource, pipeline: RunPipeline) -> APIRouter:
@@ -111,6 +112,25 @@ def frame_router(source: RunSource, pipeline: RunPipeline) -> APIRouter:
     return router
 
 
+def pipeline_router(pipeline: RunPipeline) -> APIRouter:
+    """Returns the routes of the pages *Flow* and *Health*."""
+    router = APIRouter()
+
+    @router.get("/flow", tags=["flow"])
+    async def read_flow(
+        window: Annotated[float, Query(ge=10, le=WINDOWS[-1], description="seconds to look back")] = WINDOWS[1],
+    ) -> FlowView:
+        """The pipeline over the last ``window`` seconds: where groups are, what services do, who waits for whom and what would help."""
+        return await pipeline.flow(window)
+
+    @router.get("/health", tags=["health"])
+    async def read_health() -> HealthView:
+        """Alarms with what they mean and what to do, services with their restarts and errors, groups that died, what services told."""
+        return await pipeline.health()
+
+    return router
+
+
 def console_app(source: RunSource, token: str, names: Iterable[str] = ()) -> FastAPI:
     """Returns the app. ``token``: what opens it; ``names``: of the hosts by which it may be asked."""
     mimetypes.add_type("text/javascript", ".js")  # some machines' own tables say text/plain, which a browser does not run
@@ -123,9 +143,9 @@ def console_app(source: RunSource, token: str, names: Iterable[str] = ()) -> Fas
     pipeline = RunPipeline(source)
     app.include_router(frame_router(source, pipeline), prefix="/api", tags=["console"])
     routers = {"run": run.router(source), "weights": weights.router(source), "samples": sample_pages.router(source)}
-    routers |= {"flow": flow.router(pipeline), "health": health.router(pipeline)}
     for page, router in routers.items():
         app.include_router(router, prefix=f"/api/{page}", tags=[page])
+    app.include_router(pipeline_router(pipeline), prefix="/api")
     app.include_router(session_list.router(source), prefix="/api/samples", tags=["samples"])
     app.mount("/", StaticFiles(directory=WEB, html=True))
     app.add_middleware(AccessToken, token=token, names=list(names))
@@ -136,9 +156,7 @@ ADDRESS, HOSTS, DIRECTORY, AT_REST = "MYXO_CONSOLE", "MYXO_CONSOLE_HOSTS", "MYXO
 
 URL = "MYXO_CONSOLE_URL"
 
-NICENESS = 5
-"""How far it stands back, on a machine that has little time, behind the services that it looks at."""
-
+NICENESS = 5  # How far it stands back, on a machine that has little time, behind the services that it looks at
 LOOPBACK = HttpAddress("127.0.0.1", 0)
 
 

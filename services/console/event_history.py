@@ -1,4 +1,4 @@
-"""What a run's events and metric files tell: its metrics, pushes and marks, read once for all pages and kept up to date."""
+"""Metrics, pushes and marks of a run from its events and metric files, read once for all pages; metrics of the runs beside it."""
 
 import asyncio
 import itertools
@@ -17,11 +17,8 @@ from shared.schema.service_messages import MetricsWritten, ServiceEvent
 from shared.schema.weight_messages import WeightsLive, WeightsPushed
 from shared.view.metric_history import MetricHistory, PushHistory, RunMarks, pushes_in
 
-SHOW_EACH = 2000
-"""Events of a long history after which browsers are told that there is more."""
-
-YIELD_EACH = 20_000
-"""Numbers of a file that are taken before others have their turn."""
+SHOW_EACH = 2000  # Events of a long history after which browsers are told that there is more
+YIELD_EACH = 20_000  # Numbers of a file that are taken before others have their turn
 
 
 class MetricFiles:
@@ -115,11 +112,8 @@ class EventHistory:
                 return set()
 
 
-MOST_RUNS = 8
-"""Runs whose metrics are kept in memory; who asks for another has the one that was asked for least lately forgotten."""
-
-FRESH_SECONDS = 2.0
-"""A run's files are not read again sooner than this: it may still be going on."""
+MOST_RUNS = 8  # Runs whose metrics are kept in memory; who asks for another has the one that was asked for least lately forgotten
+FRESH_SECONDS = 2.0  # A run's files are not read again sooner than this: it may still be going on
 
 
 @dataclass

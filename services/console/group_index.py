@@ -1,4 +1,8 @@
-"""Which groups a list shows, and in which order: the query of the Samples page as SQL over the tables of `group_tables`. Pure."""
+"""An index of a run's groups in SQLite: its tables, the conditions of a list, and the fold of the ledger into it.
+
+``groups`` has one narrow row a group, so that a list of any filter and order is one pass over a few megabytes; what only a group's own page
+needs lies in ``details``.
+"""
 
 import json
 import re
@@ -28,15 +32,12 @@ from shared.view.group_history import GroupHistory, GroupRecord, ProvenanceStep,
 Status = Literal["outstanding", "requeued", "ready", "batched", "trained", "dropped", "dead", "evaluated", "failed"]
 Order = Literal["changed", "admitted", "reward", "spread", "tokens", "longest", "truncated", "attempt", "seconds"]
 
-MOST_ROWS = 200
-"""Groups of one page at most."""
-
+MOST_ROWS = 200  # Groups of one page at most
 Text = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 
 _NUMBER = re.compile(r"g?([0-9]{1,9})\Z", re.ASCII)
 
-Condition = tuple[str, tuple[Any, ...]]
-"""An SQL expression, and the values of its question marks."""
+Condition = tuple[str, tuple[Any, ...]]  # An SQL expression, and the values of its question marks
 
 
 class GroupQuery(BaseModel):
@@ -86,7 +87,8 @@ class GroupQuery(BaseModel):
         if self.reason is not None:
             conditions.append(("instr(lower(reason), lower(?)) > 0", (self.reason,)))
         if self.version is not None:
-            conditions.append(self._of_version(self.version))
+            spans = "EXISTS (SELECT 1 FROM spans WHERE spans.name = groups.name AND ? BETWEEN oldest AND newest)"
+            conditions.append(("version = ?" if self.evaluation else spans, (self.version,)))
         return " AND ".join(text for text, _ in conditions), tuple(value for _, values in conditions for value in values)
 
     @property
@@ -113,11 +115,6 @@ class GroupQuery(BaseModel):
         given = {"spread > 0": self.teaches, "truncated > 0": self.truncated, "attempt > 0": self.retried, "forks > 0": self.forked}
         return [(text if value else f"NOT ({text})", ()) for text, value in given.items() if value is not None]
 
-    def _of_version(self, version: int) -> Condition:
-        if self.evaluation:
-            return "version = ?", (version,)
-        return "EXISTS (SELECT 1 FROM spans WHERE spans.name = groups.name AND ? BETWEEN oldest AND newest)", (version,)
-
 
 def _named(text: str) -> Condition:
     """Returns the condition for a typed id: a number stands for its group, anything else for the beginning of an id."""
@@ -126,8 +123,7 @@ def _named(text: str) -> Condition:
     return "substr(name, 1, ?) = ?", (len(text), text)
 
 
-CACHE_KIB = 48 << 10
-"""Memory that the database may take for its pages."""
+CACHE_KIB = 48 << 10  # Memory that the database may take for its pages
 
 TABLES = """
 CREATE TABLE groups (
@@ -150,8 +146,8 @@ CREATE TABLE kept (name TEXT, attempt INTEGER, file TEXT, start INTEGER, size IN
 CREATE INDEX kept_file ON kept (file);
 """
 
+# The columns that lists are sorted by, besides ``changed``
 ORDERS = ("admitted", "reward", "spread", "tokens", "longest", "truncated", "attempt", "seconds")
-"""The columns that lists are sorted by, besides ``changed``."""
 
 INDEXES = "CREATE INDEX groups_changed ON groups (evaluation, changed, name);" + "".join(
     f"CREATE INDEX groups_{column} ON groups (evaluation, {column}, changed, name);" for column in ORDERS
@@ -215,9 +211,7 @@ def decoded(record: bytes) -> GroupRecord:
     return _RECORD.validate_json(record)
 
 
-FEW = 5000
-"""Groups up to which it is quicker to find all that are wanted and sort them than to look for them along an order."""
-
+FEW = 5000  # Groups up to which it is quicker to find all that are wanted and sort them than to look for them along an order
 _MARKS = ",".join("?" * 20)
 _PUT_GROUP = f"INSERT OR REPLACE INTO groups VALUES ({_MARKS})"
 

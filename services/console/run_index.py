@@ -1,4 +1,4 @@
-"""Where each group's kept responses lie in ``rollouts/`` of the run's directory, so that one of them is read without the others."""
+"""A run's groups for pages: the index, the ledger and the stored responses that feed it, and how far it has got."""
 
 import asyncio
 import contextlib
@@ -18,8 +18,7 @@ from shared.data.rollout_files import DIRECTORY, KeptLine, RolloutRecord, files,
 from shared.schema.ledger import LedgerRecord
 from shared.view.group_history import GroupRecord, kept_group
 
-LINES = 512
-"""Lines that are put into the index together."""
+LINES = 512  # Lines that are put into the index together
 
 
 @dataclass
@@ -107,11 +106,8 @@ class KeptResponses:
         self.index.forget_file(file)
 
 
-RECORDS = 256
-"""Ledger records that are folded together."""
-
-PIECE_SECONDS = 2.0
-"""The time after which others have their turn."""
+RECORDS = 256  # Ledger records that are folded together
+PIECE_SECONDS = 2.0  # The time after which others have their turn
 
 
 class LedgerFollower:

@@ -16,8 +16,7 @@ from shared.view.stall import RunSituation, Stall, StallWatch, watched_stall
 
 SERVERS = {NATS, STORE}
 
-FIRST_READ_SECONDS = 10.0
-"""The time that an answer waits for the first reading of the ledger: half of one would be a wrong answer."""
+FIRST_READ_SECONDS = 10.0  # The time that an answer waits for the first reading of the ledger: half of one would be a wrong answer
 
 
 class RunPipeline:

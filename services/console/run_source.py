@@ -1,4 +1,9 @@
-"""Tells browsers which page's data has changed, as server-sent events (WHATWG HTML, section 9.2)."""
+"""What all pages read: the run's config, bus, store, directory and services, which of them is away, and the feed of changes to browsers.
+
+Nothing here fails because something is down: it is noted in `RunSource.away`, tried again, and taken out when it is back. A killed service
+leaves its status in the registry until its TTL: it is away as soon as its status is no longer renewed. Times are compared with this
+process's own clock alone; other machines' clocks may differ.
+"""
 
 import asyncio
 import contextlib
@@ -30,12 +35,10 @@ from shared.store.payload_store import Store
 from shared.view.live_services import needed
 from shared.view.stall import NATS, STORE, Away, Stall, told_by
 
+# What the feed tells of: the pages, and what stands above them all
 OVERVIEW, RUN, FLOW, WEIGHTS, SAMPLES, HEALTH = PAGES = ("overview", "run", "flow", "weights", "samples", "health")
-"""What the feed tells of: the pages, and what stands above them all."""
 
-PAUSE_SECONDS = 1.0
-"""The least time between two events of one browser."""
-
+PAUSE_SECONDS = 1.0  # The least time between two events of one browser
 HEARTBEAT_SECONDS = 5.0
 
 
@@ -74,15 +77,9 @@ class ChangeFeed:
             yield "event: heartbeat\ndata: {}\n\n"
 
 
-STALE_SHARE = 0.5
-"""A status that was not renewed for this share of its TTL is a silent service's: it is renewed five times within."""
-
-NOT_STARTED = "not started yet"
-"""Why a kind of service is away that was never seen."""
-
-SILENT = "silent: its status is no longer renewed"
-"""Why an instance is away that is in the registry all the same."""
-
+STALE_SHARE = 0.5  # A status that was not renewed for this share of its TTL is a silent service's: it is renewed five times within
+NOT_STARTED = "not started yet"  # Why a kind of service is away that was never seen
+SILENT = "silent: its status is no longer renewed"  # Why an instance is away that is in the registry all the same
 NOT_AT_WORK = ("starting", "stopping", "failed")
 
 
@@ -142,20 +139,14 @@ def _problem(status: ServiceStatus, known: _Seen, now: float, patience: float) -
     return ""
 
 
-LEDGER, CONFIG = "the ledger", "the config on the bus"
-"""What may be away besides the servers and services."""
-
+LEDGER, CONFIG = "the ledger", "the config on the bus"  # What may be away besides the servers and services
 POLL_SECONDS = 1.0
-LOOK_SECONDS = 5.0
-"""The deadline of one look at bus or store."""
-
-READ_SECONDS = 10.0
-"""The time without progress after which reading a stream is given up."""
-
+LOOK_SECONDS = 5.0  # The deadline of one look at bus or store
+READ_SECONDS = 10.0  # The time without progress after which reading a stream is given up
 Shared = TypeVar("Shared")
 
+# Reads what is new in the ledger or the events since its last call; returns the pages whose data has changed by it
 Follower = Callable[[], Awaitable[Collection[str]]]
-"""Reads what is new in the ledger or the events since its last call; returns the pages whose data has changed by it."""
 
 
 class SourceAway(MyxoError):
@@ -394,13 +385,6 @@ class RunSource:
                 except MyxoError as error:
                     self._note(LEDGER, str(error))
             await asyncio.sleep(POLL_SECONDS)
-
-    def in_directory(self, name: str) -> Path | None:
-        """Returns a file or directory of the run on this machine; None where it has none."""
-        with contextlib.suppress(OSError):
-            if self.directory is not None and (path := self.directory / name).exists():
-                return path
-        return None
 
 
 def _there(url: str | None) -> str | None:

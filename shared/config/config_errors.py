@@ -6,11 +6,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shared.config.environment_variables import without_credentials
 from shared.config.eval_set import NAME
 from shared.config.run_config import RunConfig, section_model
 from shared.config.section import Misfits
 from shared.runtime.errors import BadInput, ConfigError
+from shared.runtime.safe_text import without_credentials
 
 
 def without_consequences(found: Iterable[BadInput], reported: list[BadInput]) -> list[BadInput]:

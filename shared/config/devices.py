@@ -10,11 +10,8 @@ from pathlib import Path
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import ConfigError
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-"""The variable with the devices that a process may use; the launcher shares out those of its own."""
-
-QUERY_SECONDS = 30.0
-"""The seconds that nvidia-smi may take: on a machine whose driver sleeps, some."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # The variable with the devices that a process may use; the launcher shares out those of its own
+QUERY_SECONDS = 30.0  # The seconds that nvidia-smi may take: on a machine whose driver sleeps, some
 
 
 def resolve(wanted: str) -> str:

@@ -4,13 +4,11 @@ belongs into it, and some variables are the launcher's.
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+
+from shared.runtime.safe_text import names_credential
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
-_CREDENTIAL = re.compile(
-    r"(NATS_URL|REDIS_URL)|(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|AUTH|APIKEY|KEY)(_|\Z)", re.IGNORECASE
-)
 _CREDENTIAL_VALUE = re.compile(r"\w+://[^/\s]*:[^/\s]*@")
 
 _LAUNCHER = re.compile(
@@ -36,31 +34,6 @@ def unread(variables: Mapping[str, str]) -> Iterator[str]:
         reason = next((reason for start, reason in UNREAD.items() if name.startswith(start)), None)
         if reason is not None and value.lower() not in ("", "0", "false"):
             yield f"{name} = {value} is not read: {reason}"
-
-
-def names_credential(name: str) -> bool:
-    """Returns whether a variable, or a key with dashes, is called as those are that hold a secret."""
-    return bool(_CREDENTIAL.search(name.replace("-", "_")))
-
-
-_KEY = re.compile(r"\b(?:sk|hf|gh[op]|glpat|xox[bap])[-_][\w-]{16,}")  # keys of well-known services
-_USER, _SECRET_QUERY = re.compile(r"(\w+://)[^/\s?#]*@"), re.compile(r"([?&]([^=&\s]+)=)[^&\s#]+")
-_FREE = ("custom_args", "agent_options", "judge_sampling", "sglang")
-"""Fields whose keys are the user's own, so that a key says whether its value is a secret; elsewhere ``label_key`` names a column."""
-
-
-def without_credentials(value: Any, free: bool = False) -> Any:
-    """Returns plain values as files, people and other programs get them: URLs without user, password and the parts of a query that are
-    named as credentials, and ``…`` for keys of well-known services and, in maps of the user's own (``free``), for what is named as one."""
-    if isinstance(value, dict):
-        secret = {key for key, item in value.items() if free and not isinstance(item, int | float | None) and names_credential(str(key))}
-        return {key: "…" if key in secret else without_credentials(item, free or key in _FREE) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_credentials(item, free) for item in value]
-    if not isinstance(value, str):
-        return value
-    text = _KEY.sub("…", _USER.sub(r"\1", value))
-    return _SECRET_QUERY.sub(lambda found: f"{found[1]}…" if names_credential(found[2]) else found[0], text)
 
 
 def problems(variables: Mapping[str, str]) -> Iterator[str]:

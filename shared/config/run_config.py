@@ -20,7 +20,6 @@ from shared.config.console_section import ConsoleSection
 from shared.config.curriculum_section import REASONING_GYM_SOURCE, CurriculumSection
 from shared.config.data_section import DataSection
 from shared.config.debug_section import STEP, DebugSection
-from shared.config.environment_variables import without_credentials
 from shared.config.episode_section import EpisodeSection
 from shared.config.eval_section import EvalSection
 from shared.config.gateway_section import GatewaySection
@@ -41,6 +40,7 @@ from shared.config.weights_section import WeightsSection
 from shared.data import data_files
 from shared.hub import hub_names
 from shared.rewards.names import GIVEN, REASONING_GYM
+from shared.runtime.safe_text import without_credentials
 from shared.schema.overlong import NO_LIMIT
 
 MODEL_FIELDS = ("hf_checkpoint", "critic_load")

@@ -1,0 +1,1 @@
+"""Child processes, embedded servers, and pools of worker processes."""

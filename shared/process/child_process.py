@@ -26,9 +26,7 @@ from shared.runtime.errors import DeadlineExceeded, MyxoError
 
 WATCHDOG = Path(__file__).with_name("parent_watchdog.py")
 
-KILL_SECONDS = 10.0
-"""The seconds that a group may take to end after SIGKILL; only processes in uninterruptible sleep take longer."""
-
+KILL_SECONDS = 10.0  # The seconds that a group may take to end after SIGKILL; only processes in uninterruptible sleep take longer
 QUOTED_LINES, QUOTED_CHARACTERS = 20, 400
 """The lines and characters of a log that an error quotes: the end of a Python traceback and a few lines before it. SGLang prints its
 settings in one line of 16 KB."""
@@ -209,9 +207,7 @@ def group_members(group: int) -> list[int]:
     return sorted(members)
 
 
-FROZEN_SECONDS = 10.0
-"""The time after which a process that a signal has stopped counts as one that does not go on."""
-
+FROZEN_SECONDS = 10.0  # The time after which a process that a signal has stopped counts as one that does not go on
 PROC = Path("/proc")
 ENDED_STATES, STOPPED_STATE = "ZXx", "T"
 

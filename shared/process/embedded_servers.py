@@ -23,24 +23,14 @@ from shared.runtime.host import host_memory
 
 START_SECONDS = 30.0
 STOP_SECONDS = 5.0
-FILE_STORE_BYTES = 1 << 50
-"""What the embedded NATS may store: no bound beside those of its streams."""
-
-STORE_SHARE = 4
-"""The embedded Valkey may use one part of so many of the machine's memory, unless the run's config says otherwise."""
-
-PORTS = 12_000
-"""The number of ports that `free_port` draws from."""
+FILE_STORE_BYTES = 1 << 50  # What the embedded NATS may store: no bound beside those of its streams
+STORE_SHARE = 4  # The embedded Valkey may use one part of so many of the machine's memory, unless the run's config says otherwise
+PORTS = 12_000  # The number of ports that `free_port` draws from
 
 
-PORT_DRAWS = 5
-"""How many ports a server tries at its first start, each taken by somebody else between its draw and that."""
-
-LAST_LINES = 5
-"""Lines of a server's log that tell why it has ended."""
-
-PORT_TAKEN = "address already in use"
-"""What a server's log says then."""
+PORT_DRAWS = 5  # How many ports a server tries at its first start, each taken by somebody else between its draw and that
+LAST_LINES = 5  # Lines of a server's log that tell why it has ended
+PORT_TAKEN = "address already in use"  # What a server's log says then
 
 
 class ServerMissing(MyxoError):

@@ -8,9 +8,7 @@ from typing import Any
 from shared.runtime.errors import BadMessage
 from shared.schema import codec
 
-LONGEST = 1 << 28
-"""The most bytes of a frame. Any four characters of text, read as a length, exceed it."""
-
+LONGEST = 1 << 28  # The most bytes of a frame. Any four characters of text, read as a length, exceed it.
 _HEAD = 4
 
 

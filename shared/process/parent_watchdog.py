@@ -25,8 +25,7 @@ import threading
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 
-MOST_SWEEPS = 100
-"""How often descendants are looked for: those that fork faster than they are killed are not waited for."""
+MOST_SWEEPS = 100  # How often descendants are looked for: those that fork faster than they are killed are not waited for
 
 
 def _ask_kernel(option: int, value: int) -> None:

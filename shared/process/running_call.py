@@ -23,25 +23,19 @@ from typing import Any, NoReturn
 
 from shared.runtime.tasks import error_words
 
-CALL_ID: ContextVar[int] = ContextVar("call_id", default=0)
-"""The call that the running code belongs to; 0: none."""
+CALL_ID: ContextVar[int] = ContextVar("call_id", default=0)  # The call that the running code belongs to; 0: none
+VARIABLE = "MYXO_RUNNING_CALL"  # The environment variable that names the file
 
-VARIABLE = "MYXO_RUNNING_CALL"
-"""The environment variable that names the file."""
-
+# The file: the call that the loop executes, its last sign of life (`time.monotonic`, one clock for all processes), and its thread
 _NOTE = struct.Struct("<qdQ")
-"""The file: the call that the loop executes, its last sign of life (`time.monotonic`, one clock for all processes), and its thread."""
 
+# What else is in the file's directory: `faulthandler`'s words, and a file for each thread of the executor that works for a call
 _CRASH, _THREADS = "crash", "threads"
-"""What else is in the file's directory: `faulthandler`'s words, and a file for each thread of the executor that works for a call."""
 
 _CRASHED_THREAD = re.compile(r"^Current thread 0x([0-9a-f]+)", re.MULTILINE)
 
-TICK_S = 0.1
-"""The pause between two signs of life of the loop."""
-
-THREADS = 1024
-"""The most threads of the loop's executor: calls whose threads never end have to leave some to the others."""
+TICK_S = 0.1  # The pause between two signs of life of the loop
+THREADS = 1024  # The most threads of the loop's executor: calls whose threads never end have to leave some to the others
 
 
 class BlockedCall(BaseException):

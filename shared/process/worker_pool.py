@@ -17,28 +17,20 @@ from shared.process.child_process import STOPPED_STATE, ChildProcess, seen
 from shared.runtime.errors import TASK, BadMessage, ConfigError, DeadlineExceeded, MyxoError
 from shared.runtime.tasks import awake_timeout, cancelled
 
-START_SECONDS = 120.0
-"""The deadline for a fresh process to load its libraries; a call's own deadline begins after that."""
-
-LOOP_SECONDS = 3.0
-"""The time that a process may not respond after a call was late, before it counts as blocked and is killed."""
-
-WATCH_INTERVAL_S = 1.0
-"""The interval at which a process's signs of life are read."""
-
+START_SECONDS = 120.0  # The deadline for a fresh process to load its libraries; a call's own deadline begins after that
+LOOP_SECONDS = 3.0  # The time that a process may not respond after a call was late, before it counts as blocked and is killed
+WATCH_INTERVAL_S = 1.0  # The interval at which a process's signs of life are read
 ENDED = "process ended in the middle of a call"
 
-Asleep = Callable[[], bool] | None
-"""Whether no deadline of a call runs now; None: all run always."""
+Asleep = Callable[[], bool] | None  # Whether no deadline of a call runs now; None: all run always
 
+# The multiple of the time for which a call may block its process after which the process is killed: nothing has interrupted the call
 SILENT_SHARE = 1.5
-"""The multiple of the time for which a call may block its process after which the process is killed: nothing has interrupted the call."""
 
-EXIT_SECONDS = 1.0
-"""The time for the exit code of a process that has closed its output."""
+EXIT_SECONDS = 1.0  # The time for the exit code of a process that has closed its output
 
+# The exit codes of a process that was killed. One that crashes ends by another signal, after words of its own.
 KILLS = (-signal.SIGKILL, -signal.SIGTERM)
-"""The exit codes of a process that was killed. One that crashes ends by another signal, after words of its own."""
 
 ENVIRONMENT = (
     "PATH",
@@ -86,8 +78,8 @@ class WorkerGone(WorkerFailed):
         super().__init__(text)
 
 
+# The answers to one call: None when the process takes it up, then the answer; WorkerGone where the process ends before
 _Answers = asyncio.Queue[dict[str, Any] | None | WorkerGone]
-"""The answers to one call: None when the process takes it up, then the answer; WorkerGone where the process ends before."""
 
 
 class Worker:
@@ -431,18 +423,15 @@ class WorkerPool:
             while True:
                 await self._tidy()
                 self._changed.clear()
-                if found := [worker for worker in self._workers if self._may_take(worker, waits)]:
+                full = len(self._leaving) > self._size
+                fit = (worker for worker in self._workers if not worker.retired and not (worker.process is None and full))
+                if found := [worker for worker in fit if waits or not worker.blocking]:
                     break
                 await self._changed.wait()
             worker = min(found, key=lambda worker: (worker.calls, worker.process is None))
             worker.calls += 1
             worker.blocking |= not waits
             return worker
-
-    def _may_take(self, worker: Worker, waits: bool) -> bool:
-        if worker.retired or (worker.process is None and len(self._leaving) > self._size):
-            return False
-        return waits or not worker.blocking
 
     async def _tidy(self) -> None:
         """Replaces the retired workers, and the tainted ones as long as others may start; kills those that have no more calls."""

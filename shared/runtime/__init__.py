@@ -1,1 +1,1 @@
-"""Shared parts of every process: the base of a service, child processes, servers, HTTP endpoints, telemetry, errors, files."""
+"""The ground floor of every process: errors, tasks, files, addresses, text, logs and metrics. It imports no other package of shared."""

@@ -16,8 +16,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from shared.runtime.errors import ConfigError
 
+# The variables with the address of a service's own metrics, and with that of a gateway's API, which wins over the run's
 HTTP_VARIABLE, GATEWAY_VARIABLE = "MYXO_HTTP", "MYXO_GATEWAY"
-"""The variables with the address of a service's own metrics, and with that of a gateway's API, which wins over the run's."""
 
 LAST_PORT = 65535
 
@@ -68,12 +68,8 @@ def http_address(host: str) -> HttpAddress:
 
 CA_VARIABLE = "MYXO_CA_FILE"
 
-ROUTER_KEY = "MYXO_ROUTER_KEY"
-"""The variable of the key to a router's control plane."""
-
-CONSOLE_TOKEN = "MYXO_CONSOLE_TOKEN"
-"""The variable of the token that opens the console."""
-
+ROUTER_KEY = "MYXO_ROUTER_KEY"  # The variable of the key to a router's control plane
+CONSOLE_TOKEN = "MYXO_CONSOLE_TOKEN"  # The variable of the token that opens the console
 CONSOLE_TOKEN_BYTES = 32
 
 
@@ -140,14 +136,12 @@ def has_credentials(url: str) -> bool:
 HOST_VARIABLE = "MYXO_HOST"
 LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
 
-PRIVATE = "private"
-"""In the place of an address to listen at: `own_address`, of whatever networks the process is on."""
+PRIVATE = "private"  # In the place of an address to listen at: `own_address`, of whatever networks the process is on
 
+# The request, the most addresses that it is asked for, and the bytes of each answer: a name of 16, a socket address
 _SIOCGIFCONF, _INTERFACES, _ENTRY_BYTES = 0x8912, 1024, 40
-"""The request, the most addresses that it is asked for, and the bytes of each answer: a name of 16, a socket address."""
 
-LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
-"""The interface of that address, by which gloo and NCCL know it."""
+LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"  # The interface of that address, by which gloo and NCCL know it
 
 
 def own_address() -> str:
@@ -221,9 +215,8 @@ def _outgoing_address(url: str) -> str:
 
 NODE_RANK = "MYXO_NODE_RANK"
 
+# Where the rank stands, first match: given by hand, by SLURM (one task a node), by an indexed Job or a LeaderWorkerSet of Kubernetes
 RANK_VARIABLES = (NODE_RANK, "SLURM_NODEID", "SLURM_PROCID", "JOB_COMPLETION_INDEX", "LWS_WORKER_INDEX")
-"""Where the rank stands, first match: given by hand, by SLURM (one task a node), by an indexed Job or a
-LeaderWorkerSet of Kubernetes."""
 
 
 def node_rank(nodes: int, environment: Mapping[str, str] = os.environ, *, of: str = "the trainer") -> int:

@@ -8,8 +8,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-RETRY_PAUSE_S = 1.0
-"""The pause before the next attempt where there was no room: many groups may wait, each with its whole payload."""
+RETRY_PAUSE_S = 1.0  # The pause before the next attempt where there was no room: many groups may wait, each with its whole payload
 
 
 class RoomAwaited:

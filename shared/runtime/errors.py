@@ -99,8 +99,7 @@ class MessageTooLarge(MyxoError):
     """The bus would refuse a message (payload and headers together are over its limit); it was not sent."""
 
 
-NEAR, NEAR_WORD = 0.7, 0.75
-"""The least similarity of two names, and of two words in them, by `difflib`: a hint further off would mislead."""
+NEAR, NEAR_WORD = 0.7, 0.75  # The least similarity of two names, and of two words in them, by `difflib`: a hint further off would mislead
 
 
 def near(name: str, valid: Iterable[str]) -> str | None:

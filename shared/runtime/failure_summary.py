@@ -5,21 +5,16 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from shared.config.environment_variables import without_credentials
 from shared.runtime.safe_files import parse_json
+from shared.runtime.safe_text import without_credentials
 
 ERROR_LEVELS = ("error", "critical")
 
-LONGEST = 300
-"""The most characters of a reason."""
-
-_ENDINGS = ("died", "failed")
-"""The events that a service logs at its own end; the first names the cause, later ones are consequences."""
-
+LONGEST = 300  # The most characters of a reason
+_ENDINGS = ("died", "failed")  # The events that a service logs at its own end; the first names the cause, later ones are consequences
 _TRACEBACK = "Traceback (most recent call last):"
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt|Lost|Exceeded|Failed|Missing|Refused)\b.*")
-_CHANGING = re.compile(r"0x[0-9a-fA-F]+|\b[0-9a-fA-F]{8,}\b|[0-9]+")
-"""Addresses, ids and numbers differ between two failures of one kind."""
+_CHANGING = re.compile(r"0x[0-9a-fA-F]+|\b[0-9a-fA-F]{8,}\b|[0-9]+")  # Addresses, ids and numbers differ between two failures of one kind
 
 
 def short(text: str) -> str:

@@ -25,20 +25,19 @@ def host_memory() -> tuple[int, int]:
 
 Runtime = Literal["docker", "podman"]
 
-CALL_SECONDS = 60.0
-"""The deadline for each call."""
+CALL_SECONDS = 60.0  # The deadline for each call
 
+# A container that was being made when its client was killed may appear a moment later: removal is tried again
 REMOVALS, REMOVAL_PAUSE_S = 4, 0.5
-"""A container that was being made when its client was killed may appear a moment later: removal is tried again."""
 
+# The variables by which the command lines find their engine. They stay outside of containers.
 CLIENT_VARIABLES = (
     *("PATH", "HOME", "DOCKER_HOST", "DOCKER_CONFIG", "DOCKER_CONTEXT", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH", "DOCKER_API_VERSION"),
     *("CONTAINER_HOST", "CONTAINERS_CONF", "XDG_RUNTIME_DIR"),
 )
-"""The variables by which the command lines find their engine. They stay outside of containers."""
 
+# What every container is started with: a root that nothing is written to, no capabilities, none to be had, no output kept on disk
 HARDENED = ("--init", "--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--pull", "never", "--log-driver", "none")
-"""What every container is started with: a root that nothing is written to, no capabilities, none to be had, no output kept on disk."""
 
 
 class RuntimeFailed(MyxoError):

@@ -20,8 +20,7 @@ from shared.runtime.addresses import PRIVATE, HttpAddress, chosen_by, own_addres
 from shared.runtime.errors import ConfigError
 from shared.runtime.tasks import background
 
-HEAD_SECONDS = 15.0
-"""The time that the head of a request has to come, from its connection or from its first byte."""
+HEAD_SECONDS = 15.0  # The time that the head of a request has to come, from its connection or from its first byte
 
 
 class PunctualProtocol(AutoHTTPProtocol):  # type: ignore[valid-type,misc]

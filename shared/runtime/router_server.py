@@ -11,8 +11,8 @@ from typing import Any
 from shared.runtime.addresses import ROUTER_KEY, router_key
 from shared.runtime.errors import ConfigError
 
+# Flags that may be given otherwise. ``max-payload-size``: bytes.
 DEFAULTS = ("--prometheus-host", "127.0.0.1", "--max-payload-size", str(16 * 2**20), "--worker-startup-check-interval", "1")
-"""Flags that may be given otherwise. ``max-payload-size``: bytes."""
 
 KEY_FLAG = "--control-plane-api-keys"
 

@@ -116,11 +116,8 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-MAX_DEPTH = 64
-"""The most levels of lists and objects that JSON may have; what people write has fewer than twenty."""
-
-MAX_NAME = 255
-"""The most characters that a file's name may have, as on Linux's file systems."""
+MAX_DEPTH = 64  # The most levels of lists and objects that JSON may have; what people write has fewer than twenty
+MAX_NAME = 255  # The most characters that a file's name may have, as on Linux's file systems
 
 
 def is_plain_name(name: object) -> bool:

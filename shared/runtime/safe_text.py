@@ -1,14 +1,14 @@
-"""Text for terminals and logs: without control characters, figures and durations in few characters."""
+"""Text for terminals and logs: without control characters and credentials, figures and durations in few characters."""
 
 import json
 import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _UNSAFE = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 and C1, escape among them, but tab and newline
@@ -35,11 +35,8 @@ def say(line: str) -> None:
     print(printable(line).replace("\n", " "), file=sys.stderr, flush=True)
 
 
-LINE_LIMIT = 160
-"""Characters of a reason in a line."""
-
-LARGE = 1e15
-"""Numbers from here on are shown by their order."""
+LINE_LIMIT = 160  # Characters of a reason in a line
+LARGE = 1e15  # Numbers from here on are shown by their order
 
 
 def duration(seconds: float) -> str:
@@ -74,10 +71,45 @@ def by_fault(faults: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {fault}" for fault, count in sorted(faults.items(), key=lambda entry: -entry[1]))
 
 
-def figure_table(figures: Iterable[tuple[str, str]], title: str | None = None) -> Table:
+def figure_table(figures: Iterable[tuple[str, str]], title: str | None = None) -> "Table":
     """Returns one line a figure: its name and its value, indented under a title."""
+    from rich.table import Table  # services do without it, and start sooner
+    from rich.text import Text
+
     heading = None if title is None else Text(title)
     table = Table(title=heading, title_justify="left", show_header=False, box=None, padding=(0, 2) if title else (0, 2, 0, 0))
     for name, value in figures:
         table.add_row(Text(name, style="dim"), Text(value))
     return table
+
+
+# --- credentials
+
+_CREDENTIAL = re.compile(
+    r"(NATS_URL|REDIS_URL)|(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|AUTH|APIKEY|KEY)(_|\Z)", re.IGNORECASE
+)
+
+
+def names_credential(name: str) -> bool:
+    """Returns whether a variable, or a key with dashes, is called as those are that hold a secret."""
+    return bool(_CREDENTIAL.search(name.replace("-", "_")))
+
+
+_KEY = re.compile(r"\b(?:sk|hf|gh[op]|glpat|xox[bap])[-_][\w-]{16,}")  # keys of well-known services
+_USER, _SECRET_QUERY = re.compile(r"(\w+://)[^/\s?#]*@"), re.compile(r"([?&]([^=&\s]+)=)[^&\s#]+")
+_FREE = ("custom_args", "agent_options", "judge_sampling", "sglang")
+"""Fields whose keys are the user's own, so that a key says whether its value is a secret; elsewhere ``label_key`` names a column."""
+
+
+def without_credentials(value: Any, free: bool = False) -> Any:
+    """Returns plain values as files, people and other programs get them: URLs without user, password and the parts of a query that are
+    named as credentials, and ``…`` for keys of well-known services and, in maps of the user's own (``free``), for what is named as one."""
+    if isinstance(value, dict):
+        secret = {key for key, item in value.items() if free and not isinstance(item, int | float | None) and names_credential(str(key))}
+        return {key: "…" if key in secret else without_credentials(item, free or key in _FREE) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_credentials(item, free) for item in value]
+    if not isinstance(value, str):
+        return value
+    text = _KEY.sub("…", _USER.sub(r"\1", value))
+    return _SECRET_QUERY.sub(lambda found: f"{found[1]}…" if names_credential(found[2]) else found[0], text)

@@ -21,8 +21,7 @@ import structlog
 
 from shared.runtime.errors import BadInput, MyxoError
 
-REPEAT_SECONDS = 0.2
-"""The seconds after which a task that still runs is cancelled again."""
+REPEAT_SECONDS = 0.2  # The seconds after which a task that still runs is cancelled again
 
 
 async def cancelled(tasks: Iterable[asyncio.Task[Any]], deadline: float = 10.0) -> None:
@@ -60,17 +59,13 @@ async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
         raise interruption
 
 
-END_SECONDS = 1.0
-"""The seconds that a service has to end in order once a thread or task of it has died."""
-
-LONGEST_WORDS = 4000
-"""Characters of an error's words that are reported."""
-
+END_SECONDS = 1.0  # The seconds that a service has to end in order once a thread or task of it has died
+LONGEST_WORDS = 4000  # Characters of an error's words that are reported
 _ROOT = Path(__file__).parents[2]
 _OURS = tuple(f"{_ROOT / name}{os.sep}" for name in ("services", "shared", "myxo"))
 _PACKAGES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib"))
+# Where files lie that are Myxo's, packages' and Python's: a user who looks for the own mistake does not look there
 _PYTHONS = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
-"""Where files lie that are Myxo's, packages' and Python's: a user who looks for the own mistake does not look there."""
 
 _Future = asyncio.Future[Any] | concurrent.futures.Future[Any]
 
@@ -278,8 +273,7 @@ def _end(code: int) -> None:
         os._exit(code)
 
 
-LOOK_INTERVAL_S = 0.5
-"""The interval at which is seen whether engines sleep; a sleep is counted to about so much."""
+LOOK_INTERVAL_S = 0.5  # The interval at which is seen whether engines sleep; a sleep is counted to about so much
 
 
 @asynccontextmanager

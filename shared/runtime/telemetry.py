@@ -12,12 +12,11 @@ from typing import Any, TextIO, cast
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from shared.config.environment_variables import without_credentials
 from shared.runtime import failure_summary
 from shared.runtime.errors import no_room
+from shared.runtime.safe_text import without_credentials
 
-STRICT = "MYXO_STRICT_METRICS"
-"""The variable of the environment; any value but an empty one."""
+STRICT = "MYXO_STRICT_METRICS"  # The variable of the environment; any value but an empty one
 
 
 class UndeclaredMetric(AssertionError):
@@ -99,8 +98,7 @@ def check_declared(name: str, labels: Iterable[str], *, counter: bool) -> None:
         structlog.get_logger().warning("metric_not_declared", metric=name, fault=fault)
 
 
-CONSOLE_SERVES = "console_serves"
-"""The event with the address of a console, and the token of it that is known from nowhere else."""
+CONSOLE_SERVES = "console_serves"  # The event with the address of a console, and the token of it that is known from nowhere else
 
 
 @dataclass

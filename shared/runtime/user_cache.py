@@ -14,8 +14,7 @@ from pathlib import Path
 
 from shared.runtime.safe_files import replace_file
 
-KEEP_SECONDS = 30 * 86400.0
-"""Results that were not used for this long are removed."""
+KEEP_SECONDS = 30 * 86400.0  # Results that were not used for this long are removed
 
 
 def directory() -> Path | None:
@@ -69,6 +68,7 @@ def bytecode_variables(environment: Mapping[str, str], package: str = "sglang.sr
     return {PREFIX: str(cache / "bytecode"), OFF: ""}
 
 
+# The variable by which each library is told its directory, and that directory's name
 VARIABLES = {
     "TRITON_CACHE_DIR": "triton",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -78,7 +78,6 @@ VARIABLES = {
     "SGLANG_DG_CACHE_DIR": "deep-gemm",
     "CUDA_CACHE_PATH": "cuda",
 }
-"""The variable by which each library is told its directory, and that directory's name."""
 
 
 def kernel_cache_variables(environment: Mapping[str, str]) -> dict[str, str]:

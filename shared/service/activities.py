@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 
 from shared.schema.service_messages import Doing
 
+# The parts of services that tell: a trainer's loop, its push, the work of a rollout or reward service, a buffer's next batch
 LOOP, PUSH, WORK, BATCH = "loop", "push", "work", "batch"
-"""The parts of services that tell: a trainer's loop, its push, the work of a rollout or reward service, a buffer's next batch."""
 
+# Returns what a part does at the moment; None: nothing worth telling. It is called from the heartbeat, and must not wait.
 Look = Callable[[], Doing | None]
-"""Returns what a part does at the moment; None: nothing worth telling. It is called from the heartbeat, and must not wait."""
 
 
 class Activities:

@@ -48,14 +48,9 @@ declare_metrics(
     ),
 )
 
-STOP_SECONDS = 4.0
-"""The seconds that a service's body has to return after SIGTERM before it is cancelled."""
-
-FAREWELL_SECONDS = 1.0
-"""The seconds for which a failing service tries to report its failure on the bus."""
-
-HEARTBEATS = 5
-"""The number of times that a service renews its status within the registry's TTL."""
+STOP_SECONDS = 4.0  # The seconds that a service's body has to return after SIGTERM before it is cancelled
+FAREWELL_SECONDS = 1.0  # The seconds for which a failing service tries to report its failure on the bus
+HEARTBEATS = 5  # The number of times that a service renews its status within the registry's TTL
 
 
 class Service:

@@ -13,7 +13,7 @@ from shared.bus.registry import ENVIRONMENT
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import Fault
 from shared.runtime.host import host_memory
-from shared.runtime.safe_text import duration, number, shortened_line
+from shared.runtime.safe_text import number, shortened_line
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.view.flow_history import DEAD, DROPPED, TRAINED, DeadGroup, FlowHistory, StepRecord
 from shared.view.live_services import newest_gauges, shown
@@ -70,25 +70,19 @@ def memory_room() -> Room:
     return Room(free, total)
 
 
-LATELY_STEPS = 5
-"""The newest steps that an alarm judges."""
-
-FIRST_STEPS = 10
-"""The first steps known, which later ones are compared with."""
-
-ENTROPY_LEFT = 0.2
-"""Entropy has collapsed where less than this share of its first value is left, and less than `ENTROPY_LOW` nats a token."""
+LATELY_STEPS = 5  # The newest steps that an alarm judges
+FIRST_STEPS = 10  # The first steps known, which later ones are compared with
+ENTROPY_LEFT = 0.2  # Entropy has collapsed where less than this share of its first value is left, and less than `ENTROPY_LOW` nats a token
 ENTROPY_LOW = 0.3
 
+# Shares of groups with equal rewards, of responses that are cut off, of responses that the verifier cannot read, of groups dropped
 EQUAL_SHARE, TRUNCATED_SHARE, UNREAD_SHARE, STALE_SHARE = 0.6, 0.3, 0.3, 0.25
-"""Shares of groups with equal rewards, of responses that are cut off, of responses that the verifier cannot read, of groups dropped."""
 
+# Pushes grow where the newest take this many times the first ones' seconds, and this many seconds more
 PUSH_GROWTH, PUSH_SECONDS = 2.0, 0.5
-"""Pushes grow where the newest take this many times the first ones' seconds, and this many seconds more."""
 
 DISK_SHARE, DISK_BYTES = 0.05, 5 << 30
-MEMORY_SHARE = 0.08
-"""A disk is nearly full with less than this share and less than this many bytes free; memory with less than this share."""
+MEMORY_SHARE = 0.08  # A disk is nearly full with less than this share and less than this many bytes free; memory with less than this share
 
 
 @dataclass(frozen=True)
@@ -298,18 +292,9 @@ def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
 
-def restarts_in_words(restarts: Mapping[str, tuple[int, str]], within: float) -> str:
-    """Returns how often which services were restarted within ``within`` seconds, as one line; empty where none was."""
-    parts = [f"{name} {times}×" for name, (times, _) in restarts.items()]
-    return f"{', '.join(parts)} in the last {duration(within)}" if parts else ""
-
-
-LATELY_S = 600.0
-"""Restarts, deaths and drops of this time raise alarms."""
-
+LATELY_S = 600.0  # Restarts, deaths and drops of this time raise alarms
 EVENTS_SHOWN = 60
-STALE = "stale"
-"""Why a group is dropped for its age (`services.buffer.policy`)."""
+STALE = "stale"  # Why a group is dropped for its age (`services.buffer.policy`)
 
 
 @dataclass(frozen=True)

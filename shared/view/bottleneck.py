@@ -32,24 +32,12 @@ from shared.view.flow_history import (
     wait_causes,
 )
 
-LITTLE = 0.10
-"""A share of the time that is not worth a change."""
-
-IDLE = 0.25
-"""Replicas that generate nothing for this share of the time lack groups."""
-
-QUEUED = 0.2
-"""Replicas are full where the awaited groups spent this part of their way, from admission to their last token, in the queue."""
-
-SLOW = 2.0
-"""A replica is slow that takes this many times as long for a group as the others do."""
-
-MOST_OF_WAIT = 0.8
-"""The replicas are named that make up this share of the wait for all."""
-
-FEW_STEPS = 2
-"""The least steps that say something about a run."""
-
+LITTLE = 0.10  # A share of the time that is not worth a change
+IDLE = 0.25  # Replicas that generate nothing for this share of the time lack groups
+QUEUED = 0.2  # Replicas are full where the awaited groups spent this part of their way, from admission to their last token, in the queue
+SLOW = 2.0  # A replica is slow that takes this many times as long for a group as the others do
+MOST_OF_WAIT = 0.8  # The replicas are named that make up this share of the wait for all
+FEW_STEPS = 2  # The least steps that say something about a run
 NAMES_SHOWN = 3
 
 
@@ -248,14 +236,13 @@ def _losses(load: Workload, config: RunConfig) -> list[_Remedy]:
 
 # --- words
 
+# Alarms under which older tokens would make things worse
 STALENESS = frozenset({AlarmKind.LOGPROBS, AlarmKind.ENTROPY, AlarmKind.NOT_FINITE})
-"""Alarms under which older tokens would make things worse."""
 
+# Alarms under which more replicas would make things worse, or only hide them
 REPLICAS = frozenset({AlarmKind.PUSH_GROWS, AlarmKind.MEMORY, AlarmKind.RESTARTS, AlarmKind.NOT_FINITE, AlarmKind.HELD_BACK})
-"""Alarms under which more replicas would make things worse, or only hide them."""
 
-HARDWARE = frozenset({AlarmKind.NOT_FINITE, AlarmKind.NO_SIGNAL})
-"""Alarms under which training faster would be no gain."""
+HARDWARE = frozenset({AlarmKind.NOT_FINITE, AlarmKind.NO_SIGNAL})  # Alarms under which training faster would be no gain
 
 
 def _percent(share: float) -> str:
@@ -278,11 +265,8 @@ def _names(names: Sequence[str]) -> str:
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
 
 
-GENERATING = "generating"
-"""What a replica does while it is busy."""
-
-OF_ROLLOUT = {ADMISSION, QUEUE, GENERATION}
-"""Causes of a wait for the rollout services."""
+GENERATING = "generating"  # What a replica does while it is busy
+OF_ROLLOUT = {ADMISSION, QUEUE, GENERATION}  # Causes of a wait for the rollout services
 
 
 def causes_of(history: FlowHistory, step: StepRecord) -> list[tuple[str, Interval]]:

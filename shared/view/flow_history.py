@@ -1,4 +1,9 @@
-"""Measures of sets of time intervals: how long generation and training ran at the same time. Pure."""
+"""The newest part of a run's ledger and events, folded: steps with why they began no earlier, activities of services, ends of groups. Pure.
+
+A step's batch is complete with the last of its groups to be scored, so that the wait before a step is divided by what this group's way was:
+its admission, its place in the queue, its generation, its scoring. What came before is the trainer's own: its restart, checkpoints, and
+pushes that it stood still for.
+"""
 
 import itertools
 import math
@@ -26,8 +31,7 @@ from shared.schema.service_messages import MetricsWritten, ServiceEvent
 from shared.schema.weight_messages import WeightsPushed
 from shared.view.run_view import RESTARTED, ServiceFailures
 
-Interval = tuple[float, float]
-"""(start, end) in seconds; one that ends before it starts holds nothing."""
+Interval = tuple[float, float]  # (start, end) in seconds; one that ends before it starts holds nothing
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -52,8 +56,8 @@ def overlap(left: Iterable[Interval], right: Iterable[Interval]) -> float:
     return max(0.0, measure(left) + measure(right) - measure([*left, *right]))
 
 
+# The most spans of one service in an answer; shorter ones than this part of the window are left out of it, never out of shares
 SPANS_SHOWN = 600
-"""The most spans of one service in an answer; shorter ones than this part of the window are left out of it, never out of shares."""
 
 
 class ActivitySpan(NamedTuple):
@@ -109,8 +113,7 @@ def shown_spans(spans: Sequence[ActivitySpan], window: Interval) -> list[Activit
 
 RESTARTING, SAVING, PUSHING = "restarting", "saving", "pushing"
 ADMISSION, QUEUE, GENERATION, SCORING = "admission", "queue", "generation", "scoring"
-HANDING_OUT = "handing out"
-"""From the last group's score to the step's start: forming the batch, and reading it."""
+HANDING_OUT = "handing out"  # From the last group's score to the step's start: forming the batch, and reading it
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,25 +150,17 @@ def wait_causes(
     return found
 
 
-KEPT_SECONDS = 3600.0
-"""What ended longer ago than this, by the newest time seen, is forgotten."""
+KEPT_SECONDS = 3600.0  # What ended longer ago than this, by the newest time seen, is forgotten
 
+# What is counted of groups
 ADMITTED, GENERATED, SCORED, TRAINED, DROPPED, REQUEUED, DEAD = "admitted", "generated", "scored", "trained", "dropped", "requeued", "dead"
-"""What is counted of groups."""
 
-PAUSED = "paused for a push"
-"""What a replica does while it takes new weights."""
-
+PAUSED = "paused for a push"  # What a replica does while it takes new weights
 ABSENT = "not there"
-JOINED, GONE = "joined", ("failed", "left", RESTARTED)
-"""What a service that begins tells, and what is told of one that ends."""
-
+JOINED, GONE = "joined", ("failed", "left", RESTARTED)  # What a service that begins tells, and what is told of one that ends
 MOST_STEPS = 2000
-MOST_TOLD = 500
-"""The most steps, and the most dead groups and events of services, that are remembered."""
-
-LOOK_GAP_S = 15.0
-"""Two looks at a service that lie further apart than this say nothing about the time between them."""
+MOST_TOLD = 500  # The most steps, and the most dead groups and events of services, that are remembered
+LOOK_GAP_S = 15.0  # Two looks at a service that lie further apart than this say nothing about the time between them
 
 
 @dataclass(slots=True)
@@ -435,7 +430,11 @@ class FlowHistory:
         batch = self._batches.pop(record.step, None)
         ways = [self._open.pop(name) for name in (batch.groups if batch is not None else ()) if name in self._open]
         self._count(TRAINED, record.at, len(ways))
-        passages = [_passage(way, way.group) for way in ways if way.group is not None]
+        passages = [
+            GroupPassage(group.group, group.replica, way.admitted, group.started, group.ended, way.scored_at or 0.0)
+            for way in ways
+            if (group := way.group) is not None
+        ]
         groups = [way.group for way in ways if way.group is not None]
         ages, masked = self._ages(record.version, batch.mask_below if batch is not None else 0, groups)
         last = max(passages, key=lambda passage: passage.scored, default=None)
@@ -472,7 +471,3 @@ def _signal(groups: Sequence[ScoredGroup]) -> dict[str, int]:
         "truncated": sum(sample.finish == "length" for sample in samples),
         "unread": sum(len(group.unread) for group in groups),
     }
-
-
-def _passage(way: _OpenGroup, group: ScoredGroup) -> GroupPassage:
-    return GroupPassage(group.group, group.replica, way.admitted, group.started, group.ended, way.scored_at or 0.0)

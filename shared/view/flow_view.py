@@ -1,4 +1,4 @@
-"""The pipeline of a run at one moment: the one model that the console's Flow page and `myxo top` show. Pure."""
+"""The pipeline of a run over the last minutes: where groups are, what services do, who waits for whom; and the reader that feeds it."""
 
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
@@ -13,7 +13,7 @@ from shared.schema.ledger import LedgerRecord
 from shared.schema.service_messages import MetricsWritten, ServiceEvent, ServiceStatus
 from shared.schema.weight_messages import WeightsPushed
 from shared.view.alarms import AlarmKind
-from shared.view.bottleneck import FEW_STEPS, GENERATING, Bottleneck, Workload, bottleneck, causes_of, generating, sums, workload
+from shared.view.bottleneck import FEW_STEPS, GENERATING, Bottleneck, bottleneck, causes_of, generating, sums, workload
 from shared.view.flow_history import (
     ADMISSION,
     ADMITTED,
@@ -38,20 +38,19 @@ from shared.view.flow_history import (
 from shared.view.live_services import newest_gauges, shown
 from shared.view.stall import TROUBLES, RunSituation, Stall, run_stall
 
-TRAINING, RATING = "training", "scoring"
-"""What the trainer and a reward service do while they are busy; a replica then is `GENERATING`."""
-
+TRAINING, RATING = "training", "scoring"  # What the trainer and a reward service do while they are busy; a replica then is `GENERATING`
 BUSY = {TRAINING, GENERATING, RATING}
 
 WORKERS = {"rollout", "reward", "trainer"}
 
+# Services as they are shown, along the way of a group
 ORDER = {service: place for place, service in enumerate(("buffer", "rollout", "gateway", "reward", "critic", "trainer"))}
-"""Services as they are shown, along the way of a group."""
 
 WAITING = "waiting"
 
 AWAY = "not seen"
 
+# What the trainer does while it waits for each cause
 WAITS = {
     RESTARTING: "restarting",
     SAVING: "saving",
@@ -62,13 +61,9 @@ WAITS = {
     SCORING: "waiting for reward",
     HANDING_OUT: "taking its batch",
 }
-"""What the trainer does while it waits for each cause."""
 
-WINDOWS = (300, 900, 3600)
-"""The seconds that a display may look back."""
-
-BUCKETS = 10
-"""Responses are shown in so many classes of length, each with as many responses."""
+WINDOWS = (300, 900, 3600)  # The seconds that a display may look back
+BUCKETS = 10  # Responses are shown in so many classes of length, each with as many responses
 
 
 @dataclass(frozen=True)
@@ -173,13 +168,14 @@ def flow_view(
     end = now if live else history.newest
     window = (max(end - window_s, min(history.oldest or end, end - 1.0)), end)
     load = workload(history, window, _blocked(history, statuses, wait, now))
+    trains = [(TRAINING, max(0.0, 1 - load.waiting))] if load.steps else []
     return FlowView(
         at=now,
         begin=window[0],
         end=end,
         live=live,
         bottleneck=bottleneck(load, config, alarmed),
-        waits=_by_activity(load),
+        waits=sums([*trains, *((WAITS[cause], share) for cause, share in load.waits.items())]),
         stages=stages(history, statuses, window),
         services=timelines(history, statuses, window),
         ages=_ages(history, config, window),
@@ -217,11 +213,6 @@ def _blocked(history: FlowHistory, statuses: Sequence[ServiceStatus], wait: Stal
     at_work = {status.service for status in statuses if status.state == "ready" or (status.service == "rollout" and status.version >= 0)}
     begun = len(history.steps) >= FEW_STEPS and at_work >= {"buffer", "rollout", "reward", "trainer"}
     return "" if begun and wait.cause not in TROUBLES else wait.words(now)
-
-
-def _by_activity(load: Workload) -> dict[str, float]:
-    trains = [(TRAINING, max(0.0, 1 - load.waiting))] if load.steps else []
-    return sums([*trains, *((WAITS[cause], share) for cause, share in load.waits.items())])
 
 
 # --- stages
@@ -335,11 +326,8 @@ def length_classes(lengths: dict[int, TokensByLength]) -> list[LengthClass]:
     return found
 
 
-LEDGER = ">"
-"""All records of the ledger."""
-
-TAIL = 20_000
-"""The newest records of a ledger that are read."""
+LEDGER = ">"  # All records of the ledger
+TAIL = 20_000  # The newest records of a ledger that are read
 
 
 class StreamReader(Protocol):

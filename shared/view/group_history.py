@@ -31,8 +31,8 @@ from shared.schema.messages import Payload, ScoredGroup
 
 OUTSTANDING, REQUEUED, READY, BATCHED = "outstanding", "requeued", "ready", "batched"
 ENDS = (TRAINED, DROPPED, DEAD, EVALUATED, FAILED)
+# The states of a group: with the rollout and reward services (at first, or again), back with rewards, in a batch, at one of the ends
 STATUSES = (OUTSTANDING, REQUEUED, READY, BATCHED, *ENDS)
-"""The states of a group: with the rollout and reward services (at first, or again), back with rewards, in a batch, at one of the ends."""
 
 
 @dataclass(slots=True)

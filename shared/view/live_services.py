@@ -10,18 +10,10 @@ from shared.config.run_config import RunConfig
 from shared.runtime.safe_text import duration, number, printable_line
 from shared.schema.service_messages import Doing, ServiceStatus
 
-LONGEST_NAME = 64
-"""Characters of a name: of an instance, a state, a gauge."""
-
-LONGEST_TEXT = 1000
-"""Characters of any other text."""
-
-MOST_GAUGES = 512
-"""Gauges that are looked at."""
-
-MOST_DOING = 16
-"""Things that a service does at once, and instances that one of them waits for, that are looked at."""
-
+LONGEST_NAME = 64  # Characters of a name: of an instance, a state, a gauge
+LONGEST_TEXT = 1000  # Characters of any other text
+MOST_GAUGES = 512  # Gauges that are looked at
+MOST_DOING = 16  # Things that a service does at once, and instances that one of them waits for, that are looked at
 _TEXTS = {"detail", "held_back", "last_error", "http"}
 
 
@@ -110,8 +102,8 @@ def warm_start(services: Sequence[ServiceStatus]) -> str | None:
     return f"SFT step {number(done)}/{number(total)}{loss}{left}"
 
 
+# Two looks further apart than this witness so many seconds: whatever held the reader up may have held the services up, too
 LONGEST_GAP_S = 2.0
-"""Two looks further apart than this witness so many seconds: whatever held the reader up may have held the services up, too."""
 
 
 @dataclass

@@ -17,14 +17,12 @@ from shared.view.run_view import FAILED, RESTARTED
 
 Floats = NDArray[np.float64]
 
-MOST_TAGS = 4096
-"""The most metrics of a run that are kept: names of rewards are users', and a run with more has no more use of curves."""
+MOST_TAGS = 4096  # The most metrics of a run that are kept: names of rewards are users', and a run with more has no more use of curves
 
+# Metrics that are written once a step, by which times become steps: the first of them that there is
 STEP_TAGS = ("rollout/raw_reward", "train/loss", "sft/loss")
-"""Metrics that are written once a step, by which times become steps: the first of them that there is."""
 
-SFT = "sft/"
-"""The prefix of the warm start's metrics, which have steps of their own."""
+SFT = "sft/"  # The prefix of the warm start's metrics, which have steps of their own
 
 
 @dataclass(slots=True)
@@ -110,14 +108,12 @@ class MetricHistory:
         return np.interp(times, np.maximum.accumulate(clock.at), clock.steps)
 
 
-CAUGHT_UP = "caught_up"
-"""The event of a replica that took a version from another replica or from disk."""
+CAUGHT_UP = "caught_up"  # The event of a replica that took a version from another replica or from disk
 
+# Events that tell of weights that did not get where they should
 TROUBLES = ("fenced", "snapshot_broken", "snapshot_failed", "peer_weights_differ", "policy_not_exported")
-"""Events that tell of weights that did not get where they should."""
 
-MOST = 20_000
-"""The newest pushes, versions and events that are kept, of each."""
+MOST = 20_000  # The newest pushes, versions and events that are kept, of each
 
 
 @dataclass
@@ -182,13 +178,13 @@ class PushHistory:
         return self.versions.setdefault(version, VersionHistory(version))
 
 
+# Figure of a push → the metric that has it, by version
 PUSH_METRICS = {
     "seconds": "perf/update_weights_time",
     "transfer": "perf/update_weights_wire_time",
     "stall": "perf/update_weights_stall",
     "bytes": "perf/update_weights_bytes",
 }
-"""Figure of a push → the metric that has it, by version."""
 
 
 def pushes_in(metrics: MetricHistory) -> Iterator[WeightsPushed]:
@@ -209,11 +205,10 @@ def gb_per_s(pushed: WeightsPushed) -> float | None:
     return pushed.bytes / pushed.transfer / 1e9 if pushed.bytes and pushed.transfer > 0 else None
 
 
+# Events of a service that begins, that ends in order, and of a buffer that takes another's place
 JOINED, LEFT, TOOK_OVER = "joined", "left", "took_over"
-"""Events of a service that begins, that ends in order, and of a buffer that takes another's place."""
 
-MOST_MARKS = 2000
-"""The newest marks that are kept: a service that dies again and again makes many."""
+MOST_MARKS = 2000  # The newest marks that are kept: a service that dies again and again makes many
 
 
 @dataclass(slots=True)

@@ -17,14 +17,11 @@ from shared.view.flow_history import Interval, measure, overlap
 from shared.view.group_history import GroupHistory, GroupRecord
 from shared.view.run_view import ServiceFailures, read_failures
 
-EDGE = 0.1
-"""The part of the steps that "first" and "last" reward are means of."""
+EDGE = 0.1  # The part of the steps that "first" and "last" reward are means of
+LATE = "had not come back at eval_timeout"  # Why a held-out prompt has no rewards although nothing has failed
 
-LATE = "had not come back at eval_timeout"
-"""Why a held-out prompt has no rewards although nothing has failed."""
-
+# Metrics of a `Trained`: sum of |engine's − trainer's log-prob| over tokens that both computed under one version, and their number
 DIFF_SUM, DIFF_COUNT = "agreement_abs_diff", "agreement_tokens"
-"""Metrics of a `Trained`: sum of |engine's − trainer's log-prob| over tokens that both computed under one version, and their number."""
 
 
 @dataclass(frozen=True)

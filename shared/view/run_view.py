@@ -1,4 +1,4 @@
-"""The state of a run at one moment: the one model that the live panel, plain lines, `myxo status` and `myxo watch` show. Pure.
+"""The state of a run at one moment, for the live panel, plain lines, `myxo status` and `myxo watch`, and the failures of its services.
 
 It is made from the statuses that services publish and from the launcher's record of its processes. A service that is away or new leaves
 gaps; every figure may be absent.
@@ -27,8 +27,7 @@ from shared.view.stall import RunSituation, Stall, run_stall
 
 QUEUES = ("task", "eval", "generated", "scored")
 
-LATELY_SECONDS = 300.0
-"""The time for which the error of a service that is well again is shown."""
+LATELY_SECONDS = 300.0  # The time for which the error of a service that is well again is shown
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,8 @@ class InstanceLine:
     http: str = ""
 
 
+# The buffer's gauges ``eval_<figure>.<set>``, in the order of `EvaluationLine`'s fields
 EVAL_FIGURES = ("reward", "version", "newest", "lag", "missing", "prompts")
-"""The buffer's gauges ``eval_<figure>.<set>``, in the order of `EvaluationLine`'s fields."""
 
 
 @dataclass(frozen=True)
@@ -308,17 +307,13 @@ def _errors(services: Sequence[ServiceStatus], instances: Sequence[InstanceStatu
     return (*restarted.values(), *logged)
 
 
-FAILED, RESTARTED = "failed", "restarted"
-"""The events of a service that ends by an error, and of the launcher that started one again."""
+FAILED, RESTARTED = "failed", "restarted"  # The events of a service that ends by an error, and of the launcher that started one again
 
+# The launcher's event that the run goes on after a wait out of the ordinary; its detail says for how long, and for what
 WENT_ON = "went_on"
-"""The launcher's event that the run goes on after a wait out of the ordinary; its detail says for how long, and for what."""
 
-MOST_WAITS = 20
-"""The newest waits that are kept."""
-
-FULL_BYTES = 32 << 20
-"""A disk with less room than this counts as full."""
+MOST_WAITS = 20  # The newest waits that are kept
+FULL_BYTES = 32 << 20  # A disk with less room than this counts as full
 
 
 @dataclass

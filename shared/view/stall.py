@@ -1,6 +1,8 @@
 """What a run waits for at one moment: for whom and for what, since when, and what happens next. Pure.
 
-Displays, logs, the console and reports have their words from here. `shared.view.stall` decides which wait it is.
+Displays, logs, the console and reports have their words from here. The first cause that applies decides, in one order for all who ask: from
+what takes everything down (a full disk, the bus) over services that are down, silent or not ready yet, to what every run does all the time:
+push weights, train, wait for a batch. A cause reads the `RunSituation` alone, and asks no clock.
 """
 
 import time
@@ -17,11 +19,8 @@ from shared.schema.service_messages import Doing, ServiceStatus
 from shared.service.activities import BATCH, LOOP, PUSH, WORK
 from shared.view.live_services import InstanceStatus, needed, newest_gauges, present, shown, trained_steps, warm_start
 
-NATS, STORE = "NATS", "Redis"
-"""The servers, as displays name them."""
-
-LONG_S = 10.0
-"""Seconds after which an ordinary wait is worth a line of its own, where nothing is redrawn."""
+NATS, STORE = "NATS", "Redis"  # The servers, as displays name them
+LONG_S = 10.0  # Seconds after which an ordinary wait is worth a line of its own, where nothing is redrawn
 
 
 class Cause(Enum):
@@ -48,8 +47,8 @@ class Cause(Enum):
     STEP = "a step begins"
 
 
+# Causes that are worth a line at once: no healthy run has them
 TROUBLES = frozenset({Cause.DISK, Cause.BUS, Cause.STORE, Cause.FAILED, Cause.DOWN, Cause.SILENT, Cause.ROOM, Cause.STUCK})
-"""Causes that are worth a line at once: no healthy run has them."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +153,7 @@ class RunSituation:
         return sorted(found, key=lambda entry: entry[1].since)
 
 
-RUN = "run"
-"""The part of the launcher that tells what the run waits for (`shared.schema.service_messages.Doing`)."""
+RUN = "run"  # The part of the launcher that tells what the run waits for (`shared.schema.service_messages.Doing`)
 
 
 def told_by(launcher: ServiceStatus | None) -> Stall | None:
@@ -194,14 +192,13 @@ def named(error: str) -> str:
     return f" ({shortened_line(error)})" if error else ""
 
 
+# Kinds of services of which the run needs the very one that is down: nobody else has its work
 ALONE = frozenset({"buffer", "trainer", "critic"})
-"""Kinds of services of which the run needs the very one that is down: nobody else has its work."""
 
-RUN_FAILED = "run failed"
-"""The state of a buffer whose run has failed."""
+RUN_FAILED = "run failed"  # The state of a buffer whose run has failed
 
+# Queues: the buffer's gauge of what waits, who takes it, the gauge of what these have in hand, and what they do with it
 UNTAKEN = (("queue_task", "rollout", "running_groups", "generate"), ("queue_generated", "reward", "scoring", "score"))
-"""Queues: the buffer's gauge of what waits, who takes it, the gauge of what these have in hand, and what they do with it."""
 
 NAMES_SHOWN = 4
 
@@ -261,7 +258,8 @@ def _down(now: RunSituation) -> Stall | None:
     for instance in now.instances:
         if instance.due_in is not None and not _stood_in(now, instance.service, instance.instance):
             ended = instance.last_error or cause(instance.last_code)
-            again = f"starts again in {instance.due_in:.0f} s" + _from_checkpoint(instance.service)
+            again = f"starts again in {instance.due_in:.0f} s"
+            again += ", from its newest checkpoint" if instance.service in ("trainer", "critic") else ""
             return Stall(Cause.DOWN, f"{instance.instance}, which ended with {ended}", instance.ended_at, again)
     return None
 
@@ -323,15 +321,15 @@ def _getting_ready(now: RunSituation) -> Stall | None:
     return Stall(Cause.LOADING, "; ".join(parts), min(begun, default=0.0), limit)
 
 
+# --- services that are there and do not go on
+
+
 def _starting_engines(now: RunSituation) -> list[ServiceStatus]:
     """Returns the replicas whose engines start, where that holds up the run."""
     rollouts = [status for status in now.statuses if status.service == "rollout"]
     if not now.config.trainer.colocate and any(status.version >= 0 for status in rollouts):
         return []
     return [status for status in rollouts if status.state == "starting"]
-
-
-# --- services that are there and do not go on
 
 
 def _room(now: RunSituation) -> Stall | None:
@@ -500,10 +498,6 @@ def _after_silence(now: RunSituation, instance: str) -> str:
     if any(item.instance == instance and not item.foreign for item in now.instances):
         return f"killed and started again {now.config.bus.frozen_timeout:g} s after its last one"
     return f"taken for gone {now.config.bus.registry_ttl:g} s after its last one"
-
-
-def _from_checkpoint(service: str) -> str:
-    return ", from its newest checkpoint" if service in ("trainer", "critic") else ""
 
 
 def _trainer_works(now: RunSituation) -> bool:

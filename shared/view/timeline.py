@@ -35,11 +35,10 @@ TraceEvent = dict[str, Any]
 
 GROUPS, TRAINER, PUSHES, BUFFER, EVALUATIONS = "groups", "trainer", "weights", "buffer", "evaluations"
 
+# Where a group in flight is: with the rollout and reward services, back with rewards, in the batch of a step
 OUTSTANDING, READY, BATCHED = "outstanding", "ready", "in batch"
-"""Where a group in flight is: with the rollout and reward services, back with rewards, in the batch of a step."""
 
-WAITING, GENERATING, SCORING, TRAINING = "waiting", "generating", "scoring", "training"
-"""Phases that are known once they are over."""
+WAITING, GENERATING, SCORING, TRAINING = "waiting", "generating", "scoring", "training"  # Phases that are known once they are over
 
 
 @dataclass(slots=True)

@@ -15,8 +15,7 @@ from services.console.event_history import EventHistory, OtherRuns
 from services.console.run_source import RunSource
 from shared.view.metric_history import Floats, MetricHistory, MetricSeries, PushHistory, RunMarks, VersionHistory
 
-MOST_SERIES = 12
-"""The most series of one panel: of more, nobody tells one from another."""
+MOST_SERIES = 12  # The most series of one panel: of more, nobody tells one from another
 
 
 @dataclass(frozen=True)
@@ -179,8 +178,7 @@ def _short(tag: str, pattern: str) -> str:
     return tag.removeprefix(before).removesuffix(after)
 
 
-MOST_UNUSUAL = 200
-"""The most values that are no numbers that one curve tells of one by one."""
+MOST_UNUSUAL = 200  # The most values that are no numbers that one curve tells of one by one
 
 
 class UnusualValue(BaseModel):
@@ -292,12 +290,8 @@ def finite_or_none(values: Floats) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values.tolist()]
 
 
-MOST_MARKS_SHOWN = 400
-"""The newest marks of one kind that one answer has."""
-
-Axis = Literal["step", "hours"]
-"""What x is: the training step, or hours since the run began."""
-
+MOST_MARKS_SHOWN = 400  # The newest marks of one kind that one answer has
+Axis = Literal["step", "hours"]  # What x is: the training step, or hours since the run began
 PUSH, PUSH_FAILED, TRAINER = "push", "push failed", "trainer"
 
 
@@ -406,7 +400,11 @@ def marks(metrics: MetricHistory, pushes: PushHistory, services: RunMarks, axis:
     times = np.array([mark.at for mark in found])
     places = metrics.step_at(times) if axis == "step" else (times - (metrics.began or 0.0)) / 3600
     inside = [mark.model_copy(update={"x": x}) for mark, x in zip(found, places.tolist(), strict=True) if first <= x <= last]
-    kept = [mark for kind in dict.fromkeys(mark.kind for mark in inside) for mark in _of_kind(inside, kind)[-MOST_MARKS_SHOWN:]]
+    kept = [
+        mark
+        for kind in dict.fromkeys(mark.kind for mark in inside)
+        for mark in [mark for mark in inside if mark.kind == kind][-MOST_MARKS_SHOWN:]
+    ]
     return Marks(marks=sorted(kept, key=lambda mark: mark.at), left_out=len(inside) - len(kept))
 
 
@@ -418,10 +416,6 @@ def _pushes(version: VersionHistory) -> Iterator[MarkPart]:
         yield MarkPart(x=0.0, at=push.at, kind=kind, instance=TRAINER, text=f"version {push.version} {failed}".strip())
     if not version.pushes:
         yield MarkPart(x=0.0, at=version.at, kind=PUSH, instance=TRAINER, text=f"version {version.version}")
-
-
-def _of_kind(found: Sequence[MarkPart], kind: str) -> list[MarkPart]:
-    return [mark for mark in found if mark.kind == kind]
 
 
 # --- routes

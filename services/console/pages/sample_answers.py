@@ -1,4 +1,4 @@
-"""The commands that show a group again in a terminal, and train its batch again. Pure."""
+"""The answers of the page *Samples*: groups, their samples from the store or the run's directory, and commands that show them again."""
 
 import asyncio
 import shlex
@@ -52,8 +52,7 @@ def batch_command(directory: Path | None, config: RunConfig, step: int | None) -
     return ReplayCommand(what=f"trains the batches up to step {step} again, and prints each step's metrics", command=shlex.join(words))
 
 
-STORE_SECONDS = 8.0
-"""The deadline for reading a group from the store."""
+STORE_SECONDS = 8.0  # The deadline for reading a group from the store
 
 
 @dataclass(frozen=True)
@@ -96,11 +95,8 @@ async def _stored(source: RunSource, group: GroupRecord) -> list[Sample] | str:
     return found
 
 
-PREVIEW = 240
-"""Characters of a response in a group's list of samples."""
-
-SHOWN_REWARDS = 64
-"""Rewards of a group in a list."""
+PREVIEW = 240  # Characters of a response in a group's list of samples
+SHOWN_REWARDS = 64  # Rewards of a group in a list
 
 
 class GroupRow(BaseModel):

@@ -1,4 +1,4 @@
-"""Text and values of runs, whatever they hold, as JSON can carry them."""
+"""The tokens of a sample, with the trainer's figures of each, its turns and its forks, as the page *Samples* shows them."""
 
 import json
 from collections.abc import Callable, Hashable, Sequence
@@ -41,8 +41,8 @@ def _plain(value: Any) -> Any:
 
 FloatArray = NDArray[np.float64]
 
+# The fields with the trainer's own log-probs at the batch's start: the first where the loss reads them
 OWN_LOG_PROBS = ("proximal_log_probs", "trainer_log_probs")
-"""The fields with the trainer's own log-probs at the batch's start: the first where the loss reads them."""
 
 
 @dataclass(frozen=True)
@@ -114,17 +114,12 @@ def _of_sample(tensors: Any, sample: Sample) -> TrainerTokens | None:
     return TrainerTokens(own[0] if own else None, field("advantages"), "" if own else "the dump holds no log-probs of the trainer's own")
 
 
-Pieces = Callable[[Sequence[int]], list[str]]
-"""Returns the text of each of some token ids."""
+Pieces = Callable[[Sequence[int]], list[str]]  # Returns the text of each of some token ids
+MOST_TOKENS = 4000  # Tokens of one answer
+MOST_TURNS = 2000  # Turns of one answer
 
-MOST_TOKENS = 4000
-"""Tokens of one answer."""
-
-MOST_TURNS = 2000
-"""Turns of one answer."""
-
+# Estimators by which all tokens of a sample have one advantage, where no KL is in the reward
 _SPREAD = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline")
-"""Estimators by which all tokens of a sample have one advantage, where no KL is in the reward."""
 
 
 class SampleTurn(BaseModel):

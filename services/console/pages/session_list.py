@@ -1,4 +1,4 @@
-"""The sessions that agents play now: read from the store while somebody looks, a bounded part at a time."""
+"""The open sessions of agents, read from the store while a browser asks, a bounded part at a time, and their routes."""
 
 import asyncio
 import time
@@ -17,16 +17,11 @@ from shared.sessions.session import Session
 from shared.sessions.session_progress import SessionProgress
 from shared.sessions.session_store import KEPT_SECONDS, OPENED_SECONDS, SessionStore
 
-FRESH_SECONDS = 2.0
-"""What was read is not read again sooner than this, however many browsers look."""
-
+FRESH_SECONDS = 2.0  # What was read is not read again sooner than this, however many browsers look
 READ_SECONDS = 8.0
 
-MOST_OPEN = 5000
-"""The sessions whose records are looked for; of more the oldest are left out."""
-
-LONGEST_BACK = 7 * 24 * 3600
-"""Seconds: sessions that were opened longer ago are not looked for."""
+MOST_OPEN = 5000  # The sessions whose records are looked for; of more the oldest are left out
+LONGEST_BACK = 7 * 24 * 3600  # Seconds: sessions that were opened longer ago are not looked for
 
 
 @dataclass

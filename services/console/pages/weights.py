@@ -1,6 +1,6 @@
 """``/api/weights``: the answers of the page *Weights*: who serves which version, how it got there, and what failed on the way."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated
 
 from fastapi import APIRouter, Query
@@ -12,8 +12,7 @@ from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.schema.weight_messages import ReplicaPush, WeightsPushed
 from shared.view.metric_history import CAUGHT_UP, PushHistory, VersionHistory, gb_per_s
 
-PART_FIELDS = {"paused", "pausing", "loading", "activating", "failure"}
-"""What a replica's part in a version takes from the push's event."""
+PART_FIELDS = {"paused", "pausing", "loading", "activating", "failure"}  # What a replica's part in a version takes from the push's event
 
 
 class ReplicaNow(BaseModel):
@@ -116,8 +115,32 @@ class WeightEvents(BaseModel):
     told: bool
 
 
-PACE_NEWEST = 500
-"""The newest versions whose figures one chart shows."""
+PACE_NEWEST = 500  # The newest versions whose figures one chart shows
+
+
+# Figures of a push, in seconds but for ``bytes`` and ``gb_per_s``. None where nothing is known: a push that only metrics report has no
+# replicas. ``pausing``: the longest time from the request until a replica's engine was paused; ``check``: comparing what replicas hold with
+# what was sent; ``activation``: the commit; ``paused``: the longest pause of a replica.
+FIGURES: dict[str, Callable[[WeightsPushed], float | None]] = {
+    "joining": lambda push: push.joining if push.replicas else None,
+    "pausing": lambda push: max((part.pausing for part in push.replicas if part.pausing is not None), default=None),
+    "transfer": lambda push: push.transfer,
+    "check": lambda push: push.check if push.replicas else None,
+    "activation": lambda push: push.activation if push.replicas else None,
+    "seconds": lambda push: push.seconds,
+    "stall": lambda push: push.stall,
+    "paused": lambda push: max((part.paused for part in push.replicas if part.paused is not None), default=None),
+    "bytes": lambda push: push.bytes,
+    "gb_per_s": gb_per_s,
+}
+
+# The series of the chart: figure, name, unit
+PACE = (
+    *((name, name, "s") for name in ("transfer", "joining", "pausing", "check", "activation")),
+    ("paused", "longest pause", "s"),
+    ("stall", "stall of the trainer", "s"),
+    ("gb_per_s", "speed", "GB/s"),
+)
 
 
 def weights_now(statuses: Sequence[ServiceStatus], history: PushHistory) -> WeightsNow:
@@ -175,9 +198,7 @@ def _row(item: VersionHistory, serves: Mapping[str, int], interval: int) -> Vers
         failure=failed[-1] if failed else "",
     )
     if push is not None:
-        figures = {"joining": joining(push), "transfer": push.transfer, "activation": activation(push), "seconds": push.seconds}
-        figures |= {"pausing": pausing(push), "check": check(push), "stall": push.stall, "bytes": push.bytes}
-        return row.model_copy(update={**figures, "paused": longest_pause(push), "gb_per_s": gb_per_s(push)})
+        return row.model_copy(update={name: figure(push) for name, figure in FIGURES.items()})
     if item.live is not None:  # from disk: its seconds are those of writing it
         return row.model_copy(update={"seconds": item.live.seconds, "bytes": item.live.bytes})
     return row
@@ -197,44 +218,10 @@ def _replicas(item: VersionHistory, serves: Mapping[str, int]) -> list[ReplicaPa
     ]
 
 
-def joining(push: WeightsPushed) -> float | None:
-    """Returns the seconds of joining; None of a push that only metrics tell of, which has no replicas."""
-    return push.joining if push.replicas else None
-
-
-def pausing(push: WeightsPushed) -> float | None:
-    """Returns the longest time from the request until a replica's engine was paused, in seconds; None where none is known."""
-    return max((part.pausing for part in push.replicas if part.pausing is not None), default=None)
-
-
-def check(push: WeightsPushed) -> float | None:
-    """Returns the seconds of comparing what replicas hold with what was sent; None of a push that only metrics tell of."""
-    return push.check if push.replicas else None
-
-
-def activation(push: WeightsPushed) -> float | None:
-    """Returns the seconds of the commit; None of a push that only metrics tell of."""
-    return push.activation if push.replicas else None
-
-
-def longest_pause(push: WeightsPushed) -> float | None:
-    """Returns the longest pause of a replica, in seconds; None where none is known."""
-    return max((part.paused for part in push.replicas if part.paused is not None), default=None)
-
-
 def pace(history: PushHistory) -> PushPace:
     """Returns the figures of the newest pushes that replicas serve, in the order of versions."""
     pushes = [push for item in history.newest_first()[:PACE_NEWEST] if (push := item.pushed) is not None][::-1]
-    series = [
-        PushPaceSeries(name="transfer", unit="s", values=[push.transfer for push in pushes]),
-        PushPaceSeries(name="joining", unit="s", values=[joining(push) for push in pushes]),
-        PushPaceSeries(name="pausing", unit="s", values=[pausing(push) for push in pushes]),
-        PushPaceSeries(name="check", unit="s", values=[check(push) for push in pushes]),
-        PushPaceSeries(name="activation", unit="s", values=[activation(push) for push in pushes]),
-        PushPaceSeries(name="longest pause", unit="s", values=[longest_pause(push) for push in pushes]),
-        PushPaceSeries(name="stall of the trainer", unit="s", values=[push.stall for push in pushes]),
-        PushPaceSeries(name="speed", unit="GB/s", values=[gb_per_s(push) for push in pushes]),
-    ]
+    series = [PushPaceSeries(name=name, unit=unit, values=[FIGURES[key](push) for push in pushes]) for key, name, unit in PACE]
     return PushPace(versions=[push.version for push in pushes], series=series)
 
 

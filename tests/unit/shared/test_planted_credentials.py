@@ -11,8 +11,8 @@ from myxo.run import config_toml
 from myxo.run.run_directory import RunDirectory
 from shared.bus import runs
 from shared.config.config_reading import parse
-from shared.config.environment_variables import without_credentials
 from shared.runtime import telemetry
+from shared.runtime.safe_text import without_credentials
 from tests.support.run_config import run_config
 
 PLANTED = {
