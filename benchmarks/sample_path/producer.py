@@ -19,8 +19,8 @@ from shared.bus.subjects import REWARD, TRAIN, Subjects
 from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.config.run_config import RunConfig
 from shared.schema import sample
+from shared.schema.digests import reference
 from shared.schema.messages import Message, Scored, Task
-from shared.schema.payload_digest import reference
 from shared.schema.weight_messages import WeightsLive
 from shared.service.service_base import settle
 from shared.store.payload_store import Store

@@ -29,8 +29,8 @@ from shared.rewards.names import RUNS_CODE, base, missing_package
 from shared.runtime import addresses
 from shared.runtime.errors import ConfigError
 from shared.runtime.host import RuntimeFailed, host_memory, runtime_answer
+from shared.runtime.traces import trace_settings
 from shared.sandbox.sandbox import Sandbox, SandboxUnavailable
-from shared.tracing.trace_settings import trace_settings
 
 # The packages, and the services that need them; importing them would take seconds.
 PACKAGES = {"torch": "the trainer and the engine", "megatron": "the trainer", "sglang": "the engine"}

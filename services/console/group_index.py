@@ -26,7 +26,7 @@ from shared.schema.ledger import (
     eval_group_parts,
     group_id,
 )
-from shared.schema.limits import Count
+from shared.schema.message import Count
 from shared.view.group_history import GroupHistory, GroupRecord, ProvenanceStep, ledger_words
 
 Status = Literal["outstanding", "requeued", "ready", "batched", "trained", "dropped", "dead", "evaluated", "failed"]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Sequence
 
 from services.console.run_source import FLOW, HEALTH, NATS, NOT_STARTED, OVERVIEW, READ_SECONDS, SILENT, STORE, RunSource, SourceAway
-from shared.bus import runs, stream_replay
+from shared.bus import runs, streams
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.config.run_config import RunConfig
 from shared.schema.service_messages import ServiceStatus
@@ -85,7 +85,7 @@ class RunPipeline:
         """Reads what is new; begins anew where the run did. Raises SourceAway."""
         source = self._source
         try:
-            last = await stream_replay.last_sequence(source.bus(), source.names.ledger_stream, deadline=READ_SECONDS)
+            last = await streams.last_sequence(source.bus(), source.names.ledger_stream, deadline=READ_SECONDS)
         except SourceAway:
             raise
         except BUS_ERRORS as error:

@@ -22,11 +22,12 @@ import structlog
 from redis.exceptions import RedisError
 
 from shared.accounts.permissions import CONSOLE, ROLES, user_name
-from shared.bus import runs, stream_replay, streams
+from shared.bus import runs, streams
+from shared.bus import streams as stream_replay
 from shared.bus.bus_errors import BUS_ERRORS, TRANSIENT
 from shared.bus.connection import Bus
 from shared.bus.registry import ENVIRONMENT, Registry
-from shared.bus.stream_replay import Entry
+from shared.bus.streams import Entry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import DeadlineExceeded, MyxoError

@@ -39,12 +39,10 @@ from shared.hooks.sample_agreement import compared
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.runtime.telemetry import MetricSpec, declare_metrics
 from shared.schema import sample as sample_codec
-from shared.schema.limits import LARGEST, MAX_PARTS, MAX_SAMPLES, ROLE, PartName, Reward
+from shared.schema.digests import reference
+from shared.schema.message import LARGEST, MAX_PARTS, MAX_SAMPLES, ROLE, PartName, Reward
 from shared.schema.messages import Generated, Task
-from shared.schema.overlong import fitted
-from shared.schema.own_turns import turns_of
-from shared.schema.payload_digest import reference
-from shared.schema.sample import LOG_PROBS, Sample, SampleLimits, segments_of
+from shared.schema.sample import LOG_PROBS, Sample, SampleLimits, fitted, segments_of, turns_of
 from shared.schema.versions import is_lost
 from shared.service.service_base import Service
 from shared.store.payload_store import StoreFull

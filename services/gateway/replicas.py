@@ -23,7 +23,7 @@ from shared.bus.bus_errors import TRANSIENT
 from shared.bus.registry import ASLEEP, Registry
 from shared.runtime.errors import BadMessage, MyxoError
 from shared.schema.service_messages import ServiceStatus
-from shared.sessions.draw import CONTENT_TYPE, CONTEXT_GAUGE, DRAW_PATH, KEY_HEADER, LENGTH_BYTES, VOCABULARY_GAUGE, Drawn, DrawRequest
+from shared.sessions.session import CONTENT_TYPE, CONTEXT_GAUGE, DRAW_PATH, KEY_HEADER, LENGTH_BYTES, VOCABULARY_GAUGE, Drawn, DrawRequest
 from shared.sessions.session_store import SessionStore
 
 REFRESH_SECONDS = 0.5  # The interval at which the registry is read

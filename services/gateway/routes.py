@@ -42,7 +42,7 @@ from services.gateway.wire.request_body import RequestFields, read_body
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import cancelled
 from shared.runtime.telemetry import Metrics, MetricSpec, declare_metrics
-from shared.schema.limits import Parts, Reason, Reward
+from shared.schema.message import Parts, Reason, Reward
 from shared.sessions.session import SessionEnded, SessionLog, SessionUnknown
 from shared.sessions.session_store import SessionStore
 

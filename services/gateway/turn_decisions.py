@@ -28,8 +28,7 @@ from services.gateway.wire.request import (
 from services.gateway.wire.request_body import shallow
 from shared.data.stop_strings import end_across, written
 from shared.schema.messages import Sampling
-from shared.sessions.draw import Drawn
-from shared.sessions.session import Session, Turn
+from shared.sessions.session import Drawn, Session, Turn
 
 Messages = Sequence[Mapping[str, Any]]
 

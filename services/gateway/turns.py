@@ -23,9 +23,11 @@ from services.gateway.wire.request import ChatTurn, TokenTurn, TurnRefused, Turn
 from shared.config.gateway_section import GatewaySection
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import put_off
+from shared.runtime.traces import Traces, TraceSpan
 from shared.schema.messages import Sampling
-from shared.sessions.draw import Drawn, DrawRequest
 from shared.sessions.session import (
+    Drawn,
+    DrawRequest,
     Finish,
     PendingTurn,
     SessionLog,
@@ -39,8 +41,6 @@ from shared.sessions.session import (
     joined,
 )
 from shared.sessions.session_store import SessionStore
-from shared.tracing.span import TraceSpan
-from shared.tracing.traces import Traces
 
 
 class LiveTurn:

@@ -24,6 +24,7 @@ from shared.process.worker_pool import WorkerFailed
 from shared.runtime.errors import INFRASTRUCTURE, TASK, BadMessage, DeadlineExceeded, Fault, MessageTooLarge, PayloadMissing
 from shared.runtime.tasks import cancelled
 from shared.runtime.telemetry import MetricSpec, declare_metrics
+from shared.runtime.traces import Attributes, TraceSpan
 from shared.schema import sample
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Failed, Generated, Outcome, Scored, failure_of
@@ -32,7 +33,6 @@ from shared.schema.service_messages import Doing
 from shared.schema.versions import newest_possible
 from shared.service.activities import WORK
 from shared.service.service_base import Service
-from shared.tracing.span import Attributes, TraceSpan
 
 
 class GroupFilter:

@@ -26,10 +26,9 @@ from shared.rewards.names import GIVEN, needs_label, queue_of, wrong
 from shared.rewards.reference import Reference, label_problem
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded, MyxoError, nearest
 from shared.schema import sample
-from shared.schema.limits import MAX_PARTS
+from shared.schema.message import MAX_PARTS
 from shared.schema.messages import Generated
-from shared.schema.own_turns import scored_text
-from shared.schema.sample import Sample, Score
+from shared.schema.sample import Sample, Score, scored_text
 from shared.schema.service_messages import ServiceStatus
 from shared.service.service_base import Service
 

@@ -28,14 +28,12 @@ from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.runtime.tasks import cancelled, to_the_end
 from shared.runtime.telemetry import MetricSpec, declare_metrics
 from shared.schema.ledger import is_evaluation
-from shared.schema.limits import MAX_SAMPLES
+from shared.schema.message import MAX_SAMPLES
 from shared.schema.messages import Task
-from shared.schema.own_turns import turns_of
-from shared.schema.sample import Sample
+from shared.schema.sample import Sample, turns_of
 from shared.service.service_base import Service
-from shared.sessions.session import Session, SessionEnded, SessionLog, new_key
+from shared.sessions.session import Session, SessionEnded, SessionLog, Trajectory, new_key, trajectories
 from shared.sessions.session_store import SessionStore
-from shared.sessions.trajectories import Trajectory, trajectories
 
 GATEWAY = "gateway"
 WAIT_SECONDS = 60.0  # the time that a session waits for a gateway: one that died is being restarted

@@ -34,10 +34,9 @@ from shared.runtime.errors import BadMessage, MyxoError
 from shared.runtime.telemetry import Metrics, MetricSpec, declare_metrics
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Task
-from shared.schema.own_turns import sampled, turns_of
-from shared.schema.sample import Sample, token_digest
+from shared.schema.sample import Sample, sampled, token_digest, turns_of
 from shared.service.service_base import Service
-from shared.sessions.draw import CONTENT_TYPE, DRAW_PATH, KEY_HEADER, Drawn, DrawRequest
+from shared.sessions.session import CONTENT_TYPE, DRAW_PATH, KEY_HEADER, Drawn, DrawRequest
 
 MOST_TOKENS, ANSWER_TOKENS = 1 << 22, 64  # sampled tokens that are remembered, 32 MiB, and as how many an answer counts besides its own
 

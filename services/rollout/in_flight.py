@@ -20,9 +20,8 @@ from shared.config.run_config import RunConfig
 from shared.data.stop_strings import written
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import MyxoError
-from shared.schema.expert_choices import Choices, ExpertChoices
 from shared.schema.messages import Sampling, Task
-from shared.schema.sample import Sample
+from shared.schema.sample import Choices, ExpertChoices, Sample
 from shared.schema.versions import is_lost
 
 UNROUTED = "routed_experts_problem"  # the attribute of a sample that is not trained since the experts of its tokens are not known: why

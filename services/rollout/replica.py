@@ -24,7 +24,7 @@ from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.tasks import cancelled
 from shared.runtime.telemetry import MetricSpec, declare_metrics
 from shared.service.service_base import Service
-from shared.sessions.draw import CONTEXT_GAUGE, VOCABULARY_GAUGE
+from shared.sessions.session import CONTEXT_GAUGE, VOCABULARY_GAUGE
 from shared.sessions.session_store import SessionStore
 
 declare_metrics(

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from services.rollout.teachers import Teachers
 from shared.bus.subjects import ROLLOUT
 from shared.runtime.errors import BadMessage, Fault, PayloadMissing
+from shared.runtime.traces import Attributes, TraceSpan
 from shared.schema import sample as sample_codec
+from shared.schema.digests import reference
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Discarded, Failed, Generated, Interrupted, Outcome, Payload, Task
-from shared.schema.overlong import fitted
-from shared.schema.payload_digest import reference
-from shared.schema.sample import Sample
+from shared.schema.sample import Sample, fitted
 from shared.service.service_base import Service
-from shared.tracing.span import Attributes, TraceSpan
 
 GENERATE = "generate"
 

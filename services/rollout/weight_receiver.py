@@ -27,6 +27,7 @@ from shared.config import devices
 from shared.runtime.addresses import own_address
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.telemetry import MetricSpec, declare_metrics
+from shared.runtime.traces import Attributes, Traces, TraceSpan, push_trace
 from shared.schema.messages import Accepted, Message
 from shared.schema.weight_messages import (
     WeightsAbort,
@@ -42,8 +43,6 @@ from shared.schema.weight_messages import (
     WeightsWake,
 )
 from shared.service.service_base import Service
-from shared.tracing.span import Attributes, TraceSpan, push_trace
-from shared.tracing.traces import Traces
 
 declare_metrics(
     MetricSpec("asleep", "", "1 while a trainer computes on the engine's GPUs", when="with `colocate`"),

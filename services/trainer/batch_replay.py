@@ -22,11 +22,11 @@ from shared.config.run_config import RunConfig
 from shared.hub import hub_resolve
 from shared.process.child_process import die_with_parent
 from shared.runtime.errors import ConfigError
+from shared.runtime.traces import Traces
 from shared.schema.messages import BatchAnswer, EvalFigures, RunDone, Trained
 from shared.schema.service_messages import WarmStartEnded
 from shared.service.activities import Look
 from shared.service.service_base import exit_code
-from shared.tracing.traces import Traces
 
 USAGE = """usage: myxo replay CONFIG TEMPLATE [flags]
 

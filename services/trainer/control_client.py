@@ -20,6 +20,7 @@ from shared.bus.connection import TRANSIENT, RequestRefused
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import BadInput, DeadlineExceeded, MyxoError
 from shared.runtime.tasks import SupervisedThread, cancelled, log_failure
+from shared.runtime.traces import Traces
 from shared.schema.messages import (
     Accepted,
     BatchAnswer,
@@ -38,7 +39,6 @@ from shared.schema.versions import version_after
 from shared.schema.weight_messages import WeightsLive
 from shared.service.activities import LOOP, Look
 from shared.service.service_base import Service, attended, connect
-from shared.tracing.traces import Traces
 
 Result = TypeVar("Result")
 

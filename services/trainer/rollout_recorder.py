@@ -25,7 +25,7 @@ from shared.config.run_config import RunConfig
 from shared.model.families import read_architecture
 from shared.process.child_process import die_with_parent
 from shared.runtime.safe_files import replace_file
-from shared.schema.attestation import TrainedSample, attest
+from shared.schema.digests import TrainedSample, attest
 from shared.schema.messages import Attestation, Batch, Trained
 from shared.schema.sample import SampleLimits
 from shared.schema.weight_messages import WeightsLive

@@ -48,7 +48,7 @@ from shared.runtime import exit_codes, liveness
 from shared.runtime.addresses import HOST_VARIABLE, LOOPBACK, own_address
 from shared.runtime.errors import BadMessage, ConfigError, MyxoError
 from shared.runtime.tasks import cancelled, to_the_end
-from shared.schema.node_messages import Attempt, NodeSecret, NodeState
+from shared.schema.service_messages import Attempt, NodeSecret, NodeState
 from shared.service.service_base import Service
 
 BEAT_BYTES = 8  # bytes of a question, and of its answer: the question's number

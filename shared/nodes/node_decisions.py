@@ -23,8 +23,7 @@ from shared.bus.leader_lease import LeaseObserver
 from shared.bus.registry import WAITING
 from shared.runtime import exit_codes
 from shared.runtime.errors import DeadlineExceeded
-from shared.schema.node_messages import Attempt, NodeState, Over
-from shared.schema.service_messages import LeaseStatus
+from shared.schema.service_messages import Attempt, LeaseStatus, NodeState, Over
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class NodeObserver:
 class OwnRanks:
     """The ranks of this node. ``running``: their attempt, 0: there are none. ``port``: of the meeting point that they have opened on the
     first node, 0: not yet. ``ended``: the newest attempt whose ranks have ended here, with ``code``, ``reason`` and ``consequence`` as
-    `shared.schema.node_messages.NodeState` has them."""
+    `shared.schema.service_messages.NodeState` has them."""
 
     running: int = 0
     port: int = 0

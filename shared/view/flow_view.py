@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shared.bus.registry import ENVIRONMENT
-from shared.bus.stream_replay import Entry
+from shared.bus.streams import Entry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.schema.ledger import LedgerRecord
@@ -331,7 +331,7 @@ TAIL = 20_000  # The newest records of a ledger that are read
 
 
 class StreamReader(Protocol):
-    """Reads a stream as `shared.bus.stream_replay.read` does."""
+    """Reads a stream as `shared.bus.streams.read` does."""
 
     def __call__(
         self, stream: str, model: type[Entry], subject: str = ">", *, after: int = 0, strict: bool = True

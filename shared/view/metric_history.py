@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.schema.limits import LARGEST
+from shared.schema.message import LARGEST
 from shared.schema.service_messages import ServiceEvent
 from shared.schema.weight_messages import WeightsLive, WeightsPushed
 from shared.view.run_view import FAILED, RESTARTED

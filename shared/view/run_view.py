@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nats.js.errors import NotFoundError
 
-from shared.bus import stream_replay
+from shared.bus import streams
 from shared.bus.connection import Bus
 from shared.bus.registry import ENGINE_NODE, ENVIRONMENT, NODE, STANDBY
 from shared.bus.subjects import Subjects
@@ -338,7 +338,7 @@ class ServiceFailures:
 async def read_failures(bus: Bus, run: str) -> ServiceFailures:
     """Reads the events since the run began."""
     found, names = ServiceFailures(), Subjects(run)
-    async for _, event in stream_replay.read(bus, names.events_stream, ServiceEvent, names.event("service", "*"), strict=False):
+    async for _, event in streams.read(bus, names.events_stream, ServiceEvent, names.event("service", "*"), strict=False):
         found.take(event)
     return found
 

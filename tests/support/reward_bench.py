@@ -18,8 +18,8 @@ from shared.bus.work_queue import WorkQueue
 from shared.config.run_config import RunConfig
 from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema import sample
+from shared.schema.digests import reference
 from shared.schema.messages import Failed, Generated, Outcome
-from shared.schema.payload_digest import reference
 from shared.schema.sample import Sample
 from shared.schema.service_messages import ServiceStatus
 from shared.schema.weight_messages import WeightsLive

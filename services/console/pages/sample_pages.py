@@ -31,7 +31,7 @@ from services.console.run_index import RunIndex
 from services.console.run_source import RunSource
 from shared.data.tokenizer_files import local_tokenizer
 from shared.schema.ledger import is_evaluation
-from shared.schema.limits import Count, GroupId
+from shared.schema.message import Count, GroupId
 from shared.view.group_history import GroupRecord
 
 NO_TOKENS = (

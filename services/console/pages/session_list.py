@@ -13,8 +13,7 @@ from services.console.pages.sample_tokens import safe
 from services.console.run_source import RunSource, SourceAway
 from shared.runtime.errors import BadMessage, MyxoError
 from shared.schema.message import Message
-from shared.sessions.session import Session
-from shared.sessions.session_progress import SessionProgress
+from shared.sessions.session import Session, SessionProgress
 from shared.sessions.session_store import KEPT_SECONDS, OPENED_SECONDS, SessionStore
 
 FRESH_SECONDS = 2.0  # What was read is not read again sooner than this, however many browsers look

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 from services.gateway.wire.openai_chat import UNCONSTRAINED, sampling, token_usage
 from services.gateway.wire.request import TokenTurn, TurnRefused, TurnResult, beside
 from services.gateway.wire.request_body import Positive, RequestFields, SamplingFields, StopTexts, TopP, Version, read_body
-from shared.schema.limits import LARGEST
+from shared.schema.message import LARGEST
 
 LONGEST_PROMPT = 1 << 22  # Tokens
 

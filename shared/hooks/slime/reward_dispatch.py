@@ -18,7 +18,7 @@ from shared.rewards.reference import Reference, label_text
 from shared.rewards.text_rewards import compute_gpqa_reward, compute_ifbench_reward, f1_score
 from shared.rewards.text_rewards import compute_score as compute_score_dapo
 from shared.rewards.verifiers import exact, math_verify, pattern_answer
-from shared.schema.own_turns import ScoredText, sampled, scored_text, turns_of
+from shared.schema.sample import ScoredText, sampled, scored_text, turns_of
 
 REMOTE_TRIES = 10
 

@@ -17,8 +17,7 @@ from shared.nodes.node_decisions import (
     StopRanks,
     TellNodes,
 )
-from shared.schema.node_messages import Attempt, NodeState
-from shared.schema.service_messages import LeaseStatus
+from shared.schema.service_messages import Attempt, LeaseStatus, NodeState
 
 DURATION, TICK = 5.0, 0.5
 PATIENCE = 600.0
