@@ -36,8 +36,8 @@ from rich.table import Table
 
 from shared.bus.connection import Bus
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.schema.digests import reference
 from shared.schema.messages import Message
-from shared.schema.payload_digest import reference
 from shared.schema.service_messages import ServiceEvent
 from shared.store.payload_store import BlockingStore, Store
 

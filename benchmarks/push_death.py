@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.example_run import lines
 from services.trainer.weights.push_record import RECEIVE
-from shared.bus import stream_replay
+from shared.bus import streams
 from shared.runtime.process_watch import descendants
 from shared.schema.weight_messages import WeightsPushed
 
@@ -92,7 +92,7 @@ def _named(link: "ControlClient", killed: float) -> dict[str, Any]:
 
     async def pushes() -> list[WeightsPushed]:
         subject = names.event("weights", "pushed")
-        return [event async for _, event in stream_replay.read(link.service.bus, names.events_stream, WeightsPushed, subject)]
+        return [event async for _, event in streams.read(link.service.bus, names.events_stream, WeightsPushed, subject)]
 
     for event in link.call(pushes(), SECONDS):
         for part in event.replicas:

@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from services.rollout.engine.launch_command import FlagValue
-    from shared.schema.expert_choices import ExpertChoices
-    from shared.schema.sample import Sample
+    from shared.schema.sample import ExpertChoices, Sample
 
 RESULTS = Path(__file__).parent / "results" / "routing_replay.json"
 SIZES = {
@@ -117,9 +116,8 @@ async def drawn(model: Path, options: argparse.Namespace) -> "tuple[list[Sample]
     from services.rollout.partial_samples import Partial
     from shared.model.families import read_architecture
     from shared.runtime.embedded_servers import free_port
-    from shared.schema.expert_choices import ExpertChoices
     from shared.schema.messages import Sampling
-    from shared.schema.sample import Sample
+    from shared.schema.sample import ExpertChoices, Sample
 
     choices = ExpertChoices.of(read_architecture(model))
     assert choices is not None

@@ -29,7 +29,7 @@ from services.buffer.ledger_writer import LedgerWriter
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.bus.registry import STANDBY, Registry
-from shared.bus.stream_replay import last_sequence
+from shared.bus.streams import last_sequence
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey

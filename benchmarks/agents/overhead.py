@@ -21,7 +21,7 @@ from benchmarks.agents.site import Site, used_between
 from benchmarks.agents.speakers import FORMATS, Speaker, asked
 from shared.runtime.cancellation import cancelled
 from shared.schema.service_messages import ServiceStatus
-from shared.sessions.draw import CONTENT_TYPE, CONTEXT_GAUGE, DRAW_PATH, VOCABULARY_GAUGE, Drawn, DrawRequest
+from shared.sessions.session import CONTENT_TYPE, CONTEXT_GAUGE, DRAW_PATH, VOCABULARY_GAUGE, Drawn, DrawRequest
 
 HISTORIES = {"short": Load(1, 3, 60, 40, 32), "long": Load(1, 20, 600, 332, 64)}
 """Conversations by name: of 3 turns and 240 tokens, and of 20 turns and 8,000 tokens."""

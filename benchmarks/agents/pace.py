@@ -23,8 +23,7 @@ from services.gateway.draw_client import DrawClient
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import GenerationRequest
 from shared.schema.messages import Sampling
-from shared.sessions.draw import DrawRequest
-from shared.sessions.session import Session, new_key
+from shared.sessions.session import DrawRequest, Session, new_key
 
 SESSION_SECONDS = 3600.0
 

@@ -46,7 +46,7 @@ from benchmarks.end_to_end.prediction import MeasuredEngine, at_context, decodin
 from benchmarks.end_to_end.whole_run import RunPlan, measured
 from benchmarks.rollout_overhead.__main__ import flag
 from benchmarks.rollout_overhead.engine_bench import FUNCTION, EngineLoadPlan, engine_bench
-from services.buffer.batch_order import Order
+from services.buffer.policy import Order
 from services.rollout.slot_limit import MOST
 from shared.runtime import devices, exit_codes
 from shared.runtime.telemetry import silence_logs

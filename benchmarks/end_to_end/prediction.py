@@ -17,9 +17,9 @@ import numpy as np
 from numpy.random import Generator
 
 from benchmarks.end_to_end.length_distribution import DRAWN, LengthDistribution
-from services.buffer.batch_order import Order
-from services.buffer.simulation.simulation_run import Setting, SimulationPlan
-from services.buffer.simulation.workload_model import DECILES, Floats, WorkloadModel
+from services.buffer.policy import Order
+from services.buffer.simulation.simulate_command import Setting, SimulationPlan
+from services.buffer.simulation.world import DECILES, Floats, WorkloadModel
 from services.rollout.slot_queue import lot
 
 STEPS, WARM_UP = 40, 10

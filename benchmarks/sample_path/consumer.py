@@ -19,7 +19,7 @@ from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.schema import sample
-from shared.schema.attestation import TrainedSample, attest
+from shared.schema.digests import TrainedSample, attest
 from shared.schema.messages import Accepted, Batch, BatchAnswer, BatchPending, BatchRequest, Durable, Trained
 from shared.schema.weight_messages import WeightsLive
 from shared.store.payload_store import BlockingStore

@@ -20,7 +20,7 @@ from tokenizers import models
 from benchmarks.sample_path.consumer import SAVE_EVERY
 from benchmarks.sample_path.content import SAMPLES, Prompts
 from services.buffer.rollout_keeper import HELD_BYTES
-from shared.bus import runs, stream_replay
+from shared.bus import runs, streams
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.config.config_reading import parse
@@ -202,7 +202,7 @@ async def check(running: Servers, run_config: RunConfig, group_bytes: int) -> No
     """
     bus = await Bus.connect(running.nats.url, "benchmark")
     audit = Audit(run_config.rollout.max_staleness, run_config.rollout.rollout_batch_size)
-    async for _, record in stream_replay.read(bus, Subjects(RUN).ledger_stream, LedgerRecord):
+    async for _, record in streams.read(bus, Subjects(RUN).ledger_stream, LedgerRecord):
         audit.see(record)
     await bus.close()
     report = audit.report()

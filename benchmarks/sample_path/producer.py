@@ -20,8 +20,8 @@ from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.config.run_config import RunConfig
 from shared.runtime.service_base import settle
 from shared.schema import sample
+from shared.schema.digests import reference
 from shared.schema.messages import Message, Scored, Task
-from shared.schema.payload_digest import reference
 from shared.schema.weight_messages import WeightsLive
 from shared.store.payload_store import Store
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from myxo.commands.command_arguments import add_json, add_run
 from myxo.run.run_access import reach
-from shared.bus import stream_replay
+from shared.bus import streams
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.data.rollout_files import DIRECTORY, trained_groups
@@ -35,7 +35,7 @@ async def audit(run: str, directory: Path, console: Console, as_json: bool) -> i
     async with reach(run, directory) as access:
         rollout = access.config.rollout
         checker = Audit(rollout.max_staleness, rollout.rollout_batch_size)
-        async for _, record in stream_replay.read(access.bus, Subjects(access.run).ledger_stream, LedgerRecord):
+        async for _, record in streams.read(access.bus, Subjects(access.run).ledger_stream, LedgerRecord):
             checker.see(record)
         report = checker.report()
         unread = without_responses(access.config, access.directory.root, report)

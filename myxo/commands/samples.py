@@ -21,7 +21,7 @@ from myxo.display.sample_page import Pieces, ShownGroup, as_plain, json_line, pa
 from myxo.preflight.server_checks import given_servers
 from myxo.run.run_access import Access, payloads, reach
 from myxo.run.run_directory import RunDirectory, find
-from shared.bus import stream_replay
+from shared.bus import streams
 from shared.bus.subjects import Subjects
 from shared.data.read_progress import ReadProgress
 from shared.data.rollout_files import DIRECTORY, EVALUATED, FAILED, RolloutReader, RolloutRecord, files
@@ -185,10 +185,10 @@ class _OpenRun:
                 fold.add(kept_group(position, kept))
             return
         bus, stream = self.access.bus, Subjects(self.access.run).ledger_stream
-        with ReadProgress("reading the ledger", await stream_replay.last_sequence(bus, stream)) as reading:
-            async for sequence, record in stream_replay.read(bus, stream, LedgerRecord):
+        with ReadProgress("reading the ledger", await streams.last_sequence(bus, stream)) as reading:
+            async for sequence, record in streams.read(bus, stream, LedgerRecord):
                 fold.apply(sequence, record)
-                if sequence % stream_replay.FETCH == 0:
+                if sequence % streams.FETCH == 0:
                     reading.at(sequence)
 
     def read_files(self, groups: Sequence[GroupRecord]) -> None:

@@ -15,7 +15,7 @@ from myxo.commands.command_arguments import add_json, add_run, seconds
 from myxo.display.flow_panel import flow_panel
 from myxo.run.live_situation import live_situation
 from myxo.run.run_access import Access, reach
-from shared.bus import runs, stream_replay
+from shared.bus import runs, streams
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
@@ -48,8 +48,8 @@ def declare(command: argparse.ArgumentParser) -> None:
 async def top(parsed: argparse.Namespace, console: Console) -> int:
     """Shows the run until it ends, or once. Raises ConfigError where there is no such run."""
     async with reach(parsed.run, parsed.dir) as access:
-        last = await stream_replay.last_sequence(access.bus, Subjects(access.run).ledger_stream, deadline=READ_SECONDS)
-        reader = FlowReader(access.run, functools.partial(stream_replay.read, access.bus, deadline=READ_SECONDS), last)
+        last = await streams.last_sequence(access.bus, Subjects(access.run).ledger_stream, deadline=READ_SECONDS)
+        reader = FlowReader(access.run, functools.partial(streams.read, access.bus, deadline=READ_SECONDS), last)
         waits = RunWaits(access)
         view, raised = await _look(access, reader, parsed.window, waits)
         if parsed.json:

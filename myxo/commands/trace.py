@@ -13,8 +13,8 @@ from rich.console import Console
 
 from myxo.commands.command_arguments import add_run
 from myxo.run.run_access import Access, reach
-from shared.bus import stream_replay
-from shared.bus.stream_replay import Entry
+from shared.bus import streams
+from shared.bus.streams import Entry
 from shared.bus.subjects import Subjects
 from shared.history.timeline import Timeline, TraceEvent
 from shared.runtime import exit_codes
@@ -70,7 +70,7 @@ async def _events(access: Access) -> AsyncIterator[TraceEvent]:
             yield event
     async for step in _told(access, Trained, names.event("trainer", "step")):
         timeline.step(step)
-    async for _, record in stream_replay.read(access.bus, names.ledger_stream, LedgerRecord):
+    async for _, record in streams.read(access.bus, names.ledger_stream, LedgerRecord):
         for event in timeline.apply(record):
             yield event
     for event in timeline.end():
@@ -79,5 +79,5 @@ async def _events(access: Access) -> AsyncIterator[TraceEvent]:
 
 async def _told(access: Access, model: type[Entry], subject: str) -> AsyncIterator[Entry]:
     """Yields the messages of one kind that the events stream still has."""
-    async for _, message in stream_replay.read(access.bus, Subjects(access.run).events_stream, model, subject, strict=False):
+    async for _, message in streams.read(access.bus, Subjects(access.run).events_stream, model, subject, strict=False):
         yield message

@@ -22,7 +22,7 @@ from shared.config.run_config import RunConfig
 from shared.runtime import devices, extras, server_urls
 from shared.runtime.errors import ConfigError
 from shared.runtime.host_memory import host_memory
-from shared.tracing.trace_settings import trace_settings
+from shared.runtime.traces import trace_settings
 
 PACKAGES = {"torch": "the trainer and the engine", "megatron": "the trainer", "sglang": "the engine"}
 """The packages, and the services that need them; importing them would take seconds."""

@@ -10,7 +10,7 @@ from nats.js.errors import BadRequestError, NotFoundError
 
 from myxo.repair.repair_plan import LedgerExtent, RepairPlan, extent
 from myxo.run.run_access import Access
-from shared.bus import stream_replay
+from shared.bus import streams
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
@@ -31,8 +31,8 @@ _STEP = re.compile(r"step_(\d{8,})")
 async def ledger_extent(bus: Bus, run: str) -> LedgerExtent:
     """Returns how far the run's ledger is good. Raises DeadlineExceeded."""
     stream = Subjects(run).ledger_stream
-    last = await stream_replay.last_sequence(bus, stream)
-    return extent([found async for found in stream_replay.read(bus, stream, LedgerRecord, strict=False)], last)
+    last = await streams.last_sequence(bus, stream)
+    return extent([found async for found in streams.read(bus, stream, LedgerRecord, strict=False)], last)
 
 
 def checkpoints(config: RunConfig) -> list[int]:
@@ -66,7 +66,7 @@ async def carry_out(access: Access, plan: RepairPlan) -> list[Path]:
         set_aside=plan.set_aside,
         at=time.time(),
     )
-    last = await stream_replay.last_sequence(bus, names.ledger_stream)
+    last = await streams.last_sequence(bus, names.ledger_stream)
     message_id = f"{names.ledger_stream}.{last + 1}.{record.at}"
     await bus.publish(names.ledger(record.event()), record.encode(), msg_id=message_id, after=(names.ledger_stream, last))
     return moved

@@ -1,16 +1,52 @@
-"""Decides what becomes of a batch that the trainer cannot train: after three refusals a group leaves it, and another takes its place.
+"""Decides what becomes of groups that cannot be trained as they are. Pure, as `services.buffer.policy`.
 
-A group whose samples the store has lost leaves it at the first one, and is generated anew (`services.buffer.lost_payloads`). The counts are
-in the ledger, so neither the trainer's deaths nor the buffer's own begin them anew. Pure, as `services.buffer.policy`.
+Refusals: after three by the trainer a group leaves its batch, and another takes its place. The counts are in the ledger, so neither the
+trainer's deaths nor the buffer's begin them anew.
+
+Lost payloads: a store acknowledges what it has not written to its disk yet. What it loses with its process is no group's fault, so the
+group is generated anew from its prompt, unless it happens to the same one again and again: then something removes payloads, and the run has
+to say so.
 """
 
-from services.buffer import lost_payloads, policy
+from services.buffer import policy
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BatchRecord, BufferState, GroupState
 from shared.runtime.errors import INFRASTRUCTURE, POLICY
 from shared.schema import ledger
-from shared.schema.ledger import LedgerRecord, group_number
-from shared.schema.messages import BatchRefused
+from shared.schema.ledger import PAYLOAD_LOST, LedgerRecord, group_number
+from shared.schema.messages import BatchRefused, Failed, Outcome
+
+MOST_LOST = 3
+"""Losses of one group after which it is not generated again, where somebody gives it up."""
+
+
+def lost_ready(state: BufferState, name: str, now: float) -> list[LedgerRecord]:
+    """Has a group generated anew that was scored, and is in no batch yet."""
+    group = state.ready.get(name)
+    return [policy.requeue(group, PAYLOAD_LOST, now)] if group else []
+
+
+def lost_batched(state: BufferState, group: GroupState, now: float) -> list[LedgerRecord]:
+    """Has a group generated anew that the trainer was handed; none where its step was trained before: its batch goes on without it."""
+    if group.step is None or group.step < state.trained_steps or group.lost >= MOST_LOST:
+        return []
+    return [policy.requeue(group, PAYLOAD_LOST, now)]
+
+
+def lost_failed(state: BufferState, message: Outcome, now: float) -> list[LedgerRecord]:
+    """Has a group generated anew that was given up before it was scored. None where it ends as any that failed."""
+    group = state.groups.get(message.group)
+    if group is None or group.scored is not None or group.attempt != message.attempt or group.lost >= MOST_LOST:
+        return []
+    return [policy.requeue(group, PAYLOAD_LOST, now)]
+
+
+def perhaps_lost(message: Outcome) -> list[str]:
+    """Returns the payload keys of a group that was given up perhaps because the store has lost them."""
+    if not isinstance(message, Failed) or message.fault != INFRASTRUCTURE or message.payload is None:
+        return []
+    return message.payload.keys
+
 
 MOST_REFUSALS = 3
 """Refusals after which a group is dead: what a new reading of the payload repairs is over by then."""
@@ -27,7 +63,7 @@ def refused(state: BufferState, message: BatchRefused, now: float, lost: bool = 
         return []
     name = {"step": message.step, "group": message.group, "sample": message.sample, "reason": message.reason}
     records: list[LedgerRecord] = [ledger.SampleRefused(**name, refused=message.at, at=now)]
-    if anew := lost_payloads.of_batched(state, group, now) if lost else []:
+    if anew := lost_batched(state, group, now) if lost else []:
         records += anew
     elif len(group.refused) + 1 >= MOST_REFUSALS:
         reason = f"trainer: sample {message.group}/{message.sample}: {message.reason}"

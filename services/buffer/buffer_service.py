@@ -13,24 +13,23 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from services.buffer import awaited, data_fingerprints, ended_groups, evaluation_report, policy
-from services.buffer.awaited import EndsSinceBatch
-from services.buffer.batch_selector import BufferFilter
+from services.buffer import buffer_report, policy
+from services.buffer import evaluation_logger as evaluation_report
+from services.buffer import prompt_supply as data_fingerprints
+from services.buffer import rollout_keeper as ended_groups
 from services.buffer.buffer_config import BufferConfig
-from services.buffer.buffer_gauges import QueueGauges, show_groups
-from services.buffer.ended_groups import EndedGroup
+from services.buffer.buffer_report import EndsSinceBatch, QueueGauges, show_groups
 from services.buffer.evaluation_logger import EvaluationLogger
 from services.buffer.group_spans import GroupSpans
-from services.buffer.ledger_writer import LedgerWriter
+from services.buffer.ledger_writer import BadRecord, LedgerWriter
 from services.buffer.outcome_consumer import OutcomeConsumer
 from services.buffer.prompt_supply import PromptSupply, open_prompts
-from services.buffer.rollout_keeper import RolloutKeeper
+from services.buffer.rollout_keeper import EndedGroup, RolloutKeeper
 from services.buffer.run_failure import RunFailure
 from services.buffer.state import BufferState
 from services.buffer.store_room import StoreRoom
 from services.buffer.task_publisher import TaskPublisher
-from services.buffer.trainer_requests import TrainerRequests
-from services.buffer.trial import BadRecord
+from services.buffer.trainer_requests import BufferFilter, TrainerRequests
 from shared.bus import runs
 from shared.bus.connection import TRANSIENT, WrongSequence
 from shared.bus.leader_lease import LeaderLease, LeaseLost, LeaseTiming
@@ -183,18 +182,18 @@ class Buffer:
         """Raises Problems where a file of prompts is another than when the run began, and that is not accepted."""
         found, accepted = self._prompts.fingerprints, self._config.data.accept_changed_data
         noted = await runs.data(self._bus, self._service.run) if begun else None
-        known = data_fingerprints.decode(noted)
+        known = data_fingerprints.decode_fingerprints(noted)
         if noted and not known:
             self._log.error("data_unreadable", next_action="the files of prompts count as unchanged, and are noted anew")
-        problems = data_fingerprints.changed(known, found, data_fingerprints.named_files(self._config))
+        problems = data_fingerprints.changed_files(known, found, data_fingerprints.named_files(self._config))
         if not accepted:
             raise_problems(problems)
         for problem in problems:
             self._log.warning("changed_data_accepted", field=problem.field, file=problem.value)
-        if written := data_fingerprints.touched(known, found):
+        if written := data_fingerprints.touched_files(known, found):
             self._log.warning("data_written_since", files=written, detail="sampled parts are as they were; the rest was not read")
         if found != known:
-            await runs.set_data(self._bus, self._service.run, data_fingerprints.encode(found))
+            await runs.set_data(self._bus, self._service.run, data_fingerprints.encode_fingerprints(found))
 
     def _as_holder(self, handler: Callable[[Request], Awaitable[Message]]) -> Callable[[Request], Awaitable[Message]]:
         """Answers only while this buffer is active: a client of a deposed buffer repeats its request, which then reaches the next one."""
@@ -247,7 +246,7 @@ class Buffer:
             record = entry.record
             try:
                 await self._ledger.append(entry)
-                self._keeper.take(ended_groups.ended(self._state, record))
+                self._keeper.take(ended_groups.ended_groups(self._state, record))
                 self._prompts.follow(self._state, record)
                 self._state.apply(record)
                 self._trace(record)
@@ -263,7 +262,7 @@ class Buffer:
     def _followed(self, state: BufferState, record: LedgerRecord) -> None:
         """Takes note of a record that another buffer has written, and ``state`` before it; its spans are the other's."""
         if self._ledger.behind <= RECENT_RECORDS:
-            self._recent.append(ended_groups.ended(state, record))
+            self._recent.append(ended_groups.ended_groups(state, record))
         self._prompts.follow(state, record)
         self._trace(record, export=False)
 
@@ -346,7 +345,7 @@ class Buffer:
         source = (
             f"prompts of data.data_source ({config.data_source}): {queued} groups have none yet" if self._prompts.drawn and queued else ""
         )
-        return awaited.awaited(self._state, self._limits, self._service.held_back, self._ends.words(), source)
+        return buffer_report.awaited(self._state, self._limits, self._service.held_back, self._ends.words(), source)
 
     async def _watch_gauges(self) -> None:
         """Updates the gauges (groups by state, queue depths), and resumes once a failed run goes on, or a full store has room."""

@@ -1,15 +1,15 @@
 """The spans of groups and evaluations, as the ledger tells of them: the root of each trace, and what a group waited for. Pure.
 
-A group's trace has besides what the other services did with it: they derive its ids from its name (`shared.tracing.span`).
+A group's trace has besides what the other services did with it: they derive its ids from its name (`shared.runtime.traces`).
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from shared.runtime.traces import Attributes, TraceSpan, step_trace
 from shared.schema import ledger
 from shared.schema.ledger import LedgerRecord, group_id
 from shared.schema.messages import ScoredGroup
-from shared.tracing.span import Attributes, TraceSpan, step_trace
 
 TRAINED, DROPPED, DEAD = "trained", "dropped", "dead"
 

@@ -1,17 +1,106 @@
 """The ledger's only writer: records go to the stream in order, each confirmed, and never beside another writer's.
 
-Only entries of `services.buffer.trial` are appended, so whatever is in the ledger replays.
+Each record is first encoded, made to fit the bus, decoded and folded into a copy of the state, so that whatever is in the ledger replays,
+to the very state that the buffer has. A long list is divided over several records. A group whose own part is too large ends as dead:
+whoever scored it may have filled its message to the limit, and numbers grow when they are written out.
 """
 
+import copy
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from services.buffer.state import BufferState
-from services.buffer.trial import LedgerEntry, Trial
-from shared.bus import stream_replay
+from shared.bus import streams
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
-from shared.schema.ledger import LedgerRecord
+from shared.runtime.errors import TASK, MessageTooLarge, MyxoError
+from shared.schema.ledger import EvalScored, GroupDead, GroupRequeued, GroupsDropped, GroupsScored, LedgerRecord
+from shared.schema.messages import Payload
+
+
+def fitted(records: Iterable[LedgerRecord], limit: int) -> Iterator[tuple[LedgerRecord, bytes]]:
+    """Yields the records, each with its bytes, which are ``limit`` at most. Raises MessageTooLarge for one that cannot be made to fit."""
+    dead: set[str] = set()  # groups that ended here: what the same decision says of them later is void
+    left = [*records][::-1]
+    while left:
+        record = left.pop()
+        if isinstance(record, GroupsDropped) and not dead.isdisjoint(record.groups):
+            record = record.model_copy(update={"groups": [name for name in record.groups if name not in dead]})
+            if not record.groups:
+                continue
+        data = record.encode()
+        if len(data) <= limit:
+            yield record, data
+            continue
+        smaller = _smaller(record, f"its record of {len(data)} bytes is over the bus's limit of {limit}")
+        dead |= {part.group for part in smaller if isinstance(part, GroupDead)}
+        left += smaller[::-1]
+
+
+def _smaller(record: LedgerRecord, reason: str) -> list[LedgerRecord]:
+    """Returns what stands for a record that is too large: its two halves, or the end of its group."""
+    match record:
+        case GroupsScored(groups=[_, _, *_] as groups) | GroupsDropped(groups=[_, _, *_] as groups):
+            middle = len(groups) // 2
+            return [record.model_copy(update={"groups": half}) for half in (groups[:middle], groups[middle:])]
+        case GroupsScored(groups=[group], at=at):
+            return [GroupDead(group=group.group, reason=reason, fault=TASK, payload=group.payload, at=at)]
+        case EvalScored(rewards=[_, *_]):
+            return [record.model_copy(update={"rewards": [], "parts": (), "reason": reason})]
+        case GroupDead(payload=Payload()) | EvalScored(payload=Payload()):  # its blobs stay in the store, which is the lesser evil
+            return [record.model_copy(update={"payload": None})]
+        case GroupRequeued(partial=Payload()):
+            return [record.model_copy(update={"partial": None, "renew_below": 0})]
+        case _:
+            raise MessageTooLarge(f"{type(record).__name__}: {reason}")
+
+
+class BadRecord(MyxoError):
+    """A decision comes to nothing that could be recorded; nothing has changed. The text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerEntry:
+    """A record to append. record: as it is read back from ``data``."""
+
+    record: LedgerRecord
+    data: bytes
+
+
+class Trial:
+    """A copy of the ``state`` that is ahead of it by the record that is about to be appended."""
+
+    def __init__(self, state: BufferState) -> None:
+        self._state, self._ahead = state, copy.deepcopy(state)
+
+    def entries(self, records: Iterable[LedgerRecord], limit: int) -> Iterator[LedgerEntry]:
+        """Yields the records, in pieces of at most ``limit`` bytes. Raises BadRecord for one that would not replay.
+
+        Each is to be appended, and folded into the state, before the next one is asked for.
+        """
+        pieces = fitted(records, limit)
+        while (entry := self._next(pieces)) is not None:
+            yield entry
+
+    def _next(self, pieces: Iterator[tuple[LedgerRecord, bytes]]) -> LedgerEntry | None:
+        name = "a record"
+        try:
+            for record, data in pieces:
+                name = type(record).__name__
+                entry = LedgerEntry(LedgerRecord.decode(data), data)
+                self._ahead.apply(entry.record)
+                return entry
+            return None
+        except Exception as error:  # whatever is wrong with it, it costs this decision and nothing else
+            self._ahead = copy.deepcopy(self._state)
+            raise BadRecord(f"{name} is not recorded: {type(error).__name__}: {error}") from error
+
+    def follow(self, record: LedgerRecord) -> None:
+        """Folds a record of the ledger into both states."""
+        self._state.apply(record)
+        self._ahead.apply(record)
+
 
 RELEASES_AGAIN = 256
 """The number of the latest payload releases that are repeated after a restart: more than a killed buffer can have left undone."""
@@ -43,10 +132,10 @@ class LedgerWriter:
 
     async def follow(self) -> None:
         """Reads the records that were added to the ledger since the last time."""
-        newest = await stream_replay.last_sequence(self._bus, self._stream)
+        newest = await streams.last_sequence(self._bus, self._stream)
         if newest <= self.last:
             return
-        async for sequence, record in stream_replay.read(self._bus, self._stream, LedgerRecord, after=self.last):
+        async for sequence, record in streams.read(self._bus, self._stream, LedgerRecord, after=self.last):
             self.behind = newest - sequence + 1
             self._read(self._state, record)
             self._trial.follow(record)

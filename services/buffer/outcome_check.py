@@ -1,14 +1,16 @@
-"""Decides which outcomes are taken as they are. Pure.
+"""Decides which outcomes are taken as they are, and from which role. Pure.
 
-An outcome may speak of the blobs of its own attempt alone: the buffer frees what is named to it, and the trainer reads it.
+A role's services report on a subject of their own, which only their account may publish on: a reward that a rollout replica reports is
+none, whatever it claims. An outcome may name the blobs of its own attempt alone: the buffer frees what is named to it, and the trainer
+reads it.
 """
 
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState
-from shared.bus.subjects import Subjects
+from shared.bus.subjects import REWARD, ROLLOUT, Subjects
 from shared.runtime.errors import INFRASTRUCTURE, POLICY, TASK, Fault
-from shared.schema.messages import Failed, GroupOutcome, Outcome, Scored
-from shared.schema.overlong import too_long
+from shared.schema.messages import Discarded, Evaluated, Failed, GroupOutcome, Interrupted, Outcome, Scored, Wanted
+from shared.schema.sample import too_long
 
 BUFFER = "buffer"
 """Who gives up a group for an outcome that is not taken."""
@@ -86,3 +88,17 @@ def _version_problem(message: Scored, newest: int) -> str | None:
         if not sample.oldest <= sample.newest <= newest:
             return f"sample {index} holds tokens of versions {sample.oldest} to {sample.newest}; the newest that there can be is {newest}"
     return None
+
+
+ROLE_OUTCOMES: dict[str, tuple[type[Outcome], ...]] = {
+    ROLLOUT: (Failed, Interrupted, Discarded, Wanted, Evaluated),
+    REWARD: (Scored, Failed),
+}
+"""The outcomes that a role's services report."""
+
+
+def source_refusal(names: Subjects, subject: str, outcome: Outcome) -> str | None:
+    """Returns why an outcome that came on ``subject`` is not taken; None: it is."""
+    if any(subject == names.scored(role) and isinstance(outcome, kinds) for role, kinds in ROLE_OUTCOMES.items()):
+        return None
+    return f"a {type(outcome).__name__} of {outcome.group} came on {subject}, on which nobody may report one"

@@ -3,11 +3,12 @@
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from services.buffer import lost_payloads, outcome_check, outcome_sources, policy
+from services.buffer import amendment, outcome_check, policy
+from services.buffer import outcome_check as outcome_sources
 from services.buffer.buffer_config import BufferConfig
+from services.buffer.ledger_writer import BadRecord
 from services.buffer.state import BufferState
-from services.buffer.store_presence import has_lost
-from services.buffer.trial import BadRecord
+from services.buffer.store_room import has_lost
 from shared.bus.streams import scored_consumer
 from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.runtime.errors import TASK
@@ -69,12 +70,12 @@ class OutcomeConsumer:
 
     async def _generated_anew(self, outcome: Outcome) -> bool:
         """Has a group generated anew that was given up because the store has lost its samples. False where it is none."""
-        if not await has_lost(self._service, lost_payloads.suspected(outcome)):
+        if not await has_lost(self._service, amendment.perhaps_lost(outcome)):
             return False
         decided: list[LedgerRecord] = []
 
         def decide() -> Sequence[LedgerRecord]:
-            decided.extend(lost_payloads.of_failed(self._state, outcome, time.time()))
+            decided.extend(amendment.lost_failed(self._state, outcome, time.time()))
             return decided
 
         await self._decide(decide)
@@ -82,7 +83,7 @@ class OutcomeConsumer:
 
     async def _misplaced(self, lease: MessageLease[Outcome]) -> bool:
         """Returns whether an outcome came from somebody who may not report it; it is then gone from the queue."""
-        reason = outcome_sources.refusal(self._service.subjects, lease.subject, lease.message)
+        reason = outcome_sources.source_refusal(self._service.subjects, lease.subject, lease.message)
         if reason is not None:
             self._service.metrics.add("outcomes_refused")
             self._service.log.error("outcome_refused", group=lease.message.group, attempt=lease.message.attempt, error=reason)

@@ -3,14 +3,16 @@ records to the ledger, folds them into the state, and only then acts on them.
 
 Admission: while weights of version v are live, groups are admitted for the steps k with version(k) ≤ v + max_staleness, and dropped and
 dead ones are replaced. A batch trained on version V trains no token older than V − max_staleness: `services.buffer.staleness` decides about
-what is older when the batch is formed, `services.buffer.batch_order` which of the others it takes.
+what is older when the batch is formed, `in_order` which of the others it takes.
 """
 
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
+from itertools import islice
+from typing import Literal
 
-from services.buffer import batch_order, evaluation, outcome_check, staleness
+from services.buffer import evaluation, outcome_check, staleness
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.staleness import StalenessDecision
 from services.buffer.state import BufferState, GroupState
@@ -34,6 +36,24 @@ from shared.schema.messages import (
     Wanted,
 )
 
+Order = Literal["completion", "windowed_fifo", "fifo"]
+
+
+def in_order(order: Order, window: int, size: int, groups: Iterable[GroupState], fitting: list[GroupState]) -> list[GroupState]:
+    """Returns the next batch's groups, or too few of them where it has to wait.
+
+    Args:
+        window: numbers that ``windowed_fifo`` looks ahead. size: groups of a batch. groups: all in flight, in order of admission.
+        fitting: those of them that are ready and within the bound, in the order they came back.
+    """
+    if order == "completion" or len(fitting) < size:
+        return fitting[:size]
+    first = [group.number for group in islice((group for group in groups if group.step is None), size)]  # in no batch yet
+    # never fewer than a batch, even if groups have left the window: it would wait for ever
+    last = first[-1] if order == "fifo" else max(first[-1], first[0] + window - 1)
+    return [group for group in fitting if group.number <= last][:size]
+
+
 STALE = "stale"
 """Reason of groups dropped for their age."""
 
@@ -50,7 +70,7 @@ WANTED_BATCHES = 16
 """The batches' worth of groups that may be outstanding for a rollout function that discards most of what it finishes."""
 
 RECORD_SAMPLES = 2048
-"""Samples of one `GroupsScored`: about 70 bytes each. With many named rewards it is divided again (`services.buffer.record_size`)."""
+"""Samples of one `GroupsScored`: about 70 bytes each. With many named rewards it is divided again (`services.buffer.ledger_writer`)."""
 
 MOST_PARTS = 64
 """The most named rewards of a batch that are reported: the user chooses the names, and all of them go into one message."""
@@ -243,7 +263,7 @@ def form_batch(
         records.append(requeue(group, STALE, now, partial=kept, renew_below=version if kept else 0))
     size = limits.rollout.rollout_batch_size
     if chosen is None:
-        taken = batch_order.choose(limits.rollout.rollout_order, limits.window, size, state.groups.values(), ready["fits"])
+        taken = in_order(limits.rollout.rollout_order, limits.window, size, state.groups.values(), ready["fits"])
         chosen = [group.id for group in taken]
     else:
         _check_choice(chosen, {group.id for group in ready["fits"]}, size)

@@ -1,22 +1,165 @@
-"""The prompts of a run in the buffer: opened once, counted in log and gauges."""
+"""The prompts of a run in the buffer: opened once, counted in log and gauges, compared with the files that the run began with, and the
+results that a source of prompts which adapts hears of.
+"""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from services.buffer import prompt_results
-from services.buffer.data_fingerprints import Fingerprints, fingerprints
-from services.buffer.state import BufferState
+import xxhash
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from services.buffer.state import BufferState, GroupState
 from shared.config.eval_views import eval_views
 from shared.config.run_config import RunConfig
+from shared.data.data_files import paths
 from shared.data.data_source import DrawnPrompts, PromptStream
+from shared.data.group_results import GroupResult, ResultLog
 from shared.data.prompts import Prompt, PromptFile, TrainingPrompts, eval_prompts
+from shared.data.rollout_files import DEAD, DROPPED, TRAINED
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
 from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
 from shared.runtime.telemetry import Metrics
-from shared.schema.ledger import GroupsAdmitted, LedgerRecord, eval_group_parts, group_number
+from shared.schema.ledger import (
+    BatchAmended,
+    BatchTrained,
+    GroupDead,
+    GroupsAdmitted,
+    GroupsDropped,
+    LedgerRecord,
+    eval_group_parts,
+    group_number,
+)
+
+BLOCK_BYTES = 1 << 16
+
+MOST_BLOCKS = 1024
+"""The most blocks of a file that are read: 64 MiB. A longer file is sampled, at equal distances, its first and last block among them."""
+
+
+class DataFingerprint(BaseModel):
+    """What a file was. size: bytes. modified_ns: time of its last change. digest: XXH3 of its blocks that were read, in hexadecimal."""
+
+    model_config = ConfigDict(frozen=True)
+
+    size: int
+    modified_ns: int
+    digest: str
+
+    @property
+    def sampled(self) -> bool:
+        """Returns whether some of the file's bytes were not read."""
+        return self.size > MOST_BLOCKS * BLOCK_BYTES
+
+
+ACCEPT = "go on with the prompts that are there now: --accept-changed-data"
+
+Fingerprints = dict[str, DataFingerprint]
+"""Of files, by path."""
+
+_FINGERPRINTS = TypeAdapter(Fingerprints)
+
+
+def encode_fingerprints(fingerprints: Fingerprints) -> bytes:
+    """Returns them as JSON."""
+    return _FINGERPRINTS.dump_json(fingerprints)
+
+
+def decode_fingerprints(data: bytes | None) -> Fingerprints:
+    """Reads what `encode` has written; empty where there is nothing, or what is there is none."""
+    try:
+        return _FINGERPRINTS.validate_json(data or b"{}")
+    except ValidationError:
+        return {}
+
+
+def named_files(config: RunConfig) -> dict[Path, str]:
+    """Returns the run's files of prompts, with the field that names each."""
+    training = {path: "data.prompt_data" for path in paths(config.data.prompt_data)}
+    return {path: view.field for view in eval_views(config) for path in paths(view.files)} | training
+
+
+def fingerprints(config: RunConfig) -> Fingerprints:
+    """Returns what the run's files are now. Raises ConfigError for one that cannot be read."""
+    found = {}
+    for path, field in named_files(config).items():
+        try:
+            found[str(path)] = fingerprint(path)
+        except OSError as error:
+            raise ConfigError(field, str(path), f"cannot be read: {error.strerror}") from None
+    return found
+
+
+def fingerprint(path: Path) -> DataFingerprint:
+    """Returns what a file is now. Raises OSError."""
+    stat, digest = path.stat(), xxhash.xxh3_128()
+    with path.open("rb") as file:
+        for offset in _offsets(stat.st_size):
+            file.seek(offset)
+            digest.update(file.read(BLOCK_BYTES))
+    return DataFingerprint(size=stat.st_size, modified_ns=stat.st_mtime_ns, digest=digest.hexdigest())
+
+
+def _offsets(size: int) -> Iterator[int]:
+    blocks = -(-size // BLOCK_BYTES)
+    read = min(blocks, MOST_BLOCKS)
+    yield from (number * (blocks - 1) // max(1, read - 1) * BLOCK_BYTES for number in range(read))
+
+
+def changed_files(known: Fingerprints, found: Fingerprints, fields: Mapping[Path, str]) -> list[ConfigError]:
+    """Returns a refusal for each file that is another than it was. A new time alone is no change: files are copied."""
+    return [
+        ConfigError(fields[Path(path)], path, f"{difference} since the run began; put it back, or {ACCEPT}")
+        for path, now in found.items()
+        if path in known and (difference := _difference(known[path], now))
+    ]
+
+
+def touched_files(known: Fingerprints, found: Fingerprints) -> list[str]:
+    """Returns the files too long to be read whole that were written since, though no difference was seen."""
+    return [path for path, now in found.items() if path in known and now.sampled and known[path].modified_ns != now.modified_ns]
+
+
+def _difference(then: DataFingerprint, now: DataFingerprint) -> str:
+    if then.size != now.size:
+        return f"has changed from {then.size:,} to {now.size:,} bytes"
+    return "" if then.digest == now.digest else "has changed, though not in length,"
+
+
+def follow_results(log: ResultLog, state: BufferState, record: LedgerRecord) -> None:
+    """Puts what a record says into the log. ``state``: before the record is applied."""
+    if isinstance(record, GroupsAdmitted):
+        log.admit(record.first)
+    else:
+        log.add(prompt_results(state, record))
+
+
+def prompt_results(state: BufferState, record: LedgerRecord) -> list[GroupResult]:
+    """Returns the results of the groups that a record ends, in the record's order. ``state``: before the record is applied."""
+    match record:
+        case BatchTrained(step=step):
+            return _results(state.batches[step].groups, TRAINED)
+        case BatchAmended(step=step, added=names) if step < state.trained_steps:
+            return _results([state.groups[name] for name in names], TRAINED)
+        case GroupsDropped(groups=names, reason=reason):
+            return _results([state.groups[name] for name in names], DROPPED, reason)
+        case GroupDead(group=name, reason=reason) if not _was_trained(state, name):
+            return _results([state.groups[name]], DEAD, reason)
+        case _:
+            return []
+
+
+def _was_trained(state: BufferState, name: str) -> bool:
+    step = state.groups[name].step
+    return step is not None and step < state.trained_steps
+
+
+def _results(groups: Iterable[GroupState], fate: str, reason: str = "") -> list[GroupResult]:
+    return [GroupResult(group.number, fate, tuple(group.scored.rewards) if group.scored else (), reason) for group in groups]
+
 
 declare_metrics(
     MetricSpec("prompts", "prompts", "of each set, those left out aside", labels=("of",)),
@@ -53,7 +196,7 @@ class PromptSupply:
     def follow(self, state: BufferState, record: LedgerRecord) -> None:
         """Takes note of what a record, about to be folded into the state, holds for a source that hears results."""
         if isinstance(self.training, DrawnPrompts) and self.training.observes:
-            prompt_results.follow(self.training.results, state, record)
+            follow_results(self.training.results, state, record)
             if isinstance(record, GroupsAdmitted):
                 self.training.follow()
 

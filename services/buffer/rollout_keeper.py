@@ -1,7 +1,11 @@
-"""Keeps the responses of groups that have ended: reads their payloads before they are freed, and has them written to disk.
+"""Stores the responses of groups that have ended: reads their payloads before they are freed, and has them written to disk.
+
+A group's responses are taken when its end is known: at `BatchTrained`, while the store still has the payload, which is freed after a
+checkpoint, and at the records that drop a group, give it up, or score a held-out prompt, which free it at once. What was generated and
+could not be scored is stored without rewards.
 
 It works behind the run: a group waits here while its payload is in the store anyway, and a little longer (`HELD_BYTES`), also while the
-store is away. What cannot be kept (it is to be freed and too much waits, the store has lost it, the disk does not take it) is left out,
+store is away. What cannot be stored (it is to be freed and too much waits, the store has lost it, the disk does not take it) is left out,
 counted by reason and logged. No decision and no batch waits for this; the run's end does, for `END_SECONDS` at most.
 """
 
@@ -10,22 +14,259 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import IO, Any
 
+import xxhash
 from redis.exceptions import RedisError
 
-from services.buffer import ended_groups
-from services.buffer.ended_groups import EndedGroup
 from services.buffer.prompt_supply import PromptSupply
-from services.buffer.rollout_writer import TOO_LARGE, RolloutNotKept, RolloutWriter
+from services.buffer.state import BatchRecord, BufferState, GroupState
 from shared.data import rollout_files
 from shared.data.prompts import Prompt
+from shared.data.rollout_files import DEAD, DROPPED, EVALUATED, FAILED, TRAINED, RolloutReader, RolloutRecord
 from shared.runtime.daemon_thread import run_in_thread
-from shared.runtime.errors import DeadlineExceeded, MyxoError, PayloadMissing
+from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError, PayloadMissing
 from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
 from shared.runtime.telemetry import Metrics
+from shared.schema import sample
+from shared.schema.ledger import BatchTrained, EvalScored, GroupDead, GroupsDropped, LedgerRecord
+from shared.schema.messages import Payload
+
+
+@dataclass(frozen=True, slots=True)
+class EndedGroup:
+    """A group that has ended: its record without prompt and samples, and the ledger's data of its samples.
+
+    payload: None where no samples are to be kept. rewards, parts: of each sample; no rewards of a group that was given up. removed,
+    stale: positions of samples that left the loss. again: whether another buffer may have kept it.
+    """
+
+    record: RolloutRecord
+    payload: Payload | None = None
+    rewards: tuple[float, ...] = ()
+    parts: tuple[dict[str, float], ...] = ()
+    removed: tuple[int, ...] = ()
+    stale: tuple[int, ...] = ()
+    again: bool = False
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Returns the keys of its payload."""
+        return () if self.payload is None else tuple(self.payload.keys)
+
+    @property
+    def size(self) -> int:
+        """Returns the bytes of its payload."""
+        return 0 if self.payload is None else self.payload.bytes
+
+
+def ended_groups(state: BufferState, record: LedgerRecord) -> list[EndedGroup]:
+    """Returns the groups that a record ends. ``state``: before the record is applied, which removes them."""
+    match record:
+        case BatchTrained(step=step, at=at):
+            return _trained(state.batches[step], at)
+        case GroupsDropped(groups=names, reason=reason, at=at):
+            return [_ended(state.groups[name], status=DROPPED, at=at, reason=reason) for name in names]
+        case GroupDead(group=name, reason=reason, payload=payload, at=at):
+            attempt = state.groups[name].attempt
+            return [EndedGroup(RolloutRecord.model_construct(group=name, attempt=attempt, status=DEAD, at=at, reason=reason), payload)]
+        case EvalScored():
+            return [_evaluated(record)]
+        case _:
+            return []
+
+
+def trained_not_durable(state: BufferState, now: float) -> list[EndedGroup]:
+    """Returns the groups of trained steps whose payload the store still has: a killed buffer may not have kept them yet."""
+    batches = (batch for step, batch in state.batches.items() if step < state.trained_steps)
+    return [group for batch in batches for group in _trained(batch, now, again=True)]
+
+
+def perhaps_not_kept(state: BufferState, recent: Iterable[Iterable[EndedGroup]], now: float) -> list[EndedGroup]:
+    """Returns what a buffer that takes over is to keep, unless its predecessor did: `trained_not_durable`, and ``recent`` ends."""
+    groups = [*(group for groups in recent for group in groups), *trained_not_durable(state, now)]
+    return list({(group.record.group, group.record.attempt): replace(group, again=True) for group in groups}.values())
+
+
+def chosen_groups(groups: Iterable[EndedGroup], share: float) -> list[EndedGroup]:
+    """Returns the groups to keep: all held-out prompts, and a ``share`` (0 to 1) of the others, the same ones in every process.
+
+    A share of 0 keeps nothing at all.
+    """
+    if share <= 0:
+        return []
+    return [group for group in groups if share >= 1 or group.record.dataset is not None or _fraction(group.record.group) < share]
+
+
+def _fraction(group: str) -> float:
+    """Returns where a group's id falls between 0 and 1, spread evenly over ids."""
+    return float(xxhash.xxh3_64_intdigest(group.encode()) / 2**64)
+
+
+def _trained(batch: BatchRecord, at: float, *, again: bool = False) -> list[EndedGroup]:
+    facts = {"status": TRAINED, "at": at, "step": batch.step, "version": batch.version, "mask_below": batch.mask_below}
+    return [_ended(group, again=again, **facts) for group in batch.groups]
+
+
+def _ended(group: GroupState, *, again: bool = False, **facts: Any) -> EndedGroup:
+    record = RolloutRecord.model_construct(group=group.id, attempt=group.attempt, **facts)
+    result = group.scored
+    if result is None:  # dropped before it came back
+        return EndedGroup(record)
+    stale = result.stale(record.mask_below)
+    return EndedGroup(record, result.payload, tuple(result.rewards), result.parts, result.removed, stale, again)
+
+
+def _evaluated(scored: EvalScored) -> EndedGroup:
+    payload = scored.payload
+    facts: dict[str, Any] = {"dataset": scored.dataset, "version": scored.version, "reason": scored.reason, "at": scored.at}
+    status = EVALUATED if scored.rewards and payload is not None else FAILED
+    record = RolloutRecord.model_construct(group=scored.group, attempt=0, status=status, **facts)
+    if payload is None:
+        return EndedGroup(record)
+    return EndedGroup(record, payload, tuple(scored.rewards), scored.parts)
+
+
+FILE_BYTES = 64 << 20
+"""The approximate size of a file; files are removed whole, so a small bound has smaller ones."""
+
+FILES = 8
+"""Files at least that the bound is divided into."""
+
+RETRY_SECONDS = 10.0
+"""The pause in writing after the disk has refused a write."""
+
+DISK, TOO_LARGE, UNREADABLE = "disk", "too large", "unreadable"
+"""The reasons for not keeping a group: the disk refuses it, it exceeds the bound, its payload holds no samples."""
+
+
+class RolloutNotKept(Exception):
+    """The responses of a group are not kept, for ``reason``; the text says more."""
+
+    def __init__(self, reason: str, error: object = "") -> None:
+        super().__init__(str(error))
+        self.reason = reason
+
+
+class RolloutWriter:
+    """Writes groups; used by one thread at a time.
+
+    Args:
+        directory: ``rollouts/`` of the run. bound: bytes of it. tokens: whether token ids and log-probs are kept, too.
+
+    ``written``: groups; ``used``: bytes of the directory.
+    """
+
+    def __init__(self, directory: Path, bound: int, tokens: bool) -> None:
+        self._directory, self._bound, self._tokens = directory, bound, tokens
+        self._file: IO[bytes] | None = None
+        self._sizes: dict[Path, int] = {}  # of the files, oldest first; the last is the one that is written
+        self._known: set[tuple[str, int]] | None = None
+        self._refused_at = float("-inf")
+        self.written = self.used = 0
+
+    def write(self, group: EndedGroup, blobs: Sequence[bytes], prompt: Prompt | None = None) -> None:
+        """Writes a group with its payload or, where it has none, its prompt. Raises RolloutNotKept, whatever is wrong."""
+        if time.monotonic() < self._refused_at + RETRY_SECONDS:
+            raise RolloutNotKept(DISK)
+        try:
+            if not (group.again and self._is_written(group)):
+                self._append(group, rollout_record(group, blobs, prompt, self._tokens).line())
+        except OSError as error:
+            self._refused_at = time.monotonic()
+            raise RolloutNotKept(DISK, error) from error
+        except RolloutNotKept:
+            raise
+        except Exception as error:  # a bad payload loses this group's responses and nothing else
+            raise RolloutNotKept(UNREADABLE, f"{group.record.group}: {type(error).__name__}: {error}") from error
+
+    def _is_written(self, group: EndedGroup) -> bool:
+        if self._known is None:
+            self._known = {(head.group, head.attempt) for head in RolloutReader(self._directory).heads()}
+        return (group.record.group, group.record.attempt) in self._known
+
+    def _append(self, group: EndedGroup, line: bytes) -> None:
+        if len(line) > self._bound:
+            raise RolloutNotKept(TOO_LARGE, f"{group.record.group}: {len(line)} bytes")
+        file, path = self._file_for(len(line))
+        self._make_room(len(line))
+        try:
+            wrote = file.write(line)
+            if wrote != len(line):
+                raise OSError(f"{path}: {wrote} of {len(line)} bytes written")
+        except OSError:
+            self._abandon(file, path)
+            raise
+        self._sizes[path] += len(line)
+        self.used = sum(self._sizes.values())
+        self.written += 1
+
+    def _file_for(self, size: int) -> tuple[IO[bytes], Path]:
+        """Returns the file that a line of ``size`` bytes goes to; files of an earlier process are never written to."""
+        if self._file is not None:
+            path = next(reversed(self._sizes))
+            if self._sizes[path] + size <= min(FILE_BYTES, self._bound // FILES):
+                return self._file, path
+            self._file.close()
+            self._file = None
+        self._directory.mkdir(parents=True, exist_ok=True)
+        there = rollout_files.files(self._directory)
+        path = rollout_files.path_of(self._directory, int(there[-1].stem) + 1 if there else 0)
+        self._file = path.open("xb", buffering=0)
+        self._sizes = {other: other.stat().st_size for other in there} | {path: 0}
+        return self._file, path
+
+    def _make_room(self, size: int) -> None:
+        """Removes the oldest files until ``size`` bytes fit under the bound."""
+        for path in list(self._sizes)[:-1]:
+            if sum(self._sizes.values()) + size <= self._bound:
+                return
+            path.unlink(missing_ok=True)
+            del self._sizes[path]
+
+    def _abandon(self, file: IO[bytes], path: Path) -> None:
+        """Takes back what was written of a line, as far as the disk lets us; the next one goes to a new file."""
+        self._file = None
+        with file:
+            file.truncate(self._sizes[path])
+        if not self._sizes[path]:
+            path.unlink()
+
+
+def rollout_record(group: EndedGroup, blobs: Sequence[bytes], prompt: Prompt | None, tokens: bool) -> RolloutRecord:
+    """Returns a group's whole record. Raises BadMessage for a payload of no samples, ValueError where they are not the ledger's."""
+    try:
+        samples = sample.decode(blobs)
+    except BadMessage:  # perhaps it was given up for that
+        if group.rewards:
+            raise
+        samples = []
+    if group.rewards and len(samples) != len(group.rewards):
+        raise ValueError(f"{len(samples)} samples in the store, {len(group.rewards)} rewards in the ledger")
+    if samples:
+        asked = {"prompt": samples[0].prompt_text, "label": samples[0].label, "metadata": samples[0].metadata}
+    elif prompt is not None:
+        asked = {"prompt": prompt.content, "label": prompt.label, "metadata": prompt.metadata}
+    else:
+        asked = {}
+    written = [
+        rollout_files.sample_of(
+            item,
+            samples[0],
+            group.rewards[position] if group.rewards else None,
+            group.parts[position] if group.parts else {},
+            removed=position in group.removed,
+            stale=position in group.stale,
+            tokens=tokens,
+        )
+        for position, item in enumerate(samples)
+    ]
+    return group.record.model_copy(update={**asked, "samples": written})
+
 
 declare_metrics(
     MetricSpec("rollouts_kept", "groups", "whose responses were written to the run's directory since the service started"),
@@ -91,7 +332,7 @@ class RolloutKeeper:
 
     def take(self, groups: list[EndedGroup]) -> None:
         """Queues groups that have ended, before their payloads are released."""
-        for group in ended_groups.chosen(groups, self._share):
+        for group in chosen_groups(groups, self._share):
             if group.size > GROUP_BYTES and not group.rewards:
                 group = replace(group, payload=None)
             if group.size > GROUP_BYTES:

@@ -1,8 +1,11 @@
-"""Decides from how full the store is whether new groups may be admitted: those under way, and the trainer's roles, need the rest of it."""
+"""Asks the store how full it is, which decides whether new groups may be admitted, and whether it still holds payloads."""
 
 import contextlib
+from collections.abc import Sequence
 
-from shared.runtime.errors import DeadlineExceeded
+from redis.exceptions import RedisError
+
+from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
 from shared.store.payload_store import StoreRefused
@@ -46,3 +49,17 @@ class StoreRoom:
             self.reason = f"{full}; no new group is admitted until a checkpoint frees payloads, or it gets more memory"
         else:
             self.reason = ""
+
+
+PRESENCE_SECONDS = 60.0
+"""The deadline for the store's answer; a store that restarts answers sooner."""
+
+
+async def has_lost(service: Service, keys: Sequence[str]) -> bool:
+    """Returns whether the store holds one of ``keys`` no more. One that does not say within `PRESENCE_SECONDS` has lost nothing, as far as
+    is known."""
+    try:
+        return bool(await service.store.missing(list(keys), deadline=PRESENCE_SECONDS))
+    except (MyxoError, RedisError) as error:
+        service.log.warning("payloads_not_looked_for", blobs=len(keys), error=str(error))
+        return False

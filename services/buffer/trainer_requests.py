@@ -6,18 +6,66 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from services.buffer import amendment, lost_payloads, policy
-from services.buffer.batch_selector import BufferFilter
+from services.buffer import amendment, policy
+from services.buffer import amendment as lost_payloads
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.outcome_consumer import Decision
 from services.buffer.run_failure import RunFailure
-from services.buffer.state import BufferState
-from services.buffer.store_presence import has_lost
-from services.buffer.store_room import StoreRoom
+from services.buffer.state import BufferState, GroupState
+from services.buffer.store_room import StoreRoom, has_lost
+from shared.config.run_config import RunConfig
+from shared.hooks import Arguments, HookFailed, HookSample, load
+from shared.hooks.hook_sample import FINISHED
 from shared.runtime.activities import BATCH
+from shared.runtime.errors import DeadlineExceeded
+from shared.runtime.failures import error_text
 from shared.runtime.service_base import Service
+from shared.schema.ledger import group_id
 from shared.schema.messages import Accepted, BatchAnswer, BatchPending, BatchRefused, BatchRequest, Durable, RunDone, Trained
 from shared.schema.service_messages import Doing
+
+FIELD = "rollout.buffer_filter_path"
+
+FILTER_SECONDS = 60.0
+"""The deadline for the function; it runs beside the buffer's loop, and the trainer waits for it."""
+
+
+class BufferFilter:
+    """Calls the user's function for each batch. Raises ConfigError where there is none."""
+
+    def __init__(self, config: RunConfig, path: str) -> None:
+        self._path, self._function, self._arguments = path, load(FIELD, path), Arguments(config)
+
+    async def choose(self, step: int, candidates: list[GroupState], size: int) -> list[str]:
+        """Returns the ids of the groups that the function wants in the batch. Raises HookFailed, DeadlineExceeded."""
+        buffer = [_hook_samples(group) for group in candidates]
+        call = asyncio.to_thread(self._function, self._arguments, step, buffer, size)
+        try:
+            chosen = await asyncio.wait_for(call, FILTER_SECONDS)
+            return [group_id(group[0].group_index) for group in chosen]
+        except TimeoutError:
+            raise DeadlineExceeded(f"the choice of step {step}'s batch", self._path, FILTER_SECONDS, "the trainer is refused") from None
+        except Exception as error:  # it is the user's code: it may raise anything and return anything
+            raise HookFailed(FIELD, self._path, f"for step {step}: {error_text(error, self._function)}") from error
+
+
+def _hook_samples(group: GroupState) -> list[HookSample]:
+    """Returns the ledger's data of a group as slime's samples."""
+    scored = group.scored
+    assert scored is not None  # only ready groups are candidates
+    return [
+        HookSample(
+            group_index=group.number,
+            index=index,
+            response_length=meta.tokens,
+            reward=reward,
+            weight_versions=[meta.oldest, meta.newest],
+            remove_sample=index in scored.removed,
+            status=FINISHED[meta.finish],
+        )
+        for index, (meta, reward) in enumerate(zip(scored.samples, scored.rewards, strict=True))
+    ]
+
 
 ANSWER_SECONDS = 1.5
 """The time that a batch request is held before it is answered with `BatchPending`."""
@@ -113,7 +161,7 @@ class TrainerRequests:
         """Has groups generated anew whose payload the store has lost since they were scored."""
         owners = {key: name for name, group in self._state.ready.items() if group.scored for key in group.scored.keys}
         for name in {owners[key] for key in await self._service.store.missing(list(owners))}:
-            await self._decide(partial(lost_payloads.of_ready, self._state, name, time.time()))
+            await self._decide(partial(lost_payloads.lost_ready, self._state, name, time.time()))
 
     def _doing(self) -> Doing | None:
         """Returns which batch the trainer has asked for in vain, since it first did."""

@@ -9,8 +9,7 @@ from redis.exceptions import RedisError
 from services.console.run_source import RunSource, SourceAway
 from shared.runtime.errors import BadMessage, MyxoError
 from shared.schema.message import Message
-from shared.sessions.session import Session
-from shared.sessions.session_progress import SessionProgress
+from shared.sessions.session import Session, SessionProgress
 from shared.sessions.session_store import KEPT_SECONDS, OPENED_SECONDS, SessionStore
 
 FRESH_SECONDS = 2.0

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from services.console.absence import NOT_STARTED, SILENT
 from services.console.change_feed import FLOW, HEALTH, OVERVIEW
 from services.console.run_source import NATS, READ_SECONDS, STORE, RunSource, SourceAway
-from shared.bus import runs, stream_replay
+from shared.bus import runs, streams
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.config.run_config import RunConfig
 from shared.live.alarms import alarms
@@ -92,7 +92,7 @@ class RunPipeline:
         """Reads what is new; begins anew where the run did. Raises SourceAway."""
         source = self._source
         try:
-            last = await stream_replay.last_sequence(source.bus(), source.names.ledger_stream, deadline=READ_SECONDS)
+            last = await streams.last_sequence(source.bus(), source.names.ledger_stream, deadline=READ_SECONDS)
         except SourceAway:
             raise
         except BUS_ERRORS as error:

@@ -20,11 +20,12 @@ from redis.exceptions import RedisError
 from services.console.absence import AbsentServices
 from services.console.change_feed import FLOW, HEALTH, OVERVIEW, WEIGHTS, ChangeFeed
 from shared.accounts.permissions import CONSOLE, ROLES, user_name
-from shared.bus import runs, stream_replay, streams
+from shared.bus import runs, streams
+from shared.bus import streams as stream_replay
 from shared.bus.bus_errors import BUS_ERRORS, TRANSIENT
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
-from shared.bus.stream_replay import Entry
+from shared.bus.streams import Entry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.live.stall import NATS, STORE, Away, Stall, told_by

@@ -8,7 +8,7 @@ import aiohttp
 
 from services.gateway.wire.turn_refused import TurnRefused
 from shared.runtime.errors import BadMessage, MyxoError
-from shared.sessions.draw import CONTENT_TYPE, DRAW_PATH, KEY_HEADER, LENGTH_BYTES, Drawn, DrawRequest
+from shared.sessions.session import CONTENT_TYPE, DRAW_PATH, KEY_HEADER, LENGTH_BYTES, Drawn, DrawRequest
 from shared.sessions.session_store import SessionStore
 
 Hear = Callable[[Drawn], None]

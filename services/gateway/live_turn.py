@@ -3,8 +3,7 @@
 import asyncio
 from contextlib import suppress
 
-from shared.sessions.draw import Drawn
-from shared.sessions.session import PendingTurn
+from shared.sessions.session import Drawn, PendingTurn
 
 
 class LiveTurn:

@@ -20,7 +20,7 @@ from shared.bus.bus_errors import TRANSIENT
 from shared.bus.registry import ASLEEP, Registry
 from shared.runtime.errors import MyxoError
 from shared.schema.service_messages import ServiceStatus
-from shared.sessions.draw import CONTEXT_GAUGE, VOCABULARY_GAUGE
+from shared.sessions.session import CONTEXT_GAUGE, VOCABULARY_GAUGE
 
 REFRESH_SECONDS = 0.5
 """The interval at which the registry is read."""

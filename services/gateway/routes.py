@@ -34,7 +34,7 @@ from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import MyxoError
 from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.telemetry import Metrics
-from shared.schema.limits import Parts, Reason, Reward
+from shared.schema.message import Parts, Reason, Reward
 from shared.sessions.session import SessionEnded, SessionLog, SessionUnknown
 from shared.sessions.session_store import SessionStore
 

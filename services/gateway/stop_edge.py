@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from services.gateway.draw_client import Hear
 from shared.data.stop_strings import end_across
-from shared.sessions.draw import Drawn
+from shared.sessions.session import Drawn
 
 
 class StopEdge:

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from shared.runtime.traces import Traces, TraceSpan
 from shared.sessions.session import PendingTurn, SessionLog, Turn
-from shared.tracing.span import TraceSpan
-from shared.tracing.traces import Traces
 
 TURN = "turn"
 

@@ -36,9 +36,11 @@ from services.gateway.wire.request import (
 from services.gateway.wire.turn_refused import TurnRefused, overlong_prompt
 from shared.config.gateway_section import GatewaySection
 from shared.runtime.errors import MyxoError
+from shared.runtime.traces import Traces
 from shared.schema.messages import Sampling
-from shared.sessions.draw import Drawn, DrawRequest
 from shared.sessions.session import (
+    Drawn,
+    DrawRequest,
     Finish,
     PendingTurn,
     SessionLog,
@@ -52,7 +54,6 @@ from shared.sessions.session import (
     joined,
 )
 from shared.sessions.session_store import SessionStore
-from shared.tracing.traces import Traces
 
 LEASE_SECONDS, RENEWALS = 12.0, 4
 """For how long a turn is its gateway's after its last sign of life, and how often it gives one in that time."""

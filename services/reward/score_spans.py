@@ -1,7 +1,7 @@
 """The span of a group's scoring. Pure."""
 
+from shared.runtime.traces import Attributes, TraceSpan
 from shared.schema.messages import Failed, Generated, Scored
-from shared.tracing.span import Attributes, TraceSpan
 
 
 def score_span(group: Generated, outcome: Scored | Failed, started: float, ended: float) -> TraceSpan:

@@ -18,8 +18,7 @@ from shared.rewards.names import GIVEN, needs_label
 from shared.rewards.reference import label_problem
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded
 from shared.schema.messages import Generated
-from shared.schema.own_turns import scored_text
-from shared.schema.sample import Sample, Score
+from shared.schema.sample import Sample, Score, scored_text
 from shared.workers.worker_process import WorkerFailed
 
 IN_HAND = 4

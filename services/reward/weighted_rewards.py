@@ -8,7 +8,7 @@ from shared.config.reward_section import WEIGHTED, RewardSection
 from shared.environment.protocol import EnvironmentFailed
 from shared.hooks import reward_values
 from shared.rewards.names import queue_of
-from shared.schema.limits import MAX_PARTS
+from shared.schema.message import MAX_PARTS
 from shared.schema.messages import Generated
 from shared.schema.sample import Sample, Score
 

@@ -27,7 +27,7 @@ from shared.hooks.call_context import CALL_HEADER
 from shared.runtime.errors import BadMessage, MyxoError
 from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.telemetry import Metrics
-from shared.sessions.draw import CONTENT_TYPE, DRAW_PATH, KEY_HEADER, Drawn, DrawRequest
+from shared.sessions.session import CONTENT_TYPE, DRAW_PATH, KEY_HEADER, Drawn, DrawRequest
 
 declare_metrics(
     MetricSpec("engine_requests_denied", "requests", "of others to the engine that were not passed on", counter=True),

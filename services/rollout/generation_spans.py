@@ -1,7 +1,7 @@
 """The spans of a replica's work on tasks: one for each time that it had one. Pure."""
 
+from shared.runtime.traces import Attributes, TraceSpan
 from shared.schema.messages import Discarded, Failed, Generated, Interrupted, Outcome, Task
-from shared.tracing.span import Attributes, TraceSpan
 
 GENERATE = "generate"
 

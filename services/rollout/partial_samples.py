@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 from services.rollout.engine.generation import Generation, Routed
 from shared.data.stop_strings import written
 from shared.data.tokenizer import Tokenizer
-from shared.schema.expert_choices import Choices, ExpertChoices
 from shared.schema.messages import Sampling, Task
-from shared.schema.sample import Sample
+from shared.schema.sample import Choices, ExpertChoices, Sample
 
 UNROUTED = "routed_experts_problem"
 """The attribute of a sample that is not trained since the experts of its tokens are not known: why."""

@@ -5,10 +5,9 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from shared.runtime.traces import Attributes, Traces, TraceSpan, push_trace
 from shared.schema.messages import Message
 from shared.schema.weight_messages import WeightsAbort, WeightsCommit, WeightsPrepare, WeightsReceive, WeightsReceived
-from shared.tracing.span import Attributes, TraceSpan, push_trace
-from shared.tracing.traces import Traces
 
 PushStep = WeightsPrepare | WeightsReceive | WeightsCommit | WeightsAbort
 

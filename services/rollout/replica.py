@@ -25,7 +25,7 @@ from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.own_address import LOOPBACK, own_address
 from shared.runtime.service_base import Service
-from shared.sessions.draw import CONTEXT_GAUGE, VOCABULARY_GAUGE
+from shared.sessions.session import CONTEXT_GAUGE, VOCABULARY_GAUGE
 from shared.sessions.session_store import SessionStore
 
 declare_metrics(

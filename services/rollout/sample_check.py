@@ -15,8 +15,7 @@ from shared.runtime.errors import BadMessage
 from shared.runtime.service_base import Service
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Task
-from shared.schema.own_turns import sampled, turns_of
-from shared.schema.sample import Sample, token_digest
+from shared.schema.sample import Sample, sampled, token_digest, turns_of
 
 MOST_TOKENS, ANSWER_TOKENS = 1 << 22, 64
 """Sampled tokens that are remembered, 32 MiB, and as how many an answer counts besides its own."""

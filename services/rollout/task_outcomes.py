@@ -10,11 +10,10 @@ from shared.bus.subjects import ROLLOUT
 from shared.runtime.errors import BadMessage, Fault, PayloadMissing
 from shared.runtime.service_base import Service
 from shared.schema import sample as sample_codec
+from shared.schema.digests import reference
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Failed, Generated, Interrupted, Outcome, Payload, Task
-from shared.schema.overlong import fitted
-from shared.schema.payload_digest import reference
-from shared.schema.sample import Sample
+from shared.schema.sample import Sample, fitted
 
 PUBLISH_SECONDS = 600.0
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from services.trainer.batch_metrics import Sum
 from services.trainer.batches import TrainBatch
-from shared.schema.attestation import TrainedSample, attest
+from shared.schema.digests import TrainedSample, attest
 from shared.schema.messages import Attestation
 from shared.schema.sample import token_digest
 

@@ -24,9 +24,9 @@ from shared.runtime.activities import Look
 from shared.runtime.child_process import die_with_parent
 from shared.runtime.errors import ConfigError
 from shared.runtime.service_base import exit_code
+from shared.runtime.traces import Traces
 from shared.schema.messages import BatchAnswer, EvalFigures, RunDone, Trained
 from shared.schema.service_messages import WarmStartEnded
-from shared.tracing.traces import Traces
 
 USAGE = """usage: myxo replay CONFIG TEMPLATE [flags]
 

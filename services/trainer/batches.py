@@ -21,9 +21,7 @@ from services.trainer.shard_reader import Shard
 from services.trainer.teacher_fields import top_k_fields
 from shared.config.algorithm import AlgorithmSection
 from shared.runtime.errors import MyxoError
-from shared.schema.expert_choices import ExpertChoices
-from shared.schema.overlong import NO_LIMIT
-from shared.schema.sample import Sample
+from shared.schema.sample import NO_LIMIT, ExpertChoices, Sample
 
 TEACHER = "teacher_log_probs"
 

@@ -23,6 +23,7 @@ from shared.runtime.cancellation import cancelled
 from shared.runtime.errors import BadInput, DeadlineExceeded, MyxoError
 from shared.runtime.failures import SupervisedThread, log_failure
 from shared.runtime.service_base import Service, attended, connect
+from shared.runtime.traces import Traces
 from shared.schema.messages import (
     Accepted,
     BatchAnswer,
@@ -39,7 +40,6 @@ from shared.schema.messages import (
 from shared.schema.service_messages import ServiceStatus
 from shared.schema.versions import version_after
 from shared.schema.weight_messages import WeightsLive
-from shared.tracing.traces import Traces
 
 Result = TypeVar("Result")
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 from shared.runtime.errors import BadMessage
 from shared.schema import sample as sample_codec
+from shared.schema.digests import reference
 from shared.schema.messages import Batch, BatchGroup
-from shared.schema.payload_digest import reference
 from shared.schema.sample import Sample
 
 BLOB_BYTES = 1 << 20

@@ -40,7 +40,7 @@ from services.trainer.weights.pusher import Pusher
 from services.trainer.weights.snapshot_writer import SnapshotWriter
 from shared.config.run_config import RunConfig
 from shared.model.final_exports import hf_directory, holds_policy
-from shared.schema.attestation import attest
+from shared.schema.digests import attest
 from shared.schema.messages import Attestation, Batch, Trained
 from shared.store.payload_store import BlockingStore
 

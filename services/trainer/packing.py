@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from shared.runtime.errors import MyxoError
-from shared.schema.expert_choices import ExpertChoices
-from shared.schema.sample import Sample
+from shared.schema.sample import ExpertChoices, Sample
 
 NO_VERSION = -1
 """Weight version of a position that no rollout generated: prompt, environment's tokens, filler."""

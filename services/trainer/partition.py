@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from services.trainer.placement import balance
 from services.trainer.untrainable import RefusedSample, Untrainable
 from shared.schema.messages import Batch, BatchGroup
-from shared.schema.overlong import too_long
+from shared.schema.sample import too_long
 
 Cost = Callable[[int], float]
 """The cost of training a sample of so many tokens, in any unit, by which ranks and micro-batches are balanced."""

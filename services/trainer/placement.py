@@ -17,7 +17,7 @@ from collections.abc import Hashable, Sequence
 from typing import TypeAlias
 
 from shared.runtime.errors import MyxoError
-from shared.schema.overlong import too_long
+from shared.schema.sample import too_long
 
 APART = 0.05
 """The fraction by which the rank of highest cost may be above the mean before units are split."""

@@ -26,7 +26,7 @@ from shared.model.families import read_architecture
 from shared.runtime.atomic_files import replace_file
 from shared.runtime.child_process import die_with_parent
 from shared.runtime.service_base import exit_code
-from shared.schema.attestation import TrainedSample, attest
+from shared.schema.digests import TrainedSample, attest
 from shared.schema.messages import Attestation, Batch, Trained
 from shared.schema.sample import SampleLimits
 from shared.schema.weight_messages import WeightsLive

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
+from shared.runtime.traces import Attributes, TraceSpan, push_trace, step_trace
 from shared.schema.messages import Batch
 from shared.schema.weight_messages import WeightsPushed
-from shared.tracing.span import Attributes, TraceSpan, push_trace, step_trace
 
 
 def step_spans(batch: Batch, started: float, ended: float) -> Iterator[TraceSpan]:

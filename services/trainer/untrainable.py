@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pydantic.dataclasses import dataclass
 
 from shared.runtime.errors import MyxoError
-from shared.schema.limits import Reason
+from shared.schema.message import Reason
 
 
 @dataclass(frozen=True, order=True)

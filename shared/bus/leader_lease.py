@@ -40,8 +40,7 @@ from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.runtime import liveness
 from shared.runtime.errors import BadMessage, MyxoError
-from shared.schema.node_messages import NodeState
-from shared.schema.service_messages import LeaseStatus
+from shared.schema.service_messages import LeaseStatus, NodeState
 
 AWAY_SECONDS = 120.0
 """The seconds that a holder tries to renew before it gives up: the same as for publishing a record of the ledger."""

@@ -15,7 +15,7 @@ from shared.runtime import server_urls
 from shared.runtime.errors import INFRASTRUCTURE, BadInput, BadMessage, ConfigError, raise_problems
 from shared.runtime.safe_text import say
 from shared.schema.ledger import BatchTrained, LedgerRecord, RunFinished
-from shared.schema.limits import REASON_LENGTH
+from shared.schema.message import REASON_LENGTH
 from shared.schema.weight_messages import WeightsLive, WeightsSnapshot
 
 Record = TypeVar("Record", bound=LedgerRecord)

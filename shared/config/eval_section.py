@@ -13,7 +13,7 @@ from pydantic import Field
 from shared.config.eval_set import EvalSet, PromptPairs, Sets
 from shared.config.section import MUTABLE, Rule, Section, hook
 from shared.data.data_files import DataFile
-from shared.schema.limits import MAX_SAMPLES
+from shared.schema.message import MAX_SAMPLES
 
 EVAL_LOOP = "slime.rollout.sglang_rollout.generate_rollout"
 """slime's own function, which stands for Myxo's own loop over the sets."""

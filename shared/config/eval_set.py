@@ -12,7 +12,7 @@ from shared.config.section import hook
 from shared.data import data_files
 from shared.data.data_files import DataFile
 from shared.runtime.errors import nearest
-from shared.schema.limits import MAX_SAMPLES
+from shared.schema.message import MAX_SAMPLES
 
 NAME = r"^[A-Za-z0-9_-]{1,64}$"
 """The pattern of a set's name: it is part of its groups' ids, whose parts dots divide."""

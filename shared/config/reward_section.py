@@ -12,7 +12,7 @@ from shared.config.section import MUTABLE, Rule, Section, hook
 from shared.environment import environment_url as address
 from shared.rewards.names import GIVEN, QUEUES, VERIFIERS, queue_of
 from shared.runtime.errors import nearest
-from shared.schema.own_turns import ScoredText
+from shared.schema.sample import ScoredText
 
 OWN = "environment"
 """The environment of ``environment_url``."""

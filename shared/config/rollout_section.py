@@ -11,8 +11,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 from shared.config.section import HOOK, MUTABLE, Rule, Section, Words, hook
 from shared.config.sglang_flags import plain_name
 from shared.runtime.container_runtime import Runtime
-from shared.schema.limits import MAX_SAMPLES, ROLE
-from shared.schema.overlong import OverlongPolicy
+from shared.schema.message import MAX_SAMPLES, ROLE
+from shared.schema.sample import OverlongPolicy
 
 STEPS = "training steps (one rollout batch each), or num_epoch in its place; 0: nothing but the warm start and an evaluation"
 """What `num_rollout` is."""

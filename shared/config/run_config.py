@@ -41,7 +41,7 @@ from shared.config.weights_section import WeightsSection
 from shared.data import data_files
 from shared.hub import hub_names
 from shared.rewards.names import GIVEN, REASONING_GYM
-from shared.schema.overlong import NO_LIMIT
+from shared.schema.sample import NO_LIMIT
 
 MODEL_FIELDS = ("hf_checkpoint", "critic_load")
 """Fields that hold the path of a model, or its name on the hub."""

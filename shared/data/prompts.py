@@ -27,7 +27,7 @@ from shared.rewards.reference import Reference, label_problem, label_text
 from shared.runtime.errors import ConfigError, nearest
 from shared.runtime.untrusted_files import parse_json
 from shared.schema import codec
-from shared.schema.limits import MAX_PROMPT_BYTES
+from shared.schema.message import MAX_PROMPT_BYTES
 
 OVERLONG, BAD = "overlong", "bad"
 """The reasons for which a prompt is left out."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shared.runtime.errors import MyxoError
-from shared.schema.limits import LARGEST_REWARD, MAX_NAME, MAX_PARTS, is_part_name, is_reward
+from shared.schema.message import LARGEST_REWARD, MAX_NAME, MAX_PARTS, is_part_name, is_reward
 from shared.schema.sample import Score
 
 PROTOCOL = 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.schema.limits import LARGEST
+from shared.schema.message import LARGEST
 
 Floats = NDArray[np.float64]
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
-from shared.bus import stream_replay
+from shared.bus import streams
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
@@ -226,11 +226,11 @@ def _ratio(total: float, count: float) -> float | None:
 async def collect(bus: Bus, config: RunConfig) -> SummaryTally:
     """Reads the ledger and the events of a run."""
     tally, names = SummaryTally(config), Subjects(config.run.name)
-    async for _, record in stream_replay.read(bus, names.ledger_stream, LedgerRecord):
+    async for _, record in streams.read(bus, names.ledger_stream, LedgerRecord):
         tally.apply(record)
-    async for _, step in stream_replay.read(bus, names.events_stream, Trained, names.event("trainer", "step"), strict=False):
+    async for _, step in streams.read(bus, names.events_stream, Trained, names.event("trainer", "step"), strict=False):
         tally.apply_step(step)
-    async for _, ended in stream_replay.read(bus, names.events_stream, WarmStartEnded, names.event("trainer", "warm_start"), strict=False):
+    async for _, ended in streams.read(bus, names.events_stream, WarmStartEnded, names.event("trainer", "warm_start"), strict=False):
         tally.warm_start = ended
     tally.failures = await read_failures(bus, config.run.name)
     return tally

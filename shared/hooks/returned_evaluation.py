@@ -9,7 +9,7 @@ from shared.config.eval_set import NAME
 from shared.hooks import reward_values
 from shared.hooks.hook_sample import HookSample, Status, status_of
 from shared.hooks.slime.rollout_output import RolloutFnEvalOutput
-from shared.schema.limits import MAX_PARTS, is_part_name
+from shared.schema.message import MAX_PARTS, is_part_name
 
 
 @dataclass(frozen=True)

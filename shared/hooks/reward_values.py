@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shared.environment.protocol import shown
-from shared.schema.limits import LARGEST_REWARD, MAX_NAME, MAX_PARTS, is_part_name, is_reward
+from shared.schema.message import LARGEST_REWARD, MAX_NAME, MAX_PARTS, is_part_name, is_reward
 from shared.schema.sample import Score
 
 REWARD = "reward"

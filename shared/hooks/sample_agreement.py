@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.schema.own_turns import runs
-from shared.schema.sample import Sample
+from shared.schema.sample import Sample, runs
 
 LOG_PROB_ERROR = 0.01
 """The mean difference up to which log-probs are the engine's: those of another token differ by more, those that were rounded by less."""

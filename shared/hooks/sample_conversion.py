@@ -25,9 +25,8 @@ from shared.hooks.hook_sample import FINISHED, HookSample, Status, status_of
 from shared.rewards.reference import label_text
 from shared.runtime.errors import BadMessage
 from shared.schema import codec
-from shared.schema.expert_choices import Choices, ExpertChoices
 from shared.schema.ledger import is_evaluation
-from shared.schema.sample import LOG_PROBS, SampleLimits, Score, segments_of
+from shared.schema.sample import LOG_PROBS, Choices, ExpertChoices, SampleLimits, Score, segments_of
 from shared.schema.sample import Sample as StoredSample
 
 log = structlog.get_logger()

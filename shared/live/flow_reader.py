@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
-from shared.bus.stream_replay import Entry
+from shared.bus.streams import Entry
 from shared.bus.subjects import Subjects
 from shared.history.flow_history import FlowHistory
 from shared.live.flow_view import doing
@@ -19,7 +19,7 @@ TAIL = 20_000
 
 
 class StreamReader(Protocol):
-    """Reads a stream as `shared.bus.stream_replay.read` does."""
+    """Reads a stream as `shared.bus.streams.read` does."""
 
     def __call__(
         self, stream: str, model: type[Entry], subject: str = ">", *, after: int = 0, strict: bool = True

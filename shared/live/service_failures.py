@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nats.js.errors import NotFoundError
 
-from shared.bus import stream_replay
+from shared.bus import streams
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.live.run_view import LATELY_SECONDS, RunView, ServiceError
@@ -50,7 +50,7 @@ class ServiceFailures:
 async def read_failures(bus: Bus, run: str) -> ServiceFailures:
     """Reads the events since the run began."""
     found, names = ServiceFailures(), Subjects(run)
-    async for _, event in stream_replay.read(bus, names.events_stream, ServiceEvent, names.event("service", "*"), strict=False):
+    async for _, event in streams.read(bus, names.events_stream, ServiceEvent, names.event("service", "*"), strict=False):
         found.take(event)
     return found
 

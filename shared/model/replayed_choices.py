@@ -3,7 +3,7 @@
 from shared.config.run_config import RunConfig
 from shared.model.families import read_architecture
 from shared.runtime.errors import ConfigError
-from shared.schema.expert_choices import ExpertChoices
+from shared.schema.sample import ExpertChoices
 
 FIELD = "trainer.use_rollout_routing_replay"
 

@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shared.nodes.node_presence import SeenNode
-from shared.schema.node_messages import Attempt
+from shared.schema.service_messages import Attempt
 
 
 @dataclass(frozen=True)
 class OwnRanks:
     """The ranks of this node. ``running``: their attempt, 0: there are none. ``port``: of the meeting point that they have opened on the
     first node, 0: not yet. ``ended``: the newest attempt whose ranks have ended here, with ``code``, ``reason`` and ``consequence`` as
-    `shared.schema.node_messages.NodeState` has them."""
+    `shared.schema.service_messages.NodeState` has them."""
 
     running: int = 0
     port: int = 0

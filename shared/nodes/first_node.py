@@ -31,7 +31,7 @@ from shared.nodes.attempt_commands import (
 from shared.nodes.node_presence import SeenNode
 from shared.runtime import exit_codes
 from shared.runtime.errors import DeadlineExceeded
-from shared.schema.node_messages import Attempt, Over
+from shared.schema.service_messages import Attempt, Over
 
 STOP_SECONDS = 120.0
 """The seconds that ranks have to leave in order before they are killed."""

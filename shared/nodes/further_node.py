@@ -21,7 +21,7 @@ from shared.nodes.attempt_commands import (
 from shared.nodes.first_node import STOP_SECONDS
 from shared.runtime import exit_codes
 from shared.runtime.errors import DeadlineExceeded
-from shared.schema.node_messages import Attempt
+from shared.schema.service_messages import Attempt
 
 
 class FurtherNode:

@@ -38,7 +38,7 @@ from shared.runtime.cancellation import to_the_end
 from shared.runtime.errors import BadMessage, ConfigError, MyxoError
 from shared.runtime.own_address import HOST_VARIABLE, LOOPBACK, own_address
 from shared.runtime.service_base import Service
-from shared.schema.node_messages import Attempt, NodeSecret, NodeState
+from shared.schema.service_messages import Attempt, NodeSecret, NodeState
 
 POLL_SECONDS = 0.5
 SILENCE = 1.5

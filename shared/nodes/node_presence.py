@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from shared.bus.leader_lease import LeaseObserver
-from shared.schema.node_messages import NodeState
-from shared.schema.service_messages import LeaseStatus
+from shared.schema.service_messages import LeaseStatus, NodeState
 
 
 @dataclass(frozen=True)

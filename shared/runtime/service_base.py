@@ -38,11 +38,10 @@ from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.own_address import own_address
 from shared.runtime.safe_text import say
 from shared.runtime.telemetry import Metrics, configure_logs, last_error
+from shared.runtime.traces import Traces, trace_settings
 from shared.schema.messages import Message
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.store.payload_store import Store, StoreUnreachable
-from shared.tracing.trace_settings import trace_settings
-from shared.tracing.traces import Traces
 
 declare_metrics(
     MetricSpec(
@@ -243,7 +242,7 @@ async def _traced(service: Service) -> AsyncIterator[None]:
     if (settings := trace_settings(os.environ)) is None:
         yield
         return
-    from shared.tracing.span_export import SpanExport  # it brings the exporter, which nobody else needs
+    from shared.runtime.span_export import SpanExport  # it brings the exporter, which nobody else needs
 
     identity = {"name": service.name, "namespace": "myxo", "instance.id": service.instance, "version": __version__}
     resource = {**{f"service.{name}": value for name, value in identity.items()}, "host.name": service.host, "myxo.run": service.run}

@@ -8,7 +8,7 @@ import re
 from pydantic import Field
 
 from shared.runtime.errors import Fault
-from shared.schema.limits import LARGEST, MAX_SAMPLES, Count, GroupId, Name, Parts, Reason, Reward, Timestamp
+from shared.schema.message import LARGEST, MAX_SAMPLES, Count, GroupId, Name, Parts, Reason, Reward, Timestamp
 from shared.schema.messages import Attestation, EvalFigures, Message, Payload, ScoredGroup
 
 PAYLOAD_LOST = "payload lost"

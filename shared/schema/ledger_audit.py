@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared.schema import ledger
-from shared.schema.attestation import attest_scored
+from shared.schema.digests import attest_scored
 from shared.schema.ledger import LedgerRecord, group_id
 from shared.schema.messages import ScoredGroup
 

@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from shared.runtime.errors import INFRASTRUCTURE, BadMessage, Fault
 from shared.schema import codec
-from shared.schema.limits import (
+from shared.schema.message import (
     LARGEST,
     MAX_KEYS,
     MAX_PARTS,
@@ -20,15 +20,17 @@ from shared.schema.limits import (
     Count,
     Digest,
     GroupId,
+    Message,
     Name,
+    Part,
     PartName,
     Parts,
     Reason,
     Reward,
     StoreKey,
     Timestamp,
+    Tokens,
 )
-from shared.schema.message import Message, Part, Tokens
 
 # --- the flow of a group: task, generated, scored
 
@@ -55,7 +57,7 @@ class Payload(Part):
     """A reference to a group's samples in the store: one or more blobs of ``bytes`` in all; nobody reads more than that.
 
     ``sizes``: bytes of each blob, where there are several. ``tokens``: the length of each sample, prompt and response together, so that a
-    batch can be partitioned before anybody reads it. ``digest``: of the blobs (`shared.schema.payload_digest`), by who wrote them; whoever
+    batch can be partitioned before anybody reads it. ``digest``: of the blobs (`shared.schema.digests`), by who wrote them; whoever
     reads them compares. Empty: no blob fits it.
     """
 
@@ -374,7 +376,7 @@ class EvaluationsEnded(Message):
 
 
 class Attestation(Part):
-    """What the trainer has trained in a step, by its own account (`shared.schema.attestation`).
+    """What the trainer has trained in a step, by its own account (`shared.schema.digests`).
 
     ``oldest``: version of the oldest trained token. ``samples``: those with a trained token. ``tokens``: trained ones. ``digest``:
     of all tokens of these samples, in the batch's order.

@@ -1,11 +1,15 @@
 """Samples as they lie in the store: tokens, log-probs, mask and version segments, kept aligned in one place.
 
-A group's samples are encoded into one or more blobs (MessagePack, arrays as raw bytes); a reference lists the keys.
+A group's samples are encoded into one or more blobs (MessagePack, arrays as raw bytes); a reference lists the keys. Here are also the
+experts that an engine chose for a sample's tokens (rollout routing replay), the part of a response that the model itself sampled, and what
+becomes of a sample that is longer than a micro-batch (`rollout.overlong_samples`).
 """
 
+import base64
+import binascii
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -14,13 +18,137 @@ import pydantic
 import xxhash
 from numpy.typing import NDArray
 
+from shared.model.architecture import Architecture
 from shared.rewards.reference import Reference
 from shared.runtime.errors import BadMessage
 from shared.runtime.untrusted_files import parse_json
 from shared.schema import codec
-from shared.schema.expert_choices import Choices, ExpertChoices, routed_problem
-from shared.schema.limits import LARGEST_REWARD, MAX_KEYS, MAX_PARTS, MAX_SPANS, ROLE, Parts, Reason, Reward, is_part_name, is_reward
+from shared.schema.message import LARGEST_REWARD, MAX_KEYS, MAX_PARTS, MAX_SPANS, ROLE, Parts, Reason, Reward, is_part_name, is_reward
 from shared.schema.messages import SampleMeta
+
+Choices = NDArray[np.int16]
+"""int16 [T - 1, layers with experts, experts a token]."""
+
+
+@dataclass(frozen=True)
+class ExpertChoices:
+    """What a model's choices look like.
+
+    Args:
+        layers: indices of the layers with experts. total: all layers. per_token: experts that each token goes through in a layer.
+        count: experts of a layer.
+    """
+
+    layers: tuple[int, ...]
+    total: int
+    per_token: int
+    count: int
+
+    @classmethod
+    def of(cls, architecture: Architecture) -> "ExpertChoices | None":
+        """Returns those of a model; None for one without experts."""
+        if architecture.experts is None:
+            return None
+        layers = tuple(index for index in range(architecture.num_layers) if architecture.is_moe_layer(index))
+        return cls(layers, architecture.num_layers, architecture.experts.per_token, architecture.experts.count)
+
+    def read(self, encoded: str, rows: int) -> Choices:
+        """Returns an engine's answer: base64 of int32 [rows, all layers, experts a token], of which layers without experts are left out.
+
+        Raises ValueError: another size than ``rows`` asks for, or an expert that there is not.
+        """
+        try:
+            flat = np.frombuffer(base64.b64decode(encoded, validate=True), "<i4")
+        except (binascii.Error, ValueError, TypeError) as error:
+            raise ValueError(f"experts that cannot be read: {error}") from None
+        return self.taken(flat, rows)
+
+    def taken(self, given: NDArray[np.integer], rows: int) -> Choices:
+        """Returns choices of ``rows`` tokens from integers in that order, of all layers or of those with experts. Raises ValueError."""
+        token = self.total * self.per_token
+        if given.size == rows * len(self.layers) * self.per_token:
+            found = given.reshape(rows, len(self.layers), self.per_token)
+        elif given.size == rows * token:
+            found = given.reshape(rows, self.total, self.per_token)[:, self.layers]
+        else:
+            raise ValueError(f"{given.size} experts for {rows} tokens, {self.total} layers and {self.per_token} experts a token")
+        if found.size and not (int(found.min()) >= 0 and int(found.max()) < self.count):
+            raise ValueError(f"experts from {found.min()} to {found.max()}; the model's are 0 to {self.count - 1}")
+        return np.ascontiguousarray(found, np.int16)
+
+    def problem(self, given: Choices | None, rows: int) -> str | None:
+        """Returns why these are not the choices of ``rows`` tokens; None where they are."""
+        if given is None:
+            return f"routed_experts are missing: use_rollout_routing_replay trains {rows} tokens through the experts that the engine chose"
+        wanted = (rows, len(self.layers), self.per_token)
+        if given.shape != wanted:
+            return (
+                f"routed_experts has the shape {list(given.shape)}; expected {list(wanted)}: tokens but the last, layers, experts a token"
+            )
+        if given.size and not (int(given.min()) >= 0 and int(given.max()) < self.count):
+            return f"routed_experts holds {given.min()} to {given.max()}; the model's experts are 0 to {self.count - 1}"
+        return None
+
+
+def routed_problem(given: object) -> str | None:
+    """Returns why something is no array of choices of any model; None where it is one."""
+    if given is None or (isinstance(given, np.ndarray) and given.ndim == 3 and given.dtype == np.int16):
+        return None
+    return "routed_experts is not an array of int16 [tokens, layers, experts a token]"
+
+
+ScoredText = Literal["own", "last_turn", "full"]
+
+SURE_TOKENS = 3
+"""The most tokens in a row that are taken for sampled ones whose log-prob was rounded to 0.0, between others that are not trained."""
+
+
+def sampled(mask: NDArray[Any], log_probs: NDArray[Any] | None) -> NDArray[np.bool_]:
+    """Returns which tokens of a response the model itself sampled: bool [R].
+
+    These are the trained ones, and those that have a log-prob though they are not trained, such as stale or removed ones: tokens of tools
+    and environments have none.
+
+    Args:
+        mask: [R], not 0 where a token is trained. log_probs: [R], 0 or not finite where a token has none; None: no token has one.
+    """
+    trained = np.asarray(mask) != 0
+    if log_probs is None:
+        return trained
+    own = trained | (np.nan_to_num(log_probs, posinf=0, neginf=0) != 0)
+    for before, after in pairwise(np.flatnonzero(own)):
+        if 1 < after - before <= SURE_TOKENS + 1 and not (trained[before] and trained[after]):
+            own[before:after] = True
+    return own
+
+
+def turns_of(own: NDArray[Any], response: NDArray[Any], decode: Callable[[NDArray[Any]], str]) -> list[str]:
+    """Returns the texts of the runs of a response's tokens that are the model's own; none where all are, or no token is known to be.
+
+    Args:
+        own, response: [R]. decode: tokens to text.
+    """
+    if own.all() or not own.any():
+        return []
+    return [decode(response[start:end]) for start, end in runs(own)]
+
+
+def runs(where: NDArray[Any]) -> list[tuple[int, int]]:
+    """Returns the (start, end) of each run of true entries in a bool array."""
+    edges = np.flatnonzero(np.diff(where.astype(np.int8), prepend=0, append=0)).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def scored_text(text: str, turns: Sequence[str], which: ScoredText) -> str:
+    """Returns what is scored of a response. Its turns stand on lines of their own, so that no word begins in one and ends in another.
+
+    Args:
+        text: the whole response. turns: the model's own, none where the whole response is.
+    """
+    if not turns or which == "full":
+        return text
+    return turns[-1] if which == "last_turn" else "\n".join(turns)
+
 
 SCHEMA = 1
 """Version of the payload's schema."""
@@ -76,7 +204,7 @@ class Sample:
     prompt: int32 [P], P at least 1; response: int32 [R]; log_probs: float32 [R], the engine's for exactly those tokens, None where a
     function of the user's has not kept them; mask: uint8 [R], 1 where the token is trained; segments: (start, end, version) spans that tile
     [0, R) in order; text: the decoded response; turns: the texts of what the model itself sampled of it
-    (`shared.schema.own_turns`), none where all of it is; rollout: the index of the group's rollout that it comes from, by default its own
+    (`shared.schema.sample`), none where all of it is; rollout: the index of the group's rollout that it comes from, by default its own
     ``index``; samples that fan out of one rollout share it.
     given_reward: the reward, or those by name, that a generate function of the user's gave; the reward service uses it in place of scoring.
     role: who of several that play a rollout together it is of, "" where there are no roles: rewards are compared within a role.
@@ -260,7 +388,7 @@ class Sample:
 
 @pydantic.dataclasses.dataclass(slots=True, kw_only=True, config=pydantic.ConfigDict(extra="forbid"))
 class Score:
-    """The reward of one sample, within `shared.schema.limits`; ``parts`` holds named rewards where the environment gives several.
+    """The reward of one sample, within `shared.schema.message`; ``parts`` holds named rewards where the environment gives several.
 
     ``removed``: a sample filter took the sample out of the loss; its reward still counts in the group. ``unread``: why the verifier could
     not read the response, so that the reward is 0; empty where it could.
@@ -305,7 +433,7 @@ def segments_of(versions: NDArray[np.int32]) -> list[tuple[int, int, int]]:
 def token_digest(*tokens: NDArray[Any]) -> int:
     """Returns the digest of token ids, 64 bits, of all arrays as one.
 
-    It is xxHash's: what keeps others from changing a sample is its payload's digest (`shared.schema.payload_digest`).
+    It is xxHash's: what keeps others from changing a sample is its payload's digest (`shared.schema.digests`).
     """
     found = xxhash.xxh3_64()
     for part in tokens:
@@ -373,3 +501,50 @@ def _segment(start: int, end: int, version: int) -> tuple[int, int, int]:
     if not type(start) is type(end) is type(version) is int:
         raise TypeError(f"segment ({start!r}, {end!r}, {version!r})")
     return start, end, version
+
+
+OverlongPolicy = Literal["truncate", "mask", "drop", "alone"]
+
+NO_LIMIT = 1 << 31
+"""The most tokens of a sample where the policy is ``alone``: a longer sample than a micro-batch holds is one by itself."""
+
+
+def too_long(tokens: int, longest: int) -> str:
+    """Returns what is wrong with a sample of so many tokens, as the end of a sentence about it."""
+    return (
+        f"has {tokens} tokens, a micro-batch holds at most {longest}: raise max_tokens_per_gpu or context_parallel_size, "
+        "or lower rollout_max_response_len"
+    )
+
+
+def fitted(samples: Sequence[Sample], longest: int, policy: OverlongPolicy) -> list[Sample]:
+    """Returns a group's samples with none over ``longest`` tokens: of a longer one the beginning of its response, trained or masked.
+
+    ``text`` stays whole, for the reward is that of all that was made. Raises BadMessage, naming the sample, where the policy is to drop the
+    group, where a prompt leaves no room for a response, and where nothing of the group would be trained.
+    """
+    if all(sample.length <= longest for sample in samples):
+        return list(samples)
+    found = [sample if sample.length <= longest else _cut(sample, longest, policy) for sample in samples]
+    if not any(sample.mask.any() for sample in found):
+        raise BadMessage(f"no sample of group {samples[0].group} that could be trained fits: {_described(samples, longest)}")
+    return found
+
+
+def _cut(sample: Sample, longest: int, policy: OverlongPolicy) -> Sample:
+    room = longest - len(sample.prompt)
+    if policy == "drop" or room < 1:
+        raise BadMessage(_described([sample], longest))
+    return replace(
+        sample,
+        response=sample.response[:room],
+        log_probs=None if sample.log_probs is None else sample.log_probs[:room],
+        mask=sample.mask[:room] if policy == "truncate" else np.zeros(room, np.uint8),
+        segments=[(start, min(end, room), version) for start, end, version in sample.segments if start < room],
+        finish="length",
+    )
+
+
+def _described(samples: Sequence[Sample], longest: int) -> str:
+    sample = max(samples, key=lambda sample: sample.length)
+    return f"sample {sample.name} {too_long(sample.length, longest)}"

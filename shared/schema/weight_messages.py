@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, FiniteFloat
 
-from shared.schema.limits import Count, Name, Reason, Timestamp
+from shared.schema.message import Count, Name, Reason, Timestamp
 from shared.schema.messages import Message, Part
 
 Marks = dict[Name, FiniteFloat]

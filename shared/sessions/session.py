@@ -1,19 +1,23 @@
-"""What a session's log holds, and the state that its records fold to. It is pure: no clock, no I/O.
+"""A session's log, the state that its records fold to, its trajectories, and what a gateway asks of a replica. Pure: no clock, no I/O.
 
-A session is one rollout of an agent: a key that opens it, and the turns that were drawn under it. Its records stand in one list of the
+A session is one rollout of an agent: a key that opens it, and the turns that were sampled under it. Its records stand in one list of the
 store, in the order in which they arrived; whoever reads the list folds it to the same state (`SessionLog`). So gateways hold nothing that
 would die with them, and the order of the list settles every race:
 
 - of two ends of a session, and of two ends of a turn, the first one counts;
 - what arrives after a session's end changes nothing;
-- a turn belongs to the gateway that began it until its lease runs out; then another may take it over, and goes on from its tokens.
+- a turn belongs to the gateway that began it until its lease runs out; then another may take it over, and continues from its tokens.
+
+Trajectories: a turn whose prompt begins with the very tokens of its parent (prompt and completion) continues the parent's trajectory. Any
+other begins one of its own; and where several turns continue the same one, the first carries the trajectory on and each other one forks: it
+holds the same beginning, of which nothing is trained again. So every sampled token is trained exactly once.
 """
 
 import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -22,9 +26,9 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, StringConstraints
 
 from shared.runtime.errors import MyxoError
-from shared.schema.limits import LARGEST, MAX_SPANS, Count, GroupId, Name, Parts, Reason, Reward, Timestamp
-from shared.schema.message import Message, Tokens
+from shared.schema.message import LARGEST, MAX_SPANS, Count, GroupId, Message, Name, Parts, Reason, Reward, Timestamp, Tokens
 from shared.schema.messages import Sampling
+from shared.schema.sample import segments_of
 
 KEY_PREFIX = "sk-myxo-"
 SECRET_BYTES = 24
@@ -320,3 +324,220 @@ def parts_of_key(key: str) -> tuple[str, str]:
 def secret_digest(secret: str) -> str:
     """Returns the SHA-256 of a secret in hexadecimal digits."""
     return hashlib.sha256(secret.encode(errors="replace")).hexdigest()
+
+
+@dataclass
+class SessionProgress:
+    """``length``: records that were read. ``turns``: that have ended. ``tokens``: drawn in them, and recorded of the pending ones.
+
+    ``asked``: when the newest turn began, seconds since the epoch; ``context``: tokens of its prompt and completion. ``gateway``: who
+    draws or drew it; ``engine``: the replica of the newest tokens. ``oldest``, ``newest``: weight versions of the tokens.
+    """
+
+    session: Session
+    length: int = 1
+    turns: int = 0
+    tokens: int = 0
+    asked: float | None = None
+    context: int = 0
+    gateway: str = ""
+    engine: str = ""
+    oldest: int | None = None
+    newest: int | None = None
+    ended: bool = False
+    _pending: dict[str, int] = field(default_factory=dict)
+    _done: set[str] = field(default_factory=set)
+
+    @property
+    def pending(self) -> int:
+        """Returns how many turns have begun and not ended."""
+        return len(self._pending)
+
+    def apply(self, records: Iterable[Message]) -> None:
+        """Takes further records, in the order of the log."""
+        for record in records:
+            self.length += 1
+            if self.ended:
+                continue
+            match record:
+                case SessionEnded():
+                    self.ended = True
+                case SessionProlonged(deadline=deadline):
+                    self.session = self.session.model_copy(update={"deadline": max(deadline, self.session.deadline)})
+                case TurnBegun(request=request) if request not in self._done:
+                    self._begin(record)
+                case TurnDrawn(request=request, start=start) if self._pending.get(request) == start:
+                    self._pending[request] += len(record.completion)
+                    self._drawn(len(record.completion), record)
+                case TurnEnded(request=request) if request in self._pending:
+                    self._drawn(len(record.completion) - self._pending.pop(request), record)
+                    self._done.add(request)
+                    self.turns += 1
+
+    def _begin(self, record: TurnBegun) -> None:
+        self.gateway = record.holder
+        if record.request in self._pending:
+            return  # a gateway has renewed its lease, or another has taken the turn over
+        self._pending[record.request] = 0
+        self.asked = record.at
+        self.context = record.shared + len(record.rest)
+
+    def _drawn(self, tokens: int, record: TurnDrawn | TurnEnded) -> None:
+        self.tokens += tokens
+        self.context += tokens
+        self.engine, self.gateway = record.replica or self.engine, record.holder
+        versions = [version for _, _, version in record.spans]
+        self.oldest = min((version for version in (self.oldest, *versions) if version is not None), default=None)
+        self.newest = max((version for version in (self.newest, *versions) if version is not None), default=None)
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """A conversation's tokens as a model read and wrote them, in the arrays of a `shared.schema.sample.Sample`.
+
+    prompt: int32 [P], that of its first turn; response: int32 [R], all that follows; mask: uint8 [R], 1 where the token was sampled and no
+    earlier trajectory trains it; sampled: bool [R]; log_probs: float32 [R], 0 where a token was not sampled; segments tile [0, R):
+    what was not sampled has the version of what was sampled before it. finish: of the last turn. turns: the request ids of its turns.
+    """
+
+    prompt: NDArray[np.int32]
+    response: NDArray[np.int32]
+    mask: NDArray[np.uint8]
+    sampled: NDArray[np.bool_]
+    log_probs: NDArray[np.float32]
+    segments: list[tuple[int, int, int]]
+    finish: Finish
+    turns: tuple[str, ...]
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """Returns prompt and response: int32 [P + R]."""
+        return np.concatenate([self.prompt, self.response])
+
+
+@dataclass
+class _Path:
+    """The turns from a conversation's beginning to its end; ``forked``: how many of the first are trained elsewhere."""
+
+    turns: list[Turn] = field(default_factory=list)
+    forked: int = 0
+
+
+def trajectories(turns: Iterable[Turn]) -> list[Trajectory]:
+    """Returns the trajectories of a session's turns, in the order of their first own turn. Turns without a token are left out."""
+    return [_trajectory(path) for path in _paths([turn for turn in turns if len(turn.completion)])]
+
+
+def _paths(turns: Sequence[Turn]) -> list[_Path]:
+    ends: dict[str, _Path] = {}  # the path on which a turn lies, by its request id: the one that trains it
+    paths: list[_Path] = []
+    for turn in turns:
+        before = ends.get(turn.parent) if turn.parent is not None else None
+        position = -1 if before is None else [one.request for one in before.turns].index(str(turn.parent))
+        if before is None or not extends(turn.prompt, before.turns[position]):
+            path = _Path([turn])
+            paths.append(path)
+        elif position == len(before.turns) - 1:
+            path = before
+            path.turns.append(turn)
+        else:
+            path = _Path([*before.turns[: position + 1], turn], forked=position + 1)
+            paths.append(path)
+        ends[turn.request] = path
+    return paths
+
+
+def _trajectory(path: _Path) -> Trajectory:
+    first, last = path.turns[0], path.turns[-1]
+    tokens, start = last.tokens, len(first.prompt)
+    length = len(tokens) - start
+    mask, log_probs = np.zeros(length, np.uint8), np.zeros(length, np.float32)
+    versions, sampled = np.full(length, -1, np.int32), np.zeros(length, np.bool_)
+    for index, turn in enumerate(path.turns):
+        begin = len(turn.prompt) - start
+        end = begin + len(turn.completion)
+        mask[begin:end] = index >= path.forked
+        sampled[begin:end] = True
+        log_probs[begin:end] = turn.log_probs
+        for span_start, span_end, version in turn.spans:
+            versions[begin + span_start : begin + span_end] = version
+    return Trajectory(
+        prompt=first.prompt,
+        response=tokens[start:],
+        mask=mask,
+        sampled=sampled,
+        log_probs=log_probs,
+        segments=segments_of(_filled(versions)),
+        finish=last.finish,
+        turns=tuple(turn.request for turn in path.turns),
+    )
+
+
+def _filled(versions: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Returns versions in which each entry of -1 has that of the entry before it. The first is never -1: a completion begins there."""
+    known = np.maximum.accumulate(np.where(versions >= 0, np.arange(len(versions)), 0))
+    return versions[known]
+
+
+DRAW_PATH = "/internal/draw"
+KEY_HEADER = "X-Myxo-Draw-Key"
+CONTENT_TYPE = "application/msgpack"
+LENGTH_BYTES = 4
+"""Before each piece of an answer that is streamed: its length, in network order."""
+
+CONTEXT_GAUGE, VOCABULARY_GAUGE = "engine_context", "engine_vocabulary"
+"""Gauges of a replica's status: the most tokens of one sequence, and the number of token ids."""
+
+
+class DrawRequest(Message):
+    """Draw the tokens that follow ``input_ids``.
+
+    ``seed``: by it and the token's position, in an engine with deterministic inference. ``min_version``: by weights of this version at
+    least. ``seconds``: the most it may take. ``stream``: answered by pieces as they are drawn: each is a `Drawn`, and goes on where the one
+    before ended; all but the last have ``finish`` ``abort``, as which they count where nothing follows.
+    """
+
+    request: RequestId
+    input_ids: Tokens
+    sampling: Sampling
+    seed: int | None = Field(default=None, ge=0, le=LARGEST)
+    min_version: Count = 0
+    seconds: float = Field(gt=0, le=86400)
+    stream: bool = False
+
+
+class Drawn(Message):
+    """What was drawn. ``spans`` tile the completion.
+
+    ``cached``: input tokens whose keys and values were there already. ``retractions``: how often the engine took the request back for want
+    of memory.
+    """
+
+    completion: Tokens
+    log_probs: LogProbs
+    spans: Spans
+    finish: Finish
+    cached: Count = 0
+    retractions: Count = 0
+
+    def then(self, piece: "Drawn") -> "Drawn":
+        """Returns this with the piece that goes on where it ends."""
+        return Drawn(
+            completion=np.concatenate([self.completion, piece.completion]),
+            log_probs=np.concatenate([self.log_probs, piece.log_probs]),
+            spans=joined(self.spans, piece.spans, len(self.completion)),
+            finish=piece.finish,
+            cached=self.cached,
+            retractions=piece.retractions,
+        )
+
+    def stopped_at(self, count: int) -> "Drawn":
+        """Returns its first ``count`` tokens, as a turn that stops there."""
+        spans = tuple((start, min(end, count), version) for start, end, version in self.spans if start < count)
+        cut = {"completion": self.completion[:count], "log_probs": self.log_probs[:count], "spans": spans}
+        return self.model_copy(update={**cut, "finish": "stop"})
+
+    def framed(self) -> bytes:
+        """Returns it as a piece of an answer that is streamed."""
+        encoded = self.encode()
+        return len(encoded).to_bytes(LENGTH_BYTES) + encoded

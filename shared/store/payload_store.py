@@ -30,8 +30,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from shared.runtime import server_urls
 from shared.runtime.back_pressure import RETRY_PAUSE_S, BackPressure
 from shared.runtime.errors import DeadlineExceeded, MyxoError, PayloadMissing
+from shared.schema.digests import blob_limits, check_payload
 from shared.schema.messages import Payload
-from shared.schema.payload_digest import blob_limits, check_payload
 from shared.store.blobs import SOCKET_SECONDS, Answer, BlobConnection, Reader, options
 
 RETRY_PAUSE = 0.2

@@ -18,7 +18,7 @@ from services.trainer.trainer_settings import TrainerSettings
 from services.trainer.weights import pusher
 from services.trainer.weights.push_protocol import PushRequest
 from services.trainer.weights.pusher import Pusher
-from shared.bus import runs, stream_replay
+from shared.bus import runs, streams
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.config.trainer_section import TrainerSection
@@ -244,7 +244,7 @@ def test_a_replica_whose_engine_hangs_is_left_out(replicas: Parts, tiny_model: P
 async def pushes(link: ControlClient) -> list[WeightsPushed]:
     """Returns what the run's events tell of its pushes."""
     names = Subjects(link.service.run)
-    events = stream_replay.read(link.service.bus, names.events_stream, WeightsPushed, names.event("weights", "pushed"))
+    events = streams.read(link.service.bus, names.events_stream, WeightsPushed, names.event("weights", "pushed"))
     return [event async for _, event in events]
 
 

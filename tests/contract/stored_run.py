@@ -3,7 +3,7 @@
 from itertools import pairwise
 from pathlib import Path
 
-from shared.bus import stream_replay
+from shared.bus import streams
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.data.rollout_files import RolloutReader
@@ -27,9 +27,9 @@ async def assert_like_any_run(root: Path, run: str, steps: int, interval: int = 
     bus = await Bus.connect(server.url, "test")
     try:
         names = Subjects(run)
-        trained = [event async for _, event in stream_replay.read(bus, names.events_stream, Trained, names.event("trainer", "step"))]
-        live = [event async for _, event in stream_replay.read(bus, names.events_stream, WeightsLive, names.event("weights", "live"))]
-        records = [record async for _, record in stream_replay.read(bus, names.ledger_stream, LedgerRecord)]
+        trained = [event async for _, event in streams.read(bus, names.events_stream, Trained, names.event("trainer", "step"))]
+        live = [event async for _, event in streams.read(bus, names.events_stream, WeightsLive, names.event("weights", "live"))]
+        records = [record async for _, record in streams.read(bus, names.ledger_stream, LedgerRecord)]
     finally:
         await bus.close()
         server.stop()

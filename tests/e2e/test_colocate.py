@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shared.bus import stream_replay
+from shared.bus import streams
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.data.rollout_files import DIRECTORY, RolloutReader
@@ -101,7 +101,7 @@ async def trained(root: Path, name: str) -> list[BatchTrained]:
     server.start()
     try:
         bus = await Bus.connect(server.url, "test")
-        records = stream_replay.read(bus, Subjects(name).ledger_stream, LedgerRecord)
+        records = streams.read(bus, Subjects(name).ledger_stream, LedgerRecord)
         found = [record async for _, record in records if isinstance(record, BatchTrained)]
         await bus.close()
     finally:

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from shared.bus import stream_replay
+from shared.bus import streams
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.runtime.embedded_servers import EmbeddedNats
@@ -124,7 +124,7 @@ async def first_batch(root: Path, name: str) -> list[tuple[str, list[float], lis
     try:
         bus = await Bus.connect(server.url, "test")
         scored, chosen = {}, None
-        async for _, record in stream_replay.read(bus, Subjects(name).ledger_stream, LedgerRecord):
+        async for _, record in streams.read(bus, Subjects(name).ledger_stream, LedgerRecord):
             if isinstance(record, GroupsScored):
                 scored |= {group.group: group for group in record.groups}
             if isinstance(record, BatchFormed) and record.step == 0:

@@ -21,8 +21,8 @@ from services.trainer.untrainable import Untrainable
 from shared.config.algorithm import AlgorithmSection
 from shared.runtime.embedded_servers import EmbeddedValkey
 from shared.schema import sample
+from shared.schema.digests import reference
 from shared.schema.messages import Batch, BatchGroup
-from shared.schema.payload_digest import reference
 from shared.schema.sample import SampleLimits
 from shared.store.payload_store import BlockingStore, Store
 

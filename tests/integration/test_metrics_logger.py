@@ -17,7 +17,7 @@ from services.trainer.flops import work
 from services.trainer.metrics_logger import MetricsLogger, TrainingSpeed
 from services.trainer.partition import partition_batch
 from services.trainer.weights.push_schedule import PushResult
-from shared.bus import runs, stream_replay
+from shared.bus import runs, streams
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
@@ -151,13 +151,13 @@ async def test_a_step_is_written_everywhere(
     assert 'myxo_train_loss{instance="' in scraped and "myxo_rollout_zero_std_count_0{" in scraped
     assert "myxo_passrate_pass_1{" in scraped and "myxo_rewards_is_short__mean{" in scraped
     names = Subjects(run_name)
-    steps = stream_replay.read(bus, names.events_stream, Trained, subject=names.event("trainer", "step"))
+    steps = streams.read(bus, names.events_stream, Trained, subject=names.event("trainer", "step"))
     told = [event async for _, event in steps]
-    ended = stream_replay.read(bus, names.events_stream, WarmStartEnded, subject=names.event("trainer", "warm_start"))
+    ended = streams.read(bus, names.events_stream, WarmStartEnded, subject=names.event("trainer", "warm_start"))
     assert [event async for _, event in ended] == [WarmStartEnded(steps=2, every=1, losses=[4.0, 2.0])]
     assert [event.metrics["loss"] for event in told] == [2.0, 1.0]
     shown: dict[str, list[float]] = {}
-    events_of = stream_replay.read(bus, names.events_stream, MetricsWritten, subject=names.event("trainer", "metrics"))
+    events_of = streams.read(bus, names.events_stream, MetricsWritten, subject=names.event("trainer", "metrics"))
     async for _, event in events_of:
         assert event.role == "actor"
         for tag, value in event.values.items():

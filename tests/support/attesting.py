@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from shared.schema.attestation import TrainedSample, attest
+from shared.schema.digests import TrainedSample, attest
 from shared.schema.messages import Attestation, Batch
 from shared.schema.sample import Sample
 

@@ -4,8 +4,7 @@ import msgpack
 
 from shared.schema import codec
 from shared.schema.messages import Durable
-from shared.schema.node_messages import Attempt
-from shared.schema.service_messages import LeaseStatus, ServiceStatus
+from shared.schema.service_messages import Attempt, LeaseStatus, ServiceStatus
 from shared.schema.weight_messages import WeightsLive, WeightsSnapshot
 
 LARGE = 2**31 - 1

@@ -19,8 +19,8 @@ from shared.config.run_config import RunConfig
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime.service_base import Service, attended
 from shared.schema import sample
+from shared.schema.digests import reference
 from shared.schema.messages import Failed, Generated, Outcome
-from shared.schema.payload_digest import reference
 from shared.schema.sample import Sample
 from shared.schema.service_messages import ServiceStatus
 from shared.schema.weight_messages import WeightsLive

@@ -1,28 +1,359 @@
-"""The surroundings of the buffer in the simulation: an engine, a trainer and weight pushes, event by event.
+"""The buffer in a simulated world: response lengths, an engine, a trainer and weight pushes, event by event.
 
 Every decision is `services.buffer.policy`'s, every record is folded by `services.buffer.state` and replayed by
-`shared.schema.ledger_audit`, as in a run on a bus. The time that messages, verifiers and checkpoints take is left out.
+`shared.schema.ledger_audit`, as in a run on a bus. The time that messages, verifiers and checkpoints take is left out; docs/simulation.md
+lists what else.
+
+Symbols: N GPUs; g and h, GPU-seconds of generation and of training a step; w, seconds that a weight push stops everything; M, seconds that
+all N GPUs take to generate a batch, its longest responses last. Speed-ups are over the synchronous run, in which all N GPUs generate a
+batch and then all of them train it: its step takes T_sync = M + h/N. However the work is spread, a step takes at least (g + h)/N + w, so
+nothing is faster by more than the limit T_sync/((g + h)/N + w). U_sync = (g + h)/(N · T_sync) is the part of its GPUs' time that the
+synchronous run uses; where w = 0, the limit is 1/U_sync.
 """
 
+import heapq
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import count
+from statistics import NormalDist
+from typing import Any, Literal
 
 import numpy
 from numpy.random import Generator
+from numpy.typing import NDArray
 
-from services.buffer import batch_order, policy
+from services.buffer import policy
+from services.buffer import policy as batch_order
 from services.buffer.buffer_config import BufferConfig
-from services.buffer.simulation.length_tally import LengthTally
-from services.buffer.simulation.modelled_engine import ModelledEngine, Response
-from services.buffer.simulation.workload_model import WorkloadModel
 from services.buffer.state import BufferState, GroupState
-from shared.runtime.errors import MyxoError
-from shared.schema.attestation import attest_scored
+from shared.runtime.errors import ConfigError, MyxoError
+from shared.schema.digests import attest_scored
 from shared.schema.ledger import BatchFormed, GroupRequeued, GroupsAdmitted, GroupsDropped, LedgerRecord, group_id, group_number
 from shared.schema.ledger_audit import Audit, AuditReport
 from shared.schema.messages import Interrupted, Payload, SampleMeta, Scored
 from shared.schema.versions import is_lost
+
+Floats = NDArray[numpy.float64]
+
+DECILES = 10
+
+_NORMAL = NormalDist()
+
+
+def _option(default: float | None, about: str) -> Any:
+    return field(default=default, metadata={"about": about})
+
+
+@dataclass(frozen=True)
+class WorkloadModel:
+    """The lengths of responses and the speed of GPUs; each field is an option of ``myxo simulate``. Raises ConfigError."""
+
+    gpus: int = _option(16, "GPUs of rollout and trainer together")
+    rollout_gpus: int | None = _option(None, "of them, those that generate (default: in the proportion of the work)")
+    batch: int = _option(512, "samples a step")
+    samples: int = _option(1, "samples a group")
+    sigma: float = _option(0.5, "of the lognormal response lengths")
+    cap: float = _option(6.0, "longest response, in means")
+    correlation: float = _option(0.0, "of the logarithms of two lengths of one prompt")
+    mean_tokens: float = _option(2000.0, "mean response")
+    token_rate: float = _option(50.0, "tokens per second of a response on a GPU that is not saturated")
+    saturation: float = _option(36.0, "responses that saturate a GPU; more of them share its throughput")
+    concurrency: int = _option(80, "responses that a GPU takes at once; more of them wait")
+    lot: int = _option(1, "places on a GPU that are filled together once all were taken, not one by one")
+    prefill: float = _option(0.0, "seconds for which all responses stand still for those that begin together")
+    training: float = _option(1.0, "GPU time of training over that of generation, h/g")
+    push: float = _option(0.0, "seconds that a weight push stops everything")
+
+    def __post_init__(self) -> None:
+        for name in ("mean_tokens", "token_rate", "saturation", "training", "cap", "batch", "samples", "concurrency", "lot"):
+            self._require(name, 0 < getattr(self, name) < math.inf, "more than 0")
+        for name in ("sigma", "push", "prefill"):
+            self._require(name, 0 <= getattr(self, name) < math.inf, "at least 0")
+        self._require("correlation", 0 <= self.correlation <= 1, "between 0 and 1")
+        self._require("gpus", self.gpus >= 2, "at least 2, one that generates and one that trains")
+        split = f"between 1 and {self.gpus - 1}, for the trainer needs some too"
+        self._require("rollout_gpus", self.rollout_gpus is None or 0 < self.rollout_gpus < self.gpus, split)
+        self._require("batch", self.batch % self.samples == 0, f"whole groups: a multiple of --samples {self.samples}")
+
+    def _require(self, name: str, fits: bool, expected: str) -> None:
+        if not fits:
+            raise ConfigError("--" + name.replace("_", "-"), getattr(self, name), expected)
+
+    @property
+    def groups(self) -> int:
+        """Returns the number of groups of a batch."""
+        return self.batch // self.samples
+
+    @property
+    def generation(self) -> float:
+        """Returns g: GPU-seconds of generation a step, at the throughput of busy GPUs."""
+        return self.batch * self.capped_mean / (self.saturation * self.token_rate)
+
+    @property
+    def train(self) -> float:
+        """Returns h: GPU-seconds of training a step."""
+        return self.training * self.generation
+
+    @property
+    def split(self) -> int:
+        """Returns the number of GPUs that generate: unless given, the part g/(g + h) of all, rounded."""
+        if self.rollout_gpus is not None:
+            return self.rollout_gpus
+        return min(max(1, round(self.gpus / (1 + self.training))), self.gpus - 1)
+
+    @property
+    def train_seconds(self) -> float:
+        """Returns the seconds that the trainer's GPUs take for a step."""
+        return self.train / (self.gpus - self.split)
+
+    @property
+    def capped_mean(self) -> float:
+        """Returns the tokens of the mean response, the cap applied."""
+        if self.sigma == 0:
+            return min(self.mean_tokens, self.longest)
+        above = (math.log(self.cap) + self.sigma**2 / 2) / self.sigma  # the cap, in standard deviations of the length's logarithm
+        return self.mean_tokens * _NORMAL.cdf(above - self.sigma) + self.longest * (1 - _NORMAL.cdf(above))
+
+    @property
+    def longest(self) -> float:
+        """Returns the tokens of the longest response."""
+        return self.cap * self.mean_tokens
+
+    def prompts(self, rng: Generator, count: int) -> Floats:
+        """Draws each prompt's share in the lengths of its responses, standard normal: float64 [count]."""
+        return rng.normal(size=count)
+
+    def lengths(self, rng: Generator, prompts: Floats, samples: int) -> Floats:
+        """Draws response lengths in tokens: float64 [len(prompts), samples]."""
+        own = rng.normal(size=(len(prompts), samples))
+        logarithm = math.sqrt(self.correlation) * prompts[:, None] + math.sqrt(1 - self.correlation) * own
+        drawn: Floats = numpy.minimum(self.mean_tokens * numpy.exp(self.sigma * logarithm - self.sigma**2 / 2), self.longest)
+        return drawn
+
+    def batches(self, rng: Generator, count: int) -> Floats:
+        """Draws response lengths of whole batches in tokens: float64 [count, batch]."""
+        return self.lengths(rng, self.prompts(rng, count * self.groups), self.samples).reshape(count, self.batch)
+
+    @cached_property
+    def edges(self) -> Floats:
+        """Returns the lengths in tokens that divide the responses into `DECILES` parts of equal number: float64 [9]."""
+        quantiles = [_NORMAL.inv_cdf(part / DECILES) for part in range(1, DECILES)]
+        return self.mean_tokens * numpy.exp(self.sigma * numpy.array(quantiles) - self.sigma**2 / 2)
+
+    def rate(self, running: int, gpus: int) -> float:
+        """Returns the tokens per second of each of ``running`` responses on ``gpus``."""
+        return self.token_rate * min(1.0, self.saturation * gpus / running) if running else self.token_rate
+
+
+MAKESPANS = 10_000
+"""Batches that M is the mean of; of those played event by event, a fiftieth."""
+
+
+@dataclass(eq=False, slots=True)
+class Response:
+    """One sample's generation of ``length`` tokens. ``task``: what it belongs to.
+
+    ``began``: the engine's ``work`` when its first token was drawn. ``oldest``/``newest``: versions of its first and last token.
+    """
+
+    length: float
+    task: Any
+    began: float = 0.0
+    oldest: int = -1
+    newest: int = -1
+    status: Literal["waiting", "running", "ended"] = "waiting"
+
+
+class ModelledEngine:
+    """Runs responses in simulated time. ``work``: tokens that a response would have which had run from the beginning on.
+
+    All that run have the same speed, so a response that begins at work w ends at work w + its length, whatever happens until then. Where
+    beginning takes time (`WorkloadModel.prefill`), all stand still meanwhile, and tokens are drawn step by step: what ends in one step
+    ends, and is followed, together.
+
+    Args:
+        begins: called with each response when its first token is drawn.
+    """
+
+    def __init__(self, model: WorkloadModel, gpus: int, begins: Callable[[Response], None]) -> None:
+        self._model, self._gpus, self._begins = model, gpus, begins
+        self._room, self._lot = model.concurrency * gpus, min(model.lot, model.concurrency) * gpus
+        self._filling, self._stall = True, 0.0
+        self._waiting: deque[Response] = deque()
+        self._ends: list[tuple[float, int, Response]] = []
+        self._serial = count()
+        self._now = 0.0
+        self.running = 0
+        self.work = 0.0
+
+    @classmethod
+    def makespan(cls, model: WorkloadModel, gpus: int, lengths: Sequence[float]) -> float:
+        """Returns the seconds until all responses of a batch have ended."""
+        engine = cls(model, gpus, lambda _: None)
+        engine.add([Response(length, None) for length in lengths])
+        while engine.running:
+            engine.pass_until(engine.next_end())
+            engine.take_ended()
+        return engine._now
+
+    def add(self, responses: Iterable[Response]) -> None:
+        """Queues responses; they begin now where there is room."""
+        self._waiting.extend(responses)
+        self._fill()
+
+    def next_end(self) -> float:
+        """Returns when the next response ends; infinity while none runs."""
+        while self._ends and self._ends[0][2].status != "running":
+            heapq.heappop(self._ends)
+        if not self._ends:
+            return math.inf
+        left = self._ends[0][0] - self.work
+        return self._now if left <= 0 else self._now + self._stall + left / self._model.rate(self.running, self._gpus)
+
+    def pass_until(self, now: float) -> None:
+        """Generates until ``now``, which is not after `next_end`."""
+        still = min(self._stall, now - self._now)
+        self._stall -= still
+        if self.running:
+            self.work += (now - self._now - still) * self._model.rate(self.running, self._gpus)
+        self._now = now
+
+    def stand_still_until(self, now: float) -> None:
+        """Lets time pass without generating."""
+        self._now = now
+
+    def take_ended(self) -> Response:
+        """Returns the response that ends now; a waiting one takes its place."""
+        end, _, response = heapq.heappop(self._ends)
+        self.work = max(self.work, end)  # what rounding left over
+        response.status = "ended"
+        self.running -= 1
+        self._fill()
+        return response
+
+    def stop(self, responses: Iterable[Response]) -> None:
+        """Ends responses before their last token."""
+        for response in responses:
+            self.running -= response.status == "running"
+            response.status = "ended"
+        self._fill()
+
+    def drawn(self, response: Response) -> float:
+        """Returns the tokens that a response has by now, if it was not stopped."""
+        if response.status == "running":
+            return min(response.length, self.work - response.began)
+        return response.length if response.status == "ended" else 0.0
+
+    def _fill(self) -> None:
+        free = self._room - self.running
+        self._filling = free > 0 and (self._filling or free >= self._lot)  # as `services.rollout.slot_queue` gives slots
+        began = math.ceil(self.work) if self._model.prefill else self.work
+        while self._filling and self._waiting:
+            response = self._waiting.popleft()
+            if response.status == "waiting":
+                response.status, response.began = "running", began
+                heapq.heappush(self._ends, (began + response.length, next(self._serial), response))
+                self.running += 1
+                self._filling, self._stall = self.running < self._room, self._model.prefill
+                self._begins(response)
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The synchronous run. ``makespan``: M, ``step``: T_sync, in seconds. ``utilisation``: U_sync."""
+
+    makespan: float
+    step: float
+    utilisation: float
+    limit: float
+
+    @classmethod
+    def of(cls, model: WorkloadModel, rng: Generator) -> "Baseline":
+        makespan, ideal = mean_makespan(model, rng), (model.generation + model.train) / model.gpus
+        step = makespan + model.train / model.gpus
+        return cls(makespan, step, ideal / step, step / (ideal + model.push))
+
+
+def mean_makespan(model: WorkloadModel, rng: Generator) -> float:
+    """Returns M, in seconds."""
+    if model.batch > model.concurrency * model.gpus:
+        batches = model.batches(rng, MAKESPANS // 50).tolist()
+        return sum(ModelledEngine.makespan(model, model.gpus, lengths) for lengths in batches) / len(batches)
+    # all responses run at once, so the k-th shortest ends a known time after the one before it
+    rates = numpy.array([model.rate(running, model.gpus) for running in range(model.batch, 0, -1)])
+    rows, seconds = max(1, 1_000_000 // model.batch), 0.0
+    for first in range(0, MAKESPANS, rows):
+        lengths = numpy.sort(model.batches(rng, min(rows, MAKESPANS - first)), axis=1)
+        seconds += float((numpy.diff(lengths, axis=1, prepend=0.0) / rates).sum())
+    return seconds / MAKESPANS + model.prefill
+
+
+@dataclass(frozen=True)
+class LengthShare:
+    """A part of the samples or tokens, from 0 to 1: overall, and by decile of length, shortest first (0 where there is nothing)."""
+
+    overall: float
+    by_decile: list[float]
+
+
+class LengthTally:
+    """Counts from the batch of step ``first`` on, by decile of length.
+
+    Discarded is what dropped groups hold, and what was generated anew; masked, what is in a batch but too old to be trained.
+
+    Args:
+        model: whose `WorkloadModel.edges` divide the lengths.
+    """
+
+    def __init__(self, model: WorkloadModel, first: int) -> None:
+        self._edges, self._first = model.edges.tolist(), first
+        self._formed_at: list[float] = []
+        self._counts: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * DECILES)
+        self.ages: Counter[int] = Counter()  # of trained samples, in versions
+
+    def formed(self, now: float) -> None:
+        """Counts a batch as formed; its samples follow."""
+        self._formed_at.append(now)
+
+    def trained(self, length: float, masked: float, age: int | None) -> None:
+        """Counts a sample of ``length`` tokens in a batch, ``masked`` of them not trained. age: of its oldest trained token, if any."""
+        if self._count(length, trained=1, batched_tokens=length, masked_tokens=masked) and age is not None:
+            self.ages[age] += 1
+
+    def discarded(self, length: float, drawn: float) -> None:
+        """Counts a sample that would have had ``length`` tokens as thrown away with the ``drawn`` ones that it has."""
+        self._count(length, discarded=1, discarded_tokens=drawn)
+
+    def _count(self, length: float, **amounts: float) -> bool:
+        """Adds amounts to those of the length's decile; returns whether the warm-up is over, and they count."""
+        if len(self._formed_at) <= self._first:
+            return False
+        decile = bisect_left(self._edges, length)
+        for name, amount in amounts.items():
+            self._counts[name][decile] += amount
+        return True
+
+    @property
+    def step_seconds(self) -> float:
+        """Returns the mean seconds between two batches."""
+        times = self._formed_at[self._first :]
+        return (times[-1] - times[0]) / (len(times) - 1)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Returns the tokens that a step trains, the masked ones left out, as the mean over steps."""
+        return (sum(self._counts["batched_tokens"]) - sum(self._counts["masked_tokens"])) / (len(self._formed_at) - self._first)
+
+    def share(self, name: str, *of: str) -> LengthShare:
+        """Returns what was counted as ``name`` as a part of all that was counted as one of ``of``."""
+        part, whole = numpy.array(self._counts[name]), numpy.sum([self._counts[other] for other in of], axis=0)
+        deciles = numpy.divide(part, whole, out=numpy.zeros(DECILES), where=whole > 0)
+        return LengthShare(float(part.sum() / whole.sum()), deciles.tolist())
+
 
 ENDLESS = 1 << 40
 """The number of steps of a simulated run. The simulation stops before they are done, so that it has no idle time of a run's end."""
@@ -169,7 +500,7 @@ class World:
 
     def _chosen(self, groups: list[GroupState]) -> list[GroupState]:
         config = self._config
-        return batch_order.choose(config.rollout.rollout_order, config.window, self._size, self._state.groups.values(), groups)
+        return batch_order.in_order(config.rollout.rollout_order, config.window, self._size, self._state.groups.values(), groups)
 
     # --- rollout
 

@@ -31,7 +31,7 @@ from services.console.trainer_tokens import trainer_tokens
 from shared.data.tokenizer_files import local_tokenizer
 from shared.history.group_history import GroupRecord
 from shared.schema.ledger import is_evaluation
-from shared.schema.limits import Count, GroupId
+from shared.schema.message import Count, GroupId
 
 NO_TOKENS = (
     "Tokens cannot be coloured here: this run has kept the text of its responses alone. With monitoring.keep_rollouts_tokens = true "

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from services.console.open_sessions import OpenSessions
 from services.console.pages.page_text import safe
 from services.console.run_source import RunSource, SourceAway
-from shared.sessions.session_progress import SessionProgress
+from shared.sessions.session import SessionProgress
 
 MOST_SESSIONS = 100
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints
 
 from shared.schema.ledger import group_id
-from shared.schema.limits import Count
+from shared.schema.message import Count
 
 Status = Literal["outstanding", "requeued", "ready", "batched", "trained", "dropped", "dead", "evaluated", "failed"]
 Order = Literal["changed", "admitted", "reward", "spread", "tokens", "longest", "truncated", "attempt", "seconds"]

@@ -17,10 +17,8 @@ from services.gateway.wire.turn_refused import TurnRefused
 from shared.config.run_config import RunConfig
 from shared.hooks import reward_values
 from shared.runtime.errors import BadMessage
-from shared.schema.limits import LARGEST, MAX_PARTS, MAX_SAMPLES, ROLE, PartName, Reward
-from shared.schema.overlong import fitted
-from shared.schema.own_turns import turns_of
-from shared.schema.sample import LOG_PROBS, Sample, SampleLimits, segments_of
+from shared.schema.message import LARGEST, MAX_PARTS, MAX_SAMPLES, ROLE, PartName, Reward
+from shared.schema.sample import LOG_PROBS, Sample, SampleLimits, fitted, segments_of, turns_of
 from shared.schema.versions import is_lost
 
 LONGEST = 1 << 22

@@ -31,8 +31,8 @@ from shared.runtime.errors import BadMessage, DeadlineExceeded
 from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.service_base import Service
 from shared.schema import sample as sample_codec
+from shared.schema.digests import reference
 from shared.schema.messages import Generated, Task
-from shared.schema.payload_digest import reference
 from shared.store.payload_store import StoreFull
 
 declare_metrics(

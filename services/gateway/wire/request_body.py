@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from services.gateway.wire.turn_refused import TurnRefused
 from shared.runtime.errors import near
-from shared.schema.limits import LARGEST
+from shared.schema.message import LARGEST
 
 MAX_FIELDS = 128
 """The most fields of an object that is read."""

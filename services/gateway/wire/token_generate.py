@@ -15,7 +15,7 @@ from services.gateway.wire.request import RequestedSampling, TokenTurn, TurnResu
 from services.gateway.wire.request_body import Positive, RequestFields, StopIds, StopTexts, TopK, TopP, Version, read_body
 from services.gateway.wire.turn_events import aborted
 from services.gateway.wire.turn_refused import TurnRefused
-from shared.schema.limits import LARGEST
+from shared.schema.message import LARGEST
 
 LONGEST_PROMPT = 1 << 22
 """Tokens."""

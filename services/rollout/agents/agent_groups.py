@@ -35,9 +35,8 @@ from shared.runtime.service_base import Service
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Task
 from shared.schema.sample import Sample
-from shared.sessions.session import Session, SessionEnded, SessionLog, new_key
+from shared.sessions.session import Session, SessionEnded, SessionLog, new_key, trajectories
 from shared.sessions.session_store import SessionStore
-from shared.sessions.trajectories import trajectories
 
 declare_metrics(
     MetricSpec(

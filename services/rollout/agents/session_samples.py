@@ -7,11 +7,10 @@ from functools import partial
 from services.rollout.agents.agent_program import Rewards
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import BadMessage
-from shared.schema.limits import MAX_SAMPLES
+from shared.schema.message import MAX_SAMPLES
 from shared.schema.messages import Task
-from shared.schema.own_turns import turns_of
-from shared.schema.sample import Sample
-from shared.sessions.trajectories import Trajectory
+from shared.schema.sample import Sample, turns_of
+from shared.sessions.session import Trajectory
 
 ROUND_NUMBER = "round_number"
 """The metadata's key with the number of turns, which the trainer makes a metric of."""

@@ -20,7 +20,7 @@ from shared.rewards.ifbench import compute_ifbench_reward
 from shared.rewards.names import BOXED
 from shared.rewards.reference import Reference, label_text
 from shared.rewards.verifiers import exact, math_verify, pattern_answer
-from shared.schema.own_turns import ScoredText, sampled, scored_text, turns_of
+from shared.schema.sample import ScoredText, sampled, scored_text, turns_of
 
 REMOTE_TRIES = 10
 

@@ -8,7 +8,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 from redis.retry import Retry
 
-from shared.schema.payload_digest import reference
+from shared.schema.digests import reference
 from shared.store.payload_store import BlockingStore, Store, StoreRefused, StoreUnreachable
 from tests.support import intended_rights as intended
 from tests.support.guarded_servers import GuardedServers

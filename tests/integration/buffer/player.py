@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 from redis.asyncio import Redis
 
-from shared.bus import runs, stream_replay
+from shared.bus import runs
+from shared.bus import streams as stream_replay
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.streams import task_consumer
@@ -16,6 +17,7 @@ from shared.bus.subjects import EVAL, REWARD, ROLLOUT, TRAIN, Subjects
 from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.config.run_config import RunConfig
 from shared.schema import sample
+from shared.schema.digests import reference
 from shared.schema.ledger import LedgerRecord
 from shared.schema.ledger_audit import AuditReport, audit
 from shared.schema.messages import (
@@ -33,7 +35,6 @@ from shared.schema.messages import (
     Trained,
     Wanted,
 )
-from shared.schema.payload_digest import reference
 from shared.schema.sample import Sample
 from shared.schema.versions import is_pushed, version_after
 from shared.schema.weight_messages import WeightsLive

@@ -7,8 +7,7 @@ from shared.bus.subjects import REWARD
 from shared.bus.work_queue import MessageLease
 from shared.schema import codec
 from shared.schema.ledger import EvalScored, GroupDead, GroupsScored
-from shared.schema.limits import REASON_LENGTH
-from shared.schema.message import SCHEMA
+from shared.schema.message import REASON_LENGTH, SCHEMA
 from shared.schema.messages import Failed, Interrupted, Message, Payload, Scored, Task
 from shared.schema.weight_messages import WeightsLive
 from tests.integration.buffer.conftest import Launched, NewRun, Served

@@ -13,8 +13,8 @@ from shared.bus.streams import task_consumer
 from shared.bus.subjects import TRAIN, Subjects
 from shared.bus.work_queue import WorkQueue
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.schema.digests import reference
 from shared.schema.messages import Failed
-from shared.schema.payload_digest import reference
 from shared.schema.service_messages import ServiceEvent
 from shared.store.payload_store import Store, StoreFull
 from tests.support.run_config import run_config

@@ -7,13 +7,13 @@ import nats.js.errors
 import pytest
 from nats.js.api import StreamConfig
 
-from shared.bus import stream_replay
+from shared.bus import streams
 from shared.bus.connection import Bus
 from shared.runtime.errors import BadMessage, DeadlineExceeded
 from shared.schema.ledger import BatchTrained, CheckpointDurable, LedgerRecord
 from shared.schema.messages import Durable
 
-MANY = stream_replay.FETCH * 2 + 7
+MANY = streams.FETCH * 2 + 7
 
 
 @pytest.fixture
@@ -27,35 +27,35 @@ async def steps(messages: AsyncIterator[tuple[int, LedgerRecord]]) -> list[tuple
 
 
 async def test_an_empty_stream_has_no_end(bus: Bus, stream: str) -> None:
-    assert await stream_replay.last_sequence(bus, stream) == 0
-    assert await steps(stream_replay.read(bus, stream, LedgerRecord)) == []
+    assert await streams.last_sequence(bus, stream) == 0
+    assert await steps(streams.read(bus, stream, LedgerRecord)) == []
 
 
 async def test_everything_is_read_in_order_and_nothing_that_comes_later(bus: Bus, stream: str) -> None:
     for number in range(MANY):
         await bus.js.publish(f"{stream}.durable", CheckpointDurable(steps=number, at=0.0).encode())
     read = []
-    async for sequence, record in stream_replay.read(bus, stream, LedgerRecord):
+    async for sequence, record in streams.read(bus, stream, LedgerRecord):
         if not read:
             await bus.publish(f"{stream}.durable", CheckpointDurable(steps=9999, at=0.0))
         assert isinstance(record, CheckpointDurable)
         read.append((sequence, record.steps))
     assert read == [(number + 1, number) for number in range(MANY)]
-    assert await stream_replay.last_sequence(bus, stream) == MANY + 1
+    assert await streams.last_sequence(bus, stream) == MANY + 1
 
 
 async def test_reading_changes_nothing_and_can_be_repeated(bus: Bus, stream: str) -> None:
     await bus.publish(f"{stream}.durable", CheckpointDurable(steps=1, at=0.0))
     for _ in range(3):
-        assert await steps(stream_replay.read(bus, stream, LedgerRecord)) == [(1, 1)]
+        assert await steps(streams.read(bus, stream, LedgerRecord)) == [(1, 1)]
 
 
 async def test_one_subject_of_many(bus: Bus, stream: str) -> None:
     await bus.publish(f"{stream}.durable", CheckpointDurable(steps=1, at=0.0))
     await bus.publish(f"{stream}.trained", BatchTrained(step=0, version=1, started=0, ended=1, at=0.0))
     await bus.publish(f"{stream}.durable", CheckpointDurable(steps=2, at=0.0))
-    assert await steps(stream_replay.read(bus, stream, LedgerRecord, subject=f"{stream}.durable")) == [(1, 1), (3, 2)]
-    assert await steps(stream_replay.read(bus, stream, LedgerRecord, subject=f"{stream}.nothing")) == []
+    assert await steps(streams.read(bus, stream, LedgerRecord, subject=f"{stream}.durable")) == [(1, 1), (3, 2)]
+    assert await steps(streams.read(bus, stream, LedgerRecord, subject=f"{stream}.nothing")) == []
 
 
 async def test_what_was_removed_is_passed_over_and_no_consumer_is_made(bus: Bus, stream: str) -> None:
@@ -65,9 +65,9 @@ async def test_what_was_removed_is_passed_over_and_no_consumer_is_made(bus: Bus,
     for sequence in removed:
         await bus.js.delete_msg(stream, sequence)
     expected = [(number + 1, number) for number in range(MANY) if number + 1 not in removed]
-    assert await steps(stream_replay.read(bus, stream, LedgerRecord)) == expected
-    assert await steps(stream_replay.read(bus, stream, LedgerRecord, after=299)) == expected[297:]
-    assert await steps(stream_replay.read(bus, stream, LedgerRecord, after=MANY)) == []
+    assert await steps(streams.read(bus, stream, LedgerRecord)) == expected
+    assert await steps(streams.read(bus, stream, LedgerRecord, after=299)) == expected[297:]
+    assert await steps(streams.read(bus, stream, LedgerRecord, after=MANY)) == []
     assert (await bus.js.stream_info(stream)).state.consumer_count == 0
 
 
@@ -75,13 +75,13 @@ async def test_what_does_not_belong_into_the_stream_is_refused_or_left_out(bus: 
     await bus.publish(f"{stream}.x", Durable(steps=1))
     await bus.publish(f"{stream}.durable", CheckpointDurable(steps=2, at=0.0))
     with pytest.raises(BadMessage, match="message kind 'Durable' where LedgerRecord was expected"):
-        await steps(stream_replay.read(bus, stream, LedgerRecord))
-    assert await steps(stream_replay.read(bus, stream, LedgerRecord, strict=False)) == [(2, 2)]
+        await steps(streams.read(bus, stream, LedgerRecord))
+    assert await steps(streams.read(bus, stream, LedgerRecord, strict=False)) == [(2, 2)]
 
 
 async def test_a_stream_that_is_not_there_is_an_error(bus: Bus, run_name: str) -> None:
     with pytest.raises(nats.js.errors.NotFoundError):
-        await steps(stream_replay.read(bus, f"{run_name}-none", LedgerRecord, deadline=0.5))
+        await steps(streams.read(bus, f"{run_name}-none", LedgerRecord, deadline=0.5))
 
 
 async def test_reading_continues_after_the_server_was_killed(mortal_nats, crash: Callable[[object], None]) -> None:
@@ -91,14 +91,14 @@ async def test_reading_continues_after_the_server_was_killed(mortal_nats, crash:
         for number in range(MANY):
             await bus.js.publish("s.durable", CheckpointDurable(steps=number, at=0.0).encode())
         found = []
-        async for sequence, _ in stream_replay.read(bus, "s", LedgerRecord, deadline=120):
+        async for sequence, _ in streams.read(bus, "s", LedgerRecord, deadline=120):
             found.append(sequence)
-            if sequence == stream_replay.FETCH // 2:
+            if sequence == streams.FETCH // 2:
                 crash(mortal_nats)
                 await asyncio.to_thread(mortal_nats.start)
         assert found == list(range(1, MANY + 1))
         crash(mortal_nats)
         with pytest.raises(DeadlineExceeded, match="the state of stream s"):
-            await steps(stream_replay.read(bus, "s", LedgerRecord, deadline=1))
+            await steps(streams.read(bus, "s", LedgerRecord, deadline=1))
     finally:
         await bus.close()

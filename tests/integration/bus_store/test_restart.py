@@ -14,8 +14,8 @@ from shared.bus.subjects import Subjects
 from shared.bus.work_queue import WorkQueue
 from shared.config.run_config import RunConfig
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
+from shared.schema.digests import reference
 from shared.schema.messages import BatchRequest, Durable, Failed, Message, Outcome
-from shared.schema.payload_digest import reference
 from shared.store.payload_store import BlockingStore, Store
 from tests.support.run_config import run_config
 from tests.support.waiting import until

@@ -11,7 +11,7 @@ import redis
 
 from shared.runtime.embedded_servers import EmbeddedValkey
 from shared.runtime.errors import BadMessage, DeadlineExceeded, PayloadChanged, PayloadMissing
-from shared.schema.payload_digest import reference
+from shared.schema.digests import reference
 from shared.store.payload_store import BlockingStore, Store, StoreRefused, StoreUnreachable
 
 

@@ -24,9 +24,9 @@ from shared.data.rollout_files import RolloutRecord
 from shared.runtime.child_process import die_with_parent
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey, free_port
 from shared.schema import sample
+from shared.schema.digests import reference
 from shared.schema.ledger import BatchFormed, BatchTrained, GroupDead, GroupsAdmitted, GroupsScored, LedgerRecord, VersionLive, group_id
 from shared.schema.messages import ScoredGroup
-from shared.schema.payload_digest import reference
 from shared.schema.sample import Sample
 from shared.store.payload_store import Store
 from tests.support.run_config import run_config

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.rollout.replica import Replica
-from shared.bus import runs, stream_replay
+from shared.bus import runs, streams
 from shared.bus.connection import Bus
 from shared.runtime.cancellation import cancelled
 from shared.runtime.child_process import group_members
@@ -64,7 +64,7 @@ async def test_an_engine_that_is_not_whole_is_replaced(name: str, number: signal
         assert os.getpgid(of_engine(others, name).pid) != group
     finally:
         await cancelled([keeping], 60.0)
-    fences = stream_replay.read(service.bus, service.subjects.events_stream, ServiceEvent, service.subjects.event("service", "fenced"))
+    fences = streams.read(service.bus, service.subjects.events_stream, ServiceEvent, service.subjects.event("service", "fenced"))
     told = [event.detail async for _, event in fences]
     assert any(re.search(words.replace("{pid}", str(victim.pid)), detail) for detail in told), told
 

@@ -15,8 +15,7 @@ from openai.types.chat import ChatCompletion
 from services.gateway.chat_tokens import TOOL
 from shared.schema.messages import Sampling
 from shared.schema.sample import Sample
-from shared.sessions.session import SessionEnded, Turn
-from shared.sessions.trajectories import trajectories
+from shared.sessions.session import SessionEnded, Turn, trajectories
 from tests.integration.engine.conftest import Checkpoint, Checkpoints
 from tests.integration.engine.hall import CHUNK, NewHall
 from tests.integration.engine.load import resting

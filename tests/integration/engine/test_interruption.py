@@ -10,8 +10,8 @@ import pytest
 from shared.bus.bus_errors import RequestRefused
 from shared.runtime.own_address import LOOPBACK
 from shared.schema import sample
+from shared.schema.digests import reference
 from shared.schema.messages import Interrupted, Payload, Sampling
-from shared.schema.payload_digest import reference
 from shared.schema.sample import Sample
 from shared.schema.weight_messages import WeightsCommit, WeightsOffer, WeightsReady
 from tests.integration.engine.bench import PROMPT, Bench, NewBench

@@ -15,9 +15,8 @@ from openai import DefaultAsyncHttpxClient
 from shared.runtime.embedded_servers import free_port
 from shared.runtime.own_address import LOOPBACK
 from shared.schema.messages import Sampling
-from shared.sessions.session import SessionEnded, Turn
+from shared.sessions.session import SessionEnded, Turn, trajectories
 from shared.sessions.session_store import LATE_SECONDS
-from shared.sessions.trajectories import trajectories
 from tests.integration.engine.conftest import Checkpoint, Checkpoints
 from tests.integration.engine.hall import Hall, NewHall
 from tests.integration.engine.load import load

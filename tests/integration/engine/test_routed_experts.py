@@ -15,9 +15,8 @@ from services.rollout.partial_samples import Partial
 from services.trainer.megatron import runtime
 from services.trainer.packing import pack
 from shared.model.families import read_architecture
-from shared.schema.expert_choices import ExpertChoices
 from shared.schema.messages import Sampling
-from shared.schema.sample import Sample
+from shared.schema.sample import ExpertChoices, Sample
 from tests.integration.engine.conftest import running_engine
 from tests.support.tiny_model import PRINTABLE, character_tokenizer
 from tests.unit.trainer.megatron import rank_steps

@@ -18,8 +18,8 @@ from shared.bus.subjects import EVAL, ROLLOUT, TRAIN
 from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.runtime.service_base import Service, run
 from shared.schema import sample
+from shared.schema.digests import reference
 from shared.schema.messages import Failed, Generated, Task
-from shared.schema.payload_digest import reference
 from shared.schema.sample import Sample
 from shared.schema.weight_messages import WeightsLive
 from tests.support.real_declarations import declare_as

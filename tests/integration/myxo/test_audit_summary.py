@@ -20,7 +20,7 @@ from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.data.rollout_files import DIRECTORY, RolloutRecord, path_of
 from shared.runtime.embedded_servers import EmbeddedNats
-from shared.schema.attestation import attest_scored
+from shared.schema.digests import attest_scored
 from shared.schema.ledger import (
     BatchFormed,
     BatchTrained,

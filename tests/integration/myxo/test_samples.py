@@ -18,6 +18,7 @@ from shared.data import rollout_files
 from shared.data.rollout_files import RolloutRecord
 from shared.runtime.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema import sample
+from shared.schema.digests import reference
 from shared.schema.ledger import (
     BatchFormed,
     BatchTrained,
@@ -30,7 +31,6 @@ from shared.schema.ledger import (
     group_id,
 )
 from shared.schema.messages import ScoredGroup
-from shared.schema.payload_digest import reference
 from shared.schema.sample import Sample
 from shared.store.payload_store import Store
 from tests.integration.myxo.command import Myxo

@@ -15,8 +15,8 @@ from shared.bus.registry import Registry
 from shared.bus.streams import generated_consumer
 from shared.bus.work_queue import WorkQueue
 from shared.runtime.embedded_servers import EmbeddedValkey
+from shared.schema.digests import reference
 from shared.schema.messages import Failed, Generated, Outcome, SampleMeta, Scored
-from shared.schema.payload_digest import reference
 from shared.schema.sample import token_digest
 from shared.schema.weight_messages import WeightsLive
 from tests.support.poison import POISON

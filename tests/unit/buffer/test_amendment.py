@@ -5,8 +5,7 @@ import random
 import pytest
 
 from services.buffer import amendment, policy
-from services.buffer.amendment import MOST_REFUSALS
-from services.buffer.lost_payloads import MOST_LOST
+from services.buffer.amendment import MOST_LOST, MOST_REFUSALS
 from shared.runtime.errors import INFRASTRUCTURE
 from shared.schema.ledger import PAYLOAD_LOST, BatchAmended, GroupDead, GroupRequeued, LedgerRecord, SampleRefused
 from shared.schema.messages import BatchRefused

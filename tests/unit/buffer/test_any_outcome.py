@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.buffer import amendment, ended_groups, lost_payloads, outcome_check, policy
+from services.buffer import amendment, outcome_check, policy, rollout_keeper
+from services.buffer import amendment as lost_payloads
 from services.buffer.buffer_config import BufferConfig
+from services.buffer.ledger_writer import Trial
 from services.buffer.state import BufferState
-from services.buffer.trial import Trial
 from shared.bus.subjects import Subjects
 from shared.runtime.errors import BadMessage
 from shared.schema import codec
-from shared.schema.attestation import attest_scored
+from shared.schema.digests import attest_scored
 from shared.schema.ledger import LedgerRecord, group_id
 from shared.schema.ledger_audit import Audit
-from shared.schema.limits import LARGEST, LARGEST_REWARD
-from shared.schema.message import SCHEMA
+from shared.schema.message import LARGEST, LARGEST_REWARD, SCHEMA
 from shared.schema.messages import BatchRefused, GroupOutcome, Outcome, Scored, failure_of
 from tests.support.buffer_config import buffer_config
 
@@ -53,7 +53,7 @@ class Core:
         for entry in self.trial.entries(records, self.limit):
             assert len(entry.data) <= self.limit
             self.ledger.append(entry.data)
-            ended_groups.ended(self.state, entry.record)
+            rollout_keeper.ended_groups(self.state, entry.record)
             self.audit.see(entry.record)
             self.state.apply(entry.record)
             self.freed += self.state.released
@@ -105,7 +105,7 @@ class Core:
         self.decide(lambda: amendment.refused(self.state, message, 0.0, lost=int(at) % 2 == 1))
 
     def lose(self, group: str) -> None:
-        self.decide(lambda: lost_payloads.of_ready(self.state, group, 0.0))
+        self.decide(lambda: lost_payloads.lost_ready(self.state, group, 0.0))
 
     def restart(self) -> None:
         """The successor's state is that of the buffer that died."""

@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from services.buffer.data_fingerprints import (
+from services.buffer.prompt_supply import (
     BLOCK_BYTES,
     MOST_BLOCKS,
     DataFingerprint,
-    changed,
-    decode,
-    encode,
+    changed_files,
+    decode_fingerprints,
+    encode_fingerprints,
     fingerprint,
     fingerprints,
     named_files,
-    touched,
+    touched_files,
 )
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
@@ -31,7 +31,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def refusals(path: Path, then: DataFingerprint) -> list[str]:
-    return [problem.expected for problem in changed({str(path): then}, {str(path): fingerprint(path)}, {path: "data.prompt_data"})]
+    return [problem.expected for problem in changed_files({str(path): then}, {str(path): fingerprint(path)}, {path: "data.prompt_data"})]
 
 
 def test_a_copy_is_no_change_and_another_text_is_one(file: Path) -> None:
@@ -54,7 +54,7 @@ def test_both_ends_of_a_long_file_are_read(tmp_path: Path, offset: int) -> None:
     path.touch()
     os.truncate(path, LONG)
     then = fingerprint(path)
-    assert then.sampled and touched({str(path): then}, {str(path): then}) == []
+    assert then.sampled and touched_files({str(path): then}, {str(path): then}) == []
     with path.open("r+b") as writable:
         writable.seek(offset)
         writable.write(b"x")
@@ -67,7 +67,7 @@ def test_a_long_file_that_was_written_since_is_named(tmp_path: Path) -> None:
     os.truncate(path, 2 * LONG)
     then = fingerprint(path)
     os.utime(path, ns=(1, 1))
-    assert refusals(path, then) == [] and touched({str(path): then}, {str(path): fingerprint(path)}) == [str(path)]
+    assert refusals(path, then) == [] and touched_files({str(path): then}, {str(path): fingerprint(path)}) == [str(path)]
 
 
 def test_the_runs_files_are_known_by_path_and_field(tmp_path: Path, file: Path) -> None:
@@ -78,8 +78,8 @@ def test_the_runs_files_are_known_by_path_and_field(tmp_path: Path, file: Path) 
     assert list(fields.values()).count("data.prompt_data") == 1 and fields[file] == "data.prompt_data"
     assert fields[heldout].startswith("eval.eval_prompt_data")
     found = fingerprints(config)
-    assert decode(encode(found)) == found and found.keys() == {str(file), str(heldout)}
-    assert changed({}, found, fields) == [], "a file that is new to the run"
+    assert decode_fingerprints(encode_fingerprints(found)) == found and found.keys() == {str(file), str(heldout)}
+    assert changed_files({}, found, fields) == [], "a file that is new to the run"
     heldout.unlink()
     with pytest.raises(ConfigError, match="heldout.jsonl"):
         fingerprints(config)
@@ -87,4 +87,4 @@ def test_the_runs_files_are_known_by_path_and_field(tmp_path: Path, file: Path) 
 
 @pytest.mark.parametrize("data", [None, b"", b"nonsense", b"[]", b'{"a": {"size": "many"}}'])
 def test_what_is_no_note_of_files_counts_as_none(data: bytes | None) -> None:
-    assert decode(data) == {}
+    assert decode_fingerprints(data) == {}

@@ -1,6 +1,6 @@
 """What a rollout function of the user's does with its groups: the buffer drops what it discards, and admits more where it needs more."""
 
-from services.buffer import outcome_sources, policy
+from services.buffer import outcome_check, policy
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState
 from shared.bus.subjects import REWARD, ROLLOUT, Subjects
@@ -64,5 +64,5 @@ def test_what_a_function_may_have_at_once_is_bound() -> None:
 def test_only_a_rollout_service_may_say_so() -> None:
     names = Subjects("run")
     for message in (Discarded(group="g", attempt=0, reason="x", by="r"), Wanted(group="g", attempt=0, count=1, by="r")):
-        assert outcome_sources.refusal(names, names.scored(ROLLOUT), message) is None
-        assert outcome_sources.refusal(names, names.scored(REWARD), message) is not None
+        assert outcome_check.source_refusal(names, names.scored(ROLLOUT), message) is None
+        assert outcome_check.source_refusal(names, names.scored(REWARD), message) is not None

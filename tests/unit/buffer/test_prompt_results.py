@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.buffer import prompt_results
+from services.buffer import prompt_supply
 from services.buffer.state import BufferState
 from shared.data import data_source
 from shared.data.data_source import DrawnPrompts
@@ -37,7 +37,7 @@ class Buffers:
             self.follow(record)
 
     def follow(self, record: LedgerRecord) -> None:
-        prompt_results.follow(self.prompts.results, self.state, record)
+        prompt_supply.follow_results(self.prompts.results, self.state, record)
         self.state.apply(record)
 
     def draw(self, number: int) -> None:
@@ -106,7 +106,7 @@ def expected(records: list[LedgerRecord]) -> list[int]:
 def test_every_group_that_ends_is_told_once(limits: object, seed: int, events: int) -> None:
     records, state, told = history(limits, seed, events), BufferState(), list[int]()
     for record in records:
-        found = prompt_results.results(state, record)
+        found = prompt_supply.prompt_results(state, record)
         told += [result.number for result in found]
         for result in found:
             scored = state.groups[f"g{result.number:08d}"].scored

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.buffer import rollout_keeper, rollout_writer
-from services.buffer.ended_groups import EndedGroup
-from services.buffer.rollout_keeper import RolloutKeeper
-from services.buffer.rollout_writer import RolloutNotKept, RolloutWriter
+from services.buffer import rollout_keeper
+from services.buffer import rollout_keeper as rollout_writer
+from services.buffer.rollout_keeper import EndedGroup, RolloutKeeper, RolloutNotKept, RolloutWriter
 from shared.data import rollout_files
 from shared.data.prompts import Prompt
 from shared.data.rollout_files import RolloutReader, RolloutRecord

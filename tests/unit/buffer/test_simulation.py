@@ -13,11 +13,8 @@ import numpy
 import pytest
 from numpy.random import default_rng
 
-from services.buffer.simulation import modelled_engine
-from services.buffer.simulation.length_tally import LengthTally
-from services.buffer.simulation.modelled_engine import Baseline, ModelledEngine
-from services.buffer.simulation.simulate_command import main
-from services.buffer.simulation.simulation_run import (
+from services.buffer.simulation import world as modelled_engine
+from services.buffer.simulation.simulate_command import (
     ORDERS,
     POLICIES,
     PolicyOutcome,
@@ -25,10 +22,10 @@ from services.buffer.simulation.simulation_run import (
     Simulated,
     SimulationPlan,
     buffer_config,
+    main,
     settings,
 )
-from services.buffer.simulation.workload_model import WorkloadModel
-from services.buffer.simulation.world import NO_BOUND, World
+from services.buffer.simulation.world import NO_BOUND, Baseline, LengthTally, ModelledEngine, WorkloadModel, World
 from services.buffer.state import BufferState
 from shared.runtime.errors import ConfigError
 from shared.schema.ledger import BatchFormed, GroupRequeued, GroupsDropped, LedgerRecord

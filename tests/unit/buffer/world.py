@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from services.buffer import amendment, lost_payloads, policy
+from services.buffer import amendment, policy
+from services.buffer import amendment as lost_payloads
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState, GroupState
-from shared.schema.attestation import attest_scored
+from shared.schema.digests import attest_scored
 from shared.schema.ledger import (
     BatchAmended,
     BatchFormed,
@@ -213,7 +214,7 @@ class World:
             if self.dice.random() < 0.8:
                 self.jobs.remove(job)
             message = Failed(group=job.group, attempt=job.attempt, reason="died", by="r")
-            anew = lost_payloads.of_failed(self.state, message, 0.0) if self.dice.random() < 0.3 else []
+            anew = lost_payloads.lost_failed(self.state, message, 0.0) if self.dice.random() < 0.3 else []
             self.decide(anew or policy.failed(self.state, message, 0.0))
 
     def fail_late(self) -> None:
@@ -225,7 +226,7 @@ class World:
     def lose_payload(self) -> None:
         """The store has lost a group, ready or not."""
         names = [*self.state.ready, *self.state.groups, "g99999999"]
-        self.decide(lost_payloads.of_ready(self.state, self.dice.choice(names), 0.0))
+        self.decide(lost_payloads.lost_ready(self.state, self.dice.choice(names), 0.0))
 
     def ask(self) -> None:
         """The trainer asks for its next batch: a new one, or one that it had before it died."""

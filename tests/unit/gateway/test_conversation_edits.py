@@ -15,10 +15,9 @@ from services.gateway.turns import Turns
 from services.gateway.wire import openai_chat
 from services.gateway.wire.request import assistant_message
 from shared.config.gateway_section import GatewaySection
+from shared.runtime.traces import Traces
 from shared.schema.messages import Sampling
-from shared.sessions.session import Session, SessionLog, Turn
-from shared.sessions.trajectories import Trajectory, trajectories
-from shared.tracing.traces import Traces
+from shared.sessions.session import Session, SessionLog, Trajectory, Turn, trajectories
 from tests.support.qwen3_tokenizer import write_qwen3_tokenizer
 
 CALL = '<tool_call>\n{ "name":"add",  "arguments": {"b":2, "a": 2.0} }\n</tool_call>'

@@ -2,7 +2,7 @@
 
 from services.gateway.replicas import BACKED_OFF, FEWEST, DrawLimit, DrawTarget, choose, targets
 from shared.schema.service_messages import ServiceStatus
-from shared.sessions.draw import CONTEXT_GAUGE, VOCABULARY_GAUGE
+from shared.sessions.session import CONTEXT_GAUGE, VOCABULARY_GAUGE
 
 
 def target(number: int, version: int = 3) -> DrawTarget:

@@ -12,7 +12,7 @@ from rich.console import Console
 from myxo.launch.exit_report import never_trained, table
 from shared.config.run_config import RunConfig
 from shared.history.run_summary import GroupCounts, SummaryTally
-from shared.schema.attestation import attest
+from shared.schema.digests import attest
 from shared.schema.ledger import (
     BatchFormed,
     BatchTrained,

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from services.rollout.engine.generation import Finish, Generation, Routed, Span
 from services.rollout.partial_samples import UNROUTED, Partial, restored, samples_of
 from shared.data.tokenizer import Tokenizer
-from shared.schema.expert_choices import ExpertChoices
 from shared.schema.messages import Sampling, Task
+from shared.schema.sample import ExpertChoices
 
 LONGEST = 1000
 

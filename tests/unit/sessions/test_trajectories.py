@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.schema.sample import Sample
-from shared.sessions.session import Turn
-from shared.sessions.trajectories import Trajectory, trajectories
+from shared.sessions.session import Trajectory, Turn, trajectories
 
 
 def turn(request: str, parent: Turn | None, rest: list[int], completion: list[int], version: int = 1, *, breaks: bool = False) -> Turn:

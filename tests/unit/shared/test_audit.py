@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shared.schema.attestation import attest
+from shared.schema.digests import attest
 from shared.schema.ledger import (
     PAYLOAD_LOST,
     BatchAmended,

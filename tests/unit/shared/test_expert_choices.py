@@ -10,8 +10,7 @@ import pytest
 from shared.hooks.sample_conversion import Served, from_stored, to_stored
 from shared.runtime.errors import BadMessage
 from shared.schema import sample as samples
-from shared.schema.expert_choices import ExpertChoices
-from shared.schema.sample import InvalidSample, Sample, SampleLimits
+from shared.schema.sample import ExpertChoices, InvalidSample, Sample, SampleLimits
 from tests.support.run_config import run_config
 
 CHOICES = ExpertChoices(layers=(1, 2), total=3, per_token=2, count=4)

@@ -7,8 +7,7 @@ import pytest
 
 from shared.runtime.errors import BadMessage
 from shared.schema import codec, ledger, messages, service_messages, weight_messages
-from shared.schema.limits import MAX_KEYS, MAX_SAMPLES, REASON_LENGTH
-from shared.schema.message import SCHEMA
+from shared.schema.message import MAX_KEYS, MAX_SAMPLES, REASON_LENGTH, SCHEMA
 from shared.schema.messages import Message, Outcome, Scored, Task
 from shared.schema.service_messages import ServiceStatus
 

@@ -7,8 +7,7 @@ import pytest
 
 from shared.config.run_config import field_sections
 from shared.runtime.errors import BadMessage
-from shared.schema.overlong import fitted, too_long
-from shared.schema.sample import Sample
+from shared.schema.sample import Sample, fitted, too_long
 from tests.support.train_samples import train_sample
 
 FITS = train_sample([1, 2], [3, 4], index=0)

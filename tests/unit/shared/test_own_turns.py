@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shared.schema.own_turns import sampled, scored_text, turns_of
+from shared.schema.sample import sampled, scored_text, turns_of
 
 
 @pytest.mark.parametrize(

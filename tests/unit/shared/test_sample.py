@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shared.runtime.errors import BadMessage
 from shared.schema import codec, sample
-from shared.schema.limits import MAX_KEYS
+from shared.schema.message import MAX_KEYS
 from shared.schema.sample import Sample, SampleLimits
 
 

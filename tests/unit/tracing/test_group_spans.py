@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.buffer.group_spans import GroupSpans
+from shared.runtime.traces import TraceSpan
 from shared.schema import ledger
 from shared.schema.ledger import LedgerRecord
 from shared.schema.messages import Payload, SampleMeta, ScoredGroup
-from shared.tracing.span import TraceSpan
 
 
 def scored(group: str, started: float, rewards: Iterable[float] = (1.0, 0.0), attempt: int = 0) -> ScoredGroup:

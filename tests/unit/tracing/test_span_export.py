@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import structlog
 
+from shared.runtime import span_export
 from shared.runtime.embedded_servers import free_port
+from shared.runtime.span_export import SpanExport
 from shared.runtime.telemetry import Metrics
-from shared.tracing import span_export
-from shared.tracing.span import TraceSpan, step_trace, trace_ids
-from shared.tracing.span_export import SpanExport
-from shared.tracing.trace_settings import trace_settings
+from shared.runtime.traces import TraceSpan, step_trace, trace_ids, trace_settings
 from tests.support.otlp_receiver import OtlpReceiver
 
 IDENTITY = {"service.name": "buffer", "service.instance.id": "buffer-0"}

@@ -3,7 +3,7 @@
 import pytest
 
 from shared.runtime.errors import ConfigError
-from shared.tracing.trace_settings import TraceSettings, trace_settings
+from shared.runtime.traces import TraceSettings, trace_settings
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}
 

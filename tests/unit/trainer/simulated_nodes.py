@@ -17,8 +17,7 @@ from shared.nodes.attempt_commands import (
 from shared.nodes.first_node import FirstNode
 from shared.nodes.further_node import FurtherNode
 from shared.nodes.node_presence import NodeObserver
-from shared.schema.node_messages import Attempt, NodeState
-from shared.schema.service_messages import LeaseStatus
+from shared.schema.service_messages import Attempt, LeaseStatus, NodeState
 
 DURATION, TICK = 5.0, 0.5
 PATIENCE = 600.0

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from services.trainer.partition import partition_batch, parts
 from services.trainer.untrainable import Untrainable
 from shared.schema.messages import Batch, BatchGroup, Payload
-from shared.schema.overlong import NO_LIMIT
+from shared.schema.sample import NO_LIMIT
 
 few = settings(max_examples=60, deadline=None)
 

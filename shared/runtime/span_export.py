@@ -24,9 +24,7 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 from shared.runtime.failure_summary import short
 from shared.runtime.metric_specs import MetricSpec, declare_metrics
 from shared.runtime.telemetry import Metrics
-from shared.tracing.span import TraceSpan, trace_ids
-from shared.tracing.trace_settings import TraceSettings
-from shared.tracing.traces import Traces
+from shared.runtime.traces import Traces, TraceSettings, TraceSpan, trace_ids
 
 declare_metrics(
     MetricSpec("spans_exported", "spans", "[traces](traces.md): what the receiver took", when="with an endpoint for traces", counter=True),
