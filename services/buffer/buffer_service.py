@@ -51,21 +51,13 @@ from shared.schema.messages import (
 )
 from shared.schema.weight_messages import WeightsLive
 
-POLL_INTERVAL_S = 2.0
-"""The interval at which live version and queue depths are read, besides the events that announce them."""
+POLL_INTERVAL_S = 2.0  # The interval at which live version and queue depths are read, besides the events that announce them
+FOLLOW_SECONDS = 5.0  # The interval at which a buffer on standby reads new records of the ledger
+HAND_OVER_SECONDS = 1.5  # The time that a stopping buffer waits for its last decision
+DRAIN_SECONDS = 1.5  # The time that it then goes on keeping the responses of groups that have ended
 
-FOLLOW_SECONDS = 5.0
-"""The interval at which a buffer on standby reads new records of the ledger."""
-
-HAND_OVER_SECONDS = 1.5
-"""The time that a stopping buffer waits for its last decision."""
-
-DRAIN_SECONDS = 1.5
-"""The time that it then goes on keeping the responses of groups that have ended."""
-
+# The latest records of the ledger whose groups a buffer that takes over keeps, where its predecessor had not come to it
 RECENT_RECORDS = 256
-"""The latest records of the ledger whose groups a buffer that takes over keeps, where its predecessor had not come to it."""
-
 Request = TypeVar("Request", bound=Message)
 
 

@@ -21,9 +21,7 @@ declare_metrics(
     MetricSpec("outcomes_refused", "", "outcomes that came from somebody who may not report them, or cannot be", counter=True),
 )
 
-FETCH = 256
-"""Outcomes that are taken at once."""
-
+FETCH = 256  # Outcomes that are taken at once
 Decision = Callable[[], Sequence[LedgerRecord]]
 
 

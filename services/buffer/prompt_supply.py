@@ -36,8 +36,8 @@ from shared.schema.ledger import (
 
 BLOCK_BYTES = 1 << 16
 
+# The most blocks of a file that are read: 64 MiB. A longer file is sampled, at equal distances, its first and last block among them.
 MOST_BLOCKS = 1024
-"""The most blocks of a file that are read: 64 MiB. A longer file is sampled, at equal distances, its first and last block among them."""
 
 
 class DataFingerprint(BaseModel):
@@ -56,10 +56,7 @@ class DataFingerprint(BaseModel):
 
 
 ACCEPT = "go on with the prompts that are there now: --accept-changed-data"
-
-Fingerprints = dict[str, DataFingerprint]
-"""Of files, by path."""
-
+Fingerprints = dict[str, DataFingerprint]  # Of files, by path
 _FINGERPRINTS = TypeAdapter(Fingerprints)
 
 

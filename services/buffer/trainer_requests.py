@@ -25,9 +25,7 @@ from shared.schema.messages import Accepted, BatchAnswer, BatchPending, BatchRef
 from shared.schema.service_messages import Doing
 
 FIELD = "rollout.buffer_filter_path"
-
-FILTER_SECONDS = 60.0
-"""The deadline for the function; it runs beside the buffer's loop, and the trainer waits for it."""
+FILTER_SECONDS = 60.0  # The deadline for the function; it runs beside the buffer's loop, and the trainer waits for it
 
 
 class BufferFilter:
@@ -67,8 +65,7 @@ def _hook_samples(group: GroupState) -> list[HookSample]:
     ]
 
 
-ANSWER_SECONDS = 1.5
-"""The time that a batch request is held before it is answered with `BatchPending`."""
+ANSWER_SECONDS = 1.5  # The time that a batch request is held before it is answered with `BatchPending`
 
 
 class TrainerRequests:

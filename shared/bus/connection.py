@@ -143,13 +143,11 @@ class NatsClient:
             raise NotPermitted(f"the NATS server at {redacted(self.url)} refuses this account: {words}")
 
 
-Outgoing = tuple[bytes, dict[str, str] | None]
-"""A message to publish into a stream: payload and headers."""
+Outgoing = tuple[bytes, dict[str, str] | None]  # A message to publish into a stream: payload and headers
 
+# The stream's sequence, or why there is none: TimeoutError after `ATTEMPT_SECONDS`, NoStreamResponseError if no stream stores the subject,
+# or the APIError with which the server refuses the message
 Ack = int | Exception
-"""The stream's sequence, or why there is none: TimeoutError after `ATTEMPT_SECONDS`, NoStreamResponseError if no stream stores the subject,
-or the APIError with which the server refuses the message."""
-
 NO_RESPONDERS = "503"
 
 
@@ -203,12 +201,8 @@ def _parsed(message: Msg) -> Ack:
 Reply = TypeVar("Reply", bound=Message)
 Request = TypeVar("Request", bound=Message)
 Result = TypeVar("Result")
-
-SIZE_MARGIN = 4096
-"""Bytes kept free below the server's max_payload: it counts headers, the client does not."""
-
-KV_SECONDS = 15.0
-"""The deadline of reading, writing and listing keys, if the caller gives none."""
+SIZE_MARGIN = 4096  # Bytes kept free below the server's max_payload: it counts headers, the client does not
+KV_SECONDS = 15.0  # The deadline of reading, writing and listing keys, if the caller gives none
 
 
 class Bus:

@@ -42,20 +42,13 @@ from shared.rewards.names import queue_of
 from shared.runtime.errors import BadMessage, DeadlineExceeded
 from shared.schema.messages import Message
 
-DUPLICATE_WINDOW = 600.0
-"""Seconds in which a repeated `Nats-Msg-Id` counts once; receivers are idempotent beyond it."""
-
+DUPLICATE_WINDOW = 600.0  # Seconds in which a repeated `Nats-Msg-Id` counts once; receivers are idempotent beyond it
 MAX_EVENTS = 100_000
+# The bytes of events that a run keeps, the latest ones. The server reserves the bytes of all streams when the run is created, a gigabyte
+# with the defaults: much more, and a small disk would be full after a few runs.
 EVENTS_BYTES = 1 << 26
-"""The bytes of events that a run keeps, the latest ones. The server reserves the bytes of all streams when the run is created, a gigabyte
-with the defaults: much more, and a small disk would be full after a few runs."""
-
-BUCKET_BYTES = 16 << 20
-"""The bytes of a KV bucket, which keeps the last value of each key: the statuses of thousands of services."""
-
-SPARE_DELIVERIES = 2
-"""Deliveries beyond `max_deliver`: one lets a worker declare the message dead, and the worker may die of that, too."""
-
+BUCKET_BYTES = 16 << 20  # The bytes of a KV bucket, which keeps the last value of each key: the statuses of thousands of services
+SPARE_DELIVERIES = 2  # Deliveries beyond `max_deliver`: one lets a worker declare the message dead, and the worker may die of that, too
 CREATE_SECONDS = 30.0
 _NAME_IN_USE = 10058
 
@@ -210,10 +203,7 @@ async def exists(bus: Bus, run: str, deadline: float = 15.0) -> bool:
 
 
 Entry = TypeVar("Entry", bound=Message)
-
-FETCH = 256
-"""Messages of one direct get."""
-
+FETCH = 256  # Messages of one direct get
 SEQUENCE, PENDING, STATUS = "Nats-Sequence", "Nats-Num-Pending", "Status"
 NO_RESPONDERS = "503"
 
