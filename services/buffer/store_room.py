@@ -11,8 +11,7 @@ from shared.runtime.service_base import Service
 from shared.store.payload_store import StoreRefused
 
 declare_metrics(
-    MetricSpec("store_bytes", "bytes", "that the store uses"),
-    MetricSpec("store_max_bytes", "bytes", "that it may use; 0: without a bound"),
+    MetricSpec("store_bytes", "bytes", "that the store uses"), MetricSpec("store_max_bytes", "bytes", "that it may use; 0: without a bound")
 )
 
 HOLD, GO_ON = 0.85, 0.75  # The parts of the store's memory from which on nothing is admitted, and below which that ends

@@ -30,6 +30,7 @@ from nats.js.api import (
     RetentionPolicy,
     StorageType,
     StreamConfig,
+    StreamInfo,
 )
 from nats.js.errors import BadRequestError, NotFoundError
 
@@ -178,13 +179,14 @@ async def _add_consumer(bus: Bus, consumer: Consumer) -> None:
     )
 
 
+async def _info(bus: Bus, stream: str, deadline: float) -> StreamInfo:
+    attempt = functools.partial(bus.js.stream_info, stream)
+    return await bus.retry(attempt, f"the state of stream {stream}", f"$JS.API.STREAM.INFO.{stream}", deadline=deadline)
+
+
 async def created(bus: Bus, run: str, deadline: float = 15.0) -> str:
     """Returns when the run began, which no other run of its name has in common with it. Raises DeadlineExceeded."""
-    stream = Subjects(run).ledger_stream
-    info = await bus.retry(
-        lambda: bus.js.stream_info(stream), f"the state of stream {stream}", f"$JS.API.STREAM.INFO.{stream}", deadline=deadline
-    )
-    return str(info.created)
+    return str((await _info(bus, Subjects(run).ledger_stream, deadline)).created)
 
 
 async def exists(bus: Bus, run: str, deadline: float = 15.0) -> bool:
@@ -194,9 +196,8 @@ async def exists(bus: Bus, run: str, deadline: float = 15.0) -> bool:
     """
     subjects = Subjects(run)
     for stream in (subjects.ledger_stream, f"KV_{subjects.config_bucket}"):
-        attempt, what = functools.partial(bus.js.stream_info, stream), f"the state of stream {stream}"
         try:
-            await bus.retry(attempt, what, f"$JS.API.STREAM.INFO.{stream}", deadline=deadline)
+            await _info(bus, stream, deadline)
         except NotFoundError:
             return False
     return True
@@ -210,10 +211,7 @@ NO_RESPONDERS = "503"
 
 async def last_sequence(bus: Bus, stream: str, deadline: float = 30.0) -> int:
     """Returns the sequence of the stream's newest message; 0 where it is empty."""
-    info = await bus.retry(
-        lambda: bus.js.stream_info(stream), f"the state of stream {stream}", f"$JS.API.STREAM.INFO.{stream}", deadline=deadline
-    )
-    return info.state.last_seq
+    return (await _info(bus, stream, deadline)).state.last_seq
 
 
 async def read(
@@ -241,8 +239,13 @@ async def read(
                     progress, seen = time.monotonic(), int((message.headers or {})[SEQUENCE])
                     if seen > newest:
                         return
-                    if (entry := decoded(model, message.data, strict)) is not None:
-                        yield seen, entry
+                    try:
+                        entry = model.decode(message.data)
+                    except BadMessage:
+                        if strict:
+                            raise
+                        continue
+                    yield seen, entry
                 await asyncio.sleep(0)  # a long history leaves the loop to others
             return
         except (nats.errors.Error, *TRANSIENT) as error:

@@ -27,7 +27,6 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from services.buffer import policy
-from services.buffer import policy as batch_order
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState, GroupState
 from shared.runtime.errors import ConfigError, MyxoError
@@ -493,7 +492,7 @@ class World:
 
     def _chosen(self, groups: list[GroupState]) -> list[GroupState]:
         config = self._config
-        return batch_order.in_order(config.rollout.rollout_order, config.window, self._size, self._state.groups.values(), groups)
+        return policy.in_order(config.rollout.rollout_order, config.window, self._size, self._state.groups.values(), groups)
 
     # --- rollout
 
