@@ -16,8 +16,7 @@ from shared.schema import ledger
 from shared.schema.ledger import PAYLOAD_LOST, LedgerRecord, group_number
 from shared.schema.messages import BatchRefused, Failed, Outcome
 
-MOST_LOST = 3
-"""Losses of one group after which it is not generated again, where somebody gives it up."""
+MOST_LOST = 3  # Losses of one group after which it is not generated again, where somebody gives it up
 
 
 def lost_ready(state: BufferState, name: str, now: float) -> list[LedgerRecord]:
@@ -48,8 +47,7 @@ def perhaps_lost(message: Outcome) -> list[str]:
     return message.payload.keys
 
 
-MOST_REFUSALS = 3
-"""Refusals after which a group is dead: what a new reading of the payload repairs is over by then."""
+MOST_REFUSALS = 3  # Refusals after which a group is dead: what a new reading of the payload repairs is over by then
 
 
 def refused(state: BufferState, message: BatchRefused, now: float, lost: bool = False) -> list[LedgerRecord]:

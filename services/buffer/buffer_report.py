@@ -110,8 +110,8 @@ declare_metrics(
     ),
 )
 
+# Gauges that are fields of the state
 _OF_STATE = ("admitted", "trained", "dropped", "dead", "in_flight", "trained_steps", "durable_steps", "live_version")
-"""Gauges that are fields of the state."""
 
 
 def show_groups(metrics: Metrics, state: BufferState) -> None:

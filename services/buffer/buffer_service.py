@@ -14,17 +14,14 @@ from functools import partial
 from typing import TypeVar
 
 from services.buffer import buffer_report, policy
-from services.buffer import evaluation_logger as evaluation_report
-from services.buffer import prompt_supply as data_fingerprints
-from services.buffer import rollout_keeper as ended_groups
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.buffer_report import EndsSinceBatch, QueueGauges, show_groups
-from services.buffer.evaluation_logger import EvaluationLogger
+from services.buffer.evaluation_logger import EvaluationLogger, evaluations_after, log_evaluation, show_evaluations
 from services.buffer.group_spans import GroupSpans
 from services.buffer.ledger_writer import BadRecord, LedgerWriter
 from services.buffer.outcome_consumer import OutcomeConsumer
-from services.buffer.prompt_supply import PromptSupply, open_prompts
-from services.buffer.rollout_keeper import EndedGroup, RolloutKeeper
+from services.buffer.prompt_supply import PromptSupply, check_data, open_prompts
+from services.buffer.rollout_keeper import EndedGroup, RolloutKeeper, ended_groups, perhaps_not_kept
 from services.buffer.run_failure import RunFailure
 from services.buffer.state import BufferState
 from services.buffer.store_room import StoreRoom
@@ -34,38 +31,22 @@ from shared.bus import runs
 from shared.bus.connection import TRANSIENT, WrongSequence
 from shared.bus.leader_lease import LeaderLease, LeaseLost, LeaseTiming
 from shared.bus.registry import STANDBY
-from shared.bus.subjects import EVAL, TRAIN
 from shared.hooks.loading import eval_function, shows_samples
-from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError, raise_problems
+from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.schema import ledger
 from shared.schema.ledger import LedgerRecord, group_id
 from shared.schema.ledger_audit import NOT_SAID
-from shared.schema.messages import (
-    BatchRefused,
-    BatchRequest,
-    Durable,
-    EvaluationsRequest,
-    Message,
-    Trained,
-)
+from shared.schema.messages import BatchRefused, BatchRequest, Durable, EvaluationsRequest, Message, Trained
 from shared.schema.weight_messages import WeightsLive
 from shared.service.service_base import Service
 
-POLL_INTERVAL_S = 2.0
-"""The interval at which live version and queue depths are read, besides the events that announce them."""
+POLL_INTERVAL_S = 2.0  # The interval at which live version and queue depths are read, besides the events that announce them
+FOLLOW_SECONDS = 5.0  # The interval at which a buffer on standby reads new records of the ledger
+HAND_OVER_SECONDS = 1.5  # The time that a stopping buffer waits for its last decision
+DRAIN_SECONDS = 1.5  # The time that it then goes on keeping the responses of groups that have ended
 
-FOLLOW_SECONDS = 5.0
-"""The interval at which a buffer on standby reads new records of the ledger."""
-
-HAND_OVER_SECONDS = 1.5
-"""The time that a stopping buffer waits for its last decision."""
-
-DRAIN_SECONDS = 1.5
-"""The time that it then goes on keeping the responses of groups that have ended."""
-
+# The latest records of the ledger whose groups a buffer that takes over keeps, where its predecessor had not come to it
 RECENT_RECORDS = 256
-"""The latest records of the ledger whose groups a buffer that takes over keeps, where its predecessor had not come to it."""
-
 Request = TypeVar("Request", bound=Message)
 
 
@@ -158,7 +139,7 @@ class Buffer:
             await service.tell("took_over")
         watching = (self._watch_versions(), self._watch_gauges(), self._until_broken())
         outcomes = OutcomeConsumer(service, self._limits, self._state, self._lease.held, self._decide, self._eval_log.release, self._admits)
-        publishing = (self._tasks.publish(TRAIN, outcomes.settle), self._tasks.publish(EVAL, outcomes.settle), self._tasks.ask_function())
+        publishing = self._tasks.publishers(outcomes.settle)
         async with service.background(*publishing, self._keeper.run(), self._eval_log.run(), self._free(), outcomes.run(), *watching):
             await service.stopping.wait()
             with contextlib.suppress(TimeoutError):  # the end comes between two decisions, and none follows
@@ -169,31 +150,14 @@ class Buffer:
         """Reads the state from the ledger, and repeats actions that a killed predecessor may have missed: tasks, freeing, the run's end."""
         self._state, released = await self._ledger.recover()
         state = self._state
-        await self._check_data(begun=state.admitted > 0)
-        self._keeper.take(ended_groups.perhaps_not_kept(state, self._recent, time.time()))
+        await check_data(self._service, self._prompts.fingerprints, begun=state.admitted > 0)
+        self._keeper.take(perhaps_not_kept(state, self._recent, time.time()))
         self._keeper.release(reversed(released))  # what was let go last is likeliest to be there
-        evaluation_report.show_evaluations(self._service, state.evaluated.values())
+        show_evaluations(self._service, state.evaluated.values())
         self._log.info("recovered", admitted=state.admitted, trained=state.trained, in_flight=state.in_flight)
         self._tasks.outstanding(state, self._limits)
         if state.finished_steps >= self._limits.rollout.num_rollout:
             await runs.set_phase(self._bus, self._service.run, runs.FINISHED)
-
-    async def _check_data(self, *, begun: bool) -> None:
-        """Raises Problems where a file of prompts is another than when the run began, and that is not accepted."""
-        found, accepted = self._prompts.fingerprints, self._config.data.accept_changed_data
-        noted = await runs.data(self._bus, self._service.run) if begun else None
-        known = data_fingerprints.decode_fingerprints(noted)
-        if noted and not known:
-            self._log.error("data_unreadable", next_action="the files of prompts count as unchanged, and are noted anew")
-        problems = data_fingerprints.changed_files(known, found, data_fingerprints.named_files(self._config))
-        if not accepted:
-            raise_problems(problems)
-        for problem in problems:
-            self._log.warning("changed_data_accepted", field=problem.field, file=problem.value)
-        if written := data_fingerprints.touched_files(known, found):
-            self._log.warning("data_written_since", files=written, detail="sampled parts are as they were; the rest was not read")
-        if found != known:
-            await runs.set_data(self._bus, self._service.run, data_fingerprints.encode_fingerprints(found))
 
     def _as_holder(self, handler: Callable[[Request], Awaitable[Message]]) -> Callable[[Request], Awaitable[Message]]:
         """Answers only while this buffer is active: a client of a deposed buffer repeats its request, which then reaches the next one."""
@@ -246,7 +210,7 @@ class Buffer:
             record = entry.record
             try:
                 await self._ledger.append(entry)
-                self._keeper.take(ended_groups.ended_groups(self._state, record))
+                self._keeper.take(ended_groups(self._state, record))
                 self._prompts.follow(self._state, record)
                 self._state.apply(record)
                 self._trace(record)
@@ -262,7 +226,7 @@ class Buffer:
     def _followed(self, state: BufferState, record: LedgerRecord) -> None:
         """Takes note of a record that another buffer has written, and ``state`` before it; its spans are the other's."""
         if self._ledger.behind <= RECENT_RECORDS:
-            self._recent.append(ended_groups.ended_groups(state, record))
+            self._recent.append(ended_groups(state, record))
         self._prompts.follow(state, record)
         self._trace(record, export=False)
 
@@ -302,7 +266,7 @@ class Buffer:
                     self._log.warning("evaluated_in_place_of", version=version, dataset=dataset, due=skipped, reason="none began of these")
                 self._tasks.evaluation(self._state.evaluations[version, dataset], self._limits)
             case ledger.EvalEnded():
-                evaluation_report.log_evaluation(self._service, record)
+                log_evaluation(self._service, record)
             case ledger.RunFinished(steps=steps):
                 self._log.info("run_finished", steps=steps)
                 await runs.set_phase(self._bus, self._service.run, runs.FINISHED)
@@ -335,7 +299,7 @@ class Buffer:
                 await asyncio.wait_for(news.wait(), POLL_INTERVAL_S)
 
     async def _on_evaluations(self, request: EvaluationsRequest) -> Message:
-        return evaluation_report.evaluations_after(request, self._state.evaluated, self._eval_log)
+        return evaluations_after(request, self._state.evaluated, self._eval_log)
 
     # --- status and gauges
 

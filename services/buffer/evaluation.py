@@ -14,8 +14,7 @@ from shared.schema.ledger import MOST_SKIPPED, EvalEnded, EvalScored, EvalStarte
 from shared.schema.messages import Evaluated, Failed, Scored
 from shared.schema.versions import crossed
 
-MOST_OWN_SETS = 64
-"""The sets of one version that a function may give results for although the run does not name them."""
+MOST_OWN_SETS = 64  # The sets of one version that a function may give results for although the run does not name them
 
 
 def is_due(limits: BufferConfig, version: int) -> bool:

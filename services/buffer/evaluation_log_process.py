@@ -20,8 +20,7 @@ from shared.schema import sample as sample_codec
 from shared.schema.ledger import eval_group_parts
 from shared.schema.sample import Score
 
-Row = list[tuple[float, bool, HookSample]]
-"""Of each sample of a prompt: reward, whether it is truncated, the sample."""
+Row = list[tuple[float, bool, HookSample]]  # Of each sample of a prompt: reward, whether it is truncated, the sample
 
 
 class LogCalls:

@@ -25,9 +25,7 @@ from shared.schema.messages import EvalFigures, EvaluationsEnded, EvaluationsReq
 from shared.service.service_base import Service
 
 MODULE = "services.buffer.evaluation_log_process"
-
-LOG_SECONDS = 600.0
-"""The deadline for reading an evaluation's samples and for the function, together."""
+LOG_SECONDS = 600.0  # The deadline for reading an evaluation's samples and for the function, together
 
 
 @dataclass
@@ -146,8 +144,7 @@ declare_metrics(
     MetricSpec("eval_prompts", "prompts", "of the whole set", when="once one of the set has ended", labels=("dataset",)),
 )
 
-MOST_EVALUATIONS = 256
-"""Of an answer: each takes about 1 KB."""
+MOST_EVALUATIONS = 256  # Of an answer: each takes about 1 KB
 
 
 def log_evaluation(service: Service, record: EvalEnded) -> None:

@@ -85,13 +85,7 @@ class GroupSpans:
             yield from self._ended(name, record.ended, TRAINED, attributes, links=(step_trace(record.step),))
 
     def _ended(
-        self,
-        name: str,
-        at: float,
-        end: str,
-        attributes: Attributes | None = None,
-        error: str = "",
-        links: tuple[str, ...] = (),
+        self, name: str, at: float, end: str, attributes: Attributes | None = None, error: str = "", links: tuple[str, ...] = ()
     ) -> Iterator[TraceSpan]:
         """Yields the root of a group's trace."""
         if (group := self._open.pop(name, None)) is None:

@@ -102,8 +102,8 @@ class Trial:
         self._ahead.apply(record)
 
 
+# The number of the latest payload releases that are repeated after a restart: more than a killed buffer can have left undone
 RELEASES_AGAIN = 256
-"""The number of the latest payload releases that are repeated after a restart: more than a killed buffer can have left undone."""
 
 
 class LedgerWriter:
@@ -125,10 +125,8 @@ class LedgerWriter:
         self._state = BufferState()
         self._trial = Trial(self._state)
         self._releases: deque[list[str]] = deque(maxlen=RELEASES_AGAIN)
-        self.last = 0
-        """The sequence of the last record that was read or appended."""
-        self.behind = 0
-        """How many records are still to be read, the present one among them, while the ledger is read."""
+        self.last = 0  # The sequence of the last record that was read or appended
+        self.behind = 0  # How many records are still to be read, the present one among them, while the ledger is read
 
     async def follow(self) -> None:
         """Reads the records that were added to the ledger since the last time."""

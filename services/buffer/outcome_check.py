@@ -12,8 +12,7 @@ from shared.runtime.errors import INFRASTRUCTURE, POLICY, TASK, Fault
 from shared.schema.messages import Discarded, Evaluated, Failed, GroupOutcome, Interrupted, Outcome, Scored, Wanted
 from shared.schema.sample import too_long
 
-BUFFER = "buffer"
-"""Who gives up a group for an outcome that is not taken."""
+BUFFER = "buffer"  # Who gives up a group for an outcome that is not taken
 
 
 def checked(outcome: Outcome, subjects: Subjects, *, last: bool) -> GroupOutcome:
@@ -90,11 +89,11 @@ def _version_problem(message: Scored, newest: int) -> str | None:
     return None
 
 
+# The outcomes that a role's services report
 ROLE_OUTCOMES: dict[str, tuple[type[Outcome], ...]] = {
     ROLLOUT: (Failed, Interrupted, Discarded, Wanted, Evaluated),
     REWARD: (Scored, Failed),
 }
-"""The outcomes that a role's services report."""
 
 
 def source_refusal(names: Subjects, subject: str, outcome: Outcome) -> str | None:

@@ -4,7 +4,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from services.buffer import amendment, outcome_check, policy
-from services.buffer import outcome_check as outcome_sources
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.ledger_writer import BadRecord
 from services.buffer.state import BufferState
@@ -17,13 +16,9 @@ from shared.schema.ledger import LedgerRecord
 from shared.schema.messages import Failed, GroupOutcome, Outcome, Scored, Wanted, failure_of
 from shared.service.service_base import Service
 
-declare_metrics(
-    MetricSpec("outcomes_refused", "", "outcomes that came from somebody who may not report them, or cannot be", counter=True),
-)
+declare_metrics(MetricSpec("outcomes_refused", "", "outcomes that came from somebody who may not report them, or cannot be", counter=True))
 
-FETCH = 256
-"""Outcomes that are taken at once."""
-
+FETCH = 256  # Outcomes that are taken at once
 Decision = Callable[[], Sequence[LedgerRecord]]
 
 
@@ -83,7 +78,7 @@ class OutcomeConsumer:
 
     async def _misplaced(self, lease: MessageLease[Outcome]) -> bool:
         """Returns whether an outcome came from somebody who may not report it; it is then gone from the queue."""
-        reason = outcome_sources.source_refusal(self._service.subjects, lease.subject, lease.message)
+        reason = outcome_check.source_refusal(self._service.subjects, lease.subject, lease.message)
         if reason is not None:
             self._service.metrics.add("outcomes_refused")
             self._service.log.error("outcome_refused", group=lease.message.group, attempt=lease.message.attempt, error=reason)

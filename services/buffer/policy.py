@@ -54,38 +54,26 @@ def in_order(order: Order, window: int, size: int, groups: Iterable[GroupState],
     return [group for group in fitting if group.number <= last][:size]
 
 
-STALE = "stale"
-"""Reason of groups dropped for their age."""
+STALE = "stale"  # Reason of groups dropped for their age
+SURPLUS = "surplus"  # Reason of groups dropped because the run finished without them
 
-SURPLUS = "surplus"
-"""Reason of groups dropped because the run finished without them."""
-
+# The beginning of the reason of groups dropped by a filter, and its continuation where a sample filter took every sample
 FILTERED, NOTHING_LEFT = "filtered", "no sample is left to train"
-"""The beginning of the reason of groups dropped by a filter, and its continuation where a sample filter took every sample."""
+DISCARDED = "discarded"  # The beginning of the reason of groups dropped because a rollout function of the user's did not hand them in
+WANTED_BATCHES = 16  # The batches' worth of groups that may be outstanding for a rollout function that discards most of what it finishes
 
-DISCARDED = "discarded"
-"""The beginning of the reason of groups dropped because a rollout function of the user's did not hand them in."""
-
-WANTED_BATCHES = 16
-"""The batches' worth of groups that may be outstanding for a rollout function that discards most of what it finishes."""
-
+# Samples of one `GroupsScored`: about 70 bytes each. With many named rewards it is divided again (`services.buffer.ledger_writer`).
 RECORD_SAMPLES = 2048
-"""Samples of one `GroupsScored`: about 70 bytes each. With many named rewards it is divided again (`services.buffer.ledger_writer`)."""
-
-MOST_PARTS = 64
-"""The most named rewards of a batch that are reported: the user chooses the names, and all of them go into one message."""
-
-
-PARTS_BYTES = MOST_PARTS * 384
-"""Of a batch's message: the named rewards, each with a name of at most 64 characters and five numbers."""
+MOST_PARTS = 64  # The most named rewards of a batch that are reported: the user chooses the names, and all of them go into one message
+PARTS_BYTES = MOST_PARTS * 384  # Of a batch's message: the named rewards, each with a name of at most 64 characters and five numbers
 
 
 class BadChoice(MyxoError):
     """A buffer filter chose groups that are no batch; the text says which."""
 
 
+# What a trainer is told that comes back with more steps than the ledger has
 AHEAD = "the checkpoint is ahead of the ledger, as after a loss of power; `myxo repair RUN` says what would be lost, and mends it"
-"""What a trainer is told that comes back with more steps than the ledger has."""
 
 
 class WrongStep(MyxoError):

@@ -11,6 +11,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from services.buffer.state import BufferState, GroupState
+from shared.bus import runs
 from shared.config.eval_views import eval_views
 from shared.config.run_config import RunConfig
 from shared.data.data_files import paths
@@ -19,7 +20,7 @@ from shared.data.group_results import GroupResult, ResultLog
 from shared.data.prompts import Prompt, PromptFile, TrainingPrompts, eval_prompts
 from shared.data.rollout_files import DEAD, DROPPED, TRAINED
 from shared.data.tokenizer import Tokenizer
-from shared.runtime.errors import ConfigError
+from shared.runtime.errors import ConfigError, raise_problems
 from shared.runtime.telemetry import Metrics, MetricSpec, declare_metrics
 from shared.schema.ledger import (
     BatchAmended,
@@ -35,8 +36,8 @@ from shared.service.service_base import Service
 
 BLOCK_BYTES = 1 << 16
 
+# The most blocks of a file that are read: 64 MiB. A longer file is sampled, at equal distances, its first and last block among them.
 MOST_BLOCKS = 1024
-"""The most blocks of a file that are read: 64 MiB. A longer file is sampled, at equal distances, its first and last block among them."""
 
 
 class DataFingerprint(BaseModel):
@@ -55,10 +56,7 @@ class DataFingerprint(BaseModel):
 
 
 ACCEPT = "go on with the prompts that are there now: --accept-changed-data"
-
-Fingerprints = dict[str, DataFingerprint]
-"""Of files, by path."""
-
+Fingerprints = dict[str, DataFingerprint]  # Of files, by path
 _FINGERPRINTS = TypeAdapter(Fingerprints)
 
 
@@ -120,6 +118,23 @@ def changed_files(known: Fingerprints, found: Fingerprints, fields: Mapping[Path
 def touched_files(known: Fingerprints, found: Fingerprints) -> list[str]:
     """Returns the files too long to be read whole that were written since, though no difference was seen."""
     return [path for path, now in found.items() if path in known and now.sampled and known[path].modified_ns != now.modified_ns]
+
+
+async def check_data(service: Service, found: Fingerprints, *, begun: bool) -> None:
+    """Raises Problems where a file of prompts is another than when the run began, and that is not accepted; notes what the files are."""
+    noted = await runs.data(service.bus, service.run) if begun else None
+    known = decode_fingerprints(noted)
+    if noted and not known:
+        service.log.error("data_unreadable", next_action="the files of prompts count as unchanged, and are noted anew")
+    problems = changed_files(known, found, named_files(service.config))
+    if not service.config.data.accept_changed_data:
+        raise_problems(problems)
+    for problem in problems:
+        service.log.warning("changed_data_accepted", field=problem.field, file=problem.value)
+    if written := touched_files(known, found):
+        service.log.warning("data_written_since", files=written, detail="sampled parts are as they were; the rest was not read")
+    if found != known:
+        await runs.set_data(service.bus, service.run, encode_fingerprints(found))
 
 
 def _difference(then: DataFingerprint, now: DataFingerprint) -> str:

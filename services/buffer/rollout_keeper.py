@@ -130,17 +130,12 @@ def _evaluated(scored: EvalScored) -> EndedGroup:
     return EndedGroup(record, payload, tuple(scored.rewards), scored.parts)
 
 
-FILE_BYTES = 64 << 20
-"""The approximate size of a file; files are removed whole, so a small bound has smaller ones."""
+FILE_BYTES = 64 << 20  # The approximate size of a file; files are removed whole, so a small bound has smaller ones
+FILES = 8  # Files at least that the bound is divided into
+RETRY_SECONDS = 10.0  # The pause in writing after the disk has refused a write
 
-FILES = 8
-"""Files at least that the bound is divided into."""
-
-RETRY_SECONDS = 10.0
-"""The pause in writing after the disk has refused a write."""
-
+# The reasons for not keeping a group: the disk refuses it, it exceeds the bound, its payload holds no samples
 DISK, TOO_LARGE, UNREADABLE = "disk", "too large", "unreadable"
-"""The reasons for not keeping a group: the disk refuses it, it exceeds the bound, its payload holds no samples."""
 
 
 class RolloutNotKept(Exception):
@@ -273,33 +268,19 @@ declare_metrics(
     MetricSpec("rollouts_not_kept", "groups", "that were not written, by why", when="where there are such", labels=("reason",)),
 )
 
-RATE_BYTES = 8 << 20
-"""Payload bytes that are read each second at most: about 900,000 generated tokens, for a twentieth of a core."""
+RATE_BYTES = 8 << 20  # Payload bytes that are read each second at most: about 900,000 generated tokens, for a twentieth of a core
+HELD_BYTES = 64 << 20  # Payloads that nobody else needs any more and that stay in the store until they were read
+GROUP_BYTES = 32 << 20  # The largest payload of a group that is kept
+WAITING_GROUPS = 1 << 15  # Groups that may wait
+BATCH_BYTES, BATCH_GROUPS = 4 << 20, 64  # Payloads that are read and written together
 
-HELD_BYTES = 64 << 20
-"""Payloads that nobody else needs any more and that stay in the store until they were read."""
-
-GROUP_BYTES = 32 << 20
-"""The largest payload of a group that is kept."""
-
-WAITING_GROUPS = 1 << 15
-"""Groups that may wait."""
-
-BATCH_BYTES, BATCH_GROUPS = 4 << 20, 64
-"""Payloads that are read and written together."""
-
+# The deadline for reading them from the store, after which it is said that this waits for the store; then they are asked for again
 READ_SECONDS = 10.0
-"""The deadline for reading them from the store, after which it is said that this waits for the store; then they are asked for again."""
+END_SECONDS = 60.0  # The time that the run's end waits for what is still to be kept, since all else was done
+LOG_SECONDS = 30.0  # The least time between two log lines about what is not kept
 
-END_SECONDS = 60.0
-"""The time that the run's end waits for what is still to be kept, since all else was done."""
-
-LOG_SECONDS = 30.0
-"""The least time between two log lines about what is not kept."""
-
+# The reasons for not keeping a group: too many wait, the store has lost its payload, the store refuses
 BEHIND, LOST, STORE = "behind", "lost", "store"
-"""The reasons for not keeping a group: too many wait, the store has lost its payload, the store refuses."""
-
 _Payload = tuple[EndedGroup, Sequence[bytes], Prompt | None]
 
 
@@ -326,8 +307,7 @@ class RolloutKeeper:
         self._logged = self._away_logged = float("-inf")
         self._open = 0  # groups that were taken, and are neither kept nor skipped
         self._end_asked: float | None = None
-        self.skipped: Counter[str] = Counter()
-        """Groups that are not kept, by reason."""
+        self.skipped: Counter[str] = Counter()  # Groups that are not kept, by reason
 
     def take(self, groups: list[EndedGroup]) -> None:
         """Queues groups that have ended, before their payloads are released."""

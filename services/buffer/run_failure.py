@@ -18,11 +18,8 @@ declare_metrics(
     MetricSpec("eval_failed", "prompts", "held-out prompts that failed since the service started"),
 )
 
-STATE = "run failed"
-"""State of a buffer whose run has failed. The buffer itself is well."""
-
-RATE_SECONDS = 120.0
-"""The rate of dead groups is that of so many seconds before now."""
+STATE = "run failed"  # State of a buffer whose run has failed. The buffer itself is well.
+RATE_SECONDS = 120.0  # The rate of dead groups is that of so many seconds before now
 
 
 class DeadGroups:
@@ -89,8 +86,7 @@ class RunFailure:
     def __init__(self, service: Service, limit: int, held: Callable[[], Awaitable[None]]) -> None:
         self._service, self._limit, self._held = service, limit, held
         self._dead = DeadGroups()
-        self.reason = ""
-        """Why the run has failed; empty while it has not."""
+        self.reason = ""  # Why the run has failed; empty while it has not
 
     async def see(self, record: LedgerRecord, dead: int) -> None:
         """Takes a record that was just made, and fails the run where it is hopeless by now. ``dead``: dead groups of the whole run."""

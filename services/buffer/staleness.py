@@ -8,10 +8,9 @@ from typing import Literal
 
 from services.buffer.state import Result
 
+# ``drop``: end the group; a new prompt takes its place. ``requeue``: generate it anew. ``continue``: keep the samples that hold tokens of
+# the version that is trained, generate the others anew. ``mask``: train it without its stale tokens.
 Policy = Literal["drop", "requeue", "continue", "mask"]
-"""``drop``: end the group; a new prompt takes its place. ``requeue``: generate it anew. ``continue``: keep the samples that hold tokens
-of the version that is trained, generate the others anew. ``mask``: train it without its stale tokens."""
-
 StalenessDecision = Literal["fits", "drop", "requeue"]
 
 

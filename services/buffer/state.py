@@ -15,8 +15,7 @@ from shared.schema import ledger
 from shared.schema.ledger import LedgerRecord, eval_group_id, group_id
 from shared.schema.messages import Payload, SampleMeta
 
-NOTHING_TRAINED = 1 << 30
-"""Stands for the version of a token that does not exist: newer than any."""
+NOTHING_TRAINED = 1 << 30  # Stands for the version of a token that does not exist: newer than any
 
 
 @dataclass(slots=True)
@@ -286,10 +285,10 @@ class BufferState:
         self.released.extend(held if but is None else [key for key in held if key not in but.keys])
 
 
+# The method that folds each kind of record in; it is named after the record
 _FOLDS: dict[type[LedgerRecord], Callable[[BufferState, Any], None]] = {
     kind: vars(BufferState)[f"_{kind.event()}"] for kind in LedgerRecord.__subclasses__()
 }
-"""The method that folds each kind of record in; it is named after the record."""
 
 
 def _without(samples: list[SampleMeta], removed: tuple[int, ...]) -> list[SampleMeta]:

@@ -11,15 +11,11 @@ from shared.service.service_base import Service
 from shared.store.payload_store import StoreRefused
 
 declare_metrics(
-    MetricSpec("store_bytes", "bytes", "that the store uses"),
-    MetricSpec("store_max_bytes", "bytes", "that it may use; 0: without a bound"),
+    MetricSpec("store_bytes", "bytes", "that the store uses"), MetricSpec("store_max_bytes", "bytes", "that it may use; 0: without a bound")
 )
 
-HOLD, GO_ON = 0.85, 0.75
-"""The parts of the store's memory from which on nothing is admitted, and below which that ends."""
-
-LOOK_SECONDS = 2.0
-"""The deadline for the store to say how full it is; where it does not, what it said last stands."""
+HOLD, GO_ON = 0.85, 0.75  # The parts of the store's memory from which on nothing is admitted, and below which that ends
+LOOK_SECONDS = 2.0  # The deadline for the store to say how full it is; where it does not, what it said last stands
 
 
 class StoreRoom:
@@ -51,8 +47,7 @@ class StoreRoom:
             self.reason = ""
 
 
-PRESENCE_SECONDS = 60.0
-"""The deadline for the store's answer; a store that restarts answers sooner."""
+PRESENCE_SECONDS = 60.0  # The deadline for the store's answer; a store that restarts answers sooner
 
 
 async def has_lost(service: Service, keys: Sequence[str]) -> bool:

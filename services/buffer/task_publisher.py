@@ -19,12 +19,8 @@ from shared.schema.ledger import eval_group_parts
 from shared.schema.messages import Evaluate, Failed, Sampling, Task
 
 GiveUp = Callable[[Sequence[Failed]], Awaitable[None]]
-
-BATCH = 64
-"""Tasks that are published together, and confirmed before the next ones are."""
-
-BATCH_BYTES = 1 << 20
-"""Prompt tokens that are published together, about: what is in flight to the bus is bound."""
+BATCH = 64  # Tasks that are published together, and confirmed before the next ones are
+BATCH_BYTES = 1 << 20  # Prompt tokens that are published together, about: what is in flight to the bus is bound
 
 
 class TaskPublisher:

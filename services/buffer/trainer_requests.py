@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from services.buffer import amendment, policy
-from services.buffer import amendment as lost_payloads
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.outcome_consumer import Decision
 from services.buffer.run_failure import RunFailure
@@ -25,9 +24,7 @@ from shared.service.activities import BATCH
 from shared.service.service_base import Service
 
 FIELD = "rollout.buffer_filter_path"
-
-FILTER_SECONDS = 60.0
-"""The deadline for the function; it runs beside the buffer's loop, and the trainer waits for it."""
+FILTER_SECONDS = 60.0  # The deadline for the function; it runs beside the buffer's loop, and the trainer waits for it
 
 
 class BufferFilter:
@@ -67,8 +64,7 @@ def _hook_samples(group: GroupState) -> list[HookSample]:
     ]
 
 
-ANSWER_SECONDS = 1.5
-"""The time that a batch request is held before it is answered with `BatchPending`."""
+ANSWER_SECONDS = 1.5  # The time that a batch request is held before it is answered with `BatchPending`
 
 
 class TrainerRequests:
@@ -161,7 +157,7 @@ class TrainerRequests:
         """Has groups generated anew whose payload the store has lost since they were scored."""
         owners = {key: name for name, group in self._state.ready.items() if group.scored for key in group.scored.keys}
         for name in {owners[key] for key in await self._service.store.missing(list(owners))}:
-            await self._decide(partial(lost_payloads.lost_ready, self._state, name, time.time()))
+            await self._decide(partial(amendment.lost_ready, self._state, name, time.time()))
 
     def _doing(self) -> Doing | None:
         """Returns which batch the trainer has asked for in vain, since it first did."""

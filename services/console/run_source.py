@@ -23,7 +23,6 @@ from redis.exceptions import RedisError
 
 from shared.accounts.permissions import CONSOLE, ROLES, user_name
 from shared.bus import runs, streams
-from shared.bus import streams as stream_replay
 from shared.bus.bus_errors import BUS_ERRORS, TRANSIENT
 from shared.bus.connection import Bus
 from shared.bus.registry import ENVIRONMENT, Registry
@@ -226,10 +225,10 @@ class RunSource:
     async def read(
         self, stream: str, model: type[Entry], subject: str = ">", *, after: int = 0, strict: bool = True
     ) -> AsyncGenerator[tuple[int, Entry], None]:
-        """Yields (sequence, message) as `stream_replay.read` does. Raises SourceAway where the bus breaks off, BadMessage."""
+        """Yields (sequence, message) as `streams.read` does. Raises SourceAway where the bus breaks off, BadMessage."""
         bus = self.bus()
         try:
-            async for item in stream_replay.read(bus, stream, model, subject, deadline=READ_SECONDS, after=after, strict=strict):
+            async for item in streams.read(bus, stream, model, subject, deadline=READ_SECONDS, after=after, strict=strict):
                 yield item
         except (DeadlineExceeded, nats.errors.Error, nats.js.errors.Error, *TRANSIENT) as error:
             raise SourceAway(f"{stream} could not be read to its end: {str(error) or type(error).__name__}") from error

@@ -14,18 +14,12 @@ import structlog
 from shared.runtime import addresses
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 
-ATTEMPT_SECONDS = 3.0
-"""The seconds that one attempt at a publish or request may take before the next one, within the caller's deadline."""
-
-UNCONFIRMED_ATTEMPTS = 3
-"""A publish that so many attempts in a row of a connected client have not brought to its stream waits for room."""
-
-RETRY_PAUSE = 0.2
-"""Seconds between attempts."""
-
+ATTEMPT_SECONDS = 3.0  # The seconds that one attempt at a publish or request may take before the next one, within the caller's deadline
+UNCONFIRMED_ATTEMPTS = 3  # A publish that so many attempts in a row of a connected client have not brought to its stream waits for room
+RETRY_PAUSE = 0.2  # Seconds between attempts
 WRONG_LAST_SEQUENCE = {10071, 10164}
+# The codes with which the server refuses a message because the stream, or what the server may store at all, is full
 STREAM_FULL = {10023, 10047, 10077, 10122}
-"""The codes with which the server refuses a message because the stream, or what the server may store at all, is full."""
 
 # errors that the client sees from a restarting server, a lost connection or a stream that is still being recovered
 TRANSIENT = (
@@ -41,9 +35,7 @@ TRANSIENT = (
     ConnectionError,
 )
 
-BUS_ERRORS = (MyxoError, nats.errors.Error, *TRANSIENT)
-"""What a bus that is away, or that refuses, raises."""
-
+BUS_ERRORS = (MyxoError, nats.errors.Error, *TRANSIENT)  # What a bus that is away, or that refuses, raises
 REMEMBERED_REFUSALS = 256
 _REFUSAL = re.compile(r'permissions violation for (?:publish|subscription) to "([^"]*)"')
 

@@ -46,11 +46,7 @@ from shared.schema.messages import Message, Refused
 
 
 class NatsClient:
-    """A connection that is restored whenever it breaks.
-
-    Attributes:
-        connection: the library's. js: its JetStream. restored_s: when it was last restored, monotonic seconds; 0: never.
-    """
+    """A connection that is restored whenever it breaks: ``restored_s``, monotonic seconds, 0: never. ``js``: its JetStream."""
 
     def __init__(self, url: str, inbox: str) -> None:
         self.url, self._inbox = url, inbox
@@ -63,7 +59,7 @@ class NatsClient:
         self._hopeless: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._log = structlog.get_logger()
 
-    async def open(self, name: str, deadline: float) -> None:
+    async def _open(self, name: str, deadline: float) -> None:
         """Connects. Raises BusUnreachable after ``deadline`` seconds, or at once if another attempt cannot help."""
         encrypted = any(part.startswith("tls:") for part in self.url.split(","))
         opened = asyncio.create_task(
@@ -114,7 +110,7 @@ class NatsClient:
         self._restored = asyncio.Event()
         self._log.info("bus_reconnected")
 
-    async def request(self, subject: str, payload: bytes, seconds: float) -> bytes:
+    async def _request_once(self, subject: str, payload: bytes, seconds: float) -> bytes:
         """Sends a request once and returns the answer. Raises one of `TRANSIENT` without it, at once when the connection was restored
         meanwhile: what was under way when it broke is lost, the request or its answer."""
         asked = asyncio.ensure_future(self.connection.request(subject, payload, timeout=seconds))
@@ -133,27 +129,25 @@ class NatsClient:
             await self.connection.close()
 
     def raise_if_refused(self, start: float, *subjects: str) -> None:
-        """Raises NotPermitted if the server has refused this client a subject with one of these prefixes since ``start``.
-
-        Args:
-            start: `time.monotonic()` before the attempt.
-        """
+        """Raises NotPermitted if the server has refused this client a subject with one of these prefixes since ``start`` (monotonic)."""
         if words := self._refusals.since(start, *subjects):
             raise NotPermitted(f"the NATS server at {redacted(self.url)} refuses this account: {words}")
 
 
-Outgoing = tuple[bytes, dict[str, str] | None]
-"""A message to publish into a stream: payload and headers."""
+Outgoing = tuple[bytes, dict[str, str] | None]  # A message to publish into a stream: payload and headers
 
+# The stream's sequence, or why there is none: TimeoutError after `ATTEMPT_SECONDS`, NoStreamResponseError if no stream stores the subject,
+# or the APIError with which the server refuses the message
 Ack = int | Exception
-"""The stream's sequence, or why there is none: TimeoutError after `ATTEMPT_SECONDS`, NoStreamResponseError if no stream stores the subject,
-or the APIError with which the server refuses the message."""
-
 NO_RESPONDERS = "503"
 
 
 class PublishAcks:
-    """The acknowledgements that one connection awaits. `open` is called before the first `publish`."""
+    """Publishes into streams and awaits many acknowledgements at once. `open` is called before the first `publish`.
+
+    Every message gets its acknowledgement on a numbered subject below one inbox, and one timer covers all that are published together: a
+    fraction of the work of a request for each, and two thirds of that of the library's own ``publish_async`` (docs/dependencies.md).
+    """
 
     def __init__(self, connection: Client) -> None:
         self._connection = connection
@@ -181,12 +175,11 @@ class PublishAcks:
         return [ack.result() if ack.done() else nats.errors.TimeoutError() for ack in acks.values()]
 
     async def _take(self, message: Msg) -> None:
-        ack = self._awaited.pop(message.subject[len(self._prefix) :], None)
-        if ack is not None:  # else it is too late, or nobody waits any more
-            ack.set_result(_parsed(message))
+        if (ack := self._awaited.pop(message.subject[len(self._prefix) :], None)) is not None:  # else it is too late
+            ack.set_result(_acknowledgement(message))
 
 
-def _parsed(message: Msg) -> Ack:
+def _acknowledgement(message: Msg) -> Ack:
     if message.headers and message.headers.get(Header.STATUS) == NO_RESPONDERS:
         return nats.js.errors.NoStreamResponseError()
     answer = json.loads(message.data)
@@ -202,24 +195,18 @@ def _parsed(message: Msg) -> Ack:
 Reply = TypeVar("Reply", bound=Message)
 Request = TypeVar("Request", bound=Message)
 Result = TypeVar("Result")
-
-SIZE_MARGIN = 4096
-"""Bytes kept free below the server's max_payload: it counts headers, the client does not."""
-
-KV_SECONDS = 15.0
-"""The deadline of reading, writing and listing keys, if the caller gives none."""
+SIZE_MARGIN = 4096  # Bytes kept free below the server's max_payload: it counts headers, the client does not
+KV_SECONDS = 15.0  # The deadline of reading, writing and listing keys, if the caller gives none
 
 
-class Bus:
+class Bus(NatsClient):
     """A connection to the run's control plane, opened by `Bus.connect` and closed by `close`."""
 
     def __init__(self, url: str, inbox: str) -> None:
-        self.url, self._client = url, NatsClient(url, inbox)
-        self.connection, self.js = self._client.connection, self._client.js
+        super().__init__(url, inbox)
         self._acks = PublishAcks(self.connection)
         self._buckets: dict[str, KeyValue] = {}
         self.full = BackPressure()
-        self._log = structlog.get_logger()
 
     @classmethod
     async def connect(cls, url: str, name: str, deadline: float = 15.0, *, inbox: str = "_INBOX") -> "Bus":
@@ -234,7 +221,7 @@ class Bus:
         """
         end = time.monotonic() + deadline
         bus = cls(url, inbox)
-        await bus._client.open(name, max(0.5, deadline))
+        await bus._open(name, max(0.5, deadline))
         try:
             await bus.retry(bus.js.account_info, "JetStream's answer", "$JS.API.INFO", deadline=max(0.0, end - time.monotonic()))
         except (MyxoError, nats.js.errors.Error) as error:
@@ -243,23 +230,6 @@ class Bus:
             raise BusUnreachable(str(error) if refused else f"the NATS server at {redacted(url)} has no JetStream ({error})") from error
         await bus._acks.open()
         return bus
-
-    async def close(self) -> None:
-        """Closes without waiting for anything in flight. A connection that breaks meanwhile counts as closed."""
-        await self._client.close()
-
-    def raise_if_refused(self, start: float, *subjects: str) -> None:
-        """Raises NotPermitted if the server has refused this client a subject with one of these prefixes since ``start``.
-
-        Args:
-            start: `time.monotonic()` before the attempt.
-        """
-        self._client.raise_if_refused(start, *subjects)
-
-    @property
-    def restored_s(self) -> float:
-        """Returns when the connection was last restored, monotonic seconds; 0: never."""
-        return self._client.restored_s
 
     # --- attempts
 
@@ -437,9 +407,9 @@ class Bus:
             nonlocal heard
             left = max(0.05, start + deadline - time.monotonic())
             try:
-                return await self._client.request(subject, payload, min(left, ATTEMPT_SECONDS))
+                return await self._request_once(subject, payload, min(left, ATTEMPT_SECONDS))
             except nats.errors.NoRespondersError as error:
-                if absence is not None and time.monotonic() > max(heard, self._client.restored_s) + absence:
+                if absence is not None and time.monotonic() > max(heard, self.restored_s) + absence:
                     raise nobody() from error
                 raise
             except TRANSIENT:

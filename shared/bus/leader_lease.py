@@ -42,9 +42,7 @@ from shared.runtime import liveness
 from shared.runtime.errors import BadMessage, MyxoError
 from shared.schema.service_messages import LeaseStatus, NodeState
 
-AWAY_SECONDS = 120.0
-"""The seconds that a holder tries to renew before it gives up: the same as for publishing a record of the ledger."""
-
+AWAY_SECONDS = 120.0  # The seconds that a holder tries to renew before it gives up: the same as for publishing a record of the ledger
 _NO_MESSAGE = 10037
 
 

@@ -12,35 +12,18 @@ from shared.bus.subjects import Subjects
 from shared.runtime.errors import BadMessage
 from shared.schema.service_messages import ServiceStatus
 
-ENVIRONMENT = "environment"
-"""The ``service`` of the status of an environment outside of Myxo, which is no process of the run."""
+ENVIRONMENT = "environment"  # The ``service`` of the status of an environment outside of Myxo, which is no process of the run
+LAUNCHER = "launcher"  # The ``service`` and the instance of the status of a launch, which supervises services and is none of them
+NODE = "node"  # The kind of service that a trainer's agent is on each of its nodes: rank 0's process is the trainer
+ENGINE_NODE = "engine-node"  # The kind of service that a further node of an engine is; the first one is the rollout service
+WAITING = "waiting"  # The state of a node that waits for another; its detail says which
+STANDBY = "standby"  # The state of a service that waits to replace the active one (`shared.bus.leader_lease`)
+CATCHING_UP = "catching up"  # The state of a replica that is getting its weights from a peer or from disk: the trainer offers it none
+ASLEEP = "asleep"  # The state of a replica while a trainer computes on its GPUs: whoever waits for it may go on waiting
 
-LAUNCHER = "launcher"
-"""The ``service`` and the instance of the status of a launch, which supervises services and is none of them."""
-
-NODE = "node"
-"""The kind of service that a trainer's agent is on each of its nodes: rank 0's process is the trainer."""
-
-ENGINE_NODE = "engine-node"
-"""The kind of service that a further node of an engine is; the first one is the rollout service."""
-
-WAITING = "waiting"
-"""The state of a node that waits for another; its detail says which."""
-
-STANDBY = "standby"
-"""The state of a service that waits to replace the active one (`shared.bus.leader_lease`)."""
-
-CATCHING_UP = "catching up"
-"""The state of a replica that is getting its weights from a peer or from disk: the trainer offers it none."""
-
-ASLEEP = "asleep"
-"""The state of a replica while a trainer computes on its GPUs: whoever waits for it may go on waiting."""
-
+# A gauge of a replica: the version that it could not load from disk (-1: none). The trainer then writes a whole snapshot.
 BROKEN_SNAPSHOT = "broken_snapshot"
-"""A gauge of a replica: the version that it could not load from disk (-1: none). The trainer then writes a whole snapshot."""
-
-RENEW_SECONDS = 4.0
-"""The deadline of one renewal."""
+RENEW_SECONDS = 4.0  # The deadline of one renewal
 
 
 class Registry:

@@ -19,20 +19,11 @@ from shared.schema.message import REASON_LENGTH
 from shared.schema.weight_messages import WeightsLive, WeightsSnapshot
 
 Record = TypeVar("Record", bound=LedgerRecord)
-
 _CONFIG, _STORE, _PHASE, _VOCABULARY, _DATA, _SNAPSHOT = "config", "store", "phase", "vocabulary", "data", "snapshot"
-RUNNING, FINISHED, FAILED = "running", "finished", "failed"
-"""The phases of a run. A failed run continues when it is created again."""
-
-ENDS = (FINISHED, FAILED)
-"""The phases in which a run has ended."""
-
-UNREADABLE = "unreadable"
-"""Stands for a phase on the bus that is none of these: the run has not ended, as far as that can be known."""
-
-
-FROZEN = "config.json"
-"""The file in a run's directory with its config as frozen on the bus, for commands that run without the servers."""
+RUNNING, FINISHED, FAILED = "running", "finished", "failed"  # The phases of a run. A failed run continues when it is created again.
+ENDS = (FINISHED, FAILED)  # The phases in which a run has ended
+UNREADABLE = "unreadable"  # Stands for a phase on the bus that is none of these: the run has not ended, as far as that can be known
+FROZEN = "config.json"  # The file in a run's directory with its config as frozen on the bus, for commands that run without the servers
 
 
 class NoSuchRun(BadInput):

@@ -30,6 +30,7 @@ from nats.js.api import (
     RetentionPolicy,
     StorageType,
     StreamConfig,
+    StreamInfo,
 )
 from nats.js.errors import BadRequestError, NotFoundError
 
@@ -42,20 +43,13 @@ from shared.rewards.names import queue_of
 from shared.runtime.errors import BadMessage, DeadlineExceeded
 from shared.schema.messages import Message
 
-DUPLICATE_WINDOW = 600.0
-"""Seconds in which a repeated `Nats-Msg-Id` counts once; receivers are idempotent beyond it."""
-
+DUPLICATE_WINDOW = 600.0  # Seconds in which a repeated `Nats-Msg-Id` counts once; receivers are idempotent beyond it
 MAX_EVENTS = 100_000
+# The bytes of events that a run keeps, the latest ones. The server reserves the bytes of all streams when the run is created, a gigabyte
+# with the defaults: much more, and a small disk would be full after a few runs.
 EVENTS_BYTES = 1 << 26
-"""The bytes of events that a run keeps, the latest ones. The server reserves the bytes of all streams when the run is created, a gigabyte
-with the defaults: much more, and a small disk would be full after a few runs."""
-
-BUCKET_BYTES = 16 << 20
-"""The bytes of a KV bucket, which keeps the last value of each key: the statuses of thousands of services."""
-
-SPARE_DELIVERIES = 2
-"""Deliveries beyond `max_deliver`: one lets a worker declare the message dead, and the worker may die of that, too."""
-
+BUCKET_BYTES = 16 << 20  # The bytes of a KV bucket, which keeps the last value of each key: the statuses of thousands of services
+SPARE_DELIVERIES = 2  # Deliveries beyond `max_deliver`: one lets a worker declare the message dead, and the worker may die of that, too
 CREATE_SECONDS = 30.0
 _NAME_IN_USE = 10058
 
@@ -185,13 +179,14 @@ async def _add_consumer(bus: Bus, consumer: Consumer) -> None:
     )
 
 
+async def _info(bus: Bus, stream: str, deadline: float) -> StreamInfo:
+    attempt = functools.partial(bus.js.stream_info, stream)
+    return await bus.retry(attempt, f"the state of stream {stream}", f"$JS.API.STREAM.INFO.{stream}", deadline=deadline)
+
+
 async def created(bus: Bus, run: str, deadline: float = 15.0) -> str:
     """Returns when the run began, which no other run of its name has in common with it. Raises DeadlineExceeded."""
-    stream = Subjects(run).ledger_stream
-    info = await bus.retry(
-        lambda: bus.js.stream_info(stream), f"the state of stream {stream}", f"$JS.API.STREAM.INFO.{stream}", deadline=deadline
-    )
-    return str(info.created)
+    return str((await _info(bus, Subjects(run).ledger_stream, deadline)).created)
 
 
 async def exists(bus: Bus, run: str, deadline: float = 15.0) -> bool:
@@ -201,29 +196,22 @@ async def exists(bus: Bus, run: str, deadline: float = 15.0) -> bool:
     """
     subjects = Subjects(run)
     for stream in (subjects.ledger_stream, f"KV_{subjects.config_bucket}"):
-        attempt, what = functools.partial(bus.js.stream_info, stream), f"the state of stream {stream}"
         try:
-            await bus.retry(attempt, what, f"$JS.API.STREAM.INFO.{stream}", deadline=deadline)
+            await _info(bus, stream, deadline)
         except NotFoundError:
             return False
     return True
 
 
 Entry = TypeVar("Entry", bound=Message)
-
-FETCH = 256
-"""Messages of one direct get."""
-
+FETCH = 256  # Messages of one direct get
 SEQUENCE, PENDING, STATUS = "Nats-Sequence", "Nats-Num-Pending", "Status"
 NO_RESPONDERS = "503"
 
 
 async def last_sequence(bus: Bus, stream: str, deadline: float = 30.0) -> int:
     """Returns the sequence of the stream's newest message; 0 where it is empty."""
-    info = await bus.retry(
-        lambda: bus.js.stream_info(stream), f"the state of stream {stream}", f"$JS.API.STREAM.INFO.{stream}", deadline=deadline
-    )
-    return info.state.last_seq
+    return (await _info(bus, stream, deadline)).state.last_seq
 
 
 async def read(
@@ -251,8 +239,13 @@ async def read(
                     progress, seen = time.monotonic(), int((message.headers or {})[SEQUENCE])
                     if seen > newest:
                         return
-                    if (entry := decoded(model, message.data, strict)) is not None:
-                        yield seen, entry
+                    try:
+                        entry = model.decode(message.data)
+                    except BadMessage:
+                        if strict:
+                            raise
+                        continue
+                    yield seen, entry
                 await asyncio.sleep(0)  # a long history leaves the loop to others
             return
         except (nats.errors.Error, *TRANSIENT) as error:

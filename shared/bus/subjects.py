@@ -4,18 +4,11 @@ import re
 
 from shared.rewards.names import queue_of
 
-RUN_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}\Z")
-"""The form of a run's id, which becomes part of subject, stream and key names."""
-
+RUN_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}\Z")  # The form of a run's id, which becomes part of subject, stream and key names
 TRAIN = "train"
-EVAL = "eval"
-"""The task classes: training and held-out prompts."""
-
-ROLLOUT, REWARD = "rollout", "reward"
-"""The roles that report what became of a group, each on a subject of its own."""
-
-PRODUCER = "producer"
-"""The lease of the replica that runs the user's rollout function."""
+EVAL = "eval"  # The task classes: training and held-out prompts
+ROLLOUT, REWARD = "rollout", "reward"  # The roles that report what became of a group, each on a subject of its own
+PRODUCER = "producer"  # The lease of the replica that runs the user's rollout function
 
 
 class Subjects:

@@ -25,14 +25,9 @@ from shared.runtime.tasks import log_failure
 from shared.schema.messages import Message
 
 Work = TypeVar("Work", bound=Message)
-
 Unreadable = Callable[[bytes, str], Awaitable[None]]
-
-FETCH_SECONDS = 1.0
-"""The seconds that one pull waits at the server; a worker checks at least this often whether it is to stop."""
-
-FETCH_BYTES = 4 << 20
-"""The most bytes that one pull returns."""
+FETCH_SECONDS = 1.0  # The seconds that one pull waits at the server; a worker checks at least this often whether it is to stop
+FETCH_BYTES = 4 << 20  # The most bytes that one pull returns
 
 
 class MessageLease(Generic[Work]):

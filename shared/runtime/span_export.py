@@ -30,23 +30,12 @@ declare_metrics(
     MetricSpec("spans_lost", "spans", "what it did not take", when="from the first on", counter=True),
 )
 
-MOST_WAITING = 8192
-"""The spans that wait for their export at most: some megabytes."""
-
-BATCH = 512
-"""The spans of one request."""
-
-EXPORT_INTERVAL = 1.0
-"""The seconds between two looks at the queue."""
-
-FLUSH_SECONDS = 1.0
-"""The time that a service which ends gives its last spans."""
-
-WARN_INTERVAL = 60.0
-"""The seconds between two warnings that the endpoint takes nothing."""
-
-SAMPLED_BITS = 64
-"""Sampling by ratio looks at the lower bits of a trace's id, as other SDKs do."""
+MOST_WAITING = 8192  # The spans that wait for their export at most: some megabytes
+BATCH = 512  # The spans of one request
+EXPORT_INTERVAL = 1.0  # The seconds between two looks at the queue
+FLUSH_SECONDS = 1.0  # The time that a service which ends gives its last spans
+WARN_INTERVAL = 60.0  # The seconds between two warnings that the endpoint takes nothing
+SAMPLED_BITS = 64  # Sampling by ratio looks at the lower bits of a trace's id, as other SDKs do
 
 
 class SpanExport(Traces):

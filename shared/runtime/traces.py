@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 
 from shared.runtime.errors import ConfigError
 
-Attributes = dict[str, str | bool | int | float | list[float] | None]
-"""What a span says of itself; None is left out."""
+Attributes = dict[str, str | bool | int | float | list[float] | None]  # What a span says of itself; None is left out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,17 +20,15 @@ _DTYPES = {name: np.dtype(name) for name in ARRAY_DTYPES}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
+# The memory that lists and maps may take when a message is decoded: so many bytes, and so many more for each byte of the message
 ROOM, ROOM_PER_BYTE = 32 << 20, 8
-"""The memory that lists and maps may take when a message is decoded: so many bytes, and so many more for each byte of the message."""
 
+# What they take, about: a list and each item of it, a map and each entry of it; arrays, texts and bytes take what they were sent as
 _LIST, _ITEM, _MAP, _ENTRY = 56, 40, 64, 120
-"""What they take, about: a list and each item of it, a map and each entry of it; arrays, texts and bytes take what they were sent as."""
+_WORST_PER_BYTE = _ITEM + _MAP  # What a byte can take at most: an empty map in a list (an entry of a map has two bytes at least)
 
-_WORST_PER_BYTE = _ITEM + _MAP
-"""What a byte can take at most: an empty map in a list (an entry of a map has two bytes at least)."""
-
+# Bytes of a message up to which nothing in it needs to be counted: whatever it holds has room
 COUNTED_FROM = ROOM // (_WORST_PER_BYTE - ROOM_PER_BYTE)
-"""Bytes of a message up to which nothing in it needs to be counted: whatever it holds has room."""
 
 
 def array(value: np.ndarray[Any, Any], dtype: np.dtype[Any] | None = None) -> dict[str, Any]:

@@ -22,9 +22,7 @@ from shared.runtime.errors import BadMessage, PayloadChanged
 from shared.schema.messages import Attestation, Payload, SampleMeta
 
 DIGEST_BYTES = 16
-
-MOST_BYTES = 256 << 20
-"""The largest payload that is written or read: about 20 million tokens."""
+MOST_BYTES = 256 << 20  # The largest payload that is written or read: about 20 million tokens
 
 
 def payload_digest(run: str, blobs: Iterable[bytes]) -> str:
@@ -70,8 +68,7 @@ def check_payload(run: str, payload: Payload, blobs: Iterable[bytes]) -> None:
         raise PayloadChanged(f"the store's payload at {payload.keys[0]} has the digest {found}; {announced}: it was overwritten or damaged")
 
 
-NOTHING_OLD = -1
-"""The oldest version of a step in which no token was trained."""
+NOTHING_OLD = -1  # The oldest version of a step in which no token was trained
 
 
 @dataclass(frozen=True, slots=True)

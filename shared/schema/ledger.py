@@ -11,12 +11,8 @@ from shared.runtime.errors import Fault
 from shared.schema.message import LARGEST, MAX_SAMPLES, Count, GroupId, Name, Parts, Reason, Reward, Timestamp
 from shared.schema.messages import Attestation, EvalFigures, Message, Payload, ScoredGroup
 
-PAYLOAD_LOST = "payload lost"
-"""Reason of groups that are generated anew because the store holds their samples no more."""
-
-MOST_SKIPPED = 64
-"""The most versions that one evaluation says it stands for."""
-
+PAYLOAD_LOST = "payload lost"  # Reason of groups that are generated anew because the store holds their samples no more
+MOST_SKIPPED = 64  # The most versions that one evaluation says it stands for
 _EVAL_GROUP = re.compile(r"eval\.([^.]+)\.([0-9]+)\.([0-9]+)\Z")
 
 

@@ -16,8 +16,7 @@ from shared.schema.digests import attest_scored
 from shared.schema.ledger import LedgerRecord, group_id
 from shared.schema.messages import ScoredGroup
 
-NOT_SAID = "not said"
-"""What was at fault in groups of ledgers that say nothing of it."""
+NOT_SAID = "not said"  # What was at fault in groups of ledgers that say nothing of it
 
 
 @dataclass

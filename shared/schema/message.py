@@ -15,64 +15,30 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from shared.runtime.errors import BadMessage
 from shared.schema import codec
 
-LARGEST = (1 << 31) - 1
-"""The largest version, step, attempt, index and token id."""
-
-MAX_SAMPLES = 4096
-"""The most samples of a group: each takes about 120 bytes of a record, and the bus takes messages of 1 MiB."""
-
-MAX_KEYS = 1024
-"""The most blobs of a group."""
-
-MAX_SPANS = 1024
-"""The most weight versions that the trained tokens of one sample are of."""
-
-MAX_PARTS, MAX_NAME = 64, 64
-"""The most named rewards of a sample, and the most characters of such a name."""
-
-LARGEST_REWARD = 1e9
-"""Of a reward's absolute value: its square is still a float32."""
-
-MAX_PROMPT_BYTES = 7 << 17
-"""Of a prompt with its token ids: an eighth of the 1 MiB that the bus takes is left for the rest of the task."""
-
-REASON_LENGTH = 1000
-"""The characters after which a reason is cut."""
-
-MAX_GAUGES = 512
-"""The most gauges of a status."""
-
+LARGEST = (1 << 31) - 1  # The largest version, step, attempt, index and token id
+MAX_SAMPLES = 4096  # The most samples of a group: each takes about 120 bytes of a record, and the bus takes messages of 1 MiB
+MAX_KEYS = 1024  # The most blobs of a group
+MAX_SPANS = 1024  # The most weight versions that the trained tokens of one sample are of
+MAX_PARTS, MAX_NAME = 64, 64  # The most named rewards of a sample, and the most characters of such a name
+LARGEST_REWARD = 1e9  # Of a reward's absolute value: its square is still a float32
+MAX_PROMPT_BYTES = 7 << 17  # Of a prompt with its token ids: an eighth of the 1 MiB that the bus takes is left for the rest of the task
+REASON_LENGTH = 1000  # The characters after which a reason is cut
+MAX_GAUGES = 512  # The most gauges of a status
 _VISIBLE = r"^\P{C}+$"  # no control or format characters, no surrogates
 
+# A group's id. It is part of the store's keys, which ``:`` divides.
 GroupId = Annotated[str, StringConstraints(max_length=160, pattern=r"^[A-Za-z0-9._-]+$")]
-"""A group's id. It is part of the store's keys, which ``:`` divides."""
+Name = Annotated[str, StringConstraints(max_length=128, pattern=_VISIBLE)]  # The name of a service's instance, an environment or a data set
+ROLE = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"  # The name of one of those that play a rollout together; it is the name of a reward, too
+PartName = Annotated[str, StringConstraints(max_length=MAX_NAME, pattern=_VISIBLE)]  # The name of one of several rewards of a sample
 
-Name = Annotated[str, StringConstraints(max_length=128, pattern=_VISIBLE)]
-"""The name of a service's instance, an environment or a data set."""
-
-ROLE = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$"
-"""The name of one of those that play a rollout together; it is the name of a reward, too."""
-
-PartName = Annotated[str, StringConstraints(max_length=MAX_NAME, pattern=_VISIBLE)]
-"""The name of one of several rewards of a sample."""
-
+# A digest of 16 bytes, in hexadecimal digits; empty where there is none
 Digest = Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{32})?$")]
-"""A digest of 16 bytes, in hexadecimal digits; empty where there is none."""
-
-StoreKey = Annotated[str, StringConstraints(max_length=320, pattern=_VISIBLE)]
-"""A key in the store."""
-
-Count = Annotated[int, Field(ge=0, le=LARGEST)]
-"""A version, step, attempt, index or number of tokens."""
-
-Reward = Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD, allow_inf_nan=False)]
-"""A reward, or a named part of one."""
-
-Parts = Annotated[dict[PartName, Reward], Field(max_length=MAX_PARTS)]
-"""The named rewards of a sample."""
-
-Timestamp = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
-"""Seconds since the epoch."""
+StoreKey = Annotated[str, StringConstraints(max_length=320, pattern=_VISIBLE)]  # A key in the store
+Count = Annotated[int, Field(ge=0, le=LARGEST)]  # A version, step, attempt, index or number of tokens
+Reward = Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD, allow_inf_nan=False)]  # A reward, or a named part of one
+Parts = Annotated[dict[PartName, Reward], Field(max_length=MAX_PARTS)]  # The named rewards of a sample
+Timestamp = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]  # Seconds since the epoch
 
 
 def cut(text: object) -> object:
@@ -83,17 +49,14 @@ def cut(text: object) -> object:
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
-Reason = Annotated[str, BeforeValidator(cut)]
-"""Why something happened, in words for people."""
+Reason = Annotated[str, BeforeValidator(cut)]  # Why something happened, in words for people
 
 
 def _finite(gauges: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in list(gauges.items())[:MAX_GAUGES] if math.isfinite(value)}
 
 
-Gauges = Annotated[dict[str, float], AfterValidator(_finite)]
-"""Live figures of a service, by name; what is not finite is left out."""
-
+Gauges = Annotated[dict[str, float], AfterValidator(_finite)]  # Live figures of a service, by name; what is not finite is left out
 _PART_NAME = TypeAdapter(PartName)
 
 
@@ -111,8 +74,7 @@ def is_reward(number: float) -> bool:
     return abs(number) <= LARGEST_REWARD  # false for nan
 
 
-SCHEMA = 1
-"""Version of the wire schema. It grows when a field changes its meaning."""
+SCHEMA = 1  # Version of the wire schema. It grows when a field changes its meaning.
 
 
 def _token_array(value: object) -> np.ndarray[Any, Any]:
@@ -125,8 +87,7 @@ def _token_array(value: object) -> np.ndarray[Any, Any]:
     raise ValueError("expected a one-dimensional array of token ids")
 
 
-Tokens = Annotated[Any, BeforeValidator(_token_array)]
-"""Token ids: int32 [T]."""
+Tokens = Annotated[Any, BeforeValidator(_token_array)]  # Token ids: int32 [T]
 
 
 class Part(BaseModel):

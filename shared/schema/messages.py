@@ -264,8 +264,7 @@ class Evaluated(Outcome):
     payload: Payload | None = None
 
 
-GroupOutcome = Scored | Failed | Interrupted | Discarded | Wanted | Evaluated
-"""The kinds of outcomes that there are."""
+GroupOutcome = Scored | Failed | Interrupted | Discarded | Wanted | Evaluated  # The kinds of outcomes that there are
 
 
 # --- the trainer's side of the buffer, request and reply: batches and their results

@@ -26,8 +26,7 @@ from shared.schema import codec
 from shared.schema.message import LARGEST_REWARD, MAX_KEYS, MAX_PARTS, MAX_SPANS, ROLE, Parts, Reason, Reward, is_part_name, is_reward
 from shared.schema.messages import SampleMeta
 
-Choices = NDArray[np.int16]
-"""int16 [T - 1, layers with experts, experts a token]."""
+Choices = NDArray[np.int16]  # int16 [T - 1, layers with experts, experts a token]
 
 
 @dataclass(frozen=True)
@@ -99,8 +98,8 @@ def routed_problem(given: object) -> str | None:
 
 ScoredText = Literal["own", "last_turn", "full"]
 
+# The most tokens in a row that are taken for sampled ones whose log-prob was rounded to 0.0, between others that are not trained
 SURE_TOKENS = 3
-"""The most tokens in a row that are taken for sampled ones whose log-prob was rounded to 0.0, between others that are not trained."""
 
 
 def sampled(mask: NDArray[Any], log_probs: NDArray[Any] | None) -> NDArray[np.bool_]:
@@ -150,23 +149,21 @@ def scored_text(text: str, turns: Sequence[str], which: ScoredText) -> str:
     return turns[-1] if which == "last_turn" else "\n".join(turns)
 
 
-SCHEMA = 1
-"""Version of the payload's schema."""
+SCHEMA = 1  # Version of the payload's schema
 
+# The range of a trained token's log-prob. It is at most 0, but engines round: 1e-3 changes an importance weight by a thousandth. What is
+# below cannot have been sampled, and its square or its sum over a batch would not be finite any more.
 LOG_PROBS = -1e4, 1e-3
-"""The range of a trained token's log-prob. It is at most 0, but engines round: 1e-3 changes an importance weight by a thousandth. What is
-below cannot have been sampled, and its square or its sum over a batch would not be finite any more."""
 
+# numpy's kinds that a sample's arrays may be of, and the type that they travel as
 _ARRAYS: dict[str, tuple[str, np.dtype[Any]]] = {
     "prompt": ("iu", np.dtype("<i4")),
     "response": ("iu", np.dtype("<i4")),
     "log_probs": ("f", np.dtype("<f4")),
     "mask": ("bu", np.dtype("|u1")),
 }
-"""numpy's kinds that a sample's arrays may be of, and the type that they travel as."""
 
 _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
-
 _FINISH = ("stop", "length", "abort")
 
 
@@ -504,9 +501,7 @@ def _segment(start: int, end: int, version: int) -> tuple[int, int, int]:
 
 
 OverlongPolicy = Literal["truncate", "mask", "drop", "alone"]
-
-NO_LIMIT = 1 << 31
-"""The most tokens of a sample where the policy is ``alone``: a longer sample than a micro-batch holds is one by itself."""
+NO_LIMIT = 1 << 31  # The most tokens of a sample where the policy is ``alone``: a longer sample than a micro-batch holds is one by itself
 
 
 def too_long(tokens: int, longest: int) -> str:

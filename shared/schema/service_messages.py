@@ -8,14 +8,12 @@ from pydantic import Field, StringConstraints
 
 from shared.schema.message import Count, Gauges, Message, Name, Part, Reason, Timestamp
 
+# How an attempt stands: at work, being ended, or why it ended. After ``lost`` and ``stopped`` its nodes begin another one.
 Over = Literal["", "ending", "stopped", "lost", "failed", "done"]
-"""How an attempt stands: at work, being ended, or why it ended. After ``lost`` and ``stopped`` its nodes begin another one."""
+MAX_NODES = 4096  # The most nodes of a job
 
-MAX_NODES = 4096
-"""The most nodes of a job."""
-
+# An address and a port, ``address:port``; empty: none
 Point = Annotated[str, StringConstraints(max_length=160, pattern=r"^([^\s:]+:\d{1,5})?$")]
-"""An address and a port, ``address:port``; empty: none."""
 
 
 class NodeState(Part):

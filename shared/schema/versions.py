@@ -5,8 +5,8 @@ Versions are counted from the run's beginning, so a trainer that resumes from a 
 weights, and they never fall.
 """
 
+# The field of an engine's answer with each output token's version, None where it is unknown, if SGLang itself reports none
 TOKEN_VERSIONS = "token_versions"
-"""The field of an engine's answer with each output token's version, None where it is unknown, if SGLang itself reports none."""
 
 
 def version_after(steps: int, interval: int, total: int) -> int:

@@ -7,8 +7,7 @@ from pydantic import Field, FiniteFloat
 from shared.schema.message import Count, Name, Reason, Timestamp
 from shared.schema.messages import Message, Part
 
-Marks = dict[Name, FiniteFloat]
-"""What a part of a push has reached → when, in seconds of the monotonic clock of its machine."""
+Marks = dict[Name, FiniteFloat]  # What a part of a push has reached → when, in seconds of the monotonic clock of its machine
 
 
 class WeightChannelAddress(Part):

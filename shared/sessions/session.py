@@ -32,10 +32,8 @@ from shared.schema.sample import segments_of
 
 KEY_PREFIX = "sk-myxo-"
 SECRET_BYTES = 24
-
 Finish = Literal["stop", "length", "abort"]
-TokenSpan = tuple[int, int, int]
-"""Tokens ``start`` to ``end`` (exclusive), all drawn under one weight ``version``."""
+TokenSpan = tuple[int, int, int]  # Tokens ``start`` to ``end`` (exclusive), all drawn under one weight ``version``
 
 
 class SessionUnknown(MyxoError):
@@ -60,19 +58,13 @@ def _log_prob_array(value: object) -> NDArray[np.float32]:
     raise ValueError("expected a one-dimensional array of log-probs")
 
 
-LogProbs = Annotated[Any, BeforeValidator(_log_prob_array)]
-"""Log-probs of tokens: float32 [T]."""
+LogProbs = Annotated[Any, BeforeValidator(_log_prob_array)]  # Log-probs of tokens: float32 [T]
 
+# The id of a request for a turn: the client's own, or made from what it asked
 RequestId = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^\P{C}+$")]
-"""The id of a request for a turn: the client's own, or made from what it asked."""
-
 Spans = Annotated[tuple[tuple[Count, Count, Count], ...], Field(max_length=MAX_SPANS)]
-
-SecretDigest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-"""The SHA-256 of a secret, in hexadecimal digits."""
-
+SecretDigest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]  # The SHA-256 of a secret, in hexadecimal digits
 _SESSION_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,239}$"
-
 SessionId = Annotated[str, StringConstraints(pattern=_SESSION_ID)]
 
 
@@ -482,11 +474,10 @@ def _filled(versions: NDArray[np.int32]) -> NDArray[np.int32]:
 DRAW_PATH = "/internal/draw"
 KEY_HEADER = "X-Myxo-Draw-Key"
 CONTENT_TYPE = "application/msgpack"
-LENGTH_BYTES = 4
-"""Before each piece of an answer that is streamed: its length, in network order."""
+LENGTH_BYTES = 4  # Before each piece of an answer that is streamed: its length, in network order
 
+# Gauges of a replica's status: the most tokens of one sequence, and the number of token ids
 CONTEXT_GAUGE, VOCABULARY_GAUGE = "engine_context", "engine_vocabulary"
-"""Gauges of a replica's status: the most tokens of one sequence, and the number of token ids."""
 
 
 class DrawRequest(Message):

@@ -31,20 +31,13 @@ from shared.sessions.session import (
 )
 from shared.store.payload_store import Store
 
-KEPT_SECONDS = 3600.0
-"""The time after its deadline for which a session can still be read."""
+KEPT_SECONDS = 3600.0  # The time after its deadline for which a session can still be read
+DRAW_KEY = ".draw-key"  # In the place of a session's id, of which none begins with a dot
 
-DRAW_KEY = ".draw-key"
-"""In the place of a session's id, of which none begins with a dot."""
-
+# In the same place the ids of the sessions that were opened within so many seconds, and the number of that stretch of time
 OPENED_KEY, OPENED_SECONDS = ".opened-{}", 600
-"""In the same place the ids of the sessions that were opened within so many seconds, and the number of that stretch of time."""
-
-LATE_SECONDS = 30
-"""The time for which a session that nobody needs any more is still there, so that late turns are told that it has ended."""
-
-STORE_SECONDS = 30.0
-"""The deadline of one command, with its repetitions while the store is away."""
+LATE_SECONDS = 30  # The time for which a session that nobody needs any more is still there, so that late turns are told that it has ended
+STORE_SECONDS = 30.0  # The deadline of one command, with its repetitions while the store is away
 
 
 class SessionStore:

@@ -21,18 +21,11 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from shared.runtime import addresses
 
-WINDOW_BYTES = 4 << 20
-"""The approximate bytes that may be asked for before they are read."""
-
-WINDOW_BLOBS = 64
-"""The most blobs that may be asked for before they are read."""
-
-SOCKET_SECONDS = 10.0
-"""The seconds for connecting, and after which a connection on which nothing comes or goes is given up."""
-
+WINDOW_BYTES = 4 << 20  # The approximate bytes that may be asked for before they are read
+WINDOW_BLOBS = 64  # The most blobs that may be asked for before they are read
+SOCKET_SECONDS = 10.0  # The seconds for connecting, and after which a connection on which nothing comes or goes is given up
 BUFFER_BYTES = 1 << 20
-_WRITE_PARTS = 512
-"""The most buffers that one system call gets; Linux allows 1024."""
+_WRITE_PARTS = 512  # The most buffers that one system call gets; Linux allows 1024
 
 _ERRORS: dict[str, type[Exception]] = {
     "NOAUTH": AuthenticationError,
@@ -41,11 +34,9 @@ _ERRORS: dict[str, type[Exception]] = {
     "LOADING": BusyLoadingError,
 }
 
+# The answer to one command: what lies at a key, empty where nothing does; whether a blob was written; or the server's error
 Answer = bytes | int | Exception
-"""The answer to one command: what lies at a key, empty where nothing does; whether a blob was written; or the server's error."""
-
-_INCOMPLETE: Any = object()
-"""What the parser returns where no whole answer has come yet."""
+_INCOMPLETE: Any = object()  # What the parser returns where no whole answer has come yet
 
 
 def options(url: str) -> dict[str, Any]:

@@ -39,8 +39,8 @@ _AWAY = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, OSError)
 _REFUSED = (AuthenticationError, AuthorizationError, NoPermissionError)  # the first two are connection errors to the library
 
 
+# What the library puts before the server's words
 _IN_PIPELINE = re.compile(r"^Command # \d+ .* of pipeline caused error: ", re.DOTALL)
-"""What the library puts before the server's words."""
 
 
 class StoreUnreachable(MyxoError):

@@ -31,9 +31,8 @@ from shared.runtime.errors import ConfigError
 from shared.runtime.exit_codes import Parser, ended
 from shared.schema.ledger import BatchFormed, LedgerRecord
 
+# The staleness policies, and one that no run can have: admission keeps to the bound, batches take whatever came back
 Simulated = Literal["unbounded", "drop", "requeue", "continue", "mask"]
-"""The staleness policies, and one that no run can have: admission keeps to the bound, batches take whatever came back."""
-
 POLICIES: tuple[Simulated, ...] = get_args(Simulated)
 ORDERS: tuple[Order, ...] = get_args(Order)
 
@@ -153,15 +152,14 @@ def settings(policies: Sequence[Simulated], orders: Sequence[Order] | None, wind
     return wanted
 
 
-BAR = 60
-"""Characters of a bar that reaches the limit."""
+BAR = 60  # Characters of a bar that reaches the limit
 
+# The shares by length that an outcome has
 _SHARES = {
     "dropped": "samples thrown away (dropped, or generated anew)",
     "dropped_tokens": "tokens thrown away",
     "masked": "tokens in batches masked for their age",
 }
-"""The shares by length that an outcome has."""
 
 
 def show(plan: SimulationPlan, baseline: Baseline, outcomes: Sequence[PolicyOutcome], console: Console) -> None:
@@ -334,9 +332,7 @@ def _untrained(outcome: PolicyOutcome) -> list[float]:
 
 
 PROGRAM = "myxo simulate"
-
-WIDTH = 130
-"""Characters of a line that goes into a file."""
+WIDTH = 130  # Characters of a line that goes into a file
 
 _ABOUT = """Simulate a run's throughput and staleness: the buffer's own decisions in a world whose GPUs follow a simple model.
 

@@ -27,7 +27,6 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from services.buffer import policy
-from services.buffer import policy as batch_order
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState, GroupState
 from shared.runtime.errors import ConfigError, MyxoError
@@ -38,9 +37,7 @@ from shared.schema.messages import Interrupted, Payload, SampleMeta, Scored
 from shared.schema.versions import is_lost
 
 Floats = NDArray[numpy.float64]
-
 DECILES = 10
-
 _NORMAL = NormalDist()
 
 
@@ -149,8 +146,7 @@ class WorkloadModel:
         return self.token_rate * min(1.0, self.saturation * gpus / running) if running else self.token_rate
 
 
-MAKESPANS = 10_000
-"""Batches that M is the mean of; of those played event by event, a fiftieth."""
+MAKESPANS = 10_000  # Batches that M is the mean of; of those played event by event, a fiftieth
 
 
 @dataclass(eq=False, slots=True)
@@ -355,13 +351,9 @@ class LengthTally:
         return LengthShare(float(part.sum() / whole.sum()), deciles.tolist())
 
 
+# The number of steps of a simulated run. The simulation stops before they are done, so that it has no idle time of a run's end.
 ENDLESS = 1 << 40
-"""The number of steps of a simulated run. The simulation stops before they are done, so that it has no idle time of a run's end."""
-
-NO_BOUND = 1 << 20
-"""A bound in versions that nothing exceeds."""
-
-
+NO_BOUND = 1 << 20  # A bound in versions that nothing exceeds
 _PAYLOAD = Payload(keys=["simulated"], bytes=1)
 
 
@@ -424,9 +416,9 @@ class World:
         self._work_at: list[float] = []  # the engine's work when each version went live
         self._now = 0.0
         self._trained_at = math.inf
+        # At least so many groups, of those up to this number, have to come back before asking for a batch is of use; asking at every return
+        # would take most of the time
         self.missing, self._horizon = 0, math.inf
-        """At least so many groups, of those up to this number, have to come back before asking for a batch is of use; asking at every
-        return would take most of the time."""
 
     def run(self, steps: int) -> AuditReport:
         """Trains ``steps`` steps from the beginning, and stops there with groups in flight. Raises SimulationBroken."""
@@ -500,7 +492,7 @@ class World:
 
     def _chosen(self, groups: list[GroupState]) -> list[GroupState]:
         config = self._config
-        return batch_order.in_order(config.rollout.rollout_order, config.window, self._size, self._state.groups.values(), groups)
+        return policy.in_order(config.rollout.rollout_order, config.window, self._size, self._state.groups.values(), groups)
 
     # --- rollout
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 from redis.asyncio import Redis
 
-from shared.bus import runs
-from shared.bus import streams as stream_replay
+from shared.bus import runs, streams
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.streams import task_consumer
@@ -211,7 +210,7 @@ class Player:
     # --- what became of it
 
     async def records(self) -> list[LedgerRecord]:
-        return [record async for _, record in stream_replay.read(self.bus, self.names.ledger_stream, LedgerRecord)]
+        return [record async for _, record in streams.read(self.bus, self.names.ledger_stream, LedgerRecord)]
 
     async def audit(self) -> AuditReport:
         return audit(await self.records(), self.config.rollout.max_staleness, self.config.rollout.rollout_batch_size)

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.buffer import amendment, outcome_check, policy, rollout_keeper
-from services.buffer import amendment as lost_payloads
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.ledger_writer import Trial
 from services.buffer.state import BufferState
@@ -105,7 +104,7 @@ class Core:
         self.decide(lambda: amendment.refused(self.state, message, 0.0, lost=int(at) % 2 == 1))
 
     def lose(self, group: str) -> None:
-        self.decide(lambda: lost_payloads.lost_ready(self.state, group, 0.0))
+        self.decide(lambda: amendment.lost_ready(self.state, group, 0.0))
 
     def restart(self) -> None:
         """The successor's state is that of the buffer that died."""

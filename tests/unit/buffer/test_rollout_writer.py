@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from services.buffer import rollout_keeper
-from services.buffer import rollout_keeper as rollout_writer
 from services.buffer.rollout_keeper import EndedGroup, RolloutKeeper, RolloutNotKept, RolloutWriter
 from shared.data import rollout_files
 from shared.data.prompts import Prompt
@@ -73,7 +72,7 @@ def test_files_end_at_a_share_of_the_bound_and_the_oldest_go(tmp_path: Path) -> 
     writer = RolloutWriter(tmp_path, BOUND, False)
     assert not written(writer, *(job(number) for number in range(1500)))[0]
     sizes = [path.stat().st_size for path in rollout_files.files(tmp_path)]
-    assert sum(sizes) == writer.used <= BOUND and max(sizes) <= BOUND // rollout_writer.FILES
+    assert sum(sizes) == writer.used <= BOUND and max(sizes) <= BOUND // rollout_keeper.FILES
     assert sum(sizes) > BOUND // 2
     left = groups(tmp_path)
     assert left == list(range(left[0], 1500)) and left[0] > 0
@@ -114,7 +113,7 @@ def test_what_cannot_be_kept_is_told_by_reason_and_the_rest_is_kept(tmp_path: Pa
     unreadable = (job(1)[0], [b"no payload"], None)
     skipped, _ = written(RolloutWriter(tmp_path, BOUND, False), job(0, "x" * BOUND), unreadable, odd, job(2))
     assert groups(tmp_path) == [2]
-    assert skipped == {rollout_writer.TOO_LARGE: 1, rollout_writer.UNREADABLE: 2}
+    assert skipped == {rollout_keeper.TOO_LARGE: 1, rollout_keeper.UNREADABLE: 2}
 
 
 def test_a_directory_that_cannot_be_made_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,9 +121,9 @@ def test_a_directory_that_cannot_be_made_is_tried_again(tmp_path: Path, monkeypa
     blocked.write_text("a file stands in the way")
     writer = RolloutWriter(blocked, BOUND, False)
     skipped, errors = written(writer, job(0), job(1))
-    assert skipped == {rollout_writer.DISK: 2} and str(blocked) in errors[0]
+    assert skipped == {rollout_keeper.DISK: 2} and str(blocked) in errors[0]
     blocked.unlink()
-    monkeypatch.setattr(rollout_writer, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(rollout_keeper, "RETRY_SECONDS", 0.0)
     written(writer, job(2))
     assert groups(blocked) == [2]
 
@@ -132,13 +131,13 @@ def test_a_directory_that_cannot_be_made_is_tried_again(tmp_path: Path, monkeypa
 FULL = """
 import resource, sys
 from pathlib import Path
-from services.buffer import rollout_writer
+from services.buffer import rollout_keeper
 from tests.unit.buffer.test_rollout_writer import BOUND, RolloutWriter, job, written
 writer = RolloutWriter(Path(sys.argv[1]), BOUND, False)
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
 skipped, _ = written(writer, *(job(number) for number in range(20)))
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-rollout_writer.RETRY_SECONDS = 0.0
+rollout_keeper.RETRY_SECONDS = 0.0
 written(writer, job(20))
 print(writer.written, dict(skipped))
 """

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from services.buffer import amendment, policy
-from services.buffer import amendment as lost_payloads
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState, GroupState
 from shared.schema.digests import attest_scored
@@ -214,7 +213,7 @@ class World:
             if self.dice.random() < 0.8:
                 self.jobs.remove(job)
             message = Failed(group=job.group, attempt=job.attempt, reason="died", by="r")
-            anew = lost_payloads.lost_failed(self.state, message, 0.0) if self.dice.random() < 0.3 else []
+            anew = amendment.lost_failed(self.state, message, 0.0) if self.dice.random() < 0.3 else []
             self.decide(anew or policy.failed(self.state, message, 0.0))
 
     def fail_late(self) -> None:
@@ -226,7 +225,7 @@ class World:
     def lose_payload(self) -> None:
         """The store has lost a group, ready or not."""
         names = [*self.state.ready, *self.state.groups, "g99999999"]
-        self.decide(lost_payloads.lost_ready(self.state, self.dice.choice(names), 0.0))
+        self.decide(amendment.lost_ready(self.state, self.dice.choice(names), 0.0))
 
     def ask(self) -> None:
         """The trainer asks for its next batch: a new one, or one that it had before it died."""
