@@ -269,7 +269,11 @@ def _object(arguments: str) -> Any:
     return {}
 
 
-FORMS = {"/v1/chat/completions": _Chat(), "/v1/responses": _Responses(), "/v1/messages": _Messages()}
+FORMS: dict[str, _Chat | _Responses | _Messages] = {
+    "/v1/chat/completions": _Chat(),
+    "/v1/responses": _Responses(),
+    "/v1/messages": _Messages(),
+}
 
 
 AT_ONCE = 8
@@ -375,7 +379,12 @@ class AgentConformance:
 
     def _data(self) -> dict[str, Any]:
         asked, place = self._example.prompt, {"group": "g00000000", "rollout": 0, "evaluation": False}
-        row = {"messages": [{"role": "user", "content": asked}], "prompt": asked, "label": self._example.label, "metadata": {}}
+        row: dict[str, Any] = {
+            "messages": [{"role": "user", "content": asked}],
+            "prompt": asked,
+            "label": self._example.label,
+            "metadata": {},
+        }
         return {**row, "model": MODEL, "roles": {}, **place, "options": self._options}
 
     async def _timed(self, name: str, check: Callable[..., Awaitable[str]], *given: object) -> Check:

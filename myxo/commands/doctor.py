@@ -153,7 +153,7 @@ def _problem(requirement: Requirement) -> str:
 # Major version of CUDA → the oldest driver of Linux that its programs run on (NVIDIA's compatibility guide).
 OLDEST_DRIVER = {12: 525, 13: 580}
 QUERY = ("index", "name", "driver_version", "memory.total", "memory.used", "ecc.errors.uncorrected.volatile.total")
-BUSY_SHARE = 0.1  # share of a GPU's memory from which on somebody else's use of it is told
+BUSY_SHARE = 0.1  # share of a GPU's memory from which on use by another process is reported
 SHARED_MEMORY = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
 
@@ -189,10 +189,13 @@ def examine_gpus(_: Path) -> Iterator[Diagnosis]:
 
 
 def read_gpus() -> tuple[list[Gpu], str]:
-    """Returns the GPUs as nvidia-smi tells of them, and why it tells nothing, where that is so."""
+    """Returns the GPUs that nvidia-smi lists, and why it lists none, if it fails."""
     text, failure = told_by(["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"])
     lines = [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.count(",") == len(QUERY) - 1]
-    return [Gpu(*names, _figure(total), _figure(used), int(_figure(errors))) for *names, total, used, errors in lines], failure
+    found = [
+        Gpu(index, name, driver, _figure(total), _figure(used), int(_figure(errors))) for index, name, driver, total, used, errors in lines
+    ]
+    return found, failure
 
 
 def examine_nccl(_: Path) -> Iterator[Diagnosis]:
@@ -396,8 +399,10 @@ def examine_sandbox(_: Path) -> Iterator[Diagnosis]:
         yield Diagnosis("sandbox", "ok", "programs run apart from this machine")
 
 
-EXAMINATIONS: tuple[Examination, ...] = (examine_python, examine_packages, examine_torch, examine_gpus, examine_nccl, examine_shared_memory)
-EXAMINATIONS += (examine_nats, examine_store, examine_memory, examine_directory, examine_cache, examine_limits, examine_sandbox)
+EXAMINATIONS: tuple[Examination, ...] = (
+    *(examine_python, examine_packages, examine_torch, examine_gpus, examine_nccl, examine_shared_memory),
+    *(examine_nats, examine_store, examine_memory, examine_directory, examine_cache, examine_limits, examine_sandbox),
+)
 
 MARKS = {"ok": ("ok   ", "green"), "note": ("note ", "yellow"), "fault": ("FAULT", "bold red")}
 _ABOUT = """Look at this machine: packages, GPUs and their driver, shared memory, NATS, Redis, disk, limits, the sandbox.

@@ -43,8 +43,12 @@ def check_variables(inspection: Inspection) -> Findings:
 
 
 # Functions that may put a teacher's log-probs beside their samples.
-TEACHES = ("custom_generate_function_path", "rollout_function_path")
-TEACHES += ("custom_convert_samples_to_train_data_path", "rollout_data_postprocess_path")
+TEACHES = (
+    "custom_generate_function_path",
+    "rollout_function_path",
+    "custom_convert_samples_to_train_data_path",
+    "rollout_data_postprocess_path",
+)
 
 
 def check_teachers(inspection: Inspection) -> Findings:

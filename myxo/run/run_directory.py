@@ -34,8 +34,10 @@ from shared.runtime.errors import ConfigError, MyxoError, nearest
 from shared.runtime.safe_files import private_directory, replace_file
 
 # The names that `--fresh` removes.
-STATE = ("nats", "valkey", "logs", "checkpoints", "tensorboard", "reference", "hf", "profile", "prompts", "rollouts")
-STATE += (runs.FROZEN, "summary.json", "reward.png", "trace.json.gz", "servers.json")
+STATE = (
+    *("nats", "valkey", "logs", "checkpoints", "tensorboard", "reference", "hf", "profile", "prompts", "rollouts"),
+    *(runs.FROZEN, "summary.json", "reward.png", "trace.json.gz", "servers.json"),
+)
 
 HOLD_SECONDS = 1.0  # time to try for the lock: a command that only checks whether it is held has it for an instant
 _MARKS = ("lock", "nats", "logs", "rollouts", "servers.json")
