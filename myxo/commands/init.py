@@ -53,12 +53,7 @@ def guessed(rows: Sequence[Mapping[str, Any]], where: str, rm_type: str | None =
     if input_key is None:
         raise ConfigError("DATA", where, f"no key of its rows ({', '.join(keys)}) is a usual name of a prompt: {', '.join(USUAL_PROMPTS)}")
     label_key = next((key for key in USUAL_LABELS if key in keys and key != input_key), None)
-    found = (rm_type, "as it was said") if rm_type is not None else None
-    if found is None and label_key is not None:
-        found = _reward_of([row[label_key] for row in rows])
-    if found is None:
-        told = "there is no key of answers" if label_key is None else f"the answers under {label_key!r} are of no known kind"
-        raise ConfigError("--rm-type", None, f"{told}; name a reward (docs/rewards.md), or your own: --custom-rm-path module:function")
+    found = (rm_type, "as it was said") if rm_type is not None else _reward_of(rows, label_key)
     return Columns(input_key, label_key, isinstance(rows[0][input_key], list), *found)
 
 
@@ -66,7 +61,15 @@ def _is_prompt(value: Any) -> bool:
     return (isinstance(value, str) and bool(value.strip())) or (isinstance(value, list) and chat_problem(value) is None)
 
 
-def _reward_of(labels: Sequence[Any]) -> tuple[str, str] | None:
+def _reward_of(rows: Sequence[Mapping[str, Any]], label_key: str | None) -> tuple[str, str]:
+    found = None if label_key is None else _reward_for([row[label_key] for row in rows])
+    if found is None:
+        why = "there is no key of answers" if label_key is None else f"the answers under {label_key!r} are of no known kind"
+        raise ConfigError("--rm-type", None, f"{why}; name a reward (docs/rewards.md), or your own: --custom-rm-path module:function")
+    return found
+
+
+def _reward_for(labels: Sequence[Any]) -> tuple[str, str] | None:
     if all(_is_tests(label) for label in labels):
         return "unit_tests", "the answers are tests of programs"
     texts = [str(label).strip() for label in labels if isinstance(label, str | int | float) and not isinstance(label, bool)]

@@ -87,12 +87,16 @@ def samples(parsed: argparse.Namespace, console: Console) -> int:
         if given:
             raise ConfigError("GROUP", parsed.group, f"{', '.join(given)} is for the list; leave it out, or leave GROUP out")
         return asyncio.run(_show(parsed, console, *target(parsed.group)))
+    wanted = _wanted(parsed)
+    listing = SampleList(wanted, parsed.sort or "age", 20 if parsed.limit is None else parsed.limit)
+    return asyncio.run(_browse(parsed, console, listing, with_texts=parsed.responses or parsed.step is not None or wanted.evaluation))
+
+
+def _wanted(parsed: argparse.Namespace) -> WantedGroups:
     only = None if parsed.only is None else group_named(parsed.only)
     evaluation = parsed.eval or parsed.dataset is not None or parsed.status in (EVALUATED, FAILED) or (only or "").startswith("eval.")
     bounds = (parsed.min_reward, parsed.max_reward)
-    wanted = WantedGroups(parsed.status, parsed.step, *bounds, only, parsed.version, evaluation, parsed.dataset)
-    listing = SampleList(wanted, parsed.sort or "age", 20 if parsed.limit is None else parsed.limit)
-    return asyncio.run(_browse(parsed, console, listing, with_texts=parsed.responses or parsed.step is not None or evaluation))
+    return WantedGroups(parsed.status, parsed.step, *bounds, only, parsed.version, evaluation, parsed.dataset)
 
 
 def target(text: str) -> tuple[str, int | None]:

@@ -323,12 +323,7 @@ class Launch:
         view, show_at, disk = RunView.at_start(self._config, self._began), 0.0, self._disk
         while not self._signals:
             now = time.monotonic()
-            if disk.look(now, self._servers.full()):
-                self._servers.write_again(f"no space was left on the device at {self._directory.root}")
-            self._servers.tick(now)
-            held_back = any(status.held_back for status in self._statuses)
-            if disk.text or held_back or not bus.connection.is_connected:
-                self._away = now
+            self._tick_servers(bus, now)
             supervisor.note_ready(self._statuses)
             owed = self._finished and self._final.owed(supervisor, now)
             done = self._ended and not owed
@@ -347,6 +342,14 @@ class Launch:
                 return None
             await asyncio.sleep(TICK_SECONDS)
         return None
+
+    def _tick_servers(self, bus: Bus, now: float) -> None:
+        if self._disk.look(now, self._servers.full()):
+            self._servers.write_again(f"no space was left on the device at {self._directory.root}")
+        self._servers.tick(now)
+        held_back = any(status.held_back for status in self._statuses)
+        if self._disk.text or held_back or not bus.connection.is_connected:
+            self._away = now
 
     def _situation(self, bus: Bus, instances: list[InstanceStatus], disk: str) -> RunSituation:
         gone = {**self._gone, **self._servers.away()}

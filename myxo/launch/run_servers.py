@@ -190,6 +190,13 @@ class ManagedServer:
         self.due, self.reason, self.died_at = now + wait, self._last_error(), time.time()
         structlog.get_logger().warning("server_died", server=self.server.name, reason=self.reason, restart_in=wait)
 
+    def end_if_it_refuses(self, now: float) -> None:
+        """Ends a server that refuses writes although its disk has room again."""
+        if self.refused is not None:
+            self.refused.look()
+            if self.refused.refuses_still(now):
+                self.end_for(now, f"no space was left on the device for {self.refused.path}, and with room again it refused writes")
+
     def end_for(self, now: float, why: str, kill: bool = False) -> None:
         """Ends a server that runs and does no good, and has it started again."""
         structlog.get_logger().error("server_ended", server=self.server.name, error=why)
@@ -438,13 +445,10 @@ class RunServers:
             self._console.tick(now)
         look, self._refused_at = now >= self._refused_at, now + LOG_SECONDS if now >= self._refused_at else self._refused_at
         for managed in self.managed:
-            refused = managed.refused
             if managed.due is None:
                 managed.probe.tick(now)
-                if look and refused is not None:
-                    refused.look()
-                    if refused.refuses_still(now):
-                        managed.end_for(now, f"no space was left on the device for {refused.path}, and with room again it refused writes")
+                if look:
+                    managed.end_if_it_refuses(now)
             silent_s = managed.probe.silent_s
             if silent_s >= SILENT_SECONDS:
                 self.troubled = now

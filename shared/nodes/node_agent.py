@@ -339,11 +339,15 @@ class NodeAgent:
         if attempt is not None:
             self._links.ask(attempt.points[: self._rank])
         if nodes is not None and self._rank == 0 and address == LOOPBACK:
-            boot = liveness.mark().split("/")[0]
-            for rank, node in nodes.items():
-                if node.alive and self._marks[rank].split("/")[0] != boot:  # another machine could not reach this one
-                    raise ConfigError(HOST_VARIABLE, address, f"this machine's name or address, by which {node} reaches it")
+            self._check_same_machine(nodes, address)
         return NodeSituation(clock(), self._lease.term, address, ranks, nodes, attempt, self._stopping.is_set(), self._links.point)
+
+    def _check_same_machine(self, nodes: dict[int, SeenNode], address: str) -> None:
+        """Raises ConfigError for a node on another machine, which could not reach this one at loopback."""
+        boot = liveness.mark().split("/")[0]
+        for rank, node in nodes.items():
+            if node.alive and self._marks[rank].split("/")[0] != boot:
+                raise ConfigError(HOST_VARIABLE, address, f"this machine's name or address, by which {node} reaches it")
 
     async def _read(self, rank: int) -> SeenNode:
         key = self._service.subjects.node_lease(self._job, rank)
