@@ -206,10 +206,9 @@ class Buffer:
         return not self._failure.reason and not self._service.held_back
 
     async def _record(self, records: Sequence[LedgerRecord]) -> None:
-        for entry in self._ledger.tried(records):
-            record = entry.record
+        for record, data in self._ledger.tried(records):
             try:
-                await self._ledger.append(entry)
+                await self._ledger.append(record, data)
                 self._keeper.take(ended_groups(self._state, record))
                 self._prompts.follow(self._state, record)
                 self._state.apply(record)

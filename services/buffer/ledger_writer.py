@@ -8,7 +8,6 @@ whoever scored it may have filled its message to the limit, and numbers grow whe
 import copy
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 from services.buffer.state import BufferState
 from shared.bus import streams
@@ -60,12 +59,7 @@ class BadRecord(MyxoError):
     """A decision comes to nothing that could be recorded; nothing has changed. The text says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class LedgerEntry:
-    """A record to append. record: as it is read back from ``data``."""
-
-    record: LedgerRecord
-    data: bytes
+LedgerEntry = tuple[LedgerRecord, bytes]  # A record to append, as it is read back from its bytes, and these
 
 
 class Trial:
@@ -88,9 +82,9 @@ class Trial:
         try:
             for record, data in pieces:
                 name = type(record).__name__
-                entry = LedgerEntry(LedgerRecord.decode(data), data)
-                self._ahead.apply(entry.record)
-                return entry
+                tried = LedgerRecord.decode(data)
+                self._ahead.apply(tried)
+                return tried, data
             return None
         except Exception as error:  # whatever is wrong with it, it costs this decision and nothing else
             self._ahead = copy.deepcopy(self._state)
@@ -151,9 +145,8 @@ class LedgerWriter:
         """Yields what is to be appended for these records and then folded into the state, one after the other. Raises BadRecord."""
         return self._trial.entries(records, self._bus.message_limit)
 
-    async def append(self, entry: LedgerEntry) -> None:
+    async def append(self, record: LedgerRecord, data: bytes) -> None:
         """Appends a record. Raises WrongSequence beside another writer, DeadlineExceeded where the bus stays away, and as ``allowed``."""
-        record = entry.record
         msg_id, after = f"{self._stream}.{self.last + 1}.{record.at}", (self._stream, self.last)
         subject = self._subjects.ledger(record.event())
-        self.last = await self._bus.publish(subject, entry.data, msg_id=msg_id, after=after, before=self._allowed, deadline=120)
+        self.last = await self._bus.publish(subject, data, msg_id=msg_id, after=after, before=self._allowed, deadline=120)

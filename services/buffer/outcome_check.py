@@ -8,7 +8,7 @@ reads it.
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState
 from shared.bus.subjects import REWARD, ROLLOUT, Subjects
-from shared.runtime.errors import INFRASTRUCTURE, POLICY, TASK, Fault
+from shared.runtime.errors import INFRASTRUCTURE, TASK
 from shared.schema.messages import Discarded, Evaluated, Failed, GroupOutcome, Interrupted, Outcome, Scored, Wanted
 from shared.schema.sample import too_long
 
@@ -45,11 +45,6 @@ def aligned(message: Scored) -> Scored | Failed:
     if problem is None:
         return message
     return Failed(group=message.group, attempt=message.attempt, reason=problem, by=BUFFER, fault=TASK, payload=message.payload)
-
-
-def fault_of(message: Scored, limits: BufferConfig) -> Fault:
-    """Returns what is at fault where a group has a problem: a sample that is too long is the model's."""
-    return POLICY if max(message.payload.tokens, default=0) > limits.longest_sample else TASK
 
 
 def group_problem(message: Scored, state: BufferState, limits: BufferConfig) -> str | None:

@@ -16,7 +16,7 @@ from services.buffer import evaluation, outcome_check, staleness
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.staleness import StalenessDecision
 from services.buffer.state import BufferState, GroupState
-from shared.runtime.errors import TASK, MyxoError
+from shared.runtime.errors import POLICY, TASK, MyxoError
 from shared.schema import codec, ledger
 from shared.schema.ledger import LedgerRecord, group_number
 from shared.schema.messages import (
@@ -148,11 +148,12 @@ def scored(state: BufferState, limits: BufferConfig, messages: list[Scored], now
         if group is None:
             records += evaluation.came_back(state, outcome_check.aligned(message), now)
         elif (problem := outcome_check.group_problem(message, state, limits)) is not None:
-            fault = outcome_check.fault_of(message, limits)
+            fault = POLICY if max(message.payload.tokens, default=0) > limits.longest_sample else TASK  # too long is the model's
             records.append(ledger.GroupDead(group=name, reason=problem, fault=fault, payload=message.payload, at=now))
         else:
             fresh.append(message)
-            if (reason := _filtered(message)) is not None:
+            nothing_left = message.filtered is None and len(set(message.removed)) == len(message.samples)
+            if (reason := NOTHING_LEFT if nothing_left else message.filtered) is not None:
                 filtered.setdefault(reason, []).append(name)
     size = max(1, RECORD_SAMPLES // max((len(group.samples) for group in fresh), default=1))
     records += [ledger.GroupsScored(groups=fresh[at : at + size], at=now) for at in range(0, len(fresh), size)]
@@ -163,10 +164,6 @@ def scored(state: BufferState, limits: BufferConfig, messages: list[Scored], now
 def _awaited(group: GroupState, message: Outcome) -> bool:
     """Returns whether an outcome is the first one of the group's present attempt."""
     return group.scored is None and group.attempt == message.attempt
-
-
-def _filtered(message: Scored) -> str | None:
-    return NOTHING_LEFT if message.filtered is None and len(set(message.removed)) == len(message.samples) else message.filtered
 
 
 def failed(state: BufferState, message: Failed, now: float) -> list[LedgerRecord]:

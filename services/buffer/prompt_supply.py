@@ -160,15 +160,10 @@ def prompt_results(state: BufferState, record: LedgerRecord) -> list[GroupResult
             return _results([state.groups[name] for name in names], TRAINED)
         case GroupsDropped(groups=names, reason=reason):
             return _results([state.groups[name] for name in names], DROPPED, reason)
-        case GroupDead(group=name, reason=reason) if not _was_trained(state, name):
+        case GroupDead(group=name, reason=reason) if (step := state.groups[name].step) is None or step >= state.trained_steps:
             return _results([state.groups[name]], DEAD, reason)
         case _:
             return []
-
-
-def _was_trained(state: BufferState, name: str) -> bool:
-    step = state.groups[name].step
-    return step is not None and step < state.trained_steps
 
 
 def _results(groups: Iterable[GroupState], fate: str, reason: str = "") -> list[GroupResult]:

@@ -54,7 +54,6 @@ class EndedGroup:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Returns the keys of its payload."""
         return () if self.payload is None else tuple(self.payload.keys)
 
     @property
@@ -98,12 +97,12 @@ def chosen_groups(groups: Iterable[EndedGroup], share: float) -> list[EndedGroup
     """
     if share <= 0:
         return []
-    return [group for group in groups if share >= 1 or group.record.dataset is not None or _fraction(group.record.group) < share]
-
-
-def _fraction(group: str) -> float:
-    """Returns where a group's id falls between 0 and 1, spread evenly over ids."""
-    return float(xxhash.xxh3_64_intdigest(group.encode()) / 2**64)
+    bound = share * 2**64  # hashes spread ids evenly below 2**64
+    return [
+        group
+        for group in groups
+        if share >= 1 or group.record.dataset is not None or xxhash.xxh3_64_intdigest(group.record.group.encode()) < bound
+    ]
 
 
 def _trained(batch: BatchRecord, at: float, *, again: bool = False) -> list[EndedGroup]:
@@ -376,7 +375,7 @@ class RolloutKeeper:
                 try:
                     return group, await self._store.read(group.payload, deadline=READ_SECONDS), bare and bare[2]
                 except DeadlineExceeded as error:  # what the store holds is there when it is back
-                    self._say_away(error)
+                    self._log_away(error)
         except PayloadMissing as error:
             # else it was freed once it was kept, or given up and is counted
             if bare is None and not group.again and group.keys[0] in self._awaited:
@@ -389,20 +388,17 @@ class RolloutKeeper:
         return bare
 
     def _prompt(self, group: EndedGroup) -> Prompt | None:
-        """Returns a group's prompt; None where it cannot be read, which may be why the group was given up."""
-        with contextlib.suppress(MyxoError):
+        with contextlib.suppress(MyxoError):  # which may be why the group was given up
             return self._prompts.of_group(group.record.group)
         return None
 
-    def _say_away(self, error: DeadlineExceeded) -> None:
-        """Says now and then that the store is away."""
+    def _log_away(self, error: DeadlineExceeded) -> None:
         now = time.monotonic()
         if now - self._away_logged >= LOG_SECONDS:
             self._away_logged = now
             self._log.warning("rollouts_wait_for_store", waiting=self._open, error=str(error), next_action="asking for them again")
 
     def _write(self, payloads: list[_Payload]) -> list[RolloutNotKept]:
-        """Writes groups; returns why some of them are not kept."""
         refused = []
         for payload in payloads:
             try:
@@ -412,7 +408,7 @@ class RolloutKeeper:
         return refused
 
     def _skip(self, reason: str, error: object = "") -> None:
-        """Counts a group that is not kept, and says so now and then."""
+        """Counts a group that is not stored, and logs it now and then."""
         self.skipped[reason] += 1
         now = time.monotonic()
         if now - self._logged >= LOG_SECONDS:

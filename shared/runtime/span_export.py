@@ -86,20 +86,18 @@ class SpanExport(Traces):
     def _drain(self) -> None:
         while self._waiting and not self._closed:
             spans = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
-            self._count("spans_lost", self._take_overflowed())
+            overflowed, self._overflowed = self._overflowed, 0
+            if overflowed:
+                self._metrics.add("spans_lost", overflowed)
             if encoded := [made for span in spans if (made := self._readable(span)) is not None]:
                 self._export(encoded)
-
-    def _take_overflowed(self) -> int:
-        count, self._overflowed = self._overflowed, 0
-        return count
 
     def _export(self, spans: list[ReadableSpan]) -> None:
         try:
             exported = self._exporter.export(spans) is SpanExportResult.SUCCESS
         except Exception as error:  # whatever it is, it must not end this thread
             exported, self._problems.last = False, f"{type(error).__name__}: {error}"
-        self._count("spans_exported" if exported else "spans_lost", len(spans))
+        self._metrics.add("spans_exported" if exported else "spans_lost", len(spans))
         if exported and self._warned:
             self._log.info("traces_exported_again", endpoint=self._endpoint)
             self._warned = 0.0
@@ -107,10 +105,6 @@ class SpanExport(Traces):
             lost = self._metrics.values.get("spans_lost", 0.0)
             self._log.warning("traces_not_exported", endpoint=self._endpoint, reason=short(self._problems.last), lost=int(lost))
             self._warned = time.monotonic()
-
-    def _count(self, name: str, count: int) -> None:
-        if count:
-            self._metrics.add(name, count)
 
     def _readable(self, span: TraceSpan) -> ReadableSpan | None:
         """Returns a span as the SDK exports it; None where its trace is not among those that are exported."""

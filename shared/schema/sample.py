@@ -71,9 +71,12 @@ class ExpertChoices:
             found = given.reshape(rows, self.total, self.per_token)[:, self.layers]
         else:
             raise ValueError(f"{given.size} experts for {rows} tokens, {self.total} layers and {self.per_token} experts a token")
-        if found.size and not (int(found.min()) >= 0 and int(found.max()) < self.count):
+        if self._has_unknown(found):
             raise ValueError(f"experts from {found.min()} to {found.max()}; the model's are 0 to {self.count - 1}")
         return np.ascontiguousarray(found, np.int16)
+
+    def _has_unknown(self, experts: NDArray[np.integer]) -> bool:
+        return bool(experts.size) and not (int(experts.min()) >= 0 and int(experts.max()) < self.count)
 
     def problem(self, given: Choices | None, rows: int) -> str | None:
         """Returns why these are not the choices of ``rows`` tokens; None where they are."""
@@ -84,16 +87,9 @@ class ExpertChoices:
             return (
                 f"routed_experts has the shape {list(given.shape)}; expected {list(wanted)}: tokens but the last, layers, experts a token"
             )
-        if given.size and not (int(given.min()) >= 0 and int(given.max()) < self.count):
+        if self._has_unknown(given):
             return f"routed_experts holds {given.min()} to {given.max()}; the model's experts are 0 to {self.count - 1}"
         return None
-
-
-def routed_problem(given: object) -> str | None:
-    """Returns why something is no array of choices of any model; None where it is one."""
-    if given is None or (isinstance(given, np.ndarray) and given.ndim == 3 and given.dtype == np.int16):
-        return None
-    return "routed_experts is not an array of int16 [tokens, layers, experts a token]"
 
 
 ScoredText = Literal["own", "last_turn", "full"]
@@ -273,7 +269,7 @@ class Sample:
     def _field_problem(self) -> str | None:
         for name, (kinds, _) in _ARRAYS.items():
             array, absent = getattr(self, name), name == "log_probs" and self.log_probs is None
-            if not absent and not _is_array(array, kinds):
+            if not absent and not (isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype.kind in kinds):
                 return f"{name} is not a one-dimensional array of {'floats' if kinds == 'f' else 'integers'}"
         for name in ("index", "rollout"):
             if type(value := getattr(self, name)) is not int or not 0 <= value < 1 << 31:
@@ -343,9 +339,10 @@ class Sample:
         return None if tiled == length else f"segments end at {tiled}, the response at {length}"
 
     def _routing_problem(self, choices: ExpertChoices | None) -> str | None:
-        if (problem := routed_problem(self.routed_experts)) is not None or choices is None or not self.mask.any():
-            return problem
-        return choices.problem(self.routed_experts, self.length - 1)
+        given = self.routed_experts
+        if given is not None and not (isinstance(given, np.ndarray) and given.ndim == 3 and given.dtype == np.int16):
+            return "routed_experts is not an array of int16 [tokens, layers, experts a token]"
+        return None if choices is None or not self.mask.any() else choices.problem(given, self.length - 1)
 
     def versions(self) -> NDArray[np.int32]:
         """Returns the weight version of each response token: int32 [R]."""
@@ -397,17 +394,9 @@ class Score:
     unread: Reason = ""
 
 
-def _is_array(given: object, kinds: str) -> bool:
-    return isinstance(given, np.ndarray) and given.ndim == 1 and given.dtype.kind in kinds
-
-
-def _is_given_reward(given: object) -> bool:
-    if isinstance(given, dict):
-        return len(given) <= MAX_PARTS and all(is_part_name(name) and _is_given_number(number) for name, number in given.items())
-    return _is_given_number(given)
-
-
-def _is_given_number(given: object) -> bool:
+def _is_given_reward(given: object, named: bool = True) -> bool:
+    if isinstance(given, dict) and named:
+        return len(given) <= MAX_PARTS and all(is_part_name(name) and _is_given_reward(number, False) for name, number in given.items())
     return isinstance(given, int | float) and not isinstance(given, bool) and is_reward(given)
 
 

@@ -235,7 +235,10 @@ class SessionLog:
             return  # by a gateway that had lost the turn to another
         elif isinstance(record, TurnDrawn):
             if record.start == len(pending.completion):  # else it was written twice
-                _extend(pending, record)
+                pending.spans = joined(pending.spans, record.spans, len(pending.completion))
+                pending.completion = np.concatenate([pending.completion, record.completion])
+                pending.log_probs = np.concatenate([pending.log_probs, record.log_probs])
+                pending.until, pending.replica = max(pending.until, record.until), record.replica
         elif isinstance(record, TurnEnded):
             del self.pending[record.request]
             self.turns[record.request] = Turn(
@@ -272,14 +275,6 @@ class SessionLog:
             if length <= len(prompt) and (best is None or length >= len(best.prompt) + len(best.completion)) and extends(prompt, turn):
                 best = turn
         return best
-
-
-def _extend(pending: PendingTurn, record: TurnDrawn) -> None:
-    pending.spans = joined(pending.spans, record.spans, len(pending.completion))
-    pending.completion = np.concatenate([pending.completion, record.completion])
-    pending.log_probs = np.concatenate([pending.log_probs, record.log_probs])
-    pending.until = max(pending.until, record.until)
-    pending.replica = record.replica
 
 
 def joined(spans: Iterable[TokenSpan], further: Iterable[TokenSpan], offset: int) -> tuple[TokenSpan, ...]:

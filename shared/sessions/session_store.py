@@ -112,34 +112,24 @@ class SessionStore:
         Returns it with the tokens that it has already, or as a whole where it has ended. Raises SessionOver, SessionUnknown, and TurnHeld
         where another gateway draws it.
         """
-        await self._append(log, turn)
-        if turn.request in log.turns:
-            return log.turns[turn.request]
-        pending = self._still(log, turn)
-        if pending.holder != turn.holder:
-            raise TurnHeld(turn.request, pending.until)
-        return pending
+        return await self._append(log, turn)
 
     async def extend(self, log: SessionLog, drawn: TurnDrawn) -> PendingTurn:
         """Records more tokens of a turn, and renews its lease. Raises SessionOver, SessionUnknown, and TurnHeld where it was lost."""
-        await self._append(log, drawn)
-        if drawn.request in log.turns:
+        found = await self._append(log, drawn)
+        if isinstance(found, Turn):
             raise TurnHeld(drawn.request, 0.0)
-        pending = self._still(log, drawn)
-        if pending.holder != drawn.holder:
-            raise TurnHeld(drawn.request, pending.until)
-        return pending
+        return found
 
     async def append(self, log: SessionLog, turn: TurnEnded) -> Turn:
         """Records a turn's end, and returns the turn that counts: another gateway may have ended it first.
 
         Raises SessionOver, SessionUnknown, and TurnHeld where another gateway draws it now.
         """
-        await self._append(log, turn)
-        if turn.request in log.turns:
-            return log.turns[turn.request]
-        pending = self._still(log, turn)
-        raise TurnHeld(turn.request, pending.until)
+        found = await self._append(log, turn)
+        if isinstance(found, PendingTurn):
+            raise TurnHeld(turn.request, found.until)
+        return found
 
     async def prolong(self, session: str, deadline: float) -> None:
         """Gives a session that has not ended a later deadline, in seconds since the epoch, after which its record goes as before."""
@@ -173,12 +163,22 @@ class SessionStore:
     def _opened_key(self, stretch: int) -> str:
         return self._names.session_key(OPENED_KEY.format(stretch))
 
-    async def _append(self, log: SessionLog, record: TurnRecord) -> None:
-        """Appends a record and folds what has been appended since the log was read. Raises SessionOver, SessionUnknown."""
+    async def _append(self, log: SessionLog, record: TurnRecord) -> Turn | PendingTurn:
+        """Appends a record, folds what has been appended since the log was read, and returns the turn: whole, or pending with the holder.
+
+        Raises SessionOver, SessionUnknown, and TurnHeld where another gateway holds it.
+        """
         if log.ended is None:
             await self._catch_up(log, f"turn {record.request} of session {log.session.id}", "RPUSHX", record.encode())
         if log.ended is not None and record.request not in log.turns:
             raise SessionOver(f"session {log.session.id} has ended" + (f": {log.ended.reason}" if log.ended.reason else ""))
+        if (turn := log.turns.get(record.request)) is not None:
+            return turn
+        if (pending := log.pending.get(record.request)) is None:
+            raise SessionUnknown(f"session {log.session.id} knows nothing of turn {record.request}")
+        if pending.holder != record.holder:
+            raise TurnHeld(record.request, pending.until)
+        return pending
 
     async def _catch_up(self, log: SessionLog, what: str, command: str, *arguments: bytes) -> None:
         """Runs a command on a session's list that answers its length, and folds what was appended since the log was read."""
@@ -187,13 +187,6 @@ class SessionStore:
         if not length:
             raise SessionUnknown(f"there is no session {log.session.id} any more")
         log.apply(map(Message.decode, found[log.length - start :]))  # another task may have folded some of them meanwhile
-
-    @staticmethod
-    def _still(log: SessionLog, record: TurnRecord) -> PendingTurn:
-        pending = log.pending.get(record.request)
-        if pending is None:
-            raise SessionUnknown(f"session {log.session.id} knows nothing of turn {record.request}")
-        return pending
 
     async def _command(self, what: str, *commands: tuple[Any, ...]) -> list[Any]:
         return await self._store.commands(what, commands, STORE_SECONDS)

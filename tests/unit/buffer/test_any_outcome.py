@@ -49,12 +49,12 @@ class Core:
             self._record(following)
 
     def _record(self, records: Sequence[LedgerRecord]) -> None:
-        for entry in self.trial.entries(records, self.limit):
-            assert len(entry.data) <= self.limit
-            self.ledger.append(entry.data)
-            rollout_keeper.ended_groups(self.state, entry.record)
-            self.audit.see(entry.record)
-            self.state.apply(entry.record)
+        for record, data in self.trial.entries(records, self.limit):
+            assert len(data) <= self.limit
+            self.ledger.append(data)
+            rollout_keeper.ended_groups(self.state, record)
+            self.audit.see(record)
+            self.state.apply(record)
             self.freed += self.state.released
         assert self.audit.report().violations == []
         assert self.state.in_flight == self.audit.report().in_flight
