@@ -160,7 +160,7 @@ def prompt_results(state: BufferState, record: LedgerRecord) -> list[GroupResult
             return _results([state.groups[name] for name in names], TRAINED)
         case GroupsDropped(groups=names, reason=reason):
             return _results([state.groups[name] for name in names], DROPPED, reason)
-        case GroupDead(group=name, reason=reason) if (step := state.groups[name].step) is None or step >= state.trained_steps:
+        case GroupDead(group=name, reason=reason) if (batched := state.groups[name].step) is None or batched >= state.trained_steps:
             return _results([state.groups[name]], DEAD, reason)
         case _:
             return []

@@ -4,15 +4,13 @@ import asyncio
 import functools
 import re
 import ssl
-import time
-from collections import deque
 
 import nats.errors
 import nats.js.errors
 import structlog
 
 from shared.runtime import addresses
-from shared.runtime.errors import DeadlineExceeded, MyxoError
+from shared.runtime.errors import MyxoError
 
 ATTEMPT_SECONDS = 3.0  # The seconds that one attempt at a publish or request may take before the next one, within the caller's deadline
 UNCONFIRMED_ATTEMPTS = 3  # A publish that so many attempts in a row of a connected client have not brought to its stream waits for room
@@ -36,8 +34,6 @@ TRANSIENT = (
 )
 
 BUS_ERRORS = (MyxoError, nats.errors.Error, *TRANSIENT)  # What a bus that is away, or that refuses, raises
-REMEMBERED_REFUSALS = 256
-_REFUSAL = re.compile(r'permissions violation for (?:publish|subscription) to "([^"]*)"')
 
 
 class StreamFull(MyxoError):
@@ -67,36 +63,11 @@ class RequestRefused(MyxoError):
     error = ""
 
 
-class PermissionErrors:
-    """Remembers the server's latest refusals. They arrive separately from the request, which itself gets no answer."""
-
-    def __init__(self, inbox: str) -> None:
-        self._inbox = inbox.lower()  # the client library converts the server's text to lower case
-        self._refusals: deque[tuple[float, str, str]] = deque(maxlen=REMEMBERED_REFUSALS)
-
-    def note(self, text: str) -> None:
-        """Takes the text of a connection error, and remembers it if it is a refusal."""
-        if found := _REFUSAL.search(text.lower()):
-            self._refusals.append((time.monotonic(), found[1], text))
-
-    def since(self, start: float, *subjects: str) -> str | None:
-        """Returns the refusal since ``start`` (monotonic) of a subject with one of these prefixes, or of this client's replies."""
-        prefixes = (self._inbox, *(subject.lower() for subject in subjects))
-        return next((text for at, subject, text in self._refusals if at >= start and subject.startswith(prefixes)), None)
-
-
 def full_reason(error: Exception) -> str:
     """Returns why there is no room, where the server refuses a message for that; else nothing."""
     if getattr(error, "err_code", None) in STREAM_FULL:  # not all of the library's errors of its API have one
         return f"the bus is full ({getattr(error, 'description', 'no reason is given')})"
     return "the bus confirms nothing although it is connected, as where its disk is full" if isinstance(error, Unconfirmed) else ""
-
-
-def too_late(full: str, error: Exception, awaited: str, awaited_from: str, seconds: float) -> MyxoError:
-    """Returns what an attempt that ended with ``error`` comes to when none may follow it. ``full``: why there is no room, if so."""
-    if full:
-        return StreamFull(f"{full}; no room within {seconds:g} s, given up")
-    return DeadlineExceeded(awaited, awaited_from, round(seconds, 1), f"given up ({type(error).__name__})")
 
 
 def hopeless_reason(error: Exception) -> str | None:

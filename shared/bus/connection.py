@@ -8,7 +8,9 @@ import asyncio
 import contextlib
 import functools
 import json
+import re
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -29,20 +31,22 @@ from shared.bus.bus_errors import (
     WRONG_LAST_SEQUENCE,
     BusUnreachable,
     NotPermitted,
-    PermissionErrors,
     RequestRefused,
+    StreamFull,
     Unconfirmed,
     WrongSequence,
     full_reason,
     hopeless_reason,
     redacted,
-    too_late,
 )
 from shared.runtime import addresses
 from shared.runtime.back_pressure import RETRY_PAUSE_S, BackPressure
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MessageTooLarge, MyxoError
 from shared.runtime.tasks import cancelled, log_failure
 from shared.schema.messages import Message, Refused
+
+REMEMBERED_REFUSALS = 256
+_REFUSAL = re.compile(r'permissions violation for (?:publish|subscription) to "([^"]*)"')
 
 
 class NatsClient:
@@ -54,7 +58,7 @@ class NatsClient:
         self.js: JetStreamContext = self.connection.jetstream(timeout=ATTEMPT_SECONDS)
         self.restored_s = 0.0
         self._restored = asyncio.Event()  # replaced by another each time
-        self._refusals = PermissionErrors(inbox)
+        self._refusals: deque[tuple[float, str, str]] = deque(maxlen=REMEMBERED_REFUSALS)  # they arrive apart from the unanswered request
         self._last_error = "no answer"
         self._hopeless: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._log = structlog.get_logger()
@@ -94,7 +98,8 @@ class NatsClient:
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = str(error) or type(error).__name__
-        self._refusals.note(self._last_error)
+        if found := _REFUSAL.search(self._last_error.lower()):
+            self._refusals.append((time.monotonic(), found[1], self._last_error))
         if not self._hopeless.done() and (reason := hopeless_reason(error)):
             self._hopeless.set_result(reason)
         if not isinstance(error, OSError):  # these come from the attempts of the reconnect loop; the disconnect itself is logged once
@@ -130,8 +135,10 @@ class NatsClient:
 
     def raise_if_refused(self, start: float, *subjects: str) -> None:
         """Raises NotPermitted if the server has refused this client a subject with one of these prefixes since ``start`` (monotonic)."""
-        if words := self._refusals.since(start, *subjects):
-            raise NotPermitted(f"the NATS server at {redacted(self.url)} refuses this account: {words}")
+        prefixes = tuple(subject.lower() for subject in (self._inbox, *subjects))  # the library converts the server's text to lower case
+        for at, subject, text in self._refusals:
+            if at >= start and subject.startswith(prefixes):
+                raise NotPermitted(f"the NATS server at {redacted(self.url)} refuses this account: {text}")
 
 
 Outgoing = tuple[bytes, dict[str, str] | None]  # A message to publish into a stream: payload and headers
@@ -263,7 +270,10 @@ class Bus(NatsClient):
                     self.raise_if_refused(start, *subjects)
                     limit = max(deadline, write.patience_s) if write.reason else deadline
                     if time.monotonic() + RETRY_PAUSE > start + limit or self.connection.is_closed:
-                        raise too_late(write.reason, error, awaited, awaited_from or redacted(self.url), limit) from error
+                        if write.reason:
+                            raise StreamFull(f"{write.reason}; no room within {limit:g} s, given up") from error
+                        awaited_from = awaited_from or redacted(self.url)
+                        raise DeadlineExceeded(awaited, awaited_from, round(limit, 1), f"given up ({type(error).__name__})") from error
                 await asyncio.sleep(RETRY_PAUSE_S if write.reason else RETRY_PAUSE)
 
     # --- publishing

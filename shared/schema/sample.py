@@ -269,7 +269,7 @@ class Sample:
     def _field_problem(self) -> str | None:
         for name, (kinds, _) in _ARRAYS.items():
             array, absent = getattr(self, name), name == "log_probs" and self.log_probs is None
-            if not absent and not (isinstance(array, np.ndarray) and array.ndim == 1 and array.dtype.kind in kinds):
+            if not absent and not _is_array(array, kinds):
                 return f"{name} is not a one-dimensional array of {'floats' if kinds == 'f' else 'integers'}"
         for name in ("index", "rollout"):
             if type(value := getattr(self, name)) is not int or not 0 <= value < 1 << 31:
@@ -392,6 +392,10 @@ class Score:
     parts: Parts = field(default_factory=dict)
     removed: bool = False
     unread: Reason = ""
+
+
+def _is_array(given: object, kinds: str) -> bool:
+    return isinstance(given, np.ndarray) and given.ndim == 1 and given.dtype.kind in kinds
 
 
 def _is_given_reward(given: object, named: bool = True) -> bool:
