@@ -47,6 +47,8 @@ CHANNEL = {
 }
 
 EXAMPLES: dict[str, dict[str, Any]] = {
+    "Attempt": {"number": 2, "address": "10.0.0.1", "port": 29500, "terms": ["a1", "b2"], "points": ["10.0.0.1:7001", ""], "at": 1.8e9},
+    "NodeSecret": {"secret": "0f" * 16},
     "Evaluate": {"version": 3, "deadline": 1.8e9},
     "Evaluated": {
         "group": "eval.heldout.3.0",
