@@ -116,8 +116,7 @@ def measure(cases: list[str], steps: int) -> list[dict[str, Any]]:
     """Returns the figures of each case, all in this process."""
     import torch
 
-    from services.trainer.actor import Actor
-    from services.trainer.trainer_settings import TrainerSettings
+    from services.trainer.actor import Actor, TrainerSettings
     from shared.config.trainer_section import TrainerSection
 
     on_gpu = torch.cuda.is_available()
@@ -142,8 +141,7 @@ def compared(actor: Any, case: Callable[[Draw, int], list[tuple[list[int], int]]
     import torch
 
     from services.trainer.objective.loss import PolicyLoss
-    from services.trainer.packing import pack, spread
-    from services.trainer.shared_prefixes import shared_prefixes
+    from services.trainer.packing import pack, shared_prefixes, spread
     from shared.config.algorithm import AlgorithmSection
 
     generator = np.random.default_rng(5)

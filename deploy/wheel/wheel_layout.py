@@ -8,7 +8,7 @@ writes two projects' ``shared`` into one directory, and a user's own ``services`
 * ``"services.reward.worker"``: a string that is the name of a module, or of a module's attribute, that there is;
 * ``python -m services.rollout`` in texts, help and errors.
 
-Names of functions as configs have them, ``shared.agents.mcp_agent:play``, stay: `shared.hooks.layout_names` finds them in both layouts.
+Names of functions as configs have them, ``shared.agents.mcp_agent:play``, stay: `shared.hooks.import_names` finds them in both layouts.
 """
 
 import ast

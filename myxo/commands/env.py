@@ -40,7 +40,7 @@ from shared.environment.protocol import (
     StepRequest,
 )
 from shared.environment.serving import SESSION_TTL, ServedEnvironment, serve_on_bus
-from shared.hooks.layout_names import import_module
+from shared.hooks.import_names import import_module
 from shared.runtime import addresses, exit_codes
 from shared.runtime.errors import ConfigError
 from shared.runtime.exit_codes import Parser

@@ -12,7 +12,7 @@ from typing import Any
 from shared.config.eval_views import reward_key
 from shared.config.run_config import RunConfig
 from shared.hooks import Arguments, HookSample
-from shared.hooks.evaluation_log import EvaluationLog
+from shared.hooks.loading import EvaluationLog
 from shared.hooks.sample_conversion import from_stored
 from shared.process.call_server import serve_calls
 from shared.runtime.tasks import run_in_thread

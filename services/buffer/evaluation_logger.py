@@ -15,8 +15,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from shared.hooks.evaluation_log import last_rollout
-from shared.hooks.loading import EVAL_LOG, paths
+from shared.hooks.loading import EVAL_LOG, last_rollout, paths
 from shared.process.worker_pool import WorkerPool
 from shared.runtime.errors import MyxoError
 from shared.runtime.telemetry import MetricSpec, declare_metrics

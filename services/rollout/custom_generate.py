@@ -22,10 +22,11 @@ from services.rollout.replica import Replica
 from services.rollout.request_slots import GroupSlots
 from shared.config.eval_views import eval_view
 from shared.data.tokenizer import Tokenizer
-from shared.hooks import HookFailed, HookSample, Status, sample_message
+from shared.hooks import HookFailed, HookSample, Status
+from shared.hooks import sample_conversion as sample_message
+from shared.hooks.arguments import FOLLOWING
 from shared.hooks.loading import GENERATE
 from shared.hooks.sample_conversion import Served, from_stored, group_index, to_stored
-from shared.hooks.slime_attributes import FOLLOWING
 from shared.model.replayed_choices import replayed_choices
 from shared.process.worker_pool import LOOP_SECONDS, CallBlocked, WorkerDied, WorkerFailed, WorkerPool
 from shared.rewards.reference import Reference

@@ -28,8 +28,8 @@ from services.rollout.engine.transport import EngineError, InvalidRequest
 from services.rollout.in_flight import Requests
 from services.rollout.served_version import ServedVersion
 from shared.data.tokenizer import Tokenizer
-from shared.hooks.call_context import CALL_HEADER
 from shared.hooks.sample_agreement import Answer, compared
+from shared.hooks.slime.http_requests import CALL_HEADER
 from shared.runtime.errors import BadMessage, MyxoError
 from shared.runtime.telemetry import Metrics, MetricSpec, declare_metrics
 from shared.schema.ledger import is_evaluation
@@ -214,8 +214,8 @@ class EngineProxy(EndpointServer):
         address: host and port, once it is open.
         public: whether `ROUTES` are served. draw_key: the key of gateways; without one they are not served. renew_key:
             returns the key that the store has by now, where a gateway comes with another.
-        calls: requests of the user's generate functions by the token of their call (`shared.hooks.call_context`); a request of a call that
-            was stopped is answered as one that the engine has aborted.
+        calls: requests of the user's generate functions by the token of their call (`shared.hooks.slime.http_requests`); a request of a
+            call that was stopped is answered as one that the engine has aborted.
         answers: remembers what the engine answered, where samples are checked by it.
     """
 

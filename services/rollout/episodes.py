@@ -36,8 +36,7 @@ from shared.environment.protocol import (
     TurnOutcome,
 )
 from shared.hooks import HookFailed, HookSample, Status
-from shared.hooks.call_context import CallContext, current_call
-from shared.hooks.slime.http_requests import HTTPStatusError, close_session, post
+from shared.hooks.slime.http_requests import CallContext, HTTPStatusError, close_session, current_call, post
 from shared.runtime.errors import ConfigError, DeadlineExceeded
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Task

@@ -18,11 +18,9 @@ from shared.config.eval_views import eval_views
 from shared.config.run_config import RunConfig
 from shared.data.eval_figures import eval_figures
 from shared.hooks import Arguments, load
-from shared.hooks.evaluation_log import EvaluationLog
 from shared.hooks.hook_sample import HookSample
-from shared.hooks.loading import eval_function
-from shared.hooks.returned_evaluation import ReturnedSet, eval_metrics, eval_output, returned_sets
-from shared.hooks.slime.rollout_output import RolloutFnEvalOutput
+from shared.hooks.loading import EvaluationLog, eval_function
+from shared.hooks.returned_output import ReturnedSet, RolloutFnEvalOutput, eval_metrics, eval_output, returned_sets
 from shared.process.call_server import serve_calls
 from shared.runtime.tasks import error_text, run_in_thread
 

@@ -17,8 +17,7 @@ from services.rollout.replica import Replica
 from shared.bus.streams import task_consumer
 from shared.bus.subjects import EVAL, ROLLOUT
 from shared.bus.work_queue import MessageLease, WorkQueue
-from shared.hooks.evaluation_log import last_rollout
-from shared.hooks.loading import eval_function
+from shared.hooks.loading import eval_function, last_rollout
 from shared.process.worker_pool import WorkerFailed, WorkerPool
 from shared.runtime.errors import DeadlineExceeded
 from shared.runtime.tasks import cancelled

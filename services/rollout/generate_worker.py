@@ -3,7 +3,7 @@
 ``python -m services.rollout.generate_worker``; it speaks as `shared.process.call_server` says. Its setup: ``{"config": JSON}``; where the
 run has a function of its own it is imported then. A request: ``{"verb": "generate", "field": name, "path": path, "sample": fields,
 "sampling_params": map, "evaluation": flag, "engine": [host, port], "token": text, "seconds": number}``; an answer: ``{"samples": [fields,
-…]}``, or ``{"error": text, "blocked": flag}``. Samples travel as `shared.hooks.sample_message` has them.
+…]}``, or ``{"error": text, "blocked": flag}``. Samples travel as `shared.hooks.sample_conversion` has them.
 """
 
 import asyncio
@@ -15,10 +15,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from shared.config.run_config import RunConfig
-from shared.hooks import Arguments, HookSample, Status, load, sample_message
-from shared.hooks.call_context import CallContext, current_call
+from shared.hooks import Arguments, HookSample, Status, load, sample_conversion
 from shared.hooks.hook_sample import status_of
 from shared.hooks.loading import generate_paths
+from shared.hooks.slime.http_requests import CallContext, current_call
 from shared.process.call_server import serve_calls
 from shared.process.running_call import is_blocked
 from shared.runtime.tasks import defined_at, error_text
@@ -44,10 +44,10 @@ class GenerateCalls:
 
         async def samples(function: Any) -> dict[str, object]:
             evaluation = {"evaluation": request["evaluation"]} if "evaluation" in inspect.signature(function).parameters else {}
-            sample = sample_message.unpacked(request["sample"])
+            sample = sample_conversion.unpacked(request["sample"])
             given = _samples(await called(functools.partial(function, self._args, sample, request["sampling_params"], **evaluation)))
             await self._score(given)
-            return {"samples": [sample_message.packed(one) for one in given]}
+            return {"samples": [sample_conversion.packed(one) for one in given]}
 
         return await answered(lambda: load(request["field"], request["path"]), samples)
 

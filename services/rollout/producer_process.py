@@ -25,8 +25,7 @@ from typing import Any, NoReturn
 from shared.config.run_config import RunConfig
 from shared.hooks import Arguments, load, paths
 from shared.hooks.hook_sample import HookSample, Status, status_of
-from shared.hooks.returned_evaluation import metric_numbers
-from shared.hooks.returned_groups import ReturnedGroup, returned_groups, train_output
+from shared.hooks.returned_output import ReturnedGroup, metric_numbers, returned_groups, train_output
 from shared.hooks.sample_conversion import Served, from_stored, to_stored
 from shared.hooks.slime.prompt_sources import DataSource
 from shared.model.replayed_choices import replayed_choices

@@ -6,9 +6,9 @@ Of a trainer over several nodes it is one node's part (`services.trainer.nodes`)
 import os
 import sys
 
-from services.trainer.nodes.trainer_node import run_node
 from services.trainer.rank import SERVICES, read_run
 from services.trainer.torchrun import run_ranks
+from services.trainer.trainer_node import run_node
 from shared.config.run_config import RunConfig
 from shared.process.child_process import die_with_parent
 from shared.runtime.addresses import listening_interfaces, node_rank

@@ -151,7 +151,7 @@ def _run(path: Path) -> RunConfig:
 
 
 def _replay(arguments: list[str]) -> RunConfig:
-    from services.trainer.dumped_batches import dumped_steps
+    from services.trainer.dumps import dumped_steps
 
     path, template, *rest = arguments
     config = replay_config(Path(path), flags.parse(rest))
@@ -176,7 +176,7 @@ def rank() -> None:
     """Trains on one rank."""
     import torch
 
-    from services.trainer.dumped_batches import DumpedBatches
+    from services.trainer.dumps import DumpedBatches
     from services.trainer.loop import Trainer
 
     config = RunConfig.model_validate_json(Path(os.environ[CONFIG_VARIABLE]).read_text())

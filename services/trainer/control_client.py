@@ -1,6 +1,6 @@
 """The trainer's connection to the bus: rank 0's service runs on a thread of its own, with blocking calls for the training loop.
 
-The loop computes for seconds at a time; heartbeats, health checks and weight requests must go on meanwhile. Every call here has a
+The loop computes for seconds at a time; heartbeats, health checks and weight requests must continue meanwhile. Every call here has a
 deadline and runs on the client's event loop; only rank 0 has one.
 """
 
@@ -10,19 +10,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from services.trainer.untrainable import Untrainable
+from services.trainer.partition import Untrainable
 from shared.bus import runs
 from shared.bus.connection import TRANSIENT, RequestRefused
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import BadInput, DeadlineExceeded, MyxoError
 from shared.runtime.tasks import SupervisedThread, cancelled, log_failure
-from shared.runtime.traces import Traces
+from shared.runtime.traces import Attributes, Traces, TraceSpan, push_trace, step_trace
 from shared.schema.messages import (
     Accepted,
+    Batch,
     BatchAnswer,
     BatchRefused,
     BatchRequest,
@@ -36,9 +37,40 @@ from shared.schema.messages import (
 )
 from shared.schema.service_messages import ServiceStatus
 from shared.schema.versions import version_after
-from shared.schema.weight_messages import WeightsLive
+from shared.schema.weight_messages import WeightsLive, WeightsPushed
 from shared.service.activities import LOOP, Look
 from shared.service.service_base import Service, attended, connect
+
+
+def step_spans(batch: Batch, started: float, ended: float) -> Iterator[TraceSpan]:
+    """Yields the spans of a trained batch. Times are seconds since the epoch."""
+    step, names = step_trace(batch.step), tuple(group.group for group in batch.groups)
+    known: Attributes = {"step": batch.step, "version": batch.version}
+    tokens = sum(sum(group.payload.tokens) for group in batch.groups)
+    attributes: Attributes = {**known, "groups": len(names), "tokens": tokens}
+    yield TraceSpan(trace=step, name="training step", started=started, ended=ended, root=True, links=names, attributes=attributes)
+    for name in names:
+        yield TraceSpan(trace=name, name="train", started=started, ended=ended, links=(step,), attributes={"group": name, **known})
+
+
+def checkpoint_span(steps: int, started: float, ended: float) -> TraceSpan:
+    """Returns the span of a checkpoint, in the trace of the last step that it holds: until the buffer has recorded that it is durable."""
+    return TraceSpan(trace=step_trace(steps - 1), name="checkpoint", started=started, ended=ended, attributes={"steps": steps})
+
+
+def push_spans(push: WeightsPushed, channel: str) -> Iterator[TraceSpan]:
+    """Yields the spans of a push that has ended. ``channel``: the name of its first one."""
+    trace, started, version = push_trace(push.version, channel), push.at - push.seconds, Attributes(version=push.version)
+    served = ", ".join(replica.replica for replica in push.replicas if not replica.failure)
+    attributes: Attributes = {**version, "bytes": push.bytes, "replicas": served, "stall_seconds": push.stall}
+    yield TraceSpan(trace=trace, name="push", started=started, ended=push.at, root=True, error=push.failure, attributes=attributes)
+    joined = started + push.joining
+    steps = {"push: join": (started, push.joining), "push: transfer": (joined, push.transfer)}
+    steps["push: activate"] = (push.at - push.activation, push.activation)
+    for name, (at, seconds) in steps.items():
+        if seconds:
+            yield TraceSpan(trace=trace, name=name, started=at, ended=at + seconds, attributes=version)
+
 
 Result = TypeVar("Result")
 

@@ -1,23 +1,322 @@
 """Dumps of a step on disk: batches that can be trained again without the services of a run, and every tensor that a rank used.
 
-The paths are templates as slime has them: ``{rollout_id}`` is the step, ``{rank}`` the rank.
+The paths are templates as slime has them: ``{rollout_id}`` is the step, ``{rank}`` the rank. A file that ends in ``.pt`` has the format of
+slime's own rollout dumps: torch's, with ``{"rollout_id", "samples": [{field: value}]}``. It is read without running what is pickled in it
+(torch's ``weights_only``). A file that Myxo has written also holds what slime has no field for: ``version`` and ``mask_below`` of the
+batch, and of each sample its group's id and the weight version of each response token; so it is read back to the very batch.
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+import math
+import pickle
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-from services.trainer import slime_dumps
 from services.trainer.actor import StepResult
 from services.trainer.batches import TrainBatch
-from shared.runtime.safe_files import replace_file
+from shared.config.debug_section import DUMPS, STEP
+from shared.config.run_config import RunConfig
+from shared.runtime.errors import BadMessage, ConfigError, PayloadMissing
+from shared.runtime.safe_files import replace_file, replacement
 from shared.schema import codec
 from shared.schema import sample as sample_codec
-from shared.schema.messages import Batch
+from shared.schema.digests import reference
+from shared.schema.ledger import group_id, group_number
+from shared.schema.messages import Batch, BatchGroup, Payload
+from shared.schema.sample import Sample, segments_of
 from shared.store.payload_store import BlockingStore
+
+BLOB_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class DumpedGroup:
+    """A group as a dump has it. ``rewards``: of its samples. ``removed``, ``stale``, ``parts``: as in `BatchGroup`."""
+
+    name: str
+    samples: Sequence[Sample]
+    rewards: Sequence[float]
+    removed: Sequence[int] = ()
+    stale: Sequence[int] = ()
+    parts: Sequence[dict[str, float]] = ()
+
+    def part(self, kept: Sequence[int]) -> "DumpedGroup":
+        """Returns the group with the samples at some positions only, ascending; they are renumbered."""
+        return DumpedGroup(
+            self.name,
+            [replace(self.samples[position], index=index) for index, position in enumerate(kept)],
+            [self.rewards[position] for position in kept],
+            [index for index, position in enumerate(kept) if position in self.removed],
+            [index for index, position in enumerate(kept) if position in self.stale],
+            [self.parts[position] for position in kept] if self.parts else (),
+        )
+
+
+def subsampled(groups: Sequence[DumpedGroup], share: float) -> list[DumpedGroup]:
+    """Returns the first and the last samples of a batch, half of ``share`` each, as slime takes them; groups without any are left out.
+
+    Raises BadMessage where that is no sample at all.
+    """
+    count = sum(len(group.samples) for group in groups)
+    wanted = int(count * share)
+    if not wanted:
+        raise BadMessage(f"load_debug_rollout_data_subsample = {share:g} leaves none of its {count} samples")
+    first, last = wanted // 2, count + (-wanted // 2)  # of an odd number the last half has one more
+    found, begin = [], 0
+    for group in groups:
+        kept = [position for position in range(len(group.samples)) if not first <= begin + position < last]
+        found += [group.part(kept)] if kept else []
+        begin += len(group.samples)
+    return found
+
+
+def batch_of(step: int, version: int, groups: Sequence[DumpedGroup], mask_below: int = 0) -> tuple[Batch, dict[str, bytes]]:
+    """Returns a batch of these groups, and the blobs that its references name."""
+    blobs: dict[str, bytes] = {}
+    references = []
+    for group in groups:
+        own = {f"{group.name}.{part}": blob for part, blob in enumerate(sample_codec.encode(group.samples, BLOB_BYTES))}
+        references.append(
+            BatchGroup(
+                group=group.name,
+                payload=reference("", own, [sample.length for sample in group.samples]),
+                rewards=list(group.rewards),
+                removed=tuple(group.removed),
+                stale=tuple(group.stale),
+                parts=tuple(group.parts) if any(group.parts) else (),
+            )
+        )
+        blobs |= own
+    return Batch(step=step, version=version, mask_below=mask_below, groups=references), blobs
+
+
+def groups_of_blobs(batch: Batch, blobs: dict[str, bytes]) -> Iterator[DumpedGroup]:
+    """Yields the groups of a batch whose payloads are there. Raises BadMessage."""
+    for group in batch.groups:
+        samples = sample_codec.decode(blobs[key] for key in group.payload.keys)
+        yield DumpedGroup(group.group, samples, group.rewards, group.removed, group.stale, group.parts)
+
+
+SUFFIX = ".pt"
+"""The end of the names of files in slime's format."""
+
+Finish = Literal["stop", "length", "abort"]
+
+GROUP = "myxo_group"
+"""The key of a sample with its group's id, in files that Myxo has written."""
+
+STALE = "myxo_stale"
+"""The key of a sample that leaves the loss because all its tokens are too old."""
+
+PARTS = "myxo_parts"
+"""The key of a sample with its named rewards."""
+
+MORE = "myxo_fields"
+"""The key of a sample with what else Myxo keeps of it."""
+
+_FIELDS = {"group", "index", "rollout", "prompt", "response", "log_probs", "mask", "segments", "finish"} | {
+    *("text", "prompt_text", "label", "metadata")
+}
+"""Fields of a stored sample that slime's have a place for."""
+
+MORE_FIELDS = {field.name for field in fields(Sample)} - _FIELDS
+"""The others."""
+
+_STATUS: dict[Finish, str] = {"stop": "completed", "length": "truncated", "abort": "aborted"}
+_FINISH: dict[Any, Finish] = {status: finish for finish, status in _STATUS.items()} | {"pending": "stop", "failed": "abort"}
+
+_BLOB_BYTES = 1 << 20
+
+_NUMPY: list[Any] = [
+    *[(np._core.multiarray._reconstruct, f"{module}.multiarray._reconstruct") for module in ("numpy.core", "numpy._core")],  # type: ignore[attr-defined]
+    *[(np._core.multiarray.scalar, f"{module}.multiarray.scalar") for module in ("numpy.core", "numpy._core")],  # type: ignore[attr-defined]
+    *[np.ndarray, np.dtype],
+    *[type(np.dtype(name)) for name in ("float16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64", "bool")],
+]
+"""What arrays and numbers of numpy's are pickled as; none of it runs code of the file's."""
+
+
+def entries(batch: Batch, samples: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
+    """Returns the content of a batch's file. ``samples``: by group, in the order of their reference."""
+    found = [_entry(sample, group, position, batch.step) for group in batch.groups for position, sample in enumerate(samples[group.group])]
+    return {"rollout_id": batch.step, "samples": found, "version": batch.version, "mask_below": batch.mask_below}
+
+
+def _entry(sample: Sample, group: BatchGroup, position: int, step: int) -> dict[str, Any]:
+    number, width = group_number(group.group), len(group.rewards)
+    more = {name: getattr(sample, name) for name in MORE_FIELDS}
+    return {
+        "group_index": number,
+        "index": number * width + position,
+        "rollout_id": number * width + sample.rollout,
+        "session_id": f"{group.group}.{sample.rollout}",
+        "prompt": sample.prompt_text,
+        "tokens": [*sample.prompt.tolist(), *sample.response.tolist()],
+        "multimodal_inputs": None,
+        "multimodal_train_inputs": None,
+        "response": sample.text,
+        "response_length": len(sample.response),
+        "label": sample.label,
+        "reward": group.rewards[position],
+        "loss_mask": sample.mask.tolist(),
+        "weight_versions": sample.versions().tolist(),
+        "rollout_log_probs": None if sample.log_probs is None else sample.log_probs.tolist(),
+        "remove_sample": position in group.removed,
+        "status": _STATUS[sample.finish],
+        "metadata": sample.metadata,
+        "train_metadata": None,
+        "non_generation_time": 0.0,
+        "spec_info": {},
+        "prefix_cache_info": {},
+        GROUP: group.group,
+        STALE: position in group.stale,
+        PARTS: group.parts[position] if group.parts else {},
+        MORE: {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in more.items()},
+    }
+
+
+def write_slime_dump(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a file that slime's tools and `read` take. It appears complete or not at all. Raises OSError."""
+    with replacement(path) as file:
+        torch.save(dict(content), file)
+
+
+def read_slime_dump(path: Path) -> dict[str, Any]:
+    """Returns the content of a file in slime's format. Raises BadMessage for one that is none, or that would have to be unpickled."""
+    try:
+        known = torch.serialization.get_safe_globals()
+        with torch.serialization.safe_globals([name for name in _NUMPY if name not in known]):  # it forgets at its end what it is given
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise BadMessage(f"{path} is no dump of numbers, text and tensors: {reason}") from None
+    if not isinstance(content, dict) or not isinstance(content.get("samples"), list) or not content["samples"]:
+        raise BadMessage(f"{path} holds no list of samples; expected what --save-debug-rollout-data writes")
+    return content
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the config says about samples that do not say it themselves.
+
+    version: of the weights that a step is trained on, and by which samples without versions were generated. group_size: samples of a group,
+    where they name none. reward_key: which of several named rewards counts. log_probs_reader: as in `SampleLimits`.
+    own: whether the file is Myxo's, whose samples say the version of each token.
+    """
+
+    version: int
+    group_size: int
+    reward_key: str | None = None
+    log_probs_reader: str | None = None
+    own: bool = False
+
+
+def groups_of(content: Mapping[str, Any], path: Path, step: int, reading: Reading) -> list[DumpedGroup]:
+    """Returns the groups of a file's samples, in the order of their first samples. Raises BadMessage, naming file, sample and field."""
+    members: dict[Any, list[Mapping[str, Any]]] = {}
+    for position, entry in enumerate(content["samples"]):
+        if not isinstance(entry, Mapping):
+            raise BadMessage(f"{path}: sample {position} is a {type(entry).__name__}; expected a dict of its fields")
+        index = entry.get("group_index")
+        members.setdefault(position // reading.group_size if index is None else index, []).append(entry)
+    names = [str(entries[0].get(GROUP, group_id(step * len(members) + at))) for at, entries in enumerate(members.values())]
+    return [_slime_group(entries, name, path, reading) for entries, name in zip(members.values(), names, strict=True)]
+
+
+def _slime_group(entries: Sequence[Mapping[str, Any]], name: str, path: Path, reading: Reading) -> DumpedGroup:
+    rollouts: dict[Any, int] = {}
+    for position, entry in enumerate(entries):
+        rollouts.setdefault(position if entry.get("rollout_id") is None else ("rollout", entry["rollout_id"]), len(rollouts))
+    samples, rewards, parts = [], [], []
+    for position, entry in enumerate(entries):
+        where = f"{path}: sample {entry.get('index', position)} of group {name}"
+        rollout = rollouts[position if entry.get("rollout_id") is None else ("rollout", entry["rollout_id"])]
+        try:
+            samples.append(_slime_sample(entry, name, position, rollout, reading))
+            rewards.append(_reward(entry.get("reward"), reading.reward_key))
+            parts.append(_parts(entry))
+        except (BadMessage, KeyError, TypeError, ValueError, OverflowError) as error:
+            what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            raise BadMessage(f"{where}: {what}") from None
+    removed = [position for position, entry in enumerate(entries) if entry.get("remove_sample")]
+    stale = [position for position, entry in enumerate(entries) if entry.get(STALE)]
+    return DumpedGroup(name, samples, rewards, removed, stale, parts)
+
+
+def _slime_sample(entry: Mapping[str, Any], group: str, index: int, rollout: int, reading: Reading) -> Sample:
+    if entry.get("multimodal_train_inputs"):
+        raise BadMessage("multimodal_train_inputs: pictures are not trained here")
+    tokens, length = _array(entry["tokens"], np.int32), int(entry["response_length"])
+    if not 0 <= length < len(tokens):
+        raise BadMessage(f"response_length is {length}, of {len(tokens)} tokens")
+    mask, log_probs = _mask_and_log_probs(entry, length, reading)
+    sample = Sample(
+        group=group,
+        index=index,
+        prompt=tokens[: len(tokens) - length],
+        response=tokens[len(tokens) - length :],
+        log_probs=log_probs,
+        mask=mask,
+        segments=segments_of(_array(entry["weight_versions"], np.int32) if reading.own else np.full(length, reading.version, np.int32)),
+        finish=_FINISH.get(entry.get("status", "completed"), "stop"),
+        text=entry.get("response") or "",
+        prompt_text=entry.get("prompt") or "",
+        label=None if entry.get("label") is None else str(entry["label"]),
+        metadata=entry.get("metadata") or {},
+        rollout=rollout,
+    )
+    for name, value in entry.get(MORE, {}).items():
+        if name in MORE_FIELDS:
+            setattr(sample, name, value.numpy() if isinstance(value, torch.Tensor) else value)
+    sample.check()
+    return sample
+
+
+def _mask_and_log_probs(entry: Mapping[str, Any], length: int, reading: Reading) -> tuple[NDArray[np.uint8], NDArray[np.float32] | None]:
+    """Returns them for a response of ``length`` tokens: all are trained where no mask says otherwise."""
+    given, drawn = entry.get("loss_mask"), entry.get("rollout_log_probs")
+    mask = np.ones(length, np.uint8) if given is None else _array(given, np.uint8)
+    if drawn is None and reading.log_probs_reader is not None and mask.any():
+        raise BadMessage(f"rollout_log_probs is missing: {reading.log_probs_reader}")
+    return mask, None if drawn is None else _array(drawn, np.float32)
+
+
+def _array(values: Any, kind: type[np.generic]) -> NDArray[Any]:
+    array = np.asarray(values.numpy() if isinstance(values, torch.Tensor) else values)
+    if array.ndim != 1 or (array.size and not np.can_cast(array.dtype, kind, "same_kind") and array.dtype.kind not in "iu"):
+        raise BadMessage(f"{str(values)[:60]} is no list of {np.dtype(kind).name}")
+    cast = array.astype(kind)
+    if array.dtype.kind in "iub" and not np.array_equal(cast, array):
+        raise BadMessage(f"a number among {str(values)[:60]} does not fit into {np.dtype(kind).name}")
+    return cast
+
+
+def _reward(given: Any, key: str | None) -> float:
+    if isinstance(given, Mapping):
+        if key is None or key not in given:
+            raise BadMessage(f"reward is named {', '.join(map(str, given))}; give reward.reward_key, the one that counts")
+        given = given[key]
+    if given is None:
+        raise BadMessage("it has no reward")
+    return float(given)
+
+
+def _parts(entry: Mapping[str, Any]) -> dict[str, float]:
+    """Returns a sample's named rewards: Myxo's own, or those of a reward that is several by name, as slime stores it."""
+    given = entry.get(PARTS, entry.get("reward"))
+    named = given.items() if isinstance(given, Mapping) else ()
+    return {str(name): float(value) for name, value in named if isinstance(value, int | float) and math.isfinite(value)}
+
 
 SCHEMA = 1
 
@@ -32,8 +331,8 @@ def write_batch(template: str, batch: Batch, store: BlockingStore) -> Path:
     stored = list(zip(batch.groups, store.stream(payloads), strict=True))
     path = Path(filled(template, batch.step, 0))
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == slime_dumps.SUFFIX:
-        slime_dumps.write(path, slime_dumps.entries(batch, {group.group: sample_codec.decode(blobs) for group, blobs in stored}))
+    if path.suffix == SUFFIX:
+        write_slime_dump(path, entries(batch, {group.group: sample_codec.decode(blobs) for group, blobs in stored}))
         return path
     by_key = {key: blob for group, blobs in stored for key, blob in zip(group.payload.keys, blobs, strict=True)}
     replace_file(path, codec.pack({"schema": SCHEMA, "batch": batch.encode(), "blobs": by_key}))
@@ -64,3 +363,110 @@ def write_tensors(template: str, batch: TrainBatch, results: Sequence[StepResult
 def filled(template: str, step: int, rank: int) -> str:
     """Returns the path for one step and rank."""
     return template.replace("{rollout_id}", str(step)).replace("{rank}", str(rank))
+
+
+KEPT = 3
+"""Batches that stay in memory: the one that is trained, the next one, which is read ahead, and one more."""
+
+_TORCH = b"PK\x03\x04", b"\x80"
+"""How files that torch has written begin: as an archive, or as a pickle in its old format, which is refused with a reason."""
+
+
+class DumpedBatches:
+    """The batches in the files of ``load_debug_rollout_data``; every rank reads them itself.
+
+    A path without ``{rollout_id}`` is one file that every step trains.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        debug = config.debug
+        template = debug.load_debug_rollout_data or ""  # a run without steps has no batches
+        self._config, self._template, self._share = config, template, debug.load_debug_rollout_data_subsample
+        self._read: OrderedDict[int, tuple[Batch, dict[str, bytes]]] = OrderedDict()
+        self._lock = threading.Lock()  # shards are read ahead in a thread
+
+    def batch(self, step: int) -> Batch:
+        """Returns the batch of a step. Raises ConfigError for a file that is missing, or is none that can be trained."""
+        return self._step(step)[0]
+
+    def stream(self, payloads: Sequence[Payload], deadline: float = 60.0) -> Iterator[list[bytes]]:
+        """Yields the blobs of each payload in order, as `BlockingStore.stream` does. Raises PayloadMissing."""
+        for payload in payloads:
+            yield self.read(payload)
+
+    def read(self, payload: Payload, deadline: float = 60.0) -> list[bytes]:
+        """Returns the blobs of a payload, as `BlockingStore.read` does. Raises PayloadMissing."""
+        step = int(payload.keys[0].partition(":")[0])
+        _, blobs = self._step(step)
+        if missing := [key for key in payload.keys if key not in blobs]:
+            raise PayloadMissing(f"the file of step {step} does not hold the blob {missing[0]}")
+        return [blobs[key] for key in payload.keys]
+
+    def close(self) -> None:
+        with self._lock:
+            self._read.clear()
+
+    def _step(self, step: int) -> tuple[Batch, dict[str, bytes]]:
+        with self._lock:
+            if step not in self._read:
+                path = Path(filled(self._template, step, 0))
+                try:
+                    batch, blobs = self._loaded(path, step)
+                except (BadMessage, LookupError, TypeError) as error:
+                    raise ConfigError(DUMPS, str(path), f"a batch that can be trained; {error}") from None
+                except OSError as error:
+                    raise ConfigError(DUMPS, str(path), f"a file that can be read; {error.strerror or error}") from None
+                self._read[step] = _named_after(step, batch), {f"{step}:{key}": blob for key, blob in blobs.items()}
+                while len(self._read) > KEPT:
+                    self._read.popitem(last=False)
+            return self._read[step]
+
+    def _loaded(self, path: Path, step: int) -> tuple[Batch, dict[str, bytes]]:
+        with path.open("rb") as file:
+            of_torch = file.read(4).startswith(_TORCH)
+        if of_torch:
+            content = read_slime_dump(path)
+            version = content.get("version", step // self._config.weights.update_weights_interval)
+            groups = groups_of(content, path, step, self._reading(version, "version" in content))
+            return batch_of(step, version, self._part(groups), content.get("mask_below", 0))
+        content = codec.unpack(path.read_bytes())
+        if not (isinstance(content, dict) and codec.is_schema(content.get("schema"), SCHEMA)):
+            raise BadMessage(f"it is no batch of schema {SCHEMA}")
+        batch, blobs = Batch.decode(content["batch"]), content["blobs"]
+        if self._share is None:
+            return batch, blobs
+        return batch_of(step, batch.version, self._part(list(groups_of_blobs(batch, blobs))), batch.mask_below)
+
+    def _part(self, groups: list[DumpedGroup]) -> list[DumpedGroup]:
+        return groups if self._share is None else subsampled(groups, self._share)
+
+    def _reading(self, version: int, own: bool) -> Reading:
+        config = self._config
+        return Reading(
+            version=version,
+            group_size=config.rollout.n_samples_per_prompt,
+            reward_key=config.reward.reward_key,
+            log_probs_reader=config.log_probs_reader,
+            own=own,
+        )
+
+
+def _named_after(step: int, batch: Batch) -> Batch:
+    """Returns the batch as that of ``step``, with keys that say so: every file that is read has its own."""
+    groups = []
+    for group in batch.groups:
+        keys = [f"{step}:{key}" for key in group.payload.keys]
+        groups.append(group.model_copy(update={"payload": group.payload.model_copy(update={"keys": keys})}))
+    return batch.model_copy(update={"step": step, "groups": groups})
+
+
+def dumped_steps(template: str) -> list[int]:
+    """Returns the steps that there are files of, ascending. Raises ConfigError where there are none, or the path names no step."""
+    path = Path(template)
+    if STEP not in path.name:
+        raise ConfigError(DUMPS, template, f"{STEP} in the file's name, for the step")
+    pattern = re.compile(re.escape(path.name).replace(re.escape(STEP), r"(\d+)") + r"\Z")
+    found = [matched for entry in (path.parent.glob("*") if path.parent.is_dir() else ()) if (matched := pattern.match(entry.name))]
+    if not found:
+        raise ConfigError(DUMPS, template, f"files that save_debug_rollout_data has written, {STEP} for the step")
+    return sorted(int(matched[1]) for matched in found)

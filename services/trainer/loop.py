@@ -15,12 +15,11 @@ from torch import Tensor
 from services.trainer import dumps
 from services.trainer.actor import StepResult
 from services.trainer.actor_critic_exchange import ActorCriticExchange
-from services.trainer.batch_attestation import attestation_of
 from services.trainer.batch_metrics import token_means
-from services.trainer.batches import TrainBatch
+from services.trainer.batches import TrainBatch, attestation_of
 from services.trainer.colocation import ColocationScheduler
 from services.trainer.commands import Leave, Push, Snapshot, Train, Wait
-from services.trainer.control_client import ControlClient, StopAsked
+from services.trainer.control_client import ControlClient, StopAsked, checkpoint_span, step_spans
 from services.trainer.flops import Work
 from services.trainer.loss_inputs import LossInputs, old_log_probs
 from services.trainer.megatron import runtime
@@ -33,8 +32,7 @@ from services.trainer.reference_policy import ReferencePolicy
 from services.trainer.role_worker import RoleWorker
 from services.trainer.step_profiler import StepProfiler
 from services.trainer.step_scheduler import StepScheduler
-from services.trainer.train_data import POSTPROCESS, postprocessed
-from services.trainer.training_spans import checkpoint_span, step_spans
+from services.trainer.trainer_hooks import POSTPROCESS, postprocessed
 from services.trainer.warm_start import train_demonstrations
 from services.trainer.weights.pusher import Pusher
 from services.trainer.weights.snapshot_writer import SnapshotWriter

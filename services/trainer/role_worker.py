@@ -1,46 +1,151 @@
-"""The common part of the trainer's two roles on every rank: the model, commands, this rank's shard of each batch, checkpoints."""
+"""The common part of the trainer's two roles on every rank: the model, commands, this rank's shard of each batch, checkpoints.
+
+Where a pass over micro-batches fails, it is made for each sample alone, and all ranks agree on the samples that cannot be trained.
+"""
 
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass
 from functools import cache, partial
 
 import structlog
 from torch import Tensor
 
 from services.trainer import batches, flops
-from services.trainer.actor import Actor, StepResult, complete_steps, damage_of, pass_over
+from services.trainer.actor import (
+    Actor,
+    StepResult,
+    TrainerSettings,
+    check_architecture,
+    complete_steps,
+    damage_of,
+    model_directory,
+    pass_over,
+)
 from services.trainer.actor_critic_exchange import ActorCriticExchange, Kind, Role
-from services.trainer.attribution import agreed, attributed, refuse_infinite
-from services.trainer.batches import TrainBatch
+from services.trainer.batches import BadBatch, MicroBatch, ShardReader, TrainBatch
 from services.trainer.commands import Command, CommandBroadcast, Resume, newest_of_all
 from services.trainer.control_client import ControlClient, StopAsked
-from services.trainer.kept_steps import kept_from
-from services.trainer.log_hook import RolloutLog
 from services.trainer.loss_inputs import scored
 from services.trainer.megatron import runtime
 from services.trainer.megatron.checkpoint_parts import CheckpointDamaged
 from services.trainer.megatron.packed_sequences import obstacle
-from services.trainer.megatron.passes import LossFunction
-from services.trainer.megatron_hooks import MegatronHooks
+from services.trainer.megatron.passes import LossFunction, MicroBatchesFailed
 from services.trainer.metrics_logger import MetricsLogger, TrainingSpeed
 from services.trainer.objective.custom_objective import CustomFunctions
-from services.trainer.packing import PackedBatch
-from services.trainer.partition import Partition, partition_batch
-from services.trainer.shard_reader import ShardReader
+from services.trainer.packing import BadSample, PackedBatch, separate
+from services.trainer.partition import Partition, RefusedSample, Untrainable, partition_batch
 from services.trainer.step_scheduler import CriticStepScheduler, StepScheduler
-from services.trainer.train_data import CONVERT, converted
-from services.trainer.trainer_settings import TrainerSettings, check_architecture, model_directory
-from services.trainer.untrainable import Untrainable
+from services.trainer.trainer_hooks import CONVERT, MegatronHooks, RolloutLog, converted
 from shared.config.run_config import RunConfig
 from shared.model.replayed_choices import replayed_choices
 from shared.runtime.errors import MyxoError
+from shared.runtime.tasks import describe
 from shared.schema.messages import Batch
 from shared.schema.sample import SampleLimits
 from shared.schema.versions import crossed, version_after
 from shared.store.payload_store import BlockingStore
+
+
+@contextlib.contextmanager
+def agreed(batch: Batch, what: str) -> Iterator[None]:
+    """Has all ranks refuse a batch if the body does on one of them, so that none trains it. As `runtime.together` besides.
+
+    Raises Untrainable with the samples that any rank has refused: BadSample, Untrainable, or BadBatch, which means all groups.
+    """
+    refused: list[RefusedSample] = []
+    with runtime.together(what):
+        try:
+            yield
+        except Untrainable as error:
+            refused = error.samples
+        except BadSample as error:
+            group, _, position = error.sample.rpartition("/")
+            refused = [RefusedSample(group, int(position), f"{error.field}: {error.problem}")]
+        except BadBatch as error:
+            refused = [RefusedSample(group.group, 0, str(error)) for group in batch.groups]
+    with runtime.deadline(what):
+        if runtime.anywhere(bool(refused)):
+            everywhere = [RefusedSample(*item) for each in runtime.gather_json(list(map(astuple, refused))) for item in each]
+            raise Untrainable(batch.step, first_of_groups(everywhere))
+
+
+@contextlib.contextmanager
+def attributed(partition: Partition, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
+    """Names the samples for which a pass of the body over this rank's micro-batches fails.
+
+    Raises Untrainable on all ranks; the pass's own error where it fails for each sample of the rank, since that is no sample's fault.
+    """
+    try:
+        yield
+    except MicroBatchesFailed as failed:
+        step = partition.batch.step
+        with agreed(partition.batch, f"the attribution of what failed in step {step}"):
+            if failed.errors:
+                raise Untrainable(step, _culprits(partition, micro_batches, failed)) from failed
+        raise
+
+
+def refuse_infinite(partition: Partition, micro_batches: Sequence[MicroBatch], loss_of: Callable[[PackedBatch], float | None]) -> None:
+    """Names the samples whose loss is not finite, after a step whose loss was not, on all ranks.
+
+    Raises Untrainable, on all ranks. Where there is none, or no other, that is no sample's fault: it returns.
+
+    Args:
+        loss_of: the loss of one sample as a micro-batch of its own (`Actor.loss_alone`).
+    """
+    step, found, finite = partition.batch.step, [], 0
+    for item in micro_batches:
+        for sample, alone in zip(item.indices, separate(item.packed), strict=True):
+            loss = loss_of(alone)
+            if loss is not None and not math.isfinite(loss):
+                found.append(_refused(partition, sample, f"its loss is {loss}"))
+            finite += loss is not None and math.isfinite(loss)
+    if runtime.anywhere(finite > 0) and runtime.anywhere(bool(found)):
+        with agreed(partition.batch, f"the search for losses of step {step} that are not finite"):
+            if found:
+                raise Untrainable(step, first_of_groups(found))
+
+
+def first_of_groups(samples: Sequence[RefusedSample]) -> list[RefusedSample]:
+    """Returns the first sample of each group, in the groups' order."""
+    return [sample for _, sample in sorted({sample.group: sample for sample in sorted(samples, reverse=True)}.items())]
+
+
+def _culprits(partition: Partition, micro_batches: Sequence[MicroBatch], failed: MicroBatchesFailed) -> list[RefusedSample]:
+    found = []
+    for index in failed.errors:
+        item = micro_batches[index]
+        for sample, alone in zip(item.indices, separate(item.packed), strict=True):
+            try:
+                failed.attempt(alone)
+            except Exception as error:
+                found.append(_refused(partition, sample, describe(error)))
+    if len(found) in (0, sum(len(item.indices) for item in micro_batches)):
+        raise next(iter(failed.errors.values()))
+    return first_of_groups(found)
+
+
+def _refused(partition: Partition, sample: int, reason: str) -> RefusedSample:
+    place = partition.items[sample]
+    return RefusedSample(partition.batch.groups[place.group].group, place.position, reason)
+
+
+def kept_from(checkpoints: Collection[int], keep: int, last: int, *, room_needed: bool = False) -> int:
+    """Returns the steps below which no checkpoint that is kept needs its batches: those of the oldest kept, so each can be resumed.
+
+    Where the store is full, and at the run's end, they are the newest one's.
+
+    Args:
+        checkpoints: steps of those on disk. keep: how many of the newest stay. last: the run's steps. room_needed: the store is full.
+    """
+    newest = max(checkpoints, default=0)
+    if room_needed or newest >= last:
+        return newest
+    return min(sorted(checkpoints)[-keep:], default=0)
+
 
 SKIPPED_IN_A_ROW = 10
 """Optimizer steps without a finite gradient after which training has failed."""
@@ -315,7 +420,7 @@ class RoleWorker:
         self._actor.finish_save()
 
     def _kept_from(self) -> int:
-        """Returns the step from which on payloads stay (`services.trainer.kept_steps`). Only rank 0's counts: it publishes checkpoints."""
+        """Returns the step from which on payloads stay (`services.trainer.role_worker`). Only rank 0's counts: it publishes checkpoints."""
         if self._saved < self._begun_save or self._look:
             steps, trainer = complete_steps(self._checkpoints), self._config.trainer
             self._saved = max([self._saved, *steps])

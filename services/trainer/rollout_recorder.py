@@ -14,13 +14,12 @@ from typing import Any
 import structlog
 
 from services.trainer import dumps
+from services.trainer.batches import ShardReader
 from services.trainer.commands import Leave
 from services.trainer.control_client import ControlClient, StopAsked, now
 from services.trainer.metrics_logger import MetricsLogger
-from services.trainer.partition import partition_batch
-from services.trainer.shard_reader import ShardReader
+from services.trainer.partition import Untrainable, partition_batch
 from services.trainer.step_scheduler import BatchRequester
-from services.trainer.untrainable import Untrainable
 from shared.config.run_config import RunConfig
 from shared.model.families import read_architecture
 from shared.process.child_process import die_with_parent

@@ -1,28 +1,86 @@
-"""Runs ranks under torchrun with its static rendezvous: all of one machine, or one node's part of several.
+"""Runs ranks under torchrun with its static rendezvous: all of one machine, or one node's part of several; and ends them if one is frozen.
 
 torchrun's other rendezvous, ``c10d`` (also behind ``--standalone``), unpickles what anybody writes to its port. And each TCP store that
 torch opens by itself listens on all addresses. The static one takes the store that this process has already for its port. What ranks and
 torchrun's agents read from it are numbers, JSON, and the raw addresses of gloo and NCCL.
 
-As a program it is a child of a node's agent (`services.trainer.nodes.node_ranks`):
+As a program it is a child of a node's agent (`services.trainer.trainer_node`):
 
     python -m services.trainer.torchrun DIRECTORY NODE NODES RANKS ADDRESS PORT MODULE ARGUMENT...
 
-The first node (NODE 0) opens the meeting point at ADDRESS and writes its port to DIRECTORY/port; DIRECTORY/failure tells of the first rank
-that failed, if one did.
+The first node (NODE 0) opens the meeting point at ADDRESS and writes its port to DIRECTORY/port; DIRECTORY/failure has the reason of the
+first rank that failed, if one did.
 """
 
+import contextlib
 import json
 import os
 import secrets
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import structlog
+
+from shared.process import child_process
+from shared.process.child_process import FROZEN_SECONDS, PROC, STOPPED_STATE, SeenProcess
 from shared.runtime.addresses import LOOPBACK
+from shared.runtime.errors import MyxoError
 from shared.runtime.safe_files import replace_file
+
+LOOK_SECONDS = 1.0
+
+
+class RankFrozen(MyxoError):
+    """A rank was stopped by a signal, and did not go on."""
+
+
+class StoppedProcesses:
+    """Follows which processes are stopped. Pure."""
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[int, int], float] = {}
+
+    def look(self, present: Iterable[SeenProcess], now: float) -> SeenProcess | None:
+        """Returns one that has been stopped for `FROZEN_SECONDS`. ``now``: monotonic seconds."""
+        stopped = {process.identity: process for process in present if process.state == STOPPED_STATE}
+        self._since = {identity: self._since.get(identity, now) for identity in stopped}
+        return next((stopped[identity] for identity, since in self._since.items() if now - since >= FROZEN_SECONDS), None)
+
+
+class RankWatch:
+    """Watches this process's own children, the ranks. ``frozen``: in words which one was stopped; empty while none was."""
+
+    def __init__(self) -> None:
+        self.frozen = ""
+        threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        stopped = StoppedProcesses()
+        while not self.frozen:
+            time.sleep(LOOK_SECONDS)
+            ranks = [process for process in child_process.descendants(os.getpid()) if process.parent == os.getpid()]
+            if (found := stopped.look(ranks, time.monotonic())) is None:
+                continue
+            self.frozen = f"rank {_rank(found.pid)} was frozen: a signal had stopped its process {found.pid} for {FROZEN_SECONDS:g} s"
+            structlog.get_logger().error("rank_frozen", error=self.frozen)
+            for process in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+
+
+def _rank(pid: int) -> str:
+    """Returns the rank that torchrun has given a process, by its environment."""
+    with contextlib.suppress(OSError):
+        for entry in (PROC / str(pid) / "environ").read_bytes().split(b"\0"):
+            if entry.startswith(b"RANK="):
+                return entry[5:].decode()
+    return "of unknown number"
+
 
 PORT_FILE, FAILURE_FILE = "port", "failure"
 
@@ -54,7 +112,6 @@ def run_ranks(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import get_args_parser, run
 
-    from services.trainer.rank_watch import RankFrozen, RankWatch
     from shared.transfer.channel_store import BoundStore
 
     if node == 0:

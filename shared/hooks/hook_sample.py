@@ -1,11 +1,167 @@
-"""A sample as hooks see it: plain lists and slime's field and method names."""
+"""A sample as hooks see it: plain lists and slime's field and method names. What the engine says of its tokens (``meta_info``) is read into
+it.
 
+``meta_info`` has versions, nuclei and routed experts as lists, arrays, tensors, or base64 of 32-bit integers.
+"""
+
+import base64
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from shared.hooks import engine_meta, sample_counters
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.schema.versions import TOKEN_VERSIONS
+
+
+@dataclass
+class EngineCounters:
+    of_engine: ClassVar[Mapping[str, str]] = {}
+    """Field → what the engine's ``meta_info`` calls it."""
+
+    def add(self, meta_info: Mapping[str, Any]) -> None:
+        """Adds what the engine counted for one answer."""
+        for name, key in self.of_engine.items():
+            setattr(self, name, getattr(self, name) + (meta_info.get(key) or 0))
+
+    def to_dict(self) -> dict[str, int]:
+        """Returns the counts by name."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Returns the counters of `to_dict`."""
+        return cls(**{one.name: data.get(one.name, 0) for one in fields(cls)})
+
+
+@dataclass
+class SpeculationCounters(EngineCounters):
+    """Speculative decoding: tokens drafted and accepted, verifications, and tokens in all."""
+
+    of_engine = {
+        "spec_accept_token_num": "spec_accept_token_num",
+        "spec_draft_token_num": "spec_draft_token_num",
+        "spec_verify_ct": "spec_verify_ct",
+        "completion_token_num": "completion_tokens",
+    }
+
+    spec_accept_token_num: int = 0
+    spec_draft_token_num: int = 0
+    spec_verify_ct: int = 0
+    completion_token_num: int = 0
+
+    @property
+    def spec_accept_rate(self) -> float:
+        """Returns the share of drafted tokens that were accepted."""
+        return self.spec_accept_token_num / self.spec_draft_token_num if self.spec_draft_token_num > 0 else 0.0
+
+    @property
+    def spec_accept_length(self) -> float:
+        """Returns the mean number of tokens a verification."""
+        return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct > 0 else 0.0
+
+
+@dataclass
+class PrefixCacheCounters(EngineCounters):
+    """The prefix cache: input tokens, and those of them that were cached."""
+
+    of_engine = {"cached_tokens": "cached_tokens", "total_prompt_tokens": "prompt_tokens"}
+
+    cached_tokens: int = 0
+    total_prompt_tokens: int = 0
+
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Returns the share of input tokens that were cached."""
+        return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens > 0 else 0.0
+
+
+_NUCLEUS = ("top_p_token_ids", "top_p_kept_token_ids"), ("top_p_token_offsets", "top_p_kept_token_offsets")
+"""The engine's names, newer and older, of a nucleus's ids and of their offsets."""
+
+
+def listed(values: Any) -> list[Any]:
+    """Returns the entries of a list, an array or a tensor of any shape; none for None."""
+    if values is None:
+        return []
+    if hasattr(values, "tolist"):
+        flat = values.reshape(-1).tolist()
+        return list(flat)
+    return list(values)
+
+
+def token_versions(meta: Mapping[str, Any], count: int) -> list[int | None]:
+    """Returns the version of each of ``count`` tokens, None where the engine does not name it (its version at the end says nothing)."""
+    told = meta.get(TOKEN_VERSIONS) or []  # of a part of an answer, those of its new tokens
+    found: list[int | None] = [*[None] * (count - len(told)), *told[:count]]
+    for span in meta.get("weight_versions") or ():
+        for at in range(span["start"], min(span["end"], count)):
+            found[at] = int(span["version"])
+    return found
+
+
+def add_nucleus(sample: Any, meta: Mapping[str, Any], count: int, trainable: bool) -> None:
+    """Appends the nuclei of ``count`` new tokens, empty ones where they are not trainable and nuclei are kept. Raises ValueError."""
+    ids, offsets = (_integers(meta, names) for names in _NUCLEUS)
+    if (ids is None) != (offsets is None):
+        raise ValueError("meta_info has only one of a nucleus's token ids and offsets")
+    had = sample.rollout_top_p_token_offsets is not None
+    if ids is None or offsets is None:
+        if trainable or not had:
+            return
+        ids, offsets = np.empty(0, np.int32), np.zeros(count + 1, np.int32)
+    if len(offsets) != count + 1 or offsets[0] != 0 or offsets[-1] != len(ids):
+        raise ValueError(f"a nucleus with {len(offsets)} offsets, the last {offsets[-1:]}, for {count} tokens and {len(ids)} ids")
+    if had:
+        old = np.asarray(listed(sample.rollout_top_p_token_offsets), np.int32)
+        ids = np.concatenate([np.asarray(listed(sample.rollout_top_p_token_ids), np.int32), ids])
+        offsets = np.concatenate([old, offsets[1:] + old[-1]])
+    sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets = ids, offsets
+
+
+def check_nucleus(sample: Any) -> None:
+    """Raises ValueError where the nuclei are not one for each response token."""
+    ids, offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
+    if ids is None and offsets is None:
+        return
+    if ids is None or offsets is None:
+        raise ValueError("rollout_top_p_token_ids and rollout_top_p_token_offsets go together")
+    if len(offsets) != sample.response_length + 1 or int(offsets[-1]) != len(ids):
+        raise ValueError(f"rollout_top_p_token_offsets: {len(offsets)} for {sample.response_length} response tokens and {len(ids)} ids")
+
+
+def set_routed_experts(sample: Any, args: Any, meta: Mapping[str, Any]) -> None:
+    """Takes over the experts that each token went through, int32 [T - 1, layers, experts a token]. Raises ValueError."""
+    given = _integers(meta, ("routed_experts",))
+    if given is None:
+        return
+    if args is None:
+        raise ValueError("args is needed to read routed experts")
+    start = int(meta.get("routed_experts_start_len") or 0)
+    rows, layers, experts = max(0, len(sample.tokens) - 1 - start), args.num_layers, args.moe_router_topk
+    if start < 0 or given.size != rows * layers * experts:
+        raise ValueError(f"{given.size} routed experts for {rows} tokens from {start} on, {layers} layers and {experts} experts each")
+    routed = given.reshape(rows, layers, experts)
+    if start:
+        before = sample.rollout_routed_experts
+        if before is None or len(before) < start:
+            raise ValueError(f"routed experts from token {start} on, without those before it")
+        routed = np.concatenate([np.asarray(before, np.int32)[:start], routed])
+    sample.rollout_routed_experts = routed
+
+
+def _integers(meta: Mapping[str, Any], names: tuple[str, ...]) -> NDArray[np.int32] | None:
+    """Returns the integers under the first of the names that is there, flat."""
+    value = next((meta[name] for name in names if name in meta), None)
+    if value is None:
+        return None
+    if isinstance(value, str):
+        value = base64.b64decode(value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return np.frombuffer(value, np.int32)
+    return np.asarray(listed(value), np.int32).reshape(-1)
 
 
 @dataclass
@@ -33,8 +189,8 @@ class HookSample:
         ABORTED = "aborted"
         FAILED = "failed"
 
-    SpecInfo = sample_counters.SpecInfo
-    PrefixCacheInfo = sample_counters.PrefixCacheInfo
+    SpecInfo = SpeculationCounters
+    PrefixCacheInfo = PrefixCacheCounters
 
     group_index: int | None = None
     index: int | None = None
@@ -64,8 +220,8 @@ class HookSample:
     train_metadata: dict[str, Any] | None = None
     session_id: str | None = None
     non_generation_time: float = 0.0
-    spec_info: sample_counters.SpecInfo = field(default_factory=sample_counters.SpecInfo)
-    prefix_cache_info: sample_counters.PrefixCacheInfo = field(default_factory=sample_counters.PrefixCacheInfo)
+    spec_info: SpeculationCounters = field(default_factory=SpeculationCounters)
+    prefix_cache_info: PrefixCacheCounters = field(default_factory=PrefixCacheCounters)
 
     @property
     def effective_response_length(self) -> int:
@@ -94,8 +250,8 @@ class HookSample:
         known = {one.name for one in fields(cls)}
         sample = cls(**{name: value for name, value in data.items() if name in known})
         sample.status = Status(data["status"])
-        sample.spec_info = sample_counters.SpecInfo.from_dict(data.get("spec_info", {}))
-        sample.prefix_cache_info = sample_counters.PrefixCacheInfo.from_dict(data.get("prefix_cache_info", {}))
+        sample.spec_info = SpeculationCounters.from_dict(data.get("spec_info", {}))
+        sample.prefix_cache_info = PrefixCacheCounters.from_dict(data.get("prefix_cache_info", {}))
         for name in data.keys() - known:
             setattr(sample, name, data[name])
         return sample
@@ -123,7 +279,7 @@ class HookSample:
 
         Raises ValueError.
         """
-        ids, meta, before = [int(token) for token in engine_meta.listed(tokens)], meta_info or {}, self.response_length
+        ids, meta, before = [int(token) for token in listed(tokens)], meta_info or {}, self.response_length
         given = self._checked_log_probs(len(ids), log_probs, trainable)
         versions = self.weight_versions if len(self.weight_versions) == before else [None] * before
         self.response += text or ""
@@ -133,11 +289,11 @@ class HookSample:
             self.loss_mask = _extended([1] * before if self.loss_mask is None else self.loss_mask, [int(trainable)] * len(ids))
             if given is not None:
                 self.rollout_log_probs = _extended([0.0] * before if self.rollout_log_probs is None else self.rollout_log_probs, given)
-            self.weight_versions = _extended(versions, engine_meta.versions(meta, len(ids)))
-            engine_meta.add_nucleus(self, meta, len(ids), trainable)
+            self.weight_versions = _extended(versions, token_versions(meta, len(ids)))
+            add_nucleus(self, meta, len(ids), trainable)
         elif self.rollout_log_probs is None and log_probs is not None and not self._trained_before():
             self.rollout_log_probs = [0.0] * before
-        engine_meta.set_routed_experts(self, args, meta)
+        set_routed_experts(self, args, meta)
         if update_terminal_info and "finish_reason" in meta:
             self._end(args, meta)
         self._check_lengths()
@@ -146,7 +302,7 @@ class HookSample:
         """Returns the log-probs of ``count`` tokens to append; None where the sample keeps none. Raises ValueError."""
         if log_probs is None:
             return self._without_log_probs(count, trainable)
-        given = [float(value) for value in engine_meta.listed(log_probs)]
+        given = [float(value) for value in listed(log_probs)]
         if not trainable and count:
             raise ValueError("tokens that are not trainable have no log_probs")
         if len(given) != count:
@@ -179,7 +335,7 @@ class HookSample:
             values = getattr(self, name)
             if values is not None and len(values) != self.response_length:
                 raise ValueError(f"{name} has {len(values)} entries for a response_length of {self.response_length}")
-        engine_meta.check_nucleus(self)
+        check_nucleus(self)
 
 
 Status = HookSample.Status
@@ -199,6 +355,6 @@ def status_of(given: object) -> Status | None:
 def _extended(values: Any, more: list[Any]) -> Any:
     """Returns ``values``, extended in place where it is a list: who holds the same list sees it grow."""
     if not isinstance(values, list):
-        values = engine_meta.listed(values)
+        values = listed(values)
     values += more
     return values

@@ -1,14 +1,20 @@
-"""Imports the function at ``package.module:function`` or ``package.module.function``, and lists the functions that each service imports."""
+"""Imports the function at ``package.module:function`` or ``package.module.function``, and lists the functions that each service imports.
+
+`load_function` and `SingletonMeta` are those of ``slime.utils.misc``.
+"""
 
 import inspect
 import re
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from shared.config.eval_section import EVAL_LOOP
 from shared.config.eval_views import generate_functions, reward_functions
 from shared.config.run_config import RunConfig
-from shared.hooks import layout_names, slime_names
+from shared.hooks import import_names
+from shared.hooks.import_names import import_module
 from shared.runtime.errors import ConfigError, MyxoError
 from shared.runtime.tasks import error_text
 
@@ -138,7 +144,7 @@ def load_agent(field: str, path: str) -> Callable[..., Any]:
 
 def load(field: str, path: str) -> Callable[..., Any]:
     """Returns the function at ``path``. Raises ConfigError for ``field`` that says what is wrong with it and what to do."""
-    slime_names.install()
+    import_names.install_slime_names()
     function = load_object(field, path, *split_path(path))
     if not callable(function):
         raise ConfigError(field, path, f"expected a function, found a {type(function).__name__}")
@@ -149,7 +155,7 @@ def load_object(field: str, value: str, module: str, name: str) -> Any:
     """Returns what a module has under a name. Raises ConfigError for ``field``, whose value is ``value``, as `load` does."""
     advice = "install the package or put its directory on PYTHONPATH"
     try:
-        imported = layout_names.import_module(module)
+        imported = import_names.import_module(module)
         advice = f"name a function that is in it, or put the directory of the {module} that is meant on PYTHONPATH"
         return getattr(imported, name)
     except (Exception, SystemExit) as error:  # importing runs the module: it can raise anything
@@ -157,3 +163,58 @@ def load_object(field: str, value: str, module: str, name: str) -> Any:
         words, where = " ".join(str(error).split()), error_text(error).partition(type(error).__name__)[0].rstrip(": ")
         at = f"at {where}; " if where else ""  # in the user's own file
         raise ConfigError(field, value, f"cannot be imported: {kind}{words}; {at}{advice}") from None
+
+
+@cache
+def load_function(path: str) -> Any:
+    """Returns what lies at ``package.module.function`` or ``package.module:function``. Raises ImportError or AttributeError."""
+    module, name = split_path(path)
+    return getattr(import_module(module), name)
+
+
+class SingletonMeta(type):
+    """The class of classes of which a process has one object, made by the first call; later calls return it whatever they are given."""
+
+    _instances: dict[type, Any] = {}
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls not in SingletonMeta._instances:
+            SingletonMeta._instances[cls] = super().__call__(*args, **kwargs)
+        return SingletonMeta._instances[cls]
+
+    def clear_instances(cls) -> None:
+        """Forgets all of them."""
+        SingletonMeta._instances.clear()
+
+
+class EvaluationLog:
+    """Calls the function that the run names, if it names one. Raises ConfigError where it cannot be imported."""
+
+    def __init__(self, config: RunConfig) -> None:
+        path = paths(config).get(EVAL_LOG)
+        self._function: Callable[..., Any] | None = None if path is None else load(EVAL_LOG, path)
+
+    def wrote(self, rollout_id: int, args: Any, data: Mapping[str, Any], metrics: Mapping[str, Any] | None) -> bool:
+        """Returns whether the function has logged an evaluation in the place of Myxo. One that fails has not; its words are printed.
+
+        Args:
+            data: set → ``rewards``, ``truncated``, ``samples``. metrics: the evaluation function's.
+        """
+        if self._function is None:
+            return False
+        try:
+            return bool(self._function(rollout_id, args, data, metrics))
+        except Exception as error:  # it is the user's code
+            traceback.print_exc()
+            reason = error_text(error, self._function)
+            print(f"{EVAL_LOG} failed, and Myxo logs the evaluation of rollout {rollout_id}: {reason}", flush=True)
+            return False
+
+
+def last_rollout(version: int, interval: int) -> int:
+    """Returns the number of the last rollout in weights of ``version``, which slime calls functions with: 0 also before the first.
+
+    Args:
+        interval: training steps a version.
+    """
+    return max(0, version * interval - 1)

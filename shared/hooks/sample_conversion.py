@@ -1,4 +1,4 @@
-"""Converts between samples as they lie in the store and samples as hooks have them.
+"""Converts between samples as they lie in the store, as hooks have them, and as they travel to the process that runs the hook.
 
 The weight versions of a sample that a hook made, in ``weight_versions``:
 
@@ -6,12 +6,16 @@ The weight versions of a sample that a hook made, in ``weight_versions``:
 * spans ``(start, end, version)`` of response tokens, or the engine's own ``{"start", "end", "version"}``;
 * anything else, for example slime's list of what the engine called itself at the end of each call: the oldest of them.
 
-Where a version is not known, it is the one that was served when the rollout began; none is taken for newer than one that was served.
-So staleness is never understated.
+Where a version is not known, it is the one that was served when the rollout began; none is taken for newer than one that was served. So
+staleness is never understated.
+
+In a message a sample is a map that MessagePack takes. What a user's function sets may be of any type: arrays and tensors travel as lists;
+an attribute that MessagePack does not carry, such as an open connection, stays behind, which the log says.
 """
 
 import copy
 import re
+import sys
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -20,7 +24,8 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from shared.hooks import engine_meta, reward_values
+from shared.hooks import hook_sample as engine_meta
+from shared.hooks import reward_values
 from shared.hooks.hook_sample import FINISHED, HookSample, Status, status_of
 from shared.rewards.reference import label_text
 from shared.runtime.errors import BadMessage
@@ -283,3 +288,49 @@ def _of_spans(spans: list[Any], length: int, where: str) -> NDArray[np.int32]:
             raise BadMessage(f"{where}: weight_versions has a span {start} to {end} of {length} response tokens")
         versions[start:end] = int(version)
     return versions
+
+
+"""What a sample has that nobody set."""
+
+
+def packed(sample: HookSample) -> dict[str, Any]:
+    """Returns the sample as a map. Raises BadMessage for a field of slime's that does not travel."""
+    fields: dict[str, Any] = {"status": getattr(status_of(sample.status), "value", str(sample.status))}
+    for name, value in vars(sample).items():
+        if name == "status" or (name in _BARE and _is_bare(value, _BARE[name])):
+            continue
+        plain = value.to_dict() if name in ("spec_info", "prefix_cache_info") else _plain(value)
+        if _travels(plain):
+            fields[name] = plain
+        elif name in _BARE:
+            raise BadMessage(f"{name} does not travel in a message: it is {str(value)[:80]}")
+        else:
+            print(f"sample.{name}, a {type(value).__name__}, stays in this process", file=sys.stderr)
+    return fields
+
+
+def unpacked(fields: dict[str, Any]) -> HookSample:
+    """Returns the sample of `packed`. A status of no enum's stays text."""
+    status = status_of(fields["status"])
+    sample = HookSample.from_dict({**fields, "status": "pending"})
+    sample.status = fields["status"] if status is None else status
+    return sample
+
+
+def _is_bare(value: Any, bare: Any) -> bool:
+    return type(value) is type(bare) and bool(value == bare)
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        dimensions = getattr(value, "ndim", 1)
+        return value.item() if dimensions == 0 else engine_meta.listed(value) if dimensions == 1 else np.asarray(value)
+    return value
+
+
+def _travels(value: Any) -> bool:
+    try:
+        codec.unpack(codec.pack(value))
+    except (TypeError, ValueError, OverflowError, BadMessage, RecursionError):
+        return False
+    return True

@@ -66,7 +66,7 @@ def test_shared_beginnings_equal_the_reference() -> None:
     """Forks of a long sequence, of a short one, and of forks."""
     from services.trainer.megatron.attention import PackedCausalAttention
     from services.trainer.megatron.packed_sequences import model_input
-    from services.trainer.shared_prefixes import shared_prefixes
+    from services.trainer.packing import shared_prefixes
     from shared.model.parallel_layout import ParallelLayout
     from tests.unit.trainer.megatron.tiny import pack
 

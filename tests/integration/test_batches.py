@@ -11,13 +11,11 @@ import torch
 
 from services.trainer import batches
 from services.trainer.batch_metrics import token_means
-from services.trainer.batches import BadBatch, TrainBatch
+from services.trainer.batches import BadBatch, ShardReader, TrainBatch
 from services.trainer.loss_inputs import LossInputs
 from services.trainer.objective.custom_objective import CustomFunctions
 from services.trainer.packing import PARTIAL
-from services.trainer.partition import partition_batch
-from services.trainer.shard_reader import ShardReader
-from services.trainer.untrainable import Untrainable
+from services.trainer.partition import Untrainable, partition_batch
 from shared.config.algorithm import AlgorithmSection
 from shared.process.embedded_servers import EmbeddedValkey
 from shared.schema import sample

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from services.trainer import batches
+from services.trainer.batches import ShardReader
 from services.trainer.loss_inputs import gathered, scored
 from services.trainer.objective.custom_objective import CustomFunctions
 from services.trainer.packing import BadSample
 from services.trainer.partition import partition_batch
-from services.trainer.shard_reader import ShardReader
 from shared.config.algorithm import AlgorithmSection
 from shared.process.embedded_servers import EmbeddedValkey
 from shared.runtime.errors import ConfigError

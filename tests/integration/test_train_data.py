@@ -12,13 +12,11 @@ import pytest
 import torch
 
 from services.trainer import batches
-from services.trainer.batches import TrainBatch
-from services.trainer.log_hook import RolloutLog
+from services.trainer.batches import ShardReader, TrainBatch
 from services.trainer.loss_inputs import scored
 from services.trainer.objective.custom_objective import CustomFunctions
 from services.trainer.partition import partition_batch
-from services.trainer.shard_reader import ShardReader
-from services.trainer.train_data import converted, postprocessed
+from services.trainer.trainer_hooks import RolloutLog, converted, postprocessed
 from shared.config.algorithm import AlgorithmSection
 from shared.hooks import HookFailed, Sample
 from shared.process.embedded_servers import EmbeddedValkey

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.hooks import Sample
-from shared.hooks.slime.rollout_output import RolloutFnEvalOutput, RolloutFnTrainOutput
+from shared.hooks.returned_output import RolloutFnEvalOutput, RolloutFnTrainOutput
 
 TOKENS = 6
 """The tokens of each response."""

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.rollout.engine.transport import Capabilities, EngineError, InvalidRequest
-from shared.hooks.engine_meta import versions
+from shared.hooks.hook_sample import token_versions
 from shared.schema.messages import Sampling
 from shared.schema.sample import segments_of
 from shared.schema.versions import TOKEN_VERSIONS
@@ -234,7 +234,7 @@ def _spans(meta: Mapping[str, Any], count: int, version_before: int, late: Set[i
         return ()
     reported = meta.get("weight_versions")
     if reported is None and meta.get(TOKEN_VERSIONS):
-        named = accumulate(versions(meta, count), lambda before, own: before if own is None else own, initial=version_before)
+        named = accumulate(token_versions(meta, count), lambda before, own: before if own is None else own, initial=version_before)
         spans = tuple(Span(*segment) for segment in segments_of(np.array(list(named)[1:], np.int32)))
         return _begun_late(spans, version_before, late)
     if reported is None:

@@ -5,7 +5,7 @@ instead of once a layer. On a GPU the kernels take ``cu_seqlens``. Elsewhere (se
 side by side as the rows of one dense, right-padded batch: under a causal mask a padded key is later than every real query, so no mask but
 the causal one is needed.
 
-Where sequences begin alike, the layers see each beginning once (:mod:`services.trainer.shared_prefixes`). The queries of a sequence are
+Where sequences begin alike, the layers see each beginning once (:mod:`services.trainer.packing`). The queries of a sequence are
 then those of its own tokens, its keys are gathered from all of the tokens that it begins with, and each token is rotated by its own
 place.
 
@@ -29,8 +29,7 @@ from torch import Tensor
 
 from services.trainer.megatron.expert_balance import BalancedTokens, Balancing
 from services.trainer.megatron.runtime import round_up
-from services.trainer.packing import PackedBatch
-from services.trainer.shared_prefixes import SharedPrefixes, routed_keys, shared_prefixes
+from services.trainer.packing import PackedBatch, SharedPrefixes, routed_keys, shared_prefixes
 from shared.model.parallel_layout import ParallelLayout
 from shared.runtime.errors import ConfigError
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.objective.policy_gradient import ratio_of
-from services.trainer.objective.tokens import MaskedTokens, Metrics, sequence_mean, sequence_sum
+from services.trainer.objective.reduce import MaskedTokens, Metrics, sequence_mean, sequence_sum
 from services.trainer.packing import PackedBatch
 from shared.config.algorithm import AlgorithmSection, Level
 from shared.runtime.telemetry import MetricSpec, declare_metrics

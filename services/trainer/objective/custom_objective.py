@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.objective.advantage import Advantages
-from services.trainer.objective.tokens import MaskedTokens, Metrics
+from services.trainer.objective.reduce import MaskedTokens, Metrics
 from services.trainer.packing import PackedBatch
 from shared.config.run_config import RunConfig
 from shared.hooks import Arguments, HookFailed, HookSample, load, paths

@@ -17,7 +17,7 @@ from services.trainer.objective import correction, policy_gradient
 from services.trainer.objective.correction import Statistics, off_policy_sequence_mask, second_moments
 from services.trainer.objective.custom_objective import REDUCER, TIS, CustomFunctions, CustomLoss
 from services.trainer.objective.policy_gradient import LOSS_KL, PolicyGradient, kl_estimate, ratio_of
-from services.trainer.objective.tokens import MaskedTokens, Metrics, sequence_mean, sequence_sum
+from services.trainer.objective.reduce import MaskedTokens, Metrics, sequence_mean, sequence_sum
 from services.trainer.packing import PARTIAL, PackedBatch
 from shared.config.algorithm import AlgorithmSection
 from shared.runtime.telemetry import MetricSpec, declare_metrics

@@ -21,10 +21,9 @@ import structlog
 import torch
 
 from services.trainer.commands import Push
-from services.trainer.control_client import ControlClient, now
+from services.trainer.control_client import ControlClient, now, push_spans
 from services.trainer.megatron import runtime
 from services.trainer.megatron.gpt_model import MegatronModel, WeightRead
-from services.trainer.training_spans import push_spans
 from services.trainer.weights.push_schedule import (
     ABORT_SECONDS,
     CHECK,

@@ -1,15 +1,72 @@
-"""``slime.utils.http_utils``: requests to the engine and to other servers, tried again where that may help. No call has to open it."""
+"""``slime.utils.http_utils`` and ``slime.utils.async_utils``: requests to the engine and to other servers, and coroutines from plain code.
+
+Requests are tried again where that may help. No call has to open the client.
+"""
 
 import asyncio
 import json
+import threading
 import time
 import weakref
 from asyncio import AbstractEventLoop
+from collections.abc import Coroutine
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
-from shared.hooks.call_context import CALL_HEADER, current_call
+from shared.runtime.tasks import run_in_thread
+
+CALL_HEADER = "X-Myxo-Call"
+"""The header by which the door to an engine knows the call that a request belongs to, so that its requests can be ended."""
+
+
+@dataclass
+class CallContext:
+    """One call of a generate function.
+
+    Attributes:
+        token: names it to the engine's door. engine: ``host:port`` of this. end: `time.monotonic` at which the call is late.
+    """
+
+    token: str
+    engine: str
+    end: float
+
+
+current_call: ContextVar[CallContext | None] = ContextVar("current_call", default=None)
+
+
+class BackgroundLoop:
+    """An event loop in a thread of its own, which lives as long as the process."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        run_in_thread(self.loop.run_forever, "slime-async-utils")
+
+    def run(self, coro: Coroutine[Any, Any, Any]) -> Any:
+        """Returns the coroutine's result; the calling thread waits for it."""
+        return asyncio.run_coroutine_threadsafe(coro, self.loop).result()
+
+
+_lock = threading.Lock()
+_background: BackgroundLoop | None = None
+
+
+def get_async_loop() -> BackgroundLoop:
+    """Returns the process's one loop for such coroutines."""
+    global _background
+    with _lock:
+        if _background is None:
+            _background = BackgroundLoop()
+        return _background
+
+
+def run(coro: Coroutine[Any, Any, Any]) -> Any:
+    """Returns the result of a coroutine that runs on the background loop."""
+    return get_async_loop().run(coro)
+
 
 TRIES = 60
 PAUSE_S = 1.0

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from shared.hooks.hook_sample import HookSample
+from shared.hooks.loading import load_function
 from shared.hooks.slime import http_requests, model_processors
-from shared.hooks.slime.function_loading import load_function
 from shared.rewards.boxed_math import extract_answer as extract_boxed_answer
 from shared.rewards.boxed_math import get_deepscaler_rule_based_reward, grade_answer_verl
 from shared.rewards.names import BOXED

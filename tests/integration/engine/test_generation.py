@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.rollout.engine.generation import Generation, GenerationRequest, Span, parse_group
 from services.rollout.engine.transport import EngineError
-from shared.hooks import engine_meta
+from shared.hooks import hook_sample
 
 REQUEST = GenerationRequest([5, 6], 8, rid="a")
 
@@ -60,7 +60,7 @@ BY_RECEIVER: dict[str, tuple[list[int | None], set[int], list[tuple[int, int, in
 def test_an_engine_whose_receiver_reports_each_tokens_version(case: str) -> None:
     told, late, expected = BY_RECEIVER[case]
     assert parse(answer(4, token_versions=told, at_end="9"), 3, frozenset(late)).spans == tuple(Span(*span) for span in expected)
-    known = engine_meta.versions({"token_versions": told}, 4)
+    known = hook_sample.token_versions({"token_versions": told}, 4)
     assert known == [*[None] * (4 - len(told)), *told]
     native = answer(4, token_versions=told, versions=[(0, 4, 5)])
     assert parse(native).spans == (Span(0, 4, 5),), "the engine's own report counts"

@@ -16,10 +16,9 @@ from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.private_endpoints import SOCKET
 from services.rollout.teachers import TeacherFailed, Teachers
 from services.trainer.objective.advantage import distilled
-from services.trainer.objective.distillation import IDS, DistillationLoss, top_k_kl
+from services.trainer.objective.distillation import IDS, DistillationLoss, top_k_fields, top_k_kl
 from services.trainer.objective.loss import PolicyLoss
 from services.trainer.packing import pack, places, spread
-from services.trainer.teacher_fields import top_k_fields
 from shared.config.algorithm import AlgorithmSection
 from shared.process.embedded_servers import free_port
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded

@@ -13,7 +13,7 @@ from shared.bus.registry import Registry
 from tests.integration.nodes.conftest import RUN_SECONDS, Cluster
 
 AGENT = (
-    "import sys; from shared.service.service_base import exit_code; from services.trainer.nodes.trainer_node import run_node; "
+    "import sys; from shared.service.service_base import exit_code; from services.trainer.trainer_node import run_node; "
     "sys.exit(exit_code('trainer', lambda: run_node('trainer', 'actor', int(sys.argv[1]), 'tests.support.meeting_rank')))"
 )
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shared.config.run_config import RunConfig, field_sections, section_model
-from shared.hooks import Arguments, DynamicFilterOutput, HookSample, load, nonzero_std, paths, slime_attributes
+from shared.hooks import Arguments, DynamicFilterOutput, HookSample, arguments, load, nonzero_std, paths
 from shared.hooks.loading import EVAL_LOG, RUN_BY
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
@@ -175,7 +175,7 @@ def test_arguments_have_what_slimes_files_read(name: str, tmp_path: Path) -> Non
 
 
 def test_a_field_of_the_config_has_no_fixed_value_beside_it(tmp_path: Path) -> None:
-    fixed = {*slime_attributes.NOT_SET.split(), *slime_attributes.OFF.split(), *slime_attributes.ON.split(), *slime_attributes.OTHERS}
+    fixed = {*arguments.NOT_SET.split(), *arguments.OFF.split(), *arguments.ON.split(), *arguments.OTHERS}
     given = {name for name, section in field_sections().items() if section_model(section).model_fields[name].default is not None}
     assert fixed & given == set()
     assert Arguments(run_config(tmp_path)).log_probs_chunk_size == run_config(tmp_path).trainer.log_probs_chunk_size == 2048

@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 
 from shared.data.eval_figures import eval_figures
-from shared.hooks import HookSample, slime_names
-from shared.hooks.evaluation_log import last_rollout
-from shared.hooks.returned_evaluation import eval_metrics, eval_output, returned_sets
-from shared.hooks.slime.prompt_dataset import Dataset, read_file
-from shared.hooks.slime.prompt_sources import pop_first
-from shared.hooks.slime.rollout_output import RolloutFnEvalOutput
+from shared.hooks import HookSample, import_names
+from shared.hooks.loading import last_rollout
+from shared.hooks.returned_output import RolloutFnEvalOutput, eval_metrics, eval_output, returned_sets
+from shared.hooks.slime.prompt_sources import Dataset, pop_first, read_file
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import write_jsonl
 
@@ -115,7 +113,7 @@ def test_a_file_of_prompts_as_samples(tmp_path: Path) -> None:
 
 
 def test_groups_leave_a_buffer_oldest_first() -> None:
-    slime_names.install()
+    import_names.install_slime_names()
     buffer = [[HookSample(group_index=number)] for number in range(3)]
     assert [group[0].group_index for group in pop_first(None, None, buffer, 2)] == [0, 1]
     assert [group[0].group_index for group in buffer] == [2]

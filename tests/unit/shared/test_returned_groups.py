@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from shared.hooks import Sample
-from shared.hooks.returned_groups import returned_groups, train_output
-from shared.hooks.slime.rollout_output import RolloutFnTrainOutput
+from shared.hooks.returned_output import RolloutFnTrainOutput, returned_groups, train_output
 
 
 def sample(group: int, rollout: int | None = None, **changes: Any) -> Sample:

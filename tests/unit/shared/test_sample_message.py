@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from shared.hooks import HookSample, Status
-from shared.hooks.sample_conversion import Served, from_stored, to_stored
-from shared.hooks.sample_message import packed, unpacked
+from shared.hooks.sample_conversion import Served, from_stored, packed, to_stored, unpacked
 from shared.runtime.errors import BadMessage
 from shared.schema import codec
 from shared.schema import sample as stored_sample

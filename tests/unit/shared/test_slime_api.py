@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shared.hooks import slime_names
+from shared.hooks import import_names
 from tests.support.service_process import ROOT
 
 API: dict[str, dict[str, Any]] = json.loads((ROOT / "tests" / "support" / "slime_api.json").read_text())
@@ -25,7 +25,7 @@ def accepts(function: Any, parameters: list[str]) -> bool:
 
 @pytest.mark.parametrize(("module", "name"), NAMES)
 def test_a_name_of_slimes_has_its_fields_and_parameters(module: str, name: str) -> None:
-    slime_names.install()
+    import_names.install_slime_names()
     found, expected = getattr(importlib.import_module(module), name), API[module][name]
     if isinstance(expected, list):
         assert accepts(found, expected), inspect.signature(found)
@@ -38,6 +38,6 @@ def test_a_name_of_slimes_has_its_fields_and_parameters(module: str, name: str) 
 
 
 def test_fields_of_a_sample_stand_in_slimes_order() -> None:
-    slime_names.install()
+    import_names.install_slime_names()
     found = [one.name for one in fields(importlib.import_module("slime.utils.types").Sample)]
     assert found == API["slime.utils.types"]["Sample"]["fields"]

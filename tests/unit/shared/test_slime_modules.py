@@ -13,13 +13,14 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from shared.hooks import HookSample, slime_names
+from shared.hooks import HookSample, import_names
 from shared.hooks.arguments import Arguments
 from shared.hooks.filters import check_reward_nonzero_std, check_reward_nonzero_std_with_fallback
-from shared.hooks.slime import background_loop, http_requests, model_processors, reward_dispatch
-from shared.hooks.slime.function_loading import SingletonMeta, load_function
+from shared.hooks.loading import SingletonMeta, load_function
+from shared.hooks.returned_output import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
+from shared.hooks.slime import http_requests, model_processors, reward_dispatch
+from shared.hooks.slime import http_requests as background_loop
 from shared.hooks.slime.http_requests import HTTPStatusError
-from shared.hooks.slime.rollout_output import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from shared.hooks.slime.turn_masks import MultiTurnLossMaskGenerator
 from tests.support.run_config import run_config
 from tests.support.tiny_model import character_tokenizer
@@ -219,7 +220,7 @@ def test_a_conversations_mask_of_no_such_kind_is_refused() -> None:
 
 
 def test_one_name_is_enough() -> None:
-    slime_names.install()
+    import_names.install_slime_names()
     from slime.rollout.rm_hub import batched_async_rm  # type: ignore[import-not-found]
     from slime.utils.misc import load_function as found  # type: ignore[import-not-found]
 

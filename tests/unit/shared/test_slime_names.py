@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.hooks import HookSample, load, slime_names
+from shared.hooks import HookSample, import_names, load
 from shared.hooks.loading import split_path
 from shared.runtime.errors import ConfigError
 from tests.support.service_process import ROOT
@@ -36,17 +36,17 @@ def test_functions_are_found_by_slimes_paths_too(tmp_path: Path, monkeypatch: py
     assert load("a.b", "of_slimes_user:f") is load("a.b", "of_slimes_user.f")
 
 
-@pytest.mark.parametrize("name", sorted(slime_names.MODULES))
+@pytest.mark.parametrize("name", sorted(import_names.MODULES))
 def test_every_name_is_one_object_under_both_names(name: str) -> None:
-    slime_names.install()
-    found, ours = importlib.import_module(name), slime_names.MODULES[name]
+    import_names.install_slime_names()
+    found, ours = importlib.import_module(name), import_names.MODULES[name]
     assert found.__name__ == name if ours == "shared.hooks.slime" else found is importlib.import_module(ours)
     parent, _, member = name.rpartition(".")
     assert not parent or getattr(importlib.import_module(parent), member) is found
 
 
 def test_a_module_that_is_not_there_is_refused_with_those_that_are() -> None:
-    slime_names.install()
+    import_names.install_slime_names()
     words = r"No module named 'slime.ray': slime is not installed, and Myxo has of its modules .*slime.utils.types"
     with pytest.raises(ModuleNotFoundError, match=words):
         importlib.import_module("slime.ray.actor")

@@ -162,7 +162,7 @@ def test_ids_differ_between_lives_of_a_run_and_agree_within_one() -> None:
 
 def test_services_do_not_import_the_exporter() -> None:
     """Where nothing is exported, nobody pays for it."""
-    modules = "shared.service.service_base, services.buffer.group_spans, services.trainer.training_spans, services.rollout.weight_receiver"
+    modules = "shared.service.service_base, services.buffer.group_spans, services.trainer.control_client, services.rollout.weight_receiver"
     code = f"import sys, {modules}; print([name for name in sys.modules if name.startswith('opentelemetry.exporter')])"
     root = Path(__file__).resolve().parents[3]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True, timeout=120).stdout == "[]\n"

@@ -11,10 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer import slime_dumps
-from services.trainer.dumped_batches import DumpedBatches, dumped_steps
-from services.trainer.dumped_groups import DumpedGroup, batch_of, subsampled
-from services.trainer.dumps import write_batch
+from services.trainer import dumps as slime_dumps
+from services.trainer.dumps import DumpedBatches, DumpedGroup, batch_of, dumped_steps, subsampled, write_batch
 from shared.config.config_reading import parse
 from shared.runtime.errors import BadMessage, ConfigError
 from shared.schema import sample as sample_codec
@@ -131,9 +129,9 @@ def test_reading_leaves_what_others_may_load_as_it_was(tmp_path: Path) -> None:
     """Megatron allows numpy's arrays for the random states of its checkpoints."""
     torch.serialization.add_safe_globals([np.ndarray])
     before = set(torch.serialization.get_safe_globals())
-    slime_dumps.write(tmp_path / "0.pt", {"samples": []})
+    slime_dumps.write_slime_dump(tmp_path / "0.pt", {"samples": []})
     with pytest.raises(BadMessage, match="holds no list of samples"):
-        slime_dumps.read(tmp_path / "0.pt")
+        slime_dumps.read_slime_dump(tmp_path / "0.pt")
     assert set(torch.serialization.get_safe_globals()) == before
 
 

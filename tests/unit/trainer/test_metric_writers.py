@@ -11,8 +11,8 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from tensorboard.util.tensor_util import make_ndarray
 from torch.utils.tensorboard import SummaryWriter
 
-from services.trainer.metrics_logger import writers
-from services.trainer.metrics_logger.writers import LoggedSteps, TensorBoard
+from services.trainer import metrics_logger as writers
+from services.trainer.metrics_logger import LoggedSteps, TensorBoard
 from shared.data.event_files import EventDirectory
 
 Series = dict[str, list[tuple[int, float]]]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.trainer.batches import demonstration_micro_batches
 from services.trainer.packing import BadSample, collect, pack, separate, spread
-from services.trainer.placement import SampleTooLong
+from services.trainer.partition import SampleTooLong
 from shared.config.algorithm import AlgorithmSection
 from tests.support.train_samples import train_sample
 

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.partition import partition_batch, parts
-from services.trainer.untrainable import Untrainable
+from services.trainer.partition import Untrainable, partition_batch, parts
 from shared.schema.messages import Batch, BatchGroup, Payload
 from shared.schema.sample import NO_LIMIT
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.trainer.placement import APART, SampleTooLong, balance, differencing
+from services.trainer.partition import APART, SampleTooLong, balance, differencing
 
 many = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 lengths_and_budget = st.integers(1, 60).flatmap(

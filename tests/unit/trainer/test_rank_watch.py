@@ -1,6 +1,6 @@
 """A rank that a signal has stopped is known after a while, whichever others go on."""
 
-from services.trainer.rank_watch import StoppedProcesses
+from services.trainer.torchrun import StoppedProcesses
 from shared.process.child_process import FROZEN_SECONDS, SeenProcess
 
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.shared_prefixes import shared_prefixes
+from services.trainer.packing import shared_prefixes
 
 SEQUENCES = st.lists(st.lists(st.sampled_from([0, 1, 255, 256, 151_935]), min_size=1, max_size=12), min_size=1, max_size=12)
 

@@ -14,7 +14,7 @@ from tests.support.waiting import until
 
 def test_offline_a_runs_numbers_are_in_its_files(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    from services.trainer.metrics_logger.writers import WeightsAndBiases
+    from services.trainer.metrics_logger import WeightsAndBiases
 
     asked = {"use_wandb": True, "wandb_mode": "offline", "wandb_project": "sums", "wandb_dir": str(tmp_path / "w")}
     config = run_config(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.trainer.actor import Actor, SaveFailed, StepResult
+from services.trainer.actor import Actor, SaveFailed, StepResult, TrainerSettings
 from services.trainer.megatron import checkpoint, runtime
 from services.trainer.megatron.freezing import FrozenWeights
 from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan
@@ -21,7 +21,6 @@ from services.trainer.megatron.likelihood import OutputHead, VocabularySlice
 from services.trainer.megatron.staged_shards import StagedShards
 from services.trainer.objective.loss import PolicyLoss, ValueLoss
 from services.trainer.packing import PackedBatch
-from services.trainer.trainer_settings import TrainerSettings
 from services.trainer.weights.stage_sender import StageExport
 from shared.config.algorithm import AlgorithmSection
 from shared.config.trainer_section import TrainerSection

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.kept_steps import kept_from
 from services.trainer.megatron.checkpoint_parts import DIGESTS, damage, set_aside, write_digests
+from services.trainer.role_worker import kept_from
 
 
 def _checkpoint(path: Path) -> Path:

@@ -10,7 +10,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from docs import flag_tables, megatron_catalogue
 from docs.flags import CATALOGUE
-from services.trainer import trainer_settings
+from services.trainer import actor
 from services.trainer.megatron import flag_sorting
 from shared.config import megatron_flags, slime_flags
 from shared.runtime.errors import ConfigError
@@ -73,12 +73,12 @@ def test_the_actor_gets_what_is_given_and_the_checkpoint_is_compared(tmp_path: P
     make_checkpoint("qwen3", tmp_path / "model")
     given = {"fp32_residual_connection": True, "ddp_bucket_size": 1000, "num_layers": 2, "hidden_size": 32, "swiglu": True}
     config = run_config(tmp_path, trainer={"megatron": given})
-    found = trainer_settings.TrainerSettings.from_run(config).megatron
+    found = actor.TrainerSettings.from_run(config).megatron
     assert (found.transformer, found.optimizer, found.ddp) == ({"fp32_residual_connection": True}, {}, {"bucket_size": 1000})
-    trainer_settings.check_architecture(config)
+    actor.check_architecture(config)
     wrong = run_config(tmp_path, trainer={"megatron": {**given, "num_layers": 36}})
     with pytest.raises(ConfigError, match=r"trainer.megatron.num_layers = 36: 2, as the checkpoint has"):
-        trainer_settings.check_architecture(wrong)
+        actor.check_architecture(wrong)
 
 
 def test_what_needs_transformer_engine_is_refused_without_it() -> None:

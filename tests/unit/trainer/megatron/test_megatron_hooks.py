@@ -6,8 +6,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from services.trainer.megatron_hooks import MegatronHooks
 from services.trainer.objective.custom_objective import CustomFunctions
+from services.trainer.trainer_hooks import MegatronHooks
 from shared.hooks import HookFailed
 from tests.support.run_config import run_config
 from tests.unit.trainer.megatron.rank_steps import share, weighted_loss

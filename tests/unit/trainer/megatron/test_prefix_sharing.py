@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from services.trainer.megatron import passes, runtime
 from services.trainer.megatron.packed_sequences import WORTHWHILE, least_saved
 from services.trainer.objective.loss import PolicyLoss
-from services.trainer.shared_prefixes import shared_prefixes
+from services.trainer.packing import shared_prefixes
 from shared.config.algorithm import AlgorithmSection
 from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron import rank_steps

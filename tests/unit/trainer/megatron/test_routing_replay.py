@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from services.trainer.megatron import runtime
-from services.trainer.packing import PackedBatch
-from services.trainer.shared_prefixes import routed_keys, shared_prefixes
+from services.trainer.packing import PackedBatch, routed_keys, shared_prefixes
 from tests.support.replayed_experts import log_probs_through
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.rank_steps import actor, weighted_loss

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.objective.distillation import IDS, LOG_PROBS, SHARES, DistillationLoss, top_k_kl
+from services.trainer.objective.distillation import IDS, LOG_PROBS, SHARES, DistillationLoss, top_k_fields, top_k_kl
 from services.trainer.objective.loss import PolicyLoss
 from services.trainer.packing import BadSample, pack
-from services.trainer.teacher_fields import top_k_fields
 from shared.config.algorithm import AlgorithmSection
 from tests.support.train_samples import train_sample
 

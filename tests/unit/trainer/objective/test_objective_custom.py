@@ -8,7 +8,7 @@ import torch
 from services.trainer.objective.custom_objective import ADVANTAGE, LOSS, REDUCER, REWARDS, TIS, CustomFunctions, CustomLoss, Responses
 from services.trainer.objective.loss import PolicyLoss, SftLoss
 from shared.config.algorithm import AlgorithmSection
-from shared.hooks import HookFailed, HookSample, slime_names
+from shared.hooks import HookFailed, HookSample, import_names
 
 from . import batches
 
@@ -64,7 +64,7 @@ def tis_in_slimes_manner(args, pg_loss, train_log_probs, rollout_log_probs, loss
 
 
 def test_a_weight_that_gathers_as_with_slime_gets_whole_responses():
-    slime_names.install()
+    import_names.install_slime_names()
     sequences, batch = drawn()
     losses = [
         PolicyLoss(AlgorithmSection(), custom=functions(TIS, weight))(batches.currents(sequences), None, batch)[0]

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.trainer.objective.loss import PolicyLoss
-from services.trainer.objective.tokens import MissingField
-from services.trainer.placement import balance
+from services.trainer.objective.reduce import MissingField
+from services.trainer.partition import balance
 from shared.config.algorithm import AlgorithmSection
 
 from . import batches, reference

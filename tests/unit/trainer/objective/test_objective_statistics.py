@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from services.trainer.objective.correction import Statistics, batch_statistics, importance_weight, second_moment_limit
 from services.trainer.objective.custom_objective import CustomFunctions, CustomLoss
 from services.trainer.objective.loss import PolicyLoss, SftLoss, loss_of
-from services.trainer.objective.reduce import denominator, passing
-from services.trainer.objective.tokens import MaskedTokens, sequence_sum
+from services.trainer.objective.reduce import MaskedTokens, denominator, passing, sequence_sum
 from shared.config.algorithm import AlgorithmSection
 
 from . import batches, reference

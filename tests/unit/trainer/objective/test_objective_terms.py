@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from services.trainer.objective.correction import importance_weight, off_policy_sequence_mask
 from services.trainer.objective.policy_gradient import clipped_surrogate, clipped_weight, kl_estimate, ratio_of
-from services.trainer.objective.tokens import sequence_mean, sequence_sum
+from services.trainer.objective.reduce import sequence_mean, sequence_sum
 from shared.config.algorithm import AlgorithmSection
 
 TWO_SEQUENCES = torch.tensor([0, 3, 5], dtype=torch.int32)

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.trainer.objective.loss import ValueLoss
-from services.trainer.objective.tokens import MissingField
+from services.trainer.objective.reduce import MissingField
 from shared.config.algorithm import AlgorithmSection
 
 from . import batches, reference

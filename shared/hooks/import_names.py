@@ -1,17 +1,85 @@
-"""Makes slime's import names importable, so that files written for it run as they are.
+"""Makes slime's import names importable, and in a wheel the names that Myxo's modules have in its repository.
 
-``slime.utils.types`` and the others of `MODULES` are modules of `shared.hooks.slime`, one object under both names. They win over those of a
-slime that can be imported, in whose modules is Ray; what Myxo has nothing of comes from there.
+A wheel has ``myxo.shared`` and ``myxo.services`` (docs/packaging.md). A user's files that import ``shared.hooks``, and configs that name
+``shared.agents.mcp_agent:play``, work there as in a checkout: it is the same module under both names. Another ``shared`` that can be
+imported wins.
+
+``slime.utils.types`` and the others of `MODULES` are modules of Myxo's, one object under both names, so that files written for slime run as
+they are. They win over those of a slime that can be imported, in whose modules is Ray; what Myxo has nothing of comes from there.
 """
 
+import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
-from shared.hooks.layout_names import SameModule
+PREFIX = __name__.rpartition("shared")[0]
+"""What stands before the names of the repository: nothing in a checkout, ``myxo.`` in a wheel."""
+
+_PACKAGES = ("shared", "services")
+
+
+def import_module(name: str) -> ModuleType:
+    """Returns the module that a config or a function calls ``name``. Raises ImportError, and whatever importing it raises."""
+    install_layout_names()
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        own = _own(name)
+        if own is None or not f"{name}.".startswith(f"{error.name}."):  # something else is missing, inside the module
+            raise
+        return importlib.import_module(own)
+
+
+def install_layout_names() -> None:
+    """Adds the finder, once; in a checkout there is nothing for it to do."""
+    if PREFIX and not any(isinstance(finder, LayoutNames) for finder in sys.meta_path):
+        sys.meta_path.insert(0, LayoutNames())
+
+
+def _own(name: str) -> str | None:
+    """Returns the name of a module of Myxo's in this layout, by its name in the repository."""
+    return f"{PREFIX}{name}" if PREFIX and name.partition(".")[0] in _PACKAGES else None
+
+
+class LayoutNames(MetaPathFinder):
+    """Finds Myxo's packages by their names in the repository, unless another package has such a name, and all that is in those it found.
+
+    It comes before the finder of files, which would load a second ``shared.hooks.loading`` from the path of the first.
+    """
+
+    def __init__(self) -> None:
+        self._found: set[str] = set()
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        own, package = _own(name), name.rpartition(".")[0]
+        if own is None or (package not in self._found if package else PathFinder.find_spec(name) is not None):
+            return None
+        if importlib.util.find_spec(own) is None:
+            return None
+        self._found.add(name)
+        return ModuleSpec(name, SameModule(own))
+
+
+class SameModule(Loader):
+    """Gives the module ``ours`` under another name."""
+
+    def __init__(self, ours: str) -> None:
+        self._ours = ours
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._ours)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # of its own name, where the other had been put
+
 
 _OURS = "shared.hooks.slime"
 
@@ -19,35 +87,35 @@ MODULES = {
     "slime": _OURS,
     "slime.backends": _OURS,
     "slime.backends.megatron_utils": _OURS,
-    "slime.backends.megatron_utils.cp_utils": f"{_OURS}.whole_responses",
+    "slime.backends.megatron_utils.cp_utils": "shared.hooks.slime.objective_functions",
     "slime.utils": _OURS,
-    "slime.utils.async_utils": f"{_OURS}.background_loop",
-    "slime.utils.data": f"{_OURS}.prompt_dataset",
-    "slime.utils.http_utils": f"{_OURS}.http_requests",
-    "slime.utils.mask_utils": f"{_OURS}.turn_masks",
-    "slime.utils.misc": f"{_OURS}.function_loading",
-    "slime.utils.processing_utils": f"{_OURS}.model_processors",
-    "slime.utils.types": f"{_OURS}.sample_types",
+    "slime.utils.async_utils": "shared.hooks.slime.http_requests",
+    "slime.utils.data": "shared.hooks.slime.prompt_sources",
+    "slime.utils.http_utils": "shared.hooks.slime.http_requests",
+    "slime.utils.mask_utils": "shared.hooks.slime.turn_masks",
+    "slime.utils.misc": "shared.hooks.loading",
+    "slime.utils.processing_utils": "shared.hooks.slime.model_processors",
+    "slime.utils.types": "shared.hooks.slime.sample_types",
     "slime.rollout": _OURS,
-    "slime.rollout.data_source": f"{_OURS}.prompt_sources",
-    "slime.rollout.base_types": f"{_OURS}.rollout_output",
+    "slime.rollout.data_source": "shared.hooks.slime.prompt_sources",
+    "slime.rollout.base_types": "shared.hooks.returned_output",
     "slime.rollout.filter_hub": _OURS,
     "slime.rollout.filter_hub.base_types": "shared.hooks.filters",
     "slime.rollout.filter_hub.dynamic_sampling_filters": "shared.hooks.filters",
-    "slime.rollout.on_policy_distillation": f"{_OURS}.on_policy_distillation",
-    "slime.rollout.rm_hub": f"{_OURS}.reward_dispatch",
+    "slime.rollout.on_policy_distillation": "shared.hooks.slime.objective_functions",
+    "slime.rollout.rm_hub": "shared.hooks.slime.reward_dispatch",
     "slime.rollout.rm_hub.deepscaler": "shared.rewards.boxed_math",
     "slime.rollout.rm_hub.f1": "shared.rewards.text_rewards",
     "slime.rollout.rm_hub.gpqa": "shared.rewards.text_rewards",
     "slime.rollout.rm_hub.ifbench": "shared.rewards.text_rewards",
     "slime.rollout.rm_hub.math_dapo_utils": "shared.rewards.text_rewards",
-    "slime.rollout.rm_hub.math_utils": f"{_OURS}.math_rewards",
-    "slime.rollout.sglang_rollout": f"{_OURS}.rollout_loop",
+    "slime.rollout.rm_hub.math_utils": "shared.hooks.slime.math_rewards",
+    "slime.rollout.sglang_rollout": "shared.hooks.slime.rollout_loop",
 }
 """slime's module → ours. Those that are `shared.hooks.slime` itself are packages and hold nothing but the others."""
 
 
-def install() -> None:
+def install_slime_names() -> None:
     """Adds the finder, once, before that of files."""
     if not any(isinstance(finder, SlimeNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, SlimeNames())

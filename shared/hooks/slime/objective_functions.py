@@ -1,10 +1,11 @@
-"""``slime.backends.megatron_utils.cp_utils``: what functions of the objective do with their samples' log-probs under context parallelism.
+"""Functions that the objective's functions import from slime: ``backends.megatron_utils.cp_utils`` and ``rollout.on_policy_distillation``.
 
-Here such a function always gets whole responses, whatever the layout, and gives whole ones back: there is nothing to gather or to cut.
+Here a function of the objective always gets whole responses, whatever the layout, and gives whole ones back: under context parallelism
+there is nothing to gather or to cut. In distillation there is no reward but the log-probs of the teacher, which the rollout services ask.
 """
 
 from collections.abc import Sized
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _Values = TypeVar("_Values", bound=Sized)
 
@@ -23,3 +24,13 @@ def _whole(values: _Values, response_length: int) -> _Values:
     if len(values) != response_length:
         raise ValueError(f"{len(values)} values for a response of {response_length} tokens")
     return values
+
+
+async def reward_func(args: Any, sample: Any, **keywords: Any) -> float:
+    """Returns 0."""
+    return 0.0
+
+
+def post_process_rewards(args: Any, samples: list[Any], **keywords: Any) -> tuple[list[float], list[float]]:
+    """Returns raw rewards and rewards, 0 for each sample."""
+    return [0.0] * len(samples), [0.0] * len(samples)

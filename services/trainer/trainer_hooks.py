@@ -1,8 +1,11 @@
-"""slime's hooks that make or change the data of a batch: ``custom_convert_samples_to_train_data_path``, before it is laid out, and
-``rollout_data_postprocess_path``, once its advantages are there.
+"""slime's hooks in the trainer: those that make or change the data of a batch, that log it, and those around Megatron.
 
-Both may take tokens out of the loss, and neither may put any in: what is trained has a log-prob and a version of the rollout's, and the
-batch was formed within the staleness bound by them.
+``custom_convert_samples_to_train_data_path`` is called before a batch is laid out, ``rollout_data_postprocess_path`` once its advantages
+are there. Both may take tokens out of the loss, and neither may put any in: what is trained has a log-prob and a version of the rollout's,
+and the batch was formed within the staleness bound by them.
+
+Every rank calls the hooks around Megatron, at the same places: what they do in collectives has to be the same everywhere. A hook that
+raises ends training.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,13 +18,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.trainer.actor import Actor
 from services.trainer.batch_metrics import stats_row
-from services.trainer.batches import TEACHER, TrainBatch
+from services.trainer.batches import TEACHER, Shard, TrainBatch
+from services.trainer.loss_inputs import scored
+from services.trainer.megatron.optimizer import Optimizer
 from services.trainer.objective.custom_objective import CustomFunctions
 from services.trainer.partition import Partition
-from services.trainer.shard_reader import Shard
 from shared.hooks import HookSample
+from shared.runtime.errors import MyxoError
 from shared.schema.sample import Sample
+from shared.store.payload_store import BlockingStore
 
 CONVERT = "algorithm.custom_convert_samples_to_train_data_path"
 POSTPROCESS = "algorithm.rollout_data_postprocess_path"
@@ -203,3 +210,78 @@ def _tensors(custom: CustomFunctions, name: str, values: object, masks: Sequence
 
 def _equal(values: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(torch.equal(value, other) for value, other in zip(values, others, strict=True))
+
+
+ROLLOUT_LOG = "monitoring.custom_rollout_log_function_path"
+
+
+class RolloutLog:
+    """Calls the function that the run names, if it names one."""
+
+    def __init__(self, custom: CustomFunctions, store: BlockingStore) -> None:
+        self._custom, self._store = custom, store
+
+    def wrote(self, partition: Partition, seconds: float) -> bool:
+        """Returns whether the function has logged the batch in the place of Myxo. One that fails has not, which is an error in the log.
+
+        Args:
+            seconds: for which the trainer waited for the batch.
+        """
+        if ROLLOUT_LOG not in self._custom:
+            return False
+        step = partition.batch.step
+        try:
+            samples = scored(partition, self._store, self._custom.args.reward_key)
+            return bool(self._custom.call(ROLLOUT_LOG, step, self._custom.args, samples, {}, seconds))
+        except MyxoError as error:
+            structlog.get_logger().error("rollout_log_failed", step=step, error=str(error))
+            return False
+
+
+INIT = "trainer.custom_megatron_init_path"
+BEFORE_LOG_PROBS = "trainer.custom_megatron_before_log_prob_hook_path"
+BEFORE_STEP = "trainer.custom_megatron_before_train_step_hook_path"
+
+
+class SchedulerView:
+    """The learning rate's schedule as a hook gets it, in the place of Megatron's ``OptimizerParamScheduler``.
+
+    ``num_steps``: optimizer steps so far.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def num_steps(self) -> int:
+        return self._optimizer.updates
+
+    def get_lr(self, param_group: object = None) -> float:
+        """Returns the learning rate of the next step, which is the same for all parameter groups."""
+        return self._optimizer.lr
+
+
+class MegatronHooks:
+    """Calls the hooks that a run names; the others do nothing. Each raises HookFailed."""
+
+    def __init__(self, custom: CustomFunctions) -> None:
+        self._custom = custom
+
+    def initialized(self) -> None:
+        """Calls ``f(args)``: the process groups are there, the model is not."""
+        if INIT in self._custom:
+            self._custom.call(INIT, self._custom.args)
+
+    def before_log_probs(self, actor: Actor, prefix: str) -> None:
+        """Calls ``f(args, model, store_prefix)``. ``prefix``: ``""`` for the policy, ``ref_``, ``teacher_``, whose weights are in place."""
+        if BEFORE_LOG_PROBS in self._custom:
+            actor.model.train(False)
+            self._custom.call(BEFORE_LOG_PROBS, self._custom.args, actor.model.chunks, prefix)
+
+    def before_step(self, actor: Actor, step: int, index: int) -> None:
+        """Calls ``f(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)``, once gradients are zero. ``index``: of the
+        optimizer step in training step ``step``."""
+        if BEFORE_STEP in self._custom:
+            optimizer = actor.optimizer
+            parts = (actor.model.chunks, optimizer.megatron, SchedulerView(optimizer))
+            self._custom.call(BEFORE_STEP, self._custom.args, step, index, *parts)

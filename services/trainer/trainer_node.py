@@ -1,5 +1,6 @@
-"""The ranks of one node: a torchrun of the agent's own for each attempt, in a process that can be killed with all below it."""
+"""A node of a trainer over several: its agent (`shared.nodes`) as a service, and the ranks that the agent starts for each attempt."""
 
+import asyncio
 import json
 import os
 import signal
@@ -8,9 +9,12 @@ import tempfile
 from pathlib import Path
 
 from services.trainer.torchrun import FAILURE_FILE, PORT_FILE
+from shared.bus.registry import NODE
+from shared.nodes.node_agent import NodeAgent
 from shared.nodes.node_decisions import OwnRanks
 from shared.process.child_process import ChildProcess, cause
-from shared.runtime.addresses import listening_interfaces
+from shared.runtime.addresses import HTTP_VARIABLE, listening_interfaces
+from shared.service.service_base import attended, connect
 
 
 class NodeRanks:
@@ -76,3 +80,35 @@ class NodeRanks:
             return (self._directory / name).read_text()
         except FileNotFoundError:
             return ""
+
+
+def run_node(service: str, role: str, rank: int, module: str = "services.trainer.rank") -> None:
+    """Serves as a node until the run is done or the node is asked to stop. Exits the process with the attempt's code where it failed.
+
+    Args:
+        service: the name of the role's service. role: actor or critic. rank: this node's. module: what each rank runs, with the role.
+    """
+    code = asyncio.run(_serve(service, role, rank, module))
+    if code:
+        sys.exit(code)
+
+
+async def _serve(name: str, role: str, rank: int, module: str) -> int:
+    rank_environment = {}
+    if rank == 0 and (http := os.environ.pop(HTTP_VARIABLE, "")):  # rank 0 shows the trainer's metrics there
+        rank_environment[HTTP_VARIABLE] = http
+    service = await connect(NODE, role="trainer")
+    service.instance = f"{name}-node-{rank}"
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, service.stopping.set)
+    try:
+        async with attended(service):
+            trainer = service.config.trainer
+            nodes, share = trainer.nodes(role), trainer.ranks_per_node(role)
+            ranks = NodeRanks(rank, nodes, share, (module, role), rank_environment)
+            job = service.subjects.trainer_nodes(role)
+            return await NodeAgent(service, job, rank, nodes, trainer.node_timeout, ranks).run()
+    finally:
+        await service.store.close()
+        await service.bus.close()

@@ -1,15 +1,92 @@
-"""Reads what an evaluation function in slime's manner returns: of each set rewards and, where it says so, truncation and samples."""
+"""Reads what a rollout or evaluation function in slime's manner returns; the classes of its results are those of
+``slime.rollout.base_types``.
+"""
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from shared.config.eval_set import NAME
 from shared.hooks import reward_values
 from shared.hooks.hook_sample import HookSample, Status, status_of
-from shared.hooks.slime.rollout_output import RolloutFnEvalOutput
 from shared.schema.message import MAX_PARTS, is_part_name
+
+
+@dataclass
+class RolloutFnTrainOutput:
+    """The groups of a training step, each a list of samples, or of lists of samples where rollouts fan out; and metrics by name."""
+
+    samples: list[list[HookSample]]
+    metrics: dict[str, Any] | None = None
+
+
+@dataclass
+class RolloutFnEvalOutput:
+    """Of each held-out set ``rewards``, ``truncated`` and ``samples``; and metrics by name."""
+
+    data: dict[str, dict[str, Any]]
+    metrics: dict[str, Any] | None = None
+
+
+def call_rollout_fn(fn: Any, *args: Any, evaluation: bool, **kwargs: Any) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """Returns the output of a rollout function; a bare value of older ones is put into the output's class."""
+    output = fn(*args, **kwargs, evaluation=evaluation)
+    if isinstance(output, RolloutFnTrainOutput | RolloutFnEvalOutput):
+        return output
+    return RolloutFnEvalOutput(output) if evaluation else RolloutFnTrainOutput(output)
+
+
+@dataclass
+class ReturnedGroup:
+    """The samples of one group. ``rollouts``: of each sample, which of the group's rollouts it comes from."""
+
+    number: int
+    samples: list[HookSample] = field(default_factory=list)
+    rollouts: list[int] = field(default_factory=list)
+
+    def add(self, sample: HookSample, rollout: int) -> None:
+        self.samples.append(sample)
+        self.rollouts.append(rollout)
+
+
+def train_output(returned: object) -> RolloutFnTrainOutput:
+    """Returns what a function returned in its newest form; it may be a plain list of groups. Raises ValueError."""
+    if isinstance(returned, list):
+        return RolloutFnTrainOutput(returned)
+    if isinstance(getattr(returned, "samples", None), list):
+        return RolloutFnTrainOutput(returned.samples, getattr(returned, "metrics", None))  # type: ignore[attr-defined]
+    raise ValueError(f"it returned a {type(returned).__name__}; expected RolloutFnTrainOutput(samples, metrics) or a list of groups")
+
+
+def returned_groups(samples: list[Any]) -> list[ReturnedGroup]:
+    """Returns the samples of any nesting of lists by their ``group_index``, in the order in which the groups first occur.
+
+    Samples of one ``rollout_id`` come from one rollout; where they have none, those of one list inside a group's.
+
+    Raises ValueError for what is no sample, or belongs to no group.
+    """
+    groups: dict[int, ReturnedGroup] = {}
+    rollouts: dict[int, dict[object, int]] = {}
+    for path, sample in _leaves(samples, ()):
+        if not isinstance(sample, HookSample):
+            raise ValueError(f"it returned a {type(sample).__name__} in the place of a sample")
+        number = sample.group_index
+        if not isinstance(number, int):
+            raise ValueError(f"a sample's group_index is {number!r}; expected that of a sample of data_source.get_samples")
+        group, ids = groups.setdefault(number, ReturnedGroup(number)), rollouts.setdefault(number, {})
+        key = ("id", sample.rollout_id) if sample.rollout_id is not None else ("list", path) if len(path) > 1 else ("sample", id(sample))
+        group.add(sample, ids.setdefault(key, len(ids)))
+    return list(groups.values())
+
+
+def _leaves(value: object, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], object]]:
+    """Yields what lies in nested lists, each with the indices of the lists around it (its own in the innermost left out)."""
+    if isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _leaves(item, (*path, index) if isinstance(item, list | tuple) else path)
+    else:
+        yield path, value
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""A trainer over several nodes: the ranks that each node's agent (`shared.nodes`) starts for an attempt."""
