@@ -126,8 +126,8 @@ def test_from_a_checkout_of_slime_our_names_win_and_its_helpers_load(place: str,
 
 def test_the_names_are_there_without_torch() -> None:
     program = (
-        "import sys, importlib\nfrom shared.hooks import slime_names; slime_names.install()\n"
-        "for name in slime_names.MODULES: importlib.import_module(name)\n"
+        "import sys, importlib\nfrom shared.hooks.import_names import MODULES, install_slime_names; install_slime_names()\n"
+        "for name in MODULES: importlib.import_module(name)\n"
         "print(sorted({'torch', 'transformers', 'sglang'} & sys.modules.keys()))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
