@@ -16,7 +16,7 @@ from shared.service.service_base import Service, run
 from tests.support.attesting import attested
 from tests.support.real_declarations import declare_as
 
-declare_as("trainer/metrics_logger/logged_metrics.py")
+declare_as("trainer/batch_metrics.py")
 
 STEP_SECONDS = 0.05
 
