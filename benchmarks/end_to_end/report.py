@@ -133,7 +133,7 @@ def alone(found: Mapping[str, Any]) -> str:
     best = max(found["alone"], key=lambda one: one["tokens_per_s"])
     share = found["split"]
     return (
-        f"Alone, the engine draws {best['tokens_per_s']:,.0f} tokens a second with {best['running']:.0f} requests running: "
+        f"Alone, the engine generates {best['tokens_per_s']:,.0f} tokens a second with {best['running']:.0f} requests running: "
         f"g = {share['generation_seconds']:.2f} s a step{_shared_by(found)}; training takes h = {share['training_seconds']:.2f} s. "
         f"Limit {share['limit_seconds']:.2f} s a step{_lent(found)}, U_sync = {share['synchronous_use']:.2f}."
     )
