@@ -353,4 +353,7 @@ def check_ingest(inspection: Inspection) -> Findings:
     if not gateways:
         yield Note(f"ingest_groups is {mode} and gateway_replicas 0: groups come in by gateways that are started elsewhere")
     elif inspection.starts:
-        ingest_key()  # raises ConfigError
+        try:
+            ingest_key()
+        except ConfigError as error:
+            yield error
