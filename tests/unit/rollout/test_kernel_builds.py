@@ -76,7 +76,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         "flashinfer/norm.py": NORM,
         "flashinfer/__init__.py": "",
         "torch/__init__.py": "int64 = 'int64'",
-        "torch/distributed/__init__.py": "class TCPStore: ...\nclass HashStore: ...\nclass Store: ...\nclass DistStoreError(Exception): ...",
+        "torch/distributed/__init__.py": "class TCPStore: ...\nclass HashStore: ...\nclass Store: ...\nclass DistStoreError: ...",
         "torch/distributed/rendezvous.py": "",
         "sglang/__init__.py": "",
         "sglang/launch_server.py": SERVER,
