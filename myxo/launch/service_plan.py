@@ -20,7 +20,13 @@ from shared.runtime.addresses import GATEWAY_VARIABLE, HTTP_VARIABLE, HttpAddres
 _HELD: list[socket.socket] = []
 
 # The module that `python -m` runs for each service.
-SERVICE_MODULES = {service: f"services.{service}" for service in ("buffer", "reward", "rollout", "gateway", "trainer")}
+SERVICE_MODULES = {
+    "buffer": "services.buffer",
+    "reward": "services.reward",
+    "rollout": "services.rollout",
+    "gateway": "services.gateway",
+    "trainer": "services.trainer",
+}
 AGENTS = "agents"  # server of the user's that agents speak to (`rollout.agent_service`)
 TRAINERS = ("trainer", "critic")  # services that hold the training state: they are stopped before those that they need
 CRITIC = ("services.trainer", "critic")  # module and argument that it runs for the critic, the trainer's second role

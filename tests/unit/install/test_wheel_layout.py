@@ -91,3 +91,9 @@ def test_the_description_has_no_links_into_the_repository(layout: ModuleType) ->
     )
     assert layout.without_relative_links("a\n\n[![picture](docs/p.png)](docs/c.md)\n\nb\n") == "a\n\nb\n"
     assert "do the same (the package)" in description
+
+
+def test_every_module_of_the_project_can_be_laid_out(layout: ModuleType, tmp_path: Path) -> None:
+    layout.lay_out(ROOT, tmp_path)
+    assert not (tmp_path / "shared").exists()
+    assert (tmp_path / "myxo" / "shared" / "config" / "run_config.py").is_file()
