@@ -49,7 +49,7 @@ fields. Values are checked where the command is given, without Megatron or torch
   values. So a script written for another size does not train the wrong model.
 - **Nothing is ignored in silence.** An unknown flag is refused with the nearest one, a flag that means nothing here with the reason and
   what to use instead, another value than Myxo's own with the reason for it. A flag that changes no value, only where memory lies or which
-  kernels run, is accepted; where it has no effect, that is told when the run starts. What needs Transformer Engine is refused where that is
+  kernels run, is accepted; where it has no effect, the start says so. What needs Transformer Engine is refused where that is
   not installed. slime's own flags: [coming-from-slime.md](coming-from-slime.md).
 - **A switch** is given as `--name`, `--no-name` or `--name false`; a list as words, or as scripts write it, `--moe-layer-freq
   [0]*1+[1]*27`.

@@ -28,10 +28,10 @@ script out, and the quotes of `ray job submit -- python3 train.py` with them.
 myxo train FLAGS --dry-run > run.toml    # checks all, starts nothing, prints the TOML that the flags stand for
 myxo up run.toml                         # the same run
 myxo train run.toml --lr 2e-6            # a file with flags over it
-myxo train --run-name NAME               # goes on with a run, or gives a new one its name
+myxo train --run-name NAME               # continues a run, or gives a new one its name
 ```
 
-`--dry-run` needs no GPU. It tells everything at once that would keep the run from its end: a file that is not there, a shape that does not
+`--dry-run` needs no GPU. It reports everything at once that would stop the run: a file that is not there, a shape that does not
 fit the layout, a package that is missing, a misspelt flag.
 
 ## What becomes of a flag
@@ -40,19 +40,19 @@ Each flag is in one class, and none is ignored in silence:
 
 - **taken**: the config has a field of its name, which `myxo up --help` explains. In TOML it stands in the field's section, with
   underscores.
-- **renamed**: accepted; it sets fields of other names, and that is told when the run starts.
-- **no-op**: accepted and without effect, for a reason that is told when the run starts.
+- **renamed**: accepted; it sets fields of other names, and that is reported when the run starts.
+- **no-op**: accepted and without effect, for a reason that is reported when the run starts.
 - **refused**: with the reason, and what to do instead. An unknown flag is refused with the nearest one, and so is a shortened one.
 
 The same words are keys in TOML: `balance_data = true` or `partial_rollout = true` in any section. Megatron's flags have the same classes:
 [megatron-flags.md](megatron-flags.md). What comes of several nodes, of Transformer Engine or of another package that is missing here is
-told by the checks before the start: the flags themselves are accepted. An error names the flag that was typed, with the config's field
+reported by the checks before the start: the flags themselves are accepted. An error names the flag that was typed, with the config's field
 beside it: `--lr (trainer.lr) = '-1': …`; of `--eval-config` it names the file, the set and the field.
 
 Values are written as for slime: a list as words (`--rollout-stop-token-ids 1 2`, `--sglang-cuda-graph-bs 1 2 4`) or as Megatron has it
 (`--moe-layer-freq [0]*3+[1]*58`), names with paths in pairs (`--eval-prompt-data aime a.jsonl gpqa b.jsonl`), a part of a file as
 `prompts.jsonl@[-100:]`, a mapping as JSON, a function as `package.module.function` or `package.module:function`. Of a flag that is given
-twice the last counts, and that is told. A switch that is on by default is turned off by `--no-…`.
+twice the last counts, and that is reported. A switch that is on by default is turned off by `--no-…`.
 
 ## Where things are
 
@@ -64,7 +64,7 @@ twice the last counts, and that is told. A switch that is on by default is turne
 | `--ref-load` | An HF checkpoint is the reference policy's; the policy starts from `--hf-checkpoint`, where slime starts both from it. |
 | `--ref-load …_torch_dist` | It is taken for a conversion of `--hf-checkpoint` and not read. |
 | `--save DIR` | The run's directory is `DIR/NAME`: checkpoints, logs, TensorBoard, weights, and the state of every service. |
-| `--load DIR` | The newest run in `DIR` goes on where it was; where there is none, a new one begins. `--fresh` begins anew. |
+| `--load DIR` | The newest run in `DIR` continues where it was; where there is none, a new one begins. `--fresh` begins anew. |
 | `--rollout-num-gpus` | By `--rollout-num-gpus-per-engine` it gives the engines; without it they fill the GPUs that there are. |
 | `--rollout-num-gpus --colocate` | Without effect, as with slime: all GPUs are the engines', too. `--rollout-replicas` takes fewer. |
 | `--custom-config-path FILE` | Its keys stand over all flags: fields of that name, the rest are attributes of `args` for your functions. |
@@ -85,7 +85,7 @@ twice the last counts, and that is told. A switch that is on by default is turne
   start says so: [staleness.md](staleness.md).
 - **What slime refuses at its start is refused** for `myxo train` without a file, too: REINFORCE++ without `--normalize-advantages`, both
   lists of parameters, deltas of weights without `--update-weight-transport disk` or with `--colocate`. A TOML file may have these.
-  `--kl-loss-coef` without `--use-kl-loss` changes nothing, as with slime, and that is told.
+  `--kl-loss-coef` without `--use-kl-loss` changes nothing, as with slime, and that is reported.
 - **What slime demands and has a default here**: `--save` (runs lie in `runs`), `--max-tokens-per-gpu`, `--global-batch-size` (one optimizer
   step a rollout), `--update-weight-disk-dir` and `--update-weight-local-checkpoint-dir`, `--ref-load` for a KL.
 - **One sample a prompt** is refused with an estimator that compares a group's samples; slime trains on rewards that are all 0 then.

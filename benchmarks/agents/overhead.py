@@ -1,7 +1,7 @@
 """What a gateway adds to a request: its time from the client's side, less the time in the replica.
 
-The replica is a door in this process, which answers at once with letters and the token that ends a turn: beside an engine on the same cores
-nobody could tell the gateway's time from the time for which it waits for a core.
+The replica is one in this process, which answers at once with letters and the token that ends a turn: beside an engine on the same cores
+the gateway's time could not be separated from the time for which it waits for a core.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ CONTEXT = 1 << 17
 VOCABULARY = 128
 
 
-class InstantDoor:
-    """A replica's door without an engine. ``spent``: seconds in it by request. ``end``: the token that ends a turn."""
+class InstantReplica:
+    """A replica without an engine. ``spent``: seconds in it by request. ``end``: the token that ends a turn."""
 
     def __init__(self, end: int) -> None:
         self.spent: dict[str, float] = {}
@@ -51,10 +51,10 @@ class InstantDoor:
 
 
 @asynccontextmanager
-async def instant_door(site: Site, end: int) -> AsyncIterator[InstantDoor]:
-    """Serves such a door and has the registry name it while the body runs."""
-    door, app = InstantDoor(end), web.Application(client_max_size=1 << 28)
-    app.router.add_post(DRAW_PATH, door.draw)
+async def instant_replica(site: Site, end: int) -> AsyncIterator[InstantReplica]:
+    """Serves such a replica and has the registry name it while the body runs."""
+    replica, app = InstantReplica(end), web.Application(client_max_size=1 << 28)
+    app.router.add_post(DRAW_PATH, replica.draw)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -70,13 +70,13 @@ async def instant_door(site: Site, end: int) -> AsyncIterator[InstantDoor]:
 
     announcing = asyncio.create_task(announce())
     try:
-        yield door
+        yield replica
     finally:
         await cancelled([announcing])
         await runner.cleanup()
 
 
-async def measured(site: Site, door: InstantDoor, kind: type[Speaker], load: Load, requests: int, at_once: int) -> dict[str, float]:
+async def measured(site: Site, replica: InstantReplica, kind: type[Speaker], load: Load, requests: int, at_once: int) -> dict[str, float]:
     """Returns the milliseconds that a gateway adds to a request, and its CPU milliseconds for one."""
     added: list[float] = []
     left = iter(range(max(1, requests // load.turns // at_once) * at_once))
@@ -89,7 +89,7 @@ async def measured(site: Site, door: InstantDoor, kind: type[Speaker], load: Loa
                     speaker.say(text)
                     begun = time.perf_counter()
                     said = await asked(http, site.urls[0], key, speaker)
-                    added.append(time.perf_counter() - begun - door.spent.pop(said.request))
+                    added.append(time.perf_counter() - begun - replica.spent.pop(said.request))
 
         before, begun = site.cpu(), time.perf_counter()
         await asyncio.gather(*(converse() for _ in range(at_once)))
@@ -109,12 +109,12 @@ async def measured(site: Site, door: InstantDoor, kind: type[Speaker], load: Loa
 async def by_format(site: Site, end: int, requests: int, at_once: int) -> dict[str, Any]:
     """Returns the figures of each format, with short and with long conversations, one at a time and several at once."""
     found: dict[str, Any] = {}
-    async with instant_door(site, end) as door:
+    async with instant_replica(site, end) as replica:
         for kind in FORMATS.values():  # the first requests of a gateway load what it has not needed before
-            await measured(site, door, kind, HISTORIES["short"], 6, 1)
+            await measured(site, replica, kind, HISTORIES["short"], 6, 1)
         for name, kind in FORMATS.items():
             found[name] = {
-                f"{history}, {count} at once": await measured(site, door, kind, load, requests, count)
+                f"{history}, {count} at once": await measured(site, replica, kind, load, requests, count)
                 for history, load in HISTORIES.items()
                 for count in sorted({1, at_once})
             }

@@ -17,7 +17,7 @@ MAX_TOKENS = 4096
 
 
 async def run(data: dict[str, Any], base_url: str, api_key: str) -> dict[str, float]:
-    """Has the model answer, with its calls of the calculator answered, and tells it where it is wrong."""
+    """Has the model answer, with its calls of the calculator answered, and shows it where it is wrong."""
     messages = list(data["messages"])
     root = base_url.removesuffix("/v1")  # this SDK appends it
     async with AsyncAnthropic(base_url=root, api_key=api_key, max_retries=RETRIES) as client:

@@ -8,7 +8,7 @@ TURNS = 3
 """The most answers that an agent lets the model give."""
 
 AGAIN = " no. "
-"""What a wrong answer is told, before the problem once more."""
+"""Feedback on a wrong answer, before the problem is repeated."""
 
 LATER_TURN_COSTS = 0.1
 """What an answer's reward is less for each turn before it."""

@@ -17,7 +17,7 @@ RETRIES = 8
 
 
 async def run(data: dict[str, Any], base_url: str, api_key: str) -> dict[str, float]:
-    """Has the model answer, with its calls of the calculator answered, and tells it where it is wrong."""
+    """Has the model answer, with its calls of the calculator answered, and shows it where it is wrong."""
     messages = list(data["messages"])
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=RETRIES) as client:
         for turn in range(1, TURNS + 1):

@@ -33,8 +33,8 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     done.unlink(missing_ok=True)
     rng = random.Random(options.seed)
-    drawn = problems.draw(rng, options.heldout + options.train + options.demonstrations)
-    heldout, rest = drawn[: options.heldout], drawn[options.heldout :]
+    sampled = problems.draw(rng, options.heldout + options.train + options.demonstrations)
+    heldout, rest = sampled[: options.heldout], sampled[options.heldout :]
     train, demonstrated = rest[: options.train], rest[options.train :]
     worked = set(rng.sample(range(len(demonstrated)), round(len(demonstrated) * options.worked)))
     demonstrations = [problems.as_demonstration(problem, number in worked) for number, problem in enumerate(demonstrated)]

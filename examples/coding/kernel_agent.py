@@ -1,4 +1,4 @@
-"""An agent that optimises a kernel: it is written, compiled and measured, and the model is told what came of it, turn after turn.
+"""An agent that optimises a kernel: it is written, compiled and measured, and the model gets the result back, turn after turn.
 
 --agent examples.coding.kernel_agent:run
 

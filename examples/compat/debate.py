@@ -26,9 +26,13 @@ async def ask(args, prompt, role):
         params["max_new_tokens"] = min(params["max_new_tokens"], args.rollout_max_context_len - len(sample.tokens))
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     output = await post(url, {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True})
-    drawn = output["meta_info"].get("output_token_logprobs", [])
+    generated = output["meta_info"].get("output_token_logprobs", [])
     sample.append_response_tokens(
-        args, tokens=[entry[1] for entry in drawn], log_probs=[entry[0] for entry in drawn], trainable=True, meta_info=output["meta_info"]
+        args,
+        tokens=[entry[1] for entry in generated],
+        log_probs=[entry[0] for entry in generated],
+        trainable=True,
+        meta_info=output["meta_info"],
     )
     sample.response = output["text"]
     sample.role = role

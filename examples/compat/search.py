@@ -63,9 +63,9 @@ async def generate(args, sample: Sample, sampling_params) -> Sample:
         if meta["finish_reason"]["type"] == "abort":
             sample.status = Sample.Status.ABORTED
             return sample
-        drawn = meta["output_token_logprobs"]
+        generated = meta["output_token_logprobs"]
         sample.append_response_tokens(
-            args, tokens=[entry[1] for entry in drawn], log_probs=[entry[0] for entry in drawn], meta_info=meta, text=output["text"]
+            args, tokens=[entry[1] for entry in generated], log_probs=[entry[0] for entry in generated], meta_info=meta, text=output["text"]
         )
         if meta["finish_reason"]["type"] == "length":
             break

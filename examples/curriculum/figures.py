@@ -1,6 +1,6 @@
-"""Tells how the difficulty of a run moved: ``python -m examples.curriculum.figures runs/curriculum [--picture PATH]``.
+"""Reports how the difficulty of a run moved: ``python -m examples.curriculum.figures runs/curriculum [--picture PATH]``.
 
-It reads the responses that the run has kept, whose prompts say at which level they were drawn.
+It reads the responses that the run has kept, whose prompts say at which level they were sampled.
 """
 
 import argparse

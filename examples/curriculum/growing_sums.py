@@ -1,6 +1,6 @@
 """Sums that get longer while the model learns: level 0 has one digit, each level one more.
 
-The source of prompts of this example: ``data_source = "examples.curriculum.growing_sums:make"``. The sums of a level are drawn from the
+The source of prompts of this example: ``data_source = "examples.curriculum.growing_sums:make"``. The sums of a level are sampled from the
 run's seed and their number, so that the same results give the same sums again.
 """
 
@@ -25,10 +25,10 @@ def make(config: RunConfig) -> "GrowingSums":
 
 
 class GrowingSums:
-    """Draws sums at the level that the model is at; `[curriculum]` says when it moves."""
+    """Samples sums at the level that the model is at; `[curriculum]` says when it moves."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._seed, self._drawn = config.data.rollout_seed, 0
+        self._seed, self._sampled = config.data.rollout_seed, 0
         self._level = AdaptiveLevel(config.curriculum, highest=MOST_DIGITS - 1)
 
     def get_samples(self, n: int) -> list[dict[str, Any]]:
@@ -36,8 +36,8 @@ class GrowingSums:
         return [self._draw() for _ in range(n)]
 
     def _draw(self) -> dict[str, Any]:
-        dice = random.Random(f"{self._seed} {self._drawn}")
-        self._drawn += 1
+        dice = random.Random(f"{self._seed} {self._sampled}")
+        self._sampled += 1
         at = self._level.draw(dice)
         left, right = operands(dice, at[LEVEL] + 1)
         return {"prompt": f"{left}+{right}=", "label": str(left + right), "metadata": at}
@@ -49,9 +49,9 @@ class GrowingSums:
 
     def state(self) -> dict[str, Any]:
         """Returns where the source is."""
-        return {"drawn": self._drawn, "level": self._level.state()}
+        return {"drawn": self._sampled, "level": self._level.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on from there."""
-        self._drawn = state["drawn"]
+        """Continues from there."""
+        self._sampled = state["drawn"]
         self._level.load_state(state["level"])

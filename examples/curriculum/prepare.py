@@ -25,10 +25,10 @@ def main() -> None:
         problems = [Problem(*operands(dice, digits)) for _ in range(options.heldout)]
         write(options.folder / f"heldout_{digits}.jsonl", [as_prompt(problem) for problem in problems])
     lengths = range(1, MOST_DIGITS + 1)  # longer ones take more showing
-    drawn = [Problem(*operands(dice, digits)) for digits in dice.choices(lengths, lengths, k=options.demonstrations)]
-    write(options.folder / "sft.jsonl", [as_demonstration(problem, dice.random() < options.worked) for problem in drawn])
+    sampled = [Problem(*operands(dice, digits)) for digits in dice.choices(lengths, lengths, k=options.demonstrations)]
+    write(options.folder / "sft.jsonl", [as_demonstration(problem, dice.random() < options.worked) for problem in sampled])
     parameters = tiny_model.save(options.folder / "model", seed=options.seed, layers=2, hidden_size=128)
-    print(f"{options.folder}: a model of {parameters:,} parameters, {len(drawn)} demonstrations of sums of 1 to {MOST_DIGITS} digits")
+    print(f"{options.folder}: a model of {parameters:,} parameters, {len(sampled)} demonstrations of sums of 1 to {MOST_DIGITS} digits")
 
 
 def write(path: Path, lines: list[dict[str, str]]) -> None:

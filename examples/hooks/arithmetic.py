@@ -15,7 +15,7 @@ from shared.data.tokenizer import Tokenizer
 from shared.hooks import Arguments, DynamicFilterOutput, Sample
 
 AGAIN = " no. "
-"""What a wrong answer is told, before the problem once more."""
+"""Feedback on a wrong answer, before the problem is repeated."""
 
 
 def answer(text: str) -> str | None:
@@ -25,7 +25,7 @@ def answer(text: str) -> str | None:
 
 
 async def second_try(args: Arguments, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """``--custom-generate-function-path``: who answers wrong is told so, and may try again. Both answers are trained, the words are not."""
+    """``--custom-generate-function-path``: after a wrong answer the model may try again. Both answers are trained, the words are not."""
     await turn(args, sample, sampling_params)
     if sample.status is not Sample.Status.ABORTED and answer(sample.response) != sample.label:
         words = f"{AGAIN}{sample.prompt}"
@@ -42,12 +42,12 @@ async def turn(args: Arguments, sample: Sample, sampling_params: dict[str, Any])
     async with aiohttp.ClientSession(raise_for_status=True) as session, session.post(url, json=body) as response:
         output = await response.json()
     meta = output["meta_info"]
-    drawn = meta.get("output_token_logprobs") or []  # [log-prob, id, None] each
+    generated = meta.get("output_token_logprobs") or []  # [log-prob, id, None] each
     sample.append_response_tokens(
-        tokens=[token for _, token, _ in drawn],
-        log_probs=[log_prob for log_prob, _, _ in drawn],
+        tokens=[token for _, token, _ in generated],
+        log_probs=[log_prob for log_prob, _, _ in generated],
         meta_info=meta,
-        text=tokenizer(args.hf_checkpoint).decode([token for _, token, _ in drawn]),
+        text=tokenizer(args.hf_checkpoint).decode([token for _, token, _ in generated]),
     )
 
 

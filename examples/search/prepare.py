@@ -1,7 +1,7 @@
 """Makes the search example's documents, questions, demonstrations and model. Nothing is downloaded.
 
-Each document tells the colour of a thing with a made-up name. Demonstrations tell of other things: some search before they answer, more
-guess at once. No model can know the colour of a thing that it is asked for; the reward tells that it pays to look.
+Each document states the colour of a thing with a made-up name. Demonstrations use other things: some search before they answer, more
+guess at once. No model can know the colour of a thing that it is asked for; the reward shows that a search pays.
 """
 
 import argparse

@@ -12,12 +12,12 @@ import sys
 from shared.runtime.addresses import LOOPBACK, PRIVATE, HttpAddress, own_address, parsed
 from shared.runtime.errors import ConfigError
 
-NOT_SENT = "Myxo-Not-Sent"  # header of the door's own answers
+NOT_SENT = "Myxo-Not-Sent"  # header of the proxy's own answers
 CONNECT_SECONDS = 10.0  # an agent that does not take a connection by then is not there
 
-# How long a caller that gets the door's own answer may go on sending: a connection closed before would take the answer with it.
+# How long a caller that gets the proxy's own answer may continue to send: a connection closed before would take the answer with it.
 LINGER_SECONDS = 5.0
-CONNECTIONS = 4096  # most at once; further ones are answered by the door
+CONNECTIONS = 4096  # most at once; further ones are refused by the proxy
 CHUNK_BYTES = 64 * 1024
 
 

@@ -28,7 +28,7 @@ TOLD = {
     "watch": 10,
     "reward": 15,
     "gateway": 15,
-    "agent-door": 5,
+    "agent-proxy": 5,
     "buffer": 15,
     "console": 5,
     "rollout": 15,

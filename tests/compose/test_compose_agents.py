@@ -27,7 +27,7 @@ STEPS = 20
 FLAGS = (
     f"--num-rollout {STEPS} --rollout-batch-size 2 --n-samples-per-prompt 2 --sft-steps 20 --sft-batch-size 32 --eval-interval 1000 "
     "--save-interval 1 --ack-wait 10 --agent shared.agents.http_agent:play "
-    """--agent-options '{"url":"http://agent-door:8600/play"}'"""
+    """--agent-options '{"url":"http://agent-proxy:8600/play"}'"""
 )
 RUN, NETWORK, AGENT = "secret", "myxo-test-agents", "myxo-test-agent"
 
@@ -135,7 +135,7 @@ def test_addresses_open_the_gateways_api_alone(agents: Stack) -> None:
 
 def test_names_open_the_gateways_api_alone(agents: Stack) -> None:
     """Neither names of other services, nor other ports of the gateway: its metrics, its draws."""
-    ports = {"nats": (4222, 8222), "redis": (6379,), "gateway": (8000, 9464), "agent-door": (8600, 9464)}
+    ports = {"nats": (4222, 8222), "redis": (6379,), "gateway": (8000, 9464), "agent-proxy": (8600, 9464)}
     names = ("buffer", "reward", "rollout", "trainer", "operator", "myxo", "router", "host.docker.internal", "gateway.docker.internal")
     places = [(name, port) for name, given in ports.items() for port in given]
     places += [(name, port) for name in names for port in (80, 8000, 9464, 30000)]
@@ -169,7 +169,7 @@ def test_neither_the_host_nor_the_world_is_there(agents: Stack) -> None:
     routes = "import json; print(json.dumps([line.split()[1] for line in open('/proc/net/route').readlines()[1:]]))"
     assert "00000000" not in in_agent(routes), "a default route"
     assert in_agent(SIXES) == ["lo"]
-    for service in ("gateway", "agent-door"):  # what is on both networks is no router between them
+    for service in ("gateway", "agent-proxy"):  # what is on both networks is no router between them
         assert agents.compose("exec", "-T", service, "cat", "/proc/sys/net/ipv4/ip_forward").strip() == "0"
     names = ("example.org", "metadata.google.internal", f"{agents.project}-nats-1", f"{agents.project}-rollout-1", "buffer")
     assert in_agent(LOOK_UP, json.dumps(names)) == [None] * len(names)

@@ -1,4 +1,4 @@
-"""A guessing game: the environment thinks of a number, the model guesses, and is told whether the number is higher or lower.
+"""A guessing game: the environment thinks of a number, the model guesses, and is answered whether the number is higher or lower.
 
 ``myxo env run examples.environments.guessing.guessing:GuessingGame --port 8080`` serves it.
 """

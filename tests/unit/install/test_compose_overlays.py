@@ -44,6 +44,6 @@ def test_the_reward_service_is_refused_what_sandboxes_are_but_for_what_makes_the
 def test_who_is_on_two_networks_passes_nothing_on() -> None:
     services = read("compose.yaml")["services"]
     between = {name for name, service in services.items() if len(service.get("networks", [])) > 1}  # type: ignore[arg-type]
-    assert between == {"reward", "gateway", "agent-door", "router", "myxo", "prometheus"}
+    assert between == {"reward", "gateway", "agent-proxy", "router", "myxo", "prometheus"}
     for name in between:
         assert services[name]["sysctls"] == {"net.ipv4.ip_forward": 0}, name

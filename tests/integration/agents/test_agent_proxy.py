@@ -21,12 +21,12 @@ SECONDS = 60
 
 
 @contextlib.asynccontextmanager
-async def door(agent: int) -> AsyncIterator[int]:
-    """A door to an agent at a port of loopback; its own port."""
+async def proxy(agent: int) -> AsyncIterator[int]:
+    """A proxy to an agent at a port of loopback; its own port."""
     port = free_port()
     serving = asyncio.create_task(agent_proxy.serve(HttpAddress("127.0.0.1", port), HttpAddress("127.0.0.1", agent)))
     try:
-        await until(lambda: _listens(port), "the door to open")
+        await until(lambda: _listens(port), "the proxy to open")
         yield port
     finally:
         serving.cancel()
@@ -56,7 +56,7 @@ async def test_a_connection_is_passed_on_and_ends_with_either_end() -> None:
         writer.close()
 
     server = await asyncio.start_server(agent, "127.0.0.1", 0)
-    async with server, asyncio.timeout(SECONDS), door(server.sockets[0].getsockname()[1]) as port:
+    async with server, asyncio.timeout(SECONDS), proxy(server.sockets[0].getsockname()[1]) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         sent = os.urandom(1 << 20).replace(b".", b"!") + b"."
         writer.write(sent)
@@ -69,9 +69,9 @@ async def test_a_connection_is_passed_on_and_ends_with_either_end() -> None:
 
 
 async def test_an_agent_that_is_not_there_yet_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
-    long = "?" * (8 << 20)  # more than the sockets hold: it is being sent when the door answers
+    long = "?" * (8 << 20)  # more than the sockets hold: it is being sent when the proxy answers
     data = {"messages": [{"role": "user", "content": long}]}
-    async with door(absent := free_port()) as port, asyncio.timeout(SECONDS):
+    async with proxy(absent := free_port()) as port, asyncio.timeout(SECONDS):
         url = f"http://127.0.0.1:{port}/play"
         reason = rf"cannot be reached within 0.5 s: the agent at 127.0.0.1:{absent} cannot be reached: "
         with pytest.raises(AgentServiceFailed, match=reason):
@@ -85,7 +85,7 @@ async def test_an_agent_that_is_not_there_yet_is_waited_for(capsys: pytest.Captu
             said += capsys.readouterr().err
             return len(said) > before
 
-        await until(refused, "that the door has refused it")
+        await until(refused, "that the proxy has refused it")
         async with http_server(lambda asked, number: {"reward": 1}, port=absent) as server:
             assert await asked == 1
             assert len(server.asked) == 1 and server.asked[0]["data"]["messages"] == data["messages"]
@@ -100,7 +100,7 @@ async def test_an_agent_that_leaves_in_the_middle_is_not_asked_again() -> None:
         writer.close()
 
     server = await asyncio.start_server(agent, "127.0.0.1", 0)
-    async with server, asyncio.timeout(SECONDS), door(server.sockets[0].getsockname()[1]) as port:
+    async with server, asyncio.timeout(SECONDS), proxy(server.sockets[0].getsockname()[1]) as port:
         with pytest.raises(AgentServiceFailed):
             await play({"options": {"url": f"http://127.0.0.1:{port}/play"}}, "http://gateway:8300/v1", "sk-myxo-1")
     assert asked == 1
@@ -108,7 +108,7 @@ async def test_an_agent_that_leaves_in_the_middle_is_not_asked_again() -> None:
 
 async def test_connections_over_the_most_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_proxy, "CONNECTIONS", 0)
-    async with http_server(lambda asked, number: {"reward": 1}) as server, door(int(server.url.rsplit(":", 1)[1])) as port:
+    async with http_server(lambda asked, number: {"reward": 1}) as server, proxy(int(server.url.rsplit(":", 1)[1])) as port:
         with pytest.raises(AgentServiceFailed, match="0 connections are open"):
             options = {"url": f"http://127.0.0.1:{port}/play", "start_seconds": 0}
             await play({"options": options}, "http://gateway:8300/v1", "sk-myxo-1")
