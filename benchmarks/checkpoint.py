@@ -96,7 +96,8 @@ def save_on_one_rank(directory: Path) -> dict[str, Any]:
     """Saves on this rank, with the others, and returns its figures."""
     import torch
 
-    from services.trainer.actor import Actor, TrainerSettings
+    from services.trainer.actor import Actor
+    from services.trainer.megatron.trainer_settings import TrainerSettings
     from services.trainer.packing import PackedBatch
     from shared.config.trainer_section import TrainerSection
 

@@ -141,8 +141,9 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
     import torch
 
     from services.trainer import flops
-    from services.trainer.actor import Actor, TrainerSettings
+    from services.trainer.actor import Actor
     from services.trainer.megatron.moe import GroupedExperts
+    from services.trainer.megatron.trainer_settings import TrainerSettings
     from services.trainer.objective.loss import PolicyLoss
     from shared.config.algorithm import AlgorithmSection
 

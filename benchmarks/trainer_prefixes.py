@@ -116,7 +116,8 @@ def measure(cases: list[str], steps: int) -> list[dict[str, Any]]:
     """Returns the figures of each case, all in this process."""
     import torch
 
-    from services.trainer.actor import Actor, TrainerSettings
+    from services.trainer.actor import Actor
+    from services.trainer.megatron.trainer_settings import TrainerSettings
     from shared.config.trainer_section import TrainerSection
 
     on_gpu = torch.cuda.is_available()

@@ -90,7 +90,8 @@ def main() -> int:
 
 def measure(name: str, steps: int) -> list[dict[str, Any]]:
     """One case, in this process: a row for each step."""
-    from services.trainer.actor import Actor, TrainerSettings
+    from services.trainer.actor import Actor
+    from services.trainer.megatron.trainer_settings import TrainerSettings
     from services.trainer.objective.loss import PolicyLoss
     from shared.config.algorithm import AlgorithmSection
     from shared.config.trainer_section import TrainerSection

@@ -145,8 +145,9 @@ class Bench:
     # --- what is measured
 
     def _with_trainer(self, model: Path, stage: Any) -> None:
-        from services.trainer.actor import Actor, TrainerSettings
+        from services.trainer.actor import Actor
         from services.trainer.commands import CommandBroadcast, Leave, Push
+        from services.trainer.megatron.trainer_settings import TrainerSettings
         from services.trainer.weights.pusher import Pusher
         from shared.config.trainer_section import TrainerSection
         from shared.config.weights_section import WeightsSection

@@ -1,4 +1,4 @@
-"""The trainer's actor: a language model on Megatron-Core that scores tokens, trains on a loss and gives out its weights; and its settings.
+"""The trainer's actor: a language model on Megatron-Core that scores tokens, trains on a loss and gives out its weights.
 
 Every method is a collective: all ranks of the job call it, in the same order. Micro-batches are those of the caller's data-parallel rank;
 ranks that share a model or a sequence (tensor, pipeline and context parallelism) pass the same ones, and every data-parallel rank the same
@@ -12,148 +12,29 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from services.trainer import flops
-from services.trainer.actor_critic_exchange import Role
-from services.trainer.megatron import checkpoint, checkpoint_parts, export, lora, passes, runtime
-from services.trainer.megatron.checkpoint import latest_step
+from services.trainer.megatron import checkpoint, export, lora, passes, runtime
 from services.trainer.megatron.expert_balance import Balancing, update_biases
-from services.trainer.megatron.flag_sorting import MegatronFlags, resolve
 from services.trainer.megatron.freezing import freeze
 from services.trainer.megatron.gather_plan import Bucket, GatherPlan
 from services.trainer.megatron.gpt_model import MegatronModel, build_chunks, transformer_config, wrap_chunks
 from services.trainer.megatron.hf_weights import load_hf
-from services.trainer.megatron.joint_write import JointWrite, SaveFailed
+from services.trainer.megatron.joint_write import JointWrite
 from services.trainer.megatron.moe import on_host
 from services.trainer.megatron.optimizer import Optimizer
 from services.trainer.megatron.packed_sequences import StageRouting, least_saved, prefixes_of
 from services.trainer.megatron.passes import LossFunction
 from services.trainer.megatron.runtime import deadline, together
 from services.trainer.megatron.spec import check_layers, named_spec
+from services.trainer.megatron.trainer_settings import DTYPES, TrainerSettings
 from services.trainer.packing import PackedBatch
 from shared.config.learning_rate import LearningRateSchedule
-from shared.config.optimizer_state import OptimizerState
-from shared.config.run_config import RunConfig
-from shared.config.trainer_section import TrainerSection
-from shared.model import architecture_flags
 from shared.model.architecture import Architecture
 from shared.model.families import read_architecture
-from shared.model.lora_targets import Lora
 from shared.model.named_layers import is_own_module
-from shared.model.parallel_layout import ParallelLayout, division_problems
-from shared.model.trainable_parameters import Freezing
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def model_directory(config: RunConfig, role: Role) -> Path:
-    """Returns the HF checkpoint that a role starts from."""
-    return config.model.hf_checkpoint if role == "actor" else config.trainer.critic_load or config.model.hf_checkpoint
-
-
-def check_architecture(config: RunConfig, role: Role = "actor") -> None:
-    """Compares Megatron's flags that describe a model with the one that a role starts from. Raises ConfigError where they differ."""
-    if given := resolve(config.trainer.megatron).architecture:
-        architecture_flags.check(given, read_architecture(model_directory(config, role)))
-
-
-@dataclass(frozen=True)
-class TrainerSettings:
-    """The settings of one role's model: its layout over the ranks, and its training.
-
-    Args:
-        role: ``actor``, or ``critic``: its output layer is a map from each hidden state to one number, and all of it trains.
-        updates: optimizer steps of the whole run, at whose end the decay of the learning rate arrives.
-        temperature: logits are divided by it before log-probabilities are taken.
-    """
-
-    trainer: TrainerSection
-    role: Role = "actor"
-    updates: int = 0
-    temperature: float = 1.0
-
-    @classmethod
-    def from_run(cls, config: RunConfig, role: Role = "actor") -> "TrainerSettings":
-        updates = config.rollout.num_rollout * config.trainer.num_steps_per_rollout
-        return cls(config.trainer, role, updates, config.rollout.rollout_temperature or 1.0)
-
-    @property
-    def value_head(self) -> bool:
-        """Returns whether the model gives values in the place of logits."""
-        return self.role == "critic"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Returns the dtype of weights and activations; gradients and the optimizer's weights are always float32."""
-        return DTYPES[self.trainer.train_dtype]
-
-    @cached_property
-    def layout(self) -> ParallelLayout:
-        return ParallelLayout.of(self.trainer)
-
-    @cached_property
-    def megatron(self) -> MegatronFlags:
-        """Returns Megatron's own flags, sorted and typed. Raises ConfigError for one that is refused."""
-        return resolve(self.trainer.megatron)
-
-    @property
-    def buffers(self) -> dict[str, Any]:
-        """Returns Megatron's fields about the gradients' buffers."""
-        keeping = OptimizerState.of(self.megatron.optimizer)
-        narrow = keeping is not None and keeping.main_grads != "fp32"
-        return {**self.megatron.ddp, **({"grad_reduce_in_fp32": False} if narrow else {})}
-
-    @property
-    def recomputation(self) -> dict[str, Any]:
-        """Returns Megatron's fields about recomputation in the backward pass."""
-        trainer = self.trainer
-        if trainer.recomputes_layers:
-            method, layers = trainer.recompute_method or "uniform", trainer.recompute_num_layers or 1
-            return {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
-        if trainer.recompute_granularity is None:
-            return {}
-        modules = {"recompute_modules": trainer.recompute_modules} if trainer.recompute_modules else {}
-        return {"recompute_granularity": "selective", **modules}
-
-    @property
-    def freezing(self) -> Freezing:
-        """Returns the patterns that freeze the actor's parameters."""
-        return Freezing() if self.value_head else Freezing.of(self.trainer)
-
-    @property
-    def lora(self) -> Lora | None:
-        """Returns the actor's adapters; None where the parameters themselves are trained."""
-        return None if self.value_head else Lora.of(self.trainer)
-
-    @property
-    def schedule(self) -> LearningRateSchedule:
-        """Returns the learning-rate schedule of the RL phase. Raises ConfigError where the run is too short for it."""
-        trainer = self.trainer
-        lr = trainer.critic_lr if self.role == "critic" and trainer.critic_lr is not None else trainer.lr
-        warmup, decay = trainer.warmup_steps(self.updates), trainer.decay_steps(self.updates)
-        return LearningRateSchedule(lr, trainer.min_lr, warmup, decay, trainer.lr_decay_style)
-
-
-__all__ = ["Actor", "SaveFailed", "StepResult", "complete_steps", "damage_of", "latest_step", "pass_over"]
-
-
-def complete_steps(root: Path) -> list[int]:
-    """Returns the steps of the complete checkpoints below ``root``, as this rank sees them, oldest first. Needs no other rank."""
-    return sorted(checkpoint.checkpoints(root))
-
-
-def damage_of(root: Path, step: int, rank: int, world: int) -> str | None:
-    """Returns what this rank finds wrong with its share of a checkpoint's files; None where nothing is, or the step is not here."""
-    path = checkpoint.checkpoints(root).get(step)
-    return None if path is None else checkpoint_parts.damage(path, rank, world)
-
-
-def pass_over(root: Path, step: int) -> None:
-    """Sets a damaged checkpoint aside, so that it counts no more. Raises OSError."""
-    if (path := checkpoint.checkpoints(root).get(step)) is not None:
-        checkpoint_parts.set_aside(path)
+from shared.model.parallel_layout import division_problems
 
 
 @dataclass(frozen=True)
@@ -335,10 +216,6 @@ class Actor:
     def reset_optimizer(self, schedule: LearningRateSchedule | None = None) -> None:
         """Zeroes Adam's moments and starts a schedule, by default the run's, as between a supervised warm start and RL."""
         self.optimizer.reset(schedule or self.settings.schedule)
-
-    def reset_moments(self) -> None:
-        """Zeroes Adam's moments; the learning rate's schedule goes on."""
-        self.optimizer.reset_moments()
 
     def export(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[Bucket]:
         """Yields the weights under their Hugging Face names, bucket by bucket; tied embeddings come once.

@@ -27,8 +27,8 @@ RETRY_SECONDS = 0.2
 
 READER: dict[Kind, Role] = {"values": "actor", "kl": "critic"}
 
+# The field of a step's hash that marks that every rank has written. It differs from samples' names, which have a slash
 _COMPLETE = "complete"
-"""The field of a step's hash that marks that every rank has written. It differs from samples' names, which have a slash."""
 
 
 class ActorCriticExchange:

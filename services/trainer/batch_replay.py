@@ -35,11 +35,9 @@ run's file, or its directory, which keeps the config that it ran with. Each step
 checkpoints, TensorBoard's files and the final weights lie in the run's directory with -replay behind its name. Flags are
 laid over the config as by `myxo up`, --deterministic among them."""
 
-CONFIG_VARIABLE = "MYXO_REPLAY_CONFIG"
-"""The environment variable with the path of the config that the launcher has written for its ranks."""
+CONFIG_VARIABLE = "MYXO_REPLAY_CONFIG"  # the environment variable with the path of the config that the launcher has written for its ranks
 
-TRAIN_ONLY = "--train-only"
-"""The first word where the config is that of a run, checked, and not of a replay."""
+TRAIN_ONLY = "--train-only"  # the first word where the config is that of a run, checked, and not of a replay
 
 
 class ReplayClient:

@@ -28,8 +28,7 @@ from shared.schema.messages import Attestation, Batch
 from shared.schema.sample import NO_LIMIT, ExpertChoices, InvalidSample, Sample, SampleLimits, token_digest
 from shared.store.payload_store import BlockingStore, StoreRefused
 
-READ_SECONDS = 600.0
-"""The longest time that reading a shard ahead may take; each of its blobs has a deadline of its own."""
+READ_SECONDS = 600.0  # the longest time that reading a shard ahead may take; each of its blobs has a deadline of its own
 
 
 @dataclass(frozen=True)
@@ -366,8 +365,7 @@ def _teacher_log_probs(sample: Sample) -> Tensor:
         raise BadSample(sample.name, TEACHER, problem) from None
 
 
-_HALF = 1 << 32
-"""A digest goes into the table in two halves, each exact in float64."""
+_HALF = 1 << 32  # a digest goes into the table in two halves, each exact in float64
 
 
 def attestation_of(batch: TrainBatch, total: Sum) -> Attestation:

@@ -37,13 +37,12 @@ declare_metrics(
 
 Answer = TypeVar("Answer", bound=Message)
 
+# The time that a replica stays offloaded after the last request of the trainer. A restart of the trainer takes about that long
 LASTS_SECONDS = 30.0
-"""The time that a replica stays offloaded after the last request of the trainer. A restart of the trainer takes about that long."""
 
 RENEW_SECONDS = 4.0
 POLL_INTERVAL_S = 0.2
-LEAVE_SECONDS = 4.0
-"""The time that the replicas have to answer a trainer that is to stop."""
+LEAVE_SECONDS = 4.0  # the time that the replicas have to answer a trainer that is to stop
 
 
 class ColocationScheduler:

@@ -75,20 +75,18 @@ def push_spans(push: WeightsPushed, channel: str) -> Iterator[TraceSpan]:
 Result = TypeVar("Result")
 
 BUFFER = "the buffer"
+# The longest time that the buffer may be away (restarting, replaying its ledger) before the trainer stops and is restarted itself
 REQUEST_SECONDS = 300.0
-"""The longest time that the buffer may be away (restarting, replaying its ledger) before the trainer stops and is restarted itself."""
 
-STOP_SECONDS = 5.0
-"""The time that the buffer has to answer a trainer that was asked to stop: often the buffer was stopped at the same time."""
+STOP_SECONDS = 5.0  # the time that the buffer has to answer a trainer that was asked to stop: often the buffer was stopped at the same time
 
-POLL_INTERVAL_S = 0.5
-"""The interval at which the registry is read for replicas."""
+POLL_INTERVAL_S = 0.5  # the interval at which the registry is read for replicas
 
 CALL_MARGIN = 10.0
 
+# The interpreter's switch interval: the training loop issues kernels without a pause, and at Python's 5 ms each of a push's requests and
+# answers would wait for it several times as long as it travels
 SWITCH_SECONDS = 1e-4
-"""The interpreter's switch interval: the training loop issues kernels without a pause, and at Python's 5 ms each of a push's requests and
-answers would wait for it several times as long as it travels."""
 
 
 class StopAsked(DeadlineExceeded):
@@ -333,8 +331,3 @@ def still_known(known: Sequence[ServiceStatus], read: Sequence[ServiceStatus], r
         return list(read)
     renewed = {status.instance for status in read}
     return [*read, *(status for status in known if status.instance not in renewed)]
-
-
-def now() -> float:
-    """Returns the seconds since the epoch, the time that all reports carry."""
-    return time.time()

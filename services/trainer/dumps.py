@@ -100,50 +100,27 @@ def batch_of(step: int, version: int, groups: Sequence[DumpedGroup], mask_below:
     return Batch(step=step, version=version, mask_below=mask_below, groups=references), blobs
 
 
-def groups_of_blobs(batch: Batch, blobs: dict[str, bytes]) -> Iterator[DumpedGroup]:
-    """Yields the groups of a batch whose payloads are there. Raises BadMessage."""
-    for group in batch.groups:
-        samples = sample_codec.decode(blobs[key] for key in group.payload.keys)
-        yield DumpedGroup(group.group, samples, group.rewards, group.removed, group.stale, group.parts)
+SUFFIX = ".pt"  # of files in slime's format
 
-
-SUFFIX = ".pt"
-"""The end of the names of files in slime's format."""
+# Myxo's own keys of a sample: its group's id; whether all its tokens are too old for the loss; its named rewards; its `MORE_FIELDS`
+GROUP, STALE, PARTS, MORE = "myxo_group", "myxo_stale", "myxo_parts", "myxo_fields"
+# Fields of a stored sample that slime's have no place for
+MORE_FIELDS = {field.name for field in fields(Sample)} - {
+    *("group", "index", "rollout", "prompt", "response", "log_probs", "mask", "segments", "finish"),
+    *("text", "prompt_text", "label", "metadata"),
+}
 
 Finish = Literal["stop", "length", "abort"]
-
-GROUP = "myxo_group"
-"""The key of a sample with its group's id, in files that Myxo has written."""
-
-STALE = "myxo_stale"
-"""The key of a sample that leaves the loss because all its tokens are too old."""
-
-PARTS = "myxo_parts"
-"""The key of a sample with its named rewards."""
-
-MORE = "myxo_fields"
-"""The key of a sample with what else Myxo keeps of it."""
-
-_FIELDS = {"group", "index", "rollout", "prompt", "response", "log_probs", "mask", "segments", "finish"} | {
-    *("text", "prompt_text", "label", "metadata")
-}
-"""Fields of a stored sample that slime's have a place for."""
-
-MORE_FIELDS = {field.name for field in fields(Sample)} - _FIELDS
-"""The others."""
-
 _STATUS: dict[Finish, str] = {"stop": "completed", "length": "truncated", "abort": "aborted"}
 _FINISH: dict[Any, Finish] = {status: finish for finish, status in _STATUS.items()} | {"pending": "stop", "failed": "abort"}
 
-_BLOB_BYTES = 1 << 20
-
+# What arrays and numbers of numpy's are pickled as; none of it runs code of the file's
 _NUMPY: list[Any] = [
     *[(np._core.multiarray._reconstruct, f"{module}.multiarray._reconstruct") for module in ("numpy.core", "numpy._core")],  # type: ignore[attr-defined]
     *[(np._core.multiarray.scalar, f"{module}.multiarray.scalar") for module in ("numpy.core", "numpy._core")],  # type: ignore[attr-defined]
     *[np.ndarray, np.dtype],
     *[type(np.dtype(name)) for name in ("float16", "float32", "float64", "int8", "uint8", "int16", "int32", "int64", "bool")],
 ]
-"""What arrays and numbers of numpy's are pickled as; none of it runs code of the file's."""
 
 
 def entries(batch: Batch, samples: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
@@ -185,12 +162,6 @@ def _entry(sample: Sample, group: BatchGroup, position: int, step: int) -> dict[
     }
 
 
-def write_slime_dump(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes a file that slime's tools and `read` take. It appears complete or not at all. Raises OSError."""
-    with replacement(path) as file:
-        torch.save(dict(content), file)
-
-
 def read_slime_dump(path: Path) -> dict[str, Any]:
     """Returns the content of a file in slime's format. Raises BadMessage for one that is none, or that would have to be unpickled."""
     try:
@@ -205,45 +176,32 @@ def read_slime_dump(path: Path) -> dict[str, Any]:
     return content
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What the config says about samples that do not say it themselves.
+def groups_of(content: Mapping[str, Any], path: Path, step: int, config: RunConfig, version: int) -> list[DumpedGroup]:
+    """Returns the groups of a file's samples, in the order of their first samples. Raises BadMessage, naming file, sample and field.
 
-    version: of the weights that a step is trained on, and by which samples without versions were generated. group_size: samples of a group,
-    where they name none. reward_key: which of several named rewards counts. log_probs_reader: as in `SampleLimits`.
-    own: whether the file is Myxo's, whose samples say the version of each token.
+    Args:
+        version: of all tokens, unless Myxo has written the file.
     """
-
-    version: int
-    group_size: int
-    reward_key: str | None = None
-    log_probs_reader: str | None = None
-    own: bool = False
-
-
-def groups_of(content: Mapping[str, Any], path: Path, step: int, reading: Reading) -> list[DumpedGroup]:
-    """Returns the groups of a file's samples, in the order of their first samples. Raises BadMessage, naming file, sample and field."""
     members: dict[Any, list[Mapping[str, Any]]] = {}
     for position, entry in enumerate(content["samples"]):
         if not isinstance(entry, Mapping):
             raise BadMessage(f"{path}: sample {position} is a {type(entry).__name__}; expected a dict of its fields")
         index = entry.get("group_index")
-        members.setdefault(position // reading.group_size if index is None else index, []).append(entry)
+        members.setdefault(position // config.rollout.n_samples_per_prompt if index is None else index, []).append(entry)
     names = [str(entries[0].get(GROUP, group_id(step * len(members) + at))) for at, entries in enumerate(members.values())]
-    return [_slime_group(entries, name, path, reading) for entries, name in zip(members.values(), names, strict=True)]
+    same = None if "version" in content else version
+    return [_slime_group(entries, name, path, config, same) for entries, name in zip(members.values(), names, strict=True)]
 
 
-def _slime_group(entries: Sequence[Mapping[str, Any]], name: str, path: Path, reading: Reading) -> DumpedGroup:
+def _slime_group(entries: Sequence[Mapping[str, Any]], name: str, path: Path, config: RunConfig, version: int | None) -> DumpedGroup:
     rollouts: dict[Any, int] = {}
-    for position, entry in enumerate(entries):
-        rollouts.setdefault(position if entry.get("rollout_id") is None else ("rollout", entry["rollout_id"]), len(rollouts))
     samples, rewards, parts = [], [], []
     for position, entry in enumerate(entries):
         where = f"{path}: sample {entry.get('index', position)} of group {name}"
-        rollout = rollouts[position if entry.get("rollout_id") is None else ("rollout", entry["rollout_id"])]
+        rollout = rollouts.setdefault(position if (given := entry.get("rollout_id")) is None else ("rollout", given), len(rollouts))
         try:
-            samples.append(_slime_sample(entry, name, position, rollout, reading))
-            rewards.append(_reward(entry.get("reward"), reading.reward_key))
+            samples.append(_slime_sample(entry, name, position, rollout, config, version))
+            rewards.append(_reward(entry.get("reward"), config.reward.reward_key))
             parts.append(_parts(entry))
         except (BadMessage, KeyError, TypeError, ValueError, OverflowError) as error:
             what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
@@ -253,21 +211,24 @@ def _slime_group(entries: Sequence[Mapping[str, Any]], name: str, path: Path, re
     return DumpedGroup(name, samples, rewards, removed, stale, parts)
 
 
-def _slime_sample(entry: Mapping[str, Any], group: str, index: int, rollout: int, reading: Reading) -> Sample:
+def _slime_sample(entry: Mapping[str, Any], group: str, index: int, rollout: int, config: RunConfig, version: int | None) -> Sample:
     if entry.get("multimodal_train_inputs"):
         raise BadMessage("multimodal_train_inputs: pictures are not trained here")
     tokens, length = _array(entry["tokens"], np.int32), int(entry["response_length"])
     if not 0 <= length < len(tokens):
         raise BadMessage(f"response_length is {length}, of {len(tokens)} tokens")
-    mask, log_probs = _mask_and_log_probs(entry, length, reading)
+    masked, sampled = entry.get("loss_mask"), entry.get("rollout_log_probs")
+    mask = np.ones(length, np.uint8) if masked is None else _array(masked, np.uint8)  # without one, all tokens are trained
+    if sampled is None and config.log_probs_reader is not None and mask.any():
+        raise BadMessage(f"rollout_log_probs is missing: {config.log_probs_reader}")
     sample = Sample(
         group=group,
         index=index,
         prompt=tokens[: len(tokens) - length],
         response=tokens[len(tokens) - length :],
-        log_probs=log_probs,
+        log_probs=None if sampled is None else _array(sampled, np.float32),
         mask=mask,
-        segments=segments_of(_array(entry["weight_versions"], np.int32) if reading.own else np.full(length, reading.version, np.int32)),
+        segments=segments_of(_array(entry["weight_versions"], np.int32) if version is None else np.full(length, version, np.int32)),
         finish=_FINISH.get(entry.get("status", "completed"), "stop"),
         text=entry.get("response") or "",
         prompt_text=entry.get("prompt") or "",
@@ -280,15 +241,6 @@ def _slime_sample(entry: Mapping[str, Any], group: str, index: int, rollout: int
             setattr(sample, name, value.numpy() if isinstance(value, torch.Tensor) else value)
     sample.check()
     return sample
-
-
-def _mask_and_log_probs(entry: Mapping[str, Any], length: int, reading: Reading) -> tuple[NDArray[np.uint8], NDArray[np.float32] | None]:
-    """Returns them for a response of ``length`` tokens: all are trained where no mask says otherwise."""
-    given, drawn = entry.get("loss_mask"), entry.get("rollout_log_probs")
-    mask = np.ones(length, np.uint8) if given is None else _array(given, np.uint8)
-    if drawn is None and reading.log_probs_reader is not None and mask.any():
-        raise BadMessage(f"rollout_log_probs is missing: {reading.log_probs_reader}")
-    return mask, None if drawn is None else _array(drawn, np.float32)
 
 
 def _array(values: Any, kind: type[np.generic]) -> NDArray[Any]:
@@ -332,7 +284,9 @@ def write_batch(template: str, batch: Batch, store: BlockingStore) -> Path:
     path = Path(filled(template, batch.step, 0))
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == SUFFIX:
-        write_slime_dump(path, entries(batch, {group.group: sample_codec.decode(blobs) for group, blobs in stored}))
+        content = entries(batch, {group.group: sample_codec.decode(blobs) for group, blobs in stored})
+        with replacement(path) as file:
+            torch.save(content, file)
         return path
     by_key = {key: blob for group, blobs in stored for key, blob in zip(group.payload.keys, blobs, strict=True)}
     replace_file(path, codec.pack({"schema": SCHEMA, "batch": batch.encode(), "blobs": by_key}))
@@ -365,11 +319,9 @@ def filled(template: str, step: int, rank: int) -> str:
     return template.replace("{rollout_id}", str(step)).replace("{rank}", str(rank))
 
 
-KEPT = 3
-"""Batches that stay in memory: the one that is trained, the next one, which is read ahead, and one more."""
-
+STORED = 3  # batches that stay in memory: the one that is trained, the next one, which is read ahead, and one more
+# the first bytes of files that torch has written: an archive, or a pickle in its old format, which is refused with a reason
 _TORCH = b"PK\x03\x04", b"\x80"
-"""How files that torch has written begin: as an archive, or as a pickle in its old format, which is refused with a reason."""
 
 
 class DumpedBatches:
@@ -391,8 +343,7 @@ class DumpedBatches:
 
     def stream(self, payloads: Sequence[Payload], deadline: float = 60.0) -> Iterator[list[bytes]]:
         """Yields the blobs of each payload in order, as `BlockingStore.stream` does. Raises PayloadMissing."""
-        for payload in payloads:
-            yield self.read(payload)
+        yield from map(self.read, payloads)
 
     def read(self, payload: Payload, deadline: float = 60.0) -> list[bytes]:
         """Returns the blobs of a payload, as `BlockingStore.read` does. Raises PayloadMissing."""
@@ -416,8 +367,13 @@ class DumpedBatches:
                     raise ConfigError(DUMPS, str(path), f"a batch that can be trained; {error}") from None
                 except OSError as error:
                     raise ConfigError(DUMPS, str(path), f"a file that can be read; {error.strerror or error}") from None
-                self._read[step] = _named_after(step, batch), {f"{step}:{key}": blob for key, blob in blobs.items()}
-                while len(self._read) > KEPT:
+                groups = []  # every file that is read has keys of its own, which name the step
+                for group in batch.groups:
+                    payload = group.payload.model_copy(update={"keys": [f"{step}:{key}" for key in group.payload.keys]})
+                    groups.append(group.model_copy(update={"payload": payload}))
+                batch = batch.model_copy(update={"step": step, "groups": groups})
+                self._read[step] = batch, {f"{step}:{key}": blob for key, blob in blobs.items()}
+                while len(self._read) > STORED:
                     self._read.popitem(last=False)
             return self._read[step]
 
@@ -427,37 +383,19 @@ class DumpedBatches:
         if of_torch:
             content = read_slime_dump(path)
             version = content.get("version", step // self._config.weights.update_weights_interval)
-            groups = groups_of(content, path, step, self._reading(version, "version" in content))
-            return batch_of(step, version, self._part(groups), content.get("mask_below", 0))
+            groups = groups_of(content, path, step, self._config, version)
+            return batch_of(step, version, groups if self._share is None else subsampled(groups, self._share), content.get("mask_below", 0))
         content = codec.unpack(path.read_bytes())
         if not (isinstance(content, dict) and codec.is_schema(content.get("schema"), SCHEMA)):
             raise BadMessage(f"it is no batch of schema {SCHEMA}")
         batch, blobs = Batch.decode(content["batch"]), content["blobs"]
         if self._share is None:
             return batch, blobs
-        return batch_of(step, batch.version, self._part(list(groups_of_blobs(batch, blobs))), batch.mask_below)
-
-    def _part(self, groups: list[DumpedGroup]) -> list[DumpedGroup]:
-        return groups if self._share is None else subsampled(groups, self._share)
-
-    def _reading(self, version: int, own: bool) -> Reading:
-        config = self._config
-        return Reading(
-            version=version,
-            group_size=config.rollout.n_samples_per_prompt,
-            reward_key=config.reward.reward_key,
-            log_probs_reader=config.log_probs_reader,
-            own=own,
-        )
-
-
-def _named_after(step: int, batch: Batch) -> Batch:
-    """Returns the batch as that of ``step``, with keys that say so: every file that is read has its own."""
-    groups = []
-    for group in batch.groups:
-        keys = [f"{step}:{key}" for key in group.payload.keys]
-        groups.append(group.model_copy(update={"payload": group.payload.model_copy(update={"keys": keys})}))
-    return batch.model_copy(update={"step": step, "groups": groups})
+        groups = []
+        for group in batch.groups:
+            samples = sample_codec.decode(blobs[key] for key in group.payload.keys)
+            groups.append(DumpedGroup(group.group, samples, group.rewards, group.removed, group.stale, group.parts))
+        return batch_of(step, batch.version, subsampled(groups, self._share), batch.mask_below)
 
 
 def dumped_steps(template: str) -> list[int]:

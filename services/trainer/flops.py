@@ -13,6 +13,7 @@ import numpy as np
 
 from shared.model.architecture import Architecture
 
+# Dense bfloat16 products a second by device name, from the vendors' data sheets; the first that matches counts
 PEAKS = (
     (r"\bGB200\b", 2500e12),
     (r"\bB200\b", 2250e12),
@@ -29,7 +30,6 @@ PEAKS = (
     (r"\bL4\b", 121e12),
     (r"\bMI300X\b", 1307e12),
 )
-"""Dense bfloat16 products a second by device name, from the vendors' data sheets; the first that matches counts."""
 
 
 class Work(NamedTuple):

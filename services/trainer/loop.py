@@ -6,17 +6,17 @@ After the warm start each round takes a command: push the weights, or train a ba
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
 import numpy as np
 from torch import Tensor
 
 from services.trainer import dumps
-from services.trainer.actor import StepResult
+from services.trainer.actor import Actor, StepResult
 from services.trainer.actor_critic_exchange import ActorCriticExchange
 from services.trainer.batch_metrics import token_means
-from services.trainer.batches import TrainBatch, attestation_of
+from services.trainer.batches import TrainBatch, attestation_of, demonstration_micro_batches
 from services.trainer.colocation import ColocationScheduler
 from services.trainer.commands import Leave, Push, Snapshot, Train, Wait
 from services.trainer.control_client import ControlClient, StopAsked, checkpoint_span, step_spans
@@ -25,6 +25,7 @@ from services.trainer.loss_inputs import LossInputs, old_log_probs
 from services.trainer.megatron import runtime
 from services.trainer.megatron.freezing import FrozenWeights
 from services.trainer.objective.advantage import needs
+from services.trainer.objective.loss import SftLoss
 from services.trainer.objective.policy_gradient import REWARD_KL, kl_estimate
 from services.trainer.packing import PackedBatch
 from services.trainer.policy_exporter import PolicyExporter
@@ -33,13 +34,17 @@ from services.trainer.role_worker import RoleWorker
 from services.trainer.step_profiler import StepProfiler
 from services.trainer.step_scheduler import StepScheduler
 from services.trainer.trainer_hooks import POSTPROCESS, postprocessed
-from services.trainer.warm_start import train_demonstrations
 from services.trainer.weights.pusher import Pusher
 from services.trainer.weights.snapshot_writer import SnapshotWriter
+from shared.config.algorithm import AlgorithmSection
 from shared.config.run_config import RunConfig
+from shared.data.demonstrations import DemonstrationFile
+from shared.data.row_order import MixedOrder
+from shared.data.tokenizer import Tokenizer
 from shared.model.final_exports import hf_directory, holds_policy
 from shared.schema.digests import attest
 from shared.schema.messages import Attestation, Batch, Trained
+from shared.schema.sample import SampleLimits
 from shared.store.payload_store import BlockingStore
 
 
@@ -84,6 +89,7 @@ class Trainer(RoleWorker):
             self._warm_start()
         self._load_frozen_policies()
         self._set_state("ready")
+        control = self._control
         while True:
             match self._next_command():
                 case Push() as push:
@@ -100,7 +106,8 @@ class Trainer(RoleWorker):
                         self._train(batch, ahead)
                         self._save_if_due()
                     self._profiler.end()
-                    self._rest_doing()
+                    if control is not None:
+                        control.begin_doing(f"the batch of step {self._progress.steps}", ["buffer"])
                     if self._version == version:  # no push follows that would give the GPUs to the engines
                         self._colocation.offload()
                 case Wait(save=save):
@@ -112,11 +119,6 @@ class Trainer(RoleWorker):
                     return self._leave(done)
             self._report_pushes()
             self._report_durable()
-
-    def _rest_doing(self) -> None:
-        """Tells that a command has been carried out: the next thing that the trainer waits for is its next batch."""
-        if self._control is not None:
-            self._control.begin_doing(f"the batch of step {self._progress.steps}", ["buffer"])
 
     def close(self) -> None:
         self._profiler.close()
@@ -313,3 +315,22 @@ class Trainer(RoleWorker):
             with contextlib.suppress(StopAsked):
                 control.durable(steps)
                 self._durable = steps
+
+
+def train_demonstrations(actor: Actor, config: RunConfig, objective: AlgorithmSection, max_tokens: int) -> Iterator[StepResult]:
+    """Trains the run's demonstrations (the supervised warm start) and yields each step's result; resets the optimizer after the last.
+
+    Each epoch has an order of its own, which the seed alone gives. ``max_tokens``: of a micro-batch.
+    """
+    sft, file = config.sft, DemonstrationFile(config, Tokenizer(config.model.hf_checkpoint))
+    order = MixedOrder([len(file)], [1.0], shuffle=True, seed=config.trainer.seed)
+    actor.reset_optimizer(sft.schedule)
+    alone = config.longest_sample > max_tokens
+    rank, ranks = actor.data_parallel_rank, actor.data_parallel_size
+    for first in range(0, sft.sft_steps * sft.sft_batch_size, sft.sft_batch_size):
+        samples = [sample for index in range(first, first + sft.sft_batch_size) for sample in file.samples(order.row(index))]
+        for sample in samples:
+            sample.check(SampleLimits(vocabulary=actor.architecture.vocab_size))
+        micro_batches = demonstration_micro_batches(samples, objective, dp_rank=rank, dp_size=ranks, max_tokens=max_tokens, alone=alone)
+        yield actor.train_step(micro_batches, SftLoss(), temperature=1.0)
+    actor.reset_optimizer()

@@ -33,6 +33,7 @@ from shared.schema import sample
 from shared.schema.sample import Score
 from shared.store.payload_store import BlockingStore
 
+# Name of an advantage function's input → the field that it is taken from, where the batch has it
 SHOWN = {
     "rollout_log_probs": "rollout_log_probs",
     "log_probs": "proximal_log_probs",
@@ -40,7 +41,6 @@ SHOWN = {
     "kl": "kl",
     TEACHER: TEACHER,
 }
-"""Name of an advantage function's input → the field that it is taken from, where the batch has it."""
 
 
 class LossInputs:

@@ -53,8 +53,7 @@ class Untrainable(MyxoError):
         super().__init__(f"step {step} cannot be trained with sample {first.group}/{first.position}: {first.reason}{also}")
 
 
-APART = 0.05
-"""The fraction by which the rank of highest cost may be above the mean before units are split."""
+APART = 0.05  # the fraction by which the rank of highest cost may be above the mean before units are split
 
 _Members: TypeAlias = "int | tuple[_Members, _Members]"
 _Filled: TypeAlias = tuple[float, int, _Members]
@@ -248,11 +247,9 @@ def _leaves(members: _Members) -> list[int]:
     return sorted(indices)
 
 
-Cost = Callable[[int], float]
-"""The cost of training a sample of so many tokens, in any unit, by which ranks and micro-batches are balanced."""
+Cost = Callable[[int], float]  # the cost of training a sample of so many tokens, in any unit, by which ranks and micro-batches are balanced
 
-Placement = list[list[list[int]]]
-"""``[rank][micro-batch]``: ascending indices of samples."""
+Placement = list[list[list[int]]]  # ``[rank][micro-batch]``: ascending indices of samples
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from typing import Any
 
 import structlog
 
-from services.trainer.actor import Actor, SaveFailed
+from services.trainer.actor import Actor
 from services.trainer.control_client import ControlClient
 from services.trainer.megatron import runtime
-from services.trainer.megatron.joint_write import JointWrite
+from services.trainer.megatron.joint_write import JointWrite, SaveFailed
 from shared.config.run_config import RunConfig
 from shared.model.final_exports import export_directory, holds_policy
 from shared.schema.versions import crossed, is_periodic, newest_due

@@ -17,8 +17,7 @@ from shared.runtime.quick_imports import quick_imports
 from shared.runtime.telemetry import last_error
 from shared.service.service_base import connect, exit_code
 
-SERVICES = {"actor": "trainer", "critic": "critic"}
-"""The name of each role in the registry and the logs."""
+SERVICES = {"actor": "trainer", "critic": "critic"}  # the name of each role in the registry and the logs
 
 
 def main(role: str) -> None:

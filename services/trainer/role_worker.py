@@ -14,25 +14,18 @@ import structlog
 from torch import Tensor
 
 from services.trainer import batches, flops
-from services.trainer.actor import (
-    Actor,
-    StepResult,
-    TrainerSettings,
-    check_architecture,
-    complete_steps,
-    damage_of,
-    model_directory,
-    pass_over,
-)
+from services.trainer.actor import Actor, StepResult
 from services.trainer.actor_critic_exchange import ActorCriticExchange, Kind, Role
 from services.trainer.batches import BadBatch, MicroBatch, ShardReader, TrainBatch
 from services.trainer.commands import Command, CommandBroadcast, Resume, newest_of_all
 from services.trainer.control_client import ControlClient, StopAsked
 from services.trainer.loss_inputs import scored
 from services.trainer.megatron import runtime
-from services.trainer.megatron.checkpoint_parts import CheckpointDamaged
+from services.trainer.megatron.checkpoint import checkpoints
+from services.trainer.megatron.checkpoint_parts import CheckpointDamaged, damage, set_aside
 from services.trainer.megatron.packed_sequences import obstacle
 from services.trainer.megatron.passes import LossFunction, MicroBatchesFailed
+from services.trainer.megatron.trainer_settings import TrainerSettings, check_architecture, model_directory
 from services.trainer.metrics_logger import MetricsLogger, TrainingSpeed
 from services.trainer.objective.custom_objective import CustomFunctions
 from services.trainer.packing import BadSample, PackedBatch, separate
@@ -147,8 +140,7 @@ def kept_from(checkpoints: Collection[int], keep: int, last: int, *, room_needed
     return min(sorted(checkpoints)[-keep:], default=0)
 
 
-SKIPPED_IN_A_ROW = 10
-"""Optimizer steps without a finite gradient after which training has failed."""
+SKIPPED_IN_A_ROW = 10  # optimizer steps without a finite gradient after which training has failed
 
 
 class TrainingDiverged(MyxoError):
@@ -193,7 +185,9 @@ class RoleWorker:
         settings = TrainerSettings.from_run(config, role)
         self._actor = Actor.create(settings, model_directory(config, role), initialized=self._hooks.initialized)
         self._log_start("model_loaded")
-        self._log_prefix_sharing()
+        reason = obstacle(self._actor.model.config)
+        if control is not None and config.trainer.prefix_sharing != "off" and reason is not None:
+            self._log.info("prefix_sharing_off", reason=reason)
         self._broadcast = CommandBroadcast(config.trainer.collective_timeout)
         self._store, self._exchange = store, exchange
         self._choices = replayed_choices(config) if role == "actor" else None
@@ -227,13 +221,6 @@ class RoleWorker:
         """Logs a stage of the start; one rank speaks for all."""
         if self._control is not None:
             self._log.info(event)
-
-    def _log_prefix_sharing(self) -> None:
-        """Tells once why beginnings are not shared, where nobody has asked for that."""
-        setting = self._config.trainer.prefix_sharing
-        reason = obstacle(self._actor.model.config)
-        if self._control is not None and setting != "off" and reason is not None:
-            self._log.info("prefix_sharing_off", reason=reason)
 
     # --- commands and batches
 
@@ -286,7 +273,7 @@ class RoleWorker:
     def _optimized(self, batch: TrainBatch, loss_of_step: Callable[[int], LossFunction], *, need_entropy: bool = False) -> list[StepResult]:
         """Takes the batch's optimizer steps in order."""
         if self._config.trainer.reset_optimizer_states:
-            self._actor.reset_moments()
+            self._actor.optimizer.reset_moments()
         results: list[StepResult] = []
         for index, step in enumerate(batch.steps):
             packed = [micro_batch.packed for micro_batch in step]
@@ -370,10 +357,10 @@ class RoleWorker:
         One that has not is set aside on every disk. Raises CheckpointDamaged where that is the last one.
         """
         while True:
-            held = self._broadcast.gather(complete_steps(self._checkpoints))
+            held = self._broadcast.gather(sorted(found := checkpoints(self._checkpoints)))
             if (step := newest_of_all(held)) is None:
                 return held
-            reasons = self._broadcast.gather(damage_of(self._checkpoints, step, runtime.rank(), len(held)))
+            reasons = self._broadcast.gather(damage(found[step], runtime.rank(), len(held)))
             if not any(reasons):
                 return held
             rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
@@ -385,7 +372,7 @@ class RoleWorker:
                 self._log.error("checkpoint_damaged", step=step, rank=rank, reason=reason)
                 self._control.tell("checkpoint_damaged", detail)
             with runtime.together(f"setting the damaged checkpoint of step {step} aside"):
-                pass_over(self._checkpoints, step)
+                set_aside(found[step])
 
     def _save_if_due(self) -> None:
         steps, rollout = self._progress.steps, self._config.rollout
@@ -422,7 +409,7 @@ class RoleWorker:
     def _kept_from(self) -> int:
         """Returns the step from which on payloads stay (`services.trainer.role_worker`). Only rank 0's counts: it publishes checkpoints."""
         if self._saved < self._begun_save or self._look:
-            steps, trainer = complete_steps(self._checkpoints), self._config.trainer
+            steps, trainer = checkpoints(self._checkpoints).keys(), self._config.trainer
             self._saved = max([self._saved, *steps])
             self._look = False
             needed = kept_from(steps, trainer.keep_checkpoints, self._config.rollout.num_rollout, room_needed=self._room_needed)

@@ -16,7 +16,7 @@ import structlog
 from services.trainer import dumps
 from services.trainer.batches import ShardReader
 from services.trainer.commands import Leave
-from services.trainer.control_client import ControlClient, StopAsked, now
+from services.trainer.control_client import ControlClient, StopAsked
 from services.trainer.metrics_logger import MetricsLogger
 from services.trainer.partition import Untrainable, partition_batch
 from services.trainer.step_scheduler import BatchRequester
@@ -31,8 +31,7 @@ from shared.schema.weight_messages import WeightsLive
 from shared.service.service_base import exit_code
 from shared.store.payload_store import BlockingStore
 
-VERSION = 0
-"""The only weight version of the run."""
+VERSION = 0  # the only weight version of the run
 
 
 class RolloutRecorder:
@@ -77,7 +76,7 @@ class RolloutRecorder:
         """Announces the version with the replicas that serve it, whenever these have changed."""
         serving = frozenset(status.instance for status in self._control.replicas if status.version == VERSION)
         if serving and serving != self._serving:
-            self._control.weights_live(WeightsLive(version=VERSION, replicas=sorted(serving), seconds=0.0, bytes=0, at=now()))
+            self._control.weights_live(WeightsLive(version=VERSION, replicas=sorted(serving), seconds=0.0, bytes=0, at=time.time()))
             self._serving = serving
 
     def _record(self, batch: Batch) -> bool:

@@ -17,11 +17,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from shared.config.debug_section import DebugSection
 from shared.config.run_config import RunConfig
 
-DIRECTORY = "profile"
-"""Where traces lie, in the run's directory."""
+DIRECTORY = "profile"  # where traces lie, in the run's directory
 
-MOST_ENTRIES = 1_000_000
-"""Allocations that are kept of the memory's history."""
+MOST_ENTRIES = 1_000_000  # allocations that are kept of the memory's history
 
 Part = Literal["train_actor", "train_log_probs"]
 

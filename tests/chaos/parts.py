@@ -20,8 +20,9 @@ from services.rollout.engine.receiver.receiver import Receiver
 from services.rollout.engine.transport import Capabilities
 from services.rollout.replica import Replica
 from services.rollout.weight_receiver import WeightsReceiver
-from services.trainer.actor import Actor, TrainerSettings
+from services.trainer.actor import Actor
 from services.trainer.control_client import ControlClient
+from services.trainer.megatron.trainer_settings import TrainerSettings
 from services.trainer.weights.pusher import Pusher
 from shared.config.trainer_section import TrainerSection
 from shared.service.service_base import attended, connect

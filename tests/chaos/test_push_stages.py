@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from services.trainer.actor import Actor, TrainerSettings
+from services.trainer.actor import Actor
 from services.trainer.control_client import ControlClient
 from services.trainer.megatron import runtime
+from services.trainer.megatron.trainer_settings import TrainerSettings
 from services.trainer.weights import pusher
 from services.trainer.weights.pusher import Pusher, PushRequest
 from shared.bus import runs, streams

@@ -45,6 +45,7 @@ from services.trainer.megatron.hf_weights import SafetensorsReader, parameters
 from services.trainer.megatron.joint_write import alone
 from services.trainer.megatron.lora import attach
 from services.trainer.megatron.staged_shards import StagedShards
+from services.trainer.megatron.trainer_settings import DTYPES
 from shared.model.architecture import Architecture
 from shared.model.families import read_architecture
 from shared.model.lora_targets import Lora
@@ -54,7 +55,6 @@ from shared.runtime.safe_files import fsync_tree, publish, scratch
 
 Progress = Callable[[int, int], None]  # A callback that is called with bytes done and bytes in all
 FILE_BYTES = 2 * 1024**3  # the bytes that are read from a distributed checkpoint at a time, and written to one safetensors file
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _FACTORS = "_scale_inv"  # the suffix of the factors' name, after the name of the matrix
 _HF_FILES = "hf"  # The directory of a converted checkpoint for the files beside the weights: config.json, the tokenizer

@@ -32,8 +32,8 @@ declare_metrics(
     MetricSpec("train/rs_veto_frac", "share", "tokens of sequences that one token far out takes out", when="with `rs_veto_threshold`"),
 )
 
+# The one-dimensional float64 tensors (on the CPU, of any length) of all data-parallel ranks, end to end
 Gather = Callable[[Tensor], Tensor]
-"""The one-dimensional float64 tensors (on the CPU, of any length) of all data-parallel ranks, end to end."""
 
 
 class ImportanceWeight(NamedTuple):

@@ -28,11 +28,10 @@ declare_metrics(
     ),
 )
 
+# Fields of a micro-batch with M teachers at most a sample: int64 [T, M k], float32 [T, M k], and the weight of each teacher, [T, M]
 IDS, LOG_PROBS, SHARES = "teacher_top_ids", "teacher_top_log_probs", "teacher_top_shares"
-"""Fields of a micro-batch with M teachers at most a sample: int64 [T, M k], float32 [T, M k], and the weight of each teacher, [T, M]."""
 
-SMALLEST_REST = 1e-6
-"""The probability of all other entries below which they are rounding: float32 has seven digits of the entries' sum."""
+SMALLEST_REST = 1e-6  # the probability of all other entries below which they are rounding: float32 has seven digits of the entries' sum
 
 
 def top_k_kl(teacher: Tensor, policy: Tensor) -> Tensor:

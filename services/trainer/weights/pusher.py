@@ -21,7 +21,7 @@ import structlog
 import torch
 
 from services.trainer.commands import Push
-from services.trainer.control_client import ControlClient, now, push_spans
+from services.trainer.control_client import ControlClient, push_spans
 from services.trainer.megatron import runtime
 from services.trainer.megatron.gpt_model import MegatronModel, WeightRead
 from services.trainer.weights.push_schedule import (
@@ -335,7 +335,7 @@ class Pusher:
         if self._link is not None and committed:
             stall = self._reading.stall if self._reading is not None else 0.0
             seconds = time.monotonic() - started
-            live = WeightsLive(version=push.version, replicas=committed, seconds=seconds, bytes=sent, digest=digest, at=now())
+            live = WeightsLive(version=push.version, replicas=committed, seconds=seconds, bytes=sent, digest=digest, at=time.time())
             self._link.weights_live(live)
             engine_seconds = max((answer.seconds for answer in self._request.answers.values()), default=0.0) if self._request else 0.0
             times = seconds, wire_seconds, engine_seconds, stall
@@ -485,7 +485,7 @@ class Pusher:
         if self._request is not None:
             self._record.received(self._request.answers)
         stall = self._reading.stall if self._reading is not None else 0.0
-        event = self._record.event(ended, now(), stall=stall, sent=sent, failure=failure)
+        event = self._record.event(ended, time.time(), stall=stall, sent=sent, failure=failure)
         self._link.report("pushed", event, plane="weights")
         return event
 

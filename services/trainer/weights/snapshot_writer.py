@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.actor import Actor
-from services.trainer.control_client import REQUEST_SECONDS, ControlClient, now
+from services.trainer.control_client import REQUEST_SECONDS, ControlClient
 from services.trainer.megatron.export import copy_beside_weights, write_config
 from services.trainer.megatron.gather_plan import Bucket
 from shared.bus.registry import BROKEN_SNAPSHOT
@@ -217,8 +217,9 @@ class SnapshotWriter:
         serving = frozenset(status.instance for status in client.replicas if status.version == newest.version)
         if (newest.version, serving) == self._announced:
             return
+        at = time.time()
         live = WeightsLive(
-            version=newest.version, replicas=sorted(serving), seconds=newest.seconds, bytes=newest.bytes, digest=newest.digest, at=now()
+            version=newest.version, replicas=sorted(serving), seconds=newest.seconds, bytes=newest.bytes, digest=newest.digest, at=at
         )
         client.weights_live(live)
         self._announced = newest.version, serving
@@ -227,12 +228,13 @@ class SnapshotWriter:
     def _replicas_to_help(self) -> list[ServiceStatus]:
         """Returns the replicas that cannot load the snapshot on disk, and for which no whole one was written lately."""
         assert self._client is not None
-        return [status for status in self._client.replicas if self._needs_help(status)]
-
-    def _needs_help(self, status: ServiceStatus) -> bool:
-        broken = status.gauges.get(BROKEN_SNAPSHOT, -1.0)
-        reported, helped_at = self._helped.get(status.instance, (-1.0, 0.0))
-        return broken >= 0 and (reported != broken or time.monotonic() > helped_at + RETRY_SECONDS)
+        found = []
+        for status in self._client.replicas:
+            broken = status.gauges.get(BROKEN_SNAPSHOT, -1.0)
+            reported, helped_at = self._helped.get(status.instance, (-1.0, 0.0))
+            if broken >= 0 and (reported != broken or time.monotonic() > helped_at + RETRY_SECONDS):
+                found.append(status)
+        return found
 
     # --- all ranks' part
 
@@ -299,7 +301,7 @@ class SnapshotWriter:
             path=str(written.path.absolute()),
             bytes=written.bytes,
             seconds=seconds,
-            at=now(),
+            at=time.time(),
         )
         for status in self._replicas_to_help():
             self._helped[status.instance] = status.gauges[BROKEN_SNAPSHOT], time.monotonic()

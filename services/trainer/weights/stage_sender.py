@@ -145,7 +145,7 @@ def relays_of(machines: Sequence[str], sources: Mapping[int, int], engines: Mapp
 class RelayedSender:
     """The source's end of one stage: it fills the memory of its own machine, and sends the same to the relays.
 
-    It has what `StageSender` asks of a `ChannelSender`.
+    Its methods are those of a `ChannelSender` that `StageSender` calls.
 
     Args:
         local: of this machine's engines. relays: to the other machines' relays.
@@ -156,32 +156,27 @@ class RelayedSender:
         self.address = local.address
 
     def join(self, seconds: float) -> None:
-        """As `ChannelSender.join`, for relays and engines."""
         with self._breaking_both():
             self._relays.join(seconds)
             self._local.join(seconds)
 
     def announce(self, push: int, manifest: Manifest, seconds: float) -> None:
-        """As `ChannelSender.announce`."""
         with self._breaking_both():
             self._relays.announce(push, manifest, seconds)
             self._local.announce(push, manifest, seconds)
 
     def buffer(self, index: int, nbytes: int) -> Tensor:
-        """As `ChannelSender.buffer`."""
         with self._breaking_both():
             return self._local.buffer(index, nbytes)
 
     def send(self, index: int, flat: Tensor) -> None:
-        """As `ChannelSender.send`. The relays get a copy: the engines may be done with the bucket before it has arrived there."""
-        with self._breaking_both():
+        with self._breaking_both():  # the relays get a copy: the engines may be done with the bucket before it has arrived there
             copy = self._relays.buffer(index, flat.numel())
             copy.copy_(flat)
             self._relays.send(index, copy)
             self._local.send(index, flat)
 
     def finish(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """As `ChannelSender.finish`."""
         with self._breaking_both():
             self._relays.finish(meanwhile)
             self._local.finish(meanwhile)
@@ -196,12 +191,10 @@ class RelayedSender:
             raise
 
     def abort(self, reason: str) -> None:
-        """As `ChannelSender.abort`."""
         self._relays.abort(reason)
         self._local.abort(reason)
 
     def close(self) -> None:
-        """As `ChannelSender.close`."""
         self._relays.close()
         self._local.close()
 
@@ -222,7 +215,12 @@ class MemoryRelay:
 
     def begin_join(self, seconds: float) -> None:
         """Begins to join the source's channel and to wait for the engines."""
-        self._begin(lambda: self._join(seconds), "join")
+
+        def join() -> None:
+            self._receiver.join(TransferDeadline(seconds))
+            self._local.join(seconds)
+
+        self._begin(join, "join")
 
     def begin(self, push: int, seconds: float) -> None:
         """Begins to pass on a push."""
@@ -261,10 +259,6 @@ class MemoryRelay:
                 raise ChannelBroken(reason) from error
 
         self._working = run_in_thread(done, f"{name}-{self._source.name}")
-
-    def _join(self, seconds: float) -> None:
-        self._receiver.join(TransferDeadline(seconds))
-        self._local.join(seconds)
 
     def _pass_on(self, push: int, seconds: float) -> None:
         deadline = TransferDeadline(seconds)
@@ -342,12 +336,10 @@ class StageSender:
         self.drop()
         if self.machines:
             return self._open_on_machines(number, engine_ranks)
-        addresses = []
         if self.plan.is_source:
             name = self._name(number, self.plan.stage)
             self._channel = SENDERS[self._kind](name, own_address(), 1 + sum(engine_ranks.values()), runtime.device())
-            addresses = [self._channel.address.model_dump()]
-        return self._all(addresses)
+        return self._all()
 
     def _open_on_machines(self, number: int, engine_ranks: Mapping[str, int]) -> list[WeightChannelAddress]:
         relays, rank, device = relays_of(self.machines, self._sources, engine_ranks), dist.get_rank(), runtime.device()
@@ -366,14 +358,18 @@ class StageSender:
                 source = WeightChannelAddress.model_validate(everyone[self._sources[stage]][0])
                 local = MemorySender(f"{self._name(number, stage)}-at-{place}", machine, readers, device, purpose=1 + stage)
                 self._relays.append(MemoryRelay(source, place, local))
-        own = [self._channel] if self._channel is not None else []
-        return self._all([channel.address.model_dump() for channel in (*own, *self._relays)])
+        return self._all()
 
     def _name(self, number: int, stage: int) -> str:
         return f"myxo-{self._life}-{number}-{stage}"
 
-    def _all(self, addresses: list[Any]) -> list[WeightChannelAddress]:
-        return [WeightChannelAddress.model_validate(address) for of_rank in self.agree(addresses) for address in of_rank]
+    @property
+    def _ends(self) -> list[StageChannel | MemoryRelay]:
+        return [*([] if self._channel is None else [self._channel]), *self._relays]
+
+    def _all(self) -> list[WeightChannelAddress]:
+        everyone = self.agree([end.address.model_dump() for end in self._ends])
+        return [WeightChannelAddress.model_validate(address) for addresses in everyone for address in addresses]
 
     def join(self, seconds: float) -> None:
         """Waits for the engines. Raises ChannelBroken on the ranks whose channel was not joined."""
@@ -443,14 +439,13 @@ class StageSender:
 
     def abort(self, reason: str) -> None:
         """Ends the channel's waits, from any thread."""
-        for end in (*([self._channel] if self._channel is not None else []), *self._relays):
+        for end in self._ends:
             end.abort(reason)
 
     def drop(self) -> None:
         """Closes and drops the channels."""
-        channel, self._channel = self._channel, None
-        relays, self._relays = self._relays, []
-        for end in (*([channel] if channel is not None else []), *relays):
+        ends, self._channel, self._relays = self._ends, None, []
+        for end in ends:
             end.close()
 
     def close(self) -> None:
@@ -469,8 +464,7 @@ class StageSender:
 
 def _send_bucket(export: StageExport, hasher: ManifestHasher, channel: StageChannel | None, index: int) -> str | None:
     """Exports a bucket, and sends it where this rank has a channel. Returns the error that broke that, or None."""
-    flat: torch.Tensor | None = None
-    broken = None
+    flat, broken = None, None
     try:
         if channel is not None:
             flat = channel.buffer(index, export.manifest.buckets[index].nbytes)

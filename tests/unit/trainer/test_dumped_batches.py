@@ -129,7 +129,7 @@ def test_reading_leaves_what_others_may_load_as_it_was(tmp_path: Path) -> None:
     """Megatron allows numpy's arrays for the random states of its checkpoints."""
     torch.serialization.add_safe_globals([np.ndarray])
     before = set(torch.serialization.get_safe_globals())
-    slime_dumps.write_slime_dump(tmp_path / "0.pt", {"samples": []})
+    torch.save({"samples": []}, tmp_path / "0.pt")
     with pytest.raises(BadMessage, match="holds no list of samples"):
         slime_dumps.read_slime_dump(tmp_path / "0.pt")
     assert set(torch.serialization.get_safe_globals()) == before

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.trainer.actor import TrainerSettings
+from services.trainer.megatron.trainer_settings import TrainerSettings
 from shared.config.trainer_section import TrainerSection
 from shared.model.lora_targets import Lora
 from shared.model.parallel_layout import ParallelLayout

@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.trainer.actor import Actor, SaveFailed, StepResult, TrainerSettings
+from services.trainer.actor import Actor, StepResult
 from services.trainer.megatron import checkpoint, runtime
 from services.trainer.megatron.freezing import FrozenWeights
 from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan
+from services.trainer.megatron.joint_write import SaveFailed
 from services.trainer.megatron.likelihood import OutputHead, VocabularySlice
 from services.trainer.megatron.staged_shards import StagedShards
+from services.trainer.megatron.trainer_settings import TrainerSettings
 from services.trainer.objective.loss import PolicyLoss, ValueLoss
 from services.trainer.packing import PackedBatch
 from services.trainer.weights.stage_sender import StageExport

@@ -101,7 +101,7 @@ def test_without_embeddings_it_has_them_too(name):
 
 @pytest.mark.parametrize("name", [*PARAMETERS, *WITH_DRAFT_LAYER, *WITHOUT_EMBEDDINGS, *SHAPED_AS])
 def test_a_configs_layout_divides_its_model(name):
-    from services.trainer.megatron.flag_sorting import resolve
+    from services.trainer.megatron.trainer_settings import resolve
     from shared.config.trainer_section import TrainerSection
     from shared.model.parallel_layout import ParallelLayout, division_problems
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.trainer.actor import SaveFailed, latest_step
 from services.trainer.megatron import checkpoint
-from services.trainer.megatron.checkpoint import CheckpointMissing
+from services.trainer.megatron.checkpoint import CheckpointMissing, latest_step
+from services.trainer.megatron.joint_write import SaveFailed
 from services.trainer.objective.loss import ValueLoss
 from shared.runtime.errors import ConfigError
 from tests.support.small_disk import small_disk

@@ -10,8 +10,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from docs import flag_tables, megatron_catalogue
 from docs.flags import CATALOGUE
-from services.trainer import actor
-from services.trainer.megatron import flag_sorting
+from services.trainer.megatron import trainer_settings
 from shared.config import megatron_flags, slime_flags
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
@@ -27,7 +26,7 @@ def test_every_field_of_the_dataclasses_is_in_the_catalogue_or_no_text_can_say_i
     known |= slime_flags.RENAMED.keys()
     unsaid = {
         field.name: str(field.type)
-        for models in flag_sorting.GROUPS.values()
+        for models in trainer_settings.GROUPS.values()
         for model in models
         for field in dataclasses.fields(model)
         if field.name not in known and not field.name.startswith("_")
@@ -37,7 +36,7 @@ def test_every_field_of_the_dataclasses_is_in_the_catalogue_or_no_text_can_say_i
 
 
 def test_the_tables_name_flags_that_there_are() -> None:
-    fields = {field.name for models in flag_sorting.GROUPS.values() for model in models for field in dataclasses.fields(model)}
+    fields = {field.name for models in trainer_settings.GROUPS.values() for model in models for field in dataclasses.fields(model)}
     assert [name for name in (*flag_tables.FIXED, *flag_tables.DEFAULTS, *flag_tables.TRANSFORMER_ENGINE) if name not in fields] == []
     catalogue = megatron_flags.catalogue()
     assert [name for name, _ in flag_tables.SPELLINGS.values() if name not in catalogue] == []
@@ -54,7 +53,7 @@ def test_flags_go_to_their_dataclasses_with_their_types() -> None:
         "use_mcore_models": True,
         "check_for_nan_in_loss_and_grad": False,
     }
-    found = flag_sorting.resolve(given)
+    found = trainer_settings.resolve(given)
     assert found.transformer == {"moe_router_dtype": "fp64", "fp32_residual_connection": True}
     assert found.ddp == {"bucket_size": 1000, "check_for_nan_in_grad": False}
     assert found.optimizer == {"apply_wd_to_qk_layernorm": True}
@@ -64,21 +63,21 @@ def test_flags_go_to_their_dataclasses_with_their_types() -> None:
 
 
 def test_plain_data_becomes_what_the_field_holds() -> None:
-    assert flag_sorting.converted("transformer", "attention_backend", "flash") is AttnBackend.flash
-    assert flag_sorting.converted("transformer", "window_size", [128, 0]) == (128, 0)
-    assert flag_sorting.converted("transformer", "fp8", None) is None
+    assert trainer_settings.converted("transformer", "attention_backend", "flash") is AttnBackend.flash
+    assert trainer_settings.converted("transformer", "window_size", [128, 0]) == (128, 0)
+    assert trainer_settings.converted("transformer", "fp8", None) is None
 
 
 def test_the_actor_gets_what_is_given_and_the_checkpoint_is_compared(tmp_path: Path) -> None:
     make_checkpoint("qwen3", tmp_path / "model")
     given = {"fp32_residual_connection": True, "ddp_bucket_size": 1000, "num_layers": 2, "hidden_size": 32, "swiglu": True}
     config = run_config(tmp_path, trainer={"megatron": given})
-    found = actor.TrainerSettings.from_run(config).megatron
+    found = trainer_settings.TrainerSettings.from_run(config).megatron
     assert (found.transformer, found.optimizer, found.ddp) == ({"fp32_residual_connection": True}, {}, {"bucket_size": 1000})
-    actor.check_architecture(config)
+    trainer_settings.check_architecture(config)
     wrong = run_config(tmp_path, trainer={"megatron": {**given, "num_layers": 36}})
     with pytest.raises(ConfigError, match=r"trainer.megatron.num_layers = 36: 2, as the checkpoint has"):
-        actor.check_architecture(wrong)
+        trainer_settings.check_architecture(wrong)
 
 
 def test_what_needs_transformer_engine_is_refused_without_it() -> None:
@@ -88,7 +87,7 @@ def test_what_needs_transformer_engine_is_refused_without_it() -> None:
         pass
     else:
         pytest.skip("Transformer Engine is installed")
-    assert flag_sorting.resolve({"attention_backend": "auto", "no_rope_fusion": True, "moe_grouped_gemm": False}).transformer
-    assert flag_sorting.resolve({"attention_backend": "flash", "moe_permute_fusion": True}).transformer == {}  # only kernels
+    assert trainer_settings.resolve({"attention_backend": "auto", "no_rope_fusion": True, "moe_grouped_gemm": False}).transformer
+    assert trainer_settings.resolve({"attention_backend": "flash", "moe_permute_fusion": True}).transformer == {}  # only kernels
     with pytest.raises(ConfigError, match=r"trainer.megatron.fp8 = 'hybrid': Transformer Engine has it, which is not installed"):
-        flag_sorting.resolve({"fp8_format": "hybrid"})
+        trainer_settings.resolve({"fp8_format": "hybrid"})
