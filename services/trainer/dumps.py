@@ -200,6 +200,8 @@ def _slime_group(entries: Sequence[Mapping[str, Any]], name: str, path: Path, co
         where = f"{path}: sample {entry.get('index', position)} of group {name}"
         rollout = rollouts.setdefault(position if (given := entry.get("rollout_id")) is None else ("rollout", given), len(rollouts))
         try:
+            if entry.get("multimodal_train_inputs"):
+                raise BadMessage("multimodal_train_inputs: pictures are not trained here")
             samples.append(_slime_sample(entry, name, position, rollout, config, version))
             rewards.append(_reward(entry.get("reward"), config.reward.reward_key))
             parts.append(_parts(entry))
@@ -212,8 +214,6 @@ def _slime_group(entries: Sequence[Mapping[str, Any]], name: str, path: Path, co
 
 
 def _slime_sample(entry: Mapping[str, Any], group: str, index: int, rollout: int, config: RunConfig, version: int | None) -> Sample:
-    if entry.get("multimodal_train_inputs"):
-        raise BadMessage("multimodal_train_inputs: pictures are not trained here")
     tokens, length = _array(entry["tokens"], np.int32), int(entry["response_length"])
     if not 0 <= length < len(tokens):
         raise BadMessage(f"response_length is {length}, of {len(tokens)} tokens")
