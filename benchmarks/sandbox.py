@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from benchmarks.command_line import machine, parsed, write
 from services.reward.scorer import Verification, VerifierPool
-from shared.config.sandbox_section import SandboxSection
+from shared.config.service_sections import SandboxSection
 from shared.rewards.names import queue_of
 from shared.rewards.reference import Reference
 from shared.runtime.errors import MyxoError

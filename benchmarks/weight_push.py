@@ -149,8 +149,7 @@ class Bench:
         from services.trainer.commands import CommandBroadcast, Leave, Push
         from services.trainer.megatron.trainer_settings import TrainerSettings
         from services.trainer.weights.pusher import Pusher
-        from shared.config.trainer_section import TrainerSection
-        from shared.config.weights_section import WeightsSection
+        from shared.config.trainer_section import TrainerSection, WeightsSection
 
         weights = WeightsSection(update_weight_buffer_size=self.arguments.bucket_mib * 2**20, push_timeout=60)
         self.figures["bucket_bytes"] = weights.update_weight_buffer_size

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from shared.bus.streams import DUPLICATE_WINDOW
 from shared.bus.subjects import EVAL, TRAIN, Subjects
-from shared.config.bus_section import BusSection
+from shared.config.service_sections import BusSection
 from shared.schema import ledger, messages, service_messages, weight_messages
 from shared.schema.ledger import LedgerRecord
 from shared.schema.message import SCHEMA, Message, Part, Tokens

@@ -17,7 +17,7 @@ from myxo.launch.run_servers import ConsoleProcess
 from myxo.run.run_access import given_servers, payload_url, reach
 from myxo.run.run_directory import RunDirectory, ServerUrls, find, no_such_run
 from shared.bus import runs
-from shared.config.console_section import ConsoleSection
+from shared.config.service_sections import ConsoleSection
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
 

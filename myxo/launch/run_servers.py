@@ -20,8 +20,7 @@ from myxo.launch.supervisor import BackOff, Probe
 from myxo.run.run_access import GivenServers
 from myxo.run.run_directory import RunDirectory
 from shared.accounts.permissions import Rights
-from shared.config.console_section import ConsoleSection
-from shared.config.store_section import StoreSection
+from shared.config.service_sections import ConsoleSection, StoreSection
 from shared.process.child_process import ChildProcess, ProcessEnded, cause
 from shared.process.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey, free_port
 from shared.runtime.addresses import CONSOLE_TOKEN, LAST_PORT, HttpAddress, new_console_token

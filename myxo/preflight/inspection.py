@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shared.config.data_section import DataSection
+from shared.config.data_sections import DataSection
 from shared.config.eval_views import EvalView, eval_views
 from shared.config.run_config import RunConfig
 from shared.data import data_files

@@ -22,9 +22,9 @@ from shared.bus import runs
 from shared.config import devices
 from shared.config import devices as extras
 from shared.config.eval_views import agents, eval_views
-from shared.config.ingest_key import ingest_key
 from shared.config.reward_section import CUSTOM
 from shared.config.run_config import RunConfig
+from shared.config.service_sections import ingest_key
 from shared.rewards.names import RUNS_CODE, base, missing_package
 from shared.runtime import addresses
 from shared.runtime.errors import ConfigError

@@ -10,7 +10,7 @@ from myxo.preflight.inspection import Findings, Headers, Inspection, Note
 from shared.config import devices, megatron_flags, sglang_flags
 from shared.config.engine_limits import context_length
 from shared.config.eval_views import eval_views
-from shared.config.learning_rate import LearningRateSchedule
+from shared.config.trainer_section import LearningRateSchedule
 from shared.data.tokenizer import Tokenizer
 from shared.model import architecture_flags, hf_checkpoint
 from shared.model.architecture import Architecture

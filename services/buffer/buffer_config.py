@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from shared.config.eval_section import EvalSection
 from shared.config.rollout_section import RolloutSection
-from shared.config.weights_section import WeightsSection
+from shared.config.trainer_section import WeightsSection
 from shared.schema.versions import admissible_steps, version_after
 
 DEAD_BATCHES, FEWEST_DEAD = 4, 32  # Default of `max_dead_in_a_row`: batches, and groups at least

@@ -11,7 +11,7 @@ from services.gateway.group_intake import GroupIntake, add_ingest_routes
 from services.gateway.replicas import DrawClient, Replicas
 from services.gateway.routes import Api
 from services.gateway.turns import Turns
-from shared.config.ingest_key import ingest_key
+from shared.config.service_sections import ingest_key
 from shared.runtime import addresses, http_endpoints
 from shared.runtime.addresses import GATEWAY_VARIABLE, HttpAddress
 from shared.runtime.errors import ConfigError

@@ -20,7 +20,7 @@ from services.gateway.replicas import DrawClient, Hear, ReplicaFailed, Replicas
 from services.gateway.turn_decisions import StopStringTracker, TurnAnswers, check_tokens, continued, digests, stops_of, turn_sampling
 from services.gateway.turn_text import TurnText
 from services.gateway.wire.request import ChatTurn, TokenTurn, TurnRefused, TurnResult, assistant_message, overlong_prompt
-from shared.config.gateway_section import GatewaySection
+from shared.config.service_sections import GatewaySection
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import put_off
 from shared.runtime.traces import Traces, TraceSpan

@@ -18,7 +18,7 @@ from shared.bus.registry import ENVIRONMENT
 from shared.config.eval_views import reward_field, reward_key, reward_section
 from shared.config.reward_section import CUSTOM, WEIGHTED, RewardSection
 from shared.config.run_config import RunConfig
-from shared.config.sandbox_section import SandboxSection
+from shared.config.service_sections import SandboxSection
 from shared.environment.protocol import Environment, EnvironmentAway, EnvironmentFailed, ScoreRequest, ScoreSample, first_problem
 from shared.hooks import paths, reward_values
 from shared.process.worker_pool import LOOP_SECONDS, CallLate, WorkerDied, WorkerFailed, WorkerPool

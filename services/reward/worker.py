@@ -39,7 +39,7 @@ class VerifierCalls:
             if (missing := missing_package(name)) is not None:
                 raise ConfigError("reward.rm_type", name, missing)
         if any(base(name) in RUNS_CODE for name in names):
-            from shared.config.sandbox_section import SandboxSection  # imports pydantic, which the others do without
+            from shared.config.service_sections import SandboxSection  # imports pydantic, which the others do without
 
             open_sandboxes(SandboxSection.model_validate(sandbox or {}).settings())
         load(names)  # now: sympy takes seconds, which no call's deadline should include

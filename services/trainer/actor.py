@@ -30,7 +30,7 @@ from services.trainer.megatron.runtime import deadline, together
 from services.trainer.megatron.spec import check_layers, named_spec
 from services.trainer.megatron.trainer_settings import DTYPES, TrainerSettings
 from services.trainer.packing import PackedBatch
-from shared.config.learning_rate import LearningRateSchedule
+from shared.config.trainer_section import LearningRateSchedule
 from shared.model.architecture import Architecture
 from shared.model.families import read_architecture
 from shared.model.named_layers import is_own_module

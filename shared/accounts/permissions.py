@@ -14,7 +14,7 @@ from typing import Any
 from shared.bus import registry
 from shared.bus.streams import generated_consumer, scored_consumer, task_consumer
 from shared.bus.subjects import EVAL, PRODUCER, REWARD, ROLLOUT, TRAIN, Subjects
-from shared.config.bus_section import BusSection
+from shared.config.service_sections import BusSection
 
 BUFFER, TRAINER, GATEWAY, CONSOLE = "buffer", "trainer", "gateway", "console"
 OPERATOR, ENVIRONMENT = "operator", "environment"

@@ -37,8 +37,8 @@ from nats.js.errors import BadRequestError, NotFoundError
 from shared.bus.bus_errors import ATTEMPT_SECONDS, RETRY_PAUSE, TRANSIENT, StreamFull
 from shared.bus.connection import Bus
 from shared.bus.subjects import EVAL, TRAIN, Subjects
-from shared.config.bus_section import BusSection
 from shared.config.run_config import RunConfig
+from shared.config.service_sections import BusSection
 from shared.rewards.names import queue_of
 from shared.runtime.errors import BadMessage, DeadlineExceeded
 from shared.schema.messages import Message

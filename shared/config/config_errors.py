@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shared.config.eval_set import NAME
+from shared.config.eval_section import NAME
 from shared.config.run_config import RunConfig, section_model
 from shared.config.section import Misfits
 from shared.runtime.errors import BadInput, ConfigError

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from shared.config.eval_set import EvalSet
+from shared.config.eval_section import EvalSet
 from shared.runtime.errors import ConfigError, nearest
 
 FIELD = "eval.eval_config"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from shared.config.eval_set import EvalSet
+from shared.config.eval_section import EvalSet
 from shared.config.reward_section import RewardSection
 from shared.config.rollout_section import GENERATORS
 from shared.config.run_config import RunConfig

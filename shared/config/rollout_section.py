@@ -1,8 +1,9 @@
-"""`[rollout]`: generation, and how far it may run ahead of training."""
+"""`[rollout]` and `[episode]`: generation, and how far it may run ahead of training."""
 
 import contextlib
 import json
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -10,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
 from shared.config.section import HOOK, MUTABLE, Rule, Section, Words, hook
 from shared.config.sglang_flags import plain_name
+from shared.environment import environment_url as address
 from shared.runtime.host import Runtime
 from shared.schema.message import MAX_SAMPLES, ROLE
 from shared.schema.sample import OverlongPolicy
@@ -318,3 +320,31 @@ class RolloutSection(Section):
     def may_give_rewards(self) -> bool:
         """Returns whether something of the user's makes the samples, which may come with their rewards then."""
         return any(getattr(self, name) for name in (*GENERATORS, "rollout_function_path"))
+
+
+class EpisodeSection(Section):
+    """Rollouts of several turns, between the model and an environment."""
+
+    episode_url: str | None = Field(
+        default=None,
+        description="an environment that steps, http://host:port or nats:NAME: each rollout is one of its episodes, and its rewards count",
+        **MUTABLE,
+    )
+    episode_reward: Literal["sum", "last"] = Field(default="sum", description="an episode's reward: the sum of its steps', or the last one")
+    episode_turns: int = Field(default=16, gt=0, description="turns of an episode at most")
+    episode_turn_tokens: int | None = Field(
+        default=None, gt=0, description="tokens of one turn at most; default: what rollout_max_response_len leaves"
+    )
+    episode_timeout: float = Field(default=30, gt=0, description="seconds for each reset and step, broken connections included", **MUTABLE)
+    episode_control_tokens: Literal["text", "as_written"] = Field(
+        default="text",
+        description="what control tokens are that the environment's messages and tools spell, through the chat template: text, encoded as "
+        "such, or control tokens (as_written)",
+    )
+
+    def _misfits(self) -> Iterator[str]:
+        if self.episode_url is not None:
+            try:
+                address.parse(self.episode_url)
+            except ValueError as error:
+                yield f"episode.episode_url: {error}"

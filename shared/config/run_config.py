@@ -15,28 +15,25 @@ from pydantic import ValidationError
 
 from shared.config import log_probs_reader
 from shared.config.algorithm import AlgorithmSection
-from shared.config.bus_section import BusSection
-from shared.config.console_section import ConsoleSection
-from shared.config.curriculum_section import REASONING_GYM_SOURCE, CurriculumSection
-from shared.config.data_section import DataSection
+from shared.config.data_sections import REASONING_GYM_SOURCE, CurriculumSection, DataSection, ModelSection, SftSection
 from shared.config.debug_section import STEP, DebugSection
-from shared.config.episode_section import EpisodeSection
 from shared.config.eval_section import EvalSection
-from shared.config.gateway_section import GatewaySection
-from shared.config.ingest_section import IngestSection
-from shared.config.model_section import ModelSection
-from shared.config.monitoring_section import MonitoringSection
 from shared.config.reward_section import CUSTOM, TOURNAMENT, RewardSection
-from shared.config.rollout_section import RolloutSection
+from shared.config.rollout_section import EpisodeSection, RolloutSection
 from shared.config.routing_rules import routing_misfits
-from shared.config.run_section import RunSection
-from shared.config.sandbox_section import SandboxSection
 from shared.config.section import Section
-from shared.config.sft_section import SftSection
+from shared.config.service_sections import (
+    BusSection,
+    ConsoleSection,
+    GatewaySection,
+    IngestSection,
+    MonitoringSection,
+    RunSection,
+    SandboxSection,
+    StoreSection,
+)
 from shared.config.sglang_flags import plain_name
-from shared.config.store_section import StoreSection
-from shared.config.trainer_section import TrainerSection
-from shared.config.weights_section import WeightsSection
+from shared.config.trainer_section import TrainerSection, WeightsSection
 from shared.data import data_files
 from shared.hub import hub_names
 from shared.rewards.names import GIVEN, REASONING_GYM

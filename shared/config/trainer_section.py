@@ -1,17 +1,62 @@
-"""The run's [trainer]: the parallel layout of the model, and its training."""
+"""The run's [trainer] and [weights]: the parallel layout of the model, its training, and how its weights reach the engines."""
 
+import math
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
 from shared.config import environment_variables
-from shared.config.learning_rate import DecayStyle
 from shared.config.section import LARGEST_SEED, MUTABLE, Rule, Section, hook
 from shared.hub import hub_names
-from shared.runtime.errors import nearest
+from shared.runtime.errors import ConfigError, nearest
+
+DecayStyle = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True)
+class LearningRateSchedule:
+    """Linear warm-up, then decay from ``lr`` to ``min_lr``. Pure: the optimizer keeps the count of updates.
+
+    Unlike Megatron's scheduler, which makes the first update of a warm-up with a learning rate of 0, the first of n
+    warm-up updates uses ``lr / n`` and the n-th ``lr``.
+
+    Args:
+        lr: peak. min_lr: where the decay ends, and stays. warmup_steps: updates of the warm-up.
+        decay_steps: update at which the decay reaches ``min_lr``, counted from 0, warm-up included; unused if constant.
+        decay_style: ``constant``, ``linear`` or ``cosine``.
+
+    Raises ConfigError where the decay does not fit its rates or its steps.
+    """
+
+    lr: float
+    min_lr: float = 0.0
+    warmup_steps: int = 0
+    decay_steps: int = 0
+    decay_style: DecayStyle = "constant"
+
+    def __post_init__(self) -> None:
+        if self.decay_style == "constant":
+            return
+        if not 0 <= self.min_lr <= self.lr:
+            raise ConfigError("trainer.min_lr", self.min_lr, f"between 0 and lr, {self.lr:g}")
+        if self.decay_steps <= self.warmup_steps:
+            wanted = f"below the {self.decay_steps} optimizer steps at whose end the decay arrives"
+            raise ConfigError("trainer.lr_warmup_iters", self.warmup_steps, wanted)
+
+    def at(self, updates: int) -> float:
+        """Returns the learning rate of the update that follows ``updates`` earlier ones."""
+        if updates < self.warmup_steps:
+            return self.lr * (updates + 1) / self.warmup_steps
+        if self.decay_style == "constant":
+            return self.lr
+        done = min(1.0, (updates - self.warmup_steps) / (self.decay_steps - self.warmup_steps))
+        left = 1.0 - done if self.decay_style == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        return self.min_lr + left * (self.lr - self.min_lr)
+
 
 ALL_LINEAR = "all-linear"
 """The target that stands for all matrices that can have adapters."""
@@ -269,3 +314,56 @@ class TrainerSection(Section):
     def decay_steps(self, steps: int) -> int:
         """Returns the optimizer step at whose end the decay arrives, in a run of ``steps``."""
         return steps if self.lr_decay_iters is None else self.lr_decay_iters
+
+
+class WeightsSection(Section):
+    """Pushing weights from the trainer to the engines."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "join_from",
+            lambda weights, given: given == "trainer" and weights.update_weight_transport == "disk",
+            "nobody pushes with update_weight_transport = disk; use auto, peer or disk",
+        ),
+        Rule(
+            "snapshot_interval",
+            lambda weights, given: not given and (weights.update_weight_transport, weights.join_from) == ("nccl", "disk"),
+            "join_from = disk needs snapshots; give how many versions lie between two",
+        ),
+    )
+
+    update_weights_interval: int = Field(default=1, gt=0, description="training steps between pushes")
+    update_weight_buffer_size: int = Field(default=536870912, gt=0, description="bytes of a bucket")
+    update_weight_dtype: Literal["float32", "bfloat16"] | None = Field(
+        default=None, description="type of the tensors on the wire; default: as the trainer has them"
+    )
+    check_weight_update_equal: bool = Field(
+        default=False, description="after every push, send everything again and compare it with what the engines hold", **MUTABLE
+    )
+    skip_unchanged: bool = Field(default=False, description="do not send frozen parameters to a replica that has them", **MUTABLE)
+    push_timeout: float = Field(default=120, gt=0, description="seconds for one push to all replicas", **MUTABLE)
+    update_weight_transport: Literal["nccl", "disk"] = Field(
+        default="nccl",
+        description="how versions reach the engines: pushed over process groups (gloo on CPUs), or read by every engine from disk",
+    )
+    update_weight_mode: Literal["full", "delta"] = Field(
+        default="full", description="snapshots on disk: whole checkpoints, or what changed since the one before", **MUTABLE
+    )
+    update_weight_disk_dir: Path | None = Field(
+        default=None,
+        description="where snapshots lie, below the run's name, for trainer and engines alike; default: weights in the run's directory",
+    )
+    update_weight_delta_encoding: Literal["xor", "overwrite"] = Field(
+        default="xor", description="a delta's tensors: old xor new, or positions and values of the elements that changed", **MUTABLE
+    )
+    update_weight_full_interval: int = Field(default=10, gt=0, description="with delta: every so many snapshots one is whole", **MUTABLE)
+    snapshot_interval: int = Field(
+        default=20, ge=0, description="with nccl: versions between snapshots, which joiners read; 0 = none", **MUTABLE
+    )
+    keep_snapshots: int = Field(default=2, gt=0, description="snapshots kept, with all that they are made of", **MUTABLE)
+    join_from: Literal["auto", "peer", "disk", "trainer"] = Field(
+        default="auto",
+        description="where a replica that comes late takes its weights: a serving replica, the newest snapshot, the trainer's next push; "
+        "auto: the first of them that has the live version",
+        **MUTABLE,
+    )

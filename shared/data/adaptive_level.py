@@ -8,7 +8,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from shared.config.curriculum_section import CurriculumSection
+from shared.config.data_sections import CurriculumSection
 
 LEVEL, MOVES = "level", "level_moves"
 """The keys of a prompt's metadata that say at which level it was drawn, and how often the level had moved before."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.config.data_section import DataSection
+from shared.config.data_sections import DataSection
 from shared.config.eval_views import EvalView
 from shared.config.run_config import RunConfig
 from shared.data.call_form import in_call_form

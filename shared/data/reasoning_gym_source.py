@@ -10,7 +10,7 @@ import random
 from functools import lru_cache
 from typing import Any
 
-from shared.config.curriculum_section import CurriculumSection
+from shared.config.data_sections import CurriculumSection
 from shared.config.run_config import RunConfig
 from shared.data.adaptive_level import LEVEL, AdaptiveLevel
 from shared.rewards.names import REASONING_GYM

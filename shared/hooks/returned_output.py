@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.config.eval_set import NAME
+from shared.config.eval_section import NAME
 from shared.hooks import reward_values
 from shared.hooks.hook_sample import HookSample, Status, status_of
 from shared.schema.message import MAX_PARTS, is_part_name

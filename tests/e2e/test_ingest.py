@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shared.config.ingest_key import KEY_VARIABLE
+from shared.config.service_sections import KEY_VARIABLE
 from shared.data.rollout_files import DIRECTORY, RolloutReader
 from tests.e2e.launched import LaunchedRun
 

@@ -6,7 +6,7 @@ from typing import Any
 from services.buffer.buffer_config import BufferConfig
 from shared.config.eval_section import EvalSection
 from shared.config.rollout_section import RolloutSection
-from shared.config.weights_section import WeightsSection
+from shared.config.trainer_section import WeightsSection
 
 
 def buffer_config(

@@ -34,7 +34,7 @@ from services.trainer.megatron.joint_write import JointWrite, find_places
 from services.trainer.megatron.optimizer import Optimizer
 from services.trainer.megatron.runtime import deadline, gather_json, timeout_seconds, together
 from services.trainer.megatron.staged_shards import LiveState, StagedShards
-from shared.config.learning_rate import LearningRateSchedule
+from shared.config.trainer_section import LearningRateSchedule
 from shared.model.architecture import Architecture
 from shared.runtime.errors import ConfigError, MyxoError
 from shared.runtime.safe_files import parse_json, publish, read_regular, replaced_by, scratch, settle

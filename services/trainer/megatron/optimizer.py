@@ -27,9 +27,8 @@ from torch.optim.adamw import adamw
 from services.trainer.megatron.gpt_model import MegatronModel, laid_over
 from services.trainer.megatron.runtime import anywhere
 from shared.config import optimizer_state
-from shared.config.learning_rate import LearningRateSchedule
 from shared.config.optimizer_state import OptimizerState
-from shared.config.trainer_section import TrainerSection
+from shared.config.trainer_section import LearningRateSchedule, TrainerSection
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 

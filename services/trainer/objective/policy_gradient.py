@@ -9,8 +9,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from shared.config.algorithm import KlType
-from shared.config.algorithm_rules import LOG_RATIO_LIMIT
+from shared.config.algorithm import LOG_RATIO_LIMIT, KlType
 
 
 class PolicyGradient(NamedTuple):

@@ -42,7 +42,7 @@ from services.trainer.weights.push_schedule import (
 )
 from services.trainer.weights.stage_sender import ChannelKind, StageSender, whole_push
 from shared.bus.bus_errors import RequestRefused
-from shared.config.weights_section import WeightsSection
+from shared.config.trainer_section import WeightsSection
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import end_soon, log_error, run_in_thread
 from shared.schema.messages import Accepted, Message

@@ -12,7 +12,7 @@ from shared.bus.connection import Bus, BusUnreachable, NotPermitted
 from shared.bus.streams import generated_consumer
 from shared.bus.subjects import Subjects
 from shared.bus.work_queue import WorkQueue
-from shared.config.bus_section import BusSection
+from shared.config.service_sections import BusSection
 from shared.schema.messages import Accepted, Durable, Generated
 from shared.schema.weight_messages import WeightsLive
 from tests.support import intended_rights as intended

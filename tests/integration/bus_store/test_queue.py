@@ -12,8 +12,8 @@ from shared.bus.connection import Bus
 from shared.bus.streams import Consumer, scored_consumer, task_consumer
 from shared.bus.subjects import EVAL, TRAIN, Subjects
 from shared.bus.work_queue import FETCH_BYTES, MessageLease, WorkQueue
-from shared.config.bus_section import BusSection
 from shared.config.run_config import RunConfig
+from shared.config.service_sections import BusSection
 from shared.process.embedded_servers import EmbeddedNats
 from shared.schema.messages import Failed, Outcome, Payload
 from tests.support.run_config import run_config

@@ -14,7 +14,7 @@ from services.gateway.group_intake import GroupIntake, add_ingest_routes
 from services.reward.reward_service import serve as serve_rewards
 from shared.bus import runs
 from shared.bus.registry import Registry
-from shared.config.ingest_key import KEY_VARIABLE, ingest_key
+from shared.config.service_sections import KEY_VARIABLE, ingest_key
 from shared.data.tokenizer import Tokenizer
 from shared.process.embedded_servers import EmbeddedValkey
 from shared.runtime.addresses import HttpAddress

@@ -15,7 +15,7 @@ from myxo.launch.run_servers import RunServers
 from myxo.run.run_access import GivenServers
 from myxo.run.run_directory import RunDirectory
 from shared.bus.connection import Bus
-from shared.config.store_section import StoreSection
+from shared.config.service_sections import StoreSection
 from shared.process.embedded_servers import EmbeddedServer, hold_port
 from tests.integration.myxo.command import wait_for
 from tests.support.small_disk import small_disk

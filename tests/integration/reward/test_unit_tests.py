@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from services.reward.scorer import Verification, VerifierPool
-from shared.config.sandbox_section import SandboxSection
+from shared.config.service_sections import SandboxSection
 from shared.rewards.names import queue_of
 from shared.rewards.reference import Reference
 from shared.runtime.errors import ConfigError

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shared.config.monitoring_section import MonitoringSection
 from shared.config.run_config import RunConfig
+from shared.config.service_sections import MonitoringSection
 from shared.schema.ledger import GroupDead, GroupsDropped
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.view.alarms import (

@@ -14,7 +14,7 @@ from services.gateway.turn_decisions import digests
 from services.gateway.turns import Turns
 from services.gateway.wire import openai_chat
 from services.gateway.wire.request import assistant_message
-from shared.config.gateway_section import GatewaySection
+from shared.config.service_sections import GatewaySection
 from shared.runtime.traces import Traces
 from shared.schema.messages import Sampling
 from shared.sessions.session import Session, SessionLog, Trajectory, Turn, trajectories

@@ -6,7 +6,7 @@ import pytest
 
 from myxo.preflight.inspection import Inspection, Note
 from myxo.preflight.machine_checks import check_ingest
-from shared.config.ingest_key import KEY_VARIABLE
+from shared.config.service_sections import KEY_VARIABLE
 from shared.runtime.errors import BadInput
 from tests.support.run_config import run_config, write_jsonl
 

@@ -19,8 +19,7 @@ from services.rollout.replica_command import INSTANCE
 from shared.accounts.permissions import ROLES
 from shared.bus.streams import task_consumer
 from shared.bus.subjects import TRAIN
-from shared.config.bus_section import BusSection
-from shared.config.run_section import RunSection
+from shared.config.service_sections import BusSection, RunSection
 from shared.runtime.addresses import RANK_VARIABLES
 
 ROOT = Path(__file__).resolve().parents[3] / "deploy" / "kubernetes"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.config.learning_rate import LearningRateSchedule
+from shared.config.trainer_section import LearningRateSchedule
 from shared.runtime.errors import ConfigError
 
 

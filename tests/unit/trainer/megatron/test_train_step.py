@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.trainer.megatron.passes import BadLoss
-from shared.config.learning_rate import LearningRateSchedule
+from shared.config.trainer_section import LearningRateSchedule
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.rank_steps import exported, share, steps, weighted_loss
 from tests.unit.trainer.megatron.tiny import pack, sequences

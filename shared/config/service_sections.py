@@ -1,0 +1,305 @@
+"""The run's place, its services and their limits: [run], [bus], [store], [gateway], [ingest], [console], [monitoring] and [sandbox]."""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from shared.bus.subjects import RUN_ID
+from shared.config.section import MUTABLE, Rule, Section, hook
+from shared.runtime.errors import ConfigError
+from shared.sandbox.program import SandboxKind, SandboxLimits, SandboxSettings
+
+
+class RunSection(Section):
+    """Name and place of the run."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "name",
+            lambda _, given: not RUN_ID.match(given),
+            "use 1 to 63 lower-case letters, digits, '-' and '_', starting with a letter or digit",
+        ),
+    )
+
+    name: str = Field(description="the run's id: lower-case letters, digits, '-' and '_'")
+    dir: Path = Field(
+        default=Path("runs"), description="where runs keep their files; this run's lie in DIR/NAME (`myxo move` takes them away)", **MUTABLE
+    )
+    dir_mode: str = Field(
+        default="700",
+        pattern=r"^0?7[057]{2}$",
+        description="permissions of this run's directory, octal: prompts, responses, weights and credentials are its owner's alone; 750 "
+        "lets its group in, 755 everybody",
+        **MUTABLE,
+    )
+    buffer_replicas: int = Field(default=1, gt=0, description="buffers that `myxo up` starts: one works, the others stand by", **MUTABLE)
+
+    custom_config_path: Path | None = Field(
+        default=None,
+        description="YAML file of values that stand over all others: fields of any section, the rest goes into custom_args",
+        **MUTABLE,
+    )
+    custom_args: dict[str, Any] = Field(
+        default={}, description="attributes that your own functions find in args, besides the config's fields"
+    )
+
+    @property
+    def root(self) -> Path:
+        """Returns the run's own directory."""
+        return self.dir / self.name
+
+
+class BusSection(Section):
+    """Delivery policy of the run's queues."""
+
+    ack_wait: float = Field(default=30, gt=0, description="seconds before unextended work goes to somebody else")
+    max_deliver: int = Field(default=3, gt=0, description="deliveries before a message is declared dead")
+    max_ack_pending: int = Field(default=8192, gt=0, description="messages in workers' hands at once")
+    max_queued: int = Field(default=1_000_000, gt=0, description="messages a queue holds before publishers wait")
+    max_queued_bytes: int = Field(
+        default=128 << 20, ge=4 << 20, description="bytes a queue holds before publishers wait, work in workers' hands included", **MUTABLE
+    )
+    max_ledger_bytes: int = Field(default=512 << 20, ge=4 << 20, description="bytes of the ledger, beyond which the run waits", **MUTABLE)
+    full_timeout: float = Field(
+        default=3600, gt=0, description="seconds that a service waits for room in a full stream or store before it ends", **MUTABLE
+    )
+    sync_interval: float = Field(
+        default=1.0,
+        ge=0,
+        le=3600,
+        description="seconds between two syncs of the embedded NATS's files to disk: what a loss of power may take; 0: with each write",
+        **MUTABLE,
+    )
+    replicas: int = Field(default=1, ge=1, le=5, description="copies of each stream in a NATS cluster")
+    lease_duration: float = Field(default=5.0, ge=0.5, description="seconds after which a silent buffer's place is taken by another")
+    registry_ttl: float = Field(default=10.0, ge=1, description="seconds after which a silent service is taken for gone")
+    frozen_timeout: float = Field(
+        default=60,
+        ge=0,
+        description="seconds without heartbeat, or server's answer, after which `myxo up` kills a process and starts it again; 0: never",
+        **MUTABLE,
+    )
+
+
+class StoreSection(Section):
+    """Payload storage."""
+
+    blob_bytes: int = Field(default=262144, gt=0, description="a group's samples are split over blobs of about this size")
+    appendfsync: Literal["always", "everysec", "no"] = Field(default="everysec", description="durability of the embedded Valkey's log")
+    max_bytes: int | None = Field(
+        default=None,
+        ge=8 << 20,
+        description="memory of the embedded Valkey, beyond which writers wait; default: a quarter of the machine's, or of the container's",
+        **MUTABLE,
+    )
+
+
+class GatewaySection(Section):
+    """Gateways: addresses and limits."""
+
+    gateway_replicas: int | None = Field(
+        default=None,
+        ge=0,
+        le=64,
+        description="gateways that `myxo up` starts; default: with an agent one for each 8 cores of the machine, 8 at most; one where "
+        "gateway_port is given, or the run only takes groups from outside; else none",
+        **MUTABLE,
+    )
+    gateway_host: str = Field(default="127.0.0.1", min_length=1, description="where gateways serve their API", **MUTABLE)
+    gateway_port: int = Field(
+        default=0,
+        ge=0,
+        le=65535,
+        description="of the first gateway, each other one port further on; 0: any free ones, which they keep",
+        **MUTABLE,
+    )
+    gateway_models: list[str] = Field(
+        default=[], description="names that requests may give the model besides its own and the run's; *: any", **MUTABLE
+    )
+    gateway_requests: int = Field(
+        default=2048, gt=0, description="requests that a gateway has in hand at once; beyond them it answers 429", **MUTABLE
+    )
+    gateway_replica_requests: int = Field(
+        default=256,
+        gt=0,
+        description="draws that a gateway has at a replica at once, at most; fewer while the engine lacks memory",
+        **MUTABLE,
+    )
+    gateway_turn_timeout: float = Field(default=600, gt=0, description="seconds for one turn, waiting for a replica included", **MUTABLE)
+    gateway_wait: float = Field(
+        default=30,
+        ge=0,
+        description="of these, seconds that a turn waits for a replica with room and weights before it gets 429 or 503",
+        **MUTABLE,
+    )
+    gateway_control_tokens: Literal["text", "as_written"] = Field(
+        default="text",
+        description="what control tokens are that clients' messages and tools spell: text, encoded as such, or control tokens (as_written)",
+    )
+    gateway_checkpoint_tokens: int = Field(
+        default=1024,
+        gt=0,
+        description="a turn is recorded each so many tokens: what another gateway goes on from if this one dies",
+        **MUTABLE,
+    )
+
+
+class IngestSection(Section):
+    """Groups that others have generated, by `POST /groups` at the gateway."""
+
+    ingest_groups: Literal["off", "beside", "alone"] = Field(
+        default="off",
+        description="whether groups come in from outside: off; beside those that rollout services generate; alone: these leave "
+        "training prompts to the producers outside, and generate held-out ones",
+        **MUTABLE,
+    )
+    ingest_concurrency: int = Field(
+        default=8, gt=0, description="groups that a gateway has in hand at once; beyond them it answers 429", **MUTABLE
+    )
+    ingest_bytes: int = Field(
+        default=16 << 20, ge=1 << 10, description="of the largest group's body; while a gateway reads it, its other clients wait", **MUTABLE
+    )
+    ingest_wait: float = Field(
+        default=10, gt=0, description="seconds that a group waits until the run admits one, before it is answered 429", **MUTABLE
+    )
+
+
+KEY_VARIABLE = "MYXO_INGEST_KEY"
+"""The environment variable that holds it."""
+
+SHORTEST_KEY = 16
+"""Characters."""
+
+
+def ingest_key(environment: Mapping[str, str] = os.environ) -> str:
+    """Returns the key. Raises ConfigError where there is none, or one that can be guessed."""
+    key = environment.get(KEY_VARIABLE, "")
+    if len(key) < SHORTEST_KEY:
+        expected = f"required with ingest.ingest_groups where gateways start: the producers' key, {SHORTEST_KEY} characters or more"
+        raise ConfigError(KEY_VARIABLE, "*" * len(key), expected)
+    return key
+
+
+class ConsoleSection(Section):
+    """The console that `myxo up` starts beside a run."""
+
+    console: bool = Field(default=True, description="serve the console: the run in a browser, read-only", **MUTABLE)
+    console_host: str = Field(
+        default="127.0.0.1", min_length=1, description="where it listens; its token crosses the network in clear", **MUTABLE
+    )
+    console_port: int = Field(
+        default=8770, ge=0, le=65535, description="of the console; the next free one where it is taken; 0: any", **MUTABLE
+    )
+    console_hosts: list[str] = Field(
+        default=[], description="further names by which browsers ask for it, such as that of a proxy before it", **MUTABLE
+    )
+
+
+class MonitoringSection(Section):
+    """Measurements, and their destinations besides TensorBoard and Prometheus."""
+
+    log_multi_turn: bool = Field(
+        default=False, description="multi_turn/*: response lengths with and without tokens of tools, and rounds of each batch", **MUTABLE
+    )
+    log_passrate: bool = Field(default=False, description="passrate/pass@k of each batch, for k = 1, 2, 4, ...", **MUTABLE)
+    passrate_threshold: float = Field(default=1.0, description="a sample passes with a reward of at least this", **MUTABLE)
+    custom_rollout_log_function_path: str | None = hook("that logs a batch's samples; if it returns true, Myxo does not")
+    custom_eval_rollout_log_function_path: str | None = hook("that logs an evaluation; if it returns true, Myxo does not")
+    use_wandb: bool = Field(default=False, description="write to W&B, too; needs the extra wandb", **MUTABLE)
+    wandb_project: str = Field(default="myxo", min_length=1, description="W&B project", **MUTABLE)
+    wandb_group: str | None = Field(default=None, description="W&B group; default: the run's name", **MUTABLE)
+    wandb_team: str | None = Field(default=None, description="W&B team; default: your own", **MUTABLE)
+    wandb_mode: Literal["online", "offline", "disabled"] = Field(
+        default="online",
+        description="send at once, by WANDB_API_KEY in the trainer's environment, write files to sync, or turn use_wandb off",
+        **MUTABLE,
+    )
+    wandb_dir: Path | None = Field(default=None, description="where W&B's files lie; default: the run's directory", **MUTABLE)
+    wandb_host: str | None = Field(default=None, description="URL of a W&B server of your own", **MUTABLE)
+    http_host: str = Field(
+        default="127.0.0.1", min_length=1, description="where services serve /healthz and /metrics; MYXO_HTTP, host:port, wins", **MUTABLE
+    )
+    logprob_alarm: float = Field(
+        default=0.1, gt=0, description="mean difference of engine's and trainer's log-probs at equal versions that is warned of", **MUTABLE
+    )
+    keep_rollouts: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="share of the training groups whose prompts and responses the buffer writes to rollouts/ in the run's directory, "
+        "besides all held-out ones; 0 = nothing is kept",
+        **MUTABLE,
+    )
+    keep_rollouts_bytes: int = Field(default=2**31, ge=2**20, description="of rollouts/; beyond it the oldest files are removed", **MUTABLE)
+    keep_rollouts_tokens: bool = Field(
+        default=False, description="keep token ids, masks and log-probs there, too: about 20 bytes a token more", **MUTABLE
+    )
+
+    def _complete(self) -> None:
+        if self.wandb_mode == "disabled":
+            self.use_wandb = False
+
+
+_NEVER = ("/proc", "/sys", "/dev", "/run")
+
+
+class SandboxSection(Section):
+    """Where code runs that a model wrote, and within which limits; each holds for one program with all that it starts."""
+
+    sandbox: SandboxKind = Field(
+        default="bwrap",
+        description="bwrap: isolated by bubblewrap; docker or podman: in a container of sandbox_image; where that cannot be, nothing runs. "
+        "none: as the service itself, with its files and its network, which is for code that you trust",
+    )
+    sandbox_image: str | None = Field(
+        default=None, pattern=r"^[^-\s]\S*$", description="image of these containers: one with python3, which is there already"
+    )
+    sandbox_wall_time: float = Field(default=10, gt=0, description="seconds by the clock", **MUTABLE)
+    sandbox_cpu_time: float = Field(default=3, gt=0, description="seconds of processor time, of all processes together", **MUTABLE)
+    sandbox_memory_bytes: int = Field(
+        default=512 << 20,
+        ge=32 << 20,
+        description="bytes of memory, of all processes together, with what lies in the work folder",
+        **MUTABLE,
+    )
+    sandbox_processes: int = Field(default=64, ge=1, description="processes and threads at once", **MUTABLE)
+    sandbox_output_bytes: int = Field(
+        default=1 << 20,
+        ge=1024,
+        le=64 << 20,
+        description="bytes of standard output and standard error, each; more is cut off and ends it",
+        **MUTABLE,
+    )
+    sandbox_disk_bytes: int = Field(
+        default=64 << 20, ge=1 << 20, description="bytes of the work folder and of /tmp, each; both are in memory"
+    )
+    sandbox_packages: bool = Field(default=False, description="the packages of the service's own environment can be imported: numpy, say")
+    sandbox_paths: list[Path] = Field(default=[], description="files and folders that can be read inside, under the same path")
+
+    def _misfits(self) -> Iterator[str]:
+        contained = self.sandbox in ("docker", "podman")
+        if contained != (self.sandbox_image is not None):
+            expected = "required: an image with python3" if contained else "belongs to sandbox = docker or podman"
+            yield f"sandbox.sandbox_image: {expected}, with sandbox = {self.sandbox}"
+        for path in self.sandbox_paths:
+            if contained and "," in str(path):
+                yield f"sandbox.sandbox_paths: {path}: {self.sandbox} takes no path with a comma"
+            if str(path) == "/" or str(path).startswith(_NEVER):
+                yield f"sandbox.sandbox_paths: {path}: would show what a sandbox hides; name the folder that is needed"
+
+    def settings(self) -> SandboxSettings:
+        """Returns what sandboxes are made of."""
+        limits = SandboxLimits(
+            wall_s=self.sandbox_wall_time,
+            cpu_s=self.sandbox_cpu_time,
+            memory_bytes=self.sandbox_memory_bytes,
+            processes=self.sandbox_processes,
+            output_bytes=self.sandbox_output_bytes,
+            disk_bytes=self.sandbox_disk_bytes,
+        )
+        return SandboxSettings(
+            self.sandbox, self.sandbox_image or "", limits, packages=self.sandbox_packages, paths=tuple(self.sandbox_paths)
+        )
