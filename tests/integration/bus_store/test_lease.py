@@ -76,7 +76,7 @@ async def test_a_lease_of_a_process_that_is_dead_is_taken_at_once(bus: Bus, run:
 
 async def test_one_that_fell_silent_is_followed_and_ends_when_it_would_go_on(bus: Bus, run: RunConfig) -> None:
     silent, heir = lease(bus, run, "silent", SHORT), lease(bus, run, "heir", SHORT)
-    assert await silent.attempt()
+    await until(silent.attempt, "a lease")  # one that is confirmed later than it lasts is none
     await until(heir.attempt, "the lease of one that does not renew it")
     waiting = asyncio.create_task(silent.held())
     with pytest.raises(LeaseLost, match="heir has it now"):
@@ -87,7 +87,7 @@ async def test_one_that_fell_silent_is_followed_and_ends_when_it_would_go_on(bus
 
 async def test_one_that_fell_silent_goes_on_where_nobody_took_its_place(bus: Bus, run: RunConfig) -> None:
     only = lease(bus, run, "only", SHORT)
-    assert await only.attempt()
+    await until(only.attempt, "a lease")
     await asyncio.sleep(2 * SHORT.duration)  # however much longer this takes, the lease has run out
     fenced = asyncio.create_task(only.held())
     await asyncio.sleep(0)
@@ -99,7 +99,7 @@ async def test_one_that_fell_silent_goes_on_where_nobody_took_its_place(bus: Bus
 
 async def test_a_renewal_whose_confirmation_was_lost_is_known_again(bus: Bus, run: RunConfig) -> None:
     holder = lease(bus, run, "holder", SHORT)
-    assert await holder.attempt()
+    await until(holder.attempt, "a lease")
     bucket = Subjects(run.run.name).leases_bucket
     stored = await bus.put(bucket, "job", (await status(bus, run)).encode())
     keeping = asyncio.create_task(holder.keep())
@@ -118,9 +118,9 @@ async def test_who_waits_while_the_server_is_away_waits_on(mortal_nats: Embedded
     config = run_config(tmp_path)
     await runs.create(bus, config, None)
     holder, waiter = lease(bus, config, "holder", SHORT), lease(other, config, "waiter", SHORT)
-    assert await holder.attempt()
-    assert not await waiter.attempt()
+    await until(holder.attempt, "a lease")
     keeping = asyncio.create_task(holder.keep())
+    assert not await waiter.attempt()
     crash(server)
     for _ in range(3):
         assert not await waiter.attempt()
