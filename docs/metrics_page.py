@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from docs.catalogue import settle
-from shared.runtime.telemetry import MetricSpec
+from shared.runtime.telemetry import MetricSpec, metric_specs
 
 PAGE = Path(__file__).with_name("metrics.md")
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,20 +39,19 @@ def declared_metrics() -> dict[str, list[MetricSpec]]:
     found: dict[str, list[list[MetricSpec]]] = {}
     for path in sorted(path for package in ("services", "shared") for path in (ROOT / package).rglob("*.py")):
         own: dict[str, list[MetricSpec]] = {}
-        for spec in declared_in(path.read_text()):
+        for spec in (spec for declared in tables_in(path.read_text()) for spec in metric_specs(declared)):
             own.setdefault(table_of(spec, path.relative_to(ROOT)), []).append(spec)
         for table, specs in own.items():
             found.setdefault(table, []).append(specs)
     return {table: [spec for specs in sorted(modules, key=len, reverse=True) for spec in specs] for table, modules in found.items()}
 
 
-def declared_in(source: str) -> list[MetricSpec]:
-    """Returns the declarations of one module, in their order."""
+def tables_in(source: str) -> list[str]:
+    """Returns the tables that one module declares, in their order."""
     if "declare_metrics(" not in source:
         return []
-    calls = [node for node in ast.parse(source).body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
-    declaring = [call.value for call in calls if isinstance(call.value, ast.Call) and ast.unparse(call.value.func) == "declare_metrics"]
-    return [_literal(argument) for call in declaring for argument in call.args]
+    calls = [node.value for node in ast.parse(source).body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
+    return [ast.literal_eval(call.args[0]) for call in calls if ast.unparse(call.func) == "declare_metrics"]
 
 
 def table_of(spec: MetricSpec, path: Path) -> str:
@@ -80,12 +79,6 @@ def exported_name(spec: MetricSpec) -> re.Pattern[str]:
     parts = re.split(r"<[^>]*>", spec.name)
     legal = r"\w+".join(re.sub(r"[^A-Za-z0-9]", "_", part) for part in parts)
     return re.compile(f"myxo_{legal}{TOTAL if spec.counter else ''}")
-
-
-def _literal(call: ast.expr) -> MetricSpec:
-    assert isinstance(call, ast.Call), "declarations are written out, so that they can be read from the source"
-    named = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-    return MetricSpec(*(ast.literal_eval(argument) for argument in call.args), **named)
 
 
 def _rows(table: str, specs: list[MetricSpec]) -> str:

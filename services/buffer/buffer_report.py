@@ -9,7 +9,7 @@ from shared.bus.streams import Consumer, generated_consumer, scored_consumer, ta
 from shared.bus.subjects import EVAL, TRAIN
 from shared.bus.work_queue import WorkQueue
 from shared.runtime import failure_summary
-from shared.runtime.telemetry import Metrics, MetricSpec, declare_metrics
+from shared.runtime.telemetry import Metrics, declare_metrics
 from shared.schema.ledger import BatchFormed, GroupDead, GroupsDropped, LedgerRecord
 from shared.schema.messages import Task
 from shared.service.service_base import Service
@@ -73,42 +73,33 @@ def _held_by_bound(state: BufferState, limits: BufferConfig) -> str:
     )
 
 
-declare_metrics(
-    MetricSpec("admitted", "groups", "admitted since the run began"),
-    MetricSpec("trained", "groups", "of them, trained"),
-    MetricSpec("dropped", "groups", "of them, dropped"),
-    MetricSpec("dead", "groups", "of them, given up"),
-    MetricSpec(
-        "groups_dead",
-        "groups",
-        "and held-out prompts, that were given up since the service started, by [what was at fault](rewards.md#what-a-group-dies-of)",
-        labels=("fault",),
-        counter=True,
-    ),
-    MetricSpec("in_flight", "groups", "admitted and not ended"),
-    MetricSpec("ready", "groups", "of those in flight, scored and ready for a batch"),
-    MetricSpec("outstanding", "groups", "of those in flight, sent out and not back yet"),
-    MetricSpec("trained_steps", "steps", "that are trained"),
-    MetricSpec("durable_steps", "steps", "that a checkpoint holds"),
-    MetricSpec("live_version", "version", "of the weights that are served; -1 before the first"),
-    MetricSpec("followed", "", "the number of the newest ledger record that a standby has read", when="in a standby"),
-    MetricSpec("evaluations", "", "evaluations that have ended"),
-    MetricSpec("eval_pending", "prompts", "held-out prompts of evaluations under way that are not back yet"),
-    MetricSpec("queue_task", "messages", "groups to generate that wait for a worker"),
-    MetricSpec("queue_eval", "messages", "held-out prompts that wait for a worker"),
-    MetricSpec("queue_generated", "messages", "groups to score that wait for a worker"),
-    MetricSpec("queue_scored", "messages", "outcomes for the buffer that wait for a worker"),
-    MetricSpec("queue_task_held", "messages", "of the same queue, what workers have and did not ack yet"),
-    MetricSpec("queue_eval_held", "messages", "of the same queue, what workers have and did not ack yet"),
-    MetricSpec("queue_generated_held", "messages", "of the same queue, what workers have and did not ack yet"),
-    MetricSpec("queue_scored_held", "messages", "of the same queue, what workers have and did not ack yet"),
-    MetricSpec(
-        "queue_lag",
-        "messages",
-        "both together: what says [how many workers](monitoring.md#scaling-by-the-queues) would have something to do",
-        labels=("queue", "consumer"),
-    ),
-)
+declare_metrics("""
+    admitted | groups | admitted since the run began
+    trained | groups | of them, trained
+    dropped | groups | of them, dropped
+    dead | groups | of them, given up
+    groups_dead_total{fault} | groups | and held-out prompts, that were given up since the service started, by [what was at
+        fault](rewards.md#what-a-group-dies-of)
+    in_flight | groups | admitted and not ended
+    ready | groups | of those in flight, scored and ready for a batch
+    outstanding | groups | of those in flight, sent out and not back yet
+    trained_steps | steps | that are trained
+    durable_steps | steps | that a checkpoint holds
+    live_version | version | of the weights that are served; -1 before the first
+    followed | | the number of the newest ledger record that a standby has read | in a standby
+    evaluations | | evaluations that have ended
+    eval_pending | prompts | held-out prompts of evaluations under way that are not back yet
+    queue_task | messages | groups to generate that wait for a worker
+    queue_eval | messages | held-out prompts that wait for a worker
+    queue_generated | messages | groups to score that wait for a worker
+    queue_scored | messages | outcomes for the buffer that wait for a worker
+    queue_task_held | messages | of the same queue, what workers have and did not ack yet
+    queue_eval_held | messages | of the same queue, what workers have and did not ack yet
+    queue_generated_held | messages | of the same queue, what workers have and did not ack yet
+    queue_scored_held | messages | of the same queue, what workers have and did not ack yet
+    queue_lag{queue,consumer} | messages | both together: what says [how many workers](monitoring.md#scaling-by-the-queues) would have
+        something to do
+""")
 
 # Gauges that are fields of the state
 _OF_STATE = ("admitted", "trained", "dropped", "dead", "in_flight", "trained_steps", "durable_steps", "live_version")

@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from shared.hooks.loading import EVAL_LOG, last_rollout, paths
 from shared.process.worker_pool import WorkerPool
 from shared.runtime.errors import MyxoError
-from shared.runtime.telemetry import MetricSpec, declare_metrics
+from shared.runtime.telemetry import declare_metrics
 from shared.schema.ledger import EvalEnded, EvalScored, EvalStarted, LedgerRecord
 from shared.schema.messages import EvalFigures, EvaluationsEnded, EvaluationsRequest
 from shared.service.service_base import Service
@@ -124,24 +124,14 @@ class EvaluationLogger:
         return await self._pool.ask(request, "an evaluation's log", self._named, LOG_SECONDS)
 
 
-declare_metrics(
-    MetricSpec(
-        "eval_reward", "reward", "mean reward of the set's newest evaluation", when="once one of the set has ended", labels=("dataset",)
-    ),
-    MetricSpec("eval_version", "version", "that it is of", when="once one of the set has ended", labels=("dataset",)),
-    MetricSpec(
-        "eval_newest", "version", "the newest that drew some of its tokens", when="once one of the set has ended", labels=("dataset",)
-    ),
-    MetricSpec(
-        "eval_lag",
-        "versions",
-        "by how many it was behind the live version when it was known",
-        when="once one of the set has ended",
-        labels=("dataset",),
-    ),
-    MetricSpec("eval_missing", "prompts", "that failed or were late", when="once one of the set has ended", labels=("dataset",)),
-    MetricSpec("eval_prompts", "prompts", "of the whole set", when="once one of the set has ended", labels=("dataset",)),
-)
+declare_metrics("""
+    eval_reward{dataset} | reward | mean reward of the set's newest evaluation | once one of the set has ended
+    eval_version{dataset} | version | that it is of | once one of the set has ended
+    eval_newest{dataset} | version | the newest that drew some of its tokens | once one of the set has ended
+    eval_lag{dataset} | versions | by how many it was behind the live version when it was known | once one of the set has ended
+    eval_missing{dataset} | prompts | that failed or were late | once one of the set has ended
+    eval_prompts{dataset} | prompts | of the whole set | once one of the set has ended
+""")
 
 MOST_EVALUATIONS = 256  # Of an answer: each takes about 1 KB
 

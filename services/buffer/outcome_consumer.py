@@ -11,12 +11,12 @@ from services.buffer.store_room import has_lost
 from shared.bus.streams import scored_consumer
 from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.runtime.errors import TASK
-from shared.runtime.telemetry import MetricSpec, declare_metrics
+from shared.runtime.telemetry import declare_metrics
 from shared.schema.ledger import LedgerRecord
 from shared.schema.messages import Failed, GroupOutcome, Outcome, Scored, Wanted, failure_of
 from shared.service.service_base import Service
 
-declare_metrics(MetricSpec("outcomes_refused", "", "outcomes that came from somebody who may not report them, or cannot be", counter=True))
+declare_metrics("outcomes_refused_total | | outcomes that came from somebody who may not report them, or cannot be")
 
 FETCH = 256  # Outcomes that are taken at once
 Decision = Callable[[], Sequence[LedgerRecord]]

@@ -21,7 +21,7 @@ from shared.data.prompts import Prompt, PromptFile, TrainingPrompts, eval_prompt
 from shared.data.rollout_files import DEAD, DROPPED, TRAINED
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError, raise_problems
-from shared.runtime.telemetry import Metrics, MetricSpec, declare_metrics
+from shared.runtime.telemetry import Metrics, declare_metrics
 from shared.schema.ledger import (
     BatchAmended,
     BatchTrained,
@@ -170,11 +170,11 @@ def _results(groups: Iterable[GroupState], fate: str, reason: str = "") -> list[
     return [GroupResult(group.number, fate, tuple(group.scored.rewards) if group.scored else (), reason) for group in groups]
 
 
-declare_metrics(
-    MetricSpec("prompts", "prompts", "of each set, those left out aside", labels=("of",)),
-    MetricSpec("prompts_left_out", "prompts", "that the run leaves out, by why", when="where there are such", labels=("of", "reason")),
-    MetricSpec("prompt_results", "prompts", "whose results the run remembers", when="where the order of prompts depends on their results"),
-)
+declare_metrics("""
+    prompts{of} | prompts | of each set, those left out aside
+    prompts_left_out{of,reason} | prompts | that the run leaves out, by why | where there are such
+    prompt_results | prompts | whose results the run remembers | where the order of prompts depends on their results
+""")
 
 TRAINING = "training"
 

@@ -29,7 +29,7 @@ from shared.data.prompts import Prompt
 from shared.data.rollout_files import DEAD, DROPPED, EVALUATED, FAILED, TRAINED, RolloutReader, RolloutRecord
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError, PayloadMissing
 from shared.runtime.tasks import run_in_thread
-from shared.runtime.telemetry import Metrics, MetricSpec, declare_metrics
+from shared.runtime.telemetry import Metrics, declare_metrics
 from shared.schema import sample
 from shared.schema.ledger import BatchTrained, EvalScored, GroupDead, GroupsDropped, LedgerRecord
 from shared.schema.messages import Payload
@@ -261,11 +261,11 @@ def rollout_record(group: EndedGroup, blobs: Sequence[bytes], prompt: Prompt | N
     return group.record.model_copy(update={**asked, "samples": written})
 
 
-declare_metrics(
-    MetricSpec("rollouts_kept", "groups", "whose responses were written to the run's directory since the service started"),
-    MetricSpec("rollouts_bytes", "bytes", "that the kept responses take on disk"),
-    MetricSpec("rollouts_not_kept", "groups", "that were not written, by why", when="where there are such", labels=("reason",)),
-)
+declare_metrics("""
+    rollouts_kept | groups | whose responses were written to the run's directory since the service started
+    rollouts_bytes | bytes | that the kept responses take on disk
+    rollouts_not_kept{reason} | groups | that were not written, by why | where there are such
+""")
 
 RATE_BYTES = 8 << 20  # Payload bytes that are read each second at most: about 900,000 generated tokens, for a twentieth of a core
 HELD_BYTES = 64 << 20  # Payloads that nobody else needs any more and that stay in the store until they were read

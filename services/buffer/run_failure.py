@@ -9,14 +9,14 @@ from collections.abc import Awaitable, Callable
 
 from shared.bus import runs
 from shared.runtime import failure_summary
-from shared.runtime.telemetry import MetricSpec, declare_metrics
+from shared.runtime.telemetry import declare_metrics
 from shared.schema.ledger import BatchTrained, EvalScored, GroupDead, GroupsScored, LedgerRecord, SampleRefused
 from shared.service.service_base import Service
 
-declare_metrics(
-    MetricSpec("dead_per_minute", "groups/min", "that died lately"),
-    MetricSpec("eval_failed", "prompts", "held-out prompts that failed since the service started"),
-)
+declare_metrics("""
+    dead_per_minute | groups/min | that died lately
+    eval_failed | prompts | held-out prompts that failed since the service started
+""")
 
 STATE = "run failed"  # State of a buffer whose run has failed. The buffer itself is well.
 RATE_SECONDS = 120.0  # The rate of dead groups is that of so many seconds before now

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from redis.exceptions import RedisError
 
 from shared.runtime.errors import DeadlineExceeded, MyxoError
-from shared.runtime.telemetry import MetricSpec, declare_metrics
+from shared.runtime.telemetry import declare_metrics
 from shared.service.service_base import Service
 from shared.store.payload_store import StoreRefused
 
-declare_metrics(
-    MetricSpec("store_bytes", "bytes", "that the store uses"), MetricSpec("store_max_bytes", "bytes", "that it may use; 0: without a bound")
-)
+declare_metrics("""
+    store_bytes | bytes | that the store uses
+    store_max_bytes | bytes | that it may use; 0: without a bound
+""")
 
 HOLD, GO_ON = 0.85, 0.75  # The parts of the store's memory from which on nothing is admitted, and below which that ends
 LOOK_SECONDS = 2.0  # The deadline for the store to say how full it is; where it does not, what it said last stands

@@ -15,15 +15,15 @@ from shared.config.service_sections import ingest_key
 from shared.runtime import addresses, http_endpoints
 from shared.runtime.addresses import GATEWAY_VARIABLE, HttpAddress
 from shared.runtime.errors import ConfigError
-from shared.runtime.telemetry import MetricSpec, declare_metrics
+from shared.runtime.telemetry import declare_metrics
 from shared.service.service_base import Service
 from shared.sessions.session_store import SessionStore
 
-declare_metrics(
-    MetricSpec("gateway_requests_in_hand", "requests", "that are being answered"),
-    MetricSpec("gateway_draws", "requests", "that engines draw for"),
-    MetricSpec("gateway_draws_most", "requests", "that engines may draw for at once, [by their memory](gateway.md#which-replica-draws)"),
-)
+declare_metrics("""
+    gateway_requests_in_hand | requests | that are being answered
+    gateway_draws | requests | that engines draw for
+    gateway_draws_most | requests | that engines may draw for at once, [by their memory](gateway.md#which-replica-draws)
+""")
 
 # The environment variable with the URL by which agents reach this gateway, where it is not the address: they may be on another network
 URL_VARIABLE = "MYXO_GATEWAY_URL"

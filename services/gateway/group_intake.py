@@ -37,7 +37,7 @@ from shared.data.tokenizer import Tokenizer
 from shared.hooks import reward_values
 from shared.hooks.sample_agreement import compared
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
-from shared.runtime.telemetry import MetricSpec, declare_metrics
+from shared.runtime.telemetry import declare_metrics
 from shared.schema import sample as sample_codec
 from shared.schema.digests import reference
 from shared.schema.message import LARGEST, MAX_PARTS, MAX_SAMPLES, ROLE, PartName, Reward
@@ -249,7 +249,7 @@ def _wrong(field: str, message: str) -> TurnRefused:
     return TurnRefused(400, message, field=field, code="invalid_value")
 
 
-declare_metrics(MetricSpec("groups_ingested", "groups", "[made elsewhere](ingest.md) and taken in", counter=True))
+declare_metrics("groups_ingested_total | groups | [made elsewhere](ingest.md) and taken in")
 
 BINDING_SECONDS = 7 * 24 * 3600  # For as long the producer's id of a group is known
 PUBLISH_SECONDS = 30.0

@@ -41,7 +41,7 @@ from services.gateway.wire.request import (
 from services.gateway.wire.request_body import RequestFields, read_body
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import cancelled
-from shared.runtime.telemetry import Metrics, MetricSpec, declare_metrics
+from shared.runtime.telemetry import Metrics, declare_metrics
 from shared.schema.message import Parts, Reason, Reward
 from shared.sessions.session import SessionEnded, SessionLog, SessionUnknown
 from shared.sessions.session_store import SessionStore
@@ -185,11 +185,11 @@ def model_list(model: str, created: int, context_length: int) -> dict[str, Any]:
     return {"object": "list", "data": [entry], "has_more": False, "first_id": model, "last_id": model}
 
 
-declare_metrics(
-    MetricSpec("gateway_requests", "requests", "that came in", counter=True),
-    MetricSpec("gateway_refused_<status>", "requests", "that were refused, by the HTTP status of the answer", counter=True),
-    MetricSpec("gateway_clients_gone", "requests", "whose client had gone before its answer", counter=True),
-)
+declare_metrics("""
+    gateway_requests_total | requests | that came in
+    gateway_refused_<status>_total | requests | that were refused, by the HTTP status of the answer
+    gateway_clients_gone_total | requests | whose client had gone before its answer
+""")
 
 BODY_BYTES = 32 << 20  # The largest body of a request
 SESSION_REQUESTS = 64  # The most requests of one session that are read or answered at once

@@ -23,7 +23,7 @@ from shared.hooks.filters import BUILT_IN
 from shared.process.worker_pool import WorkerFailed
 from shared.runtime.errors import INFRASTRUCTURE, TASK, BadMessage, DeadlineExceeded, Fault, MessageTooLarge, PayloadMissing
 from shared.runtime.tasks import cancelled
-from shared.runtime.telemetry import MetricSpec, declare_metrics
+from shared.runtime.telemetry import declare_metrics
 from shared.runtime.traces import Attributes, TraceSpan
 from shared.schema import sample
 from shared.schema.ledger import is_evaluation
@@ -119,20 +119,15 @@ def score_span(group: Generated, outcome: Scored | Failed, started: float, ended
     return TraceSpan(trace=group.group, name="score", started=started, ended=ended, error=error, attributes=known)
 
 
-declare_metrics(
-    MetricSpec("samples_scored", "samples", "scored since the service started", counter=True),
-    MetricSpec("groups_scored", "groups", "scored since the service started", labels=("environment",), counter=True),
-    MetricSpec("groups_not_scored", "groups", "that could not be scored", labels=("environment",), counter=True),
-    MetricSpec(
-        "groups_tried_again",
-        "groups",
-        "handed to another service, or to the same once more, since processes or servers had failed",
-        labels=("environment",),
-        counter=True,
-    ),
-    MetricSpec("responses_unread", "samples", "that the verifier could not read", labels=("environment",), counter=True),
-    MetricSpec("score_seconds", "s", "spent on scoring, summed over groups", labels=("environment",), counter=True),
-)
+declare_metrics("""
+    samples_scored_total | samples | scored since the service started
+    groups_scored_total{environment} | groups | scored since the service started
+    groups_not_scored_total{environment} | groups | that could not be scored
+    groups_tried_again_total{environment} | groups | handed to another service, or to the same once more, since processes or servers had
+        failed
+    responses_unread_total{environment} | samples | that the verifier could not read
+    score_seconds_total{environment} | s | spent on scoring, summed over groups
+""")
 
 _ON_INPUT = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
 """Errors of code on input that no one has thought of: it costs the group that brought it, not the service. Errors of servers are not

@@ -21,10 +21,10 @@ from shared import hooks
 from shared.config.reward_section import CUSTOM, JUDGE, REMOTE, WEIGHTED
 from shared.environment.environment_client import open_environment
 from shared.rewards.names import QUEUES, queue_of
-from shared.runtime.telemetry import MetricSpec, declare_metrics
+from shared.runtime.telemetry import declare_metrics
 from shared.service.service_base import Service
 
-declare_metrics(MetricSpec("scoring", "groups", "what is being scored"))
+declare_metrics("scoring | groups | what is being scored")
 
 POLL_INTERVAL_S = 0.5  # The interval at which the gauge of groups in progress is updated
 

@@ -26,7 +26,7 @@ from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.runtime.tasks import cancelled, to_the_end
-from shared.runtime.telemetry import MetricSpec, declare_metrics
+from shared.runtime.telemetry import declare_metrics
 from shared.schema.ledger import is_evaluation
 from shared.schema.message import MAX_SAMPLES
 from shared.schema.messages import Task
@@ -72,15 +72,10 @@ class Gateways:
 ROUND_NUMBER = "round_number"  # the metadata's key with the number of turns, which the trainer makes a metric of
 
 
-declare_metrics(
-    MetricSpec(
-        "agents_failed",
-        "",
-        "sessions of [agents](agents.md#what-becomes-of-a-rollout-that-fails) that came to nothing: each begins anew, or its "
-        "rollout is lost",
-        counter=True,
-    ),
-)
+declare_metrics("""
+    agents_failed_total | | sessions of [agents](agents.md#what-becomes-of-a-rollout-that-fails) that came to nothing: each begins anew, or
+        its rollout is lost
+""")
 
 PROLONG_SECONDS = 5.0  # the interval at which sessions' deadlines are put off while the engine sleeps
 

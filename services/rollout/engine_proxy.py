@@ -31,7 +31,7 @@ from shared.data.tokenizer import Tokenizer
 from shared.hooks.sample_agreement import Answer, compared
 from shared.hooks.slime.http_requests import CALL_HEADER
 from shared.runtime.errors import BadMessage, MyxoError
-from shared.runtime.telemetry import Metrics, MetricSpec, declare_metrics
+from shared.runtime.telemetry import Metrics, declare_metrics
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Task
 from shared.schema.sample import Sample, sampled, token_digest, turns_of
@@ -114,9 +114,7 @@ class SampleCheck:
         return own, whole
 
 
-declare_metrics(
-    MetricSpec("engine_requests_denied", "requests", "of others to the engine that were not passed on", counter=True),
-)
+declare_metrics("engine_requests_denied_total | requests | of others to the engine that were not passed on")
 
 # What is passed on, by method and path, to the letter. A path is never decoded or normalised: one that would have to be is not here.
 # Gateways have a route of their own besides, `DRAW_PATH`, by their key.

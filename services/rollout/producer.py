@@ -37,7 +37,7 @@ from shared.process.worker_pool import process_streams, worker_environment
 from shared.rewards.reference import Reference
 from shared.runtime.errors import INFRASTRUCTURE, TASK, BadMessage, ConfigError, DeadlineExceeded
 from shared.runtime.tasks import cancelled
-from shared.runtime.telemetry import MetricSpec, declare_metrics
+from shared.runtime.telemetry import declare_metrics
 from shared.schema import sample as sample_codec
 from shared.schema.ledger import group_number
 from shared.schema.messages import Discarded, Generated, Outcome, Task, Wanted
@@ -80,15 +80,9 @@ class DrawnTask:
             raise BadMessage(f"no token of group {group} is trained: the loss mask is 0 on all of them")
 
 
-declare_metrics(
-    MetricSpec(
-        "rollout_function",
-        "",
-        "the metrics that a rollout function of your own returned last, the first 64 names",
-        when="once it has",
-        labels=("metric",),
-    ),
-)
+declare_metrics("""
+    rollout_function{metric} | | the metrics that a rollout function of your own returned last, the first 64 names | once it has
+""")
 
 MODULE = "services.rollout.producer_process"
 START_SECONDS = 120.0  # the deadline for the process to import the function

@@ -22,17 +22,17 @@ from shared.process.child_process import ProcessEnded
 from shared.runtime.addresses import LOOPBACK, own_address
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.tasks import cancelled
-from shared.runtime.telemetry import MetricSpec, declare_metrics
+from shared.runtime.telemetry import declare_metrics
 from shared.service.service_base import Service
 from shared.sessions.session import CONTEXT_GAUGE, VOCABULARY_GAUGE
 from shared.sessions.session_store import SessionStore
 
-declare_metrics(
-    MetricSpec("version", "version", "of the weights that the replica serves"),
-    MetricSpec("engine_start_seconds", "s", "that its engine took to start"),
-    MetricSpec("engine_context", "tokens", "the most of one sequence"),
-    MetricSpec("engine_vocabulary", "tokens", "of the model's vocabulary"),
-)
+declare_metrics("""
+    version | version | of the weights that the replica serves
+    engine_start_seconds | s | that its engine took to start
+    engine_context | tokens | the most of one sequence
+    engine_vocabulary | tokens | of the model's vocabulary
+""")
 
 INITIAL_VERSION = 0  # the version of the policy that an engine loads from `hf_checkpoint` when it starts
 

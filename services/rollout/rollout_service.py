@@ -38,7 +38,7 @@ from shared.hooks.loading import eval_function, generate_paths, paths
 from shared.model.replayed_choices import replayed_choices
 from shared.runtime.errors import INFRASTRUCTURE, TASK, BadMessage, DeadlineExceeded, MyxoError, raise_problems
 from shared.runtime.tasks import cancelled, fatal
-from shared.runtime.telemetry import MetricSpec, declare_metrics
+from shared.runtime.telemetry import declare_metrics
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Generated, Interrupted, Task
 from shared.schema.sample import Sample
@@ -134,35 +134,22 @@ async def _trained_steps(service: Service) -> int:
     return max((int(status.gauges.get("trained_steps", -1)) for status in alive), default=-1)
 
 
-declare_metrics(
-    MetricSpec("generated_tokens_per_s", "tokens/s", "tokens that the replica's engine has drawn in the last 5 s / 5 s; read every second"),
-    MetricSpec(
-        "generated_tokens",
-        "tokens",
-        "tokens that its engines have drawn since the service started: response tokens, of samples that ended, were aborted or are "
-        "under way",
-    ),
-    MetricSpec("running_groups", "groups", "that are being generated"),
-    MetricSpec("running_samples", "samples", "of groups that are being generated, those that have ended included"),
-    MetricSpec(
-        "request_slots", "requests", "that the replica may have in its engine at once: `rollout_concurrency`, or by the engine's load"
-    ),
-    MetricSpec("used_slots", "requests", "that it has in its engine now, or rollouts of functions and agents"),
-    MetricSpec("running_requests", "requests", "that the engine computes now, by its own count"),
-    MetricSpec("queued_requests", "requests", "that wait in the engine for its memory, by its own count"),
-    MetricSpec("kv_usage", "", "share of the engine's memory for keys and values that is in use"),
-    MetricSpec(
-        "lost_rollouts",
-        "rollouts",
-        "that were given up since it started, since their function ([hooks](hooks.md#generating)) or agent failed too often or was late",
-    ),
-    MetricSpec(
-        "aborted_rollouts",
-        "rollouts",
-        "[surplus rollouts](agents.md#surplus-rollouts) that were aborted, or ended too late, since the others had ended",
-        counter=True,
-    ),
-)
+declare_metrics("""
+    generated_tokens_per_s | tokens/s | tokens that the replica's engine has drawn in the last 5 s / 5 s; read every second
+    generated_tokens | tokens | tokens that its engines have drawn since the service started: response tokens, of samples that ended, were
+        aborted or are under way
+    running_groups | groups | that are being generated
+    running_samples | samples | of groups that are being generated, those that have ended included
+    request_slots | requests | that the replica may have in its engine at once: `rollout_concurrency`, or by the engine's load
+    used_slots | requests | that it has in its engine now, or rollouts of functions and agents
+    running_requests | requests | that the engine computes now, by its own count
+    queued_requests | requests | that wait in the engine for its memory, by its own count
+    kv_usage | | share of the engine's memory for keys and values that is in use
+    lost_rollouts | rollouts | that were given up since it started, since their function ([hooks](hooks.md#generating)) or agent failed too
+        often or was late
+    aborted_rollouts_total | rollouts | [surplus rollouts](agents.md#surplus-rollouts) that were aborted, or ended too late, since the
+        others had ended
+""")
 
 POLL_INTERVAL_S = 0.05  # the interval at which a replica checks whether it has weights, free capacity, or stale generations
 PUSH_SECONDS = 4.0  # the time that a stopping replica stays for a push that it has agreed to take part in

@@ -24,21 +24,17 @@ from shared.bus.registry import BROKEN_SNAPSHOT
 from shared.runtime.addresses import own_address
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.runtime.tasks import log_failure
-from shared.runtime.telemetry import MetricSpec, declare_metrics
+from shared.runtime.telemetry import declare_metrics
 from shared.schema.messages import Message
 from shared.schema.weight_messages import PeerTransferOffer, PeerTransferRequest, WeightChannelAddress, WeightsLive, WeightsSnapshot
 from shared.service.service_base import Service
 from shared.transfer.weight_checkpoint import BrokenCheckpoint, LocalCheckpoint, WeightCheckpoint, WeightCheckpoints
 
-declare_metrics(
-    MetricSpec("peer_weights_differ", "", "times that another replica has sent weights that are not the trainer's", counter=True),
-    MetricSpec(
-        "broken_snapshot",
-        "version",
-        "that the replica could not load from disk; -1: none. The trainer then writes a whole snapshot",
-        when="once a replica has caught up",
-    ),
-)
+declare_metrics("""
+    peer_weights_differ_total | | times that another replica has sent weights that are not the trainer's
+    broken_snapshot | version | that the replica could not load from disk; -1: none. The trainer then writes a whole snapshot | once a
+        replica has caught up
+""")
 
 # The interval at which a replica without weights looks for some, and one that takes all versions from disk for newer ones.
 POLL_INTERVAL_S = 0.5

@@ -26,7 +26,7 @@ from shared.bus.connection import TRANSIENT
 from shared.config import devices
 from shared.runtime.addresses import own_address
 from shared.runtime.errors import DeadlineExceeded, MyxoError
-from shared.runtime.telemetry import MetricSpec, declare_metrics
+from shared.runtime.telemetry import declare_metrics
 from shared.runtime.traces import Attributes, Traces, TraceSpan, push_trace
 from shared.schema.messages import Accepted, Message
 from shared.schema.weight_messages import (
@@ -44,10 +44,10 @@ from shared.schema.weight_messages import (
 )
 from shared.service.service_base import Service
 
-declare_metrics(
-    MetricSpec("asleep", "", "1 while a trainer computes on the engine's GPUs", when="with `colocate`"),
-    MetricSpec("asleep_seconds", "s", "for which the engine slept last", when="with `colocate`"),
-)
+declare_metrics("""
+    asleep | | 1 while a trainer computes on the engine's GPUs | with `colocate`
+    asleep_seconds | s | for which the engine slept last | with `colocate`
+""")
 
 SLEEP_POLL_INTERVAL_S = 0.2
 

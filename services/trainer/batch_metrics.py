@@ -15,102 +15,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from services.trainer.packing import PackedBatch
 from shared.data import pass_rates
-from shared.runtime.telemetry import MetricSpec, declare_metrics
+from shared.runtime.telemetry import declare_metrics
 from shared.schema.messages import Batch
 from shared.schema.sample import Sample
-
-declare_metrics(
-    MetricSpec("rollout/response_len/mean", "tokens", "mean length of the responses"),
-    MetricSpec("rollout/response_len/median", "tokens", "their median"),
-    MetricSpec("rollout/response_len/max", "tokens", "the longest"),
-    MetricSpec("rollout/response_len/min", "tokens", "the shortest"),
-    MetricSpec("rollout/truncated_ratio", "share", "responses that ran into `rollout_max_response_len`"),
-    MetricSpec(
-        "rollout/repetition_frac",
-        "share",
-        "responses that end in a loop: their last tokens are one phrase of at most 256 tokens, said at least 8 times in a row over "
-        "at least 64 tokens, until generation stopped",
-    ),
-    MetricSpec(
-        "rollout/raw_reward", "reward", "mean of the rewards as they were scored, or as `custom_reward_post_process_path` shows them"
-    ),
-    MetricSpec(
-        "rollout/rewards",
-        "reward",
-        "mean of the rewards as advantages start from them: normalised in their groups, where the estimator does that",
-        when="unless `loss_type` is `sft_loss`",
-    ),
-    MetricSpec(
-        "rollout/zero_std/count_<reward>",
-        "groups",
-        "groups of several samples whose rewards are all equal, by that reward to one decimal",
-        when="once there was such a group; then 0 where there is none",
-    ),
-    MetricSpec("rollout/zero_std_groups", "share", "groups whose rewards are all equal"),
-    MetricSpec(
-        "rollout/advantages", "", "mean over tokens of the advantages, whitened where they are", when="unless `loss_type` is `sft_loss`"
-    ),
-    MetricSpec(
-        "rollout/log_probs",
-        "nats",
-        "mean over tokens of the trainer's log-probs before the first optimizer step",
-        when="where it computes them",
-    ),
-    MetricSpec(
-        "rollout/rollout_log_probs",
-        "nats",
-        "mean over tokens of the engine's log-probs",
-        when="not of a batch in which samples [have none](hooks.md#generating)",
-    ),
-    MetricSpec("rollout/ref_log_probs", "nats", "mean over tokens of the reference policy's log-probs", when="where there is one"),
-    MetricSpec("rollout/kl", "nats", "mean over tokens of the KL that rewards are charged with", when="where they are"),
-    MetricSpec(
-        "rollout/opd_reverse_kl",
-        "nats",
-        "mean over tokens of what the policy's log-prob is above the teacher's: the reverse KL",
-        when="where there is a teacher",
-    ),
-    MetricSpec("rollout/values", "reward", "mean over tokens of the critic's values", when="where there is one"),
-    MetricSpec("rollout/returns", "reward", "mean over tokens of what the critic learns", when="where there is one"),
-    MetricSpec("rollout/tokens", "tokens", "prompts and responses together"),
-    MetricSpec("rollout/response_tokens", "tokens", "responses"),
-    MetricSpec(
-        "rollout/staleness_mean",
-        "versions",
-        "mean over samples of the batch's version less that of the oldest trained token ([staleness](staleness.md))",
-    ),
-    MetricSpec("rollout/staleness_max", "versions", "the largest of them"),
-    MetricSpec("rollout/masked_tokens", "tokens", "tokens that left the loss for their age"),
-    MetricSpec("rollout/removed_samples", "samples", "samples that a filter took out of the loss"),
-)
-
-declare_metrics(
-    MetricSpec(
-        "multi_turn/raw_response_length/response_length_mean", "tokens", "mean length of responses, with what tools and environments gave"
-    ),
-    MetricSpec("multi_turn/raw_response_length/response_length_max", "tokens", "the longest"),
-    MetricSpec("multi_turn/raw_response_length/response_length_min", "tokens", "the shortest"),
-    MetricSpec("multi_turn/wo_obs_response_length/response_length_mean", "tokens", "mean length of the responses' trained tokens alone"),
-    MetricSpec("multi_turn/wo_obs_response_length/response_length_max", "tokens", "the longest"),
-    MetricSpec("multi_turn/wo_obs_response_length/response_length_min", "tokens", "the shortest"),
-    MetricSpec(
-        "multi_turn/raw_response_length/response_length_clip_ratio", "share", "responses with `rollout_max_response_len` tokens or more"
-    ),
-    MetricSpec(
-        "multi_turn/multi_turn_metric/round_number_mean",
-        "rounds",
-        'mean of the samples\' `metadata["round_number"]`',
-        when="where a function counts its rounds",
-    ),
-    MetricSpec("multi_turn/multi_turn_metric/round_number_max", "rounds", "the most", when="where a function counts its rounds"),
-    MetricSpec("multi_turn/multi_turn_metric/round_number_min", "rounds", "the fewest", when="where a function counts its rounds"),
-    MetricSpec(
-        "passrate/pass@<k>",
-        "probability",
-        "that one of k samples of a prompt passes, k = 1, 2, 4, … up to the samples of a group; a sample passes with a reward of at least "
-        "`passrate_threshold`",
-    ),
-)
 
 Table = NDArray[np.float64]
 """The statistics of a batch: float64 [N, columns], exact for integers below 2^53."""
@@ -300,142 +207,141 @@ def loops(response: ArrayLike) -> bool:
     return False
 
 
-declare_metrics(
-    MetricSpec("train/grad_norm", "", "L2 norm of the last optimizer step's gradient, before clipping"),
-    MetricSpec("train/lr", "", "learning rate of the last optimizer step"),
-    MetricSpec(
-        "train/support_mismatch",
-        "",
-        "1: samples come from another distribution than the one that is trained, and log-probs are of the latter",
-        when="with `rollout_top_p` below 1, `rollout_top_k`, or flags of SGLang's to that end",
-    ),
-    MetricSpec("critic/loss", "reward²", "what is minimised: the value loss"),
-    MetricSpec("critic/grad_norm", "", "L2 norm of the last optimizer step's gradient, before clipping"),
-    MetricSpec("critic/lr", "", "learning rate of the last optimizer step"),
-    MetricSpec("critic/step_time", "s", "the critic's optimizer steps, with reading what they need"),
-    MetricSpec("sft/loss", "nats a token", "mean over the trained tokens of the step's batch"),
-    MetricSpec("sft/lr", "", "learning rate of the step"),
-)
+declare_metrics("""
+    rollout/response_len/mean | tokens | mean length of the responses
+    rollout/response_len/median | tokens | their median
+    rollout/response_len/max | tokens | the longest
+    rollout/response_len/min | tokens | the shortest
+    rollout/truncated_ratio | share | responses that ran into `rollout_max_response_len`
+    rollout/repetition_frac | share | responses that end in a loop: their last tokens are one phrase of at most 256 tokens, said at least 8
+        times in a row over at least 64 tokens, until generation stopped
+    rollout/raw_reward | reward | mean of the rewards as they were scored, or as `custom_reward_post_process_path` shows them
+    rollout/rewards | reward | mean of the rewards as advantages start from them: normalised in their groups, where the estimator does that
+        | unless `loss_type` is `sft_loss`
+    rollout/zero_std/count_<reward> | groups | groups of several samples whose rewards are all equal, by that reward to one decimal | once
+        there was such a group; then 0 where there is none
+    rollout/zero_std_groups | share | groups whose rewards are all equal
+    rollout/advantages | | mean over tokens of the advantages, whitened where they are | unless `loss_type` is `sft_loss`
+    rollout/log_probs | nats | mean over tokens of the trainer's log-probs before the first optimizer step | where it computes them
+    rollout/rollout_log_probs | nats | mean over tokens of the engine's log-probs | not of a batch in which samples [have
+        none](hooks.md#generating)
+    rollout/ref_log_probs | nats | mean over tokens of the reference policy's log-probs | where there is one
+    rollout/kl | nats | mean over tokens of the KL that rewards are charged with | where they are
+    rollout/opd_reverse_kl | nats | mean over tokens of what the policy's log-prob is above the teacher's: the reverse KL | where there is a
+        teacher
+    rollout/values | reward | mean over tokens of the critic's values | where there is one
+    rollout/returns | reward | mean over tokens of what the critic learns | where there is one
+    rollout/tokens | tokens | prompts and responses together
+    rollout/response_tokens | tokens | responses
+    rollout/staleness_mean | versions | mean over samples of the batch's version less that of the oldest trained token
+        ([staleness](staleness.md))
+    rollout/staleness_max | versions | the largest of them
+    rollout/masked_tokens | tokens | tokens that left the loss for their age
+    rollout/removed_samples | samples | samples that a filter took out of the loss
 
-declare_metrics(
-    MetricSpec(
-        "train/load_balancing_loss",
-        "",
-        "how unevenly experts are used in a micro-batch: a mean over layers, 1 where all are used alike",
-        when="with `moe_router_load_balancing_type` `aux_loss` and a coefficient",
-    ),
-    MetricSpec("train/seq_load_balancing_loss", "", "the same in a sequence", when="with `seq_aux_loss`"),
-    MetricSpec("train/global_load_balancing_loss", "", "the same in the optimizer step so far", when="with `global_aux_loss`"),
-    MetricSpec("train/z_loss", "nats²", "mean over tokens and layers of the routers' squared logsumexp", when="with `moe_z_loss_coeff`"),
-    MetricSpec(
-        "critic/load_balancing_loss",
-        "",
-        "how unevenly experts are used in a micro-batch: a mean over layers, 1 where all are used alike",
-        when="with `moe_router_load_balancing_type` `aux_loss` and a coefficient",
-    ),
-    MetricSpec("critic/seq_load_balancing_loss", "", "the same in a sequence", when="with `seq_aux_loss`"),
-    MetricSpec("critic/global_load_balancing_loss", "", "the same in the optimizer step so far", when="with `global_aux_loss`"),
-    MetricSpec("critic/z_loss", "nats²", "mean over tokens and layers of the routers' squared logsumexp", when="with `moe_z_loss_coeff`"),
-)
+    multi_turn/raw_response_length/response_length_mean | tokens | mean length of responses, with what tools and environments gave
+    multi_turn/raw_response_length/response_length_max | tokens | the longest
+    multi_turn/raw_response_length/response_length_min | tokens | the shortest
+    multi_turn/wo_obs_response_length/response_length_mean | tokens | mean length of the responses' trained tokens alone
+    multi_turn/wo_obs_response_length/response_length_max | tokens | the longest
+    multi_turn/wo_obs_response_length/response_length_min | tokens | the shortest
+    multi_turn/raw_response_length/response_length_clip_ratio | share | responses with `rollout_max_response_len` tokens or more
+    multi_turn/multi_turn_metric/round_number_mean | rounds | mean of the samples' `metadata["round_number"]` | where a function counts its
+        rounds
+    multi_turn/multi_turn_metric/round_number_max | rounds | the most | where a function counts its rounds
+    multi_turn/multi_turn_metric/round_number_min | rounds | the fewest | where a function counts its rounds
+    passrate/pass@<k> | probability | that one of k samples of a prompt passes, k = 1, 2, 4, … up to the samples of a group; a sample passes
+        with a reward of at least `passrate_threshold`
 
-declare_metrics(
-    MetricSpec("rewards/<part>/mean", "reward", "mean"),
-    MetricSpec("rewards/<part>/std", "reward", "standard deviation"),
-    MetricSpec("rewards/<part>/min", "reward", "the smallest"),
-    MetricSpec("rewards/<part>/max", "reward", "the largest"),
-)
+    train/grad_norm | | L2 norm of the last optimizer step's gradient, before clipping
+    train/lr | | learning rate of the last optimizer step
+    train/support_mismatch | | 1: samples come from another distribution than the one that is trained, and log-probs are of the latter |
+        with `rollout_top_p` below 1, `rollout_top_k`, or flags of SGLang's to that end
+    critic/loss | reward² | what is minimised: the value loss
+    critic/grad_norm | | L2 norm of the last optimizer step's gradient, before clipping
+    critic/lr | | learning rate of the last optimizer step
+    critic/step_time | s | the critic's optimizer steps, with reading what they need
+    sft/loss | nats a token | mean over the trained tokens of the step's batch
+    sft/lr | | learning rate of the step
 
-declare_metrics(
-    MetricSpec("eval/<name>", "reward", "mean reward of the samples of that set"),
-    MetricSpec("eval/<name>-pass@<k>", "probability", "that one of k samples of a prompt passes"),
-    MetricSpec("eval/<name>-pass^<k>", "probability", "that all of k samples of a prompt pass"),
-    MetricSpec("eval/<name>-truncated_ratio", "share", "samples that ended at their length"),
-    MetricSpec("eval/<name>/response_len/mean", "tokens", "mean length of the responses"),
-    MetricSpec("eval/<name>/response_len/median", "tokens", "their median"),
-    MetricSpec("eval/<name>/response_len/min", "tokens", "the shortest"),
-    MetricSpec("eval/<name>/response_len/max", "tokens", "the longest"),
-    MetricSpec("eval/<name>/response_len/p90", "tokens", "a tenth of them is longer"),
-    MetricSpec("eval/<name>/response_len/p99", "tokens", "a hundredth of them is longer"),
-    MetricSpec("eval/<name>/version", "version", "that the figures are of"),
-    MetricSpec("eval/<name>/newest_version", "version", "the newest that drew some of their tokens"),
-    MetricSpec("eval/<name>/lag", "versions", "by how many they were behind the live version when they were known"),
-    MetricSpec("eval/<name>/samples", "samples", "that the figures are of"),
-    MetricSpec("eval/<name>/failed", "prompts", "prompts without rewards"),
-    MetricSpec("eval/<name>/late", "prompts", "those that had not come back at `eval_timeout`"),
-    MetricSpec("eval/<name>/seconds", "s", "how long it took"),
-)
+    train/load_balancing_loss | | how unevenly experts are used in a micro-batch: a mean over layers, 1 where all are used alike | with
+        `moe_router_load_balancing_type` `aux_loss` and a coefficient
+    train/seq_load_balancing_loss | | the same in a sequence | with `seq_aux_loss`
+    train/global_load_balancing_loss | | the same in the optimizer step so far | with `global_aux_loss`
+    train/z_loss | nats² | mean over tokens and layers of the routers' squared logsumexp | with `moe_z_loss_coeff`
+    critic/load_balancing_loss | | how unevenly experts are used in a micro-batch: a mean over layers, 1 where all are used alike | with
+        `moe_router_load_balancing_type` `aux_loss` and a coefficient
+    critic/seq_load_balancing_loss | | the same in a sequence | with `seq_aux_loss`
+    critic/global_load_balancing_loss | | the same in the optimizer step so far | with `global_aux_loss`
+    critic/z_loss | nats² | mean over tokens and layers of the routers' squared logsumexp | with `moe_z_loss_coeff`
 
-declare_metrics(
-    MetricSpec("perf/step_time", "s", "from the batch's arrival to the end of its last optimizer step"),
-    MetricSpec("perf/actor_train_time", "s", "its optimizer steps alone, without reading samples and without log-probs"),
-    MetricSpec("perf/train_wait_time", "s", "between two steps: waiting for a batch, pushing, saving"),
-    MetricSpec("perf/train_save_time", "s", "of it, writing checkpoints"),
-    MetricSpec("perf/train_push_time", "s", "of it, beginning pushes of weights (or, on shared GPUs, all of them)"),
-    MetricSpec("perf/wait_time_ratio", "share", "train_wait_time / (train_wait_time + step_time)"),
-    MetricSpec(
-        "perf/actor_train_computed_tokens",
-        "tokens",
-        "of the batch's tokens, those that one pass computes: what [sequences begin with alike](trainer.md#shared-beginnings) counts once. "
-        "`rollout/tokens` counts all",
-    ),
-    MetricSpec(
-        "perf/actor_train_tok_per_s",
-        "tokens/s",
-        "tokens of prompts and responses / actor_train_time, of all ranks together: the speed of computing",
-    ),
-    MetricSpec(
-        "perf/wall_tok_per_s",
-        "tokens/s",
-        "the same tokens / (train_wait_time + step_time): the speed of the run, waiting included. Times that time, summed over the steps, "
-        "it is the tokens that were trained",
-        when="from a trainer's second step on",
-    ),
-    MetricSpec(
-        "perf/actor_train_tflops",
-        "TFLOP/s",
-        "operations of the batch's forward and backward passes, of computed tokens / actor_train_time, of each rank",
-    ),
-    MetricSpec(
-        "perf/actor_train_mfu",
-        "share",
-        "that over the device's peak for dense bfloat16",
-        when="where the peak is known and training is not in float32",
-    ),
-    MetricSpec("perf/update_weights_time", "s", "a push of weights, from the offer to the last commit; its step is the version"),
-    MetricSpec(
-        "perf/update_weights_wire_time",
-        "s",
-        "of it, from the first bucket's export until the last engine had loaded and checked everything",
-    ),
-    MetricSpec("perf/update_weights_pause_time", "s", "from the request until the slowest engine was paused, beside the transfer"),
-    MetricSpec("perf/update_weights_transfer_time", "s", "from the first bucket's export until the last engine had loaded everything"),
-    MetricSpec("perf/update_weights_check_time", "s", "comparing the engines' digests with the trainer's"),
-    MetricSpec("perf/update_weights_activate_time", "s", "the commit, until every engine had gone on"),
-    MetricSpec("perf/update_weights_stall", "s", "of it, what the trainer waited for; the rest ran beside a training step"),
-    MetricSpec("perf/update_weights_bytes", "bytes", "what it carried"),
-    MetricSpec("perf/update_weights_gb_per_s", "GB/s", "update_weights_bytes / update_weights_wire_time"),
-)
+    rewards/<part>/mean | reward | mean
+    rewards/<part>/std | reward | standard deviation
+    rewards/<part>/min | reward | the smallest
+    rewards/<part>/max | reward | the largest
 
-declare_metrics(
-    MetricSpec("step", "steps", "that are trained; the critic's own in its process"),
-    MetricSpec("version", "version", "that the trainer pushed last"),
-    MetricSpec("loss", "", "`train/loss` of the newest step"),
-    MetricSpec("grad_norm", "", "`train/grad_norm` of the newest step, `critic/grad_norm` in the critic's process"),
-    MetricSpec("reward", "reward", "mean reward of the newest batch, as it was scored"),
-    MetricSpec("staleness_mean", "versions", "`rollout/staleness_mean` of the newest step"),
-    MetricSpec("staleness_max", "versions", "`rollout/staleness_max` of the newest step"),
-    MetricSpec("masked_tokens", "tokens", "`rollout/masked_tokens` of the newest step"),
-    MetricSpec("removed_samples", "samples", "`rollout/removed_samples` of the newest step"),
-    MetricSpec("wait_time_ratio", "share", "`perf/wait_time_ratio` of the newest step"),
-    MetricSpec("train_tokens_per_s", "tokens/s", "`perf/wall_tok_per_s` of the newest step: waiting included; the panel's *training*"),
-    MetricSpec("train_compute_tokens_per_s", "tokens/s", "`perf/actor_train_tok_per_s` of the newest step; the panel's *computing*"),
-    MetricSpec("push_seconds", "s", "`perf/update_weights_time` of the newest push"),
-    MetricSpec("push_stall_seconds", "s", "`perf/update_weights_stall` of the newest push"),
-    MetricSpec("push_gb_per_s", "GB/s", "`perf/update_weights_gb_per_s` of the newest push"),
-    MetricSpec("value_loss", "reward²", "`critic/value_loss` of the newest step", when="in the critic's process"),
-    MetricSpec("value_clipfrac", "share", "`critic/value_clipfrac` of the newest step", when="in the critic's process"),
-    MetricSpec("sft_step", "steps", "how far the warm start is", when="from its first step on"),
-    MetricSpec("sft_steps", "steps", "of the whole warm start", when="from its first step on"),
-    MetricSpec("sft_loss", "nats a token", "its newest loss", when="from its first step on"),
-    MetricSpec("sft_seconds_left", "s", "its rest at its pace so far", when="from its second step on"),
-)
+    eval/<name> | reward | mean reward of the samples of that set
+    eval/<name>-pass@<k> | probability | that one of k samples of a prompt passes
+    eval/<name>-pass^<k> | probability | that all of k samples of a prompt pass
+    eval/<name>-truncated_ratio | share | samples that ended at their length
+    eval/<name>/response_len/mean | tokens | mean length of the responses
+    eval/<name>/response_len/median | tokens | their median
+    eval/<name>/response_len/min | tokens | the shortest
+    eval/<name>/response_len/max | tokens | the longest
+    eval/<name>/response_len/p90 | tokens | a tenth of them is longer
+    eval/<name>/response_len/p99 | tokens | a hundredth of them is longer
+    eval/<name>/version | version | that the figures are of
+    eval/<name>/newest_version | version | the newest that drew some of their tokens
+    eval/<name>/lag | versions | by how many they were behind the live version when they were known
+    eval/<name>/samples | samples | that the figures are of
+    eval/<name>/failed | prompts | prompts without rewards
+    eval/<name>/late | prompts | those that had not come back at `eval_timeout`
+    eval/<name>/seconds | s | how long it took
+
+    perf/step_time | s | from the batch's arrival to the end of its last optimizer step
+    perf/actor_train_time | s | its optimizer steps alone, without reading samples and without log-probs
+    perf/train_wait_time | s | between two steps: waiting for a batch, pushing, saving
+    perf/train_save_time | s | of it, writing checkpoints
+    perf/train_push_time | s | of it, beginning pushes of weights (or, on shared GPUs, all of them)
+    perf/wait_time_ratio | share | train_wait_time / (train_wait_time + step_time)
+    perf/actor_train_computed_tokens | tokens | of the batch's tokens, those that one pass computes: what [sequences begin with
+        alike](trainer.md#shared-beginnings) counts once. `rollout/tokens` counts all
+    perf/actor_train_tok_per_s | tokens/s | tokens of prompts and responses / actor_train_time, of all ranks together: the speed of
+        computing
+    perf/wall_tok_per_s | tokens/s | the same tokens / (train_wait_time + step_time): the speed of the run, waiting included. Times that
+        time, summed over the steps, it is the tokens that were trained | from a trainer's second step on
+    perf/actor_train_tflops | TFLOP/s | operations of the batch's forward and backward passes, of computed tokens / actor_train_time, of
+        each rank
+    perf/actor_train_mfu | share | that over the device's peak for dense bfloat16 | where the peak is known and training is not in float32
+    perf/update_weights_time | s | a push of weights, from the offer to the last commit; its step is the version
+    perf/update_weights_wire_time | s | of it, from the first bucket's export until the last engine had loaded and checked everything
+    perf/update_weights_pause_time | s | from the request until the slowest engine was paused, beside the transfer
+    perf/update_weights_transfer_time | s | from the first bucket's export until the last engine had loaded everything
+    perf/update_weights_check_time | s | comparing the engines' digests with the trainer's
+    perf/update_weights_activate_time | s | the commit, until every engine had gone on
+    perf/update_weights_stall | s | of it, what the trainer waited for; the rest ran beside a training step
+    perf/update_weights_bytes | bytes | what it carried
+    perf/update_weights_gb_per_s | GB/s | update_weights_bytes / update_weights_wire_time
+
+    step | steps | that are trained; the critic's own in its process
+    version | version | that the trainer pushed last
+    loss | | `train/loss` of the newest step
+    grad_norm | | `train/grad_norm` of the newest step, `critic/grad_norm` in the critic's process
+    reward | reward | mean reward of the newest batch, as it was scored
+    staleness_mean | versions | `rollout/staleness_mean` of the newest step
+    staleness_max | versions | `rollout/staleness_max` of the newest step
+    masked_tokens | tokens | `rollout/masked_tokens` of the newest step
+    removed_samples | samples | `rollout/removed_samples` of the newest step
+    wait_time_ratio | share | `perf/wait_time_ratio` of the newest step
+    train_tokens_per_s | tokens/s | `perf/wall_tok_per_s` of the newest step: waiting included; the panel's *training*
+    train_compute_tokens_per_s | tokens/s | `perf/actor_train_tok_per_s` of the newest step; the panel's *computing*
+    push_seconds | s | `perf/update_weights_time` of the newest push
+    push_stall_seconds | s | `perf/update_weights_stall` of the newest push
+    push_gb_per_s | GB/s | `perf/update_weights_gb_per_s` of the newest push
+    value_loss | reward² | `critic/value_loss` of the newest step | in the critic's process
+    value_clipfrac | share | `critic/value_clipfrac` of the newest step | in the critic's process
+    sft_step | steps | how far the warm start is | from its first step on
+    sft_steps | steps | of the whole warm start | from its first step on
+    sft_loss | nats a token | its newest loss | from its first step on
+    sft_seconds_left | s | its rest at its pace so far | from its second step on
+""")

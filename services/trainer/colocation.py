@@ -25,15 +25,15 @@ from shared.bus.connection import TRANSIENT
 from shared.config import devices
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import DeadlineExceeded, MyxoError
-from shared.runtime.telemetry import MetricSpec, declare_metrics
+from shared.runtime.telemetry import declare_metrics
 from shared.schema.messages import Message
 from shared.schema.service_messages import ServiceStatus
 from shared.schema.weight_messages import WeightsAsleep, WeightsReady, WeightsSleep, WeightsWake
 
-declare_metrics(
-    MetricSpec("onloaded", "", "1 while the trainer has the GPUs that it shares with engines", when="with `colocate`"),
-    MetricSpec("onloaded_seconds", "s", "for which it had them last", when="with `colocate`"),
-)
+declare_metrics("""
+    onloaded | | 1 while the trainer has the GPUs that it shares with engines | with `colocate`
+    onloaded_seconds | s | for which it had them last | with `colocate`
+""")
 
 Answer = TypeVar("Answer", bound=Message)
 

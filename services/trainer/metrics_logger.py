@@ -11,11 +11,12 @@ import os
 import re
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import structlog
 import torch
@@ -50,20 +51,22 @@ SENT = ("model", "rollout", "trainer", "sft", "algorithm", "weights")
 """Sections of the config that W&B gets."""
 
 
-class Writer(Protocol):
+class Writer(ABC):
     """One destination."""
 
+    @abstractmethod
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Writes numbers of one step; names are those of docs/metrics.md."""
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027
         """Shows readers what was written."""
 
     def close(self) -> None:
         """Writes out buffered numbers and closes the destination."""
+        self.flush()
 
 
-class TensorBoard:
+class TensorBoard(Writer):
     """Event files of TensorBoard. All in the directory are the run's: a restart may put one in the place of several."""
 
     def __init__(self, directory: Path) -> None:
@@ -138,7 +141,7 @@ def _record(file: BinaryIO, **fields: Any) -> None:
     RecordWriter(file).write(Event(**{"wall_time": time.time(), **fields}).SerializeToString())
 
 
-class Prometheus:
+class Prometheus(Writer):
     """Gauges on the trainer's ``/metrics``: ``train/loss`` is ``myxo_train_loss``. They hold the newest step's numbers."""
 
     def __init__(self, control: ControlClient) -> None:
@@ -147,14 +150,8 @@ class Prometheus:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._control.gauges(values, in_status=False)
 
-    def flush(self) -> None:
-        pass
 
-    def close(self) -> None:
-        pass
-
-
-class EventStream:
+class EventStream(Writer):
     """Events on the bus, one for all that was written of a step until the next flush: for whoever watches the run from elsewhere."""
 
     def __init__(self, control: ControlClient, role: str) -> None:
@@ -168,9 +165,6 @@ class EventStream:
         written, self._values = self._values, {}
         for step, values in written.items():
             self._control.report("metrics", MetricsWritten(role=self._role, step=step, values=values, at=time.time()))
-
-    def close(self) -> None:
-        self.flush()
 
 
 class LoggedSteps:
@@ -200,7 +194,7 @@ class LoggedSteps:
         self._file.flush()
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(Writer):
     """A W&B run that goes on where the trainer does; offline its files are written for ``wandb sync``.
 
     Args:
@@ -239,9 +233,6 @@ class WeightsAndBiases:
         if fresh := self._logged.new(step, values):
             self._run.log({STEP: step, **fresh})
             self._logged.logged(step, fresh)
-
-    def flush(self) -> None:
-        pass
 
     def close(self) -> None:
         self._run.finish()

@@ -22,13 +22,13 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from shared.runtime.failure_summary import short
-from shared.runtime.telemetry import Metrics, MetricSpec, declare_metrics
+from shared.runtime.telemetry import Metrics, declare_metrics
 from shared.runtime.traces import Traces, TraceSettings, TraceSpan, trace_ids
 
-declare_metrics(
-    MetricSpec("spans_exported", "spans", "[traces](traces.md): what the receiver took", when="with an endpoint for traces", counter=True),
-    MetricSpec("spans_lost", "spans", "what it did not take", when="from the first on", counter=True),
-)
+declare_metrics("""
+    spans_exported_total | spans | [traces](traces.md): what the receiver took | with an endpoint for traces
+    spans_lost_total | spans | what it did not take | from the first on
+""")
 
 MOST_WAITING = 8192  # The spans that wait for their export at most: some megabytes
 BATCH = 512  # The spans of one request

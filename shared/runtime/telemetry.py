@@ -58,9 +58,23 @@ class _Declared:
 _declared = _Declared()
 
 
-def declare_metrics(*specs: MetricSpec) -> None:
-    """Declares metrics of the calling module. Arguments are literals: docs.metrics_page reads them from the source."""
-    for spec in specs:
+def metric_specs(table: str) -> list[MetricSpec]:
+    """Returns the metrics of a table: one a line, ``name | unit | definition`` and maybe ``| when``; lines indented further continue one.
+
+    A name ends with ``_total`` if it is a counter's, and then with its labels: ``groups_scored_total{environment}``.
+    """
+    found = []
+    for row in filter(str.strip, re.sub(r"\n {5,}", " ", table).splitlines()):
+        head, unit, definition, when = [*(cell.strip() for cell in row.split("|")), ""][:4]
+        name, _, labels = head.removesuffix("}").partition("{")
+        labelled = tuple(labels.split(",")) if labels else ()
+        found.append(MetricSpec(name.removesuffix("_total"), unit, definition, when, labelled, name.endswith("_total")))
+    return found
+
+
+def declare_metrics(table: str) -> None:
+    """Declares metrics of the calling module, as `metric_specs` reads them; a literal: docs.metrics_page reads it from the source."""
+    for spec in metric_specs(table):
         if "<" in spec.name:
             _declared.patterns.append((spec.pattern, spec))
         else:

@@ -34,18 +34,14 @@ from shared.runtime.addresses import http_address, own_address
 from shared.runtime.errors import BadInput, ConfigError, MyxoError
 from shared.runtime.safe_files import private_directory
 from shared.runtime.safe_text import say
-from shared.runtime.telemetry import Metrics, MetricSpec, configure_logs, declare_metrics, last_error
+from shared.runtime.telemetry import Metrics, configure_logs, declare_metrics, last_error
 from shared.runtime.traces import Traces, trace_settings
 from shared.schema.messages import Message
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.service.activities import Activities
 from shared.store.payload_store import Store, StoreUnreachable
 
-declare_metrics(
-    MetricSpec(
-        "misplaced_statuses", "", "statuses in the registry that named another service than their key, and were ignored", counter=True
-    ),
-)
+declare_metrics("misplaced_statuses_total | | statuses in the registry that named another service than their key, and were ignored")
 
 STOP_SECONDS = 4.0  # The seconds that a service's body has to return after SIGTERM before it is cancelled
 FAREWELL_SECONDS = 1.0  # The seconds for which a failing service tries to report its failure on the bus

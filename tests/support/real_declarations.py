@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from docs.metrics_page import declared_in
+from docs.metrics_page import tables_in
 from shared.runtime.telemetry import declare_metrics
 
 SERVICES = Path(__file__).resolve().parents[2] / "services"
@@ -11,6 +11,6 @@ SERVICES = Path(__file__).resolve().parents[2] / "services"
 def declare_as(*modules: str) -> None:
     """Declares what the real modules declare. ``modules``: paths below services/."""
     for module in modules:
-        specs = declared_in((SERVICES / module).read_text())
-        assert specs, f"{module} declares nothing"
-        declare_metrics(*specs)
+        tables = tables_in((SERVICES / module).read_text())
+        assert tables, f"{module} declares nothing"
+        declare_metrics("\n".join(tables))

@@ -18,19 +18,15 @@ from services.trainer.objective.policy_gradient import ratio_of
 from services.trainer.objective.reduce import MaskedTokens, Metrics, sequence_mean, sequence_sum
 from services.trainer.packing import PackedBatch
 from shared.config.algorithm import AlgorithmSection, Level
-from shared.runtime.telemetry import MetricSpec, declare_metrics
+from shared.runtime.telemetry import declare_metrics
 
-declare_metrics(
-    MetricSpec(
-        "train/tis",
-        "ratio",
-        "mean importance weight of the trainer's policy over the engine's, before it is clamped",
-        when="where the objective corrects by it",
-    ),
-    MetricSpec("train/tis_clipfrac", "share", "tokens whose weight is clamped or masked", when="where the objective corrects by it"),
-    MetricSpec("train/rs_clipfrac", "share", "tokens that rejection sampling takes out", when="with `use_rs`"),
-    MetricSpec("train/rs_veto_frac", "share", "tokens of sequences that one token far out takes out", when="with `rs_veto_threshold`"),
-)
+declare_metrics("""
+    train/tis | ratio | mean importance weight of the trainer's policy over the engine's, before it is clamped | where the objective
+        corrects by it
+    train/tis_clipfrac | share | tokens whose weight is clamped or masked | where the objective corrects by it
+    train/rs_clipfrac | share | tokens that rejection sampling takes out | with `use_rs`
+    train/rs_veto_frac | share | tokens of sequences that one token far out takes out | with `rs_veto_threshold`
+""")
 
 # The one-dimensional float64 tensors (on the CPU, of any length) of all data-parallel ranks, end to end
 Gather = Callable[[Tensor], Tensor]

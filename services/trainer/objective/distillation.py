@@ -15,18 +15,13 @@ from torch import Tensor
 from services.trainer.objective.loss import PolicyLoss
 from services.trainer.objective.reduce import MaskedTokens, Metrics
 from services.trainer.packing import BadSample, PackedBatch, places
-from shared.runtime.telemetry import MetricSpec, declare_metrics
+from shared.runtime.telemetry import declare_metrics
 from shared.schema.sample import LOG_PROBS as RANGE
 from shared.schema.sample import Sample
 
-declare_metrics(
-    MetricSpec(
-        "train/opd_top_k_kl",
-        "nats",
-        "the KL to the teachers' distributions, over their entries and all others as one",
-        when="with `opd_top_k`",
-    ),
-)
+declare_metrics("""
+    train/opd_top_k_kl | nats | the KL to the teachers' distributions, over their entries and all others as one | with `opd_top_k`
+""")
 
 # Fields of a micro-batch with M teachers at most a sample: int64 [T, M k], float32 [T, M k], and the weight of each teacher, [T, M]
 IDS, LOG_PROBS, SHARES = "teacher_top_ids", "teacher_top_log_probs", "teacher_top_shares"

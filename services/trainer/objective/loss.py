@@ -20,28 +20,24 @@ from services.trainer.objective.policy_gradient import LOSS_KL, PolicyGradient, 
 from services.trainer.objective.reduce import MaskedTokens, Metrics, sequence_mean, sequence_sum
 from services.trainer.packing import PARTIAL, PackedBatch
 from shared.config.algorithm import AlgorithmSection
-from shared.runtime.telemetry import MetricSpec, declare_metrics
+from shared.runtime.telemetry import declare_metrics
 
-declare_metrics(
-    MetricSpec("train/loss", "", "what is minimised"),
-    MetricSpec("train/pg_loss", "", "its policy-gradient part", when="with `loss_type` `policy_loss`"),
-    MetricSpec("train/entropy_loss", "nats", "mean entropy of the policy", when="where `entropy_coef` asks for it"),
-    MetricSpec("train/pg_clipfrac", "share", "tokens whose ratio is clipped"),
-    MetricSpec("train/ppo_kl", "nats", "mean of log π_old − log π_θ"),
-    MetricSpec("train/kl_loss", "nats", "mean KL to the reference policy, by `kl_loss_type`", when="where there is one"),
-    MetricSpec("train/ois", "ratio", "mean of π_θ / π_old"),
-    MetricSpec("train/opsm_clipfrac", "share", "tokens of sequences that off-policy sequence masking takes out", when="with `use_opsm`"),
-    MetricSpec(
-        "train/train_rollout_logprob_abs_diff",
-        "nats",
-        "mean of the absolute difference between the trainer's and the engine's log-probs",
-        when="not of a batch in which samples [have none](hooks.md#generating)",
-    ),
-    MetricSpec("train/agreement_abs_diff", "nats", "sum of that difference over tokens that both computed under the same weight version"),
-    MetricSpec("train/agreement_tokens", "tokens", "the number of those tokens"),
-    MetricSpec("critic/value_loss", "reward²", "clipped squared distance of values from returns"),
-    MetricSpec("critic/value_clipfrac", "share", "values that were clipped"),
-)
+declare_metrics("""
+    train/loss | | what is minimised
+    train/pg_loss | | its policy-gradient part | with `loss_type` `policy_loss`
+    train/entropy_loss | nats | mean entropy of the policy | where `entropy_coef` asks for it
+    train/pg_clipfrac | share | tokens whose ratio is clipped
+    train/ppo_kl | nats | mean of log π_old − log π_θ
+    train/kl_loss | nats | mean KL to the reference policy, by `kl_loss_type` | where there is one
+    train/ois | ratio | mean of π_θ / π_old
+    train/opsm_clipfrac | share | tokens of sequences that off-policy sequence masking takes out | with `use_opsm`
+    train/train_rollout_logprob_abs_diff | nats | mean of the absolute difference between the trainer's and the engine's log-probs | not of
+        a batch in which samples [have none](hooks.md#generating)
+    train/agreement_abs_diff | nats | sum of that difference over tokens that both computed under the same weight version
+    train/agreement_tokens | tokens | the number of those tokens
+    critic/value_loss | reward² | clipped squared distance of values from returns
+    critic/value_clipfrac | share | values that were clipped
+""")
 
 
 @dataclass(frozen=True)

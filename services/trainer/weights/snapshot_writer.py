@@ -26,7 +26,7 @@ from shared.bus.registry import BROKEN_SNAPSHOT
 from shared.config.run_config import RunConfig
 from shared.model.hf_checkpoint import INDEX
 from shared.runtime.safe_files import fsync_tree, publish, scratch
-from shared.runtime.telemetry import MetricSpec, declare_metrics
+from shared.runtime.telemetry import declare_metrics
 from shared.schema.service_messages import ServiceStatus
 from shared.schema.weight_messages import WeightsLive, WeightsSnapshot
 from shared.transfer import digest, tensor_file
@@ -151,11 +151,11 @@ class WeightCheckpointWriter:
         return self._draft / f".shard-{index}"
 
 
-declare_metrics(
-    MetricSpec("snapshot_version", "version", "of the newest snapshot of weights on disk", when="once there is one"),
-    MetricSpec("snapshot_bytes", "bytes", "its size: of a delta, what differs", when="once there is one"),
-    MetricSpec("snapshot_seconds", "s", "that writing it took", when="once there is one"),
-)
+declare_metrics("""
+    snapshot_version | version | of the newest snapshot of weights on disk | once there is one
+    snapshot_bytes | bytes | its size: of a delta, what differs | once there is one
+    snapshot_seconds | s | that writing it took | once there is one
+""")
 
 CURRENT = ".current"  # the directory beside the versions that holds a copy of the one written last; the next delta is made against it
 RETRY_SECONDS = 30.0  # the pause after a snapshot that could not be written, and between whole snapshots for a replica that cannot load one

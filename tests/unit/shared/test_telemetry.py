@@ -6,16 +6,16 @@ import sys
 
 from prometheus_client import generate_latest
 
-from shared.runtime.telemetry import Metrics, MetricSpec, declare_metrics
+from shared.runtime.telemetry import Metrics, declare_metrics
 
-declare_metrics(
-    MetricSpec("ready", "groups", "of this test"),
-    MetricSpec("train/kl-loss", "nats", "of this test"),
-    MetricSpec("rewards/<part>/mean", "reward", "of this test"),
-    MetricSpec("samples_scored", "samples", "of this test", counter=True),
-    MetricSpec("groups_scored", "groups", "of this test", labels=("environment",), counter=True),
-    MetricSpec("depth", "", "of this test", labels=("environment",)),
-)
+declare_metrics("""
+    ready | groups | of this test
+    train/kl-loss | nats | of this test
+    rewards/<part>/mean | reward | of this test
+    samples_scored_total | samples | of this test
+    groups_scored_total{environment} | groups | of this test
+    depth{environment} | | of this test
+""")
 
 SPEAK = """
 import logging, structlog
