@@ -24,9 +24,7 @@ Result = TypeVar("Result")
 
 CALL_SECONDS = 60.0
 RETRY_SECONDS = 0.2
-
 READER: dict[Kind, Role] = {"values": "actor", "kl": "critic"}
-
 # The field of a step's hash that marks that every rank has written. It differs from samples' names, which have a slash
 _COMPLETE = "complete"
 

@@ -36,7 +36,6 @@ checkpoints, TensorBoard's files and the final weights lie in the run's director
 laid over the config as by `myxo up`, --deterministic among them."""
 
 CONFIG_VARIABLE = "MYXO_REPLAY_CONFIG"  # the environment variable with the path of the config that the launcher has written for its ranks
-
 TRAIN_ONLY = "--train-only"  # the first word where the config is that of a run, checked, and not of a replay
 
 

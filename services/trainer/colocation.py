@@ -39,7 +39,6 @@ Answer = TypeVar("Answer", bound=Message)
 
 # The time that a replica stays offloaded after the last request of the trainer. A restart of the trainer takes about that long
 LASTS_SECONDS = 30.0
-
 RENEW_SECONDS = 4.0
 POLL_INTERVAL_S = 0.2
 LEAVE_SECONDS = 4.0  # the time that the replicas have to answer a trainer that is to stop

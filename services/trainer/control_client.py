@@ -77,13 +77,9 @@ Result = TypeVar("Result")
 BUFFER = "the buffer"
 # The longest time that the buffer may be away (restarting, replaying its ledger) before the trainer stops and is restarted itself
 REQUEST_SECONDS = 300.0
-
 STOP_SECONDS = 5.0  # the time that the buffer has to answer a trainer that was asked to stop: often the buffer was stopped at the same time
-
 POLL_INTERVAL_S = 0.5  # the interval at which the registry is read for replicas
-
 CALL_MARGIN = 10.0
-
 # The interpreter's switch interval: the training loop issues kernels without a pause, and at Python's 5 ms each of a push's requests and
 # answers would wait for it several times as long as it travels
 SWITCH_SECONDS = 1e-4

@@ -15,7 +15,6 @@ from shared.runtime.errors import ConfigError
 from shared.runtime.exit_codes import Parser, ended
 
 PROGRAM = "myxo convert"
-
 _ABOUT = """Convert a model between Hugging Face's format (config.json, *.safetensors) and Megatron's distributed one (torch_dist).
 
 The direction follows from SOURCE: a Hugging Face checkpoint becomes a checkpoint directory that the trainer loads in any

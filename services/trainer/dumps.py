@@ -101,7 +101,6 @@ def batch_of(step: int, version: int, groups: Sequence[DumpedGroup], mask_below:
 
 
 SUFFIX = ".pt"  # of files in slime's format
-
 # Myxo's own keys of a sample: its group's id; whether all its tokens are too old for the loss; its named rewards; its `MORE_FIELDS`
 GROUP, STALE, PARTS, MORE = "myxo_group", "myxo_stale", "myxo_parts", "myxo_fields"
 # Fields of a stored sample that slime's have no place for

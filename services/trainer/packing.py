@@ -26,12 +26,9 @@ from shared.runtime.errors import MyxoError
 from shared.schema.sample import ExpertChoices, Sample
 
 NO_VERSION = -1  # weight version of a position that no rollout generated: prompt, environment's tokens, filler
-
 # The rollout's log-prob of a trained token whose function has not kept it. Whatever is computed with it is not finite
 UNKNOWN = float("nan")
-
 PARTIAL = "partial_rollout_log_probs"  # the field that takes the place of ``rollout_log_probs`` in a batch with `UNKNOWN` ones
-
 _FILLER_TOKENS = 2
 
 

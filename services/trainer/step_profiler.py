@@ -18,7 +18,6 @@ from shared.config.debug_section import DebugSection
 from shared.config.run_config import RunConfig
 
 DIRECTORY = "profile"  # where traces lie, in the run's directory
-
 MOST_ENTRIES = 1_000_000  # allocations that are kept of the memory's history
 
 Part = Literal["train_actor", "train_log_probs"]

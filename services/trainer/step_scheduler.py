@@ -23,10 +23,8 @@ from shared.schema.messages import Batch, BatchPending, RunDone
 from shared.schema.versions import version_after
 
 LOG_INTERVAL_S = 30.0  # the interval at which a long wait is logged, with the name of the awaited thing
-
 # The time after which a push that goes on beside a wait is named as what is awaited: no groups come while replicas are paused for it
 PUSH_SECONDS = 5.0
-
 POLL_INTERVAL_S = 0.02
 HOLD_SECONDS = 2.0  # the time that one command waits for the other role before the ranks get `Wait`: they have to hear from rank 0 in time
 

@@ -83,7 +83,6 @@ def _rank(pid: int) -> str:
 
 
 PORT_FILE, FAILURE_FILE = "port", "failure"
-
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's variable for the file in which a rank tells why it fails
 
 

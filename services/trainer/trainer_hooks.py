@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from services.trainer import loss_inputs
 from services.trainer.actor import Actor
 from services.trainer.batch_metrics import stats_row
 from services.trainer.batches import TEACHER, Shard, TrainBatch
@@ -32,13 +33,11 @@ from shared.store.payload_store import BlockingStore
 
 CONVERT = "algorithm.custom_convert_samples_to_train_data_path"
 POSTPROCESS = "algorithm.rollout_data_postprocess_path"
-
 NOT_READ = {"total_lengths", "truncated", "sample_indices", "rollout_mask_sums", "round_number", "metadata", "source_names", "prompt"}
 NOT_READ |= {"multimodal_train_inputs"}
 """Keys of slime's train data that nothing here reads: they follow from the batch, or are shown and not trained by."""
 
-SHOWN = {"rollout_log_probs": "rollout_log_probs", "log_probs": "proximal_log_probs", "ref_log_probs": "ref_log_probs"}
-SHOWN |= {name: name for name in ("kl", "values", TEACHER, "advantages", "returns")}
+SHOWN = {**loss_inputs.SHOWN, "values": "values", "advantages": "advantages", "returns": "returns"}
 """Key of slime's ``rollout_data`` → the batch's field, where it has that."""
 
 

@@ -59,7 +59,6 @@ def bind_stores() -> None:
 
 
 NONCE_BYTES = PROOF_BYTES = 32
-
 PROOF_SECONDS = 5.0  # the seconds that a new connection has for its proof
 STRANGERS = 128  # the number of connections without a proof at any time; more are closed at once
 LARGEST_BYTES = 256 * 1024**2  # the largest request or answer: the manifest of a model of many tensors has some megabytes

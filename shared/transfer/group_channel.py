@@ -38,66 +38,9 @@ from shared.transfer.weight_channel import (
 
 # the longest that a push which has begun may wait until somebody asks for it: a rollout service has as long for a step of its own
 CLAIM_SECONDS = 10.0
-
-
-class PushFollower:
-    """Follows one channel's source, on a thread. The constructor raises RuntimeError where that cannot be reached.
-
-    Args:
-        begin: called with a manifest's id and the push's seconds; begins it and returns whether it could. give_up: called with the reason
-            where a push has begun that is never asked for. seconds: to connect.
-    """
-
-    def __init__(
-        self, address: WeightChannelAddress, begin: Callable[[str, float], bool], give_up: Callable[[str], None], seconds: float
-    ) -> None:
-        self._name, self._begin, self._give_up = address.name, begin, give_up
-        self._store = StoreFollower(address.address, address.port, address.secret, seconds)
-        self._lock = threading.Lock()
-        self._asked_for = -1  # the newest push that somebody has asked for
-        self._begun: int | None = None  # the push that has begun and has not been asked for
-        SupervisedThread(self._follow, f"follow-{address.name}").start()
-
-    def claim(self, push: int) -> bool:
-        """Notes that somebody asks for a push. Returns whether it has begun; otherwise it never will by itself."""
-        with self._lock:
-            begun, self._begun = self._begun, None
-            self._asked_for = max(self._asked_for, push)
-            return begun == push
-
-    def close(self) -> None:
-        """Ends the following, soon."""
-        self._store.close()
-
-    def _follow(self) -> None:
-        while True:
-            try:
-                said = self._store.heard(None if self._begun is None else CLAIM_SECONDS)
-            except TimeoutError:
-                if self._begun is None:  # it was asked for meanwhile
-                    continue
-                break
-            if said is None:
-                break
-            self._announced(*said)
-        with self._lock:
-            push, self._begun = self._begun, None
-        if push is not None:
-            self._give_up(f"push {push} has begun over channel {self._name}, and nobody asks this engine to receive it")
-
-    def _announced(self, push: int, manifest: str, seconds: float) -> None:
-        with self._lock:
-            try:
-                if self._begun is None and push > self._asked_for and self._begin(manifest, seconds):
-                    self._begun = push
-            except (MyxoError, RuntimeError):
-                pass  # whoever asks for the push meets the same
-
-
 GROUP_SECONDS = 24 * 3600.0  # NCCL's own limit for a collective, after which it would end the process: far beyond any deadline
 # the seconds after its deadline at which a gloo broadcast ends by itself: only then is the buffer of an abandoned one released
 OVERDUE_SECONDS = 5.0
-
 ABORT_SECONDS = 5.0  # the seconds for NCCL to end a communicator's kernels
 END_SECONDS = 3.0  # the seconds to wait for a group to be destroyed
 # Variables read when a group is made: no watchdog may end this process because a peer has died. Deadlines are checked here.
@@ -176,7 +119,7 @@ class BroadcastGroup:
         group, self._group = self._group, None
         if group is None:
             return
-        ended = run_in_thread(group.abort if self._device.type == "cuda" else _nothing, f"leave-{self._name}")
+        ended = run_in_thread(group.abort if self._device.type == "cuda" else lambda: None, f"leave-{self._name}")
         if self._device.type == "cuda":  # what follows on this device must not meet a broadcast that still writes
             until = time.monotonic() + ABORT_SECONDS
             while time.monotonic() < until and not (ended.done() and settled()):
@@ -282,7 +225,10 @@ class GroupReceiver(ChannelReceiver):
     ) -> None:
         super().__init__(address, rank, device)
         self._undisturbed, self._receiving = undisturbed, False
-        self._follower: PushFollower | None = None
+        self._announcements: StoreFollower | None = None
+        self._lock = threading.Lock()
+        self._asked_for = -1  # the newest push that somebody has asked for
+        self._begun: int | None = None  # the push that has begun early and has not been asked for
         self._ring = ring or BucketRing(device)
         self._group: BroadcastGroup | None = None
         self._works: dict[int, Any] = {}
@@ -305,21 +251,47 @@ class GroupReceiver(ChannelReceiver):
         self._group = BroadcastGroup.form(self, self.store, self.rank, deadline)
         if self._undisturbed is not None:
             with breaking(f"{self.source} is gone"):
-                self._follower = PushFollower(self.address, self._begin_early, self._give_up, deadline.left)
+                self._announcements = StoreFollower(self.address.address, self.address.port, self.address.secret, deadline.left)
+                SupervisedThread(self._follow, f"follow-{self.name}").start()
         if self.broken is not None:
             self.close()
             self.raise_if_broken()
 
     def manifest(self, push: int, deadline: TransferDeadline, known: str = "") -> Manifest:
         self.raise_if_broken()
-        begun = self._follower is not None and self._follower.claim(push)
+        with self._lock:
+            begun, self._begun = self._begun, None
+            self._asked_for = max(self._asked_for, push)
         self._receiving = True
-        if begun and self._manifest is not None:
+        if begun == push and self._manifest is not None:
             self._deadline, self._asked_at = deadline, time.monotonic()
             return self._manifest
         manifest = super().manifest(push, deadline, known)
         self._begin(manifest, deadline)
         return manifest
+
+    def _follow(self) -> None:
+        """Begins pushes as the source announces them, until it hangs up. Leaves the channel where one has begun and no one asks for it."""
+        assert self._announcements is not None
+        while True:
+            try:
+                said = self._announcements.heard(None if self._begun is None else CLAIM_SECONDS)
+            except TimeoutError:
+                if self._begun is None:  # it was asked for meanwhile
+                    continue
+                break
+            if said is None:
+                break
+            push, manifest, seconds = said
+            with self._lock, contextlib.suppress(MyxoError, RuntimeError):  # whoever asks for the push meets the same
+                if self._begun is None and push > self._asked_for and self._begin_early(manifest, seconds):
+                    self._begun = push
+        with self._lock:
+            push, self._begun = self._begun, None
+        if push is not None:
+            reason = f"push {push} has begun over channel {self.name}, and nobody asks this engine to receive it"
+            self.broken = self.broken or reason
+            self.close()
 
     def _begin_early(self, manifest: str, seconds: float) -> bool:
         """Issues a push's first broadcasts where its manifest is the one that came last, and that push is over. Returns whether it did."""
@@ -330,10 +302,6 @@ class GroupReceiver(ChannelReceiver):
         with self._undisturbed():
             self._begin(self._manifest, TransferDeadline(seconds))
         return True
-
-    def _give_up(self, reason: str) -> None:
-        self.broken = self.broken or reason
-        self.close()
 
     def _begin(self, manifest: Manifest, deadline: TransferDeadline) -> None:
         """Issues a push's first broadcasts."""
@@ -386,8 +354,8 @@ class GroupReceiver(ChannelReceiver):
 
     def close(self) -> None:
         super().close()
-        if self._follower is not None:
-            self._follower.close()
+        if self._announcements is not None:
+            self._announcements.close()
         group, self._group = self._group, None
         if group is not None:
             group.end(lambda: self._stream is None or self._stream.query())
@@ -398,10 +366,6 @@ class GroupReceiver(ChannelReceiver):
 def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
     """Makes a stream the current one in the body; None on CPUs."""
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _outlive(group: Any, ended: Future[None]) -> None:

@@ -27,7 +27,6 @@ Kind = Literal["weights", "adapter", "partial"]
 MAX_DIMENSIONS = 32  # the most dimensions that a tensor may have
 # the most characters of a tensor's name, all of which must be printable: a version's digest puts other characters between names
 MAX_TENSOR_NAME = 1000
-
 MAX_TENSOR_BYTES = 2**48  # the size from which on a tensor is refused for its shape alone
 
 

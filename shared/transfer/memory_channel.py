@@ -26,7 +26,6 @@ from shared.transfer.weight_channel import POLL_INTERVAL_S, ChannelBroken, Chann
 
 # Flat buffers of a channel: one is filled while the other is loaded. On a GPU they stay between pushes, so there are no more.
 MEMORY_BUFFERS = 2
-
 LOADING_POLL_S = 0.001  # the seconds between two looks at the GPU, while buckets that the source waits for are being loaded
 FILE_PREFIX = "myxo-weights-"  # the prefix of the files' names: a reader opens no file without it, whatever the store names
 Handle = list[Any]  # the kind of a buffer, ``cuda`` or ``file``, and what `_opened` needs

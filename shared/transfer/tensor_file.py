@@ -25,7 +25,6 @@ ByteArray = NDArray[np.uint8]
 TensorBytes = tuple[str, tuple[int, ...], ByteArray]  # A tensor as its dtype by torch's name, its shape, and its bytes: uint8 [nbytes]
 # The most bytes that a header may have: some hundred thousand tensors. Read as JSON it takes thirty times as much memory.
 HEADER_LIMIT = 16 * 1024**2
-
 HASH_THREADS = min(8, os.cpu_count() or 1)  # the threads that hash, pack and unpack, all of which release the interpreter's lock
 _CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",

@@ -33,11 +33,9 @@ SENDER_POLL_S = 0.0005  # the longest sleep of a source that waits for a buffer:
 STORE_POLL_S = 0.1  # the seconds between two checks in the store whether the other end has given up, while an end waits for buckets
 # the interval at which a source that waits for its readers' digests checks whether they have failed
 HELD_POLL = datetime.timedelta(seconds=0.05)
-
 EAGER_SECONDS = 0.01  # For so long a wait on a GPU checks without sleeping: a bucket of 512 MB takes 1.4 ms, a sleep a tenth of that
 CONNECT_SECONDS = 5.0  # the seconds to reach the store of another process, to abort its channel
 SECRET_BYTES = 32
-
 T = TypeVar("T")
 
 
@@ -237,13 +235,9 @@ class ChannelSender(abc.ABC):
 
 def abort_channel(address: WeightChannelAddress, reason: str) -> None:
     """Ends what the source of a channel in another process waits for. Does nothing if it cannot be reached."""
-    with contextlib.suppress(RuntimeError), contextlib.closing(reach(address, CONNECT_SECONDS)) as store:
+    where = address.address, address.port, address.secret
+    with contextlib.suppress(RuntimeError), contextlib.closing(RemoteStore(*where, CONNECT_SECONDS)) as store:
         store.set("aborted", reason)
-
-
-def reach(address: WeightChannelAddress, seconds: float) -> RemoteStore:
-    """Returns the store of a channel in another process. Raises RuntimeError."""
-    return RemoteStore(address.address, address.port, address.secret, seconds)
 
 
 class ChannelReceiver(abc.ABC):
@@ -273,7 +267,8 @@ class ChannelReceiver(abc.ABC):
     def join(self, deadline: TransferDeadline) -> None:
         """Connects to the store and says that this rank is here. It may run beside generation, on a thread of its own."""
         what = f"a connection for channel {self.name}"
-        connecting = run_in_thread(lambda: reach(self.address, deadline.left), f"connect-{self.name}")
+        where = self.address.address, self.address.port, self.address.secret
+        connecting = run_in_thread(lambda: RemoteStore(*where, deadline.left), f"connect-{self.name}")
         try:
             deadline.until(connecting.done, what, self.source)
         except DeadlineExceeded as error:

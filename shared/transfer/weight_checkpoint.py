@@ -41,7 +41,6 @@ DeltaParts = dict[str, ByteArray]  # A tensor's change: ``xor`` alone, or ``gaps
 LEVEL = 1  # the level of zstd; level 3 saves less than 1 % of such bytes
 # The bytes processed at once, so that a large tensor does not need several times its memory. It is part of the format of ``xor``.
 CHUNK_BYTES = 64 * 1024**2
-
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -133,7 +132,6 @@ def _unpacked(packed: ByteArray, limit: int) -> ByteArray:
 
 
 CHECKPOINT_FILE = "checkpoint.json"
-
 MAX_CHECKPOINT_JSON = 64 * 1024**2  # The most bytes of a ``checkpoint.json``, which has about 150 for each tensor
 _DIRECTORY_NAME = re.compile(r"v([0-9]{6,15})\Z")
 

@@ -27,7 +27,6 @@ from services.trainer.megatron.runtime import round_up
 from shared.runtime.errors import MyxoError
 
 GRID = 256
-
 WIDEST_HEAD = 128  # the widest heads that cuDNN takes in every version
 
 

@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from services.trainer.megatron import DEVICE_TYPE
-from services.trainer.megatron.checkpoint_parts import MARKER, CheckpointParts, check_checkpoint_files, shard_files, weights_only
+from services.trainer.megatron.checkpoint_parts import MARKER, SHARD, CheckpointParts, check_checkpoint_files, shard_files, weights_only
 from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.joint_write import JointWrite, find_places
 from services.trainer.megatron.optimizer import Optimizer
@@ -40,11 +40,9 @@ from shared.runtime.errors import ConfigError, MyxoError
 from shared.runtime.safe_files import parse_json, publish, read_regular, replaced_by, scratch, settle
 
 FORMAT = 3
-
 MAX_MARKER = 16 * 1024**2  # The most bytes of a ``checkpoint.json``
 RESTART = "the checkpoint is not there; the run goes on from the one before it"
 _NAME = re.compile(r"step_(\d{8,})")
-_SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 
 
 class CheckpointMissing(MyxoError):
@@ -152,7 +150,7 @@ def _check_within_reach(path: Path, marker: Mapping[str, Any], same_layout: bool
 
 def missing_ranks(path: Path) -> list[int]:
     """Returns the ranks whose files a checkpoint's index names and its directory lacks."""
-    found = {name: _SHARD.fullmatch(name) for name in shard_files(path) if not (path / name).is_file()}
+    found = {name: SHARD.fullmatch(name) for name in shard_files(path) if not (path / name).is_file()}
     return sorted({int(match[1]) if match else -1 for match in found.values()})
 
 
@@ -286,9 +284,7 @@ def sharded_modules(model: MegatronModel, layers_apart: bool = False) -> dict[st
 
 
 def _metadata() -> dict[str, Any]:
-    return {
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
+    return {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
 
 
 def _sharded_state(
@@ -308,18 +304,13 @@ def _sharded_state(
         if isinstance(part, DistributedOptimizer):
             live = LiveState(part, source)
             state["optimizer"][role] = live.sharded()
-            take_loaded[role] = partial(_take_slices, live, updates)
+            take_loaded[role] = partial(live.take_loaded, updates)
         else:
             state["optimizer"][role] = _sharded_part(part.sharded_state_dict(source, is_loading=loading, metadata=_metadata()), updates)
             take_loaded[role] = part.load_state_dict
     if with_random:
         state["random"] = ShardedObject("random", _random_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
     return state, take_loaded
-
-
-def _take_slices(live: LiveState, updates: int, loaded: Any) -> None:
-    """Takes over an optimizer's slices, which were read to where they belong: what the load returned of them is not needed."""
-    live.take_loaded(updates)
 
 
 def _sharded_part(state: dict[str, Any], updates: int) -> dict[str, Any]:

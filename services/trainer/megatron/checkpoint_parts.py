@@ -22,17 +22,15 @@ from typing import Any
 
 import msgpack
 import torch
-import xxhash
 
 from services.trainer.megatron.staged_shards import StagedShards
 from shared.runtime.errors import ConfigError, MyxoError
 from shared.runtime.safe_files import fsync_tree, is_plain_name, open_regular, parse_json, read_regular
+from shared.transfer.weight_checkpoint import FileSum
 
 DIGESTS = "digests.json"
-
 _MOST_BYTES = 16 * 1024**2
-_CHUNK = 4 << 20
-_SHARD = re.compile(r"__(\d+)_\d+\.distcp")
+SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 
 
 class CheckpointDamaged(MyxoError):
@@ -40,9 +38,9 @@ class CheckpointDamaged(MyxoError):
 
 
 def write_digests(directory: Path) -> None:
-    """Writes size and digest (XXH3, 128 bits) of every file of a directory into it. Raises OSError."""
+    """Writes size and digest of every file of a directory into it. Raises OSError."""
     files = sorted(path for path in directory.iterdir() if path.is_file() and path.name != DIGESTS)
-    entries = {path.name: [path.stat().st_size, file_digest(path)] for path in files}
+    entries = {path.name: FileSum.read(path) for path in files}
     (directory / DIGESTS).write_text(json.dumps(entries, indent=1) + "\n")
 
 
@@ -64,8 +62,8 @@ def damage(directory: Path, rank: int = 0, world: int = 1) -> str | None:
             if path.stat().st_size != size:
                 return f"{name} has {path.stat().st_size} bytes, {size} were written"
         for name, (_, digest) in entries.items():
-            shard = _SHARD.fullmatch(name)
-            if (int(shard[1]) if shard else 0) % world == rank and file_digest(directory / name) != digest:
+            shard = SHARD.fullmatch(name)
+            if (int(shard[1]) if shard else 0) % world == rank and FileSum.read(directory / name).xxh3 != digest:
                 return f"the content of {name} is not what was written"
     except (OSError, ValueError, TypeError) as error:
         return f"{DIGESTS} or a file that it names cannot be read ({error})"
@@ -80,20 +78,9 @@ def set_aside(directory: Path) -> None:
         return
 
 
-def file_digest(path: Path) -> str:
-    state = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK):
-            state.update(chunk)
-    return state.hexdigest()
-
-
-METADATA = ".metadata"
-
+METADATA, MARKER = ".metadata", "checkpoint.json"
 _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-
 _DCP = "torch.distributed.checkpoint"
-
 # What the ``.metadata`` of a checkpoint may name, besides torch's dtypes
 _NAMES = {
     ("pathlib", "PosixPath"),
@@ -155,9 +142,6 @@ def weights_only() -> Iterator[None]:
         yield
     finally:
         os.environ.pop(_WEIGHTS_ONLY) if before is None else os.environ.update({_WEIGHTS_ONLY: before})
-
-
-MARKER = "checkpoint.json"
 
 
 class CheckpointParts:

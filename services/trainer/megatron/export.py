@@ -26,7 +26,6 @@ from shared.model.hf_checkpoint import INDEX, TEMPLATE_FOLDER
 from shared.runtime.safe_files import fsync_tree, publish, scratch
 
 _NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".gguf"}
-
 FILE_BYTES = 1024**3  # the bytes of a file, and of a bucket: a rank gathers the next one while it writes the one before
 
 

@@ -55,7 +55,6 @@ from shared.runtime.safe_files import fsync_tree, publish, scratch
 
 Progress = Callable[[int, int], None]  # A callback that is called with bytes done and bytes in all
 FILE_BYTES = 2 * 1024**3  # the bytes that are read from a distributed checkpoint at a time, and written to one safetensors file
-
 _FACTORS = "_scale_inv"  # the suffix of the factors' name, after the name of the matrix
 _HF_FILES = "hf"  # The directory of a converted checkpoint for the files beside the weights: config.json, the tokenizer
 

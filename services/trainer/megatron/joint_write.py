@@ -46,11 +46,6 @@ class Places:
         """Returns the ranks of each directory, that of rank 0 first."""
         return [[rank for rank, leader in enumerate(self.leaders) if leader == each] for each in sorted(set(self.leaders))]
 
-    @property
-    def shared(self) -> bool:
-        """Returns whether all ranks see one directory."""
-        return len(self.directories) == 1
-
     def as_json(self) -> list[dict[str, Any]]:
         """Returns each directory's ranks and their machine, for a checkpoint's marker."""
         return [{"host": self.hosts[ranks[0]], "ranks": ranks} for ranks in self.directories]

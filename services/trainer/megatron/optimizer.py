@@ -31,11 +31,9 @@ from shared.config.optimizer_state import OptimizerState
 from shared.config.trainer_section import LearningRateSchedule, TrainerSection
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
-
 STATES = ("master_param", "exp_avg", "exp_avg_sq")  # the names of a parameter's state, which are Transformer Engine's
 # Elements that are on their way at a time; each takes 12 bytes on the device, three times where transfers overlap
 SLICE_ELEMENTS = 32 << 20
-
 # the dtypes that are kept with a scale, one a slice, and their largest value
 LARGEST = {torch.float16: 65504.0, torch.float8_e4m3fn: 448.0}
 
@@ -142,15 +140,18 @@ class PrecisionAdam(torch.optim.Optimizer):
         `set_scaled_state` sets them."""
         for group, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in given.items() if name != "params"})
-        for shard in (shard for group in self.param_groups for shard in group["params"]):
+        for shard in self._shards():
             self.initialize_state(shard)
 
     def renew_main(self, state_dict: Any = None) -> None:
         """Takes the main weights from the model's anew, as after a load of weights alone."""
         assert state_dict is None
-        for shard in (shard for group in self.param_groups for shard in group["params"]):
+        for shard in self._shards():
             self.initialize_state(shard)
             self.set_scaled_state(shard, STATES[0], shard)
+
+    def _shards(self) -> list[Tensor]:
+        return [shard for group in self.param_groups for shard in group["params"]]
 
     # --- where the state lies
 
@@ -163,7 +164,7 @@ class PrecisionAdam(torch.optim.Optimizer):
     def _offloaded(self) -> set[Tensor]:
         """Returns the shards whose state lies in host memory: the largest ones that the share has room for."""
         if self._in_host_memory is None:
-            shards = sorted((shard for group in self.param_groups for shard in group["params"]), key=lambda shard: -shard.numel())
+            shards = sorted(self._shards(), key=lambda shard: -shard.numel())
             left = self.keeping.offload_fraction * sum(shard.numel() for shard in shards)
             self._in_host_memory = set()
             for shard in shards if self.keeping.offload_fraction else ():
@@ -241,15 +242,21 @@ def _parts(tensor: Tensor) -> list[slice]:
 
 
 def _update(one: _Slice) -> None:
-    group, main = one.group, one.state["master_param"]
+    gradient, main = one.shard.decoupled_grad[one.part].float(), one.state["master_param"]  # type: ignore[attr-defined]
+    _adam(one.group, [main], [gradient], [one.state])
+    one.shard[one.part].copy_(main)
+
+
+def _adam(group: dict[str, Any], parameters: list[Tensor], gradients: list[Any], states: list[dict[str, Any]]) -> None:
+    """Updates parameters and their moments in place, by the fused kernel and the settings of a group, whose ``step`` this one is."""
     beta1, beta2 = group["betas"]
     adamw(
-        [main],
-        [one.shard.decoupled_grad[one.part].float()],  # type: ignore[attr-defined]
-        [one.state["exp_avg"]],
-        [one.state["exp_avg_sq"]],
+        parameters,
+        gradients,
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
         [],
-        [torch.tensor(float(group["step"] - 1), device=main.device)],
+        list(torch.full((len(parameters),), float(group["step"] - 1), device=parameters[0].device).unbind()),
         fused=True,
         amsgrad=False,
         beta1=beta1,
@@ -259,7 +266,6 @@ def _update(one: _Slice) -> None:
         eps=group["eps"],
         maximize=False,
     )
-    one.shard[one.part].copy_(main)
 
 
 def arm(config: OptimizerConfig, keeping: OptimizerState | None) -> OptimizerConfig:
@@ -332,23 +338,7 @@ class Adam(torch.optim.Optimizer):
                 continue
             for parameter in parameters:
                 self.initialize_state(parameter)
-            beta1, beta2 = group["betas"]
-            adamw(
-                parameters,
-                [p.grad for p in parameters],
-                [self.state[p]["exp_avg"] for p in parameters],
-                [self.state[p]["exp_avg_sq"] for p in parameters],
-                [],
-                list(torch.full((len(parameters),), float(group["step"] - 1), device=parameters[0].device).unbind()),
-                fused=True,
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
+            _adam(group, parameters, [p.grad for p in parameters], [self.state[p] for p in parameters])
 
     def initialize_state(self, parameter: Tensor) -> None:
         """Makes zero moments for parameters that have none."""

@@ -1,7 +1,8 @@
 """Forward and backward passes of a model over this rank's micro-batches, in Megatron's schedule for its pipeline."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ def loss_alone(model: MegatronModel, batch: PackedBatch, loss_fn: LossFunction, 
     Only the ranks that share the model take part. None of its errors is caught.
     """
     model.train(True)
-    results = _pass(model, [batch], _loss(model, loss_fn, temperature, need_entropy), True, None)
+    results = _Pass(model, [batch], _loss(model, loss_fn, temperature, need_entropy), True).run()
     return float(results[0][0]) if results else None
 
 
@@ -169,94 +170,100 @@ def _run(
     layout, failed = model.layout, dict[int, Exception]()
     meeting = balanced is not None and "global_aux_loss" in balanced.balancing.coefficients  # in every layer
     if meeting or layout.tensor * layout.pipeline * layout.context * layout.expert > 1:
-        return _pass(model, batches, on_output, forward_only, None, recorded, balanced)
-    results = _pass(model, batches, on_output, forward_only, failed, recorded, balanced)
+        return _Pass(model, batches, on_output, forward_only, None, recorded, balanced).run()
+    results = _Pass(model, batches, on_output, forward_only, failed, recorded, balanced).run()
     if anywhere(bool(failed)):
-        raise MicroBatchesFailed(failed, lambda batch: _pass(model, [batch], on_output, True, None))
+        raise MicroBatchesFailed(failed, lambda batch: _Pass(model, [batch], on_output, True).run())
     return results
 
 
-def _pass(
-    model: MegatronModel,
-    batches: Sequence[PackedBatch],
-    on_output: Callable[..., Any],
-    forward_only: bool,
-    failed: dict[int, Exception] | None,
-    recorded: dict[int, StageRouting] | None = None,
-    balanced: BalancedStep | None = None,
-) -> list[Any]:
-    """As `_run`, on ranks that meet at most at the pass's end. In the place of a micro-batch that fails comes a filler.
+@dataclass
+class _Pass:
+    """A pass of ranks that meet at most at its end. In the place of a micro-batch that fails comes a filler.
 
     Args:
-        failed: gets the errors, by index; None: they are raised.
+        failed: gets the errors, by index; None: they are raised. The others are as in `_run`.
     """
-    dense = uses_dense_batches(model.config.params_dtype)
-    group = parallel_state.get_context_parallel_group()
-    count = len(batches)
-    if model.layout.chunks > 1:  # the interleaved schedule needs a multiple of the number of stages
-        count = round_up(count, model.config.microbatch_group_size_per_vp_stage)
 
-    @cache  # each of the rank's chunks asks for it
-    def prepared(index: int) -> tuple[ModelInput, PackedBatch]:
-        batch = batches[index] if index < len(batches) else pack((), ())  # a filler
-        given = model_input(batch, model.layout, dense, device(), group, model.least_saved)
-        split = model.layout.sequence_parallel and model.layout.tensor > 1
-        routing = stage_routing(batch, given, model.architecture, split, recorded is not None)
-        if recorded is not None and routing is not None:
-            recorded[index] = routing
-        given.sequences.routing = routing
-        given.sequences.balanced = None if balanced is None else _balanced_tokens(balanced, batch, given, split)
-        return given, batch.to(device())
+    model: MegatronModel
+    batches: Sequence[PackedBatch]
+    on_output: Callable[..., Any]
+    forward_only: bool
+    failed: dict[int, Exception] | None = None
+    recorded: dict[int, StageRouting] | None = None
+    balanced: BalancedStep | None = None
+    inputs: dict[int, tuple[ModelInput, PackedBatch]] = field(default_factory=dict)  # each of the rank's chunks asks for them
 
-    def attempt(index: int, work: Callable[[], Any], instead: Callable[[], Any]) -> Any:
-        if failed is None:
+    def run(self) -> list[Any]:
+        """Returns what `_run` does."""
+        model, count = self.model, len(self.batches)
+        if model.layout.chunks > 1:  # the interleaved schedule needs a multiple of the number of stages
+            count = round_up(count, model.config.microbatch_group_size_per_vp_stage)
+        model.config.finalize_model_grads_func = _finalize
+        sources = [iter(range(count)) for _ in model.chunks]
+        results: list[Any] = get_forward_backward_func()(
+            forward_step_func=self._step,
+            data_iterator=sources if len(sources) > 1 else sources[0],
+            model=list(model.chunks),
+            num_microbatches=count,
+            seq_length=max(batch.tokens.numel() for batch in self.batches),
+            micro_batch_size=1,
+            forward_only=self.forward_only,
+            collect_non_loss_data=self.forward_only,
+        )
+        return results[: len(self.batches)]
+
+    def _step(self, source: Iterator[int], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        index = next(source)
+        output = self._attempt(index, lambda: self._forward(index, chunk), lambda: self._forward(len(self.batches), chunk))
+        return output, partial(self._finish, index)
+
+    def _forward(self, index: int, chunk: torch.nn.Module) -> Tensor:
+        given, _ = self._prepared(index)
+        output: Tensor = chunk(given.tokens, given.positions, None, packed_seq_params=given.sequences)
+        return output
+
+    def _finish(self, index: int, output: Tensor, non_loss_data: bool = False) -> Any:
+        """Returns what Megatron wants of the last stage's output: a loss, a count of tokens and a report, or ``non_loss_data``."""
+        nothing = None if non_loss_data else (output.sum() * 0, torch.zeros((), dtype=torch.int, device=device()), None)
+        if index >= len(self.batches) or (self.failed and index in self.failed):
+            return nothing
+        result = self._attempt(index, lambda: self.on_output(output.squeeze(0), *self._prepared(index)), lambda: None)
+        if non_loss_data or result is None:
+            return result if non_loss_data else nothing
+        loss, metrics = result
+        # the token count is Megatron's denominator, which `_finalize` leaves out
+        return loss, torch.zeros((), dtype=torch.int, device=loss.device), {"loss": loss.detach(), "metrics": metrics}
+
+    def _attempt(self, index: int, work: Callable[[], Any], instead: Callable[[], Any]) -> Any:
+        if self.failed is None:
             return work()
         try:
             return work()
         except (torch.OutOfMemoryError, BadLoss):  # no single micro-batch's fault
             raise
         except Exception as error:
-            failed.setdefault(index, error)
+            self.failed.setdefault(index, error)
             return instead()
 
-    def forward(index: int, chunk: torch.nn.Module) -> Tensor:
-        given, _ = prepared(index)
-        output: Tensor = chunk(given.tokens, given.positions, None, packed_seq_params=given.sequences)
-        return output
+    def _prepared(self, index: int) -> tuple[ModelInput, PackedBatch]:
+        if index not in self.inputs:
+            model, layout = self.model, self.model.layout
+            batch = self.batches[index] if index < len(self.batches) else pack((), ())  # a filler
+            dense, group = uses_dense_batches(model.config.params_dtype), parallel_state.get_context_parallel_group()
+            given = model_input(batch, layout, dense, device(), group, model.least_saved)
+            split = layout.sequence_parallel and layout.tensor > 1
+            routing = stage_routing(batch, given, model.architecture, split, self.recorded is not None)
+            if self.recorded is not None and routing is not None:
+                self.recorded[index] = routing
+            given.sequences.routing = routing
+            given.sequences.balanced = None if self.balanced is None else _balanced_tokens(self.balanced, batch, given, split)
+            self.inputs[index] = given, batch.to(device())
+        return self.inputs[index]
 
-    def step(source: Iterator[int], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-        index = next(source)
-        output = attempt(index, lambda: forward(index, chunk), lambda: forward(len(batches), chunk))
 
-        def finish(output: Tensor, non_loss_data: bool = False) -> Any:
-            nothing = None if non_loss_data else (output.sum() * 0, torch.zeros((), dtype=torch.int, device=device()), None)
-            if index >= len(batches) or (failed and index in failed):
-                return nothing
-            result = attempt(index, lambda: on_output(output.squeeze(0), *prepared(index)), lambda: None)
-            if non_loss_data or result is None:
-                return result if non_loss_data else nothing
-            loss, metrics = result
-            # the token count is Megatron's denominator, which `finalize` leaves out
-            return loss, torch.zeros((), dtype=torch.int, device=loss.device), {"loss": loss.detach(), "metrics": metrics}
-
-        return output, finish
-
-    def finalize(chunks: list[Any], num_tokens: Tensor | None, **options: Any) -> None:
-        finalize_model_grads(chunks, None, **options)
-
-    model.config.finalize_model_grads_func = finalize
-    sources = [iter(range(count)) for _ in model.chunks]
-    results: list[Any] = get_forward_backward_func()(
-        forward_step_func=step,
-        data_iterator=sources if len(sources) > 1 else sources[0],
-        model=list(model.chunks),
-        num_microbatches=count,
-        seq_length=max(batch.tokens.numel() for batch in batches),
-        micro_batch_size=1,
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
-    )
-    return results[: len(batches)]
+def _finalize(chunks: list[Any], num_tokens: Tensor | None, **options: Any) -> None:
+    finalize_model_grads(chunks, None, **options)
 
 
 def _balanced_tokens(step: BalancedStep, batch: PackedBatch, given: ModelInput, parted: bool) -> BalancedTokens:

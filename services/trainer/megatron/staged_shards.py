@@ -122,7 +122,6 @@ def overlap(first: Box, second: Box) -> bool:
 
 
 _PREFIX = "optimizer.state"
-
 PIECE_BYTES = 64 << 20  # the most bytes of a part that is written at once, and thus beside a rank's own shard in host memory
 
 
@@ -151,8 +150,8 @@ class LiveState:
         return shards
 
     @torch.no_grad()
-    def take_loaded(self, updates: int) -> None:
-        """Takes over what was read into the tensors of `sharded`. ``updates``: how many the state has seen."""
+    def take_loaded(self, updates: int, loaded: object) -> None:
+        """Takes over what was read into the tensors of `sharded`; what the load returned is not needed. ``updates``: of the state."""
         inner = self._optimizer.optimizer
         if isinstance(inner, HybridDeviceOptimizer):
             inner._sync_hdo_state_to_sub_optimizers()
@@ -246,7 +245,8 @@ class StagedShards(TorchDistSaveShardedStrategy):
         self._plan, self._writer = self._planned(mine, elected, checkpoint_dir)
         tensors = {MetadataIndex(base.key, torch.Size(base.global_offset)): base.data for base in mine if isinstance(base, ShardedTensor)}
         values = {item.index: tensors.get(item.index, self._objects.get(item.index.fqn)) for item in self._plan.items}
-        self._data = {index: _on_host(value) for index, value in values.items()} if self.copied else values
+        copies = {index: host_copy(value) for index, value in values.items() if self.copied and isinstance(value, Tensor)}
+        self._data = values | copies  # what is no tensor is serialized already
         if self.copied and DEVICE_TYPE == "cuda":
             torch.cuda.synchronize()
 
@@ -354,12 +354,8 @@ def _is_main(base: ShardedBase) -> bool:
     return replica == 0 if isinstance(replica, int) else all(index == 0 for index in replica[:-1])
 
 
-def _box(chunk: ChunkStorageMetadata) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _box(chunk: ChunkStorageMetadata) -> Box:
     return tuple(chunk.offsets), tuple(chunk.sizes)
-
-
-def _on_host(value: Any) -> Any:
-    return host_copy(value) if isinstance(value, Tensor) else value  # else serialized already
 
 
 def _encoded(result: WriteResult) -> list[Any]:

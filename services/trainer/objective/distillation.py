@@ -25,7 +25,6 @@ declare_metrics("""
 
 # Fields of a micro-batch with M teachers at most a sample: int64 [T, M k], float32 [T, M k], and the weight of each teacher, [T, M]
 IDS, LOG_PROBS, SHARES = "teacher_top_ids", "teacher_top_log_probs", "teacher_top_shares"
-
 SMALLEST_REST = 1e-6  # the probability of all other entries below which they are rounding: float32 has seven digits of the entries' sum
 
 

@@ -55,10 +55,8 @@ def clipped_weight(d: Tensor, log_probs: Tensor, advantages: Tensor, clip_low: f
 
 
 LOW_VARIANCE_LIMIT = 10.0
-
 # The default estimate in the loss: k1 has no gradient in the mean of the policy's own samples (slime's default is k1)
 LOSS_KL: Final = "k3"
-
 REWARD_KL: Final = "k1"  # the default estimate in the reward: it is unbiased, and a reward has no gradient
 
 

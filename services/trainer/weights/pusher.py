@@ -67,7 +67,6 @@ from shared.transfer.weight_channel import ChannelBroken, abort_channel
 POLL_INTERVAL_S = 0.2  # the interval at which the registry's statuses are compared with the members of a push
 # the time for which the others' answers are awaited once one has failed: they show which member broke the shared channel
 GRACE_SECONDS = 1.0
-
 # the time for which no one may listen for a replica that listened before, or whose connection the bus's restart broke
 ABSENCE_SECONDS = 3.0
 OF_CHANNEL = ("ReceiverError", "")  # the errors of a replica that another member of its channel may have caused; all others are its own

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from shared.transfer import group_channel as push_follower
+from shared.transfer import group_channel
 from shared.transfer.bucket_ring import BUFFERS
 from shared.transfer.group_channel import GroupReceiver
 from shared.transfer.manifest import Manifest, lay_out
@@ -122,7 +122,7 @@ def test_another_manifest_is_waited_for(channel: Channel) -> None:
 
 
 async def test_a_push_that_nobody_asks_for_ends_the_channel(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push_follower, "CLAIM_SECONDS", 0.2)
+    monkeypatch.setattr(group_channel, "CLAIM_SECONDS", 0.2)
     channel.announce(2)
     await until(lambda: channel.reader.broken, "the reader gives up")
     with pytest.raises(ChannelBroken, match="push 2 has begun over channel followed, and nobody asks this engine to receive it"):
@@ -130,7 +130,7 @@ async def test_a_push_that_nobody_asks_for_ends_the_channel(channel: Channel, mo
 
 
 async def test_a_push_that_its_source_gives_up_ends_the_channel_at_once(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push_follower, "CLAIM_SECONDS", 3600.0)
+    monkeypatch.setattr(group_channel, "CLAIM_SECONDS", 3600.0)
     channel.announce(2)
     await until(lambda: channel.closed_gates, "the reader has begun")
     channel.source.abort("a replica has refused")
@@ -138,7 +138,7 @@ async def test_a_push_that_its_source_gives_up_ends_the_channel_at_once(channel:
 
 
 def test_a_quiet_channel_is_kept(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(push_follower, "CLAIM_SECONDS", 0.1)
+    monkeypatch.setattr(group_channel, "CLAIM_SECONDS", 0.1)
     channel.announce(2)
     channel.source.push(channel.manifest, TENSORS)
     assert channel.received(2) == [0.0, 1.0, 2.0, 3.0]

@@ -108,5 +108,5 @@ def test_replicated_weights_are_written_once_and_shared_out(kind, hf, two_ranks,
 
 def test_directories_are_told_apart_by_their_leaders():
     places = Places((0, 0, 2, 2), ("a", "a", "b", "b"))
-    assert places.directories == [[0, 1], [2, 3]] and not places.shared
+    assert places.directories == [[0, 1], [2, 3]]
     assert places.as_json() == [{"host": "a", "ranks": [0, 1]}, {"host": "b", "ranks": [2, 3]}]
