@@ -133,9 +133,8 @@ PANELS = (
 )
 
 
-@dataclass(frozen=True)
-class PanelSeries:
-    """One series of a panel: its metric, whether its negative is drawn, and its name in the legend."""
+class PanelSeries(BaseModel):
+    """One series of a panel: its metric, whether its values are plotted with the other sign, and its name in the legend."""
 
     tag: str
     negative: bool
@@ -149,25 +148,16 @@ def panel_series(panel: ChartPanel, tags: Iterable[str], held_out: Sequence[str]
         tags: all metrics of the runs. held_out: names of held-out sets.
     """
     known = sorted(tags)
-    if panel.panel == "held_out":
-        return _first([PanelSeries(f"eval/{name}", False, name) for name in held_out if f"eval/{name}" in known])
     found = []
+    if panel.panel == "held_out":
+        found = [PanelSeries(tag=f"eval/{name}", negative=False, label=name) for name in held_out if f"eval/{name}" in known]
     for index, pattern in enumerate(panel.tags):
         negative, pattern = pattern.startswith("-"), pattern.removeprefix("-")
         for tag in known if "*" in pattern else [pattern] * (pattern in known):
             if fnmatchcase(tag, pattern):
                 label = panel.labels[index] if index < len(panel.labels) else _short(tag, pattern)
-                found.append(PanelSeries(tag, negative, label))
-    return _first(found)
-
-
-def _first(found: list[PanelSeries]) -> tuple[list[PanelSeries], int]:
+                found.append(PanelSeries(tag=tag, negative=negative, label=label))
     return found[:MOST_SERIES], max(0, len(found) - MOST_SERIES)
-
-
-def further(tags: Iterable[str], shown: Iterable[str]) -> list[str]:
-    """Returns the metrics that no panel draws, in order."""
-    return sorted(set(tags) - set(shown))
 
 
 def _short(tag: str, pattern: str) -> str:
@@ -295,14 +285,6 @@ Axis = Literal["step", "hours"]  # What x is: the training step, or hours since 
 PUSH, PUSH_FAILED, TRAINER = "push", "push failed", "trainer"
 
 
-class SeriesPart(BaseModel):
-    """A series of a panel. ``negative``: its values are drawn with the other sign."""
-
-    tag: str
-    negative: bool
-    label: str
-
-
 class PanelPart(BaseModel):
     """A chart and its series. ``by_batch``: its steps are numbers of batches. ``left_out``: series beside them that are not drawn."""
 
@@ -311,7 +293,7 @@ class PanelPart(BaseModel):
     unit: str
     about: str
     by_batch: bool
-    series: list[SeriesPart]
+    series: list[PanelSeries]
     left_out: int
 
 
@@ -362,15 +344,14 @@ def panels(run: str, runs: Sequence[MetricHistory], unreadable: Mapping[str, str
         series, left_out = panel_series(panel, tags, held_out)
         shown |= {item.tag for item in series}
         if series:
-            parts = [SeriesPart(tag=item.tag, negative=item.negative, label=item.label) for item in series]
             words = {name: getattr(panel, name) for name in ("panel", "title", "unit", "about", "by_batch")}
-            found.append(PanelPart(**words, series=parts, left_out=left_out))
+            found.append(PanelPart(**words, series=series, left_out=left_out))
     own = runs[0]
     clock = own.clock
     return Panels(
         run=run,
         panels=found,
-        further=further(tags, shown),
+        further=sorted(tags - shown),
         left_out=sum(history.left_out for history in runs),
         steps=None if clock is None else (int(clock.steps[0]), int(clock.steps[-1])),
         hours=None if clock is None or own.began is None else (float(clock.at.max()) - own.began) / 3600,

@@ -146,28 +146,16 @@ PACE = (
 def weights_now(statuses: Sequence[ServiceStatus], history: PushHistory) -> WeightsNow:
     """Returns who serves what at this moment, by the registry."""
     rollouts = sorted((status for status in statuses if status.service == "rollout"), key=lambda status: status.instance)
-    live = max(
-        [
-            -1,
-            *(status.version for status in rollouts),
-            *(item.version for item in history.versions.values() if item.replicas or item.pushed),
-        ]
-    )
+    served = [item.version for item in history.versions.values() if item.replicas or item.pushed]
+    live = max([-1, *(status.version for status in rollouts), *served])
     trained = max([live, *(status.version for status in statuses if status.service == "trainer"), *history.versions])
-    return WeightsNow(
-        live=live,
-        trained=trained,
-        replicas=[
-            ReplicaNow(
-                replica=status.instance,
-                version=status.version,
-                behind=max(0, live - status.version),
-                state=status.state,
-                detail=status.detail,
-            )
-            for status in rollouts
-        ],
-    )
+    replicas = [
+        ReplicaNow(
+            **status.model_dump(include={"version", "state", "detail"}), replica=status.instance, behind=max(0, live - status.version)
+        )
+        for status in rollouts
+    ]
+    return WeightsNow(live=live, trained=trained, replicas=replicas)
 
 
 def version_rows(

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.console.pages.sample_answers import prompt_messages, sampled_turns
+from services.console.pages.sample_pages import prompt_messages, sampled_turns
 from services.console.pages.sample_tokens import (
     Fork,
     ShownSample,
