@@ -396,8 +396,7 @@ class SamplePages:
     async def group(self, name: str) -> GroupAnswer:
         """Returns a group with its samples in short."""
         group, found = await self._found(name)
-        config = self.source.config
-        advantages, unknown = advantages_of(group, found.samples, None if config is None else config.algorithm)
+        advantages, unknown = self._advantages(group, found)
         provenance = await asyncio.to_thread(self.index.groups.provenance, group)
         first = found.samples[0] if found.samples else None
         return GroupAnswer(
@@ -410,7 +409,7 @@ class SamplePages:
             samples=[sample_line(group, index, found, advantages) for index in range(max(len(group.rewards), len(found.samples)))],
             advantage_unknown=unknown,
             provenance=[replace(step, what=safe(step.what)) for step in provenance],
-            commands=replay_commands(self.source.run, self.source.directory, config, group),
+            commands=replay_commands(self.source.run, self.source.directory, self.source.config, group),
         )
 
     async def sample(self, name: str, position: int, first: int, count: int) -> SampleAnswer:
@@ -422,21 +421,10 @@ class SamplePages:
         return await asyncio.to_thread(self._sample, group, found, position, first, count)
 
     def _sample(self, group: GroupRecord, found: FoundSamples, position: int, first: int, count: int) -> SampleAnswer:
-        config, sample = self.source.config, replace(found.samples[position], group=group.group)
+        sample = replace(found.samples[position], group=group.group)
         shown = ShownSample(group, position, sample, stale=position in found.stale)
-        tokenizer = None if config is None else local_tokenizer(config)
-        trainer = trainer_tokens(config, group.step, sample)
-        advantages, why = advantages_of(group, found.samples, None if config is None else config.algorithm)
-        advantage = None if advantages is None else advantages[position]
-        pieces = None if tokenizer is None else tokenizer.pieces
-        decode = None if tokenizer is None else functools.partial(tokenizer.decode, skip_special_tokens=False)
-        unknown = {"difference": trainer.absent, "advantages": "" if trainer.advantages is not None else why}
-        if not shown.has_ids:
-            unknown = {}  # these are figures of tokens
-        elif tokenizer is None:
-            unknown |= {"text": NO_TOKENIZER}
-        if sample.log_probs is None and shown.has_ids:
-            unknown |= {"log_probs": "the function that generated it kept none"}
+        advantages, why = self._advantages(group, found)
+        of_tokens = self._of_tokens(shown, first, count, None if advantages is None else advantages[position], why)
         return SampleAnswer(
             group=group.group,
             line=sample_line(group, position, found, advantages),
@@ -445,20 +433,38 @@ class SamplePages:
             source="store" if found.source == "store" else "kept",
             prompt=prompt_messages(sample.prompt_text),
             prompt_tokens=len(sample.prompt) or None,
-            prompt_read=safe(decode(sample.prompt.tolist())) if decode is not None and shown.has_ids else "",
             response=safe(sample.text),
             label=_label(sample),
             metadata=metadata_of(sample),
             segments=list(sample.segments),
             mask_below=group.mask_below,
-            turns=turns(sample, decode) if shown.has_ids else [],
             forks=forks(found.samples, position),
-            tokens=window(shown, first, count, trainer, advantage, pieces) if shown.has_ids else None,
-            unknown={name: safe(why) for name, why in unknown.items() if why},
-            no_tokens="" if shown.has_ids else NO_TOKENS,
-            commands=replay_commands(self.source.run, self.source.directory, config, group),
+            commands=replay_commands(self.source.run, self.source.directory, self.source.config, group),
             samples=max(len(group.rewards), len(found.samples)),
+            **of_tokens,
         )
+
+    def _of_tokens(self, shown: ShownSample, first: int, count: int, advantage: float | None, why: str) -> dict[str, Any]:
+        """Returns the fields of a `SampleAnswer` that are made of its token ids. ``why``: why its advantage is not known."""
+        if not shown.has_ids:
+            return {"prompt_read": "", "turns": [], "tokens": None, "unknown": {}, "no_tokens": NO_TOKENS}
+        config, sample = self.source.config, shown.sample
+        tokenizer = None if config is None else local_tokenizer(config)
+        decode = None if tokenizer is None else functools.partial(tokenizer.decode, skip_special_tokens=False)
+        trainer = trainer_tokens(config, shown.group.step, sample)
+        unknown = {"difference": trainer.absent, "advantages": "" if trainer.advantages is not None else why}
+        unknown["text"] = NO_TOKENIZER if tokenizer is None else ""
+        unknown["log_probs"] = "the function that generated it kept none" if sample.log_probs is None else ""
+        return {
+            "prompt_read": "" if decode is None else safe(decode(sample.prompt.tolist())),
+            "turns": turns(sample, decode),
+            "tokens": window(shown, first, count, trainer, advantage, None if tokenizer is None else tokenizer.pieces),
+            "unknown": {name: safe(reason) for name, reason in unknown.items() if reason},
+            "no_tokens": "",
+        }
+
+    def _advantages(self, group: GroupRecord, found: FoundSamples) -> tuple[list[float] | None, str]:
+        return advantages_of(group, found.samples, None if self.source.config is None else self.source.config.algorithm)
 
     async def _found(self, name: str) -> tuple[GroupRecord, FoundSamples]:
         group = await asyncio.to_thread(self.index.groups.group, name)
