@@ -172,7 +172,7 @@ def _role(process: psutil.Process, kind: str) -> str:
         command = " ".join(process.cmdline()) or process.name()
     except psutil.NoSuchProcess:
         return kind
-    if "agent_worker" in command:
+    if "function_worker" in command:
         return "agents"
     return "engine" if any(mark in command for mark in ENGINE_MARKS) else kind
 

@@ -184,7 +184,7 @@ class AgentContainers:
 
 COMMANDS_AT_ONCE = 64  # default of `agent_concurrency` where some agents are commands: each is a process
 FEWEST_WORKERS, MOST_WORKERS = 2, 16  # bounds of `agent_workers` where the run does not say how many
-_MODULE = "services.rollout.agent_worker"
+_MODULE = "services.rollout.function_worker"
 
 
 class AgentDisturbed(Exception):
@@ -218,7 +218,7 @@ class AgentRunner:
         self._containers = AgentContainers(rollout, named, *where) if contained else None
         self._pool: WorkerPool | None = None
         if agent_paths(config):
-            setup = {"config": config.model_dump_json()}
+            setup = {"config": config.model_dump_json(), "verb": "play"}
             self._pool = WorkerPool("the agents", agent_workers(rollout), setup, _MODULE, config.reward.worker_environment, self._asleep)
         self._started: asyncio.Task[None] | None = None
 

@@ -39,7 +39,7 @@ from shared.service.service_base import Service
 
 STOP_SECONDS = 2.0  # the time that a function has to come back once its requests were ended; then its call is cancelled
 GRACE_SECONDS = 2 * LOOP_SECONDS  # the time beyond its deadline in which a late call is ended
-_MODULE = "services.rollout.generate_worker"
+_MODULE = "services.rollout.function_worker"
 
 
 class CustomGenerate(GroupPlayer):
@@ -56,7 +56,7 @@ class CustomGenerate(GroupPlayer):
         self.goes_on: bool = FOLLOWING["partial_rollout"](service.config)
         self.check = SampleCheck(service, tokenizer)
         rollout = service.config.rollout
-        setup, variables = {"config": service.config.model_dump_json()}, service.config.reward.worker_environment
+        setup, variables = {"config": service.config.model_dump_json(), "verb": "generate"}, service.config.reward.worker_environment
         self._pool = WorkerPool("the generate function", rollout.generate_workers, setup, _MODULE, variables)
         self._started: asyncio.Task[None] | None = None
         self.seconds = rollout.generate_timeout

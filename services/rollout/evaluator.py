@@ -25,7 +25,7 @@ from shared.schema.ledger import eval_group_id
 from shared.schema.messages import EvalResult, Evaluate, Evaluated
 from shared.service.service_base import Service
 
-MODULE = "services.rollout.evaluation_process"
+MODULE = "services.rollout.function_worker"
 POLL_INTERVAL_S = 0.05
 VERSION_SECONDS = 30.0  # the time that a replica waits for the version before it hands the task back, for one that serves it
 RETRY_SECONDS = 1.0  # the pause before a function that failed is called again, here or at another replica
@@ -41,7 +41,7 @@ class Evaluator:
         named = eval_function(service.config)
         assert named is not None  # only made for runs that have one
         self._named = " = ".join(named)
-        setup, variables = {"config": service.config.model_dump_json()}, service.config.reward.worker_environment
+        setup, variables = {"config": service.config.model_dump_json(), "verb": "evaluate"}, service.config.reward.worker_environment
         self._pool = WorkerPool("the evaluation function", 1, setup, MODULE, variables)
         self._spread = EngineSpread(service, replica)
         self._queue = WorkQueue(service.bus, task_consumer(service.run, service.config.bus, EVAL), Evaluate)

@@ -22,7 +22,7 @@ FOREIGN = "raise AssertionError(__name__ + ' is another project, and was importe
 ALL_THAT_NEED_NO_TORCH = """
 import importlib, pkgutil, sys
 import myxo
-WITH_TORCH = ("myxo.shared.transfer", "myxo.services.trainer", "myxo.services.rollout.engine", "myxo.services.rollout.generate_worker")
+WITH_TORCH = ("myxo.shared.transfer", "myxo.services.trainer", "myxo.services.rollout.engine", "myxo.services.rollout.function_worker")
 imported = 0
 for found in pkgutil.walk_packages(myxo.__path__, "myxo.", onerror=lambda name: None):
     if not found.name.startswith((*WITH_TORCH, "myxo.examples")) and not found.name.endswith("__main__"):

@@ -10,7 +10,7 @@ from anthropic import AsyncAnthropic
 from httpx import AsyncClient
 from openai import AsyncOpenAI
 
-from services.rollout.agent_worker import share_certificates
+from services.rollout.function_worker import share_certificates
 
 
 def context(client: Any) -> Any:
