@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.command_line import first_gpus
 from shared.config.devices import VISIBLE
-from shared.data.event_files import EventDirectory
+from shared.data.metric_files import MetricDirectory
 
 HERE = Path(__file__).parent
 
@@ -110,7 +110,7 @@ def curve(root: Path) -> dict[str, Any]:
         return {"steps": [], "evaluations": []}
     began = live[0]
     steps: dict[int, dict[str, Any]] = {}
-    for scalar in EventDirectory(root / "tensorboard").read():
+    for scalar in MetricDirectory(root / "tensorboard").read():
         if scalar.tag in STEP_TAGS:
             step = steps.setdefault(scalar.step, {"step": scalar.step, "seconds": round(scalar.at - began, 2)})
             step[STEP_TAGS[scalar.tag]] = round(scalar.value, 5)

@@ -11,7 +11,7 @@ from pathlib import Path
 from services.console.run_source import HEALTH, RUN, WEIGHTS, RunSource, SourceAway
 from shared.bus import runs
 from shared.bus.subjects import RUN_ID
-from shared.data.event_files import EventDirectory
+from shared.data.metric_files import MetricDirectory
 from shared.schema.message import Message
 from shared.schema.service_messages import MetricsWritten, ServiceEvent
 from shared.schema.weight_messages import WeightsLive, WeightsPushed
@@ -31,7 +31,7 @@ class MetricFiles:
     def __init__(self, root: Path) -> None:
         config = runs.frozen(root)
         trained = root if config is None or not config.trained.is_dir() else config.trained
-        self._directories = [EventDirectory(trained / "tensorboard"), EventDirectory(trained / "tensorboard" / "critic")]
+        self._directories = [MetricDirectory(trained / "tensorboard"), MetricDirectory(trained / "tensorboard" / "critic")]
 
     async def read(self, history: MetricHistory) -> bool:
         """Takes into ``history`` what is new in the files; returns whether anything was."""
@@ -45,8 +45,8 @@ class MetricFiles:
 
     @property
     def unreadable(self) -> dict[str, str]:
-        """Returns the path of each file that is damaged, and why nothing more is read of it."""
-        return {str(each.path / name): why for each in self._directories for name, why in each.unreadable.items()}
+        """Returns the path of each directory whose metrics cannot be read, and why."""
+        return {str(each.path): each.unreadable for each in self._directories if each.unreadable}
 
 
 class EventHistory:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 import structlog
 import torch
@@ -37,7 +37,7 @@ from services.trainer.trainer_hooks import RolloutLog
 from services.trainer.weights.push_schedule import PushResult
 from shared.config import devices
 from shared.config.run_config import RunConfig
-from shared.data.event_files import PATTERN
+from shared.data.metric_files import EVENT_FILES, METRIC_LINES
 from shared.model.architecture import Architecture
 from shared.rewards.reward_advantage import reward_advantages
 from shared.runtime.telemetry import allow_users
@@ -67,21 +67,23 @@ class Writer(ABC):
 
 
 class TensorBoard(Writer):
-    """Event files of TensorBoard. All in the directory are the run's: a restart may put one in the place of several."""
+    """Event files of TensorBoard, and the same numbers as lines of JSON. All in the directory are the run's: a restart may put one in the
+    place of several."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._file: BinaryIO | None = None
+        self._lines: TextIO | None = None
         self._held: dict[str, set[int]] = {}  # metric → steps that an earlier life wrote
 
     def resume(self, is_repeated: Callable[[str, int], bool]) -> None:
         """Reads the files of earlier lives; what they hold is not written again, unless ``is_repeated`` says of a metric and a step that it
         will be made again. That is removed, and so are doubles, of which the last one counts.
 
-        All that stays then goes into one file, and the others are emptied. It begins with a restart at step 0, at which a TensorBoard that
-        runs forgets what it has read; one at the resumed step would hide metrics that count other steps, as warm start and pushes do.
+        All that stays then goes into one event file, and the others are emptied. It begins with a restart at step 0, at which a TensorBoard
+        that runs forgets what it has read; one at the resumed step would hide metrics that count other steps, as warm start and pushes do.
         """
-        files, found, read = sorted(self._directory.glob(PATTERN)), dict[tuple[str, int], tuple[float, Summary.Value]](), 0
+        files, found, read = sorted(self._directory.glob(EVENT_FILES)), dict[tuple[str, int], tuple[float, Summary.Value]](), 0
         for file in files:
             for event in LegacyEventFileLoader(str(file)).Load():
                 for value in event.summary.value:
@@ -90,6 +92,18 @@ class TensorBoard(Writer):
                         found[value.tag, event.step] = event.wall_time, value
         for tag, step in found:
             self._held.setdefault(tag, set()).add(step)
+        kept = [
+            (step, at, [value for _, (_, value) in values])
+            for (step, at), values in groupby(found.items(), lambda item: (item[0][1], item[1][0]))
+        ]
+        lines = self._directory / METRIC_LINES
+        if read != len(found) or (found and not lines.is_file()):  # an earlier release wrote event files alone
+            scratch = self._directory / ".lines"
+            with scratch.open("w") as written:
+                for step, at, values in kept:
+                    numbers = {value.tag: value.simple_value for value in values if value.HasField("simple_value")}
+                    written.write(json.dumps([at, step, numbers]) + "\n")
+            scratch.replace(lines)
         if read == len(found):
             return
         scratch, path = self._directory / ".resumed", self._new_path()  # TensorBoard reads whatever has "tfevents" in its name
@@ -97,8 +111,8 @@ class TensorBoard(Writer):
             _begin_file(whole)
             for _ in range(2):  # TensorBoard takes the first that it sees for the beginning
                 _record(whole, step=0, session_log=SessionLog(status=SessionLog.START))
-            for (step, at), values in groupby(found.items(), lambda item: (item[0][1], item[1][0])):
-                _record(whole, step=step, wall_time=at, summary=Summary(value=[value for _, (_, value) in values]))
+            for step, at, values in kept:
+                _record(whole, step=step, wall_time=at, summary=Summary(value=values))
             whole.flush()
             os.fsync(whole.fileno())
         scratch.replace(path)
@@ -114,6 +128,10 @@ class TensorBoard(Writer):
             self._directory.mkdir(parents=True, exist_ok=True)
             self._file = self._new_path().open("xb")
             _begin_file(self._file)
+        if self._lines is None:
+            self._lines = (self._directory / METRIC_LINES).open("a", buffering=1)
+            self._lines.write("\n")  # the line before may not be whole
+        self._lines.write(json.dumps([time.time(), step, fresh]) + "\n")
         _record(self._file, step=step, summary=Summary(value=[Summary.Value(tag=name, simple_value=fresh[name]) for name in fresh]))
 
     def flush(self) -> None:
@@ -121,16 +139,17 @@ class TensorBoard(Writer):
             self._file.flush()
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        for file in (self._file, self._lines):
+            if file is not None:
+                file.close()
 
     def _new_path(self) -> Path:
         """Returns the path of a new file. Readers take files by their names: it is after the others', whatever the clock says."""
         newest = max(
-            (int(file.name.split(".")[3]) for file in self._directory.glob(PATTERN) if file.name.split(".")[3].isdigit()), default=0
+            (int(file.name.split(".")[3]) for file in self._directory.glob(EVENT_FILES) if file.name.split(".")[3].isdigit()), default=0
         )
         begun = max(int(time.time()), newest + 1)
-        return self._directory / PATTERN.replace("*", f"{begun:010d}.{socket.gethostname()}.{os.getpid()}")
+        return self._directory / EVENT_FILES.replace("*", f"{begun:010d}.{socket.gethostname()}.{os.getpid()}")
 
 
 def _begin_file(file: BinaryIO) -> None:

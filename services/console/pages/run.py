@@ -300,7 +300,7 @@ class PanelPart(BaseModel):
 class Panels(BaseModel):
     """The charts that the runs have values for. ``further``: metrics that no chart draws; ``left_out``: how many more were not kept.
 
-    ``steps``: of this run, first and last; ``hours``: since it began. ``unreadable``: file → why its metrics are not all here.
+    ``steps``: of this run, first and last; ``hours``: since it began. ``unreadable``: directory → why its metrics are not here.
     """
 
     run: str

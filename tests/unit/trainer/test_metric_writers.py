@@ -13,7 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from services.trainer import metrics_logger as writers
 from services.trainer.metrics_logger import LoggedSteps, TensorBoard
-from shared.data.event_files import EventDirectory
+from shared.data.metric_files import EVENT_FILES, MetricDirectory
 
 Series = dict[str, list[tuple[int, float]]]
 
@@ -72,9 +72,9 @@ def test_a_step_that_was_trained_again_stands_once_with_its_newest_value(tmp_pat
         "also in a TensorBoard that has run since before the first death"
     )
     ours: Series = {}
-    for scalar in EventDirectory(tmp_path).read():
+    for scalar in MetricDirectory(tmp_path).read():
         ours.setdefault(scalar.tag, []).append((scalar.step, scalar.value))
-    assert ours == expected, "nor is anything left in the files that a reader of one file by one would find"
+    assert ours == expected, "nor is anything left in the lines that a reader would find"
     shutil.move(tmp_path, moved := tmp_path.with_name("moved"))
     life(moved, 11, range(11, 12), 6.0)
     multiplexer = EventMultiplexer().AddRunsFromDirectory(str(moved.parent))
@@ -94,13 +94,15 @@ def test_metrics_of_an_earlier_version_of_the_files_are_taken_over_without_their
     found = EventAccumulator(str(tmp_path))
     assert series(found)["eval/heldout"] == [(0, 2.0), (4, 3.0)] and series(found)["train/loss"] == [(3, 2.0), (4, 3.0)]
     assert found.Tags()["tensors"] == ["note/text_summary"]
+    lines = [(scalar.tag, scalar.step, scalar.value) for scalar in MetricDirectory(tmp_path).read()]
+    assert ("train/loss", 3, 2.0) in lines and ("eval/heldout", 4, 3.0) in lines and len(lines) == len(set(lines))
 
 
 def test_files_stay_in_order_though_a_clock_goes_back_and_a_life_is_killed_in_the_middle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     life(tmp_path, 0, range(6), 1.0)
-    [torn] = tmp_path.iterdir()
+    [torn] = tmp_path.glob(EVENT_FILES)
     with torn.open("ab") as file:
         file.write(b"\x20\0\0\0\0\0\0\0 cut off")
     kept = torn.read_bytes()
@@ -110,7 +112,7 @@ def test_files_stay_in_order_though_a_clock_goes_back_and_a_life_is_killed_in_th
     assert series(tmp_path)["train/loss"] == [(step, 1.0 if step < 4 else 2.0) for step in range(6)]
     life(tmp_path, 4, range(4, 6), 3.0)
     assert series(tmp_path)["train/loss"] == [(step, 1.0 if step < 4 else 3.0) for step in range(6)]
-    assert [path.stat().st_size > 0 for path in sorted(tmp_path.iterdir())] == [False, False, True]
+    assert [path.stat().st_size > 0 for path in sorted(tmp_path.glob(EVENT_FILES))] == [False, False, True]
 
 
 def test_wandb_is_given_each_step_of_a_metric_once(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ export function mount(root, context) {
 
   function showNotes() {
     const { left_out: leftOut, unreadable } = answers.panels;
-    const lines = Object.entries(unreadable).map(([file, why]) => `${file} is read up to ${why}.`);
+    const lines = Object.entries(unreadable).map(([directory, why]) => `${directory} ${why}.`);
     if (leftOut) lines.push(`${shown(leftOut)} more metrics have names of their own and are not kept.`);
     for (const panel of answers.panels.panels) if (panel.left_out) lines.push(`${panel.title}: ${shown(panel.left_out)} more than the chart draws are among “All other metrics”.`);
     const bare = state.run.filter((run) => !answers.drawn.has(run));
