@@ -66,6 +66,9 @@ class Writer(ABC):
         self.flush()
 
 
+Numbers = tuple[int, float, list[Summary.Value]]  # What was written of a step, and when (seconds since the epoch)
+
+
 class TensorBoard(Writer):
     """Event files of TensorBoard, and the same numbers as lines of JSON. All in the directory are the run's: a restart may put one in the
     place of several."""
@@ -96,16 +99,22 @@ class TensorBoard(Writer):
             (step, at, [value for _, (_, value) in values])
             for (step, at), values in groupby(found.items(), lambda item: (item[0][1], item[1][0]))
         ]
-        lines = self._directory / METRIC_LINES
-        if read != len(found) or (found and not lines.is_file()):  # an earlier release wrote event files alone
-            scratch = self._directory / ".lines"
-            with scratch.open("w") as written:
-                for step, at, values in kept:
-                    numbers = {value.tag: value.simple_value for value in values if value.HasField("simple_value")}
-                    written.write(json.dumps([at, step, numbers]) + "\n")
-            scratch.replace(lines)
-        if read == len(found):
-            return
+        if read != len(found) or (found and not (self._directory / METRIC_LINES).is_file()):  # an earlier release wrote event files alone
+            self._write_lines(kept)
+        if read != len(found):
+            self._write_events(kept)
+            for file in files:
+                os.truncate(file, 0)  # not removed: a TensorBoard that reads it would never come to the next
+
+    def _write_lines(self, kept: Sequence[Numbers]) -> None:
+        scratch = self._directory / ".lines"
+        with scratch.open("w") as file:
+            for step, at, values in kept:
+                numbers = {value.tag: value.simple_value for value in values if value.HasField("simple_value")}
+                file.write(json.dumps([at, step, numbers]) + "\n")
+        scratch.replace(self._directory / METRIC_LINES)
+
+    def _write_events(self, kept: Sequence[Numbers]) -> None:
         scratch, path = self._directory / ".resumed", self._new_path()  # TensorBoard reads whatever has "tfevents" in its name
         with scratch.open("wb") as whole:
             _begin_file(whole)
@@ -116,8 +125,6 @@ class TensorBoard(Writer):
             whole.flush()
             os.fsync(whole.fileno())
         scratch.replace(path)
-        for file in files:
-            os.truncate(file, 0)  # not removed: a TensorBoard that reads it would never come to the next
         self._file = path.open("ab")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
