@@ -1,5 +1,5 @@
 """What Myxo makes of Megatron's flags: which describe the architecture, which it sets itself, which have no effect or mean nothing here,
-and other spellings. slime's own flags are in `shared.config.slime_flags`.
+and other spellings. slime's own flags are in `shared.config.flag_table`.
 
 Names are those of Megatron's command line with underscores. What stands in no table is a field of one of Megatron's
 dataclasses and goes there as given.

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from docs import megatron_catalogue, slime_page
 from docs.catalogue import settle
-from shared.config import megatron_flags
-from shared.config.megatron_flags import UNSET, Flag
+from shared.config import flag_table
+from shared.config.flag_table import UNSET, Flag
 from shared.config.run_config import field_sections
 
-CATALOGUE = Path(megatron_flags.__file__).with_name("megatron_flags.json")
+CATALOGUE = Path(flag_table.__file__).with_name("megatron_flags.json")
 PAGE = Path(__file__).with_name("megatron-flags.md")
 
 TOP = """# Megatron's flags
@@ -87,7 +87,7 @@ def main() -> int:
 def page() -> str:
     """The page's text."""
     own = field_sections()
-    flags = [flag for flag in megatron_flags.catalogue().values() if flag.name not in own]
+    flags = [flag for flag in flag_table.catalogue().values() if flag.name not in own]
     passed = [flag for flag in flags if flag.fixed is UNSET and flag.groups and flag.groups != ("architecture",)]
     compared = [flag for flag in flags if flag.groups == ("architecture",)]
     fixed = [flag for flag in flags if flag.fixed is not UNSET]

@@ -16,7 +16,7 @@ import torch
 
 from docs import flag_tables as tables
 from services.trainer.megatron.trainer_settings import GROUPS
-from shared.config.slime_flags import RENAMED
+from shared.config.flag_table import SLIME
 
 _SCALARS = {bool: "switch", int: "int", float: "float", str: "text", torch.dtype: "dtype"}
 
@@ -28,7 +28,7 @@ def text() -> str:
 
 
 def rows() -> list[dict[str, Any]]:
-    """Returns the fields of `shared.config.megatron_flags.Flag` that differ from its defaults, for each flag, by name."""
+    """Returns the fields of `shared.config.flag_table.Flag` that differ from its defaults, for each flag, by name."""
     found = {name: _architecture(name) for name in tables.ARCHITECTURE}
     spellings = dict(tables.SPELLINGS)
     for group, classes in GROUPS.items():
@@ -55,9 +55,7 @@ def _add_fields(model: type, group: str, found: dict[str, dict[str, Any]], spell
     hints = typing.get_type_hints(model)
     for field in dataclasses.fields(model):
         name = field.name
-        known = (
-            name.startswith("_") or name in RENAMED or _is_architecture(name, spellings) or group in found.get(name, {}).get("groups", ())
-        )
+        known = name.startswith("_") or name in SLIME or _is_architecture(name, spellings) or group in found.get(name, {}).get("groups", ())
         if known or (kind := kind_of(hints[name])) is None:
             continue  # no kind: a function or an object, which no flag can say
         if name in found:

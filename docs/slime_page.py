@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from shared.config import slime_defaults, slime_flags
-from shared.config.flag_classes import FlagClass, Kind, classify
+from shared.config import flag_table, slime_script
+from shared.config.flag_table import FlagClass, Kind
+from shared.config.flags import classify
 from shared.config.run_config import field_sections
 
 PAGE = Path(__file__).with_name("coming-from-slime.md")
@@ -112,9 +113,7 @@ _TITLES: dict[Kind, str] = {"taken": "Taken", "renamed": "Renamed", "no-op": "Wi
 def page() -> str:
     """The page's text."""
     shown = ", ".join(
-        f"`{name} = {'none' if value is None else value}`"
-        for section in slime_defaults.DEFAULTS.values()
-        for name, value in section.items()
+        f"`{name} = {'none' if value is None else value}`" for section in slime_script.DEFAULTS.values() for name, value in section.items()
     )
     classes = {name: _class(name) for name in names()}
     lines = [TOP.replace("DEFAULTS", shown).rstrip("\n"), ""]
@@ -129,7 +128,7 @@ def page() -> str:
 def names() -> list[str]:
     """Returns slime's flags by name, with underscores, and those that its table here has besides."""
     listed = [flag.removeprefix("--").replace("-", "_") for flag in NAMES.read_text().split()]
-    return sorted({*listed, *slime_flags.entries()})
+    return sorted({*listed, *flag_table.SLIME})
 
 
 def _class(name: str) -> FlagClass:

@@ -25,7 +25,7 @@ from myxo.preflight import Source
 from myxo.run import config_toml, run_directory
 from myxo.run.run_directory import RunDirectory
 from shared.bus import runs
-from shared.config import config_reading, flags, typed_flags
+from shared.config import config_reading, flags
 from shared.config.debug_section import STEP
 from shared.config.flags import CommandLine
 from shared.config.run_config import RunConfig
@@ -175,7 +175,7 @@ def config_of(name: str, directory: Path, given: CommandLine) -> RunConfig:
     else:
         path, values = None, _over_frozen(name, directory, given.overrides)
     reading = config_reading.read(path, values)
-    raise_problems([typed_flags.named(problem, given.typed, alone=False) for problem in (*given.problems, *reading.problems)])
+    raise_problems([flags.named(problem, given.typed, alone=False) for problem in (*given.problems, *reading.problems)])
     config = reading.config
     assert config is not None  # or there was a problem
     return hub_resolve.local(config, hub_resolve.MODELS) if hub_resolve.pins(config) else config

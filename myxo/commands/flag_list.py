@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from myxo.commands.command_arguments import add_json
-from shared.config import flags, megatron_flags, presets
-from shared.config.megatron_flags import UNSET, Flag
+from shared.config import flag_table, flags, presets
+from shared.config.flag_table import UNSET, Flag
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
 from shared.runtime.safe_text import json_text
@@ -52,7 +52,7 @@ def _plain(line: str) -> dict[str, object]:
 
 def lines_of(pattern: str | None) -> list[str]:
     """Returns the lines, the config's own fields first."""
-    catalogue = megatron_flags.catalogue().values()
+    catalogue = flag_table.catalogue().values()
     if pattern is None:
         return [_line(flag) for flag in catalogue if not flag.refused]
     sought = pattern.lower().lstrip("-").replace("_", "-")

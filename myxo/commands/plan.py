@@ -19,7 +19,6 @@ from myxo.preflight.run_plan import RunPlan
 from shared.config import devices
 from shared.config.config_layers import Layers
 from shared.config.config_reading import read
-from shared.config.known_fields import known_fields
 from shared.config.run_config import RunConfig
 from shared.hub import hub_models, hub_names
 from shared.hub.hub_client import Hub, HubError
@@ -74,7 +73,7 @@ def planned(source: Source, gpu_bytes: int) -> PlannedConfig:
 
 
 def _read(source: Source) -> tuple[RunConfig, dict[str, Any]]:
-    layers = Layers(known_fields)
+    layers = Layers()
     if source.path is not None:
         layers.read(source.path)
     layers.lay(source.given.overrides, Path())

@@ -24,7 +24,7 @@ from myxo.run.run_access import GivenServers, check_servers, check_store, connec
 from myxo.run.run_directory import RunDirectory
 from shared.bus import runs
 from shared.bus.connection import redacted
-from shared.config import flags, slime_defaults
+from shared.config import flags, slime_script
 from shared.config.debug_section import DUMPS
 from shared.config.flags import CommandLine
 from shared.config.run_config import RunConfig
@@ -236,10 +236,10 @@ def train_source(path: Path | None, words: list[str], *, fresh: bool = False, no
         _settle_place(given, fresh)
         if "hf_checkpoint" in given.overrides.get("model", {}) or "name" not in given.overrides["run"]:
             given.as_slime = True
-            given.notes += slime_defaults.settle(given.overrides)
-            defaults = slime_defaults.defaults(given.overrides)
+            given.notes += slime_script.settle_defaults(given.overrides)
+            defaults = slime_script.defaults(given.overrides)
             given.overrides = _over(defaults, _over(_REQUIRED, given.overrides))
-            given.notes.append(slime_defaults.note(defaults))
+            given.notes.append(slime_script.note(defaults))
             model = Path(str(given.overrides.get("model", {}).get("hf_checkpoint", "run"))).name.partition("@")[0]
             plain = re.sub(r"[^a-z0-9_-]+", "-", model.lower()).strip("-_")[:LONGEST_MODEL_NAME] or "run"
             given.overrides["run"].setdefault("name", f"{plain}-{now or datetime.now():%Y%m%d-%H%M%S}")

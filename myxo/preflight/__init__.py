@@ -15,7 +15,7 @@ from myxo.launch import service_plan
 from myxo.preflight import data_checks, engine_checks, machine_checks, model_checks, objective_checks, run_plan
 from myxo.preflight.inspection import Findings, Inspection, Note
 from myxo.run import run_access
-from shared.config import devices, flags, slime_rules, typed_flags
+from shared.config import devices, flags, slime_script
 from shared.config.config_reading import read
 from shared.config.flags import CommandLine
 from shared.config.run_config import RunConfig
@@ -144,7 +144,7 @@ def checked_config(source: Source, *, starts: bool = False, fresh: bool = False,
         reading = read(path, given.overrides)
         config, problems = reading.config, problems + reading.problems
         if config is not None and given.as_slime:
-            problems += slime_rules.problems(config)
+            problems += slime_script.refusals(config)
         if config is not None:
             hub = Hub.of()
             config, engines = _with_all_engines(run_access.pinned_config(config, hub, fresh=fresh), starts, cluster)
@@ -160,7 +160,7 @@ def checked_config(source: Source, *, starts: bool = False, fresh: bool = False,
             problems += map(reading.with_origin, inspect(inspection, told))
     except BadInput as error:
         problems += problems_of(error)
-    raise_problems([typed_flags.named(problem, given.typed, alone=path is None) for problem in problems])
+    raise_problems([flags.named(problem, given.typed, alone=path is None) for problem in problems])
     assert config is not None  # or there was a problem
     return config
 

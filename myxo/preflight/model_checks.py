@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from myxo.preflight.inspection import Findings, Headers, Inspection, Note
-from shared.config import devices, megatron_flags, sglang_flags
+from shared.config import devices, flag_table, sglang_flags
 from shared.config.engine_limits import context_length
 from shared.config.eval_views import eval_views
 from shared.config.trainer_section import LearningRateSchedule
@@ -162,7 +162,7 @@ def check_training(inspection: Inspection) -> Findings:
 
 def check_megatron_flags(inspection: Inspection) -> Findings:
     """Yields which of Megatron's architecture flags differ from the checkpoint, and what needs Transformer Engine where that is missing."""
-    given, catalogue = inspection.config.trainer.megatron, megatron_flags.catalogue()
+    given, catalogue = inspection.config.trainer.megatron, flag_table.catalogue()
     if (architecture := inspection.architecture) is not None:
         spec = inspection.config.trainer.spec
         try:
@@ -175,8 +175,8 @@ def check_megatron_flags(inspection: Inspection) -> Findings:
         described = {name: value for name, value in given.items() if name in catalogue and "architecture" in catalogue[name].groups}
         yield from architecture_flags.differences(described, architecture)
     if inspection.starts:
-        yield from megatron_flags.missing_engine(given)
-        yield from (Note(f"{flag} changes nothing: {reason}") for flag, reason in megatron_flags.without_effect(given))
+        yield from flag_table.missing_engine(given)
+        yield from (Note(f"{flag} changes nothing: {reason}") for flag, reason in flag_table.without_effect(given))
 
 
 def check_layout_reach(inspection: Inspection) -> Findings:

@@ -1,26 +1,100 @@
-"""A run config's TOML file with the files that it builds on: ``base = "model.toml"``, or a list of them, at its top.
+"""The values of a run's config before they are checked: a TOML file over its bases, flags over it, and slime's YAML files that it names.
 
-A file's values override those of its bases, and a later base overrides an earlier one; tables such as ``[rollout.sglang]`` are merged
-key by key. A base's path is relative to the file that names it.
+A file names those that it builds on at its top: ``base = "model.toml"``, or a list of them. Its values override those of its bases, and a
+later base overrides an earlier one; tables such as ``[rollout.sglang]`` are merged key by key. A base's path is relative to the file that
+names it.
+
+slime's ``megatron_config_path`` is a file of what actor and critic have of their own, laid over all values: ``megatron`` is a list with an
+entry for each role, ``role`` and ``overrides`` (flag = value). Its ``custom_config_path`` holds values of any field, also laid over all,
+and what is no field for the user's functions. Its ``eval_config`` holds the tables of ``[[eval.sets]]``: under ``eval``, or at its top,
+``defaults`` and ``datasets``, a list of mappings with a ``name`` or a mapping by name. What a data set does not give, ``defaults`` gives;
+what neither gives, the flags.
 """
 
 import tomllib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shared.runtime.errors import BadInput, ConfigError
+import yaml
+
+from shared.config import flag_table
+from shared.config.eval_section import EvalSet
+from shared.config.flag_table import Fields
+from shared.config.run_config import RunConfig, field_sections, section_model
+from shared.runtime.errors import BadInput, ConfigError, nearest
 
 BASE = "base"
 
 
 class Known(NamedTuple):
-    """The known values of a file: section → field → value, in a form that can be merged; the errors of the others; lines for the user."""
+    """The known values: section → field → value, in a form that can be merged; the errors of the others; lines for the user."""
 
     values: dict[str, Any]
     problems: list[BadInput]
     notes: list[str]
+
+
+def known_fields(values: dict[str, Any]) -> Known:
+    """Returns the values of known fields, with slime's keys, in any section, as what they stand for, and Megatron's under their names."""
+    owners, found, renamed = field_sections(), Known({}, [], []), Fields()
+    for section, fields in values.items():
+        if section not in RunConfig.model_fields:
+            found.problems.append(_unknown_section(section, fields))
+        elif not isinstance(fields, dict):
+            found.problems.append(ConfigError(section, fields, f"expected a section [{section}] with fields"))
+        else:
+            others = _without_slimes(section, fields, found, renamed)
+            found.values[section] = {key: value for key, value in others.items() if key in section_model(section).model_fields}
+            found.problems.extend(_unknown(section, key, value) for key, value in others.items() if key not in found.values[section])
+    megatron = found.values.get("trainer", {}).pop("megatron", None)
+    if isinstance(megatron, dict):
+        try:
+            others = _without_slimes("trainer.megatron", megatron, found, renamed)
+            found.values["trainer"]["megatron"] = flag_table.canonical(others, owners)
+        except ConfigError as error:
+            found.problems.append(error)
+    elif megatron is not None:
+        found.values["trainer"]["megatron"] = megatron  # its field's own check refuses it
+    for name, value in renamed.items():
+        found.values.setdefault(owners[name], {}).setdefault(name, value)
+    return found
+
+
+def _unknown_section(section: str, fields: Any) -> ConfigError:
+    if (owner := field_sections().get(section)) is not None:
+        return ConfigError(section, fields, f"belongs into the section [{owner}]")
+    shown = "…" if isinstance(fields, dict) else fields
+    return ConfigError(section, shown, f"unknown section; {nearest(section, list(RunConfig.model_fields))}")
+
+
+def _unknown(section: str, key: str, value: Any) -> ConfigError:
+    """Returns the error for a key that is no field of its section."""
+    if (owner := field_sections().get(key)) is not None:
+        expected = f"unknown key here; it belongs into the section [{owner}]"
+    else:
+        expected = flag_table.refusal(key) or f"unknown key; {nearest(key, list(section_model(section).model_fields))}"
+    return ConfigError(f"{section}.{key}", value, expected)
+
+
+def _without_slimes(table: str, given: dict[str, Any], found: Known, renamed: Fields) -> dict[str, Any]:
+    """Returns the keys of a table that are not slime's; of those adds fields to ``renamed``, problems and notes to ``found``."""
+    others = {}
+    for key, value in given.items():
+        name, path = key.replace("-", "_"), f"{table}.{key}"
+        if name in field_sections() or (flag := flag_table.of_slime(name)) is None:
+            others[key] = value
+            continue
+        try:
+            fields, note, environment = flag_table.translate(path, flag, value, renamed)
+            if environment:
+                raise ConfigError(path, value, f"a config holds no secrets; set {', '.join(environment)} in the environment")
+        except ConfigError as error:
+            found.problems.append(error)
+            continue
+        renamed.update(fields)
+        found.notes.extend([note] if note not in found.notes else [])
+    return others
 
 
 @dataclass
@@ -28,12 +102,10 @@ class Layers:
     """The merged values of a file and its bases.
 
     Args:
-        known: takes the values of one file.
         values: section → field → value. origins: ``section.field`` → the file that set it last. problems: the entries that were refused;
             one in a base names its file. notes: lines for the user.
     """
 
-    known: Callable[[dict[str, Any]], Known]
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, Path] = field(default_factory=dict)
     problems: list[BadInput] = field(default_factory=list)
@@ -58,7 +130,7 @@ class Layers:
                 circle = " → ".join(str(file) for file in (*chain, target))
                 raise ConfigError(BASE, base, f"a file that does not lead back to itself: {circle}")
             self.read(target, BASE, base, chain)
-        taken, problems, notes = self.known(values)
+        taken, problems, notes = known_fields(values)
         self.lay(taken, path)
         self.problems += [in_file(problem, path) for problem in problems] if above else problems
         self.notes += notes
@@ -74,6 +146,12 @@ class Layers:
             for name, value in fields.items():
                 known[name] = _over(known[name], value) if name in known else value
                 self.origins[f"{section}.{name}"] = path
+
+    def file(self, section: str, field: str) -> Path | None:
+        """Returns the path of a file that a field names; None where it names none."""
+        fields = self.values.get(section)
+        given = fields.get(field) if isinstance(fields, dict) else None
+        return None if given is None else Path(str(given))
 
 
 def in_file(problem: BadInput, path: Path) -> BadInput:
@@ -93,3 +171,182 @@ def _over(below: Any, above: Any) -> Any:
     if not isinstance(below, dict) or not isinstance(above, dict) or "path" in above:
         return above
     return {**below, **{key: _over(below[key], value) if key in below else value for key, value in above.items()}}
+
+
+# --- slime's files
+
+MEGATRON_CONFIG, EVAL_CONFIG = "trainer.megatron_config_path", "eval.eval_config"
+
+CRITIC = {"lr": "critic_lr", "load": "critic_load"}
+"""The critic's own values in ``megatron_config_path``, and the fields that hold them."""
+
+PLACED = ("num_nodes", "num_gpus_per_node")
+"""What slime leaves out of such a file: flags alone place the roles."""
+
+EXPECTED = "megatron: a list of entries with role (actor, critic; each once at most) and overrides, a mapping of flags"
+
+
+def _yaml(field: str, path: Path, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
+    """Returns the content of a file that ``field`` names. Raises ConfigError."""
+    try:
+        return yaml.load(path.read_text(), loader)
+    except FileNotFoundError:
+        raise ConfigError(field, str(path), "no such file") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(field, str(path), f"not a readable YAML file: {' '.join(str(error).split())}") from None
+
+
+def lay_megatron_config(layers: Layers) -> None:
+    """Lays the file of ``megatron_config_path``, where one is given, over the values; adds a problem for each entry that is not taken."""
+    if (path := layers.file("trainer", "megatron_config_path")) is None:
+        return
+    try:
+        roles = _roles(path)
+    except ConfigError as error:
+        layers.problems.append(error)
+        return
+    sections: dict[str, dict[str, Any]] = {"trainer": {"megatron_config_path": None, "megatron": {}}}
+    for role, given in roles.items():
+        for name, value in given.items():
+            if (reason := _refused(role, name)) is not None:
+                layers.problems.append(ConfigError(MEGATRON_CONFIG, f"{path}: {role}: {name}", reason))
+            elif role == "critic":
+                sections["trainer"][CRITIC[name]] = value
+            elif (section := field_sections().get(name)) is not None:
+                sections.setdefault(section, {})[name] = value
+            else:
+                sections["trainer"]["megatron"][name] = value
+    layers.lay(sections, path)
+    own = "; ".join(f"{', '.join(given)} of the {role}" for role, given in roles.items() if given)
+    layers.notes.append(f"{path} stands over what is given elsewhere: {own or 'nothing'}")
+
+
+def _refused(role: str, name: str) -> str | None:
+    """Returns why a role's own value is not taken; None where it is."""
+    if role == "actor":
+        return "give it as a flag: it says where the run lies" if name in ("load", "save") else None
+    if name == "save":
+        return "leave it out: the critic's checkpoints lie in the run's directory, with the actor's"
+    return None if name in CRITIC else f"the critic has the actor's value; of its own it may have {', '.join(CRITIC)}"
+
+
+def _roles(path: Path) -> dict[str, dict[str, Any]]:
+    """Returns the own values of each role. Raises ConfigError."""
+    found: dict[str, dict[str, Any]] = {}
+    content = _yaml(MEGATRON_CONFIG, path)
+    entries = content.get("megatron") if isinstance(content, dict) else None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError(MEGATRON_CONFIG, str(path), EXPECTED)
+    for entry in entries:
+        role, given = entry.get("role"), entry.get("overrides") or entry.get("args") or {}
+        if role not in ("actor", "critic"):
+            raise ConfigError(MEGATRON_CONFIG, f"{path}: role = {role!r}", nearest(str(role), ["actor", "critic"]))
+        if role in found or not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
+            raise ConfigError(MEGATRON_CONFIG, f"{path}: {role}", EXPECTED)
+        found[role] = {name: value for name, value in given.items() if name not in PLACED}
+    return found
+
+
+def lay_custom_config(layers: Layers) -> None:
+    """Lays the file of ``custom_config_path`` over the values: fields into their sections, the rest into ``custom_args``."""
+    if (path := layers.file("run", "custom_config_path")) is None:
+        return
+    try:
+        values = _yaml("run.custom_config_path", path) or {}
+        if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+            raise ConfigError("run.custom_config_path", str(path), "a mapping: field = value")
+    except ConfigError as error:
+        layers.problems.append(error)
+        return
+    owners, own, sections = field_sections(), dict[str, Any](), dict[str, dict[str, Any]]()
+    for name, value in values.items():
+        if name in owners and name != "custom_config_path":
+            sections.setdefault(owners[name], {})[name] = value
+        else:
+            own[name] = value
+    layers.lay({**sections, "run": {**sections.get("run", {}), "custom_args": own}}, path)
+    if sections:
+        shown = ", ".join(name for fields in sections.values() for name in fields)
+        layers.notes.append(f"{path} stands over what is given elsewhere: {shown}")
+
+
+def lay_eval_config(layers: Layers) -> None:
+    """Puts the sets of slime's ``eval_config``, where one is given, in the place of those that ``[eval]`` names. Raises ConfigError."""
+    if (path := layers.file("eval", "eval_config")) is None:
+        return
+    values, sets = layers.values["eval"], read_sets(path)
+    if values.get("sets"):
+        raise ConfigError("eval.sets", f"{len(values['sets'])} sets", f"given besides eval_config = {path}; leave one of them out")
+    if values.get("eval_prompt_data") is not None:
+        layers.notes.append(f"eval.eval_prompt_data: eval_config = {path} takes its place, as with slime")
+    values.update(sets=sets, eval_config=None, eval_prompt_data=None)
+    layers.origins["eval.sets"] = path
+
+
+_NOTHING_READS = "nothing in slime reads it; leave it out (eval_timeout ends an evaluation that is late)"
+_NOT_IN_SETS = {
+    "multimodal_keys": "prompts with pictures are not supported; leave it out",
+    **dict.fromkeys(("eval_task_timeout", "eval_early_stop_remaining", "eval_early_stop_idle_timeout", "min_eval_samples"), _NOTHING_READS),
+    "app_service": "nothing in slime reads it; give custom_generate_function_path a function that asks that service",
+    "message_processor": "nothing in slime reads it; give custom_generate_function_path a function that does it",
+    "reward_model": "nothing in slime reads it; give rm_type, or custom_rm_path",
+    "remote_environment": "nothing in slime reads it; give rm_type an environment of [reward]",
+}
+"""Fields of slime's data sets that are not taken, and what to do instead."""
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that is there twice: the first value would be lost in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def read_sets(path: Path) -> list[dict[str, Any]]:
+    """Returns the sets of a file, as tables. Raises ConfigError that names the entry."""
+    content = _yaml(EVAL_CONFIG, path, _UniqueKeys)
+    content = content.get("eval", content) if isinstance(content, dict) else content
+    if not isinstance(content, dict):
+        raise ConfigError(EVAL_CONFIG, str(path), "expected a mapping with datasets, and defaults if you like, or one under eval")
+    _check_keys("", content, ("defaults", "datasets"), path)
+    defaults = content.get("defaults") or {}
+    _check_fields("defaults", defaults, path)
+    return [{**defaults, **fields} for fields in _datasets(content.get("datasets"), path)]
+
+
+def _datasets(datasets: Any, path: Path) -> list[dict[str, Any]]:
+    """Returns the data sets, each with its name."""
+    if isinstance(datasets, dict):
+        entries = [(f"datasets.{name}", {"name": str(name)}, fields) for name, fields in datasets.items()]
+    elif isinstance(datasets, list) and datasets:
+        entries = [(f"datasets[{index}]", {}, fields) for index, fields in enumerate(datasets)]
+    else:
+        raise ConfigError(EVAL_CONFIG, f"{path}: datasets", f"expected a list of data sets, or a mapping by name; found {datasets!r}")
+    found = []
+    for where, name, fields in entries:
+        _check_fields(where, fields or {}, path)
+        found.append({**name, **(fields or {})})
+        for key, expected in (("path", "needs a path, of JSONL or Parquet"), ("name", "needs a name")):
+            if key not in found[-1]:
+                raise ConfigError(EVAL_CONFIG, f"{path}: {where}", expected)
+    return found
+
+
+def _check_fields(where: str, fields: Any, path: Path) -> None:
+    if not isinstance(fields, dict):
+        raise ConfigError(EVAL_CONFIG, f"{path}: {where}", f"expected a mapping, found {fields!r}")
+    _check_keys(where, fields, tuple(EvalSet.model_fields), path)
+    for name, value in fields.items():
+        if isinstance(value, str) and "${" in value:
+            raise ConfigError(EVAL_CONFIG, f"{path}: {where}.{name} = {value!r}", "interpolations are not read; write the value")
+
+
+def _check_keys(where: str, fields: dict[Any, Any], valid: tuple[str, ...], path: Path) -> None:
+    for name in fields:
+        if name not in valid:
+            reason = _NOT_IN_SETS.get(str(name)) or f"unknown key; {nearest(str(name), list(valid))}"
+            raise ConfigError(EVAL_CONFIG, f"{path}: {where}{'.' if where else ''}{name}", reason)

@@ -1,19 +1,20 @@
 """Reading a run's config: a TOML file over its bases, flags and other files over it, presets; and all that is wrong at once."""
 
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from shared.config import presets, slime_functions
-from shared.config.config_errors import config_errors, without_consequences
-from shared.config.config_layers import Layers, in_file
-from shared.config.files_beside import lay_custom_config, lay_eval_config
-from shared.config.known_fields import known_fields
-from shared.config.megatron_roles import lay_megatron_config
+from shared.config import presets
+from shared.config.config_layers import Layers, in_file, known_fields, lay_custom_config, lay_eval_config, lay_megatron_config
+from shared.config.eval_section import NAME
 from shared.config.run_config import RunConfig, field_sections, section_model
 from shared.config.section import Misfits
+from shared.config.slime_script import settle_functions
 from shared.runtime.errors import BadInput, ConfigError, problems_of, raise_problems
+from shared.runtime.safe_text import without_credentials
 
 
 class ConfigReading(NamedTuple):
@@ -43,7 +44,7 @@ def parse(values: dict[str, Any]) -> RunConfig:
     try:
         config = _with_own_gpus(_without_steps(RunConfig.model_validate(known)))
     except ValidationError as error:
-        problems += without_consequences(config_errors(error, {**values, **known}), problems)
+        problems += _without_consequences(_config_errors(error, {**values, **known}), problems)
         problems += _misfits_of_others(known, error, values)
     raise_problems([_of_preset(problem, preset) for problem in problems])
     return config
@@ -96,13 +97,13 @@ def _misfits_of_others(known: dict[str, Any], refused: ValidationError, values: 
     """Returns the contradictions among the valid fields: pydantic checks for them only once all fields are valid."""
     if not any(error["loc"] for error in refused.errors()):
         return []  # all sections were valid, and what does not go together over them was refused
-    fields = {tuple(problem.field.split(".")[:2]) for problem in config_errors(refused, values)}
+    fields = {tuple(problem.field.split(".")[:2]) for problem in _config_errors(refused, values)}
     others = {section: {name: value for name, value in given.items() if (section, name) not in fields} for section, given in known.items()}
     try:
         RunConfig.model_validate(others)
     except ValidationError as error:
         if isinstance(error.errors()[0].get("ctx", {}).get("error"), Misfits):
-            found = config_errors(error, values)
+            found = _config_errors(error, values)
             return [problem for problem in found if not any(path[-1] in str(problem) for path in fields)]
     return []
 
@@ -124,19 +125,81 @@ def read(path: Path | None, overrides: dict[str, dict[str, Any]] | None = None) 
 
     ``path``: None: the overrides are all there is. Raises ConfigError for a file that cannot be read.
     """
-    layers, origin = Layers(known_fields), path or COMMAND_LINE
+    layers, origin = Layers(), path or COMMAND_LINE
     if path is not None:
         layers.read(path)
     layers.lay(overrides or {}, origin)
     lay_megatron_config(layers)
     lay_custom_config(layers)
-    layers.notes += slime_functions.settle(layers.values)
+    layers.notes += settle_functions(layers.values)
     problems = layers.problems
     try:
         lay_eval_config(layers)
         config, found = parse(layers.values).absolute(Path.cwd()), list[BadInput]()
     except BadInput as error:
-        config, found = None, without_consequences(problems_of(error), problems)
+        config, found = None, _without_consequences(problems_of(error), problems)
     others = {field: file for field, file in layers.origins.items() if file != origin}
     reading = ConfigReading(config, problems, layers.notes, others)
     return reading._replace(problems=problems + [reading.with_origin(problem) for problem in found])
+
+
+def _without_consequences(found: Iterable[BadInput], reported: list[BadInput]) -> list[BadInput]:
+    """Returns the errors that do not follow from a reported one: a misspelt field, or a section that is no table, is also missing."""
+    refused = [problem for problem in reported if isinstance(problem, ConfigError)]
+    fields, hints = {problem.field for problem in refused}, {problem.expected.rpartition("did you mean ")[2] for problem in refused}
+
+    def follows(problem: BadInput) -> bool:
+        if not isinstance(problem, ConfigError):
+            return False
+        section, _, name = problem.field.rpartition(".")
+        return problem.field in fields or section in fields or f"{name}?" in hints
+
+    return [problem for problem in found if not follows(problem)]
+
+
+def _config_errors(error: ValidationError, values: dict[str, Any]) -> Iterator[ConfigError]:
+    """Yields an error for each value that pydantic refused, under its field."""
+    for found in error.errors():
+        reason = found.get("ctx", {}).get("error")
+        if isinstance(reason, Misfits):
+            for problem in reason.problems:
+                field, message = problem.split(": ", 1)
+                yield _config_error(found["type"], field.split("."), message, values)
+        else:
+            yield _config_error(found["type"], [str(part) for part in found["loc"]], found["msg"].removeprefix("Value error, "), values)
+
+
+def _config_error(kind: str, location: list[str], message: str, values: dict[str, Any]) -> ConfigError:
+    location, value = _found(location, values)
+    if kind == "missing":
+        model = section_model(location[0]) if len(location) > 1 else None
+        description = model.model_fields[location[1]].description if model and location[1] in model.model_fields else "a section"
+        return ConfigError(".".join(location), None, f"required: {description}")
+    if value is None:
+        value = _default(location)
+    return ConfigError(".".join(location), without_credentials(value, free=True), message[0].lower() + message[1:])
+
+
+def _default(location: list[str]) -> Any:
+    """Returns the value that a field has where none is given; None for what has none."""
+    if len(location) != 2 or location[0] not in RunConfig.model_fields:
+        return None
+    field = section_model(location[0]).model_fields.get(location[1])
+    return None if field is None or field.is_required() else field.default
+
+
+def _found(location: list[str], values: Any) -> tuple[list[str], Any]:
+    """Returns a location with the names of a list's tables in the place of their numbers, and the value there; a key of a list: of all."""
+    shown = []
+    for part in location:
+        if isinstance(values, list) and part.isdecimal() and int(part) < len(values):
+            values = values[int(part)]
+            name = values.get("name") if isinstance(values, dict) else None
+            shown.append(name if isinstance(name, str) and re.match(NAME, name) else part)
+            continue
+        if isinstance(values, list) and not part.isdecimal():
+            values = [item.get(part) for item in values if isinstance(item, dict)]
+        else:
+            values = values.get(part) if isinstance(values, dict) else None
+        shown.append(part)
+    return shown, values

@@ -1,24 +1,25 @@
-"""Flags for every config field, under slime's and Megatron's names: ``--rollout-batch-size 32``; ``--sglang-…`` goes to the engine.
+"""The command line: a flag for every config field, ``--rollout-batch-size 32``; ``--sglang-…`` goes to the engine.
 
-Megatron's own flags are taken as they are, where no field of the config has their name (`shared.config.megatron_flags`). What becomes of
-slime's flags without a field is in the tables of `shared.config.slime_flags`. An unknown flag, a shortened one too, is refused with the
-nearest valid one.
+What becomes of slime's and Megatron's flags that are no fields is in `shared.config.flag_table`. An unknown flag, a shortened one too, is
+refused with the nearest valid one.
 """
 
 import ast
 import dataclasses
 import json
+import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from shared.config import megatron_flags, slime_flags
+from shared.config import flag_table
+from shared.config.flag_table import FlagClass
 from shared.config.run_config import RunConfig, field_sections, section_model
 from shared.config.section import Words
-from shared.config.slime_flags import Entry
+from shared.config.slime_script import SETTLED_FROM
 from shared.runtime.errors import BadInput, ConfigError, near, nearest, raise_problems
 
 SGLANG = "--sglang-"
@@ -40,7 +41,7 @@ class CommandLine:
 
     overrides: Overrides = dataclasses.field(default_factory=dict)
     problems: list[BadInput] = dataclasses.field(default_factory=list)
-    renamed: slime_flags.Fields = dataclasses.field(default_factory=dict)
+    renamed: flag_table.Fields = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     typed: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -52,6 +53,12 @@ class CommandLine:
         fields = self.overrides.setdefault(section, {})
         present = fields.get(name)
         fields[name] = {**present, **value} if isinstance(present, dict) and isinstance(value, dict) else value
+
+    def set_key(self, table: str, key: str, value: Any, flag: str) -> None:
+        """Sets a key of a field that is a table; ``table``: ``section.field``."""
+        section, name = table.split(".")
+        self.overrides.setdefault(section, {}).setdefault(name, {})[key] = value
+        self.typed[f"{table}.{key}"] = flag
 
 
 def parse(arguments: list[str]) -> Overrides:
@@ -100,56 +107,45 @@ def _read_flag(rest: list[str], owners: dict[str, str], given: CommandLine) -> N
     positive = name.removeprefix("no_")
     if name in owners:
         given.set(owners[name], name, _value(flag, section_model(owners[name]).model_fields[name], own, rest), flag)
-    elif flag.startswith(SGLANG) and slime_flags.find(name) is None:
+    elif flag.startswith(SGLANG) and flag_table.of_slime(name) is None:
         # passed through verbatim: the values that follow, or a switch
         words = _following(rest) if own is None else own
-        engine = given.overrides.setdefault("rollout", {}).setdefault("sglang", {})
-        engine[flag.removeprefix(SGLANG)] = True if not words else words[0] if len(words) == 1 else words
-        given.typed[f"rollout.sglang.{flag.removeprefix(SGLANG)}"] = flag
+        value = True if not words else words[0] if len(words) == 1 else words
+        given.set_key("rollout.sglang", flag.removeprefix(SGLANG), value, flag)
     elif positive in owners:
         if not is_switch(positive):
             raise ConfigError(flag, text, f"unknown flag; {nearest(flag.replace('--no-', '--', 1), flags())}")
         given.set(owners[positive], positive, False, flag)
-    elif (entry := slime_flags.find(name)) is not None:
-        _slime(flag, name, entry, own, rest, given)
     else:
-        megatron_name, value = _megatron(flag, name, text if equals else None, rest)
-        given.overrides.setdefault("trainer", {}).setdefault("megatron", {})[megatron_name] = value
-        given.typed[f"trainer.megatron.{megatron_name}"] = flag
+        _other(flag, name, own, rest, given)
 
 
-def _slime(flag: str, name: str, entry: Entry, own: list[str] | None, rest: list[str], given: CommandLine) -> None:
-    """Reads a flag of slime's that is no field. Raises ConfigError."""
-    if own is None and slime_flags.is_switch(entry) and not _next_is(rest, "true", "false"):
-        words = ["true"]
-    else:
-        words = own or _following(rest, None if slime_flags.takes_several(entry) else 1)
-    if not words and not slime_flags.takes_several(entry):
-        raise ConfigError(flag, "", "needs a value")
-    value: Any = words if len(words) > 1 else "".join(words)
-    try:
-        found = slime_flags.translate(name, entry, value)
-    except ValueError as error:
-        raise ConfigError(flag, " ".join(words), str(error)) from None
-    given.renamed = found.over(given.renamed)
-    for field in found.fields:
-        given.typed.setdefault(f"{field_sections()[field]}.{field}", flag)
-    given.notes += [note for note in found.notes if note not in given.notes]
-    given.environment |= found.environment
-
-
-def _megatron(flag: str, name: str, given: str | None, rest: list[str]) -> tuple[str, Any]:
-    """Returns the name and the value of one of Megatron's flags. Raises ConfigError for an unknown flag."""
-    if (known := megatron_flags.spellings().get(name)) is None:
-        slimes = [f"--{other.replace('_', '-')}" for other in slime_flags.entries()]
-        meant = near(flag, [*flags(), *slimes]) or near(flag, [f"--{other.replace('_', '-')}" for other in megatron_flags.names()])
-        hint = f"did you mean {meant}?" if meant else "`myxo up --help` lists all, `myxo flags` Megatron's"
-        raise ConfigError(flag, given or "", f"unknown flag; {hint}")
-    found, switched = known
-    words = [] if given is None else [given]
-    if given is None and (switched is None or _next_is(rest, "true", "false")):
+def _other(flag: str, name: str, own: list[str] | None, rest: list[str], given: CommandLine) -> None:
+    """Reads a flag that is no field: one of slime's or of Megatron's. Raises ConfigError."""
+    slimes = flag_table.of_slime(name)
+    known = (slimes, True if slimes.kind == "switch" else None) if slimes else flag_table.spellings().get(name)
+    if known is None:
+        raise ConfigError(flag, "".join(own or []), f"unknown flag; {_hint(flag)}")
+    found, bare = known
+    words = own or []
+    if own is None and (bare is None or _next_is(rest, "true", "false")):
         words = _following(rest, None if found.takes_several else 1)
-    return found.name, megatron_flags.from_words(flag, found, switched, words)
+    value = found.of_words(flag, bare, words)
+    if slimes is None:
+        given.set_key("trainer.megatron", found.name, flag_table.typed(flag, found, bare, value), flag)
+        return
+    given.renamed, note, environment = flag_table.translate(flag, found, value, given.renamed)
+    for field in given.renamed:
+        given.typed.setdefault(f"{field_sections()[field]}.{field}", flag)
+    given.notes += [note] if note not in given.notes else []
+    given.environment |= environment
+
+
+def _hint(flag: str) -> str:
+    """Returns which flag is meant by an unknown one: of the config, slime's, or else Megatron's."""
+    slimes, megatrons = ([f"--{name.replace('_', '-')}" for name in names] for names in (flag_table.SLIME, flag_table.names()))
+    meant = near(flag, [*flags(), *slimes]) or near(flag, megatrons)
+    return f"did you mean {meant}?" if meant else "`myxo up --help` lists all, `myxo flags` Megatron's"
 
 
 def _value(flag: str, info: FieldInfo, own: list[str] | None, rest: list[str]) -> Any:
@@ -242,3 +238,34 @@ def help_lines() -> list[str]:
     lines.append("  and Megatron's own flags as they are, such as --moe-router-dtype fp32; `myxo flags [PATTERN]` lists them,")
     lines.append("  and slime's: docs/coming-from-slime.md tells what becomes of each")
     return lines
+
+
+def classify(name: str) -> FlagClass | None:
+    """Returns the class of a flag, its name with underscores; None for one that is unknown."""
+    owners = field_sections()
+    field = name if name in owners else name.removeprefix("no_")
+    if field in owners and (field == name or is_switch(field)):
+        return FlagClass("taken", section_model(owners[field]).model_fields[field].description or "")
+    if (slimes := flag_table.of_slime(name)) is not None:
+        return slimes.outcome
+    if name.startswith("sglang_"):
+        return FlagClass("taken", "a flag of SGLang's server, passed on")
+    known = flag_table.spellings().get(name)
+    return None if known is None else known[0].outcome
+
+
+def named(problem: BadInput, typed: Mapping[str, str], *, alone: bool) -> BadInput:
+    """Returns the same problem under the flag that its field was set by, as ``--lr (trainer.lr)``; as it is where a file set it.
+
+    Args:
+        typed: ``section.field`` → the flag that set it. alone: whether there is no file, so that every field is a flag's.
+    """
+    if not isinstance(problem, ConfigError):
+        return problem
+    paths = {**{settled: typed[source] for settled, source in SETTLED_FROM.items() if source in typed}, **typed}
+    above = [path for path in paths if re.match(rf"{re.escape(path)}(?![\w-])", problem.field)]
+    section, _, rest = problem.field.partition(".")
+    name = re.split(r"[^\w]", rest, maxsplit=1)[0]
+    own = f"--{name.replace('_', '-')}" if alone and field_sections().get(name) == section else None
+    flag = paths[max(above, key=len)] if above else own
+    return problem if flag is None else ConfigError(f"{flag} ({problem.field})", problem.value, problem.expected)

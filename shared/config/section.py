@@ -1,6 +1,7 @@
 """The base of the sections of a run's config: fields, and rules about combinations of them."""
 
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -38,16 +39,25 @@ class Misfits(ValueError):
 
 
 class Rule(NamedTuple):
-    """A condition on a section under which it is refused.
+    """A condition under which a section, or a whole config, is refused.
 
     Args:
-        fields: the fields that it is about; each is refused by itself. broken: takes the section and the field's value.
-        expected: why the value is refused, or what is expected; formatted with the section and the value: ``{0.other_field}``, ``{1}``.
+        fields: the fields that it is about, of a config ``section.field``; each is refused by itself.
+        broken: takes the section and the field's value, and returns whether the value is refused, or yields what is wrong with it.
+        expected: why, or what is expected; formatted with the section, the value and what ``broken`` yields: ``{0.other_field}``, ``{1}``.
     """
 
     fields: str | tuple[str, ...]
     broken: Callable[[Any, Any], Any]
-    expected: str
+    expected: str = "{2}"
+
+    def problems(self, section: Any) -> Iterator[tuple[str, Any, str]]:
+        """Yields each field that is refused, its value, and why."""
+        for field in (self.fields,) if isinstance(self.fields, str) else self.fields:
+            value = attrgetter(field)(section)
+            found = self.broken(section, value)
+            for wrong in found if isinstance(found, Iterator) else [found] if found else []:
+                yield field, value, self.expected.format(section, value, wrong)
 
 
 class Section(BaseModel):
@@ -59,20 +69,15 @@ class Section(BaseModel):
     @model_validator(mode="after")
     def _keeps_its_rules(self) -> Self:
         self._complete()
-        if problems := [*self._broken_rules(), *self._misfits()]:
+        section, ends, _ = type(self).__name__.lower().partition("section")
+        prefix = f"{section}." if ends else ""
+        broken = [f"{prefix}{field}: {expected}" for rule in self.rules for field, _, expected in rule.problems(self)]
+        if problems := [*broken, *self._misfits()]:
             raise Misfits(problems)
         return self
 
     def _complete(self) -> None:
         """Fills in the fields that follow from others and were not given."""
-
-    def _broken_rules(self) -> Iterator[str]:
-        section = type(self).__name__.removesuffix("Section").lower()
-        for rule in self.rules:
-            for field in (rule.fields,) if isinstance(rule.fields, str) else rule.fields:
-                value = getattr(self, field)
-                if rule.broken(self, value):
-                    yield f"{section}.{field}: {rule.expected.format(self, value)}"
 
     def _misfits(self) -> Iterator[str]:
         """Yields further errors, each as ``section.field: what is wrong``."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from shared.config import megatron_flags
+from shared.config import flag_table
 from shared.model.architecture import Architecture, LatentAttention, Llama3Scaling, Rope, YarnScaling
 from shared.runtime.errors import ConfigError
 
@@ -130,7 +130,7 @@ def _without_effect(given: Mapping[str, Any], architecture: Architecture) -> tup
 
 def default_of(name: str) -> Any:
     """Returns Megatron's own default of an architecture flag; None for any other name."""
-    flag = megatron_flags.catalogue().get(name)
+    flag = flag_table.catalogue().get(name)
     return flag.default if flag is not None and "architecture" in flag.groups else None
 
 

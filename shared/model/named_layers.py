@@ -7,7 +7,7 @@ is not here; any other module is imported by the trainer (`services.trainer.mega
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shared.config.megatron_flags import has_engine
+from shared.config.flag_table import has_engine
 from shared.runtime.errors import ConfigError
 
 FIELD = "trainer.spec"

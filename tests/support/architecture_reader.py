@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from shared.config import megatron_flags
+from shared.config import flag_table
 from shared.model.architecture import Architecture, Experts, LatentAttention, Llama3Scaling, Rope, YarnScaling
 from shared.model.architecture_flags import default_of, expert_layers
 from shared.model.families import FAMILIES, Family
@@ -18,7 +18,7 @@ _POSITIONS = 4096
 
 
 def is_known(name: str) -> bool:
-    flag = megatron_flags.catalogue().get(name)
+    flag = flag_table.catalogue().get(name)
     return flag is not None and "architecture" in flag.groups
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shared.config import megatron_flags
+from shared.config import flag_table
 from tests.support.tiny_model import PRINTABLE, character_tokenizer
 
 VOCABULARY = len(PRINTABLE) + 4
@@ -101,7 +101,7 @@ def _smaller(value: str, most: int) -> str:
 
 def _kinds_of_layers(frequency: str) -> str:
     """The first and the last layer of ``moe_layer_freq``: one of each kind, where there are two."""
-    given = megatron_flags.catalogue()["moe_layer_freq"].typed(frequency)
+    given = flag_table.catalogue()["moe_layer_freq"].typed(frequency)
     layers = given if isinstance(given, list) else [1]
     return str([layers[0], layers[-1]]).replace(" ", "")
 

@@ -24,7 +24,7 @@ from services.trainer.megatron.likelihood import OutputHead, VocabularySlice
 from services.trainer.megatron.moe import DISPATCHER, dispatcher_of
 from services.trainer.megatron.runtime import device
 from services.trainer.megatron.spec import ValueHead, decoder_spec, rotate_by_place
-from shared.config.megatron_flags import OF_DEEPEP
+from shared.config.flag_table import OF_DEEPEP
 from shared.model.architecture import Architecture, Llama3Scaling, Rope
 from shared.model.architecture_flags import flags_of
 from shared.model.lora_targets import Lora

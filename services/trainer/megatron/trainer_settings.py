@@ -14,7 +14,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from services.trainer.actor_critic_exchange import Role
-from shared.config import megatron_flags
+from shared.config import flag_table
 from shared.config.optimizer_state import OptimizerState
 from shared.config.run_config import RunConfig
 from shared.config.trainer_section import LearningRateSchedule, TrainerSection
@@ -57,12 +57,12 @@ def resolve(given: Mapping[str, Any]) -> MegatronFlags:
     Megatron's own training loop.
     """
     flags = MegatronFlags()
-    for name, value in megatron_flags.canonical(given).items():
-        for problem in megatron_flags.missing_engine({name: value}):
+    for name, value in flag_table.canonical(given).items():
+        for problem in flag_table.missing_engine({name: value}):
             raise problem
-        if any(megatron_flags.without_effect({name: value})):
+        if any(flag_table.without_effect({name: value})):
             continue
-        for group in megatron_flags.catalogue()[name].groups:
+        for group in flag_table.catalogue()[name].groups:
             getattr(flags, group)[name] = value if group == "architecture" else converted(group, name, value)
     return flags
 

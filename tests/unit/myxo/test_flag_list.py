@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from myxo.commands.flag_list import flag_list, lines_of, meanings
-from shared.config import megatron_flags
+from shared.config import flag_table
 from shared.runtime.errors import ConfigError
 
 
@@ -14,7 +14,7 @@ def test_every_flag_that_is_taken_has_a_line() -> None:
     out = io.StringIO()
     assert flag_list(None, Console(file=out)) == 0
     named = [line.split()[0].rstrip(",") for line in out.getvalue().splitlines()]
-    assert named == [flag.command_line[0] for flag in megatron_flags.catalogue().values() if not flag.refused]
+    assert named == [flag.command_line[0] for flag in flag_table.catalogue().values() if not flag.refused]
 
 
 def test_a_line_tells_kind_default_and_what_megatron_says() -> None:

@@ -13,7 +13,7 @@ from myxo.preflight import engine_checks, inspect, objective_checks
 from myxo.preflight.inspection import Inspection, Note
 from myxo.run import config_toml
 from shared.bus import runs
-from shared.config import slime_functions
+from shared.config import slime_script
 from shared.config.config_reading import read
 from shared.config.run_config import RunConfig
 from shared.hooks.arguments import Arguments
@@ -157,7 +157,7 @@ def test_masking_sequences_switches_no_importance_weight_on() -> None:
     [
         "--partial-rollout",
         "--max-staleness 2",
-        f"--rollout-function-path {slime_functions.FULLY_ASYNC}",
+        f"--rollout-function-path {slime_script.FULLY_ASYNC}",
         "--rollout-function-path slime.rollout.fully_async_rollout:generate_rollout_fully_async",
     ],
 )

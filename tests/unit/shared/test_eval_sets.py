@@ -220,7 +220,7 @@ def test_slimes_file_takes_the_place_of_the_pairs_and_says_so(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("a: [", "not YAML"),
+        ("a: [", "not a readable YAML file"),
         ("- a", "expected a mapping with datasets"),
         ({"datasets": []}, "expected a list of data sets"),
         ({"datasets": [{"path": "/a"}]}, "datasets[0] = None: needs a name"),
@@ -245,7 +245,7 @@ def test_what_is_wrong_in_slimes_file_is_named(tmp_path: Path, content: object, 
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"eval.eval_config = .*gone.yaml.*: not a readable file"):
+    with pytest.raises(ConfigError, match=r"eval.eval_config = .*gone.yaml.*: no such file"):
         load(toml(tmp_path, tmp_path / "gone.yaml"))
 
 

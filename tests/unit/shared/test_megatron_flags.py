@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from myxo.run import config_toml
-from shared.config import flags, megatron_flags
+from shared.config import flag_table, flags
 from shared.config.config_reading import load, parse
 from shared.config.run_config import changes, field_sections
 from shared.runtime.errors import ConfigError
@@ -135,8 +135,8 @@ def test_the_command_line_stands_over_the_file_in_any_spelling(tmp_path: Path) -
 
 def test_no_flag_hides_behind_a_field_and_every_refusal_has_a_reason() -> None:
     own = field_sections()
-    for flag in megatron_flags.catalogue().values():
-        if flag.refused or flag.ignored or flag.fixed is not megatron_flags.UNSET:
+    for flag in flag_table.catalogue().values():
+        if flag.refused or flag.ignored or flag.fixed is not flag_table.UNSET:
             assert flag.reason, flag.name
         else:
             assert flag.groups, flag.name

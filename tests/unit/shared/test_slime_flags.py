@@ -5,38 +5,29 @@ from typing import Any
 
 import pytest
 
-from shared.config import flags, megatron_flags, slime_flags
+from shared.config import flag_table, flags
 from shared.config.config_reading import parse, read
 from shared.config.run_config import field_sections
-from shared.config.slime_flags import NoOp, NotTaken, Renamed
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config, values
 
 
-def test_no_flag_of_the_tables_is_a_field_or_in_two_tables() -> None:
-    tables = (slime_flags.RENAMED, slime_flags.NO_OPS, slime_flags.REFUSED)
-    names = [name for table in tables for name in table]
-    assert sorted(set(names)) == sorted(names)
-    assert set(names) & set(field_sections()) == set(), "delete from the table what the config has a field for"
-    assert set(names) & set(megatron_flags.catalogue()) == set()
+def test_no_flag_of_the_table_is_a_field_or_megatrons() -> None:
+    assert flag_table.SLIME.keys() & field_sections().keys() == set(), "delete from the table what the config has a field for"
+    assert flag_table.SLIME.keys() & flag_table.catalogue().keys() == set()
 
 
-@pytest.mark.parametrize("name", slime_flags.entries())
-def test_reasons_name_flags_that_there_are(name: str) -> None:
-    entry = slime_flags.entries()[name]
-    text = entry.meaning if isinstance(entry, Renamed) else entry.reason
-    named = {word.strip(".,:;") for word in text.split() if word.startswith("--")}
-    known = {*flags.flags(), *(f"--{spelling.replace('_', '-')}" for spelling in megatron_flags.spellings())}
-    assert named <= known
-    assert text
-
-
-@pytest.mark.parametrize("name", [name for name, entry in slime_flags.entries().items() if isinstance(entry, Renamed)])
-def test_a_renamed_flag_sets_fields_that_there_are(name: str) -> None:
-    entry = slime_flags.RENAMED[name]
-    fields = entry.fields({"switch": True, "int": 3, "float": 2.5, "text": "x"}[entry.kind])
-    assert fields.keys() <= field_sections().keys()
-    assert bool(fields) != bool(entry.variable)
+def test_what_the_table_says_names_flags_and_fields_that_there_are() -> None:
+    known = {*flags.flags(), *(f"--{spelling.replace('_', '-')}" for spelling in flag_table.spellings())}
+    values = {"switch": True, "int": 3, "float": 2.5, "text": "x"}
+    wrong = []
+    for name, flag in flag_table.SLIME.items():
+        named = {word.strip(".,:;") for word in flag.reason.split() if word.startswith("--")}
+        fields = flag.sets(values[flag.kind]) if flag.sets else {}
+        if not flag.reason or not named <= known or not fields.keys() <= field_sections().keys() or (fields and flag.variable):
+            wrong.append(name)
+    assert wrong == []
+    assert {flag.outcome.kind for flag in flag_table.SLIME.values()} == {"renamed", "no-op", "refused"}
 
 
 @pytest.mark.parametrize(
@@ -178,8 +169,3 @@ def test_a_custom_config_file_stands_over_all_and_its_other_keys_go_to_the_users
     assert [str(problem) for problem in read(None, given).problems] == [f"run.custom_config_path = '{own}': a mapping: field = value"]
     own.unlink()
     assert "no such file" in str(read(None, given).problems)
-
-
-def test_each_class_is_there() -> None:
-    kinds = {type(entry) for entry in slime_flags.entries().values()}
-    assert kinds == {Renamed, NoOp, NotTaken}

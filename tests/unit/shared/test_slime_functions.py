@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shared.config import flags, slime_defaults, slime_functions
+from shared.config import flags, slime_script
 from shared.config.config_reading import parse
 from shared.hooks import load
 from shared.runtime.errors import ConfigError
@@ -20,7 +20,7 @@ OPD = (
 
 def settled(tmp_path: Path, words: str) -> tuple[Any, list[str]]:
     given = values(tmp_path, **flags.parse(words.split()))
-    lines = slime_functions.settle(given)
+    lines = slime_script.settle_functions(given)
     return parse(given), lines
 
 
@@ -40,7 +40,7 @@ async def test_its_reward_is_none(tmp_path: Path) -> None:
 def test_teachers_that_are_given_stay(tmp_path: Path) -> None:
     given = values(tmp_path, **flags.parse(OPD.split()))
     given["algorithm"]["opd_teachers"] = {"mine": "http://mine:1"}
-    assert slime_functions.settle(given) == []
+    assert slime_script.settle_functions(given) == []
     assert given["reward"]["rm_url"] == "http://10.0.0.7:13141/generate"
 
 
@@ -68,4 +68,4 @@ def test_a_weight_without_its_correction_is_refused(tmp_path: Path) -> None:
 )
 def test_a_preset_comes_before_slimes_defaults(words: str, kind: str | None) -> None:
     given = flags.parse(f"--use-kl-loss {words}".split())
-    assert slime_defaults.defaults(given).get("algorithm", {}).get("kl_loss_type") == kind
+    assert slime_script.defaults(given).get("algorithm", {}).get("kl_loss_type") == kind

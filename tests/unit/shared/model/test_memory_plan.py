@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.trainer_mfu import RESULTS, WRITTEN, planned_gb
-from shared.config import megatron_flags
+from shared.config import flag_table
 from shared.config.trainer_section import TrainerSection
 from shared.model.described_shape import described_shape
 from shared.model.memory_plan import OUTSIDE_BYTES, plan_trainer, total_parameters
@@ -21,7 +21,7 @@ def ready(path):
     """The section, the shape, the published parameters and the GPUs of a ready config."""
     text = path.read_text()
     given = tomllib.loads(text)["trainer"]
-    trainer = TrainerSection(**{**given, "megatron": megatron_flags.canonical(given["megatron"])})
+    trainer = TrainerSection(**{**given, "megatron": flag_table.canonical(given["megatron"])})
     parameters = int(re.search(r"([\d,]+) parameters", text)[1].replace(",", ""))
     return trainer, described_shape(trainer.megatron), parameters, int(re.search(r"(\d+) GPUs? of 80 GB", text)[1])
 

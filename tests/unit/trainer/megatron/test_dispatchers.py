@@ -5,7 +5,7 @@ import torch
 
 from services.trainer.megatron import runtime
 from services.trainer.megatron.moe import PaddedAllGatherDispatcher
-from shared.config import megatron_flags
+from shared.config import flag_table
 from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.tiny import pack, sequences
@@ -46,7 +46,7 @@ def test_what_does_not_go_with_it_is_refused(hf):
 
 def test_deepep_is_told_to_be_missing():
     given = {"moe_enable_deepep": True, "moe_token_dispatcher_type": "flex"}
-    told = dict(megatron_flags.without_effect(given))
-    assert not megatron_flags.has_deepep() and told.keys() == {"--moe-enable-deepep", "--moe-token-dispatcher-type"}
+    told = dict(flag_table.without_effect(given))
+    assert not flag_table.has_deepep() and told.keys() == {"--moe-enable-deepep", "--moe-token-dispatcher-type"}
     assert all("DeepEP is not installed" in reason for reason in told.values())
-    assert not dict(megatron_flags.without_effect({"moe_token_dispatcher_type": "allgather"}))
+    assert not dict(flag_table.without_effect({"moe_token_dispatcher_type": "allgather"}))

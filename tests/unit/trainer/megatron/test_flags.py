@@ -11,7 +11,7 @@ from megatron.core.transformer.enums import AttnBackend
 from docs import flag_tables, megatron_catalogue
 from docs.flags import CATALOGUE
 from services.trainer.megatron import trainer_settings
-from shared.config import megatron_flags, slime_flags
+from shared.config import flag_table
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 from tests.unit.trainer.megatron.tiny import make_checkpoint
@@ -22,8 +22,8 @@ def test_the_catalogue_is_current() -> None:
 
 
 def test_every_field_of_the_dataclasses_is_in_the_catalogue_or_no_text_can_say_it() -> None:
-    known = {name for flag in megatron_flags.catalogue().values() for name in (flag.name, *flag.spellings)}
-    known |= slime_flags.RENAMED.keys()
+    known = {name for flag in flag_table.catalogue().values() for name in (flag.name, *flag.spellings)}
+    known |= flag_table.SLIME.keys()
     unsaid = {
         field.name: str(field.type)
         for models in trainer_settings.GROUPS.values()
@@ -38,7 +38,7 @@ def test_every_field_of_the_dataclasses_is_in_the_catalogue_or_no_text_can_say_i
 def test_the_tables_name_flags_that_there_are() -> None:
     fields = {field.name for models in trainer_settings.GROUPS.values() for model in models for field in dataclasses.fields(model)}
     assert [name for name in (*flag_tables.FIXED, *flag_tables.DEFAULTS, *flag_tables.TRANSFORMER_ENGINE) if name not in fields] == []
-    catalogue = megatron_flags.catalogue()
+    catalogue = flag_table.catalogue()
     assert [name for name, _ in flag_tables.SPELLINGS.values() if name not in catalogue] == []
 
 
