@@ -19,24 +19,12 @@ from shared.runtime.telemetry import declare_metrics
 from shared.schema.messages import Batch
 from shared.schema.sample import Sample
 
-Table = NDArray[np.float64]
-"""The statistics of a batch: float64 [N, columns], exact for integers below 2^53."""
-
-Sum = Callable[[Table], Table]
-"""The sum of a table over all data-parallel ranks."""
-
-LOOP_TIMES = 8
-"""The least number of repetitions of the phrase that a looping response ends in."""
-
-LOOP_TOKENS = 64
-"""The least number of tokens of these repetitions together."""
-
-LOOP_LONGEST = 256
-"""The most tokens that the phrase itself has."""
-
-ROUND_NUMBER = "round_number"
-"""The key of a sample's metadata with the number of its turns, where its function counts them."""
-
+Table = NDArray[np.float64]  # The statistics of a batch: float64 [N, columns], exact for integers below 2^53
+Sum = Callable[[Table], Table]  # The sum of a table over all data-parallel ranks
+LOOP_TIMES = 8  # The least number of repetitions of the phrase that a looping response ends in
+LOOP_TOKENS = 64  # The least number of tokens of these repetitions together
+LOOP_LONGEST = 256  # The most tokens that the phrase itself has
+ROUND_NUMBER = "round_number"  # The key of a sample's metadata with the number of its turns, where its function counts them
 TOKEN_MEANS = {
     "advantages": "advantages",
     "log_probs": "proximal_log_probs",
@@ -49,8 +37,7 @@ TOKEN_MEANS = {
 }
 """Metric of a batch → the field whose mean over trained tokens it is, where the batch has the field."""
 
-RENAMED = {"reward": "raw_reward", "truncated": "truncated_ratio"}
-"""Batch metrics that are written under slime's names."""
+RENAMED = {"reward": "raw_reward", "truncated": "truncated_ratio"}  # Batch metrics that are written under slime's names
 
 
 class StatColumn(IntEnum):

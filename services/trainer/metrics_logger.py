@@ -44,11 +44,8 @@ from shared.runtime.telemetry import allow_users
 from shared.schema.messages import EvalFigures, RewardPart, Trained
 from shared.schema.service_messages import MetricsWritten, WarmStartEnded
 
-STEP = "step"
-"""W&B's axis: its own step must only grow, and a resumed run makes steps again."""
-
-SENT = ("model", "rollout", "trainer", "sft", "algorithm", "weights")
-"""Sections of the config that W&B gets."""
+STEP = "step"  # W&B's axis: its own step must only grow, and a resumed run makes steps again
+SENT = ("model", "rollout", "trainer", "sft", "algorithm", "weights")  # Sections of the config that W&B gets
 
 
 class Writer(ABC):
@@ -264,17 +261,10 @@ class WeightsAndBiases(Writer):
         self._run.finish()
 
 
-SUMS = ("agreement_abs_diff", "agreement_tokens")
-"""Metrics of the loss that stay sums over a batch's optimizer steps; the others are means."""
-
-MOST_PARTS = 64
-"""The most names of rewards that one trainer process writes: each makes four time series that are never removed."""
-
-STANDING_STILL = ("save", "push")
-"""What a trainer does between two steps besides waiting for a batch."""
-
-SFT_SHOWN_SECONDS = 1.0
-"""The least time between two flushes of the warm start's numbers, whose steps are short."""
+SUMS = ("agreement_abs_diff", "agreement_tokens")  # Metrics of the loss that stay sums over a batch's optimizer steps; the others are means
+MOST_PARTS = 64  # The most names of rewards that one trainer process writes: each makes four time series that are never removed
+STANDING_STILL = ("save", "push")  # What a trainer does between two steps besides waiting for a batch
+SFT_SHOWN_SECONDS = 1.0  # The least time between two flushes of the warm start's numbers, whose steps are short
 
 _ILLEGAL = re.compile(r"[^-/\w.]")  # TensorBoard's own rule; W&B and Prometheus then have the same names
 

@@ -58,14 +58,20 @@ class _Declared:
 _declared = _Declared()
 
 
+def table_rows(table: str) -> list[list[str]]:
+    """Returns the cells of a table of text: a row a line, of cells between bars; lines that are indented further continue one."""
+    rows = filter(str.strip, re.sub(r"\n {5,}", " ", table).splitlines())
+    return [[cell.strip() for cell in row.split("|")] for row in rows]
+
+
 def metric_specs(table: str) -> list[MetricSpec]:
-    """Returns the metrics of a table: one a line, ``name | unit | definition`` and maybe ``| when``; lines indented further continue one.
+    """Returns the metrics of a table: ``name | unit | definition``, and maybe ``| when``.
 
     A name ends with ``_total`` if it is a counter's, and then with its labels: ``groups_scored_total{environment}``.
     """
     found = []
-    for row in filter(str.strip, re.sub(r"\n {5,}", " ", table).splitlines()):
-        head, unit, definition, when = [*(cell.strip() for cell in row.split("|")), ""][:4]
+    for cells in table_rows(table):
+        head, unit, definition, when = [*cells, ""][:4]
         name, _, labels = head.removesuffix("}").partition("{")
         labelled = tuple(labels.split(",")) if labels else ()
         found.append(MetricSpec(name.removesuffix("_total"), unit, definition, when, labelled, name.endswith("_total")))

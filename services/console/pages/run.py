@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from services.console.event_history import EventHistory, OtherRuns
 from services.console.run_source import RunSource
+from shared.runtime.telemetry import table_rows
 from shared.view.metric_history import Floats, MetricHistory, MetricSeries, PushHistory, RunMarks, VersionHistory
 
 MOST_SERIES = 12  # The most series of one panel: of more, nobody tells one from another
@@ -20,7 +21,8 @@ MOST_SERIES = 12  # The most series of one panel: of more, nobody tells one from
 
 @dataclass(frozen=True)
 class ChartPanel:
-    """A chart. ``tags``: metrics, or patterns of them (``rewards/*/mean``); with a minus the negative of one. ``labels``: tag → its name.
+    """A chart. ``tags``: metrics, or patterns of them (``rewards/*/mean``); with a minus the negative of one. ``labels``: their names in the
+    legend, empty for a metric's own.
 
     ``by_batch``: whether its x is the number of a batch, which the page *Samples* shows.
     """
@@ -30,106 +32,55 @@ class ChartPanel:
     unit: str
     about: str
     tags: tuple[str, ...]
-    labels: tuple[str, ...] = ()
-    by_batch: bool = True
+    labels: tuple[str, ...]
+
+    @property
+    def by_batch(self) -> bool:
+        return self.panel not in ("held_out", "warm_start")
 
 
-PANELS = (
-    ChartPanel("reward", "Reward", "", "mean reward of each batch's samples, as they were scored", ("rollout/raw_reward",)),
-    ChartPanel("held_out", "Held-out sets", "mean reward", "by the training steps in the weights that were evaluated", (), by_batch=False),
-    ChartPanel("parts", "Rewards by part", "mean", "each named reward, over the samples that have it", ("rewards/*/mean",)),
-    ChartPanel("loss", "Loss", "", "what is minimised, and its policy-gradient part", ("train/loss", "train/pg_loss"), ("loss", "pg_loss")),
-    ChartPanel(
-        "kl",
-        "KL",
-        "nats",
-        "of the policy from the one that began the step, and from the reference where there is one",
-        ("train/ppo_kl", "train/kl_loss", "rollout/kl", "rollout/opd_reverse_kl"),
-        ("to the step's beginning", "to the reference (loss)", "to the reference (reward)", "to the teacher"),
-    ),
-    ChartPanel(
-        "entropy",
-        "Entropy",
-        "nats",
-        "of the policy where the loss has it; its estimate is the mean of −log p of the tokens that the engine drew",
-        ("train/entropy_loss", "-rollout/rollout_log_probs"),
-        ("of the policy", "estimate"),
-    ),
-    ChartPanel("clip", "Clip fraction", "share of tokens", "tokens whose ratio is clipped", ("train/pg_clipfrac", "train/tis_clipfrac")),
-    ChartPanel("grad_norm", "Gradient norm", "", "L2 norm before clipping, of the last optimizer step", ("train/grad_norm",)),
-    ChartPanel(
-        "length",
-        "Response length",
-        "tokens",
-        "of a batch's responses",
-        ("rollout/response_len/mean", "rollout/response_len/median", "rollout/response_len/max"),
-        ("mean", "median", "longest"),
-    ),
-    ChartPanel(
-        "truncation",
-        "Truncation",
-        "share of responses",
-        "responses that ran into their limit, and those that end in a loop",
-        ("rollout/truncated_ratio", "rollout/repetition_frac"),
-        ("truncated", "looping"),
-    ),
-    ChartPanel(
-        "difference",
-        "Engine–trainer difference",
-        "nats",
-        "mean absolute difference of the log-probs that engine and trainer give the same token",
-        ("train/train_rollout_logprob_abs_diff",),
-    ),
-    ChartPanel(
-        "staleness",
-        "Staleness",
-        "versions",
-        "of a batch's samples: the batch's version less that of the oldest trained token",
-        ("rollout/staleness_mean", "rollout/staleness_max"),
-        ("mean", "largest"),
-    ),
-    ChartPanel(
-        "equal",
-        "Groups that teach nothing",
-        "share of groups",
-        "groups whose rewards are all equal: they have no advantage",
-        ("rollout/zero_std_groups",),
-    ),
-    ChartPanel(
-        "weights",
-        "Importance weights",
-        "ratio",
-        "mean of π/π_old, and of the trainer's policy over the engine's",
-        ("train/ois", "train/tis"),
-        ("π/π_old", "trainer/engine"),
-    ),
-    ChartPanel("lr", "Learning rate", "", "of the last optimizer step", ("train/lr",)),
-    ChartPanel(
-        "speed",
-        "Speed of training",
-        "tokens/s",
-        "with its waiting, and of computing alone",
-        ("perf/wall_tok_per_s", "perf/actor_train_tok_per_s"),
-        ("waiting included", "computing"),
-    ),
-    ChartPanel(
-        "seconds",
-        "Time of a step",
-        "s",
-        "training, and what the trainer waited between two steps",
-        ("perf/step_time", "perf/train_wait_time"),
-        ("training", "between two steps"),
-    ),
-    ChartPanel(
-        "critic",
-        "Critic",
-        "",
-        "value loss, and the share of values that were clipped",
-        ("critic/value_loss", "critic/value_clipfrac"),
-        ("value loss", "clipped"),
-    ),
-    ChartPanel("passrate", "Pass rate", "probability", "that one of k samples of a prompt passes", ("passrate/*",)),
-    ChartPanel("warm_start", "Warm start", "nats a token", "supervised loss, by the warm start's own steps", ("sft/loss",), by_batch=False),
+def chart_panels(table: str) -> Iterator[ChartPanel]:
+    """Yields the charts of a table: name, title, unit, description, and the series, each ``metric`` or ``metric = label``."""
+    for panel, title, unit, about, series in table_rows(table):
+        parts = [item.strip().partition(" = ") for item in series.split(",") if item]
+        yield ChartPanel(panel, title, unit, about, tuple(tag for tag, _, _ in parts), tuple(label for _, _, label in parts))
+
+
+PANELS = tuple(
+    chart_panels("""
+    reward | Reward | | mean reward of each batch's samples, as they were scored | rollout/raw_reward
+    held_out | Held-out sets | mean reward | by the training steps in the weights that were evaluated |
+    parts | Rewards by part | mean | each named reward, over the samples that have it | rewards/*/mean
+    loss | Loss | | what is minimised, and its policy-gradient part | train/loss = loss, train/pg_loss = pg_loss
+    kl | KL | nats | of the policy from the one that began the step, and from the reference where there is one |
+        train/ppo_kl = to the step's beginning, train/kl_loss = to the reference (loss), rollout/kl = to the reference (reward),
+        rollout/opd_reverse_kl = to the teacher
+    entropy | Entropy | nats | of the policy where the loss has it; its estimate is the mean of −log p of the tokens that the engine drew |
+        train/entropy_loss = of the policy, -rollout/rollout_log_probs = estimate
+    clip | Clip fraction | share of tokens | tokens whose ratio is clipped | train/pg_clipfrac, train/tis_clipfrac
+    grad_norm | Gradient norm | | L2 norm before clipping, of the last optimizer step | train/grad_norm
+    length | Response length | tokens | of a batch's responses |
+        rollout/response_len/mean = mean, rollout/response_len/median = median, rollout/response_len/max = longest
+    truncation | Truncation | share of responses | responses that ran into their limit, and those that end in a loop |
+        rollout/truncated_ratio = truncated, rollout/repetition_frac = looping
+    difference | Engine–trainer difference | nats | mean absolute difference of the log-probs that engine and trainer give the same token |
+        train/train_rollout_logprob_abs_diff
+    staleness | Staleness | versions | of a batch's samples: the batch's version less that of the oldest trained token |
+        rollout/staleness_mean = mean, rollout/staleness_max = largest
+    equal | Groups that teach nothing | share of groups | groups whose rewards are all equal: they have no advantage |
+        rollout/zero_std_groups
+    weights | Importance weights | ratio | mean of π/π_old, and of the trainer's policy over the engine's |
+        train/ois = π/π_old, train/tis = trainer/engine
+    lr | Learning rate | | of the last optimizer step | train/lr
+    speed | Speed of training | tokens/s | with its waiting, and of computing alone |
+        perf/wall_tok_per_s = waiting included, perf/actor_train_tok_per_s = computing
+    seconds | Time of a step | s | training, and what the trainer waited between two steps |
+        perf/step_time = training, perf/train_wait_time = between two steps
+    critic | Critic | | value loss, and the share of values that were clipped |
+        critic/value_loss = value loss, critic/value_clipfrac = clipped
+    passrate | Pass rate | probability | that one of k samples of a prompt passes | passrate/*
+    warm_start | Warm start | nats a token | supervised loss, by the warm start's own steps | sft/loss
+""")
 )
 
 
@@ -155,7 +106,7 @@ def panel_series(panel: ChartPanel, tags: Iterable[str], held_out: Sequence[str]
         negative, pattern = pattern.startswith("-"), pattern.removeprefix("-")
         for tag in known if "*" in pattern else [pattern] * (pattern in known):
             if fnmatchcase(tag, pattern):
-                label = panel.labels[index] if index < len(panel.labels) else _short(tag, pattern)
+                label = panel.labels[index] or _short(tag, pattern)
                 found.append(PanelSeries(tag=tag, negative=negative, label=label))
     return found[:MOST_SERIES], max(0, len(found) - MOST_SERIES)
 
