@@ -13,7 +13,7 @@ from rich.text import Text
 from myxo.commands.command_arguments import add_json, add_run
 from myxo.display.progress_display import Display, panel
 from myxo.launch import exit_report
-from myxo.run.run_access import Access, live_situation, reach
+from myxo.run.run_access import Access, RunWaits, live_situation, reach
 from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.registry import ENVIRONMENT, Registry
@@ -22,7 +22,7 @@ from shared.runtime.errors import MyxoError
 from shared.runtime.safe_text import json_text, printable_line, say
 from shared.view.run_summary import collect
 from shared.view.run_view import RunView, look, with_all_failures, with_newest_failures
-from shared.view.stall import NATS, Away, RunSituation, StallWatch, run_stall, watched_stall
+from shared.view.stall import run_stall
 
 POLL_INTERVAL_S = 0.5
 LONGEST_REASON = 1000  # characters of the reason of a run that failed
@@ -134,20 +134,19 @@ async def _until_end(access: Access, console: Console) -> None:
     began = await runs.trained_steps(bus, run)
     view = RunView.at_start(config, began)
     registry, shown, phase = Registry(bus, run), Display(console, time.monotonic()), runs.RUNNING
-    waits = StallWatch()
+    waits = RunWaits(access)
     try:
         while True:
             try:
                 services = await registry.alive()
-                wait = watched_stall(waits, await live_situation(access, services), time.time())
+                wait = await waits.of(services, time.time())
                 view = await with_newest_failures(bus, look(config, services, before=view, began=began, wait=wait))
                 found, reason = await runs.phase_and_reason(bus, run)
                 phase = found or runs.RUNNING
                 view = view.stopped(reason if phase == runs.FAILED else "")
             except BUS_ERRORS as error:
-                away = {NATS: Away(0.0, str(error) or type(error).__name__)}
                 now = time.time()
-                wait = watched_stall(waits, RunSituation.of(config, (), away=away), now)
+                wait = waits.without_bus(str(error) or type(error).__name__, now)
                 view = replace(view, services=(), waiting_for=wait.words(now), waiting_since=wait.since, stalled=True)
             if phase == runs.FINISHED:
                 view = view.finished()

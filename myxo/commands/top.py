@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from myxo.commands.command_arguments import add_json, add_run, seconds
-from myxo.run.run_access import Access, live_situation, reach
+from myxo.run.run_access import Access, RunWaits, reach
 from shared.bus import runs, streams
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.registry import Registry
@@ -28,7 +28,7 @@ from shared.view.alarms import Alarm, alarms, disk_room, memory_room, symptoms
 from shared.view.bottleneck import Bottleneck
 from shared.view.flow_history import ActivitySpan
 from shared.view.flow_view import BUSY, WINDOWS, FlowReader, FlowView, ServiceTimeline, Stage, flow_view
-from shared.view.stall import NATS, Away, RunSituation, Stall, StallWatch, watched_stall
+from shared.view.stall import NATS
 
 LANE = 48  # cells of a service's timeline
 _STOPPED = {"saving", "pushing weights", "paused for a push", "updating", "held back"}
@@ -137,33 +137,13 @@ async def top(parsed: argparse.Namespace, console: Console) -> int:
     return exit_codes.DONE
 
 
-class RunWaits:
-    """What a run waits for, from one look to the next."""
-
-    def __init__(self, access: Access) -> None:
-        self._access, self._watch = access, StallWatch()
-        self._bus_since: float | None = None
-
-    async def look(self, statuses: Sequence[ServiceStatus], away: str, now: float) -> Stall | None:
-        """Returns the wait; None of a run at rest. ``away``: why the bus is not there. Raises `BUS_ERRORS`."""
-        access = self._access
-        self._bus_since = (self._bus_since or now) if away else None
-        if away:
-            situation = RunSituation.of(access.config, (), away={NATS: Away(self._bus_since or now, away)})
-        elif not statuses:
-            return None
-        else:
-            situation = await live_situation(access, statuses)
-        return watched_stall(self._watch, situation, now)
-
-
 async def _look(access: Access, reader: FlowReader, window_s: float, waits: RunWaits, away: str = "") -> tuple[FlowView, list[Alarm]]:
     statuses: Sequence[ServiceStatus] = ()
     if not away:
         statuses = await Registry(access.bus, access.run).alive() if access.live else ()
         await reader.catch_up()
     now, history = time.time(), reader.history
-    wait = await waits.look(statuses, away, now)
+    wait = waits.without_bus(away, now) if away else await waits.of(statuses, now) if statuses else None
     reader.look(statuses, now)
     machine = (disk_room(access.directory.root), memory_room()) if access.live else (None, None)
     raised = alarms(symptoms(history, statuses, now, {NATS: away} if away else {}, *machine), access.config)

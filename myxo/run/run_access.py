@@ -28,7 +28,7 @@ from shared.runtime.safe_text import say
 from shared.schema.service_messages import ServiceStatus
 from shared.store.payload_store import Store, StoreUnreachable
 from shared.view.run_view import read_failures
-from shared.view.stall import RunSituation, told_by
+from shared.view.stall import NATS, Away, RunSituation, Stall, StallWatch, told_by, watched_stall
 
 ANSWER_SECONDS = 5.0  # deadline for an answer of a given NATS or Redis
 
@@ -258,6 +258,24 @@ async def live_situation(access: Access, services: Sequence[ServiceStatus]) -> R
     told = told_by(await Registry(access.bus, access.run).launcher())
     errors = (await read_failures(access.bus, access.run)).errors if told is None else {}
     return RunSituation.of(access.config, services, told=told, errors=errors)
+
+
+class RunWaits:
+    """What a live run waits for, from one moment to the next."""
+
+    def __init__(self, access: Access) -> None:
+        self._access, self._watch = access, StallWatch()
+        self._bus_since = 0.0
+
+    async def of(self, services: Sequence[ServiceStatus], now: float) -> Stall:
+        """Returns the wait by the statuses of the services. Raises `BUS_ERRORS`."""
+        self._bus_since = 0.0
+        return watched_stall(self._watch, await live_situation(self._access, services), now)
+
+    def without_bus(self, why: str, now: float) -> Stall:
+        """Returns the wait while the bus is away."""
+        self._bus_since = self._bus_since or now
+        return watched_stall(self._watch, RunSituation.of(self._access.config, (), away={NATS: Away(self._bus_since, why)}), now)
 
 
 def vocabulary(config: RunConfig) -> int:

@@ -21,8 +21,8 @@ MOST_SERIES = 12  # The most series of one panel: of more, nobody tells one from
 
 @dataclass(frozen=True)
 class ChartPanel:
-    """A chart. ``tags``: metrics, or patterns of them (``rewards/*/mean``); with a minus the negative of one. ``labels``: their names in the
-    legend, empty for a metric's own.
+    """A chart. ``tags``: metrics, or patterns of them (``rewards/*/mean``); with a minus the negative of one. ``labels``: their names in
+    the legend, empty for a metric's own.
 
     ``by_batch``: whether its x is the number of a batch, which the page *Samples* shows.
     """
