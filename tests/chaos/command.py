@@ -110,7 +110,8 @@ class Suite:
 
             self.model = real_variant.write_model(model)
             return
-        from tests.chaos.fast import fast_config, forking, preload  # importing all that a run consists of takes seconds
+        from tests.chaos.fast import fast_config, preload  # importing all that a run consists of takes seconds
+        from tests.support import forking
 
         assert preload.MODULES
         self.model = fast_config.write_model(model)

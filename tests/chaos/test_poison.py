@@ -15,6 +15,7 @@ from tests.chaos import poisonous_rollout
 from tests.chaos.poisonous_rollout import KINDS, REFERENCES, kind_of
 from tests.integration.myxo.command import COMMAND_SECONDS, ROOT, Myxo, children, kill_child, wait_for
 from tests.integration.myxo.conftest import config_file, myxo
+from tests.support.fork_server import ForkServerPopen
 from tests.support.poison import POISON
 
 __all__ = ["config_file", "myxo"]
@@ -34,7 +35,7 @@ def test_a_run_with_poison_and_deaths_reaches_its_end(
     config = config_file(rollout=rollout, reward={"rm_type": "math_verify"}, trainer={"save_interval": 2})
     root, output = tmp_path / "runs" / "test", tmp_path / "output"
     with output.open("wb") as out:
-        launcher = subprocess.Popen(
+        launcher = ForkServerPopen(
             [sys.executable, "-m", "tests.chaos.poisonous_myxo", "up", str(config)],
             cwd=ROOT,
             env={**myxo.environment, "POISON_EVERY": str(every)},

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.fork_server import forked_python
+
+__all__ = ["forked_python"]
+
 SUMS = [(left, right) for left in range(10) for right in range(10)]
 
 CONFIG = """

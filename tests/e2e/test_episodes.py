@@ -16,6 +16,7 @@ RUN_SECONDS = 900
 TURN_TOKENS = 2
 
 
+@pytest.mark.extra  # integration/engine plays episodes on an engine, integration/environments the game
 @pytest.mark.timeout(RUN_SECONDS + 300)
 def test_episodes_are_trained(small_run: Callable[..., Path], tmp_path: Path) -> None:
     """The environment begins after the run, which waits for it."""

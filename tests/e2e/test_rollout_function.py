@@ -21,6 +21,7 @@ FLAGS = (
 )
 
 
+@pytest.mark.extra  # integration/engine has rollout functions on an engine, and their takeovers
 @pytest.mark.timeout(RUN_SECONDS + 300)
 def test_a_fully_asynchronous_rollout_function_trains(small_run: Callable[..., Path], tmp_path: Path) -> None:
     config = small_run("pool", steps=3, staleness=1)

@@ -30,6 +30,11 @@ LEARNING_RATE = 1e-4
 """That of `small_run`."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forked_python() -> None:
+    """Every process of this run is started as a user's is."""
+
+
 @pytest.mark.timeout(2 * RUN_SECONDS + 300)
 @pytest.mark.parametrize(
     "names", [pytest.param(("sync",), id="once"), pytest.param(("sync-a", "sync-b"), id="twice", marks=pytest.mark.extra)]

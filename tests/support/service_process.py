@@ -1,4 +1,4 @@
-"""One real service process of a run, started the way an operator starts it: ``python -m services.<name>``."""
+"""One real service process of a run: ``python -m services.<name>``."""
 
 import os
 import subprocess
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shared.process.child_process import die_with_parent
+from tests.support.fork_server import ForkServerPopen
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -16,12 +17,15 @@ class ServiceProcess:
 
     Args:
         name: the service. log: where its output goes (appended). environment: on top of this process's.
+        popen: what starts it; ``subprocess.Popen`` does so as an operator does, which takes seconds of CPU.
     """
 
-    def __init__(self, name: str, log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, name: str, log: Path, environment: Mapping[str, str], popen: type[subprocess.Popen[bytes]] = ForkServerPopen
+    ) -> None:
         self.name, self.log = name, log
         with log.open("ab") as output:
-            self.process = subprocess.Popen(
+            self.process = popen(
                 [sys.executable, "-m", f"services.{name}"],
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])), **environment},

@@ -16,16 +16,26 @@ WHOLE_RUNS = (
 )
 """Their tests start a dozen processes each, which keep more than one core busy and have deadlines: few of them fit beside each other."""
 
-SHARED = ("tests/integration/engine/",)
-"""Folders whose files share what takes long to start, and so a worker: each other one would start engines of its own."""
+ENGINES = "tests/integration/engine/test_"
+OWN_ENGINES = ("adapters", "command", "cpu_launcher", "early_start", "engine_deaths", "families", "flag_catalogue", "process")
+OWN_ENGINES += ("routed_experts", "trainer_layouts")
+"""Files of `ENGINES` that start engines for themselves alone, or none."""
+
+OF_WEIGHTS = ("contract", "generate", "joining", "proxy", "pushes", "router", "seeds", "teachers", "token_rate", "weights")
+"""Those of one worker's engines. All others of `ENGINES` share those of another worker: an engine takes long to start."""
+
+SHARED = (f"{ENGINES}* of weights", f"{ENGINES}* of rollouts")
+"""Pieces of work that take longest, and come first."""
 
 MOST_RUNS = 2
 """Workers that begin with files of `WHOLE_RUNS`; the others begin with the rest. Who has none left of its kind helps the others."""
 
 
 def piece_of(test: str) -> str:
-    """Returns the file of a test's id, or the folder that is one piece of work."""
-    return next((folder for folder in SHARED if test.startswith(folder)), test.split("::", 1)[0])
+    """Returns the file of a test's id, or the one of `SHARED` that it is in."""
+    file = test.split("::", 1)[0]
+    name = file.removeprefix(ENGINES).removesuffix(".py")
+    return file if name == file.removesuffix(".py") or name in OWN_ENGINES else SHARED[name not in OF_WEIGHTS]
 
 
 def is_whole_run(piece: str) -> bool:

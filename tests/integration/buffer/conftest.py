@@ -15,7 +15,6 @@ from shared.service import service_base
 from shared.service.service_base import Service
 from shared.store.payload_store import Store
 from tests.integration.buffer.player import Player
-from tests.support.forked_service import ForkedService
 from tests.support.run_config import run_config, write_jsonl
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until
@@ -55,9 +54,9 @@ async def launched(new_run: NewRun) -> AsyncIterator[Launched]:
     """Makes the test's run and its buffer, and waits until that is ready; kills the buffer at the end."""
     processes: list[ServiceProcess] = []
 
-    async def launch(kind: type[ServiceProcess] = ForkedService, **sections: dict[str, Any]) -> tuple[Player, ServiceProcess]:
+    async def launch(**sections: dict[str, Any]) -> tuple[Player, ServiceProcess]:
         player = await new_run(**sections)
-        processes.append(player.launch(kind=kind))
+        processes.append(player.launch())
         await player.ready(processes[-1])
         return player, processes[-1]
 

@@ -39,7 +39,6 @@ from shared.schema.versions import is_pushed, version_after
 from shared.schema.weight_messages import WeightsLive
 from shared.store.payload_store import Store
 from tests.support.attesting import attested
-from tests.support.forked_service import ForkedService
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until
 
@@ -65,8 +64,8 @@ class Player:
         """Returns what a buffer of this run needs to know."""
         return {"NATS_URL": self._nats_url, "MYXO_RUN": self.config.run.name, "MYXO_INSTANCE": instance}
 
-    def launch(self, instance: str = "buffer-1", kind: type[ServiceProcess] = ForkedService) -> ServiceProcess:
-        return kind("buffer", self._logs / f"{instance}.log", self.environment(instance))
+    def launch(self, instance: str = "buffer-1") -> ServiceProcess:
+        return ServiceProcess("buffer", self._logs / f"{instance}.log", self.environment(instance))
 
     async def ready(self, buffer: ServiceProcess, instance: str = "buffer-1") -> None:
         """Waits until this very process says that it is ready."""

@@ -30,7 +30,6 @@ from shared.schema.messages import (
 from tests.integration.buffer.conftest import Launched, Served
 from tests.integration.buffer.player import Player
 from tests.support.run_config import PROMPTS, write_jsonl
-from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until
 
 
@@ -200,8 +199,7 @@ async def test_a_source_hears_the_same_after_the_buffer_was_killed(launched: Lau
 
 
 async def test_a_run_is_played_to_its_end(launched: Launched) -> None:
-    """Its buffer is started the way an operator starts it."""
-    player, buffer = await launched(ServiceProcess)
+    player, buffer = await launched()
     await player.live(0)
     for step in range(4):
         await player.work_until(2)

@@ -159,8 +159,8 @@ FAILS, IS_NAN = "tests.support.loss_hooks:fails_for_a_token", "tests.support.los
 @pytest.mark.parametrize(
     ("ranks", "function", "words"),
     [
-        pytest.param(1, FAILS, "index out of range in self", marks=pytest.mark.extra),
-        (2, FAILS, "index out of range in self"),
+        (1, FAILS, "index out of range in self"),
+        pytest.param(2, FAILS, "index out of range in self", marks=pytest.mark.extra),
         pytest.param(2, IS_NAN, "its loss is nan", marks=pytest.mark.extra),
     ],
 )

@@ -31,6 +31,7 @@ def test_nothing_is_launched_by_an_import() -> None:
     assert child(code) == "False None"
 
 
+@pytest.mark.extra  # an engine that starts has imported it so
 def test_torchvision_is_whole() -> None:
     """transformers' image classes are imported through it."""
     code = "import torch, torchvision\nfrom torchvision.transforms.v2 import functional\nprint(torch.ops.torchvision.nms.__name__)"
@@ -83,6 +84,7 @@ def test_operators_are_declared_where_the_extension_does_not_load(site: Path) ->
     assert child(IMPORTED, site) == "nms qnms"
 
 
+@pytest.mark.extra
 def test_operators_are_declared_where_there_is_no_extension(site: Path) -> None:
     (site / "torchvision" / "_C.so").unlink()
     assert child(IMPORTED, site) == "nms qnms"

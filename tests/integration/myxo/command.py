@@ -1,4 +1,4 @@
-"""``myxo`` as a process of its own, and looking at what it started and wrote."""
+"""``myxo`` as a process of its own (`tests.support.fork_server`), and looking at what it started and wrote."""
 
 import contextlib
 import io
@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-from myxo.launch.service_plan import SERVICE_MODULES
 from myxo.main import main
 from shared.process.child_process import die_with_parent
+from tests.support.fork_server import ForkServerPopen
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -34,7 +34,7 @@ class Myxo:
     def start(self, *words: str | Path, standins: bool = False, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
         """Starts a command; its output can be read from the process's pipes. It is killed when the test ends."""
         module = "tests.integration.myxo.standin_myxo" if standins else "myxo.main"
-        process = subprocess.Popen(
+        process = ForkServerPopen(
             [sys.executable, "-m", module, *map(str, words)],
             cwd=ROOT,
             env={**self.environment, **(environment or {})},
@@ -48,13 +48,11 @@ class Myxo:
         return process
 
     def run(self, *words: str | Path, standins: bool = False, environment: dict[str, str] | None = None) -> tuple[int, str, str]:
-        """Runs a command to its end: exit code, standard output, standard error.
-
-        It runs in this process, for a process of its own costs each a second of imports.
-        """
+        """Runs a command to its end: exit code, standard output, standard error. Without services it runs in this process."""
+        if standins:
+            return ended(self.start(*words, standins=True, environment=environment))
         out, err = io.StringIO(), io.StringIO()
         with (
-            mock.patch.dict(SERVICE_MODULES, STANDINS if standins else {}),
             mock.patch.dict(os.environ, {**self.environment, **(environment or {})}, clear=True),
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),

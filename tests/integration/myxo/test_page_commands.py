@@ -66,7 +66,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iter
     (place / "data").mkdir()
     (place / "data" / "train.jsonl").write_text('{"prompt": "2+3=", "label": "5"}\n' * 8)
     shell(place, ".venv/bin/python examples/arithmetic/prepare.py runs/quickstart/data")
-    shell(place, f"python -m tests.integration.myxo.standin_myxo up examples/arithmetic/quickstart.toml {FINISHED}")
+    up = [sys.executable, "-m", "tests.integration.myxo.standin_myxo", "up", "examples/arithmetic/quickstart.toml", *shlex.split(FINISHED)]
+    subprocess.run(up, cwd=place, env=environment(place), stdin=subprocess.DEVNULL, check=True, timeout=COMMAND_SECONDS)
     yield place
 
 

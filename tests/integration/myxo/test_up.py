@@ -15,7 +15,7 @@ import pytest
 from myxo.launch import launcher, service_plan
 from myxo.launch.service_plan import ServiceSpec
 from myxo.run.run_directory import RunDirectory
-from tests.integration.myxo.command import COMMAND_SECONDS, ROOT, Myxo, children, ended, kill_child, wait_for
+from tests.integration.myxo.command import COMMAND_SECONDS, ROOT, STANDINS, Myxo, children, ended, kill_child, wait_for
 
 ConfigFile = Callable[..., Path]
 
@@ -223,7 +223,9 @@ def test_bad_input_that_only_a_service_sees_ends_the_run(
         return service_plan.plan(*words)  # type: ignore[arg-type]
 
     monkeypatch.setattr(launcher, "plan", plan)
-    code, out, err = myxo.run("up", config, standins=True)
+    for service, module in STANDINS.items():
+        monkeypatch.setitem(service_plan.SERVICE_MODULES, service, module)
+    code, out, err = myxo.run("up", config)
     assert code == 2, f"{out}\n{err}"
     assert len(err.splitlines()) == 1
     assert err.startswith("myxo: buffer: data.prompt_data = ")

@@ -1,24 +1,34 @@
 """How `make test` gives the files of tests to its workers."""
 
+import ast
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.support.work_order import SHARED, WHOLE_RUNS, next_piece, piece_of
+from tests.support.work_order import ENGINES, OF_WEIGHTS, OWN_ENGINES, SHARED, WHOLE_RUNS, next_piece, piece_of
 
 ROOT = Path(__file__).resolve().parents[3]
-ENGINE = "tests/integration/engine/"
+ENGINE = SHARED[0]
 
 
-@pytest.mark.parametrize("folder", (*WHOLE_RUNS, *SHARED))
+@pytest.mark.parametrize("folder", WHOLE_RUNS)
 def test_its_folders_hold_tests(folder: str) -> None:
     assert folder.endswith("/") and list((ROOT / folder).glob("test_*.py"))
 
 
-def test_a_piece_is_a_file_or_a_folder_that_shares() -> None:
+def test_a_piece_is_a_file_or_files_that_share_an_engine() -> None:
     assert piece_of("tests/e2e/test_ppo.py::test_a[tests/unit/x.py::y]") == "tests/e2e/test_ppo.py"
-    assert piece_of(f"{ENGINE}test_turns.py::test_a") == piece_of(f"{ENGINE}test_router.py::test_b") == ENGINE
+    assert [piece_of(f"{ENGINES}{name}.py::test_a") for name in ("turns", "router", "process")] == [*SHARED[::-1], f"{ENGINES}process.py"]
+    assert all((ROOT / f"{ENGINES}{name}.py").is_file() for name in (*OWN_ENGINES, *OF_WEIGHTS))
+
+
+def test_what_processes_are_forked_with_is_there() -> None:
+    """The server of forks says nothing of a module that it does not find, and would start without any."""
+    tree = ast.parse((ROOT / "tests" / "support" / "preloaded.py").read_text())
+    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    assert len(names) > 15 and [name for name in names if find_spec(name) is None] == []
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Starts Python's own processes by a fork of this one, which has their modules loaded: nothing is imported again.
+"""Starts Python's own processes by a fork of one that has their modules loaded: nothing is imported again, which takes seconds of CPU.
 
 `install` takes the place of ``subprocess.Popen`` for commands of this interpreter; every other command is started as ever. What is started
 is a process like any other: it has its parent, its group, its exit code, and dies of any signal. It starts processes in the same way.
@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import contextvars
 import gc
+import importlib
 import inspect
 import os
 import random
@@ -17,23 +18,22 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import structlog
+from setproctitle import setproctitle
 
-from services.rollout.engine.engine_process import CPU_LAUNCHER
 from shared.process import parent_watchdog
 from shared.process.child_process import WATCHDOG
 
-PLACES: dict[str, str] = {str(CPU_LAUNCHER): "tests.chaos.fast.scripted_engine"}
-"""Scripts by whose path a process is started → the module that runs in their place."""
-
+_places: Mapping[str, str] = {}
 _register: Path | None = None
 _name = ""
 
-_SIGNATURE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
+SIGNATURE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 _MOST_DESCRIPTORS = 4096
 
 
@@ -47,19 +47,20 @@ def python_work(command: Sequence[str]) -> Callable[[], object] | None:
         return lambda: sys.exit(parent_watchdog.main(int(lifeline), scratch, further))
     if words[:1] == ["-m"]:
         return lambda: _run_module(words[1], words[2:])
-    if words and words[0] in PLACES:
-        return lambda: _run_module(PLACES[words[0]], words[1:])
+    if words and words[0] in _places:
+        return lambda: _run_module(_places[words[0]], words[1:])
     return None
 
 
-def install(register: Path | None = None) -> None:
+def install(register: Path | None = None, places: Mapping[str, str] | None = None) -> None:
     """Has this process, and all that it starts, fork Python's processes.
 
     Args:
-        register: a directory in which each writes its name under its pid: all have the command line of the process that they come from.
+        register: a directory in which each writes its name under its pid.
+        places: scripts by whose path a process is started → the module that runs in their place.
     """
-    global _register
-    _register = register
+    global _register, _places
+    _register, _places = register, places or {}
     subprocess.Popen = ForkedPopen  # type: ignore[misc]
 
 
@@ -68,7 +69,7 @@ def named(command: Sequence[str], environment: Mapping[str, str], starter: str) 
     words = list(command)
     if str(WATCHDOG) in words:
         return f"{starter}/watchdog"
-    module = words[2] if words[1:2] == ["-m"] else PLACES.get(words[1], "")
+    module = words[2] if words[1:2] == ["-m"] else _places.get(words[1], "")
     if (instance := environment.get("MYXO_INSTANCE", "")) and not starter:
         return instance
     return "/".join(filter(None, [starter.removesuffix("/watchdog"), module.rpartition(".")[2].removeprefix("scripted_")]))
@@ -84,7 +85,7 @@ class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
     """``subprocess.Popen``, with a fork in the place of an interpreter's start."""
 
     def _execute_child(self, *arguments: Any, **named: Any) -> None:
-        given = _SIGNATURE.bind(self, *arguments, **named).arguments
+        given = SIGNATURE.bind(self, *arguments, **named).arguments
         command = given["args"]
         work = None if given["shell"] or isinstance(command, str | bytes) else python_work([os.fsdecode(word) for word in command])
         if work is None:
@@ -94,22 +95,29 @@ class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
         sys.stderr.flush()
         self.pid = os.fork()
         if not self.pid:
-            _become(work, given, ends, [os.fsdecode(word) for word in command])
+            become([os.fsdecode(word) for word in command], work, given, ends, given["pass_fds"])
         self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(given[name] for name in pipes))  # type: ignore[attr-defined]
         return None
 
 
-def _become(work: Callable[[], object], given: Mapping[str, Any], ends: list[int], command: Sequence[str]) -> NoReturn:
-    """Turns a fresh fork into the process that was asked for, and never returns."""
+def become(
+    command: Sequence[str], work: Callable[[], object], given: Mapping[str, Any], ends: list[int], kept: Sequence[int] = ()
+) -> NoReturn:
+    """Turns a fresh fork into the process that was asked for, and never returns.
+
+    Args:
+        work: what it does. given: arguments of ``subprocess.Popen``. ends: the descriptors that become 0, 1 and 2 (-1: as it is).
+        kept: other descriptors that stay open.
+    """
     global _name
     code = 1
     try:
         if given["start_new_session"]:
             os.setsid()
         _set_signals()
-        _move_descriptors(ends, given["pass_fds"])
+        _move_descriptors(ends, kept)
         if given["preexec_fn"] is not None:
             given["preexec_fn"]()
         if given["cwd"] is not None:
@@ -117,15 +125,19 @@ def _become(work: Callable[[], object], given: Mapping[str, Any], ends: list[int
         if given["env"] is not None:
             os.environ.clear()
             os.environ.update({os.fsdecode(name): os.fsdecode(value) for name, value in given["env"].items()})
+        setproctitle(" ".join(command))
         if _register is not None:
             _name = named(command, os.environ, _name)
             (_register / str(os.getpid())).write_text(_name)
+        sys.path[:0] = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        importlib.invalidate_caches()
         gc.freeze()  # objects of the parent would close descriptors that are others now
         asyncio._set_running_loop(None)
         asyncio.set_event_loop(None)
         random.seed()
         tempfile.tempdir = None  # it is looked up anew, in this process's environment
         structlog.reset_defaults()
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # a module that runs may be one that is loaded
         contextvars.Context().run(work)
         code = 0
     except SystemExit as ended:

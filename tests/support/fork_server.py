@@ -1,0 +1,115 @@
+"""``subprocess.Popen`` for services and `myxo`, forked from a server that has their modules loaded (`tests.support.preloaded`).
+
+A start takes a tenth of the time. What is started dies like any other process, and starts Python's processes in the same way; its parent
+is the server, which ends with this process.
+"""
+
+import ctypes
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing import context, get_context, process, reduction, resource_tracker
+from typing import Any
+
+import pytest
+
+from shared.process.child_process import WATCHDOG, die_with_parent
+from tests.support import forking
+
+FORKED = (
+    *("services.buffer", "services.console", "services.gateway", "services.reward", "services.rollout", "shared.", "myxo."),
+    *("tests.integration.", "tests.chaos.poisonous"),
+)
+"""What the modules begin with that are forked; others import what is not loaded."""
+
+_LEAST_DESCRIPTOR = 400  # above those that a process gets in its place
+
+_server = get_context("forkserver")
+_server.set_forkserver_preload(["tests.support.preloaded"])
+
+
+class _Passed:
+    """A descriptor of this process, which is a copy of it in the one that unpickles it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _copied, (reduction.DupFd(self.number),)
+
+
+def _copied(duplicate: Any) -> _Passed:
+    return _Passed(fcntl.fcntl(duplicate.detach(), fcntl.F_DUPFD, _LEAST_DESCRIPTOR))
+
+
+class ForkServerPopen(subprocess.Popen):  # type: ignore[type-arg]
+    """``subprocess.Popen``; see the module."""
+
+    _forked: context.ForkServerProcess | None = None
+
+    def _execute_child(self, *positional: Any, **named: Any) -> None:
+        given = dict(forking.SIGNATURE.bind(self, *positional, **named).arguments)
+        if not is_forked(given["args"]) or given["preexec_fn"] not in (None, die_with_parent):
+            return super()._execute_child(*positional, **named)  # type: ignore[misc]
+        ends = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        passed = [_Passed(number if end == -1 else end) for number, end in enumerate(ends)]
+        kept = {number: _Passed(number) for number in given["pass_fds"]}
+        mounts = os.open("/proc/self/ns/mnt", os.O_RDONLY)
+        words = {name: given[name] for name in ("start_new_session", "preexec_fn")}
+        words |= {"env": dict(os.environ if given["env"] is None else given["env"]), "cwd": given["cwd"] or os.getcwd()}
+        arguments = (list(map(os.fspath, given["args"])), words, passed, kept, _Passed(mounts))
+        self._forked = _server.Process(target=_become, args=arguments, daemon=True)
+        self._forked.start()
+        os.close(mounts)
+        assert self._forked.pid is not None
+        self.pid = self._forked.pid
+        self._child_created = True
+        pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(given[name] for name in pipes))  # type: ignore[attr-defined]
+        return None
+
+    def _internal_poll(self, *arguments: Any, **named: Any) -> int | None:
+        if self._forked is None:
+            return super()._internal_poll(*arguments, **named)  # type: ignore[misc,no-any-return]
+        if self.returncode is None:
+            self.returncode = self._forked.exitcode
+        return self.returncode
+
+    def _wait(self, timeout: float | None) -> int:
+        if self._forked is None:
+            return super()._wait(timeout)  # type: ignore[misc,no-any-return]
+        self._forked.join(timeout)
+        if self._internal_poll() is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return self.returncode
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_python() -> Iterator[None]:
+    """Has a module's tests start processes so. A module's own fixture of this name keeps it from that."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", ForkServerPopen)
+        yield
+
+
+def is_forked(command: Any) -> bool:
+    """Returns whether a command line is one of those that are forked: maybe below a watchdog."""
+    words = [command] if isinstance(command, str | bytes) else list(map(str, command))
+    if str(WATCHDOG) in words:
+        words = words[words.index(str(WATCHDOG)) + 3 :]
+    return words[:2] == [sys.executable, "-m"] and words[2].startswith(FORKED)
+
+
+def _become(command: list[str], given: dict[str, Any], ends: list[_Passed], kept: dict[int, _Passed], mounts: _Passed) -> None:
+    process.current_process()._config.pop("daemon", None)  # type: ignore[attr-defined]  # it may have children
+    resource_tracker._resource_tracker._fd = resource_tracker._resource_tracker._pid = None  # the server's is not its own
+    if os.fstat(mounts.number).st_ino != os.stat("/proc/self/ns/mnt").st_ino:  # the starter has a disk of its own
+        ctypes.CDLL(None, use_errno=True).setns(mounts.number, 0)
+    for number, passed in kept.items():
+        os.dup2(passed.number, number)
+    forking.install()
+    work = forking.python_work(command)
+    assert work is not None
+    forking.become(command, work, given, [end.number for end in ends], list(kept))
