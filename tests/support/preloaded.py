@@ -23,8 +23,7 @@ with quick_imports():
     import services.gateway.gateway_service
     import services.reward.reward_service
     import services.reward.worker
-    import services.rollout.agent_worker
-    import services.rollout.generate_worker
+    import services.rollout.function_worker
     import services.rollout.producer_process
     import services.rollout.rollout_service
     import shared.hooks
