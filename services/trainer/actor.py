@@ -233,12 +233,12 @@ class Actor:
         """Writes a Hugging Face checkpoint: safetensors, config, tokenizer. It appears complete or not at all.
 
         Args:
-            steps: those that the policy was trained, which the checkpoint then tells.
+            steps: those that the policy was trained, which the checkpoint then records.
         """
         export.save_hf(self._gather_plan, self.hf_dir, Path(directory), steps=steps)
 
     def start_export(self, directory: str | Path, steps: int | None = None) -> JointWrite:
-        """Begins `save_hf`: copies each rank's share of the weights to its host memory, to be written while training goes on."""
+        """Begins `save_hf`: copies each rank's share of the weights to its host memory, to be written while training continues."""
         return export.start_export(self._gather_plan, self.hf_dir, Path(directory), steps=steps)
 
     def save_checkpoint(
@@ -248,7 +248,7 @@ class Actor:
 
         Args:
             wait: until the checkpoint is published. Otherwise the state of this moment is copied to host memory and written
-                while training goes on; it appears under the returned name when all ranks have written, or never. An error
+                while training continues; it appears under the returned name when all ranks have written, or never. An error
                 is raised by :meth:`finish_save` or the next save.
 
         Raises SaveFailed: this checkpoint, or the one before it, could not be written.

@@ -38,7 +38,7 @@ class ActorCriticExchange:
         self._freed_below: dict[Kind, int] = {"values": 0, "kl": 0}
 
     def write(self, kind: Kind, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Writes a rank's samples, [R] by name. Skips steps that the reader has already saved: nobody would free their tensors."""
+        """Writes a rank's samples, [R] by name. Skips steps that the reader has already saved: no one would free their tensors."""
         if tensors and step >= self.saved(READER[kind]):
             fields = {name: tensor.float().numpy().astype("<f4").tobytes() for name, tensor in tensors.items()}
             self._retry(f"writing the {kind} of step {step}", lambda: self._client.hset(self._key(kind, step), mapping=fields))

@@ -2,7 +2,7 @@
 engines.
 
 Started by ``myxo replay``; with ``--train-only`` and the checked config as JSON by ``myxo up`` for a run with `load_debug_rollout_data`,
-which goes on from its checkpoints. Every rank runs it; the launcher starts more of them where the config asks for more. Everything else is
+which continues from its checkpoints. Every rank runs it; the launcher starts as many as the config asks for. Everything else is
 the trainer's own code: the same batches under the same config give the same steps, and with ``--deterministic`` the same bits.
 """
 
@@ -43,7 +43,7 @@ class ReplayClient:
     """A stand-in for rank 0's `ControlClient`: batches come from files, and reports are printed.
 
     Args:
-        dumps: a `DumpedBatches`. steps: of the run. After SIGTERM or SIGINT the trainer is told to stop, as by a service.
+        dumps: a `DumpedBatches`. steps: of the run. After SIGTERM or SIGINT it asks the trainer to stop, as a service does.
     """
 
     replicas: list[Any] = []
@@ -68,7 +68,7 @@ class ReplayClient:
             print(json.dumps({"step": message.step, "version": message.version, **message.metrics}), flush=True)
 
     def live_version(self) -> int:
-        """Returns -1: nobody is told of any version."""
+        """Returns -1: no version is announced."""
         return -1
 
     def tell(self, what: str, detail: str) -> None:
@@ -84,9 +84,9 @@ class ReplayClient:
     def set_state(self, state: str) -> None:
         print(state, file=sys.stderr, flush=True)
 
-    def begin_doing(self, what: str, awaited_from: Sequence[str] = (), next_action: str = "") -> None: ...
+    def report_activity(self, what: str, awaited_from: Sequence[str] = (), next_action: str = "") -> None: ...
 
-    def watch_doing(self, look: Look) -> None: ...
+    def watch_activity(self, look: Look) -> None: ...
 
     def gauges(self, values: Mapping[str, float], *, in_status: bool = True) -> None:
         """Prints a step of the warm start, or of demonstrations alone, as one line of JSON."""
@@ -114,11 +114,11 @@ def replayed(config: RunConfig, template: str, steps: list[int]) -> RunConfig:
 
 
 def offline(config: RunConfig) -> RunConfig:
-    """Returns the config of a trainer that nobody takes weights from. Raises ConfigError for one with a critic."""
+    """Returns the config of a trainer from which no engine takes weights. Raises ConfigError for one with a critic."""
     if config.algorithm.has_critic:
         raise ConfigError("algorithm.advantage_estimator", "ppo", "an estimator without a critic; its values are not in the dumps")
-    nobody = {"update_weight_transport": "nccl", "snapshot_interval": 0, "join_from": "trainer"}
-    return config.model_copy(update={"weights": config.weights.model_copy(update=nobody)})
+    unused = {"update_weight_transport": "nccl", "snapshot_interval": 0, "join_from": "trainer"}
+    return config.model_copy(update={"weights": config.weights.model_copy(update=unused)})
 
 
 def launch(arguments: list[str]) -> None:

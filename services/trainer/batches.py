@@ -331,7 +331,7 @@ def _micro_batch(
     *,
     partial: bool,
 ) -> MicroBatch:
-    """``partial``: samples of the batch, of whichever rank, lack the rollout's log-probs: nobody shall read them who does not know."""
+    """``partial``: samples of the batch, of whichever rank, lack the rollout's log-probs: only who knows that may read them."""
     samples = [shard.samples[index] for index in indices]
     packed = pack(samples, [weights[index] for index in indices], choices)
     if partial:

@@ -112,7 +112,7 @@ class ColocationScheduler:
     def pushing(self) -> Iterator[None]:
         """Gives the engines the GPU after the body, which pushes and returns when nothing reads the weights any more. A collective.
 
-        They also get it after a push that was not made, or failed: engines that hold a version go on with it.
+        They also get it after a push that was not made, or failed: engines that hold a version continue with it.
         """
         if self.colocated:
             self.onload()
@@ -199,7 +199,7 @@ class ColocationScheduler:
             time.sleep(POLL_INTERVAL_S)
 
     async def _ask_all(self, control: ControlClient, request: WeightsSleep | WeightsWake, reply: type[Answer]) -> list[Answer]:
-        """Asks every replica at once. Logs the name of one that does not answer; the others go on without it."""
+        """Asks every replica at once. Logs the name of one that does not answer; the others continue without it."""
         service, answers = control.service, list[Answer]()
         verb = "sleep" if isinstance(request, WeightsSleep) else "wake"
 
@@ -216,7 +216,7 @@ class ColocationScheduler:
         return answers
 
     async def _renew(self, control: ControlClient) -> None:
-        """Tells the replicas to stay offloaded, including those that have come since. Runs until cancelled."""
+        """Asks the replicas to stay offloaded, including those that have come since. Runs until cancelled."""
         while True:
             await asyncio.sleep(RENEW_SECONDS)
             with contextlib.suppress(MyxoError, *TRANSIENT):

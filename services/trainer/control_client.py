@@ -96,7 +96,7 @@ class ControlClient:
 
     Attributes:
         replicas: the rollout replicas whose engines are up, as the registry was last read. evaluations: those that have ended, in
-            their order, as far as the buffer has told.
+            their order, as far as the buffer has reported them.
     """
 
     service: Service
@@ -184,11 +184,11 @@ class ControlClient:
     def set_state(self, state: str) -> None:
         self.service.state = state
 
-    def begin_doing(self, what: str, awaited_from: Sequence[str] = (), next_action: str = "") -> None:
-        """Tells the service's status what the loop does from now on, or whom it waits for."""
+    def report_activity(self, what: str, awaited_from: Sequence[str] = (), next_action: str = "") -> None:
+        """Reports in the service's status what the loop does from now on, or what it waits for."""
         self.service.activities.begin(LOOP, what, awaited_from, next_action)
 
-    def watch_doing(self, look: Look) -> None:
+    def watch_activity(self, look: Look) -> None:
         """Has the service's status ask ``look`` what another part of this trainer does."""
         self.service.activities.watch(look)
 
@@ -292,7 +292,6 @@ class ControlClient:
         self._evaluated = max([0.0, *(status.gauges.get("evaluations", 0.0) for status in await registry.alive("buffer"))])
 
     async def _read_evaluations(self) -> None:
-        """Asks the buffer for the evaluations that have ended since it was last asked."""
         async with self._reading:
             while True:
                 request = EvaluationsRequest(known=len(self.evaluations))
@@ -322,7 +321,7 @@ class ControlClient:
 
 def still_known(known: Sequence[ServiceStatus], read: Sequence[ServiceStatus], restored: float, ttl: float) -> list[ServiceStatus]:
     """Returns the statuses to go by: those read, and until a TTL after the bus came back those known before, which it may have let expire
-    while nobody could renew them. ``restored``: seconds since then."""
+    while none could be renewed. ``restored``: seconds since then."""
     if restored >= ttl:
         return list(read)
     renewed = {status.instance for status in read}

@@ -54,13 +54,13 @@ class Critic(RoleWorker):
             match self._next_command():
                 case Value(batch=batch):
                     self._valued = None
-                    self._tell_doing(f"computing the values of step {batch.step}")
+                    self._report_activity(f"computing the values of step {batch.step}")
                     with self._refusing():
                         self._valued = self._value(batch)
                     if self._valued is None and isinstance(self._scheduler, CriticStepScheduler):
                         self._scheduler.forget()
                 case Train(batch=batch):
-                    self._tell_doing(f"training step {batch.step}")
+                    self._report_activity(f"training step {batch.step}")
                     self._train()
                     self._save_if_due()
                 case Leave(done=done):

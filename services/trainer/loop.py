@@ -76,7 +76,7 @@ class Trainer(RoleWorker):
         self._profiler = StepProfiler(config, runtime.rank())
         self._snapshots = SnapshotWriter(config, control, self._actor)
         if control is not None:
-            control.watch_doing(self._pusher.doing)
+            control.watch_activity(self._pusher.doing)
             self._scheduler = StepScheduler(control, config, self._pusher, self._snapshots, self._colocation, exchange)
 
     def run(self) -> None:
@@ -95,10 +95,10 @@ class Trainer(RoleWorker):
                 case Push() as push:
                     self._push(push)
                 case Snapshot(version=version):
-                    self._tell_doing(f"writing the weights of version {version} to disk")
+                    self._report_activity(f"writing the weights of version {version} to disk")
                     self._snapshots.write(version)
                 case Train(batch=batch, ahead=ahead):
-                    self._tell_doing(f"training step {batch.step}")
+                    self._report_activity(f"training step {batch.step}")
                     self._colocation.onload()
                     version = self._version
                     self._profiler.begin(batch.step)
@@ -107,7 +107,7 @@ class Trainer(RoleWorker):
                         self._save_if_due()
                     self._profiler.end()
                     if control is not None:
-                        control.begin_doing(f"the batch of step {self._progress.steps}", ["buffer"])
+                        control.report_activity(f"the batch of step {self._progress.steps}", ["buffer"])
                     if self._version == version:  # no push follows that would give the GPUs to the engines
                         self._colocation.offload()
                 case Wait(save=save):
@@ -255,7 +255,7 @@ class Trainer(RoleWorker):
             self._metrics.stood_still("push", time.monotonic() - started)
 
     def _leave(self, done: bool) -> None:
-        self._tell_doing("leaving")
+        self._report_activity("leaving")
         self._pusher.wait()
         self._report_pushes()
         if not done and self._begun_save < self._progress.steps:
@@ -286,7 +286,7 @@ class Trainer(RoleWorker):
 
     def _save_final_hf(self) -> None:
         path = hf_directory(self._config)
-        self._tell_doing(f"writing the final weights to {path}")
+        self._report_activity(f"writing the final weights to {path}")
         self._actor.save_hf(path, self._progress.steps)
         self._log_start("final_weights_written")
 

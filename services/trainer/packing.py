@@ -126,7 +126,7 @@ def pack(samples: Sequence[Sample], weights: Sequence[float], choices: ExpertCho
 
 
 def _experts(samples: Sequence[Sample], total: int, choices: ExpertChoices) -> npt.NDArray[np.int16]:
-    """Returns the experts of a pack's tokens, int16 [T, layers, experts a token]; -1 where no sample tells them, as of its last token."""
+    """Returns the experts of a pack's tokens, int16 [T, layers, experts a token]; -1 where no sample names them, as of its last token."""
     experts = np.full((total, len(choices.layers), choices.per_token), -1, np.int16)
     for sample, whole, _ in _layout(samples):
         if sample.routed_experts is not None:

@@ -1,7 +1,7 @@
 """Exports of the policy in Hugging Face's format at the run's checkpoints (`save_hf`).
 
 Each rank copies its share of the weights to host memory as for a checkpoint, and writes it while the next steps train, unless `async_save`
-is off. An error of the disk never stops the training: it is told, and the next export is tried.
+is off. An error of the disk never stops the training: it is logged, and the next export is tried.
 """
 
 import time

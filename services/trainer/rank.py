@@ -61,7 +61,7 @@ def main(role: str) -> None:
 
 
 def end_all() -> None:
-    """Tells why this rank is ended by force, and ends the others."""
+    """Reports why this rank is ended by force, and ends the others."""
     tell_failure(last_error.text, consequence=False)
     kill_siblings()
 
@@ -74,7 +74,7 @@ def kill_siblings() -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def told(work: Callable[[], None]) -> None:
+def reported(work: Callable[[], None]) -> None:
     """Runs a rank's work; torchrun learns why it failed. That another rank went away is no cause of its own."""
     try:
         work()
@@ -99,4 +99,4 @@ def read_run() -> tuple[RunConfig, str]:
 
 if __name__ == "__main__":
     die_with_parent()
-    sys.exit(exit_code(SERVICES[sys.argv[1]], lambda: told(lambda: main(sys.argv[1]))))
+    sys.exit(exit_code(SERVICES[sys.argv[1]], lambda: reported(lambda: main(sys.argv[1]))))

@@ -218,19 +218,18 @@ class RoleWorker:
         self._actor.close()
 
     def _log_start(self, event: str) -> None:
-        """Logs a stage of the start; one rank speaks for all."""
         if self._control is not None:
             self._log.info(event)
 
     # --- commands and batches
 
-    def _tell_doing(self, what: str) -> None:
-        """Tells displays what this role does from now on, where this is rank 0."""
+    def _report_activity(self, what: str) -> None:
+        """Reports to displays what this role does from now on, where this is rank 0."""
         if self._control is not None:
             limit = self._config.trainer.collective_timeout
             many = self._ranks > 1
             after = f"if a rank hangs, the others end after trainer.collective_timeout = {limit:g} s, and all start again" if many else ""
-            self._control.begin_doing(what, (), after)
+            self._control.report_activity(what, (), after)
 
     def _next_command(self) -> Command:
         if self._scheduler is None:
@@ -253,7 +252,7 @@ class RoleWorker:
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:
-        """Tells the buffer of a batch that the body cannot train. The buffer hands the step out again, in the end with other groups."""
+        """Reports to the buffer a batch that the body cannot train. The buffer hands the step out again, in the end with other groups."""
         try:
             yield
         except Untrainable as error:
@@ -271,7 +270,6 @@ class RoleWorker:
         return partition_batch(batch, optimizer_steps, ranks, self._max_tokens, self._operations, self._longest, closely=closely)
 
     def _optimized(self, batch: TrainBatch, loss_of_step: Callable[[int], LossFunction], *, need_entropy: bool = False) -> list[StepResult]:
-        """Takes the batch's optimizer steps in order."""
         if self._config.trainer.reset_optimizer_states:
             self._actor.optimizer.reset_moments()
         results: list[StepResult] = []
@@ -310,7 +308,6 @@ class RoleWorker:
     # --- the other role
 
     def _give(self, kind: Kind, batch: TrainBatch) -> None:
-        """Writes a field of the batch for the other role, which is there."""
         assert self._exchange is not None
         with runtime.together(f"writing the {kind} of step {batch.step}"):
             self._exchange.write(kind, batch.step, batch.named(kind))
@@ -318,7 +315,6 @@ class RoleWorker:
             self._exchange.finish(kind, batch.step)
 
     def _with_given(self, kind: Kind, batch: TrainBatch) -> TrainBatch:
-        """Returns the batch with the field that the other role has written."""
         assert self._exchange is not None
         with runtime.together(f"reading the {kind} of step {batch.step}"):
             return batch.with_values(kind, self._exchange.read(kind, batch.step, batch.names))
@@ -335,15 +331,15 @@ class RoleWorker:
             self._metrics.resume(self._progress.steps, sft_done=self._progress.sft_done)
 
     def _resume_step(self) -> int | None:
-        """Returns the step to go back to, None to begin anew: rank 0 takes the newest that every rank has, and tells the others.
+        """Returns the step to go back to, None to begin anew: rank 0 takes the newest that every rank has, and sends it to the others.
 
         Ranks on other machines may have disks of their own.
         """
         held = self._sound_steps()
         if self._scheduler is None:
-            told = self._broadcast.receive()
-            assert isinstance(told, Resume)  # the first command
-            return told.step
+            command = self._broadcast.receive()
+            assert isinstance(command, Resume)  # the first command
+            return command.step
         step = newest_of_all(held)
         if lacking := [rank for rank, steps in enumerate(held) if max(steps, default=None) != step]:
             newest = {rank: max(held[rank], default=None) for rank in lacking}
@@ -383,7 +379,7 @@ class RoleWorker:
     def _save(self) -> None:
         """Writes a checkpoint of the training's present state, in the background if so configured; waits for the last one of a run."""
         started, steps, trainer = time.monotonic(), self._progress.steps, self._config.trainer
-        self._tell_doing(f"saving the checkpoint of {steps} steps")
+        self._report_activity(f"saving the checkpoint of {steps} steps")
         self._save_began, self._room_needed = time.time(), False
         wait = not trainer.async_save or steps == self._config.rollout.num_rollout
         self._actor.save_checkpoint(self._checkpoints, steps, asdict(self._progress), keep=trainer.keep_checkpoints, wait=wait)

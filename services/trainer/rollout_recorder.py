@@ -109,7 +109,7 @@ class RolloutRecorder:
         return True
 
     def _finish(self, batch: Batch, started: float, attestation: Attestation) -> None:
-        """Has the buffer count the step and free its payloads; a step that was told of twice counts once."""
+        """Has the buffer count the step and free its payloads; a step that is reported twice counts once."""
         steps = batch.step + 1
         self._control.trained(Trained(step=batch.step, version=VERSION, started=started, ended=time.time(), attestation=attestation))
         self._progress.parent.mkdir(parents=True, exist_ok=True)

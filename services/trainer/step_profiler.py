@@ -51,7 +51,7 @@ class StepProfiler:
 
     @contextlib.contextmanager
     def part(self, part: Part, of: str = "") -> Iterator[None]:
-        """Traces the body, a part of the present step, where that is asked for. ``of``: what tells it from others in the step."""
+        """Traces the body, a part of the present step, where that is asked for. ``of``: distinguishes it from others in the step."""
         if self._overall is not None:
             with record_function(part + of):
                 yield

@@ -23,7 +23,7 @@ from shared.schema.messages import Batch, BatchPending, RunDone
 from shared.schema.versions import version_after
 
 LOG_INTERVAL_S = 30.0  # the interval at which a long wait is logged, with the name of the awaited thing
-# The time after which a push that goes on beside a wait is named as what is awaited: no groups come while replicas are paused for it
+# The time after which a push beside a wait is named as what is awaited: no groups come while replicas are paused for it
 PUSH_SECONDS = 5.0
 POLL_INTERVAL_S = 0.02
 HOLD_SECONDS = 2.0  # the time that one command waits for the other role before the ranks get `Wait`: they have to hear from rank 0 in time
@@ -88,7 +88,7 @@ class BatchRequester:
             self._awaited, self._since, self._logged = what, now, now
         waited = now - self._since
         role = "critic" if "critic" in awaited_from else "trainer" if "actor" in awaited_from else "buffer"
-        self._control.begin_doing(what, [role], f"the trainer stops after {self._timeout + longer:g} s, and starts again")
+        self._control.report_activity(what, [role], f"the trainer stops after {self._timeout + longer:g} s, and starts again")
         if (push := self._push()) is not None and push.seconds > PUSH_SECONDS:
             what, awaited_from = f"{push.what}, which {what} waits for", push.whom
         if waited > self._timeout + longer:

@@ -83,7 +83,7 @@ def _rank(pid: int) -> str:
 
 
 PORT_FILE, FAILURE_FILE = "port", "failure"
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's variable for the file in which a rank tells why it fails
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's variable for the file in which a rank writes why it fails
 
 
 def run_ranks(
@@ -128,18 +128,18 @@ def run_ranks(
             failed({"rank": error.get_first_failure()[0], "code": 1, "reason": watch.frozen, "consequence": False})
             raise RankFrozen(watch.frozen) from error
         rank, failure = error.get_first_failure()
-        told = failure.error_file_data if isinstance(failure.error_file_data.get("message"), str) else {}
-        words = told.get("message") or (f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit code {failure.exitcode}")
+        known = failure.error_file_data if isinstance(failure.error_file_data.get("message"), str) else {}
+        words = known.get("message") or (f"signal {-failure.exitcode}" if failure.exitcode < 0 else f"exit code {failure.exitcode}")
         code = failure.exitcode if 0 < failure.exitcode < 128 else 1
-        failed({"rank": rank, "code": code, "reason": words, "consequence": bool(told.get("consequence"))})
+        failed({"rank": rank, "code": code, "reason": words, "consequence": bool(known.get("consequence"))})
         sys.exit(code)
 
 
 def tell_failure(reason: str, consequence: bool) -> None:
     """Writes why this rank fails into the file that torchrun has named for it. ``consequence``: another rank went away."""
     if path := os.environ.get(ERROR_FILE):
-        told = {"message": reason, "timestamp": str(int(time.time())), "consequence": consequence}
-        Path(path).write_text(json.dumps(told))
+        content = {"message": reason, "timestamp": str(int(time.time())), "consequence": consequence}
+        Path(path).write_text(json.dumps(content))
 
 
 def main(arguments: list[str]) -> None:

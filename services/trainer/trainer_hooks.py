@@ -80,7 +80,10 @@ def converted(custom: CustomFunctions, partition: Partition, samples: Sequence[H
     masks = [np.asarray([1] * sample.response_length if sample.loss_mask is None else sample.loss_mask, np.uint8) for sample in samples]
     given = custom.call(CONVERT, custom.args, list(samples))
     reader = _Columns(custom, given, len(samples))
-    _check_tokens(reader, tokens, [len(mask) for mask in masks])
+    for index, (own, length) in enumerate(zip(reader.column("tokens"), reader.column("response_lengths"), strict=True)):
+        if np.asarray(own).tolist() != tokens[index] or length != len(masks[index]):
+            problem = f"tokens or response_lengths of sample {index} are not the sample's: what is trained is what was generated and scored"
+            raise reader.refused(problem)
     reader.check_rollouts([(item.group, sample.rollout_id) for item, sample in zip(partition.items, samples, strict=True)])
     rewards = reader.numbers("rewards")
     if unread := sorted(set(map(str, reader.given)) & NOT_READ):
@@ -94,13 +97,6 @@ def converted(custom: CustomFunctions, partition: Partition, samples: Sequence[H
         if reader.given.get(TEACHER) is not None
         else None,
     )
-
-
-def _check_tokens(reader: "_Columns", tokens: list[list[int]], lengths: list[int]) -> None:
-    for index, (given, length) in enumerate(zip(reader.column("tokens"), reader.column("response_lengths"), strict=True)):
-        if np.asarray(given).tolist() != tokens[index] or length != lengths[index]:
-            problem = f"tokens or response_lengths of sample {index} are not the sample's: what is trained is what was generated and scored"
-            raise reader.refused(problem)
 
 
 class _Columns:
@@ -183,7 +179,7 @@ def postprocessed(custom: CustomFunctions, batch: TrainBatch) -> TrainBatch:
 
 
 def _rollout_data(batch: TrainBatch) -> dict[str, Any]:
-    """Returns what slime's ``rollout_data`` tells of this rank's samples besides `SHOWN`."""
+    """Returns what slime's ``rollout_data`` has of this rank's samples besides `SHOWN`."""
     samples = {index: sample for item in batch.micro_batches for index, sample in zip(item.indices, item.samples, strict=True)}
     own = [samples[index] for index in batch.indices]
     raw = batch.partition.rewards if batch.raw is None else batch.raw

@@ -48,8 +48,8 @@ class NodeRanks:
         if self._child is not None and (code := self._child.exit_code()) is not None:
             if self._asked and code == -signal.SIGTERM:  # torchrun had no ranks yet
                 code = 0
-            told = self._read(FAILURE_FILE)
-            failure = json.loads(told) if told else {}
+            content = self._read(FAILURE_FILE)
+            failure = json.loads(content) if content else {}
             reason = "" if code == 0 else f"its ranks ended with {cause(code)}"
             if failure:
                 reason = f"rank {failure['rank']}: {failure['reason']}"

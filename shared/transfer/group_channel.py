@@ -211,7 +211,7 @@ class GroupReceiver(ChannelReceiver):
     """A reader's end. NCCL's broadcasts are issued on a stream of their own; each waits, on the GPU, until its buffer has been read.
 
     Args:
-        ring: buffers of an earlier channel, to go on with. undisturbed: pushes after the first begin when their source announces them, each
+        ring: buffers of an earlier channel, to take over. undisturbed: pushes after the first begin when their source announces them, each
             in this context; None: when `manifest` is called.
     """
 
@@ -304,7 +304,6 @@ class GroupReceiver(ChannelReceiver):
         return True
 
     def _begin(self, manifest: Manifest, deadline: TransferDeadline) -> None:
-        """Issues a push's first broadcasts."""
         self._ring.reserve(manifest)
         self._works, self._arrived, self._free, self._posted, self._deadline = {}, {}, {}, 0, deadline
         if self._stream is not None:
@@ -377,7 +376,6 @@ def _outlive(group: Any, ended: Future[None]) -> None:
 
 @contextlib.contextmanager
 def _environment(settings: dict[str, str]) -> Iterator[None]:
-    """Sets environment variables for the duration of the body."""
     before = {name: os.environ[name] for name in settings if name in os.environ}
     os.environ.update(settings)
     try:

@@ -117,7 +117,6 @@ class MemorySender(ChannelSender):
             path.unlink(missing_ok=True)
 
     def _wait_taken(self, index: int) -> None:
-        """Returns once all readers have loaded bucket ``index``."""
         key = f"taken/{self._push}/{index}"
         if index >= 0:
             self._until(lambda: self.store.add(key, 0) >= self._readers, f"the loading of bucket {index}")
@@ -236,7 +235,6 @@ def _opened(kind: str, where: str, *fields: Any) -> Tensor:
 
 
 def _gpu_index(uuid: str) -> int:
-    """Returns this process's number of a GPU."""
     for index in range(torch.cuda.device_count()):
         if str(torch.cuda.get_device_properties(index).uuid) == uuid:
             return index

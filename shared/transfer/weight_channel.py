@@ -309,7 +309,7 @@ class ChannelReceiver(abc.ABC):
         """Ends the push: every bucket was released, and all work that reads them is done."""
 
     def report_held(self, push: int, digest: str) -> None:
-        """Tells the source the digest of what this reader holds after the push, without waiting. Raises ChannelBroken."""
+        """Sends the source the digest of what this reader holds after the push, without waiting. Raises ChannelBroken."""
         with breaking(f"{self.source} is gone"):
             self.store.post(f"held/{push}/{self.rank}", digest)
 

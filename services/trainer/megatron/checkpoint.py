@@ -61,7 +61,7 @@ def start_saving(
     Args:
         step: names the checkpoint; an older one of the same step is replaced. extra: JSON data handed back by the load.
         keep: how many of the newest checkpoints stay, this one included; None for all.
-        copied: whether training may go on before :meth:`JointWrite.finish`. One save at a time: finish it before the next.
+        copied: whether training may continue before :meth:`JointWrite.finish`. One save at a time: finish it before the next.
 
     Raises:
         ConfigError: ``extra`` is no JSON.
@@ -99,7 +99,10 @@ def load_checkpoint(
     Raises:
         CheckpointMissing: there is none (of this step). ConfigError: it is of another model, dtype or optimizer.
     """
-    path, marker = _agreed(root, step)
+    with deadline(f"the choice of a checkpoint in {root}"):
+        chosen = gather_json(latest_step(root) if step is None else step)[0]  # rank 0's choice
+    with together(f"finding a checkpoint in {root}"):
+        path, marker = find_checkpoint(root, chosen)
     same_layout = marker.get("layout") == _layout(model)
     if reset_optimizer or marker.get("weights_only"):  # a converted checkpoint has nothing else
         _check(path, marker, model)
@@ -122,14 +125,6 @@ def load_checkpoint(
     if same_layout:
         _set_random_state(loaded["random"])
     return dict(marker["extra"])
-
-
-def _agreed(root: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
-    """Returns what `find_checkpoint` does, of the step that rank 0 chose. A collective of all ranks."""
-    with deadline(f"the choice of a checkpoint in {root}"):
-        chosen = gather_json(latest_step(root) if step is None else step)[0]
-    with together(f"finding a checkpoint in {root}"):
-        return find_checkpoint(root, chosen)
 
 
 def _check_within_reach(path: Path, marker: Mapping[str, Any], same_layout: bool) -> None:
@@ -338,7 +333,6 @@ def _mark_local(state: Any) -> Any:
 
 
 def _random_state() -> dict[str, Any]:
-    """Returns the state of every generator that this rank uses."""
     return {
         "torch": torch.get_rng_state(),
         "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),

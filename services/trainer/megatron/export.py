@@ -61,7 +61,7 @@ def start_export(
     """Begins what `save_hf` does. A collective of all ranks.
 
     Args:
-        copied: whether each rank copies its share to host memory, so that training may go on while it is written. Else it is written here.
+        copied: whether each rank copies its share to host memory, to be written while training continues. Else it is written now.
         steps: as for `save_hf`.
     """
     places = find_places(target.parent)
@@ -147,7 +147,10 @@ class HfParts:
         if self.adapters is not None:
             assert self._plan.model.lora is not None  # or there were no adapters
             config = peft_config([name for name, _ in self.adapters], self._plan.model.lora, self._source)
-            _write_adapters(self.partial / ADAPTER_DIRECTORY, self.adapters, config)
+            directory = self.partial / ADAPTER_DIRECTORY
+            directory.mkdir()
+            _write(directory / ADAPTER_WEIGHTS, self.adapters)
+            write_json(directory / ADAPTER_CONFIG, config)
         return self._names
 
     def beside(self, everyone: list[dict[str, str]]) -> list[bytes]:
@@ -177,12 +180,6 @@ def _on_host(bucket: Bucket, copied: bool) -> Bucket:
 
 def _write(path: Path, bucket: Bucket) -> None:
     save_file({name: tensor.contiguous() for name, tensor in bucket if tensor is not None}, path, metadata={"format": "pt"})
-
-
-def _write_adapters(directory: Path, bucket: Bucket, config: dict[str, Any]) -> None:
-    directory.mkdir()
-    _write(directory / ADAPTER_WEIGHTS, bucket)
-    write_json(directory / ADAPTER_CONFIG, config)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

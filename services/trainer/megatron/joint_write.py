@@ -1,6 +1,6 @@
 """A directory that all ranks write together, in the background if wanted, and that appears when all of them have written their parts.
 
-A thread of each rank writes its part without a collective, so that training may go on meanwhile. The threads report to one another
+A thread of each rank writes its part without a collective, so that training may continue meanwhile. The threads report to one another
 through the store by which the ranks have met: any disk will do. Where ranks see different directories, each directory has a leader. Rank
 0 leads all: the others' directories appear first and its own last, which is the moment from which the whole counts. Only then is anything
 older removed, so that a death at any instant leaves the older one everywhere, or the newer one.
@@ -257,7 +257,6 @@ class JointWrite:
                 self._discard()
 
     def _follow(self) -> None:
-        """Completes a directory that is not rank 0's."""
         outcome, own = "failed", f"beside_{self._rank}"
         try:
             self._wait(lambda: self._store.check([own]) or self._store.check(["outcome"]), "the index", "rank 0")

@@ -165,7 +165,6 @@ def _reported(head: OutputHead, for_weight: Tensor | None, buffer: Tensor | None
 def _over_ranks(
     group: dist.ProcessGroup, highest: Tensor, total: Tensor, weighted: Tensor, picked: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the statistics over the vocabulary of all ranks."""
     whole = highest.clone()
     dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group)
     lower = highest - whole  # -inf on a rank that has padding only

@@ -94,7 +94,7 @@ class Adapter(torch.nn.Module):
         assert linear.weight.size(0) == sum(self.rows.values())
         for matrix in made.names:
             if lora.takes(name := projection(matrix)):
-                a = self._drawn(linear.weight.size(1), xxhash.xxh3_64_intdigest(f"{seed}:{matrix}".encode()) >> 1)
+                a = self._sampled_a(linear.weight.size(1), xxhash.xxh3_64_intdigest(f"{seed}:{matrix}".encode()) >> 1)
                 self.add_module(name, AdapterPair(a, self.rows[name], config.params_dtype))
         for name, parameter in self.named_parameters():
             if self.of_experts:
@@ -106,7 +106,7 @@ class Adapter(torch.nn.Module):
             elif self.group is not None and self.group.size() == 1:  # no other rank has it: the gradient's norm counts it on every rank
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)
 
-    def _drawn(self, inputs: int, seed: int) -> Tensor:
+    def _sampled_a(self, inputs: int, seed: int) -> Tensor:
         """Draws this rank's part of A as PEFT does (Kaiming, uniform within 1 / sqrt(inputs)), the same in every layout."""
         rank, parts = (self.group.rank(), self.group.size()) if self.group is not None and self.split == "inputs" else (0, 1)
         bound, generator = (inputs * parts) ** -0.5, torch.Generator().manual_seed(seed)

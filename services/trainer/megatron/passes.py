@@ -115,7 +115,6 @@ def loss_alone(model: MegatronModel, batch: PackedBatch, loss_fn: LossFunction, 
 def _loss(
     model: MegatronModel, loss_fn: LossFunction, temperature: float, need_entropy: bool
 ) -> Callable[[Tensor, ModelInput, PackedBatch], tuple[Tensor, dict[str, Tensor]]]:
-    """Returns what makes loss and metrics of the model's output."""
     apply: Callable[..., tuple[Tensor, dict[str, Tensor]]] = loss_fn
 
     def compute(output: Tensor, given: ModelInput, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:

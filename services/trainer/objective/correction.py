@@ -162,7 +162,7 @@ def weighted(
 ) -> tuple[Tensor, Metrics]:
     """Returns the per-token loss times its importance weight, 0 for rejected tokens and sequences: [T]; and the metrics of both.
 
-    A veto rejects a sequence of which a trained token has a ratio below the threshold: the trainer's policy would hardly have drawn it.
+    A veto rejects a sequence of which a trained token has a ratio below the threshold: the trainer's policy would hardly have sampled it.
 
     Args:
         log_ratio: log-probs of the proximal policy less the behaviour policy's [T].

@@ -1,4 +1,4 @@
-"""Distillation of the teachers' distributions, where they give more than the log-probs of the tokens that were drawn: `opd_top_k`.
+"""Distillation of the teachers' distributions, where they give more than the log-probs of the sampled tokens: `opd_top_k`.
 
 A token has the k most probable entries of each of its teachers. All other entries count as one, for the teacher and for the policy, so that
 what is compared are two distributions: the divergence is 0 where they are equal, and with k = V it is the KL of the whole ones.

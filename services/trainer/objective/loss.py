@@ -46,7 +46,7 @@ class PolicyLoss:
 
     Reads the fields ``weights`` and ``advantages``; ``rollout_log_probs`` unless ``off_policy`` is ``none`` (there it
     is only measured, if it is there), or `PARTIAL` in its place, for whose gaps the log-probs at batch start stand in (those by which the
-    tokens were drawn, where no version came between); ``proximal_log_probs``, the trainer's log-probs at batch start, wherever a batch
+    tokens were sampled, where no version came between); ``proximal_log_probs``, the trainer's log-probs at batch start, wherever a batch
     makes more than one optimizer step; ``ref_log_probs`` for the reference KL; ``versions`` with ``batch_version``.
 
     Metrics, named as slime names them: loss, pg_loss, pg_clipfrac, ppo_kl (mean of d), ois (mean ratio); entropy_loss
@@ -99,7 +99,7 @@ class PolicyLoss:
         return loss, metrics
 
     def _rollout(self, start: Tensor, tokens: MaskedTokens) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the log-probs with which the tokens were drawn, None where the objective needs none and the batch has none; and, where
+        """Returns the log-probs with which the tokens were sampled, None where the objective needs none and the batch has none; and, where
         those of some tokens are not known and ``start`` stands in for them, which are: bool [T]."""
         if PARTIAL not in tokens.batch.fields:
             measured = self.config.correction != "none" or "rollout_log_probs" in tokens.batch.fields
@@ -150,9 +150,9 @@ class PolicyLoss:
 
     @staticmethod
     def _wholly_of_version(version: int, tokens: MaskedTokens) -> Tensor:
-        """Returns a mask, bool [T], of the trained tokens of sequences that were drawn under ``version`` from first to last.
+        """Returns a mask, bool [T], of the trained tokens of sequences that were sampled under ``version`` from first to last.
 
-        A token of that version behind tokens of an older one may have been drawn with their keys and values still in place.
+        A token of that version behind tokens of an older one may have been sampled with their keys and values still in place.
         """
         other = tokens.mask & (tokens.batch.fields["versions"] != version)
         return tokens.mask & (sequence_sum(other.to(tokens.dtype), tokens.batch.cu_seqlens) == 0)
@@ -169,13 +169,13 @@ class PolicyLoss:
     def _reference_kl(self, d: Tensor, rollout: Tensor | None, tokens: MaskedTokens, metrics: Metrics) -> Tensor | float:
         """Returns the reference KL, measured if there are reference log-probs, in the loss only with a coefficient (0 times inf is NaN).
 
-        With ``use_unbiased_kl`` the ratio is to the policy that drew the tokens: the rollout's, wherever the objective corrects for it.
+        With ``use_unbiased_kl`` the ratio is to the policy that sampled the tokens: the rollout's, wherever the objective corrects for it.
         """
         config = self.config
         if "ref_log_probs" not in tokens.batch.fields and not config.measures_kl:
             return 0.0
-        drew = d if rollout is None or config.correction == "none" else rollout - tokens.log_probs
-        ratio = ratio_of(-drew) if config.use_unbiased_kl else None
+        sampled = d if rollout is None or config.correction == "none" else rollout - tokens.log_probs
+        ratio = ratio_of(-sampled) if config.use_unbiased_kl else None
         mean = tokens.mean(kl_estimate(tokens.log_probs, tokens.field("ref_log_probs"), config.kl_loss_type or LOSS_KL, ratio))
         metrics["kl_loss"] = mean.detach()
         return config.kl_loss_coef * mean if config.kl_loss_coef != 0.0 else 0.0

@@ -247,14 +247,17 @@ class PushRecord:
 
     Args:
         replicas: its members. declined: replica → why it did not accept the offer. now: monotonic seconds.
+
+    Attributes:
+        received: the answers of those that have loaded everything. served: of those that serve the version.
     """
 
     def __init__(self, version: int, replicas: Iterable[str], declined: Mapping[str, str], now: float) -> None:
         self.version, self.step, self._began = version, PREPARE, {PREPARE: now}
         self._replicas = tuple(replicas)
         self._failures = {name: f"offer: {reason}" for name, reason in declined.items()}
-        self._received: Mapping[str, WeightsReceived] = {}
-        self._served: Mapping[str, WeightsServed] = {}
+        self.received: Mapping[str, WeightsReceived] = {}
+        self.served: Mapping[str, WeightsServed] = {}
 
     def begin(self, step: str, now: float) -> None:
         """Records that a step begins, or continues."""
@@ -265,14 +268,6 @@ class PushRecord:
         """Returns what the push waits for. ``missing``: the replicas that have not answered in this step."""
         return PushWait(self.version, self.step, tuple(missing) or self._replicas, now - self._began[self.step])
 
-    def received(self, answers: Mapping[str, WeightsReceived]) -> None:
-        """Takes the answers of those that have loaded everything."""
-        self._received = answers
-
-    def serve(self, answers: Mapping[str, WeightsServed]) -> None:
-        """Takes the answers of those that serve the version."""
-        self._served = answers
-
     def failed(self, culprits: Mapping[str, str]) -> None:
         """Takes why replicas have failed the present step."""
         self._failures |= {name: f"{self.step}: {reason}" for name, reason in culprits.items()}
@@ -280,7 +275,7 @@ class PushRecord:
     def marks(self, sender: Marks) -> dict[str, Marks]:
         """Returns who → what it has reached → when: the trainer's steps with what its ``sender`` has noted, and the replicas'."""
         steps = {f"{step}_began": at for step, at in self._began.items()}
-        served = {name: {**answer.marks, **self._served[name].marks} for name, answer in self._received.items() if name in self._served}
+        served = {name: {**answer.marks, **self.served[name].marks} for name, answer in self.received.items() if name in self.served}
         return {"trainer": {**steps, **sender}, **served}
 
     def event(self, now: float, at: float, *, stall: float = 0.0, sent: int = 0, failure: str = "") -> WeightsPushed:
@@ -300,7 +295,7 @@ class PushRecord:
         )
 
     def _replica(self, name: str) -> ReplicaPush:
-        received, served = self._received.get(name), self._served.get(name)
+        received, served = self.received.get(name), self.served.get(name)
         return ReplicaPush(
             replica=name,
             paused=served and served.paused,

@@ -155,17 +155,6 @@ class PushRequest(Generic[Answer]):
                 self.own[target.instance] = reason
 
 
-def watch_members(link: ControlClient, members: Sequence[Target]) -> Future[dict[str, str]]:
-    """Returns a future of the members that are lost and why, done once there is one. Cancel it when it is no longer needed."""
-
-    async def watched() -> dict[str, str]:
-        while not (lost := lost_members(members, link.replicas)):
-            await asyncio.sleep(POLL_INTERVAL_S)
-        return lost
-
-    return link.begin(watched())
-
-
 THREAD_MARGIN = 30.0  # seconds beyond a push's deadline that a change of the parameters waits for its end
 
 
@@ -363,10 +352,16 @@ class Pusher:
     @contextlib.contextmanager
     def _watched_members(self) -> Iterator[None]:
         """Ends the joining of the body, on rank 0, when a member is lost. Raises PeerFailure then."""
-        if self._link is None:
+        if (link := self._link) is None:
             yield
             return
-        watch = watch_members(self._link, self.schedule.members)
+
+        async def watched() -> dict[str, str]:
+            while not (lost := lost_members(self.schedule.members, link.replicas)):
+                await asyncio.sleep(POLL_INTERVAL_S)
+            return lost
+
+        watch = link.begin(watched())
         watch.add_done_callback(lambda lost: None if lost.cancelled() else self._end_channels(lost.result()))
         try:
             yield
@@ -430,7 +425,7 @@ class Pusher:
         committed = [target for target in members if target.instance in request.answers]
         self.schedule.confirmed(committed, push.version, digest)
         (self._request or request).settle()  # its answers are there, unless a replica has failed in between
-        self._record.serve(request.answers)
+        self._record.served = request.answers
         return [target.instance for target in committed]
 
     def _together(self, work: Callable[[], object]) -> None:
@@ -482,7 +477,7 @@ class Pusher:
         if self._link is None:
             return None
         if self._request is not None:
-            self._record.received(self._request.answers)
+            self._record.received = self._request.answers
         stall = self._reading.stall if self._reading is not None else 0.0
         event = self._record.event(ended, time.time(), stall=stall, sent=sent, failure=failure)
         self._link.report("pushed", event, plane="weights")

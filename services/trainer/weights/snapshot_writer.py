@@ -291,7 +291,6 @@ class SnapshotWriter:
         write_config(directory, self._weights.update_weight_dtype or self._actor.settings.trainer.train_dtype)
 
     def _finish(self, written: WeightCheckpoint, seconds: float) -> WeightsSnapshot:
-        """Announces the snapshot, and removes those that are not needed any more."""
         client = self._client
         assert client is not None
         snapshot = WeightsSnapshot(

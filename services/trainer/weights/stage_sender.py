@@ -112,7 +112,6 @@ def _target(flat: Tensor | None, slot: Slot) -> Tensor:
 
 
 def _units_of(bucket: Bucket, units: Iterator[GatherUnit]) -> Iterator[tuple[GatherUnit, tuple[Slot, ...]]]:
-    """Yields the units of a bucket, each with its slots."""
     first = 0
     while first < len(bucket.slots):
         unit = next(units)
@@ -478,7 +477,6 @@ def _send_bucket(export: StageExport, hasher: ManifestHasher, channel: StageChan
 
 
 def _error_of(work: Callable[[], None]) -> str | None:
-    """Returns the error that broke the channel, or None."""
     try:
         work()
     except ChannelBroken as error:

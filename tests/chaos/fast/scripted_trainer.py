@@ -138,4 +138,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     die_with_parent()
-    sys.exit(exit_code("trainer", lambda: rank.told(main)))
+    sys.exit(exit_code("trainer", lambda: rank.reported(main)))

@@ -22,7 +22,7 @@ class Pending:
     def batch(self, step: int, version: int, hold: bool = True) -> BatchAnswer:
         return self._answer
 
-    def begin_doing(self, what: str, awaited_from: Sequence[str], next_action: str) -> None:
+    def report_activity(self, what: str, awaited_from: Sequence[str], next_action: str) -> None:
         assert what in ("the batch of step 3", "the run's end") and list(awaited_from) == ["buffer"] and "the trainer stops" in next_action
 
 

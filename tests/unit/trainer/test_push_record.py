@@ -13,11 +13,11 @@ def received(seconds: float, **marks: float) -> WeightsReceived:
 def test_a_push_that_one_of_two_does_not_confirm() -> None:
     record = PushRecord(3, ["one", "two"], {"three": "a step of an earlier push is still going on"}, 100.0)
     record.begin(RECEIVE, 101.5)
-    record.received({"one": received(0.5, asked=7.0, paused=7.25), "two": received(0.75)})
+    record.received = {"one": received(0.5, asked=7.0, paused=7.25), "two": received(0.75)}
     record.begin(CHECK, 103.25)
     record.begin(COMMIT, 103.5)
     record.failed({"two": "its heartbeat has stopped"})
-    record.serve({"one": WeightsServed(paused=2.25, marks={"commit_asked": 9.0, "resumed": 9.125})})
+    record.served = {"one": WeightsServed(paused=2.25, marks={"commit_asked": 9.0, "resumed": 9.125})}
     event = record.event(104.0, 7.0, stall=0.25, sent=20)
     assert event == WeightsPushed(
         version=3,

@@ -27,18 +27,16 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return directory
 
 
-@pytest.fixture
-def make_actor(hf: Callable[[str], Path]) -> Iterator[Callable[..., Actor]]:
-    """``make_actor(kind, **config)``: an actor in this process, a world of one."""
-    yield lambda kind, **config: rank_steps.actor(hf(kind), **config)
-    runtime.stop()
+@pytest.fixture(scope="session")
+def make_actor(hf: Callable[[str], Path]) -> Callable[..., Actor]:
+    """``make_actor(kind, **config)``: an actor in this process, a world of one that lasts as long as the tests of a module."""
+    return lambda kind, **config: rank_steps.actor(hf(kind), **config)
 
 
-@pytest.fixture
-def alone() -> Iterator[Any]:
-    """:mod:`rank_steps` in this process, leaving the world of one afterwards."""
-    yield rank_steps
-    runtime.stop()
+@pytest.fixture(scope="session")
+def alone() -> Any:
+    """:mod:`rank_steps` in this process."""
+    return rank_steps
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -54,18 +52,17 @@ def imported_once() -> None:
 def nothing_left_behind() -> Iterator[None]:
     """Frees a module's models with their groups: the threads of each would take time from the tests after it."""
     yield
-    for _ in range(2):
-        gc.collect()
+    runtime.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def two_ranks() -> Iterator[World]:
     world = World(2)
     yield world
     world.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def four_ranks() -> Iterator[World]:
     world = World(4)
     yield world

@@ -40,8 +40,7 @@ def assert_exact(outcome):
         pytest.param("qwen3", {"use_distributed_optimizer": False}, marks=pytest.mark.extra),
         pytest.param("qwen3", {"train_dtype": "bfloat16"}, marks=pytest.mark.extra),
         ("qwen3", {"train_dtype": "bfloat16", "use_distributed_optimizer": False}),
-        ("qwen3_moe", {}),
-        ("qwen3", {"lr_warmup_iters": 3, "lr_decay_style": "cosine", "updates": 9}),
+        ("qwen3_moe", {"lr_warmup_iters": 3, "lr_decay_style": "cosine", "updates": 9}),
     ],
 )
 def test_one_process_resumes_exactly(kind, config, alone, hf, tmp_path):
@@ -75,9 +74,10 @@ def test_two_ranks_resume_exactly(kind, config, hf, two_ranks, tmp_path):
     ("kind", "config"),
     [
         ("qwen3_tied", {**TP2_SP, "pipeline_model_parallel_size": 2}),
-        pytest.param("qwen3_moe", {**TP2_SP, "context_parallel_size": 2, "expert_model_parallel_size": 2}, marks=pytest.mark.extra),
+        ("qwen3_moe", {**TP2_SP, "context_parallel_size": 2, "expert_model_parallel_size": 2}),
     ],
 )
+@pytest.mark.extra  # `test_each_node_keeps_the_files_of_its_ranks` runs the first
 def test_four_ranks_resume_exactly(kind, config, hf, four_ranks, tmp_path):
     for outcome in four_ranks.run(rank_steps.resume, hf(kind), config, tmp_path):
         assert_exact(outcome)
@@ -333,24 +333,30 @@ def rewrite_first_bytes_entry(path: Path, value: object) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-@pytest.mark.parametrize("kind", ["linked shard", "pipe", "shard elsewhere", "nested", "not JSON"])
-def test_a_checkpoint_is_made_of_plain_files(kind, make_actor, tmp_path):
+def test_a_checkpoint_is_made_of_plain_files(make_actor, tmp_path):
     actor = make_actor("qwen3")
-    path = actor.save_checkpoint(tmp_path, 1)
-    shard = next(path.glob("*.distcp"))
-    if kind == "linked shard":
-        shutil.move(shard, tmp_path / "elsewhere")
-        shard.symlink_to(tmp_path / "elsewhere")
-    elif kind == "pipe":
-        os.mkfifo(path / "more.distcp")
-    elif kind == "shard elsewhere":
-        shutil.move(shard, tmp_path / shard.name)
-        content = (path / ".metadata").read_bytes()
-        (path / ".metadata").write_bytes(renamed_in_pickle(content, shard.name, f"../{shard.name}"))
-    else:
-        (path / "checkpoint.json").write_text("[" * 100_000 if kind == "nested" else "no JSON")
-    with pytest.raises(ConfigError, match="plain file|readable"):
-        actor.load_checkpoint(tmp_path)
+    good = actor.save_checkpoint(tmp_path / "good", 1)
+
+    def spoilt(kind: str) -> Path:
+        path = shutil.copytree(good, tmp_path / kind / good.name)
+        shard = next(path.glob("*.distcp"))
+        if kind == "linked shard":
+            shutil.move(shard, tmp_path / "elsewhere")
+            shard.symlink_to(tmp_path / "elsewhere")
+        elif kind == "pipe":
+            os.mkfifo(path / "more.distcp")
+        elif kind == "shard elsewhere":
+            shutil.move(shard, tmp_path / shard.name)
+            content = (path / ".metadata").read_bytes()
+            (path / ".metadata").write_bytes(renamed_in_pickle(content, shard.name, f"../{shard.name}"))
+        else:
+            (path / "checkpoint.json").write_text("[" * 100_000 if kind == "nested" else "no JSON")
+        return path.parent
+
+    for kind in ("linked shard", "pipe", "shard elsewhere", "nested", "not JSON"):
+        with pytest.raises(ConfigError, match="plain file|readable"):
+            actor.load_checkpoint(spoilt(kind))
+            pytest.fail(kind)
 
 
 def renamed_in_pickle(content: bytes, name: str, other: str) -> bytes:
@@ -360,10 +366,11 @@ def renamed_in_pickle(content: bytes, name: str, other: str) -> bytes:
     return pickle.dumps(metadata)
 
 
-@pytest.mark.parametrize("extra", [{"bad": float("nan")}, {"bad": object()}])
-def test_extra_must_be_json(extra, make_actor, tmp_path):
-    with pytest.raises(ConfigError, match="JSON"):
-        make_actor("qwen3").save_checkpoint(tmp_path, 1, extra)
+def test_extra_must_be_json(make_actor, tmp_path):
+    actor = make_actor("qwen3")
+    for bad in (float("nan"), object()):
+        with pytest.raises(ConfigError, match="JSON"):
+            actor.save_checkpoint(tmp_path, 1, {"bad": bad})
     assert list(tmp_path.iterdir()) == []
 
 

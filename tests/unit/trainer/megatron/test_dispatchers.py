@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from services.trainer.megatron import runtime
 from services.trainer.megatron.moe import PaddedAllGatherDispatcher
 from shared.config import flag_table
 from shared.runtime.errors import ConfigError
@@ -12,12 +11,6 @@ from tests.unit.trainer.megatron.tiny import pack, sequences
 
 ALLGATHER = {"megatron": {"moe_token_dispatcher_type": "allgather"}}
 LAYOUTS = {"EP2": {"expert_model_parallel_size": 2}, "TP2 SP": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}
-
-
-@pytest.fixture(autouse=True)
-def alone():
-    yield
-    runtime.stop()
 
 
 def dispatched(hf_dir, config):

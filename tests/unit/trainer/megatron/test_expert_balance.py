@@ -5,7 +5,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.trainer.megatron import runtime
 from services.trainer.megatron.expert_balance import METRICS, BalancedRouter, routers
 from services.trainer.packing import PackedBatch
 from services.trainer.packing import pack as pack_samples
@@ -27,12 +26,6 @@ LAYOUTS = {
     "PP2": {"pipeline_model_parallel_size": 2},
     "EP2": {"expert_model_parallel_size": 2},
 }
-
-
-@pytest.fixture(autouse=True)
-def alone():
-    yield
-    runtime.stop()
 
 
 def nothing(log_probs, entropy, batch):
@@ -155,7 +148,6 @@ def balanced_steps(hf_dir, layout, megatron):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_balance_as_one_process(layout, hf, two_ranks):
     expected, _ = balanced_steps(hf("qwen3_moe"), {}, WITHOUT_GLOBAL)
-    runtime.stop()
     for steps, _ in two_ranks.run(balanced_steps, hf("qwen3_moe"), LAYOUTS[layout], WITHOUT_GLOBAL):
         for (loss, norm, metrics), (expected_loss, expected_norm, expected_metrics) in zip(steps, expected, strict=True):
             assert loss == pytest.approx(expected_loss, abs=1e-5)
@@ -175,7 +167,6 @@ def one_global_step(hf_dir, layout):
 @pytest.mark.parametrize("layout", [{}, {"expert_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}])
 def test_the_global_loss_sees_all_ranks(layout, hf, two_ranks):
     norm, metrics = one_global_step(hf("qwen3_moe"), {})
-    runtime.stop()
     for found_norm, found_metrics in two_ranks.run(one_global_step, hf("qwen3_moe"), layout):
         assert found_norm == pytest.approx(norm, rel=1e-4) and norm > 1e-4
         assert found_metrics == pytest.approx(metrics, rel=1e-5)
@@ -203,7 +194,6 @@ def test_biases_move_towards_experts_with_too_few_tokens(hf, tmp_path):
     assert not torch.equal(moved, before)
     model.save_checkpoint(tmp_path, 1)
     straight = [model.train_step(batches, weighted_loss, need_entropy=True).loss, exported(model)[name]]
-    runtime.stop()
     again = actor(hf(kind), megatron={"moe_router_bias_update_rate": RATE})
     again.load_checkpoint(tmp_path)
     assert torch.equal(exported(again)[name], moved)
@@ -223,7 +213,6 @@ def test_a_skipped_step_moves_no_bias(hf):
 def test_biases_move_alike_in_every_layout(layout, hf, two_ranks):
     megatron = {"moe_router_bias_update_rate": RATE}
     _, expected = balanced_steps(hf("deepseek_v3"), {}, megatron)
-    runtime.stop()
     _, found = two_ranks.run(balanced_steps, hf("deepseek_v3"), LAYOUTS[layout], megatron)[0]
     assert expected and found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -232,10 +221,8 @@ def test_biases_move_alike_in_every_layout(layout, hf, two_ranks):
 def test_what_cannot_be_balanced_is_refused(hf):
     with pytest.raises(ConfigError, match="moe_router_bias_update_rate = 0.1: .*have no bias"):
         actor(hf("qwen3_moe"), megatron={"moe_router_bias_update_rate": 0.1})
-    runtime.stop()
     with pytest.raises(ConfigError, match="moe_router_bias_update_rate = 0.1: .*adapter"):
         actor(hf("deepseek_v3"), megatron={"moe_router_bias_update_rate": 0.1}, lora_rank=4, target_modules=["o_proj"])
-    runtime.stop()
     with pytest.raises(ConfigError, match="prefix_sharing = 'on': .*balance of experts"):
         actor(hf("qwen3_moe"), megatron={"moe_aux_loss_coeff": 0.1}, prefix_sharing="on")
     assert rank_steps.refused(hf("qwen3_moe"), {"megatron": {"moe_router_load_balancing_type": "sinkhorn"}}) != "nothing"

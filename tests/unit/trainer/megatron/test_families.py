@@ -14,6 +14,7 @@ from shared.model.families import read_architecture
 from shared.model.tensor_table import hf_tensors
 from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron.rank_steps import actor
+from tests.unit.trainer.megatron.tiny import not_refused
 
 KINDS = ["qwen3", "qwen3_tied", "qwen2", "llama", "llama3_rope", "qwen3_moe", "qwen3_moe_mixed"]
 KINDS += ["glm4", "glm4_moe", "glm4_moe_air", "deepseek_v3", "moonlight"]
@@ -34,10 +35,10 @@ def copy_of(hf, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_names_and_shapes_are_those_of_the_saved_checkpoint(kind, hf):
-    saved = {name: tuple(t.shape) for name, t in load_file(hf(kind) / "model.safetensors").items()}
-    assert hf_tensors(read_architecture(hf(kind))) == saved
+def test_names_and_shapes_are_those_of_the_saved_checkpoint(hf):
+    for kind in KINDS:
+        saved = {name: tuple(t.shape) for name, t in load_file(hf(kind) / "model.safetensors").items()}
+        assert hf_tensors(read_architecture(hf(kind))) == saved, kind
 
 
 def test_inverse_frequencies_equal_hugging_face_ones(hf):
@@ -66,33 +67,21 @@ def test_head_dim_and_key_value_heads_have_defaults(copy_of):
     assert (architecture.head_dim, architecture.num_key_value_heads) == (8, 4)
 
 
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [
-        ({"model_type": "gpt2"}, ["model_type", "gpt2", "qwen3_moe"]),
-        ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
-        ({"attention_bias": True}, ["attention_bias"]),
-        ({"use_sliding_window": True}, ["use_sliding_window"]),
-        ({"hidden_size": None}, ["hidden_size", "positive integer"]),
-        ({"num_hidden_layers": "two"}, ["num_hidden_layers", "two"]),
-        ({"vocab_size": 0}, ["vocab_size"]),
-        ({"rms_norm_eps": None}, ["rms_norm_eps"]),
-        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn"}}, ["rope_type", "yarn", "llama3"]),
-        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3"}}, ["factor"]),
-    ],
-)
-def test_a_config_that_cannot_be_reproduced_is_refused(change, names, copy_of):
-    with pytest.raises(ConfigError) as error:
-        read_architecture(copy_of("qwen3", **change))
-    assert all(name in str(error.value) for name in names), str(error.value)
-
-
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
 
 
-@pytest.mark.parametrize(
-    ("kind", "change", "names"),
-    [
+def test_a_config_that_cannot_be_reproduced_is_refused(copy_of):
+    cases = [
+        ("qwen3", {"model_type": "gpt2"}, ["model_type", "gpt2", "qwen3_moe"]),
+        ("qwen3", {"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+        ("qwen3", {"attention_bias": True}, ["attention_bias"]),
+        ("qwen3", {"use_sliding_window": True}, ["use_sliding_window"]),
+        ("qwen3", {"hidden_size": None}, ["hidden_size", "positive integer"]),
+        ("qwen3", {"num_hidden_layers": "two"}, ["num_hidden_layers", "two"]),
+        ("qwen3", {"vocab_size": 0}, ["vocab_size"]),
+        ("qwen3", {"rms_norm_eps": None}, ["rms_norm_eps"]),
+        ("qwen3", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn"}}, ["rope_type", "yarn", "llama3"]),
+        ("qwen3", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3"}}, ["factor"]),
         ("deepseek_v3", {"rope_interleave": False}, ["rope_interleave"]),
         ("deepseek_v3", {"attention_bias": True}, ["attention_bias"]),
         ("deepseek_v3", {"kv_lora_rank": None}, ["kv_lora_rank"]),
@@ -116,12 +105,8 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_pos
         ),
         ("glm4", {"rope_parameters": YARN}, ["rope_type", "llama3"]),
         ("glm4_moe", {"first_k_dense_replace": -1}, ["first_k_dense_replace"]),
-    ],
-)
-def test_what_the_newer_families_cannot_reproduce_is_refused(kind, change, names, copy_of):
-    with pytest.raises(ConfigError) as error:
-        read_architecture(copy_of(kind, **change))
-    assert all(name in str(error.value) for name in names), str(error.value)
+    ]
+    assert not not_refused(lambda kind, **change: read_architecture(copy_of(kind, **change)), cases)
 
 
 def test_kimi_k2_is_deepseek_v3_by_another_name(copy_of, hf):
@@ -201,40 +186,16 @@ def test_a_tied_model_may_bring_its_output_layer_along(copy_of, make_actor):
     assert "lm_head.weight" not in [name for bucket in actor(directory).export(10**6) for name, _ in bucket]
 
 
-@pytest.mark.parametrize(
-    ("kind", "config", "names"),
-    [
-        ("qwen3", {"tensor_model_parallel_size": 3}, ["tensor_model_parallel_size", "3", "4 attention heads"]),
-        ("qwen3", {"tensor_model_parallel_size": 4}, ["tensor_model_parallel_size", "4", "2 key/value heads"]),
-        ("qwen3", {"tensor_model_parallel_size": 2}, ["2 x 1 x 1", "world size, 1"]),
-        ("qwen3", {"pipeline_model_parallel_size": 3}, ["pipeline_model_parallel_size", "3", "2 layers"]),
-        ("qwen3", {"context_parallel_size": 2}, ["1 x 1 x 2", "world size, 1"]),
-        ("qwen3", {"expert_model_parallel_size": 2}, ["expert_model_parallel_size", "no experts"]),
-        ("qwen3_moe", {"expert_model_parallel_size": 3}, ["expert_model_parallel_size", "4 experts"]),
-        ("qwen3_moe", {"expert_model_parallel_size": 2}, ["expert_model_parallel_size", "divisor of 1"]),
-        ("qwen3_moe", {"tensor_model_parallel_size": 2}, ["sequence_parallel"]),
-        ("deepseek_v3", {"tensor_model_parallel_size": 2}, ["sequence_parallel", "low ranks"]),
-    ],
-)
-def test_a_layout_that_does_not_fit_is_refused(kind, config, names, make_actor):
-    with pytest.raises(ConfigError) as error:
-        make_actor(kind, **config)
-    assert all(name in str(error.value) for name in names), str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("local", "transformer_engine"),
-    [
+def test_both_implementations_names_mean_the_same_tensors(hf):
+    architecture = read_architecture(hf("qwen3_moe"))
+    for local, transformer_engine in (
         ("decoder.layers.1.input_layernorm.weight", "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"),
         ("decoder.layers.1.pre_mlp_layernorm.weight", "decoder.layers.1.mlp.linear_fc1.layer_norm_weight"),
         ("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight", "decoder.layers.0.mlp.experts.linear_fc1.weight3"),
         ("decoder.layers.0.mlp.experts.local_experts.2.linear_fc2.weight", "decoder.layers.0.mlp.experts.linear_fc2.weight2"),
-    ],
-)
-def test_both_implementations_names_mean_the_same_tensors(local, transformer_engine, hf):
-    architecture = read_architecture(hf("qwen3_moe"))
-    assert recipe(local, architecture) == recipe(transformer_engine, architecture)
-    assert set(recipe(local, architecture).names) <= set(hf_tensors(architecture))
+    ):
+        assert recipe(local, architecture) == recipe(transformer_engine, architecture)
+        assert set(recipe(local, architecture).names) <= set(hf_tensors(architecture))
 
 
 def test_an_unknown_parameter_is_a_gap_in_the_table(hf):

@@ -3,16 +3,10 @@
 import pytest
 import torch
 
-from services.trainer.megatron import moe, runtime
+from services.trainer.megatron import moe
 from services.trainer.megatron.moe import GroupedExperts, TokenPermutation, stacked
 from tests.unit.trainer.megatron.rank_steps import actor, weighted_loss
 from tests.unit.trainer.megatron.tiny import pack, sequences
-
-
-@pytest.fixture(autouse=True)
-def alone():
-    yield
-    runtime.stop()
 
 
 def trained(hf_dir, loops, monkeypatch, **trainer):
@@ -23,7 +17,6 @@ def trained(hf_dir, loops, monkeypatch, **trainer):
     trains = [(name, parameter) for name, parameter in model.model.modules[0].named_parameters() if parameter.requires_grad]
     gradients = {name: parameter.main_grad.clone() for name, parameter in trains}
     log_probs = torch.cat(model.log_probs(batches))
-    runtime.stop()
     return step, gradients, log_probs
 
 

@@ -11,7 +11,7 @@ from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron import lora_steps, rank_steps
 from tests.unit.trainer.megatron.test_checkpoint import assert_exact
 from tests.unit.trainer.megatron.test_train_step import reference_steps
-from tests.unit.trainer.megatron.tiny import pack, sequences
+from tests.unit.trainer.megatron.tiny import not_refused, pack, sequences
 
 LORA = {"lora_rank": 4, "lora_alpha": 6.0}
 TP2, PP2 = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipeline"))
@@ -152,8 +152,6 @@ def test_nothing_is_added_at_first(make_actor, hf):
 @pytest.fixture(scope="module")
 def one_process(hf):
     """What one process does with a kind of model and some targets, computed once."""
-    from services.trainer.megatron import runtime
-
     known = {}
 
     def train(kind, targets):
@@ -161,8 +159,7 @@ def one_process(hf):
             known[kind, targets] = lora_steps.train(hf(kind), {**LORA, "target_modules": targets})
         return known[kind, targets]
 
-    yield train
-    runtime.stop()
+    return train
 
 
 def assert_equal(expected, ranks):
@@ -334,9 +331,8 @@ def test_a_push_carries_each_stages_adapters_and_nothing_else(config, hf, two_ra
         assert (sent[name] - tensor).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize(
-    ("kind", "config", "words"),
-    [
+def test_what_cannot_be_adapted_is_refused_with_the_fields_name(make_actor):
+    cases = [
         ("qwen3", {"lora_rank": 4, "target_modules": ("query_proj",)}, ["target_modules", "query_proj", "q_proj"]),
         ("qwen3_moe", {"lora_rank": 4, "expert_tensor_parallel_size": 2}, ["expert_tensor_parallel_size", "2", "tensor-parallel size"]),
         (
@@ -345,9 +341,5 @@ def test_a_push_carries_each_stages_adapters_and_nothing_else(config, hf, two_ra
             ["moe_shared_expert_overlap", "adapters on shared experts"],
         ),
         ("glm4", {"lora_rank": 4, "target_modules": ("gate_up_proj",), **TP2}, ["target_modules", "one matrix", "down_proj"]),
-    ],
-)
-def test_what_cannot_be_adapted_is_refused_with_the_fields_name(kind, config, words, make_actor):
-    with pytest.raises(ConfigError) as error:
-        make_actor(kind, **config)
-    assert all(word in str(error.value) for word in words), str(error.value)
+    ]
+    assert not not_refused(make_actor, cases)

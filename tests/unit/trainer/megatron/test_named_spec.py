@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from services.trainer.megatron import runtime
 from services.trainer.megatron.gpt_model import transformer_config
 from services.trainer.megatron.spec import named_spec
 from shared.model.families import read_architecture
@@ -29,7 +28,6 @@ def test_the_named_layers_are_those_of_the_model(kind, name, make_actor, own_nor
     family = make_actor(kind)
     expected, steps = family.log_probs(batch)[0], rank_steps.steps(family, 1)
     assert own_norm.calls == 0
-    runtime.stop()
     named = make_actor(kind, spec=[MODULE, name])
     found = named.log_probs(batch)[0]
     assert own_norm.calls == 2  # one in each layer

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.trainer.megatron import hf_conversion, runtime
+from services.trainer.megatron import hf_conversion
 from shared.model.parallel_layout import ParallelLayout
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.test_layouts import TP2, assert_equal
@@ -23,7 +23,6 @@ def test_each_rank_has_a_multiple_of_rows(tensor, multiple, rows):
 @pytest.mark.parametrize("kind", ["qwen3_tied", pytest.param("qwen3", marks=pytest.mark.extra)])
 def test_steps_and_exports_are_those_of_the_model(kind, alone, hf, two_ranks):
     expected = alone.reinforce(hf(kind), {})
-    runtime.stop()
     assert_equal(expected, [alone.reinforce(hf(kind), by(64))])
     assert_equal(expected, two_ranks.run(rank_steps.reinforce, hf(kind), {**TP2, **by(128)}))  # the second rank has padding alone
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.megatron import passes, runtime
+from services.trainer.megatron import passes
 from services.trainer.megatron.packed_sequences import WORTHWHILE, least_saved
 from services.trainer.objective.loss import PolicyLoss
 from services.trainer.packing import shared_prefixes
@@ -61,8 +61,7 @@ def assert_alike(model, batch, loss, need_entropy=False):
 @pytest.fixture(scope="module")
 def of_kind(hf):
     """A model of a kind, made once."""
-    yield cache(lambda kind: actor(hf(kind)))
-    runtime.stop()
+    return cache(lambda kind: actor(hf(kind)))
 
 
 FAMILIES = ("llama3_rope", "glm4", "qwen3_moe_mixed", "moonlight")
@@ -157,8 +156,7 @@ LAYOUTS = {
 @pytest.fixture(scope="module")
 def apart(hf):
     """What one process makes of the sequences apart."""
-    yield cache(lambda kind: shared_step(hf(kind), {"prefix_sharing": "off"}))
-    runtime.stop()
+    return cache(lambda kind: shared_step(hf(kind), {"prefix_sharing": "off"}))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

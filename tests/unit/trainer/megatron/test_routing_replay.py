@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.megatron import runtime
 from services.trainer.packing import PackedBatch, routed_keys, shared_prefixes
 from tests.support.replayed_experts import log_probs_through
 from tests.unit.trainer.megatron import rank_steps
@@ -20,12 +19,6 @@ LAYOUTS = {
     "PP2": {"pipeline_model_parallel_size": 2, "recompute": True},
     "EP2": {"expert_model_parallel_size": 2},
 }
-
-
-@pytest.fixture(autouse=True)
-def alone():
-    yield
-    runtime.stop()
 
 
 def chosen_at_random(tokens: int, seed: int) -> torch.Tensor:
@@ -74,7 +67,6 @@ def test_a_recorded_pass_is_repeated_under_other_weights(hf):
         assert any(not torch.equal(own[1][index][layer], chosen) for layer, chosen in routing.items())
     routers = [layer.mlp.router.weight.detach().clone() for layer in model.model.modules[0].decoder.layers]
     again = model.train_step(replayed, weighted_loss, need_entropy=True)
-    runtime.stop()
     kept = actor(hf("qwen3_moe"))  # nothing is computed again there
     with torch.no_grad():
         for layer, weight in zip(kept.model.modules[0].decoder.layers, routers, strict=True):
@@ -87,7 +79,6 @@ def test_a_recorded_pass_is_repeated_under_other_weights(hf):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_replay_what_one_process_replays(layout, hf, two_ranks):
     expected = rank_steps.replayed_steps(hf("qwen3_moe"), {})
-    runtime.stop()
     for number, rank in enumerate(two_ranks.run(rank_steps.replayed_steps, hf("qwen3_moe"), LAYOUTS[layout])):
         assert rank["loss"] == pytest.approx(expected["loss"], abs=1e-5)
         assert rank["grad_norm"] == pytest.approx(expected["grad_norm"], abs=1e-4)
@@ -109,7 +100,6 @@ def test_beginnings_are_shared_where_the_experts_agree(hf):
     assert shared_prefixes(batch.tokens.numpy(), [0, 15, 30]).shared.tolist() == [0, 11]
     given = replace(batch, experts=experts)
     [shared] = actor(hf("qwen3_moe"), prefix_sharing="on").log_probs([given])
-    runtime.stop()
     [whole] = actor(hf("qwen3_moe"), prefix_sharing="off").log_probs([given])
     assert torch.allclose(shared, whole, atol=1e-5)
     assert np.isfinite(whole.numpy()).all()

@@ -1,12 +1,14 @@
 """Tiny models and batches: real architectures, a few thousand weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from services.trainer.packing import PackedBatch
+from shared.runtime.errors import ConfigError
 
 VOCAB = 67
 """A prime, so that no tensor-parallel size divides it."""
@@ -120,3 +122,15 @@ def pack(seqs: Sequence[Tensor]) -> PackedBatch:
     starts = torch.tensor([0, *(len(s) for s in seqs)]).cumsum(0).int()
     advantages = torch.sin(tokens.float() * 3 + labels)
     return PackedBatch(tokens, labels, mask, starts, max(len(s) for s in seqs), {"advantages": advantages})
+
+
+def not_refused(make: Callable[..., object], cases: Iterable[tuple[str, dict[str, Any], list[str]]]) -> list[str]:
+    """The cases (kind, config, words) that ``make(kind, **config)`` does not refuse with a ConfigError of these words."""
+    found = []
+    for kind, config, words in cases:
+        try:
+            make(kind, **config)
+            found.append(f"{kind} {config}: accepted")
+        except ConfigError as error:
+            found += [f"{kind} {config}: {error}; no {word!r}" for word in words if word not in str(error)]
+    return found

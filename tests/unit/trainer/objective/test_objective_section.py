@@ -13,9 +13,8 @@ from shared.runtime.errors import ConfigError, Problems
 from tests.support.run_config import run_config
 
 
-@pytest.mark.parametrize(
-    ("given", "correction"),
-    [
+def test_slimes_switches_choose_the_correction(tmp_path: Path) -> None:
+    for given, correction in (
         ({}, "decoupled"),
         ({"use_tis": True}, "decoupled"),
         ({"use_tis": False}, "none"),
@@ -23,107 +22,105 @@ from tests.support.run_config import run_config
         ({"use_rollout_logprobs": True, "use_tis": False}, "rollout"),
         ({"off_policy": "rollout", "use_rollout_logprobs": True}, "rollout"),
         ({"off_policy": "none", "use_tis": False}, "none"),
-    ],
-)
-def test_slimes_switches_choose_the_correction(tmp_path: Path, given: dict[str, Any], correction: str) -> None:
-    config = run_config(tmp_path, algorithm=given)
-    assert config.algorithm.correction == correction
+    ):
+        assert run_config(tmp_path, algorithm=given).algorithm.correction == correction, given
 
 
 TAUGHT = {"use_opd": True, "opd_type": "sglang", "opd_teachers": {"a": "http://a:1"}}
 
 
-@pytest.mark.parametrize(
-    ("given", "field"),
-    [
-        ({"use_rollout_logprobs": True, "use_tis": True}, "use_rollout_logprobs"),
-        ({"use_rollout_logprobs": True, "off_policy": "decoupled"}, "use_rollout_logprobs"),
-        ({"use_tis": True, "off_policy": "none"}, "use_tis"),
-        ({"use_tis": False, "off_policy": "decoupled"}, "use_tis"),
-        ({"use_rs": True, "off_policy": "none"}, "use_rs"),
-        ({"tis_batch_normalize": True, "use_tis": False}, "tis_batch_normalize"),
-        ({"rs_veto_threshold": 1e-4, "use_rollout_logprobs": True}, "rs_veto_threshold"),
-        ({"custom_tis_function_path": "m:f", "off_policy": "rollout"}, "custom_tis_function_path"),
-        ({"rs_level": "sequence"}, "rs_level"),
-        ({"rs_upper_bound": 2.0}, "rs_upper_bound"),
-        ({"use_rs": True, "rs_lower_bound": 3.0}, "rs_upper_bound"),
-        ({"tis_clip": 0.5, "tis_clip_low": 0.5}, "tis_clip"),
-        ({"tis_mode": "truncate", "tis_clip_low": 0.5}, "tis_clip_low"),
-        ({"use_m2po": True, "off_policy": "none"}, "use_m2po"),
-        ({"use_m2po": True, "advantage_estimator": "cispo"}, "use_m2po"),
-        ({"use_m2po": True, "eps_clip_c": 3.0}, "eps_clip_c"),
-        ({"advantage_estimator": "cispo", "eps_clip_c": 3.0}, "eps_clip_c"),
-        ({"gamma": 0.9}, "gamma"),
-        ({"advantage_estimator": "reinforce_plus_plus_baseline", "gamma": 0.9}, "gamma"),
-        ({"advantage_estimator": "reinforce_plus_plus", "lambd": 0.9}, "lambd"),
-        ({"rs_veto_threshold": 1e-9}, "rs_veto_threshold"),
-        ({"kl_coef": 0.1}, "kl_coef"),
-        ({"kl_coef": 0.1, "kl_loss_coef": 0.1, "advantage_estimator": "ppo"}, "kl_coef"),
-        ({"use_unbiased_kl": True}, "use_unbiased_kl"),
-        ({"ref_update_interval": 10}, "ref_update_interval"),
-        ({"num_critic_only_steps": 1}, "num_critic_only_steps"),
-        ({"use_opd": True}, "opd_type"),
-        ({"use_opd": True, "opd_type": "megatron"}, "opd_teacher_load"),
-        ({"use_opd": True, "opd_type": "sglang", "opd_teacher_load": "teacher"}, "opd_teacher_load"),
-        ({"opd_type": "sglang"}, "opd_type"),
-        ({"opd_teachers": {"a": "http://a:1"}}, "opd_teachers"),
-        ({"use_opd": True, "opd_type": "sglang", "opd_teachers": {"a": "nats:a"}}, "opd_teachers"),
-        ({"use_opd": True, "opd_type": "sglang", "opd_teachers": {"a": "a:1"}}, "opd_teachers"),
-        ({"use_opd": True, "opd_type": "sglang", "opd_top_k": 8}, "opd_top_k"),
-        ({**TAUGHT, "opd_top_k_coef": 2.0}, "opd_top_k_coef"),
-        ({**TAUGHT, "opd_teacher_weights": {"b": 1.0}}, "opd_teacher_weights"),
-        ({**TAUGHT, "opd_teacher_weights": {"a": 0.0}}, "opd_teacher_weights"),
-        ({**TAUGHT, "opd_teacher_key_variable": "sk-hush"}, "opd_teacher_key_variable"),
-        ({**TAUGHT, "opd_top_k": 8, "loss_type": "custom_loss", "custom_loss_function_path": "m:f"}, "opd_top_k"),
-        ({"custom_advantage_function_path": "m:f", "advantage_estimator": "ppo"}, "custom_advantage_function_path"),
-        ({"loss_type": "custom_loss"}, "custom_loss_function_path"),
-        ({"custom_loss_function_path": "m:f"}, "custom_loss_function_path"),
-        ({"custom_loss_function_path": "m f", "loss_type": "custom_loss"}, "custom_loss_function_path"),
-        ({"calculate_per_token_loss": True, "loss_divisor": 100}, "loss_divisor"),
-        ({"loss_type": "dpo"}, "loss_type"),
-        ({"gamma": 1.1}, "gamma"),
-        ({"lambd": -0.1}, "lambd"),
-        ({"m2_threshold": -1}, "m2_threshold"),
-        ({"advantage_estimator": "grop"}, "advantage_estimator"),
-        ({"kl_loss_type": "k4"}, "kl_loss_type"),
-        ({"off_policy": "async"}, "off_policy"),
-        ({"tis_mode": "mis"}, "tis_mode"),
-        ({"tis_level": "group"}, "tis_level"),
-        ({"use_rs": True, "rs_level": "group"}, "rs_level"),
-        ({"eps_clip": -0.1}, "eps_clip"),
-        ({"eps_clip": math.nan}, "eps_clip"),
-        ({"eps_clip_high": -0.1}, "eps_clip_high"),
-        ({"eps_clip_c": 1.0}, "eps_clip_c"),
-        ({"kl_loss_coef": -1.0}, "kl_loss_coef"),
-        ({"entropy_coef": math.inf}, "entropy_coef"),
-        ({"m2_threshold": math.inf}, "m2_threshold"),
-        ({"value_clip": -0.1}, "value_clip"),
-        ({"opsm_delta": -1.0}, "opsm_delta"),
-        ({"loss_divisor": 0}, "loss_divisor"),
-    ],
-)
-def test_a_contradiction_is_refused_by_field(tmp_path: Path, given: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        run_config(tmp_path, algorithm=given)
-    assert error.value.field == f"algorithm.{field}"
-    assert error.value.expected
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"use_rollout_logprobs": True, "use_tis": True}, "use_rollout_logprobs"),
+    ({"use_rollout_logprobs": True, "off_policy": "decoupled"}, "use_rollout_logprobs"),
+    ({"use_tis": True, "off_policy": "none"}, "use_tis"),
+    ({"use_tis": False, "off_policy": "decoupled"}, "use_tis"),
+    ({"use_rs": True, "off_policy": "none"}, "use_rs"),
+    ({"tis_batch_normalize": True, "use_tis": False}, "tis_batch_normalize"),
+    ({"rs_veto_threshold": 1e-4, "use_rollout_logprobs": True}, "rs_veto_threshold"),
+    ({"custom_tis_function_path": "m:f", "off_policy": "rollout"}, "custom_tis_function_path"),
+    ({"rs_level": "sequence"}, "rs_level"),
+    ({"rs_upper_bound": 2.0}, "rs_upper_bound"),
+    ({"use_rs": True, "rs_lower_bound": 3.0}, "rs_upper_bound"),
+    ({"tis_clip": 0.5, "tis_clip_low": 0.5}, "tis_clip"),
+    ({"tis_mode": "truncate", "tis_clip_low": 0.5}, "tis_clip_low"),
+    ({"use_m2po": True, "off_policy": "none"}, "use_m2po"),
+    ({"use_m2po": True, "advantage_estimator": "cispo"}, "use_m2po"),
+    ({"use_m2po": True, "eps_clip_c": 3.0}, "eps_clip_c"),
+    ({"advantage_estimator": "cispo", "eps_clip_c": 3.0}, "eps_clip_c"),
+    ({"gamma": 0.9}, "gamma"),
+    ({"advantage_estimator": "reinforce_plus_plus_baseline", "gamma": 0.9}, "gamma"),
+    ({"advantage_estimator": "reinforce_plus_plus", "lambd": 0.9}, "lambd"),
+    ({"rs_veto_threshold": 1e-9}, "rs_veto_threshold"),
+    ({"kl_coef": 0.1}, "kl_coef"),
+    ({"kl_coef": 0.1, "kl_loss_coef": 0.1, "advantage_estimator": "ppo"}, "kl_coef"),
+    ({"use_unbiased_kl": True}, "use_unbiased_kl"),
+    ({"ref_update_interval": 10}, "ref_update_interval"),
+    ({"num_critic_only_steps": 1}, "num_critic_only_steps"),
+    ({"use_opd": True}, "opd_type"),
+    ({"use_opd": True, "opd_type": "megatron"}, "opd_teacher_load"),
+    ({"use_opd": True, "opd_type": "sglang", "opd_teacher_load": "teacher"}, "opd_teacher_load"),
+    ({"opd_type": "sglang"}, "opd_type"),
+    ({"opd_teachers": {"a": "http://a:1"}}, "opd_teachers"),
+    ({"use_opd": True, "opd_type": "sglang", "opd_teachers": {"a": "nats:a"}}, "opd_teachers"),
+    ({"use_opd": True, "opd_type": "sglang", "opd_teachers": {"a": "a:1"}}, "opd_teachers"),
+    ({"use_opd": True, "opd_type": "sglang", "opd_top_k": 8}, "opd_top_k"),
+    ({**TAUGHT, "opd_top_k_coef": 2.0}, "opd_top_k_coef"),
+    ({**TAUGHT, "opd_teacher_weights": {"b": 1.0}}, "opd_teacher_weights"),
+    ({**TAUGHT, "opd_teacher_weights": {"a": 0.0}}, "opd_teacher_weights"),
+    ({**TAUGHT, "opd_teacher_key_variable": "sk-hush"}, "opd_teacher_key_variable"),
+    ({**TAUGHT, "opd_top_k": 8, "loss_type": "custom_loss", "custom_loss_function_path": "m:f"}, "opd_top_k"),
+    ({"custom_advantage_function_path": "m:f", "advantage_estimator": "ppo"}, "custom_advantage_function_path"),
+    ({"loss_type": "custom_loss"}, "custom_loss_function_path"),
+    ({"custom_loss_function_path": "m:f"}, "custom_loss_function_path"),
+    ({"custom_loss_function_path": "m f", "loss_type": "custom_loss"}, "custom_loss_function_path"),
+    ({"calculate_per_token_loss": True, "loss_divisor": 100}, "loss_divisor"),
+    ({"loss_type": "dpo"}, "loss_type"),
+    ({"gamma": 1.1}, "gamma"),
+    ({"lambd": -0.1}, "lambd"),
+    ({"m2_threshold": -1}, "m2_threshold"),
+    ({"advantage_estimator": "grop"}, "advantage_estimator"),
+    ({"kl_loss_type": "k4"}, "kl_loss_type"),
+    ({"off_policy": "async"}, "off_policy"),
+    ({"tis_mode": "mis"}, "tis_mode"),
+    ({"tis_level": "group"}, "tis_level"),
+    ({"use_rs": True, "rs_level": "group"}, "rs_level"),
+    ({"eps_clip": -0.1}, "eps_clip"),
+    ({"eps_clip": math.nan}, "eps_clip"),
+    ({"eps_clip_high": -0.1}, "eps_clip_high"),
+    ({"eps_clip_c": 1.0}, "eps_clip_c"),
+    ({"kl_loss_coef": -1.0}, "kl_loss_coef"),
+    ({"entropy_coef": math.inf}, "entropy_coef"),
+    ({"m2_threshold": math.inf}, "m2_threshold"),
+    ({"value_clip": -0.1}, "value_clip"),
+    ({"opsm_delta": -1.0}, "opsm_delta"),
+    ({"loss_divisor": 0}, "loss_divisor"),
+]
+
+
+def test_a_contradiction_is_refused_by_field(tmp_path: Path) -> None:
+    found = []
+    for given, field in CONTRADICTIONS:
+        try:
+            run_config(tmp_path, algorithm=given)
+            found.append(f"{given}: accepted")
+        except ConfigError as error:
+            if error.field != f"algorithm.{field}" or not error.expected:
+                found.append(f"{given}: {error}")
+    assert not found
 
 
 BASELINE = {"advantage_estimator": "reinforce_plus_plus_baseline"}
 
 
-@pytest.mark.parametrize(
-    "given", [{}, {"advantage_estimator": "gspo"}, BASELINE, {"advantage_estimator": "rloo"}, {"disable_grpo_std_normalization": True}]
-)
-def test_one_sample_a_prompt_cannot_be_compared_with_others(tmp_path: Path, given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError) as error:
-        run_config(tmp_path, algorithm=given, rollout={"n_samples_per_prompt": 1})
-    assert error.value.field == "rollout.n_samples_per_prompt"
+def test_one_sample_a_prompt_cannot_be_compared_with_others(tmp_path: Path) -> None:
+    for given in ({}, {"advantage_estimator": "gspo"}, BASELINE, {"advantage_estimator": "rloo"}, {"disable_grpo_std_normalization": True}):
+        with pytest.raises(ConfigError) as error:
+            run_config(tmp_path, algorithm=given, rollout={"n_samples_per_prompt": 1})
+        assert error.value.field == "rollout.n_samples_per_prompt"
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
+def test_one_sample_a_prompt_is_fine_where_samples_are_not_compared(tmp_path: Path) -> None:
+    for given in (
         {"loss_type": "sft_loss"},
         {"loss_type": "custom_loss", "custom_loss_function_path": "m:f"},
         {"use_opd": True, "opd_type": "sglang"},
@@ -133,10 +130,8 @@ def test_one_sample_a_prompt_cannot_be_compared_with_others(tmp_path: Path, give
         {"advantage_estimator": "reinforce_plus_plus"},
         {"advantage_estimator": "ppo"},
         {**BASELINE, "disable_rewards_normalization": True},
-    ],
-)
-def test_one_sample_a_prompt_is_fine_where_samples_are_not_compared(tmp_path: Path, given: dict[str, Any]) -> None:
-    assert run_config(tmp_path, algorithm=given, rollout={"n_samples_per_prompt": 1}).rollout.n_samples_per_prompt == 1
+    ):
+        assert run_config(tmp_path, algorithm=given, rollout={"n_samples_per_prompt": 1}).rollout.n_samples_per_prompt == 1
 
 
 @pytest.mark.parametrize("sections", [{"rollout": {"num_rollout": 0}, "sft": {"sft_data": ["x"]}}, {"debug": {"debug_rollout_only": True}}])
