@@ -20,7 +20,6 @@ from services.rollout.in_flight import InFlight, Requests, Stopped
 from services.rollout.played_group import RETRY_PAUSE, GroupPlayer, GroupProgress, PlayedGroup, PlayedRollout
 from services.rollout.replica import Replica
 from services.rollout.request_slots import GroupSlots
-from shared.config.eval_views import eval_view
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed, HookSample, Status
 from shared.hooks import sample_conversion as sample_message
@@ -130,14 +129,6 @@ class CustomGenerate(GroupPlayer):
             label=Reference(task.label, task.label_json).value,
             metadata=task.metadata,
         )
-
-    def prompt(self, task: Task) -> Any:
-        """Returns the rendered text where the chat template is applied, as slime has it, else the prompt as it stands in the file."""
-        view = eval_view(self._config, task.group)
-        data = self._config.data if view is None else view.config.data
-        if not data.apply_chat_template:
-            return task.prompt
-        return self.tokenizer.decode(task.prompt_tokens, skip_special_tokens=False)
 
     def warn(self, task: Task, rollout: int, error: Exception) -> None:
         """Logs a call that is made again."""

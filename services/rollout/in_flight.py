@@ -188,23 +188,10 @@ class InFlight:
         self.leaving = False
 
     @contextlib.contextmanager
-    def asked(self, group: str, partials: Sequence[Partial], requests: "Requests", rid: str, version: int) -> Iterator[None]:
-        """Registers, while the body runs, one more of a group's requests in the engine, which serves ``version``.
-
-        ``partials``: all of the group's: with one of its samples, all of them are too old. ``rid``: of the request. Raises Stopped where it
-        must not be sent at all."""
-        oldest = min([version, *(partial.segments[0][2] for partial in partials if partial.segments)])
-        with self.tracked(group, requests, oldest, version):
-            requests.rids.add(rid)
-            try:
-                yield
-            finally:
-                requests.rids.discard(rid)
-
-    @contextlib.contextmanager
     def tracked(self, group: str, requests: "Requests", oldest: int, version: int) -> Iterator[None]:
-        """Registers, while the body runs, requests of a group whose oldest token may be of version ``oldest``. Raises as `asked`. Where
-        some of them are registered already, all are as old as the oldest: one that ends first leaves its tokens in the group."""
+        """Registers, while the body runs, requests of a group whose oldest token may be of version ``oldest``. Raises
+        Stopped where none must be sent. Where some of them are registered already, all are as old as the oldest: one that ends first leaves
+        its tokens in the group."""
         lost = self._is_lost(oldest, version)
         if lost or self.leaving or requests.stopped.is_set():
             raise Stopped(group, stale=lost or requests.stale)

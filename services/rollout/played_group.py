@@ -1,8 +1,8 @@
-"""Generates one group: by the engine alone, or by rollouts that a function, an environment or an agent plays.
+"""Plays one group's rollouts: by the engine alone, or by a function, an environment or an agent.
 
-By the engine alone, each sample is a request of its own, in a slot of its own (`services.rollout.request_slots`), which it leaves when it
-ends: a group does not keep the places of its short samples until its longest one has ended. A sample keeps the tokens, log-probs and
-version spans that it already has; to continue it, prompt and tokens are sent to the engine again.
+By the engine alone (`EngineGroups`), each sample is a request of its own, in a slot of its own (`services.rollout.request_slots`), which it
+leaves when it ends: a group does not keep the places of its short samples until its longest one has ended. A sample keeps the tokens,
+log-probs and version spans that it already has; to continue it, prompt and tokens are sent to the engine again.
 
 A rollout that is played is generated anew where it fails, a few times; then it is lost, and the group continues without it, as long as
 `rollout.min_rollouts` are left. A group may begin more rollouts than it needs (`rollout.surplus_rollouts`; active partial rollouts, APRIL,
@@ -12,24 +12,26 @@ there are more than it needs, a rollout that fails is not tried again: a surplus
 
 import asyncio
 import functools
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from services.rollout.engine.engine_client import EngineClient
-from services.rollout.engine.generation import Generation, GenerationRequest, first_tokens
+from services.rollout.engine.generation import GenerationRequest, first_tokens
 from services.rollout.engine.transport import EngineError
-from services.rollout.in_flight import InFlight, Partial, Requests, Stopped, samples_of_rollout
+from services.rollout.in_flight import UNROUTED, InFlight, Partial, Requests, Stopped, restored, samples_of, samples_of_rollout
 from services.rollout.replica import Replica
 from services.rollout.replica_command import SampleSeeds
 from services.rollout.request_slots import GroupSlots
+from shared.config.eval_views import eval_view
 from shared.config.rollout_section import RolloutSection
 from shared.data.stop_strings import end_across
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
+from shared.hooks.loading import paths
+from shared.model.replayed_choices import replayed_choices
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.runtime.tasks import cancelled
 from shared.schema.ledger import is_evaluation
@@ -37,108 +39,7 @@ from shared.schema.messages import Task
 from shared.schema.sample import Sample
 from shared.service.service_base import Service
 
-ENGINE_TRIES = 5  # the number of engine failures in a row after which a sample, and its group with it, is given up for this delivery
 RETRY_PAUSE = 0.5
-
-
-async def generate_group(
-    replica: Replica,
-    task: Task,
-    partials: list[Partial],
-    tokenizer: Tokenizer,
-    deadline: float,
-    in_flight: InFlight | None,
-    slots: GroupSlots,
-) -> None:
-    """Generates all of the task's samples until they have ended.
-
-    ``partials``: one for each sample, with its output so far; they grow in place. ``tokenizer``: the model's, for stop strings of which an
-    interrupted sample had the beginning. ``deadline``: seconds for waiting for weights, and as many for each sample's time in the engine.
-    ``in_flight``: may stop the group; None for groups that are never stopped. ``slots``: of the group. Raises Stopped once every sample has
-    ended or was stopped; DeadlineExceeded, or EngineError when the engine failed `ENGINE_TRIES` times in a row for one of them: the others
-    are cancelled then."""
-    group = _Group(replica, task, partials, tokenizer, deadline, in_flight, slots)
-    left = {asyncio.create_task(group.sample(index)) for index in range(len(partials))}
-    stopped: Stopped | None = None
-    try:
-        while left:
-            ended, left = await asyncio.wait(left, return_when=asyncio.FIRST_EXCEPTION)
-            for error in [sample.exception() for sample in ended]:
-                if isinstance(error, Stopped):
-                    stopped = error
-                elif error is not None:
-                    raise error
-    finally:
-        await cancelled(left)
-    if stopped is not None:
-        raise stopped
-
-
-@dataclass(frozen=True)
-class _Group:
-    replica: Replica
-    task: Task
-    partials: list[Partial]
-    tokenizer: Tokenizer
-    deadline: float
-    in_flight: InFlight | None
-    slots: GroupSlots
-    requests: Requests = field(default_factory=Requests)
-
-    async def sample(self, index: int) -> None:
-        """Generates one sample to its end. Raises Stopped, DeadlineExceeded, EngineError."""
-        partial, failures, spent = self.partials[index], 0, 0.0
-        while partial.finish is None:
-            await self.replica.wait_serving(self.task.min_version, self.deadline)
-            async with self.slots.slot(index):
-                # it may have changed since, or be changed while the slot is waited for
-                client = await self.replica.wait_serving(self.task.min_version, self.deadline)
-                began = asyncio.get_running_loop().time()
-                try:
-                    generation = await self._drawn(client, partial, self.deadline - spent)
-                    failures = 0
-                except EngineError:
-                    failures += 1
-                    if failures >= ENGINE_TRIES:
-                        raise
-                    generation = None
-            if generation is None:
-                await asyncio.sleep(RETRY_PAUSE * failures)  # it may be restarting: the gate closes as soon as that is seen
-                continue
-            spent += asyncio.get_running_loop().time() - began
-            decode = functools.partial(self.tokenizer.decode, skip_special_tokens=False)
-            count = end_across(partial.tokens, generation.tokens, self.task.sampling.stop, decode)  # a stop string may have begun before
-            ended = generation if count is None else first_tokens(generation, count)
-            partial.extend(ended, self.task.sampling.max_new_tokens)
-            if spent >= self.deadline and partial.finish is None:
-                raise DeadlineExceeded(
-                    f"sample {index} of {self.task.group}", "the engine", self.deadline, "the group goes back to the queue"
-                )
-        self.slots.end()
-
-    async def _drawn(self, client: EngineClient, partial: Partial, seconds: float) -> Generation:
-        """Returns what the engine generates for a sample in one request. Raises Stopped, DeadlineExceeded, EngineError."""
-        request, life = _request(self.task, partial), self.replica.incarnation
-        version = self.replica.version
-        asked = (
-            self.in_flight.asked(self.task.group, self.partials, self.requests, request.rid, version) if self.in_flight else nullcontext()
-        )
-        with asked:
-            [generation] = await client.generate_group([request], self.task.sampling, deadline=max(seconds, 1.0))
-        if self.replica.incarnation != life:
-            raise EngineError(client.url, "its weights became untrusted while it generated this, which is discarded")
-        return generation
-
-
-def _request(task: Task, partial: Partial) -> GenerationRequest:
-    return GenerationRequest(
-        tokens=np.concatenate([task.prompt_tokens, partial.tokens]) if len(partial.tokens) else task.prompt_tokens,
-        max_new_tokens=task.sampling.max_new_tokens - len(partial.tokens),
-        seed=partial.seed,
-        routed_from=partial.routed_from,
-    )
-
-
 TRIES = 5  # the number of failed calls in a row after which a rollout is lost
 
 # The same for calls that held up or ended their process. All but the first have one of their own, so that they cost no one else.
@@ -296,8 +197,8 @@ class PlayedRollout:
 
 
 class GroupPlayer:
-    """Plays the groups of a function, an environment or an agent: one `PlayedRollout` for each rollout. ``lost``: rollouts that were given
-    up. ``losing``: errors by which one is lost; others end the group."""
+    """Plays groups: one `PlayedRollout` for each rollout. ``lost``: rollouts that were given up. ``losing``: errors by which one is lost;
+    others end the group."""
 
     losing: tuple[type[MyxoError], ...] = (HookFailed,)
 
@@ -308,6 +209,14 @@ class GroupPlayer:
     def called(self, task: Task) -> str:
         """Returns what plays a task, for errors: a field and its value."""
         raise NotImplementedError
+
+    def prompt(self, task: Task) -> Any:
+        """Returns the rendered text where the chat template is applied, as slime has it, else the prompt as it stands in the file."""
+        view = eval_view(self._config, task.group)
+        data = self._config.data if view is None else view.config.data
+        if not data.apply_chat_template:
+            return task.prompt
+        return self.tokenizer.decode(task.prompt_tokens, skip_special_tokens=False)
 
     async def start(self) -> None:
         """Starts the processes that it needs, once. Raises ConfigError where the user's code cannot be imported."""
@@ -328,18 +237,31 @@ class GroupPlayer:
         there; BadMessage where no token is trained."""
         progress = GroupProgress.of(task, self._config.rollout)
         rollouts = [self.rollout(task, index, samples_of_rollout(earlier, index, task), slots, progress) for index in progress.begun]
-        await _until_complete([self._play(rollout, in_flight) for rollout in rollouts], progress)
-        stopped = None
+        stopped = await self.until_complete(rollouts, progress, in_flight)
         if progress.complete:
             rollouts = [rollout for rollout in rollouts if rollout.index in progress.kept]
-        else:
-            stopped = next((rollout.stopped for rollout in rollouts if rollout.stopped is not None), None)
         samples = [sample for rollout in rollouts for sample in rollout.stored()]
         for index, sample in enumerate(samples):
             sample.index = index
         if stopped is None and not any(sample.mask.any() for sample in samples) and not is_evaluation(task.group):
             raise BadMessage(f"{self.called(task)}: no token of group {task.group} is trained: the loss mask is 0 on all of them")
         return PlayedGroup(samples, stopped, progress.aborted)
+
+    async def until_complete(
+        self, rollouts: Sequence[PlayedRollout], progress: GroupProgress, in_flight: InFlight | None
+    ) -> Stopped | None:
+        """Plays a group's rollouts until it is complete, or all have come to an end; the others are cancelled. Returns why an incomplete
+        one was stopped. Raises what one of them does."""
+        running = [asyncio.create_task(self._play(rollout, in_flight)) for rollout in rollouts]
+        left = set(running)
+        try:
+            while left and not progress.complete:
+                ended, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                for one in ended:
+                    one.result()
+        finally:
+            await cancelled(running)
+        return None if progress.complete else next((rollout.stopped for rollout in rollouts if rollout.stopped is not None), None)
 
     async def _play(self, rollout: PlayedRollout, in_flight: InFlight | None) -> None:
         """Plays a rollout. Raises the error that it is lost by, where the group cannot do without it."""
@@ -355,14 +277,88 @@ class GroupPlayer:
             rollout.slots.end()
 
 
-async def _until_complete(playing: Sequence[Coroutine[Any, Any, None]], progress: GroupProgress) -> None:
-    """Runs a group's rollouts until it is complete, or all have come to an end; the others are cancelled. Raises what one of them does."""
-    running = [asyncio.create_task(one) for one in playing]
-    left = set(running)
-    try:
-        while left and not progress.complete:
-            ended, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-            for one in ended:
-                one.result()
-    finally:
-        await cancelled(running)
+ENGINE_TRIES = 5  # the number of engine failures in a row after which a sample, and its group with it, is given up for this delivery
+
+
+class EngineGroups(GroupPlayer):
+    """Generates groups by the engine alone."""
+
+    losing = ()
+
+    def __init__(self, service: Service, replica: Replica, tokenizer: Tokenizer) -> None:
+        super().__init__(service, replica, tokenizer)
+        self.deadline, self._choices = service.config.rollout.generate_timeout, replayed_choices(service.config)
+        self._hooks = bool(paths(service.config))  # they see the prompt as it was rendered
+
+    async def group(self, task: Task, earlier: Sequence[Sample], in_flight: InFlight | None, slots: GroupSlots) -> PlayedGroup:
+        """As `GroupPlayer.group`, but no sample is lost. Raises DeadlineExceeded, for weights or for a sample's time in the engine;
+        EngineError when the engine failed `ENGINE_TRIES` times in a row for one of the samples."""
+        partials = restored(earlier, task, None if is_evaluation(task.group) else self._choices)
+        for index, partial in enumerate(partials):
+            partial.seed = self.seeds.of_sample(index)
+        progress, requests = GroupProgress(task.n, task.n), Requests()
+        rollouts = [_EngineRollout(self, task, index, partials, requests, slots, progress) for index in progress.begun]
+        stopped = await self.until_complete(rollouts, progress, in_flight)
+        samples = samples_of(task, partials, self.tokenizer)
+        rendered = {"prompt": self.prompt(task)} if self._hooks else {}
+        for sample in samples:
+            if (problem := sample.attributes.get(UNROUTED)) is not None:
+                self._service.log.warning("sample_not_trained", sample=sample.name, reason=problem)
+            sample.attributes |= rendered
+        return PlayedGroup(samples, stopped)
+
+
+class _EngineRollout(PlayedRollout):
+    """One of a group's ``partials``, which grow in place. ``requests``: all of the group's, of which any makes the group too old."""
+
+    def __init__(
+        self,
+        groups: EngineGroups,
+        task: Task,
+        index: int,
+        partials: list[Partial],
+        requests: Requests,
+        slots: GroupSlots,
+        progress: GroupProgress,
+    ) -> None:
+        super().__init__(task, index, None if partials[index].finish is None else [], groups.replica, slots, progress)
+        self._partials, self._partial, self.requests = partials, partials[index], requests
+        self._deadline, self._spent, self._failed = groups.deadline, 0.0, 0
+        self._decode = functools.partial(groups.tokenizer.decode, skip_special_tokens=False)
+
+    def patience_s(self) -> float:
+        return self._deadline
+
+    def oldest(self, version: int) -> int:
+        return min([version, *(partial.segments[0][2] for partial in self._partials if partial.segments)])
+
+    async def attempt(self, client: EngineClient, version: int, life: int) -> None:
+        began, partial, sampling = asyncio.get_running_loop().time(), self._partial, self.task.sampling
+        request = GenerationRequest(
+            tokens=np.concatenate([self.task.prompt_tokens, partial.tokens]) if len(partial.tokens) else self.task.prompt_tokens,
+            max_new_tokens=sampling.max_new_tokens - len(partial.tokens),
+            seed=partial.seed,
+            routed_from=partial.routed_from,
+        )
+        self.requests.rids.add(request.rid)
+        try:
+            [generation] = await client.generate_group([request], sampling, deadline=max(self._deadline - self._spent, 1.0))
+            if self.replica.incarnation != life:
+                raise EngineError(client.url, "its weights became untrusted while it generated this, which is discarded")
+        except EngineError:
+            self._failed += 1
+            if self._failed >= ENGINE_TRIES:
+                raise
+            self.least_pause = RETRY_PAUSE * self._failed  # it may be restarting: the gate closes as soon as that is seen
+            return
+        finally:
+            self.requests.rids.discard(request.rid)
+        self._failed, self.least_pause = 0, 0.0
+        self._spent += asyncio.get_running_loop().time() - began
+        count = end_across(partial.tokens, generation.tokens, sampling.stop, self._decode)  # a stop string may have begun before
+        partial.extend(generation if count is None else first_tokens(generation, count), sampling.max_new_tokens)
+        if partial.finish is not None:
+            self.samples = []  # the group makes them of its partials
+        elif self._spent >= self._deadline:
+            where = f"sample {self.index} of {self.task.group}"
+            raise DeadlineExceeded(where, "the engine", self._deadline, "the group goes back to the queue")

@@ -1,6 +1,6 @@
 """Slots for requests in the engine: decides how many a replica has, and gives them to the samples of groups in hand.
 
-`SlotLimit` and `SlotQueue` are pure; `RequestSlots` has samples wait in asyncio.
+All is pure but `GroupSlots.slot`, in which a sample waits in asyncio.
 
 More requests at once are more tokens a second, until the engine computes as fast as it can, or its memory is full: then it makes requests
 wait, or takes running ones back and computes them anew. But each of them is slower, and its tokens are older when they are trained. So the
@@ -26,8 +26,6 @@ from dataclasses import dataclass
 
 from shared.bus.subjects import EVAL, TRAIN
 from shared.config.run_config import RunConfig
-from shared.schema.ledger import is_evaluation
-from shared.schema.messages import Task
 
 LOTS = 32  # the share of the slots that a lot is: so much of the engine is idle at most for the sake of joint prefills
 
@@ -35,116 +33,6 @@ LOTS = 32  # the share of the slots that a lot is: so much of the engine is idle
 def lot(slots: int) -> int:
     """Returns how many of so many slots are filled together."""
     return max(1, slots // LOTS)
-
-
-@dataclass(eq=False)
-class GroupClaim:
-    """The claim of a group in hand. ``place``: the how many-th it was taken; ``open``: its samples that have not ended."""
-
-    task_class: str
-    place: int
-    open: int
-
-
-@dataclass(eq=False)
-class SlotWaiter:
-    """A sample that waits for a slot. ``index``: in its group. ``wake``: called once it gets one. ``granted``: it has, or had, one."""
-
-    claim: GroupClaim
-    index: int
-    wake: Callable[[], None]
-    granted: bool = False
-    left: bool = False
-
-    def __lt__(self, other: "SlotWaiter") -> bool:
-        return (self.claim.place, self.index) < (other.claim.place, other.index)
-
-
-class SlotQueue:
-    """The slots of one replica.
-
-    ``trains``: whether groups are trained; else evaluations have all slots. Attributes: ``limit``: slots; may be lowered below those that
-    are held, and none is granted then until enough have been left. ``held``: slots that are held now, by task class."""
-
-    def __init__(self, limit: int, trains: bool = True) -> None:
-        self.limit, self._trains = limit, trains
-        self.held = {TRAIN: 0, EVAL: 0}
-        self._claims: dict[str, set[GroupClaim]] = {TRAIN: set(), EVAL: set()}
-        self._waiting: dict[str, list[SlotWaiter]] = {TRAIN: [], EVAL: []}
-        self._places = itertools.count()
-        self._filling = True  # slots are given as they are asked for, since not all have been held
-
-    # --- groups
-
-    def take(self, task_class: str, samples: int) -> GroupClaim:
-        """Notes a group that was taken."""
-        claim = GroupClaim(task_class, next(self._places), samples)
-        self._claims[task_class].add(claim)
-        return claim
-
-    def drop(self, claim: GroupClaim) -> None:
-        """Notes that a group is no longer in hand. Its samples have left their slots."""
-        self._claims[claim.task_class].discard(claim)
-
-    def claimed(self, task_class: str) -> int:
-        """Returns how many samples of a class have not ended, those that no one has begun included."""
-        return sum(claim.open for claim in self._claims[task_class])
-
-    def room(self, task_class: str, samples: int) -> int:
-        """Returns how many groups of so many samples may be taken: as many as begin to use all slots."""
-        evaluating = min(self.claimed(EVAL), self._most_evaluating)
-        if task_class == EVAL:
-            free = self._most_evaluating - self.claimed(EVAL)
-        else:
-            free = self.limit - self.claimed(TRAIN) - evaluating
-        return max(0, -(-free // samples))
-
-    # --- slots
-
-    def ask(self, claim: GroupClaim, index: int, wake: Callable[[], None]) -> SlotWaiter:
-        """Has a sample wait for a slot, which it may get at once. ``index``: of the sample in its group."""
-        waiter = SlotWaiter(claim, index, wake)
-        heapq.heappush(self._waiting[claim.task_class], waiter)
-        self.grant()
-        return waiter
-
-    def leave(self, waiter: SlotWaiter) -> None:
-        """Gives a sample's slot to the next one, or has it wait no longer. A repeat does nothing."""
-        if waiter.left:
-            return
-        waiter.left = True
-        if waiter.granted:
-            self.held[waiter.claim.task_class] -= 1
-        self.grant()
-
-    def resize(self, limit: int) -> None:
-        """Sets the number of slots."""
-        self.limit = limit
-        self.grant()
-
-    def grant(self) -> None:
-        """Gives free slots to those that wait: once all were held, not before a lot of them is free."""
-        free = self.limit - sum(self.held.values())
-        self._filling = free > 0 and (self._filling or free >= lot(self.limit))
-        while self._filling and (waiter := self._next()) is not None:
-            waiter.granted = True
-            self.held[waiter.claim.task_class] += 1
-            self._filling = sum(self.held.values()) < self.limit
-            waiter.wake()
-
-    def _next(self) -> SlotWaiter | None:
-        evaluations = (EVAL,) if self.held[EVAL] < self._most_evaluating else ()
-        for task_class in (*evaluations, TRAIN):
-            queue = self._waiting[task_class]
-            while queue:
-                waiter = heapq.heappop(queue)
-                if not waiter.left:
-                    return waiter
-        return None
-
-    @property
-    def _most_evaluating(self) -> int:
-        return max(1, self.limit // 2) if self._trains else self.limit
 
 
 START = 256  # the slots that an engine begins with, at least
@@ -236,65 +124,144 @@ class SlotLimit:
         return max(self._least, min(self._most, slots))
 
 
+@dataclass(eq=False)
 class GroupSlots:
-    """The slots of one group's samples."""
+    """The slots of a group in hand. ``place``: the how many-th it was taken; ``open``: its samples that have not ended."""
 
-    def __init__(self, queue: SlotQueue, claim: GroupClaim) -> None:
-        self._queue, self._claim = queue, claim
+    queue: "RequestSlots"
+    task_class: str
+    place: int
+    open: int
 
     @contextlib.asynccontextmanager
     async def slot(self, index: int) -> AsyncIterator[None]:
         """Holds a slot while the body runs; waits for it first. ``index``: of the sample in its group."""
         ready = asyncio.Event()
-        waiter = self._queue.ask(self._claim, index, ready.set)
+        waiter = self.queue.ask(self, index, ready.set)
         try:
             await ready.wait()
             yield
         finally:
-            self._queue.leave(waiter)
+            self.queue.leave(waiter)
 
     def end(self) -> None:
         """Notes that a sample has ended: another group's may take its slot."""
-        self._claim.open = max(0, self._claim.open - 1)
+        self.open = max(0, self.open - 1)
 
     def close(self) -> None:
-        """Notes that the group is no longer in hand."""
-        self._queue.drop(self._claim)
+        """Notes that the group is no longer in hand. Its samples have left their slots."""
+        self.queue.groups.discard(self)
+
+
+@dataclass(eq=False)
+class SlotWaiter:
+    """A sample that waits for a slot. ``index``: in its group. ``wake``: called once it gets one. ``granted``: it has, or had, one."""
+
+    group: GroupSlots
+    index: int
+    wake: Callable[[], None]
+    granted: bool = False
+    left: bool = False
+
+    def __lt__(self, other: "SlotWaiter") -> bool:
+        return (self.group.place, self.index) < (other.group.place, other.index)
 
 
 class RequestSlots:
-    """The slots of one replica: as many as `rollout.rollout_concurrency` says, or as its engine's load allows. ``captured``: requests at
-    once that the engine is made for, the bound of slots that the run does not name; None: there is none."""
+    """The slots of one replica.
 
-    def __init__(self, config: RunConfig, captured: int | None = None) -> None:
+    ``limit``: says how many there are; they may become fewer than those that are held, and none is granted then until enough have been
+    left. ``samples``: of a group. ``trains``: whether groups are trained; else evaluations have all slots. Attributes: ``groups``: in hand.
+    ``held``: slots that are held now, by task class."""
+
+    def __init__(self, limit: SlotLimit, samples: int, trains: bool = True) -> None:
+        self._limit, self._samples, self._trains = limit, samples, trains
+        self.groups: set[GroupSlots] = set()
+        self.held = {TRAIN: 0, EVAL: 0}
+        self._waiting: dict[str, list[SlotWaiter]] = {TRAIN: [], EVAL: []}
+        self._places = itertools.count()
+        self._filling = True  # slots are given as they are asked for, since not all have been held
+
+    @classmethod
+    def of(cls, config: RunConfig, captured: int | None = None) -> "RequestSlots":
+        """Returns those of a run: as many as `rollout.rollout_concurrency` says, or as its engine's load allows. ``captured``: requests at
+        once that the engine is made for, the bound of slots that the run does not name; None: there is none."""
         rollout = config.rollout
-        self._group = rollout.n_samples_per_prompt + rollout.surplus_rollouts
-        share = -(-rollout.rollout_batch_size // rollout.rollout_replicas) * self._group
-        self._limit = SlotLimit(rollout.rollout_concurrency, self._group, share, captured or MOST)
-        self._queue = SlotQueue(self._limit.slots, config.has_steps)
-        self._surplus = rollout.surplus_rollouts
+        samples = rollout.n_samples_per_prompt + rollout.surplus_rollouts
+        share = -(-rollout.rollout_batch_size // rollout.rollout_replicas) * samples
+        return cls(SlotLimit(rollout.rollout_concurrency, samples, share, captured or MOST), samples, config.has_steps)
 
     @property
-    def limit(self) -> int:
-        return self._queue.limit
-
-    @property
-    def held(self) -> int:
-        """Returns how many slots are held."""
-        return sum(self._queue.held.values())
-
-    def room(self, task_class: str) -> int:
-        """Returns how many groups of a class may be taken."""
-        return self._queue.room(task_class, self._group)
-
-    def taken(self, task: Task) -> GroupSlots:
-        """Returns the slots of a group that was taken; the caller closes them."""
-        evaluation = is_evaluation(task.group)
-        return GroupSlots(self._queue, self._queue.take(EVAL if evaluation else TRAIN, task.n + (0 if evaluation else self._surplus)))
+    def slots(self) -> int:
+        return self._limit.slots
 
     def note(self, load: EngineLoad | None, tokens: int, now: float) -> None:
-        """Follows the engine's load; None: an engine that does not tell it, or a new one. Otherwise as `SlotLimit.note`."""
+        """Follows the engine's load; None: an engine that does not report it, or a new one. Otherwise as `SlotLimit.note`."""
         if load is None:
             self._limit.renew()
         else:
-            self._queue.resize(self._limit.note(load, self.held, tokens, now))
+            self._limit.note(load, sum(self.held.values()), tokens, now)
+            self.grant()
+
+    # --- groups
+
+    def take(self, task_class: str, samples: int) -> GroupSlots:
+        """Returns the slots of a group that was taken; the caller closes them."""
+        group = GroupSlots(self, task_class, next(self._places), samples)
+        self.groups.add(group)
+        return group
+
+    def claimed(self, task_class: str) -> int:
+        """Returns how many samples of a class have not ended, those that no one has begun included."""
+        return sum(group.open for group in self.groups if group.task_class == task_class)
+
+    def room(self, task_class: str) -> int:
+        """Returns how many groups of a class may be taken: as many as begin to use all slots."""
+        evaluating = self.claimed(EVAL)
+        if task_class == EVAL:
+            free = self._most_evaluating - evaluating
+        else:
+            free = self.slots - self.claimed(TRAIN) - min(evaluating, self._most_evaluating)
+        return max(0, -(-free // self._samples))
+
+    # --- slots
+
+    def ask(self, group: GroupSlots, index: int, wake: Callable[[], None]) -> SlotWaiter:
+        """Has a sample wait for a slot, which it may get at once. ``index``: of the sample in its group."""
+        waiter = SlotWaiter(group, index, wake)
+        heapq.heappush(self._waiting[group.task_class], waiter)
+        self.grant()
+        return waiter
+
+    def leave(self, waiter: SlotWaiter) -> None:
+        """Gives a sample's slot to the next one, or has it wait no longer. A repeat does nothing."""
+        if waiter.left:
+            return
+        waiter.left = True
+        if waiter.granted:
+            self.held[waiter.group.task_class] -= 1
+        self.grant()
+
+    def grant(self) -> None:
+        """Gives free slots to those that wait: once all were held, not before a lot of them is free."""
+        free = self.slots - sum(self.held.values())
+        self._filling = free > 0 and (self._filling or free >= lot(self.slots))
+        while self._filling and (waiter := self._next()) is not None:
+            waiter.granted = True
+            self.held[waiter.group.task_class] += 1
+            self._filling = sum(self.held.values()) < self.slots
+            waiter.wake()
+
+    def _next(self) -> SlotWaiter | None:
+        evaluations = (EVAL,) if self.held[EVAL] < self._most_evaluating else ()
+        for task_class in (*evaluations, TRAIN):
+            queue = self._waiting[task_class]
+            while queue:
+                waiter = heapq.heappop(queue)
+                if not waiter.left:
+                    return waiter
+        return None
+
+    @property
+    def _most_evaluating(self) -> int:
+        return max(1, self.slots // 2) if self._trains else self.slots

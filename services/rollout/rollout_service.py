@@ -15,11 +15,11 @@ from services.rollout.engine_nodes import follow
 from services.rollout.engine_spread import EngineSpread
 from services.rollout.episodes import EpisodeGenerate
 from services.rollout.evaluator import Evaluator
-from services.rollout.in_flight import UNROUTED, InFlight, Stopped, restored, samples_of
-from services.rollout.played_group import GroupPlayer, PlayedGroup, generate_group
+from services.rollout.in_flight import InFlight
+from services.rollout.played_group import EngineGroups, GroupPlayer
 from services.rollout.producer import Producer, run_where_active
 from services.rollout.replica import Replica
-from services.rollout.replica_command import FLAG, SampleSeeds, captured_requests
+from services.rollout.replica_command import FLAG, captured_requests
 from services.rollout.request_slots import GroupSlots, RequestSlots
 from services.rollout.router import Router, router_url
 from services.rollout.task_outcomes import TaskOutcomes, handed_back
@@ -34,14 +34,12 @@ from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.config import devices, sglang_flags
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
-from shared.hooks.loading import eval_function, generate_paths, paths
-from shared.model.replayed_choices import replayed_choices
+from shared.hooks.loading import eval_function, generate_paths
 from shared.runtime.errors import INFRASTRUCTURE, TASK, BadMessage, DeadlineExceeded, MyxoError, raise_problems
 from shared.runtime.tasks import cancelled, fatal
 from shared.runtime.telemetry import declare_metrics
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Generated, Interrupted, Task
-from shared.schema.sample import Sample
 from shared.schema.service_messages import Doing
 from shared.service.activities import WORK
 from shared.service.service_base import Service
@@ -172,18 +170,17 @@ class Rollout:
         self._tokenizer = Tokenizer(service.config.model.hf_checkpoint)
         self.replica = Replica(service)
         captured = captured_requests(service.config, devices.resolve(service.config.rollout.rollout_device))
-        self.in_flight, self._slots = InFlight(service.config), RequestSlots(service.config, captured)
-        if captured is not None and self._slots.limit > captured:
-            service.log.warning("slots_beyond_graphs", slots=self._slots.limit, captured=captured, flag=FLAG)
-        self._seeds, self._choices = SampleSeeds.of(service.config), replayed_choices(service.config)
+        self.in_flight, self._slots = InFlight(service.config), RequestSlots.of(service.config, captured)
+        if captured is not None and self._slots.slots > captured:
+            service.log.warning("slots_beyond_graphs", slots=self._slots.slots, captured=captured, flag=FLAG)
         self.weights = WeightsReceiver(service, self.replica)
         self._catch_up = WeightCatchUp(service, self.replica, self.weights.expects_push)
+        self._plain = EngineGroups(service, self.replica, self._tokenizer)
         self._custom = CustomGenerate(service, self.replica, self._tokenizer)
         self._agents = AgentGroups(service, self.replica, self._tokenizer, Gateways(service))
         steps = service.config.episode.episode_url is not None
         self._episodes = EpisodeGenerate(service, self.replica, self._tokenizer) if steps else None
         self._players: list[GroupPlayer] = [self._custom, self._agents, *([self._episodes] if self._episodes is not None else [])]
-        self._hooks = bool(paths(service.config))
         self._outcomes = TaskOutcomes(service)
         function = self._config.rollout.rollout_function_path
         self.spread = EngineSpread(service, self.replica)
@@ -245,7 +242,7 @@ class Rollout:
 
     async def take(self, task_class: str) -> None:
         """Fetches tasks of a class while the replica serves and has capacity for it."""
-        service = self._service
+        service, surplus = self._service, self._config.rollout.surplus_rollouts if task_class == TRAIN else 0
         queue = WorkQueue(service.bus, task_consumer(service.run, self._config.bus, task_class), Task)
         while not service.stopping.is_set():
             room = min(self._slots.room(task_class), FETCHED_GROUPS)
@@ -253,7 +250,7 @@ class Rollout:
                 await asyncio.sleep(POLL_INTERVAL_S)
                 continue
             for lease in await queue.fetch(room):
-                slots = self._slots.taken(lease.message)
+                slots = self._slots.take(task_class, lease.message.n + surplus)
                 handling = asyncio.create_task(self._handle(lease, slots))
                 self.running[handling], self._taken[handling] = lease.message, (time.time(), slots)
                 handling.add_done_callback(self._handled)
@@ -312,9 +309,7 @@ class Rollout:
         started = time.time()
         in_flight = None if is_evaluation(task.group) else self.in_flight
         earlier = await self._outcomes.earlier(task)
-        player = self._player(task)
-        generate = self._by_engine if player is None else player.group
-        samples, stopped, aborted = await generate(task, earlier, in_flight, slots)
+        samples, stopped, aborted = await self._player(task).group(task, earlier, in_flight, slots)
         if stopped is not None:  # partial samples are handed on unless they are too old
             kept = not stopped.stale and any(len(sample.response) for sample in samples)
             return await self._outcomes.interrupted(task, samples if kept else [], stale=stopped.stale)
@@ -324,33 +319,13 @@ class Rollout:
         self.tokens += sum(sample.tokens for sample in generated.samples)
         return generated
 
-    def _player(self, task: Task) -> GroupPlayer | None:
-        """Returns what plays a task: an agent, a function of its own, the run's episodes or function; None: the engine alone."""
+    def _player(self, task: Task) -> GroupPlayer:
+        """Returns what plays a task: an agent, a function of its own, the run's episodes or function; else the engine alone."""
         if self._agents.program(task) is not None:
             return self._agents
         if self._episodes is not None and task.generate_function is None:
             return self._episodes
-        return None if self._custom.path(task) is None else self._custom
-
-    async def _by_engine(self, task: Task, earlier: list[Sample], in_flight: InFlight | None, slots: GroupSlots) -> PlayedGroup:
-        """Returns the task's samples; with why they were stopped, as far as they have come."""
-        partials, why = restored(earlier, task, None if is_evaluation(task.group) else self._choices), None
-        for index, partial in enumerate(partials):
-            partial.seed = self._seeds.of_sample(index)
-        try:
-            deadline = self._config.rollout.generate_timeout
-            await generate_group(self.replica, task, partials, self._tokenizer, deadline, in_flight, slots)
-        except Stopped as stopped:
-            why = stopped
-        samples = samples_of(task, partials, self._tokenizer)
-        for sample in samples:
-            if (problem := sample.attributes.get(UNROUTED)) is not None:
-                self._service.log.warning("sample_not_trained", sample=sample.name, reason=problem)
-        if self._hooks:  # functions of the user's see the prompt as it was rendered
-            text = self._custom.prompt(task)
-            for sample in samples:
-                sample.attributes["prompt"] = text
-        return PlayedGroup(samples, why)
+        return self._plain if self._custom.path(task) is None else self._custom
 
     async def stop_stale(self) -> None:
         """Aborts, while new weights are served, the generations that these have made too old to be trained. Repeats the request until they
@@ -407,7 +382,7 @@ class Rollout:
             metrics.set("lost_rollouts", self._custom.lost + self._agents.lost)
             load = None if self.replica.client is None else self.replica.client.load
             self._slots.note(load, tokens, time.monotonic())
-            gauges: dict[str, float] = {"request_slots": self._slots.limit, "used_slots": self._slots.held}
+            gauges: dict[str, float] = {"request_slots": self._slots.slots, "used_slots": sum(self._slots.held.values())}
             if load is not None:
                 gauges |= {"running_requests": load.running, "queued_requests": load.queued, "kv_usage": load.kv_usage}
             for name, value in gauges.items():

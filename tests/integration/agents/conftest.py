@@ -16,6 +16,7 @@ from services.rollout.replica import Replica
 from services.rollout.request_slots import RequestSlots
 from shared.bus import runs
 from shared.bus.connection import Bus
+from shared.bus.subjects import TRAIN
 from shared.data.tokenizer import Tokenizer
 from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.messages import Sampling, Task
@@ -51,7 +52,8 @@ class AgentBench:
         return played.samples, played.stopped
 
     async def group(self, task: Task, earlier: list[Sample]) -> PlayedGroup:
-        return await self.groups.group(task, earlier, self.in_flight, self.slots.taken(task))
+        surplus = self.service.config.rollout.surplus_rollouts
+        return await self.groups.group(task, earlier, self.in_flight, self.slots.take(TRAIN, task.n + surplus))
 
     def task(self, n: int = 2, **changes: Any) -> Task:
         return Task(
@@ -116,7 +118,7 @@ async def bench(
         replica.served.serve(0, "")
         replica.show()
         groups = AgentGroups(service, replica, Tokenizer(tiny_model), StoreAsGateway(valkey.url, run_name))
-        made.append(AgentBench(groups, replica, InFlight(config), RequestSlots(config), tmp_path, service))
+        made.append(AgentBench(groups, replica, InFlight(config), RequestSlots.of(config), tmp_path, service))
         await groups.start()
         return made[-1]
 

@@ -21,7 +21,7 @@ async def test_either_may_end_first_and_both_are_stopped(tmp_path: Path) -> None
     client: Any = Aborted()
     attempts = [ExitStack(), ExitStack()]
     for name, attempt in zip("ab", attempts, strict=True):
-        attempt.enter_context(in_flight.asked("g00000001", [], Requests(), name, 0))
+        attempt.enter_context(in_flight.tracked("g00000001", Requests({name}), 0, 0))
     await in_flight.stop_stale(client, 1)
     assert sorted(client) == ["a", "b"]
     attempts[0].close()
