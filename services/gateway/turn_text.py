@@ -8,10 +8,11 @@ character at the end, what may become a stop string or a marker, and all content
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from services.gateway.chat_tokens import ChatTokens, Messages
-from services.gateway.wire.request import TurnDelta, TurnRefused, TurnResult
+from services.gateway.wire.request import TurnDelta, TurnRefused, TurnResult, deltas_of
 
 # The beginning of what some family's parser reads otherwise than as text
 MARKER = re.compile(
@@ -57,10 +58,9 @@ class TurnText:
         reasoning, content = result.reasoning, result.content
         begins = reasoning.startswith(self._reasoning) and content.startswith(self._content)
         if not begins or (self._content and reasoning != self._reasoning):
-            raise _diverged()
-        texts = [TurnDelta(reasoning=reasoning[len(self._reasoning) :]), TurnDelta(content=content[len(self._content) :])]
-        calls = [TurnDelta(tool_call=call) for call in result.tool_calls]
-        return [piece for piece in texts if piece.reasoning or piece.content] + calls
+            message = "the answer is not what was streamed of it; ask again: it was recorded, and is answered as a whole"
+            raise TurnRefused(503, message, code="stream_diverged", retry_after_s=0.0)
+        return deltas_of(replace(result, reasoning=reasoning[len(self._reasoning) :], content=content[len(self._content) :]))
 
     def _read_channel(self) -> list[TurnDelta]:
         """Asks the parser which channel is open, and for its text. Returns the rest of the reasoning where it has ended."""
@@ -149,8 +149,3 @@ class TurnText:
 def _overlap(text: str, stop: str) -> int:
     """Returns how many characters at the end of a text may be the beginning of a stop string."""
     return next((length for length in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:length])), 0)
-
-
-def _diverged() -> TurnRefused:
-    message = "the answer is not what was streamed of it; ask again: it was recorded, and is answered as a whole"
-    return TurnRefused(503, message, code="stream_diverged", retry_after_s=0.0)

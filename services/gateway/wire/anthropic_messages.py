@@ -8,7 +8,7 @@ import hashlib
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from services.gateway.wire import request_body as fields
 from services.gateway.wire.openai_chat import UNCONSTRAINED, sampling
@@ -60,21 +60,15 @@ class _ToolResultBlock(RequestFields):
     content: fields.Texts = []
 
 
-def _as_blocks(content: Any) -> Any:
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    if not isinstance(content, list):
-        raise ValueError("expected a string or a list of blocks")
-    return content
-
-
 _UserBlock = Annotated[fields.TextPart | _ToolResultBlock, Field(discriminator="type")]
 _AssistantBlock = Annotated[fields.TextPart | _ThinkingBlock | _ToolUseBlock, Field(discriminator="type")]
 
 
 class _UserMessage(RequestFields):
     role: Literal["user"]
-    content: Annotated[list[_UserBlock], Field(min_length=1, max_length=fields.MAX_CALLS, fail_fast=True), BeforeValidator(_as_blocks)]
+    content: Annotated[
+        list[_UserBlock], Field(min_length=1, max_length=fields.MAX_CALLS, fail_fast=True), fields.listed("blocks", fields.text_part)
+    ]
 
     def chat(self) -> list[dict[str, Any]]:
         """Returns the results of tools, each as a message of its own, and what the user says after them."""
@@ -88,7 +82,7 @@ class _UserMessage(RequestFields):
 
 class _AssistantMessage(RequestFields):
     role: Literal["assistant"]
-    content: Annotated[list[_AssistantBlock], Field(max_length=fields.MAX_CALLS, fail_fast=True), BeforeValidator(_as_blocks)]
+    content: Annotated[list[_AssistantBlock], Field(max_length=fields.MAX_CALLS, fail_fast=True), fields.listed("blocks", fields.text_part)]
 
     def chat(self) -> list[dict[str, Any]]:
         thinking = "\n".join(block.thinking for block in self.content if isinstance(block, _ThinkingBlock))

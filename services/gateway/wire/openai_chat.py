@@ -7,7 +7,7 @@ Beside OpenAI's own fields those that its clients send by ``extra_body`` to othe
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from services.gateway.wire import request_body as fields
 from services.gateway.wire.request import (
@@ -107,32 +107,44 @@ class TextFormat(RequestFields):
 
 
 _Message = Annotated[_SystemMessage | _AssistantMessage | _ToolMessage, Field(discriminator="role")]
-_Stop = Annotated[fields.StopTexts, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)]
 
 
-class _ChatBody(fields.ChatSamplingFields):
+class OpenAIBody(fields.ChatSamplingFields):
+    """The fields that chat completions and responses share."""
+
     # fmt: off
     WITHOUT_EFFECT = frozenset({
-        "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier",
-        "store", "user", "verbosity",
+        "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user",
     })
     # fmt: on
 
     model: str
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: fields.TopP | None = None
+    stream: bool = False
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    top_logprobs: int = 0
+
+    def unserved(self) -> tuple[tuple[bool, str, str], ...]:
+        """Returns their refusals for `check_served`."""
+        return (
+            (not self.parallel_tool_calls, "parallel_tool_calls", f"false is not served: {UNCONSTRAINED}"),
+            (self.top_logprobs != 0, "top_logprobs", TOP_LOGPROBS),
+        )
+
+
+class _ChatBody(OpenAIBody):
+    WITHOUT_EFFECT = OpenAIBody.WITHOUT_EFFECT | {"prediction", "reasoning_effort", "verbosity"}
+
     messages: Annotated[list[_Message], Field(min_length=1, max_length=fields.MAX_MESSAGES, fail_fast=True)]
     max_tokens: fields.Positive | None = None
     max_completion_tokens: fields.Positive | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: fields.TopP | None = None
-    stop: _Stop = []
+    stop: fields.Stops = []
     n: int = 1
-    stream: bool = False
     stream_options: _StreamOptions | None = None
     tools: Annotated[list[_Tool], Field(max_length=fields.MAX_TOOLS, fail_fast=True)] = []
-    tool_choice: Any = "auto"
-    parallel_tool_calls: bool = True
     logprobs: bool = False
-    top_logprobs: int = 0
     response_format: TextFormat | None = None
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -166,8 +178,7 @@ def parse(body: bytes, request_id: str) -> ChatTurn:
 def _check(asked: _ChatBody) -> None:
     check_served(
         (asked.n != 1, "n", f"{asked.n} choices; one turn of a session has one: ask again for another"),
-        (not asked.parallel_tool_calls, "parallel_tool_calls", f"false is not served: {UNCONSTRAINED}"),
-        (asked.top_logprobs != 0, "top_logprobs", TOP_LOGPROBS),
+        *asked.unserved(),
         (asked.frequency_penalty != 0, "frequency_penalty", f"expected 0: {UNCONSTRAINED}"),
         (asked.presence_penalty != 0, "presence_penalty", f"expected 0: {UNCONSTRAINED}"),
         (bool(asked.logit_bias), "logit_bias", f"expected none: {UNCONSTRAINED}"),

@@ -7,10 +7,10 @@ assistant here is a row of items there: its reasoning, its text, its calls.
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from services.gateway.wire import request_body as fields
-from services.gateway.wire.openai_chat import TOP_LOGPROBS, UNCONSTRAINED, TextFormat, check_served, sampling, token_logprobs, tool_choice
+from services.gateway.wire.openai_chat import OpenAIBody, TextFormat, check_served, sampling, token_logprobs, tool_choice
 from services.gateway.wire.request import (
     CalledTool,
     ChatTurn,
@@ -103,34 +103,17 @@ _Item = Annotated[
 ]
 
 
-def _as_items(given: Any) -> Any:
-    if isinstance(given, str):
-        return [{"type": "message", "role": "user", "content": given}]
-    if not isinstance(given, list):
-        raise ValueError("expected a string or a list of items")
-    return given
+_ITEMS = fields.listed("items", lambda text: {"type": "message", "role": "user", "content": text})
 
 
-class _ResponseBody(fields.ChatSamplingFields):
-    # fmt: off
-    WITHOUT_EFFECT = frozenset({
-        "client_metadata", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_retention", "reasoning", "safety_identifier",
-        "service_tier", "store", "user",
-    })
-    # fmt: on
+class _ResponseBody(OpenAIBody):
+    WITHOUT_EFFECT = OpenAIBody.WITHOUT_EFFECT | {"client_metadata", "max_tool_calls", "reasoning"}
 
-    model: str
-    input: Annotated[list[_Item], Field(min_length=1, max_length=fields.MAX_MESSAGES, fail_fast=True), BeforeValidator(_as_items)]
+    input: Annotated[list[_Item], Field(min_length=1, max_length=fields.MAX_MESSAGES, fail_fast=True), _ITEMS]
     instructions: str = ""
     max_output_tokens: fields.Positive | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: fields.TopP | None = None
-    stream: bool = False
     stream_options: _StreamOptions | None = None
     tools: Annotated[list[_FunctionTool], Field(max_length=fields.MAX_TOOLS, fail_fast=True)] = []
-    tool_choice: Any = "auto"
-    parallel_tool_calls: bool = True
-    top_logprobs: int = 0
     text: _TextOptions | None = None
     truncation: Literal["disabled"] = "disabled"
     include: Annotated[list[str], Field(max_length=32, fail_fast=True)] = []
@@ -163,8 +146,7 @@ def parse(body: bytes, request_id: str) -> ChatTurn:
 def _check(asked: _ResponseBody) -> None:
     check_served(
         (asked.previous_response_id is not None, "previous_response_id", "responses are not kept: give the whole conversation as input"),
-        (not asked.parallel_tool_calls, "parallel_tool_calls", f"false is not served: {UNCONSTRAINED}"),
-        (asked.top_logprobs != 0, "top_logprobs", TOP_LOGPROBS),
+        *asked.unserved(),
     )
 
 

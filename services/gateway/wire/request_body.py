@@ -5,7 +5,7 @@ A field that is null counts as not given. Fields that a house's own servers take
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import orjson
@@ -25,6 +25,7 @@ Version = Annotated[int, Field(ge=0, le=LARGEST)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 TopK = Annotated[int, Field(ge=-1, le=1 << 30), AfterValidator(lambda count: count or -1)]  # 0 and -1: all tokens, as other servers have it
 StopTexts = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=32, fail_fast=True)]
+Stops = Annotated[StopTexts, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)]
 StopIds = Annotated[list[Annotated[int, Field(ge=0, le=LARGEST)]], Field(max_length=256, fail_fast=True)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 # The name in a call: it may be any that was sampled, since what was answered may be sent back
@@ -102,16 +103,26 @@ class TextPart(RequestFields):
     text: str
 
 
-def _as_parts(content: Any) -> Any:
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    if not isinstance(content, list):
-        raise ValueError("expected a string or a list of parts")
-    return content
+def listed(kind: str, entry: Callable[[str], dict[str, Any]]) -> BeforeValidator:
+    """Returns the validator of a list of ``kind`` for which a string may stand: the one ``entry`` that is made of it."""
+
+    def as_list(given: Any) -> Any:
+        if isinstance(given, str):
+            return [entry(given)]
+        if not isinstance(given, list):
+            raise ValueError(f"expected a string or a list of {kind}")
+        return given
+
+    return BeforeValidator(as_list)
+
+
+def text_part(text: str) -> dict[str, Any]:
+    """Returns a text as a part of a message."""
+    return {"type": "text", "text": text}
 
 
 # Content that is text alone: a string, or parts
-Texts = Annotated[list[TextPart], Field(max_length=MAX_CALLS, fail_fast=True), BeforeValidator(_as_parts)]
+Texts = Annotated[list[TextPart], Field(max_length=MAX_CALLS, fail_fast=True), listed("parts", text_part)]
 
 
 def joined(parts: Sequence[TextPart]) -> str:

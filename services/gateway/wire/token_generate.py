@@ -7,11 +7,11 @@ OpenAI's shape.
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from services.gateway.wire.openai_chat import UNCONSTRAINED, sampling, token_usage
 from services.gateway.wire.request import TokenTurn, TurnRefused, TurnResult, beside
-from services.gateway.wire.request_body import Positive, RequestFields, SamplingFields, StopTexts, TopP, Version, read_body
+from services.gateway.wire.request_body import Positive, RequestFields, SamplingFields, Stops, TopP, Version, read_body
 from shared.schema.message import LARGEST
 
 LONGEST_PROMPT = 1 << 22  # Tokens
@@ -28,7 +28,7 @@ class _SamplingFields(SamplingFields):
     temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
     top_p: TopP | None = None
     max_tokens: Positive | None = None
-    stop: Annotated[StopTexts, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] = []
+    stop: Stops = []
     n: Literal[1] = 1
     logprobs: Annotated[int, Field(ge=0, le=1)] = 1
     prompt_logprobs: None = None
