@@ -220,7 +220,7 @@ def _micro_batches(inspection: Inspection, prompt: int, limit: Limit | None) -> 
 
 def _engine_limit(inspection: Inspection) -> Limit | None:
     config, model = inspection.config, inspection.model_config
-    flags = {plain_name(key): value for key, value in config.rollout.sglang.items()}
+    flags = config.rollout.engine_flags
     known = context_length(model) if model is not None else None
     given = positive_count(flags.get("context-length"))
     context = given or known

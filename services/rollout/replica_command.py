@@ -34,7 +34,7 @@ class SampleSeeds:
 
     @classmethod
     def of(cls, config: RunConfig) -> "SampleSeeds":
-        given = {plain_name(name): value for name, value in config.rollout.sglang.items()}
+        given = config.rollout.engine_flags
         seeded = any(given.get(name) not in (None, False) for name in SEEDED)
         return cls(config.data.rollout_seed if seeded else None)
 
@@ -69,7 +69,7 @@ OTHERWISE = ("disable-cuda-graph", "disable-decode-cuda-graph", "cuda-graph-conf
 
 def captured_requests(config: RunConfig, device: str) -> int | None:
     """Returns for how many requests the engine's decode steps are captured; None where that bounds nothing, or is not known."""
-    given = {plain_name(name): value for name, value in config.rollout.sglang.items()}
+    given = config.rollout.engine_flags
     if device != "cuda" or any(given.get(name) for name in OTHERWISE):
         return None
     for name in SIZES:

@@ -295,10 +295,15 @@ class RolloutSection(Section):
             self.rollout_max_prompt_len = self.rollout_max_context_len - 1
 
     @property
+    def engine_flags(self) -> dict[str, Any]:
+        """Returns SGLang's own flags by their names as SGLang spells them."""
+        return {plain_name(name): value for name, value in self.sglang.items()}
+
+    @property
     def nodes_per_engine(self) -> int:
         """Returns the number of nodes that one engine is on: SGLang's ``nnodes``, which follows from its GPUs as with slime."""
         derived = max(1, self.rollout_num_gpus_per_engine // (self.gpus_per_node or self.rollout_num_gpus_per_engine))
-        given = next((value for name, value in self.sglang.items() if plain_name(name) == "nnodes"), derived)
+        given = self.engine_flags.get("nnodes", derived)
         return int(given) if str(given).isdecimal() and int(given) > 0 else 1  # the flags' own check refuses anything else
 
     @property
@@ -317,9 +322,14 @@ class RolloutSection(Section):
         return found
 
     @property
+    def makers(self) -> list[str]:
+        """Returns the fields by which something of the user's makes the samples."""
+        return [name for name in (*GENERATORS, "rollout_function_path") if getattr(self, name)]
+
+    @property
     def may_give_rewards(self) -> bool:
-        """Returns whether something of the user's makes the samples, which may come with their rewards then."""
-        return any(getattr(self, name) for name in (*GENERATORS, "rollout_function_path"))
+        """Returns whether samples may come with their rewards: something of the user's makes them."""
+        return bool(self.makers)
 
 
 class EpisodeSection(Section):

@@ -10,18 +10,17 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 from pydantic import ValidationError
 
-from shared.config import log_probs_reader
 from shared.config.algorithm import AlgorithmSection
 from shared.config.data_sections import REASONING_GYM_SOURCE, CurriculumSection, DataSection, ModelSection, SftSection
 from shared.config.debug_section import STEP, DebugSection
 from shared.config.eval_section import EvalSection
 from shared.config.reward_section import CUSTOM, TOURNAMENT, RewardSection
-from shared.config.rollout_section import EpisodeSection, RolloutSection
-from shared.config.routing_rules import routing_misfits
-from shared.config.section import Section
+from shared.config.rollout_section import GENERATORS, EpisodeSection, RolloutSection
+from shared.config.section import Rule, Section
 from shared.config.service_sections import (
     BusSection,
     ConsoleSection,
@@ -32,7 +31,6 @@ from shared.config.service_sections import (
     SandboxSection,
     StoreSection,
 )
-from shared.config.sglang_flags import plain_name
 from shared.config.trainer_section import TrainerSection, WeightsSection
 from shared.data import data_files
 from shared.hub import hub_names
@@ -47,8 +45,85 @@ CORES_OF_GATEWAY, MOST_GATEWAYS = 8, 8
 """How many cores of the machine there are for each gateway, and the most gateways, where the run does not say how many."""
 
 
+_REPLAYS = ("trainer.use_rollout_routing_replay", "trainer.use_routing_replay")
+
+
 class RunConfig(Section):
     """The whole config of a run, section by section."""
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "rollout.missing_log_probs",
+            lambda run, given: given == "recompute" and run.log_probs_reader,
+            "recompute, but {2}; the trainer's own stand in for them with max_staleness = 0 or off_policy = none, and no use_tis",
+        ),
+        Rule(
+            "gateway.gateway_replicas",
+            lambda run, _: run.has_agents and not run.gateways,
+            "0, and agents ask the model through a gateway; use at least 1",
+        ),
+        Rule(
+            "rollout.agent_roles",
+            lambda run, given: given and not (run.rollout.agent or run.rollout.agent_command),
+            "no agent plays the rollouts; use agent or agent_command",
+        ),
+        Rule(
+            "rollout.agent_service",
+            lambda run, given: given and not run.has_agents,
+            "no agent of this run speaks to it; with agent = shared.agents.http_agent:play one does",
+        ),
+        Rule(
+            "rollout.surplus_rollouts",
+            lambda run, given: given and not (set(run.rollout.makers) & set(GENERATORS) or run.episode.episode_url),
+            "{1}, but rollouts are aborted one by one only where agents, episodes or custom_generate_function_path make them; use "
+            "over_sampling_batch_size for more groups",
+        ),
+        Rule(
+            "episode.episode_url",
+            lambda run, given: iter(run.rollout.makers if given is not None else ()),
+            "rollouts are made in one way: leave {2} out",
+        ),
+        Rule(
+            _REPLAYS,
+            lambda run, given: given and str(run.trainer.megatron.get("moe_router_fusion")).lower() == "true",
+            "true, but trainer.megatron.moe_router_fusion chooses in a kernel that takes no choice; leave it out",
+        ),
+        Rule(
+            _REPLAYS[0],
+            lambda run, given: given and run.has_agents,
+            "true, but the sessions of agents do not report the experts; use use_routing_replay",
+        ),
+        Rule(
+            _REPLAYS[0],
+            lambda run, given: given and run.ingest.ingest_groups != "off",
+            "true, but groups from outside do not report the experts; use use_routing_replay",
+        ),
+        Rule(  # a prefix that comes back from the host lies in other slots, where the experts of other tokens stand
+            _REPLAYS[0],
+            lambda run, given: given and run.rollout.engine_flags.get("enable-hierarchical-cache"),
+            "true, but prefixes that rollout.sglang.enable-hierarchical-cache brings back have lost their experts",
+        ),
+        Rule(
+            _REPLAYS[0],
+            lambda run, given: given and run.rollout.engine_flags.get("enable-return-routed-experts") is False,
+            "true, but rollout.sglang.enable-return-routed-experts is false; leave it out",
+        ),
+        Rule(
+            "ingest.ingest_groups",
+            lambda run, given: given != "off" and run.algorithm.opd_teachers,
+            "{1}, but groups from outside lack the log-probs of opd_teachers; leave it off",
+        ),
+        Rule(
+            "ingest.ingest_groups",
+            lambda run, given: given == "alone" and run.rollout.rollout_function_path is not None,
+            "alone, but rollout_function_path generates training groups as well; use beside, or leave that out",
+        ),
+        Rule(
+            ("debug.save_debug_rollout_data", "debug.save_debug_train_data"),
+            lambda run, given: given and STEP not in given and (run.rollout.num_rollout != 1 or run.rollout.num_epoch is not None),
+            f"a path with {STEP.replace('{', '{{').replace('}', '}}')}, or each step's file would replace the one before",
+        ),
+    )
 
     run: RunSection
     model: ModelSection
@@ -101,39 +176,11 @@ class RunConfig(Section):
 
     def _misfits(self) -> Iterator[str]:
         yield from self._work()
-        yield from self._dumps()
         yield from self._sizes()
         yield from self._shared_gpus()
         yield from self._engines_over_nodes()
         yield from self._rewards_of_sets()
         yield from self._lonely_samples()
-        if (problem := log_probs_reader.misfit(self.algorithm, self.rollout)) is not None:
-            yield problem
-        yield from self._groups_from_outside()
-        if self.has_agents and not self.gateways:
-            yield "gateway.gateway_replicas: 0, and agents ask the model through a gateway; use at least 1"
-        if self.rollout.agent_roles and not (self.rollout.agent or self.rollout.agent_command):
-            yield "rollout.agent_roles: no agent plays the rollouts; use agent or agent_command"
-        if self.rollout.agent_service and not self.has_agents:
-            yield "rollout.agent_service: no agent of this run speaks to it; with agent = shared.agents.http_agent:play one does"
-        yield from self._one_generator()
-        yield from routing_misfits(self.trainer, self.rollout, agents=self.has_agents, ingests=self.ingest.ingest_groups != "off")
-        if self.rollout.surplus_rollouts and not self._plays_rollouts:
-            yield (
-                f"rollout.surplus_rollouts: {self.rollout.surplus_rollouts}, but rollouts are aborted one by one only where agents, "
-                "episodes or custom_generate_function_path make them; use over_sampling_batch_size for more groups"
-            )
-
-    @property
-    def _plays_rollouts(self) -> bool:
-        made = self.rollout.custom_generate_function_path or self.rollout.agent or self.rollout.agent_command
-        return bool(made or self.episode.episode_url)
-
-    def _one_generator(self) -> Iterator[str]:
-        """Yields what would generate beside episodes."""
-        for name in ("custom_generate_function_path", "rollout_function_path", "agent", "agent_command"):
-            if self.episode.episode_url is not None and getattr(self.rollout, name, None):
-                yield f"episode.episode_url: rollouts are made in one way: leave {name} out"
 
     def _work(self) -> Iterator[str]:
         """Yields what the run lacks for what it is to do."""
@@ -149,13 +196,6 @@ class RunConfig(Section):
             yield f"data.prompt_data: required: {type(self.data).model_fields['prompt_data'].description}"
         if self.debug.debug_train_only and not self.debug.load_debug_rollout_data:
             yield "debug.debug_train_only: load_debug_rollout_data, the files of the batches to train; or num_rollout = 0 with sft_data"
-
-    def _dumps(self) -> Iterator[str]:
-        """Yields the dumps of which each step would overwrite the one before."""
-        for field in ("save_debug_rollout_data", "save_debug_train_data"):
-            given = getattr(self.debug, field)
-            if given is not None and STEP not in given and (self.rollout.num_rollout != 1 or self.rollout.num_epoch is not None):
-                yield f"debug.{field}: a path with {STEP}, or each step's file would replace the one before"
 
     def _sizes(self) -> Iterator[str]:
         """Yields the sizes that contradict each other, each as ``section.field: what is wrong``."""
@@ -192,16 +232,8 @@ class RunConfig(Section):
             return
         if rollout.rollout_num_gpus_per_engine % nodes:
             yield f"{field}: {nodes} nodes do not share rollout_num_gpus_per_engine = {rollout.rollout_num_gpus_per_engine} GPUs evenly"
-        if self.trainer.colocate and any(plain_name(key) == "nnodes" for key in rollout.sglang):
+        if self.trainer.colocate and "nnodes" in rollout.engine_flags:
             yield f"{field}: with colocate an engine shares the GPUs of one machine; leave it out"
-
-    def _groups_from_outside(self) -> Iterator[str]:
-        """Yields what does not go with groups that come in from outside."""
-        mode = self.ingest.ingest_groups
-        if mode != "off" and self.algorithm.opd_teachers:
-            yield f"ingest.ingest_groups: {mode}, but groups from outside lack the log-probs of opd_teachers; leave it off"
-        if mode == "alone" and self.rollout.rollout_function_path is not None:
-            yield "ingest.ingest_groups: alone, but rollout_function_path generates training groups as well; use beside, or leave that out"
 
     def _shared_gpus(self) -> Iterator[str]:
         """Yields the settings of colocated services that contradict each other."""
@@ -255,8 +287,27 @@ class RunConfig(Section):
 
     @property
     def log_probs_reader(self) -> str | None:
-        """Returns which setting needs the rollout's log-probs, as a sentence; None where samples may lack them."""
-        return log_probs_reader.log_probs_reader(self.algorithm, self.rollout)
+        """Returns which setting needs the log-probs of the rollout's tokens, as a sentence; None where samples may lack them.
+
+        A generate function may not store them. Where samples are trained by the very weights that generated them, and nothing is made of
+        what engine and trainer differ by, the trainer's own log-probs at batch start are the rollout's: they stand in.
+        """
+        if self.rollout.missing_log_probs == "refuse":
+            return "rollout.missing_log_probs = refuse"
+        return next((f"{setting} reads them" for setting in self._log_probs_readers()), None)
+
+    def _log_probs_readers(self) -> Iterator[str]:
+        algorithm, staleness = self.algorithm, self.rollout.max_staleness
+        if algorithm.loss_type != "policy_loss":
+            return
+        for field in ("custom_tis_function_path", "use_m2po", "use_rs", "rs_veto_threshold", "tis_batch_normalize"):
+            if value := getattr(algorithm, field):
+                yield f"algorithm.{field} = {value}"
+        yield from (f"algorithm.{field} = true" for field in ("use_rollout_logprobs", "use_tis") if getattr(algorithm, field))
+        if algorithm.off_policy in ("decoupled", "rollout"):
+            yield f"algorithm.off_policy = {algorithm.off_policy}"
+        if algorithm.correction == "decoupled" and staleness:
+            yield f"algorithm.off_policy = decoupled (the default) with rollout.max_staleness = {staleness}"
 
     @property
     def has_agents(self) -> bool:

@@ -2,10 +2,7 @@
 
 from shared.hooks.arguments import Arguments
 from shared.hooks.filters import DynamicFilterOutput, nonzero_std
-from shared.hooks.hook_sample import HookSample, Status
+from shared.hooks.hook_sample import HookSample, Sample, Status
 from shared.hooks.loading import HookFailed, load, paths
-
-Sample = HookSample
-"""slime's name for it, which functions that were written for slime use."""
 
 __all__ = ["Arguments", "DynamicFilterOutput", "HookFailed", "HookSample", "Sample", "Status", "load", "nonzero_std", "paths"]

@@ -1,5 +1,5 @@
 """A sample as hooks see it: plain lists and slime's field and method names. What the engine says of its tokens (``meta_info``) is read into
-it.
+it. It is also ``slime.utils.types``.
 
 ``meta_info`` has versions, nuclei and routed experts as lists, arrays, tensors, or base64 of 32-bit integers.
 """
@@ -339,6 +339,12 @@ class HookSample:
 
 
 Status = HookSample.Status
+
+Sample = HookSample
+"""slime's name for it, which functions that were written for slime use."""
+
+RolloutBatch = dict[str, Any]
+"""slime's type of a rank's batch."""
 
 FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 """The status by the engine's ``finish_reason``."""

@@ -95,7 +95,7 @@ MODULES = {
     "slime.utils.mask_utils": "shared.hooks.slime.turn_masks",
     "slime.utils.misc": "shared.hooks.loading",
     "slime.utils.processing_utils": "shared.hooks.slime.model_processors",
-    "slime.utils.types": "shared.hooks.slime.sample_types",
+    "slime.utils.types": "shared.hooks.hook_sample",
     "slime.rollout": _OURS,
     "slime.rollout.data_source": "shared.hooks.slime.prompt_sources",
     "slime.rollout.base_types": "shared.hooks.returned_output",
@@ -109,7 +109,7 @@ MODULES = {
     "slime.rollout.rm_hub.gpqa": "shared.rewards.text_rewards",
     "slime.rollout.rm_hub.ifbench": "shared.rewards.text_rewards",
     "slime.rollout.rm_hub.math_dapo_utils": "shared.rewards.text_rewards",
-    "slime.rollout.rm_hub.math_utils": "shared.hooks.slime.math_rewards",
+    "slime.rollout.rm_hub.math_utils": "shared.rewards.boxed_math",
     "slime.rollout.sglang_rollout": "shared.hooks.slime.rollout_loop",
 }
 """slime's module → ours. Those that are `shared.hooks.slime` itself are packages and hold nothing but the others."""

@@ -54,7 +54,7 @@ _STORED = {
 """Fields that a stored sample keeps in a form of its own."""
 
 _BARE = vars(HookSample())
-""" What a sample has that nobody set."""
+"""What a sample has whose fields were not set."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,27 @@ def to_stored(
         mask = np.zeros(length, np.uint8)
     if log_probs is None and limits.log_probs_reader is not None and mask.any():
         raise BadMessage(
-            f"{where}: rollout_log_probs is missing, the log-probs of tokens as the engine drew them; {limits.log_probs_reader}"
+            f"{where}: rollout_log_probs is missing, the log-probs of tokens as the engine sampled them; {limits.log_probs_reader}"
         )
+    stored = StoredSample(
+        group=group,
+        index=index,
+        rollout=rollout,
+        prompt=tokens[: len(tokens) - length],
+        response=tokens[len(tokens) - length :],
+        log_probs=log_probs,
+        mask=mask,
+        segments=segments_of(_versions(given.weight_versions, mask, served, where)),
+        attributes=_attributes(given),
+        routed_experts=_routed_experts(given, limits.choices, where),
+        **_described(given, where, unfinished),
+    )
+    stored.check(limits if stored.finish != "abort" else replace(limits, choices=None))
+    return stored
+
+
+def _described(given: HookSample, where: str, unfinished: bool) -> dict[str, Any]:
+    """Returns the fields of a stored sample that are no arrays: its end, texts, label, metadata and reward. Raises BadMessage."""
     status = status_of(given.status)
     if status not in _FINISH or (status is Status.ABORTED and not unfinished):
         raise BadMessage(f"{where}: status is {given.status}; expected COMPLETED or TRUNCATED")
@@ -154,31 +173,18 @@ def to_stored(
     except (TypeError, ValueError, OverflowError, BadMessage) as error:
         raise BadMessage(f"{where}: prompt, response, label or metadata does not travel in a message: {error}") from None
     try:
-        given_reward = None if given.reward is None else reward_values.plain(given.reward)
+        reward = None if given.reward is None else reward_values.plain(given.reward)
     except ValueError as error:
         raise BadMessage(f"{where}: reward: {error}") from None
-    prompt, response = tokens[: len(tokens) - length], tokens[len(tokens) - length :]
-    stored = StoredSample(
-        group=group,
-        index=index,
-        rollout=rollout,
-        prompt=prompt,
-        response=response,
-        log_probs=log_probs,
-        mask=mask,
-        segments=segments_of(_versions(given.weight_versions, mask, served, where)),
-        finish=_FINISH[status],
-        text=given.response,
-        prompt_text=given.prompt,
-        label=label,
-        label_json=label_json,
-        metadata=copy.deepcopy(given.metadata),
-        given_reward=given_reward,
-        attributes=_attributes(given),
-        routed_experts=_routed_experts(given, limits.choices, where),
-    )
-    stored.check(limits if stored.finish != "abort" else replace(limits, choices=None))
-    return stored
+    return {
+        "finish": _FINISH[status],
+        "text": given.response,
+        "prompt_text": given.prompt,
+        "label": label,
+        "label_json": label_json,
+        "metadata": copy.deepcopy(given.metadata),
+        "given_reward": reward,
+    }
 
 
 def _tokens(given: HookSample, vocabulary: int, where: str) -> NDArray[np.int32]:
@@ -288,9 +294,6 @@ def _of_spans(spans: list[Any], length: int, where: str) -> NDArray[np.int32]:
             raise BadMessage(f"{where}: weight_versions has a span {start} to {end} of {length} response tokens")
         versions[start:end] = int(version)
     return versions
-
-
-"""What a sample has that nobody set."""
 
 
 def packed(sample: HookSample) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.config.rollout_section import RolloutSection
-from shared.config.sglang_flags import count, plain_name
+from shared.config.sglang_flags import count
 from shared.model.architecture import Architecture
 from shared.model.memory_plan import attention_parameters, kv_bytes, stage_parameters
 from shared.model.parallel_layout import ParallelLayout
@@ -80,7 +80,7 @@ class EngineLayout:
 
 def plan_engine(a: Architecture, rollout: RolloutSection, gpu_bytes: int, gpus: int | None = None) -> EnginePlan:
     """Returns the plan of one GPU. ``gpus``: of the engine, where that is another number than the config's."""
-    flags = {plain_name(name): value for name, value in rollout.sglang.items()}
+    flags = rollout.engine_flags
     gpus = gpus or rollout.rollout_num_gpus_per_engine
     layout = EngineLayout.of(gpus, flags)
     width = 4 if flags.get("dtype") in ("float32", "float") else 2

@@ -169,7 +169,7 @@ class SampleLimits:
 
     vocabulary: token ids lie in [0, vocabulary), by the ``vocab_size`` of the model's config. newest: the newest weight version that there
     can be (`shared.schema.versions.newest_possible`). There is no oldest one: what becomes of stale samples is the buffer's decision.
-    log_probs_reader: what reads the rollout's log-probs (`shared.config.log_probs_reader`), so that no trained token may lack them.
+    log_probs_reader: what reads the rollout's log-probs (`RunConfig.log_probs_reader`), so that no trained token may lack them.
     choices: of the model, where training replays the rollout's experts, so that no sample with trained tokens may lack them.
     """
 

@@ -89,7 +89,7 @@ def test_what_may_be_left_out() -> None:
         ({"loss_mask": [1, 1]}, "loss_mask has 2 entries for 4 response tokens"),
         ({"loss_mask": [1, 1, 2, 1]}, "loss_mask holds 2; expected 0 and 1"),
         ({"loss_mask": [1.0] * 4}, "loss_mask is not a list of 0 and 1"),
-        ({"rollout_log_probs": None}, r"rollout_log_probs is missing, .* as the engine drew them; algorithm\.use_tis = true reads them"),
+        ({"rollout_log_probs": None}, r"rollout_log_probs is missing, .* as the engine sampled them; algorithm\.use_tis = true reads them"),
         ({"rollout_log_probs": [-1.0]}, "rollout_log_probs has 1 entries for 4 response tokens"),
         ({"rollout_log_probs": [-1.0, float("nan"), 0.0, 0.0]}, "rollout_log_probs is nan at 1, a trained token"),
         ({"rollout_log_probs": [None] * 4}, "rollout_log_probs is not a list of numbers"),

@@ -1,17 +1,12 @@
 """Which runs can do without the log-probs that the rollout drew tokens with."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shared.config.algorithm import AlgorithmSection
-from shared.config.log_probs_reader import log_probs_reader, misfit
-from shared.config.rollout_section import RolloutSection
-
-
-def sections(algorithm: dict[str, Any], rollout: dict[str, Any]) -> tuple[AlgorithmSection, RolloutSection]:
-    return AlgorithmSection(**algorithm), RolloutSection(num_rollout=1, rollout_batch_size=1, **rollout)
-
+from shared.runtime.errors import ConfigError
+from tests.support.run_config import run_config
 
 SYNCHRONOUS, AHEAD = {"max_staleness": 0}, {"max_staleness": 1}
 
@@ -40,10 +35,9 @@ SYNCHRONOUS, AHEAD = {"max_staleness": 0}, {"max_staleness": 1}
         ({}, {**SYNCHRONOUS, "missing_log_probs": "recompute"}, None),
     ],
 )
-def test_who_reads_them(algorithm: dict[str, Any], rollout: dict[str, Any], reader: str | None) -> None:
-    given = sections(algorithm, rollout)
-    assert log_probs_reader(*given) == reader
-    assert misfit(*given) is None
-    if "missing_log_probs" not in rollout:
-        asked = sections(algorithm, {**rollout, "missing_log_probs": "recompute"})
-        assert (misfit(*asked) is None) == (reader is None)
+def test_who_reads_them(tmp_path: Path, algorithm: dict[str, Any], rollout: dict[str, Any], reader: str | None) -> None:
+    batch = {"n_samples_per_prompt": 2, **rollout}
+    assert run_config(tmp_path, algorithm=algorithm, rollout=batch).log_probs_reader == reader
+    if reader is not None and "missing_log_probs" not in rollout:
+        with pytest.raises(ConfigError, match="recompute, but algorithm.* reads them"):
+            run_config(tmp_path, algorithm=algorithm, rollout={**batch, "missing_log_probs": "recompute"})
