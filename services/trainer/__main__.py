@@ -1,6 +1,6 @@
 """``python -m services.trainer [critic]``: the trainer of the run named by MYXO_RUN, or its critic, one process a rank.
 
-Of a trainer over several nodes it is one node's part (`services.trainer.nodes`), whose rank `shared.runtime.addresses` finds.
+Of a trainer over several nodes it is one node's part (`services.trainer.trainer_node`), whose rank `shared.runtime.addresses` finds.
 """
 
 import os

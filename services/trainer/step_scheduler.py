@@ -90,7 +90,7 @@ class BatchRequester:
         role = "critic" if "critic" in awaited_from else "trainer" if "actor" in awaited_from else "buffer"
         self._control.report_activity(what, [role], f"the trainer stops after {self._timeout + longer:g} s, and starts again")
         if (push := self._push()) is not None and push.seconds > PUSH_SECONDS:
-            what, awaited_from = f"{push.what}, which {what} waits for", push.whom
+            what, awaited_from = f"{push.what}, which {what} waits for", push.source
         if waited > self._timeout + longer:
             raise DeadlineExceeded(what, awaited_from, waited, "the trainer stops")
         if now - self._logged > LOG_INTERVAL_S:

@@ -295,8 +295,9 @@ def named_spec(
     value = f"{module} {name}"
     found = load_object(FIELD, value, module, name)
     if callable(found) and not isinstance(found, ModuleSpec | TransformerBlockSubmodules):
+        fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         known = {
-            "args": SimpleNamespace(**{**_plain(config), **flags_of(architecture), **given, "spec": list(spec)}),
+            "args": SimpleNamespace(**{**fields, **flags_of(architecture), **given, "spec": list(spec)}),
             "config": config,
             "vp_stage": vp_stage,
             "architecture": architecture,
@@ -332,10 +333,6 @@ def _check_layer(value: str, number: int, layer: Any, architecture: Architecture
     if architecture.is_moe_layer(number) and not replayed:
         expected = f"a ReplayedLayer with a ReplayedMoELayer for experts, not {type(layer).__name__} with {type(layer.mlp).__name__}"
         raise ConfigError(FIELD, value, f"{expected} (services.trainer.megatron.moe), in layer {number}")
-
-
-def _plain(config: TransformerConfig) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
 
 
 def _called(function: Callable[..., Any], known: Mapping[str, Any], value: str) -> Any:

@@ -232,7 +232,7 @@ class PushWait:
         return f"the push of version {self.version} ({self.step})"
 
     @property
-    def whom(self) -> str:
+    def source(self) -> str:
         return ", ".join(self.awaited_from) or "the trainer's own ranks"
 
     def doing(self, timeout_s: float, now: float) -> Doing:

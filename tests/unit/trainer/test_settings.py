@@ -12,6 +12,7 @@ from shared.model.parallel_layout import ParallelLayout
 from shared.model.trainable_parameters import Freezing
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
+from tests.unit.trainer.megatron.tiny import not_refused
 
 GIVEN = {
     "actor_num_gpus_per_node": 8,
@@ -64,9 +65,8 @@ def test_what_the_backward_pass_runs_again(given, fields):
     assert TrainerSettings(TrainerSection(**given)).recomputation == fields
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
+def test_what_contradicts_itself_is_refused_by_field(tmp_path: Path):
+    cases = [
         ({"tensor_model_parallel_size": 0}, ["tensor_model_parallel_size", "greater than or equal to 1"]),
         ({"context_parallel_size": 0}, ["context_parallel_size = 0", "greater than or equal to 1"]),
         (
@@ -95,12 +95,8 @@ def test_what_the_backward_pass_runs_again(given, fields):
         ({"lora_rank": 4, "target_modules": []}, ["target_modules"]),
         ({"lora_rank": 4, "freeze_params_name_list": ["embedding"]}, ["freeze_params_name_list", "lora_rank"]),
         ({"freeze_params_name_list": ["("]}, ["freeze_params_name_list", "no regular expression"]),
-    ],
-)
-def test_what_contradicts_itself_is_refused_by_field(tmp_path: Path, given, words):
-    with pytest.raises(ConfigError) as error:
-        run_config(tmp_path, trainer=given)
-    assert all(word in str(error.value) for word in words), str(error.value)
+    ]
+    assert not not_refused(lambda given: run_config(tmp_path, trainer=given), cases)
 
 
 def test_sizes_that_do_not_divide_the_ranks_are_refused_with_all_of_them(tmp_path: Path):

@@ -215,26 +215,23 @@ def test_what_fails_leaves_nothing_behind(hf, tmp_path, monkeypatch):
     assert not (tmp_path / "hf").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        (["{tmp}/nowhere", "{tmp}/out"], ["SOURCE", "nowhere"]),
-        (["{hf}", "{hf}"], ["TARGET", "nothing is yet"]),
-        (["{hf}", "{tmp}/out", "--step", "3"], ["--step", "Hugging Face"]),
-        (["{tmp}", "{tmp}/out", "--dtype", "bfloat16"], ["--dtype", "torch_dist"]),
-        (["{hf}"], ["TARGET"]),
-    ],
-)
-def test_bad_input_is_named(options, names, hf, tmp_path, capsys, monkeypatch):
+def test_bad_input_is_named(hf, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    arguments = [option.format(tmp=tmp_path, hf=hf("qwen2")) for option in options]
-    try:
-        code = convert_command.main(arguments)
-    except SystemExit as exit:
-        code = exit.code
-    assert code == exit_codes.BAD_INPUT
-    complaint = capsys.readouterr().err
-    assert all(name in complaint for name in names), complaint
+    source, target = str(hf("qwen2")), str(tmp_path / "out")
+    for arguments, names in (
+        ([str(tmp_path / "nowhere"), target], ["SOURCE", "nowhere"]),
+        ([source, source], ["TARGET", "nothing is yet"]),
+        ([source, target, "--step", "3"], ["--step", "Hugging Face"]),
+        ([str(tmp_path), target, "--dtype", "bfloat16"], ["--dtype", "torch_dist"]),
+        ([source], ["TARGET"]),
+    ):
+        try:
+            code = convert_command.main(arguments)
+        except SystemExit as exit:
+            code = exit.code
+        assert code == exit_codes.BAD_INPUT
+        complaint = capsys.readouterr().err
+        assert all(name in complaint for name in names), complaint
 
 
 def test_the_command(hf, loaded, tmp_path):

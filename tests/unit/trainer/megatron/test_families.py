@@ -106,7 +106,7 @@ def test_a_config_that_cannot_be_reproduced_is_refused(copy_of):
         ("glm4", {"rope_parameters": YARN}, ["rope_type", "llama3"]),
         ("glm4_moe", {"first_k_dense_replace": -1}, ["first_k_dense_replace"]),
     ]
-    assert not not_refused(lambda kind, **change: read_architecture(copy_of(kind, **change)), cases)
+    assert not not_refused(lambda kind, change: read_architecture(copy_of(kind, **change)), cases)
 
 
 def test_kimi_k2_is_deepseek_v3_by_another_name(copy_of, hf):

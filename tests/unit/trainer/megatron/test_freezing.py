@@ -141,7 +141,7 @@ def test_patterns_that_cannot_be_meant_are_refused(make_actor):
         ("qwen3", {"freeze_params_name_list": (".",)}, ["freeze_params", "all is frozen"]),
         ("qwen2", {"freeze_params_name_list": (r"linear_qkv\.weight",)}, ["freeze_params", "together", "linear_qkv.bias"]),
     ]
-    assert not not_refused(make_actor, cases)
+    assert not not_refused(lambda kind, config: make_actor(kind, **config), cases)
 
 
 def test_a_pattern_is_refused_on_every_rank(hf, two_ranks):

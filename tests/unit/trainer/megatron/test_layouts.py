@@ -204,4 +204,4 @@ def test_a_layout_that_does_not_fit_is_refused_with_names_and_numbers(make_actor
         ("qwen3", {"megatron": {"no_such_field": 1}}, ["no_such_field", "unknown"]),
         ("qwen3", {"megatron": {"transformer_impl": "transformer_engine"}}, ["transformer_impl", "not installed"]),
     ]
-    assert not not_refused(make_actor, cases)
+    assert not not_refused(lambda kind, config: make_actor(kind, **config), cases)

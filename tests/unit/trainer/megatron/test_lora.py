@@ -342,4 +342,4 @@ def test_what_cannot_be_adapted_is_refused_with_the_fields_name(make_actor):
         ),
         ("glm4", {"lora_rank": 4, "target_modules": ("gate_up_proj",), **TP2}, ["target_modules", "one matrix", "down_proj"]),
     ]
-    assert not not_refused(make_actor, cases)
+    assert not not_refused(lambda kind, config: make_actor(kind, **config), cases)

@@ -9,7 +9,7 @@ from shared.model.families import read_architecture
 from shared.model.parallel_layout import ParallelLayout
 from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron import rank_steps
-from tests.unit.trainer.megatron.tiny import pack, sequences
+from tests.unit.trainer.megatron.tiny import not_refused, pack, sequences
 
 MODULE = "tests.unit.trainer.megatron.spec_layers"
 
@@ -36,18 +36,17 @@ def test_the_named_layers_are_those_of_the_model(kind, name, make_actor, own_nor
     assert ours.loss == pytest.approx(theirs.loss, abs=1e-5) and ours.grad_norm == pytest.approx(theirs.grad_norm, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("kind", "spec", "words"),
-    [
-        ("qwen3", (MODULE, "without_query_norms"), ["parameters of qwen3", "layer 0 has no self_attention.q_layernorm.weight"]),
-        ("qwen3_moe", (MODULE, "of_megatron"), ["ReplayedLayer with a ReplayedMoELayer", "TransformerLayer with MoELayer"]),
-        ("qwen2", (MODULE, "of_megatron"), ["parameters of qwen2", "layer 0 has"]),
-    ],
-)
-def test_layers_of_another_model_are_refused(kind, spec, words, make_actor):
-    with pytest.raises(ConfigError) as error:
-        make_actor(kind, spec=list(spec))
-    assert all(word in str(error.value) for word in ["trainer.spec", *words]), str(error.value)
+def test_layers_of_another_model_are_refused(make_actor):
+    cases = [
+        (
+            "qwen3",
+            (MODULE, "without_query_norms"),
+            ["trainer.spec", "parameters of qwen3", "layer 0 has no self_attention.q_layernorm.weight"],
+        ),
+        ("qwen3_moe", (MODULE, "of_megatron"), ["trainer.spec", "ReplayedLayer with a ReplayedMoELayer", "TransformerLayer with MoELayer"]),
+        ("qwen2", (MODULE, "of_megatron"), ["trainer.spec", "parameters of qwen2", "layer 0 has"]),
+    ]
+    assert not not_refused(lambda kind, spec: make_actor(kind, spec=list(spec)), cases)
 
 
 @pytest.mark.parametrize(

@@ -124,13 +124,13 @@ def pack(seqs: Sequence[Tensor]) -> PackedBatch:
     return PackedBatch(tokens, labels, mask, starts, max(len(s) for s in seqs), {"advantages": advantages})
 
 
-def not_refused(make: Callable[..., object], cases: Iterable[tuple[str, dict[str, Any], list[str]]]) -> list[str]:
-    """The cases (kind, config, words) that ``make(kind, **config)`` does not refuse with a ConfigError of these words."""
+def not_refused(make: Callable[..., object], cases: Iterable[tuple[Any, ...]]) -> list[str]:
+    """The cases (arguments of ``make``, and a list of words) that it does not refuse with a ConfigError of these words."""
     found = []
-    for kind, config, words in cases:
+    for *given, words in cases:
         try:
-            make(kind, **config)
-            found.append(f"{kind} {config}: accepted")
+            make(*given)
+            found.append(f"{given}: accepted")
         except ConfigError as error:
-            found += [f"{kind} {config}: {error}; no {word!r}" for word in words if word not in str(error)]
+            found += [f"{given}: {error}; no {word!r}" for word in words if word not in str(error)]
     return found
