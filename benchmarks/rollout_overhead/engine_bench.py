@@ -128,7 +128,7 @@ class EngineBench:
         return EngineFigures(rate, statistics.fmean(running or [0]), statistics.fmean(queued or [0]))
 
     async def _drawn(self) -> int:
-        drawn = await self._client.drawn_tokens()
+        drawn = await self._client.generated_tokens()
         assert drawn is not None  # the engine was launched with its metrics
         return drawn
 

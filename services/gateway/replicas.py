@@ -68,10 +68,6 @@ class DrawLimit:
         elif self.running >= int(self.limit) - 1:
             self.limit = min(self.most, self.limit + 1.0 / self.limit)
 
-    def refused(self, now: float) -> None:
-        """Notes that the replica had no room for a draw."""
-        self.ended(1, now)
-
 
 def targets(statuses: Sequence[ServiceStatus]) -> list[DrawTarget]:
     """Returns the replicas that may sample: those with verified weights, whose endpoints are open to gateways."""

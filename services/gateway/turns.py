@@ -379,11 +379,20 @@ class Turns:
             found, pending.replica = await self._draw(log, pending, sampling, most, min_version, hear)
             drawn = tracker.whole(found)
             cached = drawn.cached if cached is None else cached
-            offset = len(pending.completion)
             if drawn.finish == "stop" or (drawn.finish == "length" and len(drawn.completion) >= left):
                 return await self._ended(log, _extended(pending, drawn), drawn.finish, cached, asked)
             if len(drawn.completion):
-                pending = await self._sessions.extend(log, self._progress(pending, offset, drawn))
+                progress = TurnDrawn(
+                    request=pending.request,
+                    holder=self._holder,
+                    start=len(pending.completion),
+                    completion=drawn.completion,
+                    log_probs=drawn.log_probs,
+                    spans=drawn.spans,
+                    until=time.time() + LEASE_SECONDS,
+                    replica=pending.replica,
+                )
+                pending = await self._sessions.extend(log, progress)
             if drawn.finish == "abort":
                 await self._sessions.refresh(log)
                 if log.ended is not None:
@@ -415,21 +424,9 @@ class Turns:
                 except ReplicaFailed as error:
                     self._log.warning("replica_failed", replica=target.instance, error=str(error))
                     if error.busy:
-                        limit.refused(time.monotonic())
+                        limit.ended(1, time.monotonic())  # it had no room
                     self._replicas.avoid(target.instance)
             await asyncio.sleep(PAUSE_SECONDS)
-
-    def _progress(self, pending: PendingTurn, start: int, drawn: Drawn) -> TurnDrawn:
-        return TurnDrawn(
-            request=pending.request,
-            holder=self._holder,
-            start=start,
-            completion=drawn.completion,
-            log_probs=drawn.log_probs,
-            spans=drawn.spans,
-            until=time.time() + LEASE_SECONDS,
-            replica=pending.replica,
-        )
 
     async def _ended(self, log: SessionLog, whole: PendingTurn, finish: Finish, cached: int, asked: ChatTurn | TokenTurn) -> Turn:
         """Records a turn that has ended, with the digest of its conversation, and returns the turn that counts."""

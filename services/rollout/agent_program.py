@@ -1,4 +1,4 @@
-"""What plays a task's rollouts, what it is told of them, and what its result says. It is pure."""
+"""The agent that plays a task's rollouts, the data that it gets of them, and the rewards in its result. It is pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Rewards = float | dict[str, float]  # a reward, or several by name
 @dataclass(frozen=True)
 class AgentProgram:
     """An agent. ``field``: where the config names it. ``function``: its path, empty for a ``command``. ``reward_key``: see `reward`.
-    ``options``: what it is told besides its task. ``roles``: of those that play together; ("",) where one plays."""
+    ``options``: given to it besides its task. ``roles``: of those that play together; ("",) where one plays."""
 
     field: str
     function: str
@@ -87,7 +87,7 @@ def agent_program(config: RunConfig, group: str) -> AgentProgram | None:
 
 
 def agent_data(task: Task, rollout: int, model: str, options: Mapping[str, Any], roles: Mapping[str, str]) -> dict[str, Any]:
-    """Returns what an agent is told of its rollout: the prompt as messages and as it stands in the file, what belongs to it, the model.
+    """Returns an agent's data of its rollout: the prompt as messages and as it stands in the file, what belongs to it, the model.
     ``roles``: the key of each, by name; empty where one plays."""
     messages = [{"role": "user", "content": task.prompt}] if isinstance(task.prompt, str) else task.prompt
     return {

@@ -192,7 +192,7 @@ class AgentDisturbed(Exception):
 
     def __init__(self, unknown: bool) -> None:
         self.unknown = unknown
-        super().__init__("its process was ended by another agent, or nobody knows by whom")
+        super().__init__("its process was ended by another agent, or it is not known by which")
 
 
 def agent_workers(rollout: RolloutSection) -> int:

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 
 from services.rollout.engine.engine_process import EngineCommand, EngineMeeting, EngineProcess
+from services.rollout.engine.receiver_client import rank_socket
 from services.rollout.replica_command import engine_log, engine_name, replica_command
 from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
@@ -105,11 +106,6 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 class RankUnreachable(MyxoError):
     """A rank of an engine on another node takes no commands."""
-
-
-def rank_socket(engine: Path, rank: int) -> Path:
-    """Returns the socket of a rank in an engine's private directory."""
-    return engine / f"rank-{rank}.sock"
 
 
 class RankEndpoint:

@@ -142,7 +142,7 @@ ABORTED = {
     },
 }
 
-# What is told of a model. The engine's own answer tells where its files lie, too.
+# The fields of a model that are shown. The engine's own answer tells where its files lie, too.
 MODEL_FIELDS = ("id", "object", "created", "owned_by", "max_model_len")
 
 
@@ -386,7 +386,7 @@ class EngineProxy(EndpointServer):
 
 
 def _drawn(found: Generation, pauses: int) -> Drawn:
-    """Returns what a gateway is told. ``pauses``: those in the meantime that put running requests back, for no want of memory."""
+    """Returns the answer to a gateway. ``pauses``: those in the meantime that put running requests back, for no want of memory."""
     return Drawn(
         completion=found.tokens,
         log_probs=found.log_probs,

@@ -10,7 +10,6 @@ import contextlib
 import json
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from http import HTTPStatus
 
 import aiohttp
@@ -31,18 +30,10 @@ SPARE_SECONDS = 60.0  # the time beyond a generation's own deadline after which 
 PASSED_ON = {HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY}
 
 
-@dataclass(frozen=True)
-class ReplicaProxy:
-    """The way to a replica's engine. ``version``: what the replica serves, as it last said."""
-
-    url: str
-    version: int
-
-
-def reachable_proxies(statuses: list[ServiceStatus], host: str, least: int) -> list[ReplicaProxy]:
-    """Returns the proxies that can be reached from ``host``, of replicas that serve version ``least`` or newer."""
+def reachable_replicas(statuses: list[ServiceStatus], host: str, least: int) -> list[ServiceStatus]:
+    """Returns the replicas whose proxy can be reached from ``host`` and that serve version ``least`` or newer."""
     there = [one for one in statuses if one.engine and one.state == "ready" and one.version >= least]
-    return [ReplicaProxy(one.engine, one.version) for one in there if one.host == host or f"//{LOOPBACK}:" not in one.engine]
+    return [one for one in there if one.host == host or f"//{LOOPBACK}:" not in one.engine]
 
 
 class EngineSpread(EndpointServer):
@@ -53,7 +44,7 @@ class EngineSpread(EndpointServer):
         super().__init__(lambda: web.Server(self._handle, **RAW))
         self._service, self._replica, self.least = service, replica, 0
         self._session: aiohttp.ClientSession | None = None
-        self._others: list[ReplicaProxy] = []
+        self._others: list[ServiceStatus] = []
         self._in_hand: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
 
@@ -86,7 +77,7 @@ class EngineSpread(EndpointServer):
         with contextlib.suppress(MyxoError, *TRANSIENT):
             own = self._service.instance
             others = [one for one in await self._service.registry.alive("rollout") if one.instance != own]
-            self._others = reachable_proxies(others, self._service.host, self.least)
+            self._others = reachable_replicas(others, self._service.host, self.least)
 
     @property
     def engines(self) -> int:
@@ -95,13 +86,13 @@ class EngineSpread(EndpointServer):
 
     def versions(self) -> tuple[int, int]:
         """Returns the oldest and the newest version that the engines behind the address serve, this replica's among them."""
-        found = [self._replica.version, *(proxy.version for proxy in self._others)]
+        found = [self._replica.version, *(other.version for other in self._others)]
         return min(found), max(found)
 
     def _choice(self, but: set[str]) -> str | None:
         """Returns the proxy with the fewest requests in hand, this replica's own only while it serves or nothing else is there."""
         own = [self._replica.proxy.url] if self._replica.proxy.url else []
-        others = [proxy.url for proxy in self._others if proxy.url not in but]
+        others = [other.engine for other in self._others if other.engine not in but]
         there = others + [url for url in own if url not in but and (self._replica.serving or not others)]
         return min(there, key=lambda url: self._in_hand[url], default=None)
 

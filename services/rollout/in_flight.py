@@ -23,6 +23,7 @@ from shared.runtime.errors import MyxoError
 from shared.schema.messages import Sampling, Task
 from shared.schema.sample import Choices, ExpertChoices, Sample
 from shared.schema.versions import is_lost
+from shared.sessions.session import joined
 
 UNROUTED = "routed_experts_problem"  # the attribute of a sample that is not trained since the experts of its tokens are not known: why
 
@@ -46,7 +47,7 @@ class Partial:
 
     @property
     def routed_from(self) -> int | None:
-        """Returns the first token of prompt and response whose experts are still to be told; None where no one asks for them."""
+        """Returns the first token of prompt and response whose experts are not known yet; None where they are not asked for."""
         return None if self.choices is None else 0 if self.routed is None else len(self.routed)
 
     def extend(self, generation: Generation, longest: int) -> None:
@@ -54,11 +55,7 @@ class Partial:
         offset = len(self.tokens)
         self.tokens = np.concatenate([self.tokens, generation.tokens])
         self.log_probs = np.concatenate([self.log_probs, generation.log_probs])
-        for start, end, version in generation.spans:
-            if self.segments and self.segments[-1][2] == version:
-                self.segments[-1] = (self.segments[-1][0], offset + end, version)
-            else:
-                self.segments.append((offset + start, offset + end, version))
+        self.segments = list(joined(self.segments, generation.spans, offset))
         if generation.routed is not None and self.choices is not None:
             self._route(self.choices, generation.routed)
         if generation.finish != "abort":
@@ -66,13 +63,13 @@ class Partial:
         elif len(self.tokens) >= longest:
             self.finish = "length"
 
-    def _route(self, choices: ExpertChoices, told: Routed) -> None:
+    def _route(self, choices: ExpertChoices, found: Routed) -> None:
         try:
-            found = choices.read(told.encoded, told.rows)[: told.rows - told.beyond]
+            read = choices.read(found.encoded, found.rows)[: found.rows - found.beyond]
         except ValueError as error:
             self.unrouted = f"the engine told {error}"
             return
-        self.routed = found if self.routed is None else np.concatenate([self.routed, found[len(self.routed) - told.start :]])
+        self.routed = read if self.routed is None else np.concatenate([self.routed, read[len(self.routed) - found.start :]])
 
 
 def restored(samples: Sequence[Sample], task: Task, choices: ExpertChoices | None = None) -> list[Partial]:
@@ -108,7 +105,7 @@ def samples_of_rollout(earlier: Sequence[Sample], index: int, task: Task) -> lis
 
 def samples_of(task: Task, partials: Sequence[Partial], tokenizer: Tokenizer) -> list[Sample]:
     """Returns the task's samples as they are stored; unfinished ones have the finish reason ``abort``. Raises BadMessage. One that has
-    ended without the experts of all its tokens, which somebody has asked for, is not trained: its mask is 0 everywhere."""
+    ended without the experts of all its tokens, which were asked for, is not trained: its mask is 0 everywhere."""
     problems = [_routing_problem(partial, len(task.prompt_tokens)) for partial in partials]
     samples = [
         Sample(

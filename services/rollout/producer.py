@@ -47,7 +47,7 @@ from shared.service.service_base import Service
 
 
 @dataclass
-class DrawnTask:
+class HeldTask:
     """A task that the function has. ``begun``: seconds since the epoch. ``ended``: set when its lease ends."""
 
     lease: MessageLease[Task]
@@ -121,8 +121,8 @@ class Producer:
         self._tokenizer, self.tokens = tokenizer, 0
         self._check = SampleCheck(service, tokenizer)
         replica.proxy.answers = self._check.answers
-        self._waiting: list[DrawnTask] = []  # fetched, and not yet taken by the function
-        self._drawn: dict[str, DrawnTask] = {}
+        self._waiting: list[HeldTask] = []  # fetched, and not yet taken by the function
+        self._drawn: dict[str, HeldTask] = {}
         self._next_rollout: int | None = None
         self._failures = 0
         self._shown: set[str] = set()  # the function's metrics that are gauges
@@ -248,7 +248,7 @@ class Producer:
     async def _on_draw(self, n: int, seconds: float, starving: bool) -> dict[str, Any]:
         """Returns up to ``n`` tasks, as soon as there is one, or none after ``seconds``."""
         end = time.monotonic() + seconds
-        taken: list[DrawnTask] = []
+        taken: list[HeldTask] = []
         async with self._drawing:
             while not taken:
                 while len(self._waiting) < n and await self._fetch(n - len(self._waiting), max(0.0, min(end - time.monotonic(), seconds))):
@@ -327,12 +327,12 @@ class Producer:
             return False
         leases = await self._queue.fetch(most, seconds)
         for lease in leases:
-            drawn = DrawnTask(lease, time.time())
+            drawn = HeldTask(lease, time.time())
             drawn.hold()
             self._waiting.append(drawn)
         return bool(leases)
 
-    async def _usable(self, drawn: DrawnTask) -> bool:
+    async def _usable(self, drawn: HeldTask) -> bool:
         """Returns whether the function may have a task; one that was delivered too often ends, one for newer weights goes back."""
         task = drawn.task
         if drawn.lease.exhausted:
@@ -348,7 +348,7 @@ class Producer:
             return False
         return True
 
-    async def _entry(self, drawn: DrawnTask) -> dict[str, Any]:
+    async def _entry(self, drawn: HeldTask) -> dict[str, Any]:
         """Returns a task as the process gets it, and counts it as the function's."""
         task = drawn.task
         self._drawn[task.group] = drawn
@@ -387,14 +387,14 @@ class Producer:
         wanted = Wanted(group=task.group, attempt=task.attempt, count=count, by=self._service.instance)
         await self._outcomes.publish(task, wanted, time.time())
 
-    def _of(self, group: str, attempt: int) -> DrawnTask:
+    def _of(self, group: str, attempt: int) -> HeldTask:
         """Returns the task of a group that the function has. Raises BadMessage."""
         drawn = self._drawn.get(group)
         if drawn is None or drawn.task.attempt != attempt:
             raise BadMessage(f"group {group}, attempt {attempt}, is none that the function has")
         return drawn
 
-    async def _end(self, drawn: DrawnTask, message: Generated | Outcome) -> None:
+    async def _end(self, drawn: HeldTask, message: Generated | Outcome) -> None:
         await self._outcomes.publish(drawn.task, message, drawn.begun)
         self._moved = time.monotonic()
         self._drawn.pop(drawn.task.group, None)

@@ -65,8 +65,8 @@ class Replica:
         self.engine_up = asyncio.Event()
         self.before_start: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
         self.after_start: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
-        self._routed, self._drawn_for_gateways = bool(router_url()), service.config.gateways > 0
-        self._exposed = self._routed or self._drawn_for_gateways
+        self._routed, self._for_gateways = bool(router_url()), service.config.gateways > 0
+        self._exposed = self._routed or self._for_gateways
         rollout = self._rollout
         limit = SPARE_REQUESTS + (rollout.rollout_concurrency or MOST)
         wait = service.config.weights.push_timeout
@@ -214,7 +214,7 @@ class Replica:
     async def attach(self, client: EngineClient) -> None:
         """Attaches an engine that has started: its weights have not been verified, unless nothing is trained and they are the only ones."""
         self.client = client
-        if self._drawn_for_gateways:
+        if self._for_gateways:
             self.proxy.draw_key = await self._draw_key()
             self.proxy.renew_key = self._draw_key
             self._service.metrics.set(CONTEXT_GAUGE, client.capabilities.max_sequence)

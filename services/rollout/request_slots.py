@@ -97,7 +97,7 @@ class SlotLimit:
         return self.slots
 
     def renew(self) -> None:
-        """Forgets what an earlier engine told: a new one counts from zero."""
+        """Forgets the readings of an earlier engine: a new one counts from zero."""
         self._retracted, self._queued, self._readings, self._before = None, 0, 0, None
 
     def _lower(self, slots: int, calm: int) -> None:

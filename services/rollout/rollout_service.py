@@ -68,7 +68,7 @@ class TokenRate:
         return (tokens - float(np.interp(begin, times, counts))) / WINDOW_SECONDS
 
 
-class DrawnTokens:
+class GeneratedTokens:
     """Counts the tokens that the replica's engines have generated, one engine after another. ``total``: tokens in all, of finished, aborted
     and unfinished samples alike, without prompts."""
 
@@ -86,7 +86,7 @@ class DrawnTokens:
         if client is None:
             return self.total
         try:
-            drawn = await client.drawn_tokens(deadline=COUNT_SECONDS)
+            drawn = await client.generated_tokens(deadline=COUNT_SECONDS)
         except (DeadlineExceeded, EngineError):  # `Replica.keep_engine` deals with an engine that is gone
             return self.total
         if drawn is None:
@@ -371,7 +371,7 @@ class Rollout:
 
     async def measure(self) -> None:
         """Updates the gauges until cancelled."""
-        drawn, rate, metrics, producer = DrawnTokens(), TokenRate(), self._service.metrics, self.producer
+        drawn, rate, metrics, producer = GeneratedTokens(), TokenRate(), self._service.metrics, self.producer
         while True:
             tokens = await drawn.read(self.replica.client, self.tokens + (0 if producer is None else producer.tokens))
             self._note_drawn(tokens)

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Awaitable, Callable
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from services.rollout.engine.engine_client import EVERYTHING, WEIGHTS, EngineClient
 from services.rollout.engine.receiver_client import ReceiverError
@@ -176,20 +176,17 @@ class ColocatedEngine:
 Repeated = TypeVar("Repeated", bound=Message)
 
 
-class AnsweredOnce(Generic[Repeated]):
-    """A handler's way to take each request once: one that equals the one before is that request, sent again, and gets the same outcome.
+def answered_once(handler: Callable[[Repeated], Awaitable[Message]]) -> Callable[[Repeated], Awaitable[Message]]:
+    """Returns a handler that takes each request once: one that equals the one before is that request, sent again, with the same outcome.
     Requests that may be sent again must differ from all others: those of a push have its number or its remaining time in them."""
+    newest: list[tuple[Repeated, asyncio.Future[Message]]] = []
 
-    def __init__(self, handler: Callable[[Repeated], Awaitable[Message]]) -> None:
-        self._handler = handler
-        self._request: Repeated | None = None
-        self._handling: asyncio.Future[Message] | None = None
+    async def once(request: Repeated) -> Message:
+        if not newest or newest[0][0] != request:
+            newest[:] = [(request, asyncio.ensure_future(handler(request)))]
+        return await asyncio.shield(newest[0][1])
 
-    async def __call__(self, request: Repeated) -> Message:
-        """Returns the handler's answer to the request, or raises its error; waits for it where it is being handled."""
-        if self._handling is None or request != self._request:
-            self._request, self._handling = request, asyncio.ensure_future(self._handler(request))
-        return await asyncio.shield(self._handling)
+    return once
 
 
 PushStep = WeightsPrepare | WeightsReceive | WeightsCommit | WeightsAbort
@@ -272,7 +269,7 @@ class WeightsReceiver:
         spans = PushSpans(self._service.traces, instance)
         await bus.serve(subjects.replica_weights(instance, "offer"), WeightsOffer, self._offer)
         await bus.serve(subjects.replica_weights(instance, "prepare"), WeightsPrepare, spans.around("prepare", self._prepare))
-        receive, commit = AnsweredOnce(spans.around("receive", self._receive)), AnsweredOnce(spans.around("commit", self._commit))
+        receive, commit = answered_once(spans.around("receive", self._receive)), answered_once(spans.around("commit", self._commit))
         await bus.serve(subjects.replica_weights(instance, "receive"), WeightsReceive, receive)
         await bus.serve(subjects.replica_weights(instance, "commit"), WeightsCommit, commit)
         await bus.serve(subjects.replica_weights(instance, "abort"), WeightsAbort, spans.around("abort", self._abort))
@@ -457,9 +454,7 @@ class WeightsReceiver:
     async def _expire(self, version: int, seconds: float) -> None:
         """Ends a push whose trainer has stopped sending: without this the engine would stay paused."""
         await asyncio.sleep(seconds + EXPIRY_MARGIN)
-        async with self._replica.update_lock:
-            if self._served.target == version:
-                await self._break_off(f"no commit came from the trainer within {seconds:g} s")
+        await self._break_off_now(version, f"no commit came from the trainer within {seconds:g} s")
 
     async def _break_off(self, reason: str) -> None:
         self._end()

@@ -99,9 +99,9 @@ def assert_spans(generation: Generation, version: int) -> None:
 
 async def drawing(client: EngineClient) -> None:
     """Returns once the engine draws tokens of what was asked just now."""
-    before = await client.drawn_tokens() or 0
+    before = await client.generated_tokens() or 0
 
     async def drawn() -> bool:
-        return (await client.drawn_tokens() or 0) > before + 4
+        return (await client.generated_tokens() or 0) > before + 4
 
     await until(drawn, "the drawing of tokens", pause=0.01)

@@ -27,7 +27,14 @@ from services.rollout.engine.generation import (
     without_older_prefix,
 )
 from services.rollout.engine.receiver_client import ReceiverClient, report_of
-from services.rollout.engine.transport import Capabilities, EngineError, EngineTransport, parse_drawn_tokens, parse_load, read_capabilities
+from services.rollout.engine.transport import (
+    Capabilities,
+    EngineError,
+    EngineTransport,
+    parse_generated_tokens,
+    parse_load,
+    read_capabilities,
+)
 from services.rollout.request_slots import EngineLoad
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.tasks import log_failure
@@ -250,7 +257,7 @@ class EngineClient:
         task.add_done_callback(self._background.discard)
         log_failure(task, "ending abandoned requests")
 
-    async def drawn_tokens(self, *, deadline: float = CONTROL_SECONDS) -> int | None:
+    async def generated_tokens(self, *, deadline: float = CONTROL_SECONDS) -> int | None:
         """Returns how many tokens the engine has generated for all clients since it started; None where it does not count them. A retracted
         sample generates its next token in a prefill again, which the engine does not count."""
         try:
@@ -260,7 +267,7 @@ class EngineClient:
                 return None
             raise
         self.load = parse_load(str(page))
-        drawn = parse_drawn_tokens(str(page), self.capabilities.overlaps)
+        drawn = parse_generated_tokens(str(page), self.capabilities.overlaps)
         return None if drawn is None else drawn + self._retractions
 
     # --- control
@@ -394,28 +401,6 @@ PROBE_SECONDS = 30.0
 HUNG_SECONDS, HUNG_PART = 60.0, 0.25
 
 
-class EngineHealth:
-    """The record of one engine's probes. Pure: its caller gives the time."""
-
-    def __init__(self, patience: float) -> None:
-        self._patience = patience
-        self._silent_since: float | None = None
-
-    def idle(self) -> None:
-        """Takes that the engine could not be asked: it is paused, asleep or being loaded."""
-        self._silent_since = None
-
-    def answered(self) -> None:
-        """Takes that it has answered."""
-        self._silent_since = None
-
-    def failed(self, error: str, began: float, now: float) -> str:
-        """Takes that a probe which began then has failed. Returns why the engine counts as hung; empty: it does not yet."""
-        self._silent_since = began if self._silent_since is None else self._silent_since
-        silent = now - self._silent_since
-        return f"it has answered no probe for {silent:.0f} s, though its processes are there: {error}" if silent >= self._patience else ""
-
-
 def patience(device: str, generate_timeout: float) -> float:
     """Returns the seconds for which an engine on ``cuda`` or ``cpu`` may answer no probe. ``generate_timeout``: a generation's deadline."""
     return HUNG_SECONDS if device == "cuda" else max(HUNG_SECONDS, HUNG_PART * generate_timeout)
@@ -426,18 +411,15 @@ async def until_hung(client: EngineClient, can_be_asked: Callable[[], object], s
 
     ``seconds``: for which it may answer no probe. ``can_be_asked``: returns what the engine serves, and nothing (or something false) while
     it generates for no one; a probe counts only if that was the same before and after it."""
-    health = EngineHealth(seconds)
+    silent_since: float | None = None
     while True:
         await asyncio.sleep(PROBE_INTERVAL_S)
-        if not (before := can_be_asked()):
-            health.idle()
-            continue
-        began = time.monotonic()
+        before, began = can_be_asked(), time.monotonic()
         try:
-            await client.probe(deadline=PROBE_SECONDS)
-            health.answered()
+            if before:
+                await client.probe(deadline=PROBE_SECONDS)
+            silent_since = None
         except MyxoError as error:
-            if can_be_asked() != before:
-                health.idle()
-            elif hung := health.failed(str(error), began, time.monotonic()):
-                return hung
+            silent_since = None if can_be_asked() != before else began if silent_since is None else silent_since
+            if silent_since is not None and (silent := time.monotonic() - silent_since) >= seconds:
+                return f"it has answered no probe for {silent:.0f} s, though its processes are there: {error}"

@@ -21,20 +21,6 @@ UNBOUNDED = 2**31 - 1  # more tokens than any engine generates; it stops at the 
 IGNORED = {"rid", "log_metrics"}
 
 
-def _checked_token(token: int, info: ValidationInfo) -> int:
-    vocabulary = info.context or 0
-    if not 0 <= token < vocabulary:
-        raise ValueError(f"token {token} is not in [0, {vocabulary})")
-    return token
-
-
-def _checked_tokens(tokens: list[int], info: ValidationInfo) -> list[int]:
-    if tokens:
-        _checked_token(min(tokens), info)
-        _checked_token(max(tokens), info)
-    return tokens
-
-
 class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
@@ -51,9 +37,11 @@ class _Request(BaseModel):
     @field_validator("input_ids", "stop_token_ids", "token_ids_logprob", check_fields=False)
     @classmethod
     def _in_vocabulary(cls, tokens: Any, info: ValidationInfo) -> Any:
-        nested = tokens and isinstance(tokens[0], list)
-        for one in tokens if nested else [tokens]:
-            _checked_tokens(one, info)
+        vocabulary = info.context or 0
+        for one in tokens if _nested(tokens) else [tokens]:
+            for token in (min(one), max(one)) if one else ():
+                if not 0 <= token < vocabulary:
+                    raise ValueError(f"token {token} is not in [0, {vocabulary})")
         return tokens
 
     @field_validator("top_k", check_fields=False)

@@ -45,6 +45,11 @@ class NotBegun(DeadlineExceeded):
     touched = False
 
 
+def rank_socket(engine: Path, rank: int) -> Path:
+    """Returns the socket of a rank in an engine's private directory."""
+    return engine / f"rank-{rank}.sock"
+
+
 def report_of(answers: Sequence[Fields], where: str) -> WeightsReceived:
     """Returns what an engine has received, from its ranks' answers. Raises ReceiverError if they did not receive the same."""
     digests = {answer["digest"] for answer in answers}
@@ -86,7 +91,7 @@ class ReceiverClient:
         missing = list(range(self.ranks))
         try:
             async with asyncio.timeout(deadline):
-                while missing := [rank for rank in missing if not self._path(rank).exists()]:
+                while missing := [rank for rank in missing if not rank_socket(self.directory, rank).exists()]:
                     await asyncio.sleep(0.02)
         except TimeoutError:
             awaited_from = f"ranks {missing} of the engine"
@@ -183,7 +188,7 @@ class ReceiverClient:
     ) -> AsyncIterator[tuple[list["_Connection"], list[Fields]]]:
         """Sends a command to every rank. Yields the connections, open in the body, and the first answer of each, by rank. ``ahead``: take
         those that were opened ahead."""
-        connections = self._connections() if ahead else [_Connection(self._path(rank), rank) for rank in range(self.ranks)]
+        connections = self._connections() if ahead else [_Connection(rank_socket(self.directory, rank), rank) for rank in range(self.ranks)]
         asking = [asyncio.create_task(connection.ask(command)) for connection in connections]
         try:
             try:
@@ -206,11 +211,11 @@ class ReceiverClient:
                 connection.close()
         if len(spare) == self.ranks and all(connection.usable for connection in spare):
             return spare
-        return [_Connection(self._path(rank), rank) for rank in range(self.ranks)]
+        return [_Connection(rank_socket(self.directory, rank), rank) for rank in range(self.ranks)]
 
     async def _connect_ahead(self) -> None:
         """Opens the connections of the next command. One that cannot be opened is missed, and named, by that one."""
-        fresh = [_Connection(self._path(rank), rank) for rank in range(self.ranks)]
+        fresh = [_Connection(rank_socket(self.directory, rank), rank) for rank in range(self.ranks)]
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 for connection in fresh:
@@ -259,9 +264,6 @@ class ReceiverClient:
         failure = kind(where, reason, touched)
         failure.__cause__ = first
         return failure
-
-    def _path(self, rank: int) -> Path:
-        return self.directory / f"rank-{rank}.sock"
 
 
 class _Connection:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from nats.js.api import DiscardPolicy, RetentionPolicy, StreamConfig
 
-from services.rollout.weight_receiver import AnsweredOnce
+from services.rollout.weight_receiver import answered_once
 from shared.bus.bus_errors import StreamFull
 from shared.bus.connection import SIZE_MARGIN, Bus, BusUnreachable, RequestRefused, WrongSequence
 from shared.process.embedded_servers import EmbeddedNats, free_port
@@ -267,7 +267,7 @@ async def test_what_a_dying_server_takes_with_it_is_asked_again(mortal_nats: Emb
         await going_on.wait()
         return Durable(steps=request.step)
 
-    await answerer.serve("run.ask", BatchRequest, AnsweredOnce(handle))
+    await answerer.serve("run.ask", BatchRequest, answered_once(handle))
     request = BatchRequest(step=5, version=0)
     asking = asyncio.create_task(asker.request("run.ask", request, Durable, deadline=120, awaited_from="the answerer", absence=60.0))
     await begun.wait()

@@ -197,4 +197,4 @@ async def test_nobody_answers(tmp_path: Path) -> None:
 
 async def test_a_control_call_has_a_deadline(client: EngineClient) -> None:
     with pytest.raises(DeadlineExceeded, match=r"GET /metrics did not come from the engine .* within 1e-05 s"):
-        await client.drawn_tokens(deadline=1e-5)
+        await client.generated_tokens(deadline=1e-5)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from services.rollout.weight_receiver import AnsweredOnce
+from services.rollout.weight_receiver import answered_once
 from shared.runtime.errors import MyxoError
 from shared.schema.messages import Accepted, Message
 from shared.schema.weight_messages import WeightsReceive
@@ -30,7 +30,7 @@ class Handler:
 
 async def test_a_repeated_request_is_handled_once_while_it_runs_and_after() -> None:
     handler = Handler()
-    once = AnsweredOnce(handler.handle)
+    once = answered_once(handler.handle)
     first, again = asyncio.ensure_future(once(receive(2))), asyncio.ensure_future(once(receive(2)))
     await asyncio.sleep(0)
     again.cancel()  # its connection broke: the handling goes on
@@ -45,7 +45,7 @@ async def test_a_repeated_request_is_handled_once_while_it_runs_and_after() -> N
 async def test_a_failure_is_repeated_too() -> None:
     handler = Handler()
     handler.going_on.set()
-    once = AnsweredOnce(handler.handle)
+    once = answered_once(handler.handle)
     for _ in range(2):
         with pytest.raises(MyxoError, match="the channel broke"):
             await once(receive(9))

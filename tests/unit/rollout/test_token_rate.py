@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from services.rollout.engine.transport import EngineUnreachable, parse_drawn_tokens
-from services.rollout.rollout_service import WINDOW_SECONDS, DrawnTokens, TokenRate
+from services.rollout.engine.transport import EngineUnreachable, parse_generated_tokens
+from services.rollout.rollout_service import WINDOW_SECONDS, GeneratedTokens, TokenRate
 
 
 def integral(times: list[float], counts: list[float]) -> tuple[float, list[float]]:
@@ -49,18 +49,18 @@ sglang:queue_time_seconds_sum{dp_rank="0"} 0.5
 
 
 def test_the_engines_own_count() -> None:
-    assert parse_drawn_tokens(PAGE, overlaps=False) == 19136 + 4 + 64
-    assert parse_drawn_tokens(PAGE, overlaps=True) == 19136 + 4
-    assert parse_drawn_tokens("sglang:gen_throughput{} 3.0\n", overlaps=False) is None
+    assert parse_generated_tokens(PAGE, overlaps=False) == 19136 + 4 + 64
+    assert parse_generated_tokens(PAGE, overlaps=True) == 19136 + 4
+    assert parse_generated_tokens("sglang:gen_throughput{} 3.0\n", overlaps=False) is None
 
 
 class Engine:
-    """What `DrawnTokens` asks of a client."""
+    """What `GeneratedTokens` asks of a client."""
 
     def __init__(self, *answers: int | Exception | None) -> None:
         self._answers = list(answers)
 
-    async def drawn_tokens(self, *, deadline: float) -> int | None:
+    async def generated_tokens(self, *, deadline: float) -> int | None:
         answer = self._answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -68,7 +68,7 @@ class Engine:
 
 
 async def test_engines_come_and_go_and_some_do_not_count() -> None:
-    drawn = DrawnTokens()
+    drawn = GeneratedTokens()
     first, second, third = Engine(1, 11, EngineUnreachable("", "gone")), Engine(1, 21), Engine(None, None)
     assert [await drawn.read(first, 0) for _ in range(3)] == [0, 10, 10], "its warm-up does not count"
     assert await drawn.read(None, 0) == 10

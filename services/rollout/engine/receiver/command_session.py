@@ -201,13 +201,13 @@ class CommandSession:
         if command is None:
             return False
         if command.answer.set_running_or_notify_cancel():
-            self._told(command, "begun", {"begun": True})
+            self._answer_here(command, "begun", {"begun": True})
             answer = self._finished(command)
-            self._told(command, "answer", answer)
+            self._answer_here(command, "answer", answer)
             command.answer.set_result(answer)
         return True
 
-    def _told(self, command: _Command, name: str, answer: dict[str, Any]) -> None:
+    def _answer_here(self, command: _Command, name: str, answer: dict[str, Any]) -> None:
         """Answers on this thread: the connection's would have to wait for the interpreter, which an idle scheduler holds. What does not fit
         into the socket for certain is left to that one."""
         with contextlib.suppress(OSError):  # the caller no longer waits for the answer
@@ -251,7 +251,7 @@ class CommandSession:
             self._call_off(command)  # before the caller continues to its next command
             say("answer", {"ok": False, "error": "called off before it began", "touched": False})
         except TimeoutError:
-            error = "nobody has done this command: the engine was not asked to"
+            error = "this command was not done: the engine was not asked to"
             say("answer", {"ok": False, "error": error, "touched": command.answer.running()})
         finally:
             with self._lock:
