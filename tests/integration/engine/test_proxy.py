@@ -159,38 +159,39 @@ async def test_none_of_the_engines_other_endpoints_comes_through(door: Door, cli
 HEAD = "Host: x\r\nContent-Type: application/json\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}"
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "POST /generate/../update_weights_from_tensor HTTP/1.1",
-        "POST /%75pdate_weights_from_tensor HTTP/1.1",
-        "POST /%2e%2e/update_weights_from_tensor HTTP/1.1",
-        "POST //update_weights_from_tensor HTTP/1.1",
-        "POST /Update_Weights_From_Tensor HTTP/1.1",
-        "POST /generate%00/../flush_cache HTTP/1.1",
-        "POST /generate;/../flush_cache HTTP/1.1",
-        "POST /generate?x=1 HTTP/1.1",
-        "POST /GENERATE HTTP/1.1",
-        "POST /generate/ HTTP/1.1",
-        "GET /health/../server_info HTTP/1.1",
-        "GET /health%2f..%2fserver_info HTTP/1.1",
-        "GET /health#/server_info HTTP/1.1",
-        "GET http://127.0.0.1/server_info HTTP/1.1",
-        "GET \\server_info HTTP/1.1",
-        "CONNECT 127.0.0.1:22 HTTP/1.1",
-        "OPTIONS * HTTP/1.1",
-        "TRACE /health HTTP/1.1",
-        "HEAD /server_info HTTP/1.1",
-        "post /generate HTTP/1.1",
-        "GET /server_info HTTP/0.9",
-        "PRI * HTTP/2.0",
-    ],
-)
-async def test_no_spelling_of_a_path_gets_past_the_list(line: str, door: Door) -> None:
-    answer = await door.said(f"{line}\r\n{HEAD}".encode())
-    status = int(answer.split(b" ", 2)[1])
-    assert status in (400, 404, 405), answer[:200]
-    assert await door.ask("GET", "/health") == (200, {"status": "ok"})
+SPELLINGS = [
+    "POST /generate/../update_weights_from_tensor HTTP/1.1",
+    "POST /%75pdate_weights_from_tensor HTTP/1.1",
+    "POST /%2e%2e/update_weights_from_tensor HTTP/1.1",
+    "POST //update_weights_from_tensor HTTP/1.1",
+    "POST /Update_Weights_From_Tensor HTTP/1.1",
+    "POST /generate%00/../flush_cache HTTP/1.1",
+    "POST /generate;/../flush_cache HTTP/1.1",
+    "POST /generate?x=1 HTTP/1.1",
+    "POST /GENERATE HTTP/1.1",
+    "POST /generate/ HTTP/1.1",
+    "GET /health/../server_info HTTP/1.1",
+    "GET /health%2f..%2fserver_info HTTP/1.1",
+    "GET /health#/server_info HTTP/1.1",
+    "GET http://127.0.0.1/server_info HTTP/1.1",
+    "GET \\server_info HTTP/1.1",
+    "CONNECT 127.0.0.1:22 HTTP/1.1",
+    "OPTIONS * HTTP/1.1",
+    "TRACE /health HTTP/1.1",
+    "HEAD /server_info HTTP/1.1",
+    "post /generate HTTP/1.1",
+    "GET /server_info HTTP/0.9",
+    "PRI * HTTP/2.0",
+]
+
+
+async def test_no_spelling_of_a_path_gets_past_the_list(door: Door) -> None:
+    passed = {}
+    for line in SPELLINGS:
+        answer = await door.said(f"{line}\r\n{HEAD}".encode())
+        if int(answer.split(b" ", 2)[1]) not in (400, 404, 405) or await door.ask("GET", "/health") != (200, {"status": "ok"}):
+            passed[line] = answer[:200]
+    assert not passed
 
 
 async def test_a_request_within_a_request_is_not_passed_on(door: Door, client: EngineClient) -> None:
@@ -226,12 +227,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("body", "words"), REFUSED)
-async def test_a_field_that_reaches_further_or_would_end_the_engine_is_refused_by_name(
-    body: dict[str, Any], words: str, door: Door
-) -> None:
-    status, answer = await door.ask("POST", "/generate", body)
-    assert status == 400 and re.search(words, answer["error"]), answer
+async def test_a_field_that_reaches_further_or_would_end_the_engine_is_refused_by_name(door: Door) -> None:
+    answers = [(words, *await door.ask("POST", "/generate", body)) for body, words in REFUSED]
+    assert not [(words, answer) for words, status, answer in answers if status != 400 or not re.search(words, answer["error"])]
 
 
 async def test_a_chat_brings_text_alone(door: Door) -> None:

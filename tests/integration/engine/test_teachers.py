@@ -164,47 +164,43 @@ async def test_a_teacher_gives_its_distribution(client: EngineClient, engine: En
     assert (torch.tensor(shares) * divergence).sum() < 1e-4  # the teacher is the policy
 
 
-@pytest.mark.parametrize(
-    ("entries", "words"),
-    [
-        ([[[-1.0, 3, None]], [[-1.0, 3, None]]], "gave no input_top_logprobs of 1 entries"),
-        ([[[-1.0, 3, None]], [[-1.0, 3, None]], [[0.5, 3, None]]], "gave (log-prob, id) [0.5, 3.0] as entry 0 at 2"),
-        ([[[-1.0, 3, None]], [[-1.0, -3, None]], [[-1.0, 3, None]]], "gave (log-prob, id) [-1.0, -3.0] as entry 0 at 1"),
-        ([[[-1.0, 3, None]], None, [[-1.0, 3, None]]], "gave no input_top_logprobs of 1 entries"),
-    ],
-)
-async def test_a_distribution_is_checked(client: EngineClient, engine: EngineProcess, entries: list[Any], words: str) -> None:
+def distribution(entries: list[Any]) -> Spoil:
     def spoil(answer: dict[str, Any]) -> dict[str, Any]:
         answer["meta_info"]["input_top_logprobs"] = entries
         return answer
 
-    async with opened(engine, spoil=spoil) as url:
-        with pytest.raises(TeacherFailed) as error:
-            await ask(objective({"odd": url}, opd_top_k=1), train_sample(PROMPT.tolist(), [5, 6, 7]))
-    assert words in str(error.value)
+    return spoil
 
 
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (changed(lambda entries: entries.clear()), "gave 0 log-probs for 3 response tokens"),
-        (
-            changed(lambda entries: entries.__setitem__(-1, [0.5, 7, None])),
-            "gave the log-prob 0.5 at 2; expected a finite number, at most 0",
-        ),
-        (changed(lambda entries: entries.__setitem__(-2, [None, 6, None])), "the log-prob nan at 1; expected a finite number"),
-        (changed(lambda entries: entries.__setitem__(-3, [-1.0, 50, None])), "gave the log-prob of token 50 at 0, not of the response's 5"),
-        (changed(lambda entries: entries.__setitem__(-1, "text")), "gave no input_token_logprobs"),
-        (lambda answer: {"text": ""}, "gave no input_token_logprobs"),
-        (lambda answer: [], "gave no input_token_logprobs"),
-    ],
-)
-async def test_what_a_teacher_gives_is_checked(client: EngineClient, engine: EngineProcess, spoil: Spoil, words: str) -> None:
-    async with opened(engine, spoil=spoil) as url:
-        with pytest.raises(TeacherFailed) as error:
-            await ask(objective({"odd": url}), train_sample(PROMPT.tolist(), [5, 6, 7]))
-    assert words in str(error.value)
-    assert f"sample g/0: teacher odd at {url}:" in str(error.value)
+SPOILT: list[tuple[Spoil, str]] = [
+    (changed(lambda entries: entries.clear()), "gave 0 log-probs for 3 response tokens"),
+    (changed(lambda entries: entries.__setitem__(-1, [0.5, 7, None])), "gave the log-prob 0.5 at 2; expected a finite number, at most 0"),
+    (changed(lambda entries: entries.__setitem__(-2, [None, 6, None])), "the log-prob nan at 1; expected a finite number"),
+    (changed(lambda entries: entries.__setitem__(-3, [-1.0, 50, None])), "gave the log-prob of token 50 at 0, not of the response's 5"),
+    (changed(lambda entries: entries.__setitem__(-1, "text")), "gave no input_token_logprobs"),
+    (lambda answer: {"text": ""}, "gave no input_token_logprobs"),
+    (lambda answer: [], "gave no input_token_logprobs"),
+]
+
+GOOD = [[-1.0, 3, None]]
+SPOILT_DISTRIBUTIONS: list[tuple[Spoil, str]] = [
+    (distribution([GOOD, GOOD]), "gave no input_top_logprobs of 1 entries"),
+    (distribution([GOOD, GOOD, [[0.5, 3, None]]]), "gave (log-prob, id) [0.5, 3.0] as entry 0 at 2"),
+    (distribution([GOOD, [[-1.0, -3, None]], GOOD]), "gave (log-prob, id) [-1.0, -3.0] as entry 0 at 1"),
+    (distribution([GOOD, None, GOOD]), "gave no input_top_logprobs of 1 entries"),
+]
+
+
+@pytest.mark.parametrize(("cases", "fields"), [(SPOILT, {}), (SPOILT_DISTRIBUTIONS, {"opd_top_k": 1})], ids=["samples", "distributions"])
+async def test_what_a_teacher_gives_is_checked(
+    client: EngineClient, engine: EngineProcess, cases: list[tuple[Spoil, str]], fields: dict[str, Any]
+) -> None:
+    for spoil, words in cases:
+        async with opened(engine, spoil=spoil) as url:
+            with pytest.raises(TeacherFailed) as error:
+                await ask(objective({"odd": url}, **fields), train_sample(PROMPT.tolist(), [5, 6, 7]))
+        assert words in str(error.value)
+        assert f"sample g/0: teacher odd at {url}:" in str(error.value)
 
 
 async def test_a_teacher_that_refuses_costs_the_group_alone(new_bench: NewBench, engine: EngineProcess) -> None:
@@ -244,10 +240,10 @@ async def test_a_key_comes_from_the_environment(engine: EngineProcess, monkeypat
         await ask(objective({"one": url}, opd_teacher_key_variable="TEACHERS"), train_sample(PROMPT.tolist(), [5]))
 
 
-@pytest.mark.parametrize("named", [[], {}, {"a": 0}, {"a": True}, {"a": float("nan")}, {"b": 1}, 7, ["a", None]])
-async def test_metadata_that_names_no_teacher_is_refused(named: Any) -> None:
-    with pytest.raises(BadMessage, match=r"metadata\.opd_teacher"):
-        await ask(objective({"a": "http://127.0.0.1:1"}), train_sample([1], [5], metadata={"opd_teacher": named}))
+async def test_metadata_that_names_no_teacher_is_refused() -> None:
+    for named in ([], {}, {"a": 0}, {"a": True}, {"a": float("nan")}, {"b": 1}, 7, ["a", None]):
+        with pytest.raises(BadMessage, match=r"metadata\.opd_teacher"):
+            await ask(objective({"a": "http://127.0.0.1:1"}), train_sample([1], [5], metadata={"opd_teacher": named}))
 
 
 @pytest.mark.parametrize("fields", [{}, {"opd_top_k": 8, "opd_kl_coef": 0.0}], ids=["samples", "distributions"])

@@ -8,6 +8,7 @@ from shared.accounts.permissions import ROLES, Rights, rights
 from shared.bus.subjects import Subjects
 from tests.support import intended_rights as intended
 from tests.support.intended_rights import allowed, covers
+from tests.support.tables import table
 
 RUN, OTHER = "demo", "demo-2"
 TABLE = intended.everything(RUN, OTHER)
@@ -18,7 +19,7 @@ def of(role: str) -> Rights:
     return next(one for one in rights(RUN) if one.role == role)
 
 
-@pytest.mark.parametrize("subject", TABLE)
+@table("subject", TABLE)
 def test_a_subject_has_exactly_the_publishers_and_listeners_that_are_meant(subject: str) -> None:
     publishers, listeners = TABLE[subject]
     assert {one.role for one in rights(RUN) if allowed(one.bus.publish, subject)} == publishers
@@ -36,8 +37,8 @@ def test_the_table_speaks_of_every_name_that_the_code_has() -> None:
     assert {member for member, kind in vars(Subjects).items() if callable(kind) and not member.startswith("_")} == built
 
 
-@pytest.mark.parametrize("role", [role for role in ROLES if role != "operator"])
-@pytest.mark.parametrize("change", CHANGES)
+@table("role", [role for role in ROLES if role != "operator"])
+@table("change", CHANGES)
 def test_no_service_changes_a_stream(role: str, change: str) -> None:
     for stream in intended.every_stream(RUN):
         assert not allowed(of(role).bus.publish, f"$JS.API.STREAM.{change}.{stream}")

@@ -13,6 +13,7 @@ from shared.data.tokenizer import Tokenizer
 from shared.sessions.session import Turn
 from tests.support import call_templates
 from tests.support.qwen3_tokenizer import TEMPLATE, write_qwen3_tokenizer
+from tests.support.tables import table
 
 ASK = [{"role": "user", "content": "What is 2 + 2?"}]
 DEEP: dict[str, object] = {}
@@ -123,8 +124,8 @@ def test_a_conversation_of_deepseeks_continues_after_a_tool_call(template: str, 
         assert chat.bridge(turn, [RESULT, RESULT], [TOOL]) is None, "its renderer separates results otherwise than the template"
 
 
-@pytest.mark.parametrize("template", ["QWEN_2_5", "QWEN_3", "HERMES_3", "LLAMA_3_1", "GLM_4_5", "KIMI_K2", "MISTRAL", "STRINGIFIED"])
-@pytest.mark.parametrize("arguments", ['{"a": 1', "", "null", "[1]", '"text"', '{"a": "\\ud800"}', '{"a":' * 5000 + "1" + "}" * 5000])
+@table("template", ["QWEN_2_5", "QWEN_3", "HERMES_3", "LLAMA_3_1", "GLM_4_5", "KIMI_K2", "MISTRAL", "STRINGIFIED"])
+@table("arguments", ['{"a": 1', "", "null", "[1]", '"text"', '{"a": "\\ud800"}', '{"a":' * 5000 + "1" + "}" * 5000])
 def test_no_arguments_of_a_call_end_a_conversation(template: str, arguments: str, tmp_path: Path) -> None:
     chat = ChatTokens(write_qwen3_tokenizer(tmp_path, getattr(call_templates, template)), {})
     assert len(chat.render(called(arguments), [TOOL]))

@@ -17,6 +17,7 @@ from services.gateway.wire import anthropic_messages, openai_chat, openai_respon
 from services.gateway.wire.request import TurnRefused
 from shared.schema.messages import Sampling
 from shared.sessions.session import Session
+from tests.support.tables import table
 
 POLICY: dict[str, Any] = {
     "temperature": 0.3,
@@ -95,8 +96,8 @@ def test_every_sampling_parameter_of_sglang_is_known_here() -> None:
     assert {"min_new_tokens": "min_tokens", "sampling_seed": "seed"}.items() <= OTHER_NAMES.items()
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("name", [*POLICY, *(OTHER_NAMES[name] for name in POLICY if OTHER_NAMES.get(name, name) != name), *FURTHER])
+@table("form", FORMATS)
+@table("name", [*POLICY, *(OTHER_NAMES[name] for name in POLICY if OTHER_NAMES.get(name, name) != name), *FURTHER])
 def test_a_trained_session_refuses_or_ignores_by_name_what_changes_the_policy(form: str, name: str) -> None:
     values = {**POLICY, **FURTHER, **{OTHER_NAMES[name]: value for name, value in POLICY.items() if name in OTHER_NAMES}}
     try:

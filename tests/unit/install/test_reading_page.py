@@ -7,6 +7,7 @@ import grimp
 import pytest
 
 from docs.size import walks
+from tests.support.tables import table
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "reading.md").read_text()
@@ -29,7 +30,7 @@ def test_a_walk_is_short_and_its_files_know_each_other(title: str, files: list[s
         assert near & modules, f"{module} neither imports another file of the walk nor is it imported by one"
 
 
-@pytest.mark.parametrize(("path", "text"), [station for walk in WALKS for station in STATION.findall(walk)])
+@table(("path", "text"), [station for walk in WALKS for station in STATION.findall(walk)])
 def test_a_station_is_there_and_has_what_the_page_names(path: str, text: str) -> None:
     source = (ROOT / path).read_text()
     named = [name for group in re.findall(r"\(((?:`\w+`(?:, )?)+)\)", text) for name in re.findall(r"`(\w+)`", group)]

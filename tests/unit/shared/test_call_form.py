@@ -11,6 +11,7 @@ from shared.data.tokenizer import Tokenizer
 from tests.support import call_templates as templates
 from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.qwen3_tokenizer import write_qwen3_tokenizer
+from tests.support.tables import table
 
 TEXT = '{"city":"Z\\u00fcrich","days":[1,2]}'
 WRITTEN = '{"city": "Zürich", "days": [1, 2]}'
@@ -55,10 +56,8 @@ def test_each_template_is_given_the_arguments_that_it_takes(name: str, tmp_path:
         assert expected in rendered(tmp_path / str(number), template, given)
 
 
-@pytest.mark.parametrize("name", TAKES)
-@pytest.mark.parametrize(
-    "arguments", ["", "  ", "null", None, "[1, 2]", [1, 2], '"text"', "7", '{"a": NaN}', '{"a": "\\ud800"}', "{}", DEEP]
-)
+@table("name", TAKES)
+@table("arguments", ["", "  ", "null", None, "[1, 2]", [1, 2], '"text"', "7", '{"a": NaN}', '{"a": "\\ud800"}', "{}", DEEP])
 def test_no_arguments_end_a_conversation(name: str, arguments: Any, tmp_path: Path) -> None:
     """Whatever a model once wrote comes back with every later turn: nothing of it may be refused, or lost."""
     text = rendered(tmp_path, getattr(templates, name), arguments)

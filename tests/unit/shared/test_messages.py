@@ -10,6 +10,7 @@ from shared.schema import codec, ledger, messages, service_messages, weight_mess
 from shared.schema.message import MAX_KEYS, MAX_SAMPLES, REASON_LENGTH, SCHEMA
 from shared.schema.messages import Message, Outcome, Scored, Task
 from shared.schema.service_messages import ServiceStatus
+from tests.support.tables import table
 
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 8}
 PAYLOAD = {"keys": ["run:group:g00000000:0:0"], "bytes": 100}
@@ -178,7 +179,7 @@ def envelope(kind: str, **changes: Any) -> bytes:
     return codec.pack({"schema": SCHEMA, "kind": kind, **EXAMPLES[kind], **changes})
 
 
-@pytest.mark.parametrize("name", sorted(CONCRETE))
+@table("name", sorted(CONCRETE))
 def test_every_kind_comes_back_as_it_was_sent(name: str) -> None:
     message = CONCRETE[name](**EXAMPLES[name])
     for reader in (CONCRETE[name], *CONCRETE[name].__mro__[1:2], Message):

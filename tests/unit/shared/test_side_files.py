@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from shared.data.chat_template import BrokenTemplate
 from shared.data.tokenizer import Tokenizer as Ours
 from shared.runtime.errors import ConfigError
+from tests.support.tables import table
 
 TEXTS = (
     *("What is 1 + 1 ?", "12345", " a  b\n\nc ", "it's DON'T", "é e\u0301 Å", "x<tool>y", "<s> <s>a", "a<|end|> b</s>", "< tool >", ""),
@@ -310,7 +311,7 @@ def differences(path: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("kind", "name"), [*(("bytes", name) for name in CHANGES), *(("pieces", name) for name in PIECES)])
+@table(("kind", "name"), [*(("bytes", name) for name in CHANGES), *(("pieces", name) for name in PIECES)])
 def test_each_entry_is_read_as_transformers_reads_it_or_refused_by_name(tmp_path: Path, kind: str, name: str) -> None:
     path = write(tmp_path / "model", kind)
     CHANGES[name](path)

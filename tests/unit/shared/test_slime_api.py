@@ -6,10 +6,9 @@ import json
 from dataclasses import fields
 from typing import Any
 
-import pytest
-
 from shared.hooks import import_names
 from tests.support.service_process import ROOT
+from tests.support.tables import table
 
 API: dict[str, dict[str, Any]] = json.loads((ROOT / "tests" / "support" / "slime_api.json").read_text())
 
@@ -23,7 +22,7 @@ def accepts(function: Any, parameters: list[str]) -> bool:
     return own[: len(parameters)] == parameters
 
 
-@pytest.mark.parametrize(("module", "name"), NAMES)
+@table(("module", "name"), NAMES)
 def test_a_name_of_slimes_has_its_fields_and_parameters(module: str, name: str) -> None:
     import_names.install_slime_names()
     found, expected = getattr(importlib.import_module(module), name), API[module][name]

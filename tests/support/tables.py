@@ -1,0 +1,40 @@
+"""Tables of hundreds of cases as one test each."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+
+def table(names: str | tuple[str, ...], rows: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """As ``pytest.mark.parametrize``, but one test: it tries all rows, and fails with those that failed.
+
+    Fixtures are those of all rows, but for ``tmp_path``: each row has a directory of its own.
+    """
+    of_row = (names,) if isinstance(names, str) else names
+    tried_rows = [(row,) if isinstance(names, str) else row for row in rows]
+    assert tried_rows
+
+    def decorated(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def tried(**fixtures: Any) -> None:
+            failures = []
+            for number, row in enumerate(tried_rows):
+                own = {}
+                if "tmp_path" in fixtures:
+                    own["tmp_path"] = fixtures["tmp_path"] / str(number)
+                    own["tmp_path"].mkdir()
+                try:
+                    test(**{**fixtures, **own, **dict(zip(of_row, row, strict=True))})
+                except (Exception, pytest.fail.Exception) as error:
+                    failures.append(f"{row!r}: {type(error).__name__}: {error}")
+            assert not failures, f"{len(failures)} of {len(tried_rows)}:\n" + "\n".join(failures)
+
+        signature = inspect.signature(test)
+        left = [parameter for name, parameter in signature.parameters.items() if name not in of_row]
+        tried.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
+        return tried
+
+    return decorated
