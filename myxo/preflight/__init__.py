@@ -1,11 +1,12 @@
 """Everything that can be wrong with a run's input, found before anything is started, all of it at once.
 
-A *check* takes an `Inspection` and yields ConfigErrors (the field, what was given, what would be right) and `Note`s, which are told where
-nothing is refused. It may also raise a ConfigError, which then is its last. Checks are independent: each leaves out what it cannot look at
+A *check* takes an `Inspection` and yields ConfigErrors (the field, what was given, what would be right) and `Note`s, which are printed
+where nothing is refused. It may also raise a ConfigError, which then is its last. Checks are independent: each leaves out what it cannot look at
 for the sake of something that another check reports. A new one is a function in a module of this package, named after what it looks at,
-and stands in a table below. None needs a GPU; all together take seconds.
+and stands in the table below. None needs a GPU; all together take seconds.
 """
 
+import enum
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,94 +29,72 @@ Check = Callable[[Inspection], Findings]
 
 LONGEST_NOTE = 1000  # characters of a note that are shown: one may hold a whole prompt
 
-# Checks of what a config names, but for its rows of data.
-INPUT_CHECKS: tuple[Check, ...] = (
-    objective_checks.check_support,
-    model_checks.check_files,
-    model_checks.check_tokenizer,
-    data_checks.check_files,
-    data_checks.check_generators,
-    machine_checks.check_extras,
-    model_checks.check_actor,
-    model_checks.check_other_models,
-    model_checks.check_megatron_flags,
-    model_checks.check_layout_reach,
-    model_checks.check_given_checkpoints,
-    model_checks.check_ranks,
-    model_checks.check_described_shape,
-    model_checks.check_engines,
-    model_checks.check_training,
-    model_checks.check_engine_flags,
-    engine_checks.check_engine_model,
-    model_checks.check_engine_backend,
-    model_checks.check_engine_context,
-    machine_checks.check_functions,
-    machine_checks.check_credentials,
-    objective_checks.check_dumps,
-    objective_checks.check_epochs,
-    objective_checks.check_intervals,
-    objective_checks.check_presets,
-    objective_checks.check_corrections,
-    objective_checks.check_variables,
-    objective_checks.check_teachers,
-)
 
-# Checks that are left out where the run's services start on other machines.
-MACHINE_CHECKS: tuple[Check, ...] = (
-    machine_checks.check_packages,
-    machine_checks.check_traces,
-    machine_checks.check_rewards,
-    machine_checks.check_commands,
-    machine_checks.check_gateways,
-    machine_checks.check_ingest,
-    machine_checks.check_sandbox,
-    engine_checks.check_engine_packages,
-    engine_checks.check_trainer_packages,
-    machine_checks.check_gpus,
-    machine_checks.check_profilers,
-    machine_checks.check_earlier_run,
-    machine_checks.check_directories,
-    machine_checks.check_disk,
-    machine_checks.check_memory,
-    run_plan.check_gpu_memory,
-    machine_checks.check_limits,
-)
+class When(enum.Flag):
+    """The runs that a check is for: all, those whose services start on this machine, those that train, those that generate."""
 
-# Checks that read rows, which take longest; the last ones need what the first have read.
-DATA_CHECKS: tuple[Check, ...] = (
-    data_checks.check_training_prompts,
-    data_checks.check_heldout_prompts,
-    data_checks.check_demonstrations,
-    data_checks.check_contents,
-    data_checks.check_dates,
-    data_checks.check_labels,
-    engine_checks.check_lengths,
-)
+    ALWAYS = 0
+    STARTS, TRAINS, GENERATES = enum.auto(), enum.auto(), enum.auto()
 
 
-# Checks that are left out where nothing is trained (`debug_rollout_only`).
-TRAINER_CHECKS: tuple[Check, ...] = (
-    machine_checks.check_profilers,
-    model_checks.check_other_models,
-    model_checks.check_megatron_flags,
-    model_checks.check_ranks,
-    model_checks.check_training,
-    data_checks.check_demonstrations,
-)
+ALWAYS, STARTS, TRAINS, GENERATES = When.ALWAYS, When.STARTS, When.TRAINS, When.GENERATES
 
-# Checks that are left out where nothing is generated (`load_debug_rollout_data`).
-ROLLOUT_CHECKS: tuple[Check, ...] = (
-    model_checks.check_engines,
-    model_checks.check_engine_flags,
-    engine_checks.check_engine_model,
-    model_checks.check_engine_backend,
-    model_checks.check_engine_context,
-    data_checks.check_training_prompts,
-    data_checks.check_heldout_prompts,
-    data_checks.check_contents,
-    data_checks.check_labels,
-    engine_checks.check_lengths,
-)
+# All checks, in their order.
+CHECKS: dict[Check, When] = {
+    objective_checks.check_support: ALWAYS,
+    model_checks.check_files: ALWAYS,
+    model_checks.check_tokenizer: ALWAYS,
+    data_checks.check_files: ALWAYS,
+    data_checks.check_generators: ALWAYS,
+    machine_checks.check_extras: ALWAYS,
+    model_checks.check_actor: ALWAYS,
+    model_checks.check_other_models: TRAINS,
+    model_checks.check_megatron_flags: TRAINS,
+    model_checks.check_layout_reach: ALWAYS,
+    model_checks.check_given_checkpoints: ALWAYS,
+    model_checks.check_ranks: TRAINS,
+    model_checks.check_described_shape: ALWAYS,
+    model_checks.check_engines: GENERATES,
+    model_checks.check_training: TRAINS,
+    model_checks.check_engine_flags: GENERATES,
+    engine_checks.check_engine_model: GENERATES,
+    model_checks.check_engine_backend: STARTS | GENERATES,
+    model_checks.check_engine_context: GENERATES,
+    machine_checks.check_functions: ALWAYS,
+    machine_checks.check_credentials: ALWAYS,
+    objective_checks.check_dumps: ALWAYS,
+    objective_checks.check_epochs: ALWAYS,
+    objective_checks.check_intervals: ALWAYS,
+    objective_checks.check_presets: ALWAYS,
+    objective_checks.check_corrections: ALWAYS,
+    objective_checks.check_variables: ALWAYS,
+    objective_checks.check_teachers: ALWAYS,
+    machine_checks.check_packages: STARTS,
+    machine_checks.check_traces: STARTS,
+    machine_checks.check_rewards: STARTS,
+    machine_checks.check_commands: STARTS,
+    machine_checks.check_gateways: STARTS,
+    machine_checks.check_ingest: STARTS,
+    machine_checks.check_sandbox: STARTS,
+    engine_checks.check_engine_packages: STARTS,
+    engine_checks.check_trainer_packages: STARTS,
+    machine_checks.check_gpus: STARTS,
+    machine_checks.check_profilers: STARTS | TRAINS,
+    machine_checks.check_earlier_run: STARTS,
+    machine_checks.check_directories: STARTS,
+    machine_checks.check_disk: STARTS,
+    machine_checks.check_memory: STARTS,
+    run_plan.check_gpu_memory: STARTS,
+    machine_checks.check_limits: STARTS,
+    # these read rows, which takes longest; the last ones need what the first have read
+    data_checks.check_training_prompts: GENERATES,
+    data_checks.check_heldout_prompts: GENERATES,
+    data_checks.check_demonstrations: TRAINS,
+    data_checks.check_contents: GENERATES,
+    data_checks.check_dates: ALWAYS,
+    data_checks.check_labels: GENERATES,
+    engine_checks.check_lengths: GENERATES,
+}
 
 
 class Source(NamedTuple):
@@ -181,13 +160,11 @@ def inspect(inspection: Inspection, told: Sequence[str] = ()) -> list[BadInput]:
 
     ``told``: notes of before.
     """
-    problems: list[BadInput] = []
-    notes = list(told)
-    known = 0
+    problems, notes, known = list[BadInput](), list(told), 0
     debug = inspection.config.debug
-    left_out = {*(TRAINER_CHECKS if debug.debug_rollout_only else ()), *(ROLLOUT_CHECKS if debug.trains_only else ())}
-    checks = (*INPUT_CHECKS, *(MACHINE_CHECKS if inspection.starts else ()), *DATA_CHECKS)
-    for check in (check for check in checks if check not in left_out):
+    met = (STARTS if inspection.starts else ALWAYS) | (ALWAYS if debug.debug_rollout_only else TRAINS)
+    met |= ALWAYS if debug.trains_only else GENERATES
+    for check in (check for check, when in CHECKS.items() if when in met):
         try:
             for finding in check(inspection):
                 if isinstance(finding, Note):

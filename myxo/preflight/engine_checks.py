@@ -8,7 +8,7 @@ it likes: what it may generate has to fit into a micro-batch. Samples that are t
 
 import importlib.util
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,8 +117,7 @@ OF_SGLANG: Mapping[str, Mapping[str, str]] = {
 }
 
 SAME_VALUES = {"prefill-attention-backend": "attention-backend", "decode-attention-backend": "attention-backend"}
-BEGINNINGS = {"flashinfer_": "flashinfer"}  # beginnings of the names of kernels, in `KERNELS`, and the package that has them
-KERNELS = ("moe-runner-backend", "fp8-gemm-backend", "fp4-gemm-backend")
+KERNELS = ("moe-runner-backend", "fp8-gemm-backend", "fp4-gemm-backend")  # values that begin with flashinfer_ are kernels of flashinfer
 
 # Flag of Megatron's and its value → the module that Megatron's own layers import for it, and where that comes from.
 OF_MEGATRON: Mapping[tuple[str, Any], tuple[str, str]] = {
@@ -129,30 +128,22 @@ OF_MEGATRON: Mapping[tuple[str, Any], tuple[str, str]] = {
 
 
 def check_engine_packages(inspection: Inspection) -> Findings:
-    """Yields the flags of SGLang's whose packages are not installed, where the engines start on this machine."""
-    if inspection.starts and importlib.util.find_spec("sglang") is not None:  # without SGLang the check of the packages says so
-        yield from missing_of_sglang(inspection.config.rollout.sglang)
-
-
-def missing_of_sglang(given: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Yields an error for each flag of ``[rollout.sglang]`` with the package that it needs and that is not installed."""
-    for key, value in given.items():
-        package = _package(plain_name(key), str(value))
+    """Yields the flags of SGLang's whose packages are not installed."""
+    if importlib.util.find_spec("sglang") is None:  # the check of the packages says so
+        return
+    for key, value in inspection.config.rollout.sglang.items():
+        plain = plain_name(key)
+        name = SAME_VALUES.get(plain, plain)
+        kernels = name in KERNELS and str(value).startswith("flashinfer_")
+        package = "flashinfer" if kernels else OF_SGLANG.get(name, {}).get(str(value))
         if package is not None and importlib.util.find_spec(package) is None:
             yield ConfigError(f"rollout.sglang.{key}", value, f"leave it out, or install the package {package}, which SGLang needs for it")
-
-
-def _package(name: str, value: str) -> str | None:
-    name = SAME_VALUES.get(name, name)
-    if name in KERNELS and (begun := next((BEGINNINGS[part] for part in BEGINNINGS if value.startswith(part)), None)) is not None:
-        return begun
-    return OF_SGLANG.get(name, {}).get(value)
 
 
 def check_trainer_packages(inspection: Inspection) -> Findings:
     """Yields the flags of Megatron's whose modules are not installed; Transformer Engine is `check_megatron_flags`' own."""
     given = inspection.config.trainer.megatron
-    if not inspection.starts or given.get("transformer_impl") == "transformer_engine":  # which brings kernels of its own
+    if given.get("transformer_impl") == "transformer_engine":  # which brings kernels of its own
         return
     for (name, value), (module, origin) in OF_MEGATRON.items():
         if given.get(name) == value and importlib.util.find_spec(module) is None:

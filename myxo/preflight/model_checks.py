@@ -280,7 +280,7 @@ def check_engine_flags(inspection: Inspection) -> Findings:
 def check_engine_backend(inspection: Inspection) -> Findings:
     """Yields an attention backend that needs a GPU, where the engine computes on a CPU: it would not start."""
     config = inspection.config
-    if not inspection.starts or devices.resolve(config.rollout.rollout_device) != "cpu":
+    if devices.resolve(config.rollout.rollout_device) != "cpu":
         return
     for key, value in config.rollout.sglang.items():
         if sglang_flags.plain_name(key) == "attention-backend" and value in GPU_ATTENTION:

@@ -323,9 +323,10 @@ def check_gpu_memory(inspection: Inspection) -> Findings:
     config, architecture = inspection.config, inspection.architecture
     used = {"actor": config.trainer.train_device, "critic": config.trainer.train_device, "engine": config.rollout.rollout_device}
     on_gpus = {role for role, device in used.items() if devices.resolve(device) == "cuda"}
-    if architecture is None or not on_gpus or not _layout_divides(inspection):
+    if architecture is None or not on_gpus or (gpu_bytes := devices.gpu_bytes()) is None:
         return
-    if (gpu_bytes := devices.gpu_bytes()) is None:
+    models = {"actor": architecture, **({"critic": inspection.critic or architecture} if config.algorithm.has_critic else {})}
+    if not all(_divides(model, config.trainer, role) for role, model in models.items()):  # another check reports it
         return
     plan = RunPlan(config, architecture, gpu_bytes, inspection.critic)
     for need in plan.needs:
@@ -344,12 +345,3 @@ def check_gpu_memory(inspection: Inspection) -> Findings:
 def _advice(plan: RunPlan, need: MemoryNeed) -> str:
     enough = [remedy for remedy in remedies(plan, need) if remedy.fits][:MOST_NAMED]
     return f"; with one of these it fits: {', '.join(remedy.flags for remedy in enough)}" if enough else ""
-
-
-def _layout_divides(inspection: Inspection) -> bool:
-    """Returns whether the layout divides ranks and model; another check tells where it does not."""
-    trainer, layout = inspection.config.trainer, ParallelLayout.of(inspection.config.trainer)
-    roles = ("actor", "critic") if inspection.config.algorithm.has_critic else ("actor",)
-    problems = [problem for role in roles for problem in layout.world_problems(trainer.ranks(role))]
-    models = [model for model in (inspection.architecture, inspection.critic) if model is not None]
-    return not problems and not any(list(division_problems(model, layout, trainer.megatron)) for model in models)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from myxo.main import main
-from myxo.preflight import data_checks, inspect, machine_checks
+from myxo.preflight import STARTS, data_checks, inspect, machine_checks
 from myxo.preflight.inspection import Inspection, ModelSize, Note
 from myxo.run.run_directory import RunDirectory
 from shared.bus import runs
@@ -85,7 +85,7 @@ def test_a_disk_has_room_for_the_checkpoints_that_lie_there_at_once(given: Input
 def test_this_machine_is_not_asked_where_the_services_start_elsewhere(
     given: Input, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("myxo.preflight.MACHINE_CHECKS", (lambda inspection: iter([Note("this machine")]),))
+    monkeypatch.setattr("myxo.preflight.CHECKS", {lambda inspection: iter([Note("this machine")]): STARTS})
     for starts in (True, False):
         assert inspect(Inspection(load(given.write()), starts=starts)) == []
         assert ("this machine" in capsys.readouterr().err) == starts
