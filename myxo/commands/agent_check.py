@@ -20,7 +20,7 @@ from typing import Any, Self
 from aiohttp import web
 
 from shared.agents import http_agent
-from shared.environment.conformance import Check, Example
+from shared.environment.conformance import Check, CheckSuite, CheckWarned, Example
 from shared.hooks import reward_values
 from shared.hooks.loading import load_agent
 from shared.runtime.errors import DeadlineExceeded, MyxoError
@@ -279,7 +279,7 @@ FORMS: dict[str, _Chat | _Responses | _Messages] = {
 AT_ONCE = 8
 SLOW_SECONDS = 0.3  # how long an answer takes where several rollouts run at once
 
-# What models draw before they have learned anything. Calls that are no calls come as text: a gateway never makes tools of them.
+# What models generate before they have learned anything. Calls that are no calls come as text: a gateway never makes tools of them.
 NONSENSE = (
     Said(""),
     Said("答えは\U0001f9ee \u202e24 \x00"),
@@ -292,7 +292,7 @@ NONSENSE = (
 BLOCKED_SECONDS = 5.0  # how long beyond its time an agent may keep its thread to itself, before it is interrupted
 
 
-class AgentConformance:
+class AgentConformance(CheckSuite):
     """The checks of one agent, which ``play`` calls. ``options``: its ``agent_options``. ``seconds``: for one rollout."""
 
     def __init__(self, play: Played, model: ScriptedModel, example: Example, options: dict[str, Any], seconds: float) -> None:
@@ -302,17 +302,17 @@ class AgentConformance:
     async def checks(self) -> AsyncIterator[Check]:
         """Yields the result of each check."""
         answers = [Said(text) for text in self._example.responses]
-        yield await self._timed("one rollout", self._one, answers[0])
+        yield await self.check("one rollout", self._one, answers[0])
         for said in answers[1:]:
-            yield await self._timed("another answer", self._one, said)
+            yield await self.check("another answer", self._one, said)
         for said in NONSENSE:
             shown = f"calls {said.tool[0]} {said.tool[1]}" if said.tool else f"says {said.text!a}"
-            yield await self._timed(f"the model {shown}", self._nonsense, said)
-        yield await self._timed("429, then an answer", self._refused, 429)
-        yield await self._timed("503, then an answer", self._refused, 503)
-        yield await self._timed("the session has ended (410)", self._ended)
-        yield await self._timed("no label", self._no_label)
-        yield await self._timed(f"{AT_ONCE} rollouts at once", self._together)
+            yield await self.check(f"the model {shown}", self._nonsense, said)
+        yield await self.check("429, then an answer", self._refused, 429)
+        yield await self.check("503, then an answer", self._refused, 503)
+        yield await self.check("the session has ended (410)", self._ended)
+        yield await self.check("no label", self._no_label)
+        yield await self.check(f"{AT_ONCE} rollouts at once", self._together)
 
     # --- checks: what was seen, or an error
 
@@ -351,7 +351,7 @@ class AgentConformance:
         alone, together = await self._seconds_of(1), await self._seconds_of(AT_ONCE)
         measured = f"{together:.1f} s, one alone takes {alone:.1f} s"
         if together > AT_ONCE / 2 * alone + 1:
-            raise _Warned(f"{measured}: they wait for one another; do not block in an async function")
+            raise CheckWarned(f"{measured}: they wait for one another; do not block in an async function")
         return measured
 
     async def _seconds_of(self, count: int) -> float:
@@ -387,23 +387,12 @@ class AgentConformance:
         }
         return {**row, "model": MODEL, "roles": {}, **place, "options": self._options}
 
-    async def _timed(self, name: str, check: Callable[..., Awaitable[str]], *given: object) -> Check:
-        begun = time.monotonic()
-        try:
-            detail, result = await check(*given), "ok"
-        except _Warned as warned:
-            detail, result = str(warned), "warning"
-        except Exception as error:
-            detail, result = str(error) if isinstance(error, _Failed) else f"it raised {_words(error)}", "FAILED"
-        return Check(name, result, detail, time.monotonic() - begun)  # type: ignore[arg-type]
+    def failure(self, error: Exception) -> str:
+        return str(error) if isinstance(error, _Failed) else f"it raised {_words(error)}"
 
 
 class _Failed(Exception):
     """The check failed, for the reason that it says."""
-
-
-class _Warned(Exception):
-    """What is seen is allowed, and costs something."""
 
 
 @contextlib.contextmanager
@@ -412,7 +401,7 @@ def _warns(words: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise _Warned(words.format(_words(error))) from None
+        raise CheckWarned(words.format(_words(error))) from None
 
 
 def _words(error: BaseException) -> str:

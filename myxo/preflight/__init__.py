@@ -1,9 +1,9 @@
 """Everything that can be wrong with a run's input, found before anything is started, all of it at once.
 
 A *check* takes an `Inspection` and yields ConfigErrors (the field, what was given, what would be right) and `Note`s, which are printed
-where nothing is refused. It may also raise a ConfigError, which then is its last. Checks are independent: each leaves out what it cannot look at
-for the sake of something that another check reports. A new one is a function in a module of this package, named after what it looks at,
-and stands in the table below. None needs a GPU; all together take seconds.
+where nothing is refused. It may also raise a ConfigError, which then is its last. Checks are independent: each leaves out what it cannot
+read because of something that another check reports. A new one is a function in a module of this package, named after what it checks, and
+stands in the table below. None needs a GPU; all together take seconds.
 """
 
 import enum

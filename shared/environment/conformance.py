@@ -60,9 +60,32 @@ class Example:
     responses: Sequence[str] = ("42", "(02 04)42", "41", "I do not know")
 
 
-class Conformance:
-    """The checks of one environment. Each check of a name returns its report, and raises where it failed. ``timeout``: seconds for one
-    answer; ``None``: what the environment asks for."""
+class CheckWarned(Exception):
+    """What a check found is allowed, and costs something."""
+
+
+class CheckSuite:
+    """Runs checks, each a coroutine function that returns its report, and raises where it failed or warns."""
+
+    def failure(self, error: Exception) -> str:
+        """Returns why a check failed. Raises the error where it is a bug of the suite."""
+        raise error
+
+    async def check(self, name: str, check: Callable[..., Awaitable[str]], *given: object) -> Check:
+        """Returns the result of one check, which is called with ``given``."""
+        started = time.monotonic()
+        result: Result = "ok"
+        try:
+            detail = await check(*given)
+        except CheckWarned as warned:
+            result, detail = "warning", str(warned)
+        except Exception as error:
+            result, detail = "FAILED", self.failure(error)
+        return Check(name, result, detail, time.monotonic() - started)
+
+
+class Conformance(CheckSuite):
+    """The checks of one environment. ``timeout``: seconds for one answer; ``None``: what the environment asks for."""
 
     def __init__(self, environment: Environment, run: str, example: Example, timeout: float | None = None) -> None:
         self._environment, self._run, self._timeout = environment, run or "conformance", timeout
@@ -75,21 +98,23 @@ class Conformance:
 
     async def checks(self) -> AsyncIterator[Check]:
         """Yields all checks, each as it is done. Where describe fails, or no answer comes at all, the others are not tried."""
-        yield await self._check("describe", self._describe)
+        yield await self.check("describe", self._describe)
         if self._described is None:
             return
         if self._environment.content_type is not None:
-            yield await self._check("content type", self._content_type)
-        must, should = (self._of_scoring(), self._warnings()) if self._described.scores else ([], [])
+            yield await self.check("content type", self._content_type)
+        must = self._of_scoring() if self._described.scores else []
+        twice = partial(self._twice, [self._responses[0], self._responses[-1]])
+        advised: Checks = [("a prompt of chat messages", self._chat), ("the same request twice", twice)] if must else []
         if self._described.steps:
             must += self._of_stepping(closes=protocol.CLOSE in self._described.verbs)
         for name, check in must:
-            yield await self._check(name, check)
+            yield await self.check(name, check)
             if self._unanswered:
                 yield Check("the other checks", "FAILED", "not tried: it does not answer")
                 return
-        for name, check in should:
-            done = await self._check(name, check)
+        for name, check in advised:
+            done = await self.check(name, check)
             yield replace(done, result="warning") if done.result == "FAILED" else done
         yield Check("time", "ok", f"the slowest answer took {self._slowest:.2f} s of {self._deadline:g} s", self._slowest)
 
@@ -106,12 +131,6 @@ class Conformance:
             ("unknown fields in the request", self._unknown_fields),
             (f"{CONCURRENT} requests at once", self._concurrent),
             ("no label", self._no_label),
-        ]
-
-    def _warnings(self) -> Checks:
-        return [
-            ("a prompt of chat messages", self._chat),
-            ("the same request twice", partial(self._twice, [self._responses[0], self._responses[-1]])),
         ]
 
     def _of_stepping(self, closes: bool) -> Checks:
@@ -303,20 +322,13 @@ class Conformance:
     def _failed(self, reason: str) -> EnvironmentFailed:
         return EnvironmentFailed(self._environment.label, reason)
 
-    async def _check(self, name: str, check: Callable[[], Awaitable[str]]) -> Check:
-        started = time.monotonic()
-        try:
-            result: Result = "ok"
-            detail = await check()
-        except (EnvironmentFailed, EnvironmentAway) as error:
-            self._unanswered = isinstance(error, EnvironmentAway)
-            result, detail = "FAILED", ("cannot be reached: " if self._unanswered else "") + error.reason
-        except DeadlineExceeded as error:
-            self._unanswered = True
-            result, detail = "FAILED", f"late: {error.awaited} did not come within {error.seconds:g} s"
-        except MyxoError as error:
-            result, detail = "FAILED", str(error)
-        return Check(name, result, detail, time.monotonic() - started)
+    def failure(self, error: Exception) -> str:
+        self._unanswered = isinstance(error, EnvironmentAway | DeadlineExceeded)
+        if isinstance(error, EnvironmentFailed | EnvironmentAway):
+            return ("cannot be reached: " if self._unanswered else "") + error.reason
+        if isinstance(error, DeadlineExceeded):
+            return f"late: {error.awaited} did not come within {error.seconds:g} s"
+        return str(error) if isinstance(error, MyxoError) else super().failure(error)
 
 
 async def _again(ask: Callable[[], Awaitable[Any]]) -> Any:
