@@ -41,7 +41,10 @@ def move(run: str, directory: Path, target: Path, console: Console, *, keep: boo
     if goal.exists() or goal.resolve().is_relative_to(source):
         raise ConfigError("DIR", str(target), f"a directory outside of {source}, without {name} in it")
     with files.held():
-        _refuse_without_room(source, target)
+        needed = sum(path.lstat().st_size for path in source.rglob("*"))
+        there = next(parent for parent in (target.absolute(), *target.absolute().parents) if parent.is_dir())
+        if (free := shutil.disk_usage(there).free) < needed:
+            raise ConfigError("DIR", str(target), f"a disk with room for {needed >> 20} MB; {free >> 20} MB are free there")
         _copy(source, goal)
         if (config := runs.frozen(goal)) is not None:
             moved = config.run.model_copy(update={"dir": target.absolute()})
@@ -50,13 +53,6 @@ def move(run: str, directory: Path, target: Path, console: Console, *, keep: boo
             shutil.rmtree(source)
     console.print(f"Run {name} lies in {goal}. It goes on there: `myxo up CONFIG --dir {target.absolute()}`.", soft_wrap=True)
     return exit_codes.DONE
-
-
-def _refuse_without_room(source: Path, target: Path) -> None:
-    needed = sum(path.lstat().st_size for path in source.rglob("*"))
-    there = next(parent for parent in (target.absolute(), *target.absolute().parents) if parent.is_dir())
-    if (free := shutil.disk_usage(there).free) < needed:
-        raise ConfigError("DIR", str(target), f"a disk with room for {needed >> 20} MB; {free >> 20} MB are free there")
 
 
 def _copy(source: Path, goal: Path) -> None:

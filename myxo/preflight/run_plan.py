@@ -325,10 +325,9 @@ def check_gpu_memory(inspection: Inspection) -> Findings:
     on_gpus = {role for role, device in used.items() if devices.resolve(device) == "cuda"}
     if architecture is None or not on_gpus or (gpu_bytes := devices.gpu_bytes()) is None:
         return
-    models = {"actor": architecture, **({"critic": inspection.critic or architecture} if config.algorithm.has_critic else {})}
-    if not all(_divides(model, config.trainer, role) for role, model in models.items()):  # another check reports it
-        return
     plan = RunPlan(config, architecture, gpu_bytes, inspection.critic)
+    if not _layout_divides(plan):  # another check reports it
+        return
     for need in plan.needs:
         if need.role not in on_gpus or need.total <= (1 - NEAR) * need.available:
             continue
@@ -345,3 +344,8 @@ def check_gpu_memory(inspection: Inspection) -> Findings:
 def _advice(plan: RunPlan, need: MemoryNeed) -> str:
     enough = [remedy for remedy in remedies(plan, need) if remedy.fits][:MOST_NAMED]
     return f"; with one of these it fits: {', '.join(remedy.flags for remedy in enough)}" if enough else ""
+
+
+def _layout_divides(plan: RunPlan) -> bool:
+    models = {"actor": plan.architecture, **({"critic": plan.critic or plan.architecture} if plan.config.algorithm.has_critic else {})}
+    return all(_divides(model, plan.config.trainer, role) for role, model in models.items())

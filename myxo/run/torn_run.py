@@ -143,7 +143,8 @@ async def carry_out(access: Access, plan: RepairPlan) -> list[Path]:
     bus, names = access.bus, Subjects(access.run)
     if plan.cut is not None:
         for sequence in range(plan.cut.last, plan.cut.after, -1):  # from the end: an interrupted one has only shortened it
-            await _removed(bus, names.ledger_stream, sequence)
+            with contextlib.suppress(NotFoundError, BadRequestError):  # it is one of those that are gone
+                await bus.js.delete_msg(names.ledger_stream, sequence)
     record = LedgerRepaired(
         resume=plan.resume,
         cut_after=0 if plan.cut is None else plan.cut.after,
@@ -162,8 +163,3 @@ def _put_aside(config: RunConfig, step: int) -> Iterable[Path]:
         for found, path in _complete(config.trained / name):
             if found == step:
                 yield path.rename(path.with_name(path.name + ASIDE + f"-{time.time_ns()}"))
-
-
-async def _removed(bus: Bus, stream: str, sequence: int) -> None:
-    with contextlib.suppress(NotFoundError, BadRequestError):  # it is one of those that are gone
-        await bus.js.delete_msg(stream, sequence)

@@ -137,11 +137,6 @@ class EmbeddedServer(ABC):
         return False
 
 
-def sync_words(seconds: float) -> str:
-    """Returns an interval as nats-server's ``sync_interval`` has it; 0: with each write."""
-    return f"{round(seconds * 1000)}ms" if seconds else "always"
-
-
 class EmbeddedNats(EmbeddedServer):
     """nats-server with JetStream on file. Its address is final once it has been started.
 
@@ -155,7 +150,7 @@ class EmbeddedNats(EmbeddedServer):
 
     def __init__(self, directory: Path, guest: Rights | None = None, sync_interval: float = 1.0) -> None:
         super().__init__(directory)
-        self._sync = sync_words(sync_interval)
+        self._sync = f"{round(sync_interval * 1000)}ms" if sync_interval else "always"
         self._own = self._guest = f"myxo:{secrets.token_urlsafe(24)}"
         owner, guests = {"user": "myxo", "password": self._own.partition(":")[2]}, []
         if guest is not None:
