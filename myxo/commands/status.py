@@ -21,7 +21,7 @@ from shared.runtime import exit_codes
 from shared.runtime.errors import MyxoError
 from shared.runtime.safe_text import json_text, printable_line, say
 from shared.view.run_summary import collect
-from shared.view.run_view import RunView, look, with_all_failures, with_newest_failures
+from shared.view.run_view import RunView, run_view, with_all_failures, with_newest_failures
 from shared.view.stall import run_stall
 
 POLL_INTERVAL_S = 0.5
@@ -60,7 +60,7 @@ async def status(run: str, directory: Path, console: Console, as_json: bool) -> 
         running = any(service.service != ENVIRONMENT for service in services)
         if running:
             wait = run_stall(await live_situation(access, services))
-            view = await with_all_failures(access.bus, look(access.config, services, wait=wait))
+            view = await with_all_failures(access.bus, run_view(access.config, services, wait=wait))
             found = _running(view, console, as_json)
         else:
             found = await _at_rest(access, phase, console, as_json)
@@ -140,7 +140,7 @@ async def _until_end(access: Access, console: Console) -> None:
             try:
                 services = await registry.alive()
                 wait = await waits.of(services, time.time())
-                view = await with_newest_failures(bus, look(config, services, before=view, began=began, wait=wait))
+                view = await with_newest_failures(bus, run_view(config, services, before=view, began=began, wait=wait))
                 found, reason = await runs.phase_and_reason(bus, run)
                 phase = found or runs.RUNNING
                 view = view.stopped(reason if phase == runs.FAILED else "")

@@ -144,7 +144,7 @@ async def _look(access: Access, reader: FlowReader, window_s: float, waits: RunW
         await reader.catch_up()
     now, history = time.time(), reader.history
     wait = waits.without_bus(away, now) if away else await waits.of(statuses, now) if statuses else None
-    reader.look(statuses, now)
+    reader.observe(statuses, now)
     machine = (disk_room(access.directory.root), memory_room()) if access.live else (None, None)
     raised = alarms(symptoms(history, statuses, now, {NATS: away} if away else {}, *machine), access.config)
     return flow_view(history, access.config, statuses, now, window_s, {alarm.kind for alarm in raised}, wait), raised

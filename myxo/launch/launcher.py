@@ -40,8 +40,8 @@ from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.service.service_base import HEARTBEATS
 from shared.store.payload_store import Store, options
 from shared.view.live_services import InstanceStatus
-from shared.view.run_view import WENT_ON, RunView, full_disk, look
-from shared.view.stall import NATS, STORE, TROUBLES, Away, Cause, Owed, RunSituation, Stall, StallWatch, telling, watched_stall
+from shared.view.run_view import WENT_ON, RunView, full_disk, run_view
+from shared.view.stall import NATS, STORE, TROUBLES, Away, Cause, Owed, RunSituation, Stall, StallWatch, as_doing, watched_stall
 
 SCAN = 1000  # number of keys that one SCAN asks for
 
@@ -119,7 +119,7 @@ class WaitReport:
         """Returns what the registry holds of the launcher."""
         newest, own = self.newest or Stall(Cause.STARTING, "services to start"), {"service": LAUNCHER, "instance": LAUNCHER, "http": ""}
         process = {"host": own_address(), "pid": os.getpid(), "at": time.time()}
-        return ServiceStatus(**own, **process, state=newest.cause.name, doing=[telling(newest)])
+        return ServiceStatus(**own, **process, state=newest.cause.name, doing=[as_doing(newest)])
 
 
 LOOK_SECONDS = 0.5  # interval at which the disk is looked at
@@ -336,7 +336,7 @@ class Launch:
                 show_at = now + SHOW_SECONDS
                 instances = supervisor.statuses(now)
                 wait = self._waits.see(self._situation(bus, instances, disk.text), time.time())
-                view = look(self._config, self._statuses, instances, self._servers.restarts(), view, self._began, disk.text, wait)
+                view = run_view(self._config, self._statuses, instances, self._servers.restarts(), view, self._began, disk.text, wait)
                 shown.show(view.finished(owed) if self._finished else view.stopped(self._failure), now)
             if done:
                 return None

@@ -330,13 +330,13 @@ class FrozenServices:
 
     def look_away(self) -> None:
         """Notes that nobody can be heard at the moment."""
-        self._heartbeats.look_away()
+        self._heartbeats.pause()
 
     def listen(self, supervisor: Supervisor, statuses: Sequence[ServiceStatus]) -> None:
         """Takes the heartbeats that the registry holds, and kills what has been frozen for too long."""
         now = time.monotonic()
         instances = supervisor.statuses(now)
-        self._heartbeats.look(present(statuses, instances), now, time.time())
+        self._heartbeats.observe(present(statuses, instances), now, time.time())
         for item in instances:
             if item.due_in is not None:
                 self._heartbeats.forget(item.instance)

@@ -28,7 +28,7 @@ from shared.runtime.safe_text import say
 from shared.schema.service_messages import ServiceStatus
 from shared.store.payload_store import Store, StoreUnreachable
 from shared.view.run_view import read_failures
-from shared.view.stall import NATS, Away, RunSituation, Stall, StallWatch, told_by, watched_stall
+from shared.view.stall import NATS, Away, RunSituation, Stall, StallWatch, reported_wait, watched_stall
 
 ANSWER_SECONDS = 5.0  # deadline for an answer of a given NATS or Redis
 
@@ -255,9 +255,9 @@ async def _own_store(access: Access) -> str | None:
 
 async def live_situation(access: Access, services: Sequence[ServiceStatus]) -> RunSituation:
     """Returns the situation of a live run, with the wait that its launcher tells of. Raises `BUS_ERRORS`."""
-    told = told_by(await Registry(access.bus, access.run).launcher())
-    errors = (await read_failures(access.bus, access.run)).errors if told is None else {}
-    return RunSituation.of(access.config, services, told=told, errors=errors)
+    reported = reported_wait(await Registry(access.bus, access.run).launcher())
+    errors = (await read_failures(access.bus, access.run)).errors if reported is None else {}
+    return RunSituation.of(access.config, services, reported=reported, errors=errors)
 
 
 class RunWaits:

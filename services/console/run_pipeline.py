@@ -1,4 +1,4 @@
-"""What the pages *Flow* and *Health* read: the newest part of the run's ledger and events, and what its services were seen to do."""
+"""What the pages *Flow* and *Health* read: the newest part of the run's ledger and events, and what its services did."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ FIRST_READ_SECONDS = 10.0  # The time that an answer waits for the first reading
 
 
 class RunPipeline:
-    """The pipeline of a run, which the source keeps up to date; it goes on telling what it knew while the bus is away."""
+    """The pipeline of a run, which the source keeps up to date; it keeps its last answers while the bus is away."""
 
     def __init__(self, source: RunSource) -> None:
         self._source = source
@@ -77,8 +77,8 @@ class RunPipeline:
             return None
         silent = {name: gone.since for name, gone in away.items() if gone.why == SILENT}
         errors = self._reader.history.failures.errors if self._reader is not None else {}
-        told = source.told if source.connected else None
-        situation = RunSituation.of(config, statuses, away=away, silent=silent, errors=errors, told=told)
+        reported = source.reported if source.connected else None
+        situation = RunSituation.of(config, statuses, away=away, silent=silent, errors=errors, reported=reported)
         return watched_stall(self._waits, situation, now)
 
     async def _follow(self) -> Collection[str]:
@@ -99,7 +99,7 @@ class RunPipeline:
 
     def _look(self, statuses: Sequence[ServiceStatus]) -> None:
         if self._reader is not None:
-            self._reader.look(statuses, time.time())
-        if (wait := self.wait()) != self._told:  # its beginning is known before anybody asks
+            self._reader.observe(statuses, time.time())
+        if (wait := self.wait()) != self._told:  # its beginning is known before it is asked for
             self._told = wait
             self._source.feed.touch(OVERVIEW, FLOW)

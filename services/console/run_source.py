@@ -33,7 +33,7 @@ from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.schema.service_messages import ServiceStatus
 from shared.store.payload_store import Store
 from shared.view.live_services import needed
-from shared.view.stall import NATS, STORE, Away, Stall, told_by
+from shared.view.stall import NATS, STORE, Away, Stall, reported_wait
 
 # What the feed tells of: the pages, and what stands above them all
 OVERVIEW, RUN, FLOW, WEIGHTS, SAMPLES, HEALTH = PAGES = ("overview", "run", "flow", "weights", "samples", "health")
@@ -162,7 +162,7 @@ class RunSource:
             at work.
 
     Attributes:
-        config: None until it is known. statuses: of the live services. told: what the run waits for, as its launcher tells.
+        config: None until it is known. statuses: of the live services. reported: what the run waits for, as its launcher reports.
         phase, failure: as `runs.phase_and_reason` gives them.
         trained: steps when the bus was last connected. life: when the run on the bus began, which changes where it is begun anew under its
             name; None until it is known. Whoever folds streams begins anew with it.
@@ -176,7 +176,7 @@ class RunSource:
         self.config: RunConfig | None = None if directory is None else runs.frozen(directory)
         self.live, self.at_rest = nats_url is not None, at_rest
         self.statuses: list[ServiceStatus] = []
-        self.told: Stall | None = None
+        self.reported: Stall | None = None
         self.phase: str | None = None
         self.failure = ""
         self.trained: int | None = None
@@ -239,7 +239,7 @@ class RunSource:
             return f"{what} is away for {time.time() - away.since:.0f} s: {away.why}"
         return f"{what} is not connected yet" if self.live else f"{what} is not there: this run is read from its directory"
 
-    # --- what goes on beside them
+    # --- what runs beside them
 
     async def keep(self) -> None:
         """Looks at everything again and again, until cancelled."""
@@ -291,7 +291,7 @@ class RunSource:
             raise SourceAway("the connection broke, and is being restored")
         await self._look_at_life(bus)
         registry = Registry(bus, self.run)
-        statuses, self.told = await registry.alive(), told_by(await registry.launcher())
+        statuses, self.reported = await registry.alive(), reported_wait(await registry.launcher())
         phase, failure = await runs.phase_and_reason(bus, self.run, deadline=LOOK_SECONDS)
         if (phase, failure) != (self.phase, self.failure):
             self.phase, self.failure = phase, failure

@@ -175,7 +175,7 @@ class Prometheus(Writer):
 
 
 class EventStream(Writer):
-    """Events on the bus, one for all that was written of a step until the next flush: for whoever watches the run from elsewhere."""
+    """Events on the bus, one for all that was written of a step until the next flush: for programs that watch the run from elsewhere."""
 
     def __init__(self, control: ControlClient, role: str) -> None:
         self._control, self._role = control, role
@@ -218,7 +218,7 @@ class LoggedSteps:
 
 
 class WeightsAndBiases(Writer):
-    """A W&B run that goes on where the trainer does; offline its files are written for ``wandb sync``.
+    """A W&B run that continues where the trainer does; offline its files are written for ``wandb sync``.
 
     Args:
         role: actor or critic.
@@ -326,7 +326,7 @@ class MetricsLogger:
         self._sft_losses: list[float] = []
         self._sft_first = self._sft_shown = 0.0
         self._zero_std: dict[str, float] = {}
-        self._evaluated = 0  # of the evaluations that the buffer has told of
+        self._evaluated = 0  # of the evaluations that the buffer has reported
         self._pushed = -1  # the newest version whose push is written
 
     def resume(self, steps: int, *, sft_done: bool = True) -> None:

@@ -157,7 +157,7 @@ ADMITTED, GENERATED, SCORED, TRAINED, DROPPED, REQUEUED, DEAD = "admitted", "gen
 
 PAUSED = "paused for a push"  # What a replica does while it takes new weights
 ABSENT = "not there"
-JOINED, GONE = "joined", ("failed", "left", RESTARTED)  # What a service that begins tells, and what is told of one that ends
+JOINED, GONE = "joined", ("failed", "left", RESTARTED)  # The event of a service that begins, and those of one that ends
 MOST_STEPS = 2000
 MOST_TOLD = 500  # The most steps, and the most dead groups and events of services, that are remembered
 LOOK_GAP_S = 15.0  # Two looks at a service that lie further apart than this say nothing about the time between them
@@ -292,8 +292,8 @@ class FlowHistory:
             if part.paused:
                 self.pauses.setdefault(part.replica, deque()).append(ActivitySpan(PAUSED, pushed.at - part.paused, pushed.at))
 
-    def told(self, event: ServiceEvent) -> None:
-        """Takes something that a service has told."""
+    def service_event(self, event: ServiceEvent) -> None:
+        """Takes an event of a service."""
         self.events.append(event)
         if math.isfinite(event.at):
             self._saw(event.at)
@@ -301,8 +301,8 @@ class FlowHistory:
         if event.service == "trainer" and event.what == JOINED:
             self._trainer_joins.append((event.at, event.instance))
 
-    def look(self, service: str, instance: str, activity: str, at: float) -> None:
-        """Takes what a service is seen to do at ``at``, which it has done since the last look."""
+    def observe(self, service: str, instance: str, activity: str, at: float) -> None:
+        """Takes what a service does at ``at``, and has done since it was last observed."""
         self._saw(at)
         self.kinds[instance] = service
         spans = self.looks.setdefault(instance, deque())
@@ -329,7 +329,7 @@ class FlowHistory:
         self.looks = {instance: spans for instance, spans in self.looks.items() if spans}
         self.generated = {replica: spans for replica, spans in self.generated.items() if spans}
 
-    # --- what it tells
+    # --- its figures
 
     @property
     def outstanding(self) -> list[float]:

@@ -157,7 +157,7 @@ def flow_view(
 
     Args:
         statuses: what the registry holds; empty where the run is at rest or the bus away. alarmed: alarms that stand. wait: what the
-            run waits for, where the caller knows more than the statuses tell.
+            run waits for, where the caller knows more than the statuses say.
     """
     if wait is None and statuses:
         wait = run_stall(RunSituation.of(config, statuses))
@@ -188,7 +188,7 @@ def flow_view(
 
 
 def doing(status: ServiceStatus) -> str:
-    """Returns what a service does, as far as its status tells."""
+    """Returns what a service does, as far as its status says."""
     gauges = status.gauges
     if status.held_back:
         return "held back"
@@ -207,7 +207,7 @@ def doing(status: ServiceStatus) -> str:
 
 
 def _blocked(history: FlowHistory, statuses: Sequence[ServiceStatus], wait: Stall | None, now: float) -> str:
-    """Returns what keeps a live run from going on; before its first steps, what it waits for."""
+    """Returns what keeps a live run from continuing; before its first steps, what it waits for."""
     if wait is None:
         return ""
     at_work = {status.service for status in statuses if status.state == "ready" or (status.service == "rollout" and status.version >= 0)}
@@ -363,7 +363,7 @@ class FlowReader:
         async for pushed in self._new(names.event("weights", "pushed"), names.events_stream, WeightsPushed):
             history.push(pushed)
         async for event in self._new(names.event("service", "*"), names.events_stream, ServiceEvent):
-            history.told(event)
+            history.service_event(event)
         async for written in self._new(names.event("trainer", "metrics"), names.events_stream, MetricsWritten):
             history.metric(written)
         history.forget()
@@ -375,7 +375,7 @@ class FlowReader:
             yield entry
             self._seen[subject] = sequence
 
-    def look(self, statuses: Sequence[ServiceStatus], now: float) -> None:
+    def observe(self, statuses: Sequence[ServiceStatus], now: float) -> None:
         """Takes the statuses of the services as they are at ``now``, seconds since the epoch."""
         for status in statuses:
-            self.history.look(status.service, status.instance, doing(status), now)
+            self.history.observe(status.service, status.instance, doing(status), now)

@@ -75,7 +75,7 @@ def needed(config: RunConfig) -> tuple[str, ...]:
 
 
 def newest_status(services: Sequence[ServiceStatus], service: str) -> ServiceStatus | None:
-    """Returns the newest status of a kind of service of which only one is at work; one that starts up has nothing to say yet."""
+    """Returns the newest status of a kind of service of which only one is at work; one that starts up reports nothing yet."""
     working = (status for status in services if status.service == service and status.state != STANDBY)
     return max(working, key=lambda status: (status.state != "starting", status.at), default=None)
 
@@ -87,7 +87,7 @@ def newest_gauges(services: Sequence[ServiceStatus], service: str) -> dict[str, 
 
 
 def trained_steps(services: Sequence[ServiceStatus]) -> int:
-    """Returns how many steps are trained, as far as buffer and trainer tell; -1 where neither does."""
+    """Returns how many steps are trained, as far as buffer and trainer report; -1 if neither does."""
     return max(count(newest_gauges(services, "buffer"), "trained_steps", -1), count(newest_gauges(services, "trainer"), "step", -1))
 
 
@@ -122,7 +122,7 @@ class Heartbeats:
         self._heard: dict[str, _Heard] = {}
         self._looked: float | None = None
 
-    def look(self, statuses: Sequence[ServiceStatus], clock: float, now: float) -> None:
+    def observe(self, statuses: Sequence[ServiceStatus], clock: float, now: float) -> None:
         """Takes what the registry holds, while the bus takes heartbeats. ``clock``: monotonic seconds; ``now``: seconds since the epoch."""
         gap = 0.0 if self._looked is None else min(max(clock - self._looked, 0.0), LONGEST_GAP_S)
         self._looked = clock
@@ -133,8 +133,8 @@ class Heartbeats:
             if known is None or status.at != known.at:
                 self._heard[status.instance] = _Heard(status.at, now)
 
-    def look_away(self) -> None:
-        """Notes that nobody can be heard at the moment: the time until the next look does not count."""
+    def pause(self) -> None:
+        """Stops the clock while no service can be heard, until the next observation."""
         self._looked = None
 
     def forget(self, instance: str) -> None:

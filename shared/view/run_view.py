@@ -50,7 +50,7 @@ EVAL_FIGURES = ("reward", "version", "newest", "lag", "missing", "prompts")
 
 @dataclass(frozen=True)
 class EvaluationLine:
-    """The newest evaluation of one held-out set. ``version``: the weights that it is of; ``newest``: that drew its last tokens.
+    """The newest evaluation of one held-out set. ``version``: the weights that it is of; ``newest``: that sampled its last tokens.
 
     ``lag``: by how many versions it was behind when it was known. ``missing``: of its ``prompts``, those that failed or were late.
     """
@@ -64,10 +64,10 @@ class EvaluationLine:
 
     def __str__(self) -> str:
         """Returns the figure with all that it is of: ``0.412 (v20 to v21, 1 behind, 60 of 64 prompts)``."""
-        drawn = f" to v{number(self.newest)}" if self.newest > self.version else ""
+        newest = f" to v{number(self.newest)}" if self.newest > self.version else ""
         behind = f", {number(self.lag)} behind" if self.lag else ""
         missing = f", {number(self.prompts - self.missing)} of {number(self.prompts)} prompts" if self.missing else ""
-        return f"{number(self.mean_reward, '.3f')} (v{number(self.version)}{drawn}{behind}{missing})"
+        return f"{number(self.mean_reward, '.3f')} (v{number(self.version)}{newest}{behind}{missing})"
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class RunView:
         return replace(self, troubles=replace(self.troubles, stopped=reason))
 
     def finished(self, owed: bool = False) -> "RunView":
-        """Returns the view of the finished run; what services tell may be seconds behind. ``owed``: it still waits for its weights."""
+        """Returns the view of the finished run; what services report may be seconds behind. ``owed``: it still waits for its weights."""
         return replace(self, steps=self.of, waiting_for=self.waiting_for if owed else None, stalled=owed and self.stalled)
 
     @property
@@ -160,7 +160,7 @@ class RunView:
         return sum(line.state == "ready" for line in rollouts), len(rollouts)
 
 
-def look(
+def run_view(
     config: RunConfig,
     services: Sequence[ServiceStatus],
     instances: Sequence[InstanceStatus] = (),
@@ -176,8 +176,8 @@ def look(
     Args:
         services: what the registry holds. instances, servers: the launcher's own processes and the restarts of its embedded servers; empty
             where this process is not the launcher. before: the view that this one follows; its figures stand in for those that no service
-            tells. began: steps trained when the launch began: until there is one more every wait is worth a line. disk: what to say
-            of a disk that is full. wait: what the run waits for, where the caller knows more than the statuses tell. now: seconds since
+            reports. began: steps trained when the launch began: until there is one more every wait is worth a line. disk: what to say
+            of a disk that is full. wait: what the run waits for, where the caller knows more than the statuses say. now: seconds since
             the epoch; None: by this machine's clock.
     """
     now, wait = time.time() if now is None else now, wait or run_stall(RunSituation.of(config, services, instances, disk=disk))
@@ -278,7 +278,7 @@ def troubles(
     before: Troubles,
     disk: str,
 ) -> Troubles:
-    """Returns what goes wrong, as services and launcher tell it. ``before`` stands in for a buffer that is away."""
+    """Returns what goes wrong, as services and launcher report it. ``before`` stands in for a buffer that is away."""
     buffer = newest_status(services, "buffer")
     gauges, detail = (buffer.gauges, buffer.detail) if buffer is not None and buffer.state != "starting" else ({}, "")
     return Troubles(
@@ -309,7 +309,7 @@ def _errors(services: Sequence[ServiceStatus], instances: Sequence[InstanceStatu
 
 FAILED, RESTARTED = "failed", "restarted"  # The events of a service that ends by an error, and of the launcher that started one again
 
-# The launcher's event that the run goes on after a wait out of the ordinary; its detail says for how long, and for what
+# The launcher's event that the run continues after a wait out of the ordinary; its detail says for how long, and for what
 WENT_ON = "went_on"
 
 MOST_WAITS = 20  # The newest waits that are kept
@@ -354,7 +354,7 @@ async def with_all_failures(bus: Bus, view: RunView) -> RunView:
 
 async def with_newest_failures(bus: Bus, view: RunView) -> RunView:
     """Returns the view with the newest failure and the newest restart that were published lately: the status of one that died is gone with
-    it, and one that was killed has told nothing itself."""
+    it, and one that was killed has reported nothing itself."""
     known = {error.instance: error for error in view.troubles.errors}
     for what in (RESTARTED, FAILED):
         event = await _newest(bus, view.run, what)

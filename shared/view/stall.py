@@ -1,6 +1,6 @@
-"""What a run waits for at one moment: for whom and for what, since when, and what happens next. Pure.
+"""What a run waits for at one moment: for what and from which service, since when, and what happens next. Pure.
 
-Displays, logs, the console and reports have their words from here. The first cause that applies decides, in one order for all who ask: from
+Displays, logs, the console and reports have their words from here. The first cause that applies decides, in one order for all displays: from
 what takes everything down (a full disk, the bus) over services that are down, silent or not ready yet, to what every run does all the time:
 push weights, train, wait for a batch. A cause reads the `RunSituation` alone, and asks no clock.
 """
@@ -71,7 +71,7 @@ class Owed:
 
 @dataclass(frozen=True)
 class Stall:
-    """A wait. ``awaited``: whom and what for, in words that follow "waiting for"; ``since``: seconds since the epoch, 0: not known.
+    """A wait. ``awaited``: what for, in words that follow "waiting for"; ``since``: seconds since the epoch, 0: not known.
 
     ``still_since``: when the run's newest step was first seen, 0: not known. One wait may follow another without a step between them.
     """
@@ -113,7 +113,7 @@ class RunSituation:
     ``statuses``: of live services, those of environments aside; ``environments``: theirs. ``instances``: the launcher's own processes,
     empty elsewhere. ``away``: server → since when, and why. ``silent``: instance → since when its heartbeat is missing. ``errors``:
     instance → the error that its last life ended with. ``disk``: what to say of a full one. ``failure``: why the run has failed.
-    ``told``: the wait as the launcher tells it, who knows more than others do. ``owed``: what is still missing of a finished run.
+    ``reported``: the wait that the launcher reports, which knows more than others. ``owed``: what is still missing of a finished run.
     """
 
     config: RunConfig
@@ -125,7 +125,7 @@ class RunSituation:
     errors: Mapping[str, str] = field(default_factory=dict)
     disk: str = ""
     failure: str = ""
-    told: Stall | None = None
+    reported: Stall | None = None
     owed: Owed | None = None
 
     @classmethod
@@ -144,7 +144,7 @@ class RunSituation:
 
     @property
     def steps(self) -> int:
-        """Returns how many steps are trained, as far as services tell; -1 where none is ever trained or nobody tells."""
+        """Returns how many steps are trained, as far as services report; -1 if none is ever trained or none reports."""
         return -1 if self.config.debug.debug_rollout_only else trained_steps(self.statuses)
 
     def doing(self, part: str) -> list[tuple[ServiceStatus, Doing]]:
@@ -153,19 +153,19 @@ class RunSituation:
         return sorted(found, key=lambda entry: entry[1].since)
 
 
-RUN = "run"  # The part of the launcher that tells what the run waits for (`shared.schema.service_messages.Doing`)
+RUN = "run"  # The part of the launcher that reports what the run waits for (`shared.schema.service_messages.Doing`)
 
 
-def told_by(launcher: ServiceStatus | None) -> Stall | None:
-    """Returns the wait that a launcher's status tells of."""
+def reported_wait(launcher: ServiceStatus | None) -> Stall | None:
+    """Returns the wait that a launcher's status reports."""
     doing = next((item for item in shown(launcher).doing if item.part == RUN), None) if launcher is not None else None
     if launcher is None or doing is None or launcher.state not in Cause.__members__:
         return None
     return Stall(Cause[launcher.state], doing.what, doing.since, doing.next_action)
 
 
-def telling(found: Stall) -> Doing:
-    """Returns the wait as the launcher's status tells it, beside the state, which is the cause's name."""
+def as_doing(found: Stall) -> Doing:
+    """Returns the wait as the launcher's status has it, beside the state, which is the cause's name."""
     return Doing(part=RUN, what=found.awaited, since=found.since, next_action=found.next_action)
 
 
@@ -178,7 +178,7 @@ class StallWatch:
         self._since = 0.0
         self._steps, self._still_since = -1, 0.0
 
-    def see(self, found: Stall, now: float, steps: int = -1) -> Stall:
+    def follow(self, found: Stall, now: float, steps: int = -1) -> Stall:
         """Returns the wait with its beginning. ``now``: seconds since the epoch; ``steps``: trained so far, as far as known."""
         if found.key != self._key:
             self._key, self._since = found.key, now
@@ -192,7 +192,7 @@ def named(error: str) -> str:
     return f" ({shortened_line(error)})" if error else ""
 
 
-# Kinds of services of which the run needs the very one that is down: nobody else has its work
+# Kinds of services of which the run needs the very one that is down: no other has its work
 ALONE = frozenset({"buffer", "trainer", "critic"})
 
 RUN_FAILED = "run failed"  # The state of a buffer whose run has failed
@@ -207,7 +207,7 @@ Look = Callable[[RunSituation], Stall | None]
 
 def watched_stall(watch: StallWatch, situation: RunSituation, now: float) -> Stall:
     """Returns what the run waits for, with its beginning and that of the newest step. ``now``: seconds since the epoch."""
-    return watch.see(run_stall(situation), now, situation.steps)
+    return watch.follow(run_stall(situation), now, situation.steps)
 
 
 def run_stall(now: RunSituation) -> Stall:
@@ -231,9 +231,9 @@ def _servers(now: RunSituation) -> Stall | None:
     return Stall(gone[0][1], words, min(away.since for _, _, away in gone), follows)
 
 
-def _told(now: RunSituation) -> Stall | None:
+def _reported(now: RunSituation) -> Stall | None:
     """The launcher sees its processes, their exit codes, and the disk."""
-    return now.told
+    return now.reported
 
 
 def _failed(now: RunSituation) -> Stall | None:
@@ -321,7 +321,7 @@ def _getting_ready(now: RunSituation) -> Stall | None:
     return Stall(Cause.LOADING, "; ".join(parts), min(begun, default=0.0), limit)
 
 
-# --- services that are there and do not go on
+# --- services that are there and do not continue
 
 
 def _starting_engines(now: RunSituation) -> list[ServiceStatus]:
@@ -398,7 +398,7 @@ def _batch(now: RunSituation) -> Stall | None:
 
 
 def _stuck(now: RunSituation, what: str) -> Stall | None:
-    """A worker that may have groups of the batch, and does not go on with them."""
+    """A worker that may have groups of the batch, and does not continue them."""
     stuck = [(status, doing) for status, doing in now.doing(WORK) if doing.stuck]
     words = [*(f"{status.instance}, {doing.what}" for status, doing in stuck), *_gone_workers(now)]
     if not words:
@@ -426,7 +426,7 @@ def _gone_workers(now: RunSituation) -> list[str]:
 
 
 def _untaken(now: RunSituation) -> list[str]:
-    """Returns the queues that hold groups while nobody works on them."""
+    """Returns the queues that hold groups while no service works on them."""
     found, gauges = [], now.buffer
     for queue, service, gauge, verb in UNTAKEN:
         workers = [status for status in now.statuses if status.service == service]
@@ -455,7 +455,7 @@ def _step(now: RunSituation) -> Stall | None:
 IN_ORDER: Sequence[Look] = (
     _disk,
     _servers,
-    _told,
+    _reported,
     _failed,
     _owed,
     _down,

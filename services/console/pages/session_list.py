@@ -103,8 +103,8 @@ MOST_SESSIONS = 100
 class SessionRow(BaseModel):
     """A session in flight. at, opened, asked, deadline: seconds since the epoch; asked: when its newest turn began, None before the first.
 
-    replica: who looks after its rollout; engine: the replica of its newest tokens. drawing: turns that are being drawn. tokens: drawn so
-    far; those of a turn that is being drawn count as they are recorded. context: tokens of the newest turn. oldest, newest: versions.
+    replica: that plays its rollout; engine: the replica of its newest tokens. drawing: turns that are being generated. tokens: generated
+    so far; those of an open turn count as they are recorded. context: tokens of the newest turn. oldest, newest: versions.
     """
 
     session: str

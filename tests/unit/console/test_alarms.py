@@ -152,7 +152,7 @@ def event(what: str, at: float, detail: str = "") -> ServiceEvent:
 def test_symptoms_are_of_lately(run_config: RunConfig) -> None:
     history, now = FlowHistory(), 10_000.0
     for at, detail in ((100.0, "old"), (9_900.0, "after signal 9"), (9_950.0, "after exit 1")):
-        history.told(event("restarted", at, detail))
+        history.service_event(event("restarted", at, detail))
     history.apply(GroupDead(group="g00000001", reason="old", at=100.0))
     history.apply(GroupsDropped(groups=["g00000002", "g00000003"], reason="stale", at=9_990.0))
     found = symptoms(history, [status()], now, {}, None, None)
@@ -166,7 +166,7 @@ def test_symptoms_are_of_lately(run_config: RunConfig) -> None:
 
 def test_foreign_text_and_times_are_made_fit(run_config: RunConfig) -> None:
     history = FlowHistory()
-    history.told(event("failed", math.nan, "\x1b[2J<script>\u202e\n" + "x" * 5000))
+    history.service_event(event("failed", math.nan, "\x1b[2J<script>\u202e\n" + "x" * 5000))
     view = health_view(history, run_config, [], symptoms(history, [], 1.0, {"a\x07": "b\u202e"}, None, None))
     line = view.events[0]
     assert (

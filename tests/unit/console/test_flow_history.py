@@ -121,10 +121,10 @@ def told(instance: str, what: str, at: float) -> ServiceEvent:
 def test_a_trainer_that_died_waited_for_itself() -> None:
     history = two_steps()
     for event in (told("trainer-0", "joined", 50.0), told("trainer-0", "restarted", 112.0), told("trainer-0", "joined", 118.0)):
-        history.told(event)
-    history.look("trainer", "trainer-0", "loading the checkpoint", 119.0)
-    history.look("trainer", "trainer-0", "loading the checkpoint", 125.0)
-    history.look("trainer", "trainer-0", "ready", 126.0)
+        history.service_event(event)
+    history.observe("trainer", "trainer-0", "loading the checkpoint", 119.0)
+    history.observe("trainer", "trainer-0", "loading the checkpoint", 125.0)
+    history.observe("trainer", "trainer-0", "ready", 126.0)
     causes = dict(causes_of(history, history.steps[1]))
     assert causes["restarting"] == (110.0, 125.0) and causes["queue"] == (125.0, 130.0) and "admission" not in causes
     assert history.absences("trainer-0") == [ActivitySpan("not there", 112.0, 118.0)]
@@ -135,8 +135,8 @@ def test_a_replica_waits_between_its_groups_and_is_not_there_while_it_restarts(r
     history = FlowHistory()
     history.apply(admitted(0, 2, 100.0))
     history.apply(GroupsScored(groups=[scored(0, 100, 110), scored(1, 130, 140)], at=150.0))
-    history.told(told("rollout-0", "restarted", 115.0))
-    history.told(told("rollout-0", "joined", 120.0))
+    history.service_event(told("rollout-0", "restarted", 115.0))
+    history.service_event(told("rollout-0", "joined", 120.0))
     [line] = flow_view(history, run_config, [], 999.0, 100.0).services
     assert line.shares == pytest.approx({"generating": 20 / 40, "waiting": 15 / 40, "not there": 5 / 40}) and line.busy == 0.5
 
@@ -194,7 +194,7 @@ def test_memory_follows_the_last_hour() -> None:
         at = 60.0 * number
         history.apply(admitted(number, 1, at))
         history.apply(GroupsScored(groups=[scored(number, at + 1, at + 20)], at=at + 30))
-        history.look("rollout", f"rollout-{number % 2}", "generating" if number % 3 else "waiting", at)
+        history.observe("rollout", f"rollout-{number % 2}", "generating" if number % 3 else "waiting", at)
         history.apply(GroupsDropped(groups=[group_id(number)], reason="stale", at=at + 40))
         history.forget()
     most = KEPT_SECONDS / 60 + 2
@@ -205,7 +205,7 @@ def test_memory_follows_the_last_hour() -> None:
 def test_what_was_not_looked_at_for_long_is_not_known() -> None:
     history = FlowHistory()
     for at, activity in ((100.0, "waiting"), (102.0, "generating"), (104.0, "generating"), (200.0, "generating")):
-        history.look("rollout", "rollout-0", activity, at)
+        history.observe("rollout", "rollout-0", activity, at)
     spans = [(span.activity, span.begin, span.end) for span in history.looks["rollout-0"] if span.end > span.begin]
     assert spans == [("generating", 100.0, 104.0)]
 
@@ -256,7 +256,7 @@ def test_the_view_of_a_live_run_and_of_one_at_rest(run_config: RunConfig) -> Non
     ]
     for at in (168.0, 170.0):
         for one in live[:4]:
-            history.look(one.service, one.instance, {"rollout": "generating", "reward": "scoring"}.get(one.service, "ready"), at)
+            history.observe(one.service, one.instance, {"rollout": "generating", "reward": "scoring"}.get(one.service, "ready"), at)
     view = flow_view(history, run_config, live, 172.0, 60.0)
     assert view.live and (view.begin, view.end) == (112.0, 172.0)
     assert [(stage.name, stage.groups) for stage in view.stages] == [

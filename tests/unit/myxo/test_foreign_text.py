@@ -20,7 +20,7 @@ from shared.runtime import telemetry
 from shared.runtime.safe_text import json_text, number, printable, printable_line
 from shared.schema.service_messages import ServiceStatus
 from shared.view.live_services import InstanceStatus
-from shared.view.run_view import ServiceError, look
+from shared.view.run_view import ServiceError, run_view
 from tests.support.run_config import run_config
 
 EVIL = "\x1b]0;owned\x07\x1b[2J[/bold][link=x]\ud800\u202e\r\nsecond\x9b31m\u2028[red"
@@ -47,11 +47,11 @@ def status(service: str, text: str, gauges: dict[str, float], at: float = 1e12) 
 def shown_everywhere(config: RunConfig, statuses: list[ServiceStatus], text: str) -> str:
     """Returns what the panel, the live panel and the plain line print of these, as bytes that a terminal would get."""
     instance = InstanceStatus("trainer", text, 1, 2, True, math.inf, 0.0, None, 1, last_error=text)
-    view = look(config, statuses, [instance], [ServiceError(text, 1, text)], disk=text)
+    view = run_view(config, statuses, [instance], [ServiceError(text, 1, text)], disk=text)
     raw = io.BytesIO()
     out = io.TextIOWrapper(raw, "utf-8")
     SafeConsole(file=out, width=120).print(panel(view, math.nan, math.inf))
-    Console(file=out, width=120, markup=True).print(panel(look(config, statuses)))  # what came over the bus is safe on any console
+    Console(file=out, width=120, markup=True).print(panel(run_view(config, statuses)))  # what came over the bus is safe on any console
     plain = Display(SafeConsole(file=out), started=0.0)
     plain.show(view, 1.0)
     live = Display(SafeConsole(file=io.StringIO(), force_terminal=True, width=100), started=0.0)

@@ -10,7 +10,7 @@ import pytest
 from shared.config.run_config import RunConfig
 from shared.schema.service_messages import Doing, ServiceStatus
 from shared.view.live_services import Heartbeats, InstanceStatus
-from shared.view.stall import Away, Cause, Owed, RunSituation, Stall, StallWatch, run_stall, telling, told_by
+from shared.view.stall import Away, Cause, Owed, RunSituation, Stall, StallWatch, as_doing, reported_wait, run_stall
 from tests.support.run_config import run_config
 
 NOW = 1_700_000_000.0
@@ -238,30 +238,30 @@ def test_the_launchers_words_are_everybodys(config: RunConfig) -> None:
     """But for what one sees better oneself: that the bus is away."""
     wait = Stall(Cause.DOWN, "trainer-0, which ended with signal 9", NOW - 4, "starts again in 2 s")
     common = {"host": "h", "pid": 1, "http": "", "at": NOW}
-    launcher = ServiceStatus(service="launcher", instance="launcher", state=wait.cause.name, doing=[telling(wait)], **common)
-    assert told_by(launcher) == wait and told_by(None) is None
-    assert run_stall(RunSituation.of(config, everybody(), told=told_by(launcher))) == wait
+    launcher = ServiceStatus(service="launcher", instance="launcher", state=wait.cause.name, doing=[as_doing(wait)], **common)
+    assert reported_wait(launcher) == wait and reported_wait(None) is None
+    assert run_stall(RunSituation.of(config, everybody(), reported=reported_wait(launcher))) == wait
     gone = {"NATS": Away(NOW, "x")}
-    assert run_stall(RunSituation.of(config, (), told=wait, away=gone)).cause is Cause.BUS
+    assert run_stall(RunSituation.of(config, (), reported=wait, away=gone)).cause is Cause.BUS
 
 
 def test_a_wait_keeps_its_beginning_while_its_numbers_change() -> None:
     watch = StallWatch()
-    first = watch.see(Stall(Cause.BATCH, "a batch (1 of 8 groups ready)"), NOW)
+    first = watch.follow(Stall(Cause.BATCH, "a batch (1 of 8 groups ready)"), NOW)
     assert first.since == NOW and not first.worth_a_line(NOW + 9) and first.worth_a_line(NOW + 10)
-    assert watch.see(Stall(Cause.BATCH, "a batch (2 of 8 groups ready)"), NOW + 5).since == NOW
-    assert watch.see(Stall(Cause.STEP, "a training step"), NOW + 6).since == NOW + 6
+    assert watch.follow(Stall(Cause.BATCH, "a batch (2 of 8 groups ready)"), NOW + 5).since == NOW
+    assert watch.follow(Stall(Cause.STEP, "a training step"), NOW + 6).since == NOW + 6
     assert Stall(Cause.SILENT, "x").worth_a_line(NOW), "no healthy run has this"
 
 
 def test_waits_that_follow_each_other_without_a_step_are_worth_a_line() -> None:
     watch, flips = StallWatch(), [Stall(Cause.BATCH, "a batch"), Stall(Cause.STEP, "trainer-0, which waits for the batch of step 3")]
-    seen = [watch.see(flips[at % 2], NOW + at, steps=3) for at in range(12)]
+    seen = [watch.follow(flips[at % 2], NOW + at, steps=3) for at in range(12)]
     assert [wait.worth_a_line(NOW + at) for at, wait in enumerate(seen)] == [False] * 10 + [True] * 2
     assert ", for 0s (since " in seen[10].words(NOW + 10) and "no new step for 10s" in seen[10].words(NOW + 10)
-    away = watch.see(Stall(Cause.LOADING, "trainer-0 starting"), NOW + 12, steps=-1)
+    away = watch.follow(Stall(Cause.LOADING, "trainer-0 starting"), NOW + 12, steps=-1)
     assert away.worth_a_line(NOW + 12), "a trainer that is away has not made a step"
-    assert not watch.see(flips[0], NOW + 13, steps=4).worth_a_line(NOW + 13)
+    assert not watch.follow(flips[0], NOW + 13, steps=4).worth_a_line(NOW + 13)
 
 
 def beat(at: float, number: int = 0) -> list[ServiceStatus]:
@@ -271,12 +271,12 @@ def beat(at: float, number: int = 0) -> list[ServiceStatus]:
 def test_silence_is_counted_while_somebody_listens() -> None:
     heard = Heartbeats()
     for second in range(4):
-        heard.look(beat(NOW + second), second, NOW + second)
+        heard.observe(beat(NOW + second), second, NOW + second)
     assert heard.silent(0.5) == {}
     for second in range(4, 12):
-        heard.look(beat(NOW + 3), second, NOW + second)
+        heard.observe(beat(NOW + 3), second, NOW + second)
     assert heard.silent(7.5) == {"reward-0": NOW + 3} and heard.silent(8.5) == {}, "eight seconds"
-    heard.look([], 12.0, NOW + 12)
+    heard.observe([], 12.0, NOW + 12)
     assert "reward-0" in heard.silent(8.5), "its status has expired meanwhile"
     heard.forget("reward-0")
     assert heard.silent(0.0) == {}
@@ -286,10 +286,10 @@ def test_silence_is_counted_while_somebody_listens() -> None:
 def test_nobody_is_silent_while_nobody_can_be_heard(*, suspended: bool) -> None:
     """The bus is away for an hour, or the machine was suspended."""
     heard = Heartbeats()
-    heard.look(beat(NOW), 0.0, NOW)
+    heard.observe(beat(NOW), 0.0, NOW)
     if not suspended:
-        heard.look_away()
-    heard.look(beat(NOW), 3600.0, NOW + 3600)
+        heard.pause()
+    heard.observe(beat(NOW), 3600.0, NOW + 3600)
     assert heard.silent(5.0) == {}
 
 
