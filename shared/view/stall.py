@@ -1,6 +1,6 @@
 """What a run waits for at one moment: for what and from which service, since when, and what happens next. Pure.
 
-Displays, logs, the console and reports have their words from here. The first cause that applies decides, in one order for all displays: from
+Displays, logs, the console and reports have their words from here. The first cause that applies decides, in one order for all: from
 what takes everything down (a full disk, the bus) over services that are down, silent or not ready yet, to what every run does all the time:
 push weights, train, wait for a batch. A cause reads the `RunSituation` alone, and asks no clock.
 """
