@@ -163,19 +163,20 @@ def _value(flag: str, info: FieldInfo, own: list[str] | None, rest: list[str]) -
     return _read_by(reader, flag, words) if reader else _of_words(flag, kinds, words)
 
 
-def _is_none(words: list[str], info: FieldInfo) -> bool:
-    return [word.lower() for word in words] == ["none"] and words[0] not in _choices(info.annotation)
+def _read_by(reader: Callable[[list[str]], Any], flag: str, words: list[str]) -> Any:
+    try:
+        return reader(words)
+    except ValueError as error:
+        raise ConfigError(flag, " ".join(words), str(error)) from None
 
 
 def _of_words(flag: str, kinds: set[type], words: list[str]) -> Any:
     return words if list in kinds else _mapping(flag, words[0]) if dict in kinds else words[0]
 
 
-def _read_by(reader: Callable[[list[str]], Any], flag: str, words: list[str]) -> Any:
-    try:
-        return reader(words)
-    except ValueError as error:
-        raise ConfigError(flag, " ".join(words), str(error)) from None
+def _is_none(words: list[str], info: FieldInfo) -> bool:
+    choices = [choice for member in _members(info.annotation) if get_origin(member) is Literal for choice in get_args(member)]
+    return [word.lower() for word in words] == ["none"] and words[0] not in choices
 
 
 def _mapping(flag: str, text: str) -> Any:
@@ -199,19 +200,17 @@ def _next_is(rest: list[str], *words: str) -> bool:
     return bool(rest) and rest[0].lower() in words
 
 
+def _members(annotation: Any) -> list[Any]:
+    """Returns the types of a union; of any other annotation itself."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [member for argument in get_args(annotation) for member in _members(argument)]
+    return [annotation]
+
+
 def _kinds(annotation: Any) -> set[type]:
     """Returns the plain types that an annotation admits: {int, NoneType} for ``int | None``."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        return {kind for argument in get_args(annotation) for kind in _kinds(argument)}
-    origin = get_origin(annotation)
-    return {origin if isinstance(origin, type) else annotation if isinstance(annotation, type) else object}
-
-
-def _choices(annotation: Any) -> set[Any]:
-    """Returns the values of the literals among an annotation's types: ``none`` may be one of them."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        return {choice for argument in get_args(annotation) for choice in _choices(argument)}
-    return set(get_args(annotation)) if get_origin(annotation) is Literal else set()
+    plain = (get_origin(member) or member for member in _members(annotation))
+    return {kind if isinstance(kind, type) else object for kind in plain}
 
 
 def is_switch(field: str) -> bool:

@@ -50,28 +50,24 @@ def _dotted(path: object) -> str:
 
 def _train_demonstrations(values: Values) -> None:
     """Makes of a run over prompts with ``loss_type`` sft_loss one over demonstrations."""
-    data, rollout, trainer, sft, _, _ = (
-        values.setdefault(section, {}) for section in ("data", "rollout", "trainer", "sft", "algorithm", "debug")
-    )
-    batch = trainer.pop("global_batch_size", None) or rollout.get("rollout_batch_size")
-    given = {
-        "sft_data": data.pop("prompt_data", None),
-        "sft_messages_key": data.get("input_key"),
-        "sft_batch_size": batch,
-        "sft_num_epoch": rollout.pop("num_epoch", None) if "num_rollout" not in rollout else None,
-        "sft_steps": _steps(rollout.get("num_rollout"), rollout.get("rollout_batch_size"), batch),
-        "sft_lr": trainer.get("lr"),
-        "sft_min_lr": trainer.get("min_lr"),
-        "sft_lr_decay_style": trainer.get("lr_decay_style"),
-        "sft_warmup_iters": trainer.get("lr_warmup_iters"),
-        "sft_warmup_fraction": trainer.get("lr_warmup_fraction"),
-    }
+    for section in ("data", "rollout", "trainer", "sft", "algorithm", "debug"):
+        values.setdefault(section, {})
+    rollout, given = values["rollout"], dict[str, Any]()
+    for field, source in SETTLED_FROM.items():
+        if field.startswith("sft."):
+            section, name = source.split(".")
+            given[field.removeprefix("sft.")] = values[section].get(name)
+    batch = given["sft_batch_size"] = given["sft_batch_size"] or rollout.get("rollout_batch_size")
+    given["sft_steps"] = _steps(rollout.get("num_rollout"), rollout.get("rollout_batch_size"), batch)
+    if "num_rollout" in rollout:
+        del given["sft_num_epoch"]
     for name, value in given.items():
         if value is not None:
-            sft.setdefault(name, value)
+            values["sft"].setdefault(name, value)
     replaced = {
+        "data": ("prompt_data",),
         "rollout": ("num_epoch",),
-        "trainer": ("lr_warmup_fraction", "lr_warmup_iters", "num_steps_per_rollout"),
+        "trainer": ("global_batch_size", "lr_warmup_fraction", "lr_warmup_iters", "num_steps_per_rollout"),
         "algorithm": ("loss_type",),
         "debug": ("debug_train_only",),
     }

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shared.config.optimizer_state import OptimizerState
-from shared.config.trainer_section import TrainerSection
+from shared.config.trainer_section import OptimizerState, TrainerSection
 from shared.model.architecture import Architecture
 from shared.model.lora_targets import Lora
 from shared.model.parallel_layout import ParallelLayout

@@ -46,7 +46,7 @@ def test_products_of_bfloat16_are_added_in_float32():
 def test_adam_in_host_memory_gives_the_bits_of_the_plain_one(overlap, monkeypatch):
     from services.trainer.megatron import optimizer as precision_adam
     from services.trainer.megatron.optimizer import Adam
-    from shared.config.optimizer_state import OptimizerState
+    from shared.config.trainer_section import OptimizerState
 
     monkeypatch.setattr(precision_adam, "SLICE_ELEMENTS", 1 << 20)
     weights = [torch.randn(count, device="cuda").bfloat16() for count in (3_000_001, 17, 2_500_000)]

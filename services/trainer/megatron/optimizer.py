@@ -26,9 +26,7 @@ from torch.optim.adamw import adamw
 
 from services.trainer.megatron.gpt_model import MegatronModel, laid_over
 from services.trainer.megatron.runtime import anywhere
-from shared.config import optimizer_state
-from shared.config.optimizer_state import OptimizerState
-from shared.config.trainer_section import LearningRateSchedule, TrainerSection
+from shared.config.trainer_section import LearningRateSchedule, OptimizerState, TrainerSection
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 STATES = ("master_param", "exp_avg", "exp_avg_sq")  # the names of a parameter's state, which are Transformer Engine's
@@ -368,7 +366,7 @@ class Optimizer:
         register_adam()
         self.trainer, self.schedule, self.updates = trainer, schedule, 0
         bfloat16 = model.config.params_dtype == torch.bfloat16
-        for problem in optimizer_state.problems(overrides, trainer.train_dtype, trainer.use_distributed_optimizer):
+        for problem in OptimizerState.problems(overrides, trainer.train_dtype, trainer.use_distributed_optimizer):
             raise problem
         keeping = OptimizerState.of(overrides)
         config = arm(

@@ -15,9 +15,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from services.trainer.actor_critic_exchange import Role
 from shared.config import flag_table
-from shared.config.optimizer_state import OptimizerState
 from shared.config.run_config import RunConfig
-from shared.config.trainer_section import LearningRateSchedule, TrainerSection
+from shared.config.trainer_section import LearningRateSchedule, OptimizerState, TrainerSection
 from shared.model import architecture_flags
 from shared.model.families import read_architecture
 from shared.model.lora_targets import Lora

@@ -57,8 +57,10 @@ class Dataset:
         files = [data_files.parse(str(one)) for one in (path if isinstance(path, list | tuple) else [path])]
         rows = open_rows(files, "Dataset.path")
         found = [self._sample(rows.entry(row)) for row in range(len(rows))]
-        self.origin_samples = [one for one in found if max_length is None or self._length(one) <= max_length]
-        self.samples, self.epoch_id, self.seed = list(self.origin_samples), -1, seed
+        self._hold([one for one in found if max_length is None or self._length(one) <= max_length], seed)
+
+    def _hold(self, samples: list[HookSample], seed: int) -> None:
+        self.origin_samples, self.samples, self.epoch_id, self.seed = samples, list(samples), -1, seed
 
     def shuffle(self, new_epoch_id: int) -> None:
         """Puts the samples into the order of an epoch, which follows from the seed and the epoch alone."""
@@ -124,16 +126,16 @@ class DataSource(ABC):
         """Returns the number of prompts."""
 
 
-class PromptSamples:
-    """The prompts of the run's files as samples. ``samples``: in the present order."""
+class PromptSamples(Dataset):
+    """The prompts of the run's files as samples."""
 
     def __init__(self, args: Any) -> None:
         config = args.run_config
-        tokenizer, self._seed = Tokenizer(config.model.hf_checkpoint), args.rollout_seed
+        tokenizer = Tokenizer(config.model.hf_checkpoint)
         file = PromptFile(config, tokenizer, "data.prompt_data", config.data.prompt_data)
         prompts = [file[row] for row in range(len(file))]
         render = config.data.apply_chat_template
-        self._origin = [
+        samples = [
             HookSample(
                 prompt=tokenizer.decode(prompt.tokens, skip_special_tokens=False) if render else prompt.content,
                 label=Reference(prompt.label, prompt.label_json).value,
@@ -141,20 +143,7 @@ class PromptSamples:
             )
             for prompt in prompts
         ]
-        self.samples, self._epoch = list(self._origin), -1
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> HookSample:
-        return self.samples[index]
-
-    def shuffle(self, new_epoch_id: int) -> None:
-        """Puts the samples into the order of an epoch, which follows from the seed and the epoch alone."""
-        if self._epoch != new_epoch_id:
-            order = list(range(len(self._origin)))
-            random.Random(self._seed + new_epoch_id).shuffle(order)
-            self.samples, self._epoch = [self._origin[index] for index in order], new_epoch_id
+        self._hold(samples, args.rollout_seed)
 
 
 class RolloutDataSource(DataSource):

@@ -5,7 +5,7 @@ import torch
 
 from services.trainer.megatron import optimizer as precision_adam
 from services.trainer.megatron.optimizer import PrecisionAdam
-from shared.config.optimizer_state import OptimizerState, problems
+from shared.config.trainer_section import OptimizerState
 from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron import rank_steps
 
@@ -115,6 +115,6 @@ def test_bfloat16_gradient_buffers_train(hf):
 )
 def test_what_does_not_go_together_is_refused_by_name(flags, trainer, field):
     settings = {"train_dtype": "bfloat16", "use_distributed_optimizer": True} | trainer
-    found = list(problems(flags, settings["train_dtype"], settings["use_distributed_optimizer"]))
+    found = list(OptimizerState.problems(flags, settings["train_dtype"], settings["use_distributed_optimizer"]))
     assert [error.field for error in found] == [f"trainer.megatron.{field}"]
     assert all(isinstance(error, ConfigError) for error in found)
