@@ -77,11 +77,8 @@ class ShardReader:
         try:
             return ahead[1].result(READ_SECONDS)
         except TimeoutError:
-            what, next_action = (
-                f"the samples of step {partition.batch.step}",
-                "this rank stops; restart all ranks from the newest checkpoint",
-            )
-            raise DeadlineExceeded(what, "the store", READ_SECONDS, next_action) from None
+            next_action = "this rank stops; restart all ranks from the newest checkpoint"
+            raise DeadlineExceeded(f"the samples of step {partition.batch.step}", "the store", READ_SECONDS, next_action) from None
 
     def _read(self, partition: Partition) -> Shard:
         try:

@@ -54,7 +54,7 @@ class RolloutRecorder:
         self._control.set_state("ready")
         with contextlib.suppress(StopAsked):
             while not self._control.stopping:
-                self._tell_live()
+                self._announce_live()
                 answer = self._requests.next(step, VERSION)
                 if isinstance(answer, Leave):
                     return
@@ -72,7 +72,7 @@ class RolloutRecorder:
         self._log.info("resumed", steps=steps)
         return steps
 
-    def _tell_live(self) -> None:
+    def _announce_live(self) -> None:
         """Announces the version with the replicas that serve it, whenever these have changed."""
         serving = frozenset(status.instance for status in self._control.replicas if status.version == VERSION)
         if serving and serving != self._serving:

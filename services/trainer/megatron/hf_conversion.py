@@ -78,7 +78,11 @@ def to_torch_dist(source: Path, target: Path, dtype: str | None, progress: Progr
     _check_target(target)
     reader = SafetensorsReader(source) if block is None else BlockwiseReader(source, block)
     reader.check(architecture)
-    with _skeleton(architecture, _dtype(source, dtype)) as model:
+    found = json.loads((source / "config.json").read_text())
+    name = dtype or found.get("dtype") or found.get("torch_dtype")
+    if name not in DTYPES:
+        raise ConfigError("--dtype", name, f"one of {', '.join(DTYPES)}, where config.json says neither")
+    with _skeleton(architecture, DTYPES[name]) as model:
         partial = scratch(target)
         step = partial / "step_00000000"
         step.mkdir()
@@ -235,14 +239,6 @@ def _skeleton(architecture: Architecture, dtype: torch.dtype, lora: Lora | None 
         yield MegatronModel(architecture, config, layout, chunks, lora=lora)
     finally:
         runtime.stop()
-
-
-def _dtype(source: Path, given: str | None) -> torch.dtype:
-    config = json.loads((source / "config.json").read_text())
-    name = given or config.get("dtype") or config.get("torch_dtype")
-    if name not in DTYPES:
-        raise ConfigError("--dtype", name, f"one of {', '.join(DTYPES)}, where config.json says neither")
-    return DTYPES[name]
 
 
 def _check_target(target: Path) -> None:

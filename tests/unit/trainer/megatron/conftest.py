@@ -13,6 +13,8 @@ from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.tiny import make_checkpoint
 from tests.unit.trainer.megatron.world import World
 
+WORLDS = {size: World(size) for size in (2, 4)}
+
 
 @pytest.fixture(scope="session")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
@@ -56,17 +58,20 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def two_ranks() -> Iterator[World]:
-    world = World(2)
-    yield world
-    world.stop()
+def two_ranks() -> World:
+    return WORLDS[2]
 
 
 @pytest.fixture(scope="session")
-def four_ranks() -> Iterator[World]:
-    world = World(4)
-    yield world
-    world.stop()
+def four_ranks() -> World:
+    return WORLDS[4]
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ends the worlds before the tests of another folder, from which idle ranks would take memory."""
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        for world in WORLDS.values():
+            world.stop()
 
 
 @pytest.fixture
