@@ -13,7 +13,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared.model.described_shape import described_shape
+from shared.model.architecture_flags import described_shape
 from shared.model.tensor_table import hf_tensors
 
 ROOT = Path(__file__).resolve().parents[2]

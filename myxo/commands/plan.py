@@ -20,10 +20,10 @@ from shared.config import devices
 from shared.config.config_layers import Layers
 from shared.config.config_reading import read
 from shared.config.run_config import RunConfig
-from shared.hub import hub_models, hub_names
+from shared.hub import hub_download, hub_names
 from shared.hub.hub_client import Hub, HubError
 from shared.model.architecture import Architecture
-from shared.model.described_shape import described_shape
+from shared.model.architecture_flags import described_shape
 from shared.model.engine_plan import fewest_gpus
 from shared.model.families import read_architecture
 from shared.model.memory_plan import total_parameters
@@ -114,7 +114,7 @@ def _read_shape(model: Path, field: str) -> Architecture:
         hub = Hub.of()
         try:
             name = hub_names.model(model)
-            directory = hub_models.directory(hub, name if name.commit else name.pinned(hub.commit(name)), weights=False)
+            directory = hub_download.model_directory(hub, name if name.commit else name.pinned(hub.commit(name)), weights=False)
         except (HubError, ValueError) as error:
             expected = f"{error}; a plan needs the model's config.json, which must be downloaded: give a directory that holds it instead"
             raise ConfigError(field, str(model), expected) from error

@@ -14,13 +14,12 @@ from shared.config.trainer_section import LearningRateSchedule
 from shared.data.tokenizer import Tokenizer
 from shared.model import architecture_flags, hf_checkpoint
 from shared.model.architecture import Architecture
-from shared.model.described_shape import contradictions, described_shape
+from shared.model.architecture_flags import contradictions, described_shape
 from shared.model.families import read_architecture
-from shared.model.lora_targets import Lora
 from shared.model.named_layers import is_own_module
 from shared.model.parallel_layout import ParallelLayout, division_problems
 from shared.model.tensor_table import hf_tensors, megatron_parameters
-from shared.model.trainable_parameters import Freezing
+from shared.model.trainable_parameters import Freezing, Lora
 from shared.runtime.errors import ConfigError
 
 MOST_GPUS = 8  # most GPUs of one machine

@@ -9,7 +9,7 @@ from typing import Any
 
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState, EvaluationState
-from shared.data.eval_figures import eval_figures
+from shared.data.pass_rates import eval_figures
 from shared.schema.ledger import MOST_SKIPPED, EvalEnded, EvalScored, EvalStarted, LedgerRecord, eval_group_parts
 from shared.schema.messages import Evaluated, Failed, Scored
 from shared.schema.versions import crossed

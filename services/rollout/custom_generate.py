@@ -26,7 +26,7 @@ from shared.hooks import sample_conversion as sample_message
 from shared.hooks.arguments import FOLLOWING
 from shared.hooks.loading import GENERATE
 from shared.hooks.sample_conversion import Served, from_stored, group_index, to_stored
-from shared.model.replayed_choices import replayed_choices
+from shared.model.families import replayed_choices
 from shared.process.worker_pool import LOOP_SECONDS, CallBlocked, WorkerDied, WorkerFailed, WorkerPool
 from shared.rewards.reference import Reference
 from shared.runtime.errors import BadMessage, DeadlineExceeded

@@ -31,7 +31,7 @@ from services.rollout.agent_program import by_role
 from services.rollout.producer_process import PositionlessSource
 from shared.config.eval_views import eval_views
 from shared.config.run_config import RunConfig
-from shared.data.eval_figures import eval_figures
+from shared.data.pass_rates import eval_figures
 from shared.hooks import Arguments, HookSample, Status, load, reward_values, sample_conversion
 from shared.hooks.hook_sample import status_of
 from shared.hooks.loading import EvaluationLog, agent_paths, eval_function, generate_paths, load_agent

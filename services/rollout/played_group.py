@@ -31,7 +31,7 @@ from shared.data.stop_strings import end_across
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
 from shared.hooks.loading import paths
-from shared.model.replayed_choices import replayed_choices
+from shared.model.families import replayed_choices
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.runtime.tasks import cancelled
 from shared.schema.ledger import is_evaluation

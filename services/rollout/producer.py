@@ -30,7 +30,7 @@ from shared.bus.subjects import PRODUCER, TRAIN
 from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
-from shared.model.replayed_choices import replayed_choices
+from shared.model.families import replayed_choices
 from shared.process import frames
 from shared.process.child_process import ChildProcess, cause
 from shared.process.worker_pool import process_streams, worker_environment

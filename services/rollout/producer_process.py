@@ -28,7 +28,7 @@ from shared.hooks.hook_sample import HookSample, Status, status_of
 from shared.hooks.returned_output import ReturnedGroup, metric_numbers, returned_groups, train_output
 from shared.hooks.sample_conversion import Served, from_stored, to_stored
 from shared.hooks.slime.prompt_sources import DataSource
-from shared.model.replayed_choices import replayed_choices
+from shared.model.families import replayed_choices
 from shared.process.frames import FrameStream
 from shared.runtime.errors import BadMessage, ConfigError, MyxoError
 from shared.runtime.tasks import error_text, run_in_thread

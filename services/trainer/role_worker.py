@@ -33,7 +33,7 @@ from services.trainer.partition import Partition, RefusedSample, Untrainable, pa
 from services.trainer.step_scheduler import CriticStepScheduler, StepScheduler
 from services.trainer.trainer_hooks import CONVERT, MegatronHooks, RolloutLog, converted
 from shared.config.run_config import RunConfig
-from shared.model.replayed_choices import replayed_choices
+from shared.model.families import replayed_choices
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import describe
 from shared.schema.messages import Batch

@@ -1,4 +1,4 @@
-"""Prompts from a custom source: ``data.data_source = "package.module:make"``, or a class in slime's manner (`shared.data.slime_source`).
+"""Prompts from a custom source: ``data.data_source = "package.module:make"``, or a class in slime's manner (`shared.data.source_process`).
 
 ``make(config)`` returns an object with ``get_samples(n)``: a list of n prompts, each an object with the keys of [data] or something with
 the attributes ``prompt``, ``label`` and ``metadata``; a list of such (slime's groups) counts as its first. A source may also have
@@ -24,8 +24,7 @@ from shared.config.run_config import RunConfig
 from shared.data.group_results import ResultLog
 from shared.data.prompts import BAD, OVERLONG, Prompt, PromptReader, TrainingPrompts, reason_to_leave_out
 from shared.data.rows import RowEntry
-from shared.data.slime_source import RENDERED
-from shared.data.source_process import FIELD, SourceProcess
+from shared.data.source_process import FIELD, RENDERED, SourceProcess
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
 from shared.schema.ledger import group_id

@@ -10,10 +10,79 @@ from typing import Any
 from rich.filesize import decimal
 
 from shared.data.read_progress import ReadProgress
-from shared.hub.hub_client import Hub, HubError, RepositoryListing, Unreachable
+from shared.hub.hub_client import Hub, HubError, RepositoryListing, Unreachable, require
 from shared.hub.hub_names import HubName
+from shared.model.hf_checkpoint import TEMPLATE_FOLDER
+from shared.runtime.safe_files import parse_json
 from shared.runtime.safe_text import say
 from shared.runtime.tasks import run_in_thread
+
+INDEX = "model.safetensors.index.json"
+
+_NEEDED = ("config.json", "tokenizer.json")
+
+_SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".py")
+"""Endings of the files beside the weights: config, tokenizer, chat template, and code that an engine may be allowed to run."""
+
+
+def model_directory(hub: Hub, name: HubName, *, weights: bool = True) -> Path:
+    """Returns the directory of a pinned name's files on this machine; what is not in the cache is downloaded. ``weights``: whether they are
+    needed, or config and tokenizer alone.
+
+    Raises HubError: no such repository or file, no network, no room.
+    """
+    snapshot = hub.snapshot(name)
+    if _complete(snapshot, weights):
+        return snapshot
+    listing = hub.listing(name)
+    require("huggingface_hub")
+    top = [file for file in listing.files if "/" not in file]
+    _check(listing, top)
+    templates = [file for file in listing.files if file.startswith(f"{TEMPLATE_FOLDER}/")]
+    download(hub, name, listing, [*(file for file in top if file.endswith(_SUFFIXES)), *templates])
+    if weights:
+        shards = _indexed(snapshot) or (["model.safetensors"] if "model.safetensors" in top else _weights(top))
+        if absent := [file for file in shards if file not in listing.files]:
+            raise HubError(f"its {INDEX} names {absent[0]}, which the repository does not hold")
+        download(hub, name, listing, shards)
+    return snapshot
+
+
+def _complete(snapshot: Path, weights: bool) -> bool:
+    """Returns whether the cache holds every file; without a network there is nothing but the cache to go by."""
+    if not all((snapshot / file).is_file() for file in _NEEDED):
+        return False
+    if not weights:
+        return True
+    shards = _indexed(snapshot)
+    return all((snapshot / file).is_file() for file in shards) if shards else any(snapshot.glob("*.safetensors"))
+
+
+def _indexed(snapshot: Path) -> list[str]:
+    """Returns the files that the index names; none where there is no index."""
+    path = snapshot / INDEX
+    if not path.is_file():
+        return []
+    try:
+        return sorted(set(parse_json(path.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise HubError(f"its {INDEX} is none ({error})") from None
+
+
+def _weights(top: list[str]) -> list[str]:
+    return [file for file in top if file.endswith(".safetensors")]
+
+
+def _check(listing: RepositoryListing, top: list[str]) -> None:
+    """Refuses a repository that holds no model that a run could start from, before anything of it is downloaded."""
+    for file in _NEEDED:
+        if file not in top:
+            raise HubError(f"the repository holds no {file}; give a model in the format of transformers, with a fast tokenizer")
+    if not _weights(top):
+        others = sorted({Path(file).suffix for file in listing.files if file.endswith((".bin", ".gguf", ".pth", ".pt", ".h5"))})
+        held = f" (but {', '.join(others)})" if others else ""
+        raise HubError(f"the repository holds no *.safetensors{held}; give a model whose weights have that format")
+
 
 STALL_SECONDS = 120.0
 """The seconds that a download may go without a byte."""
@@ -60,7 +129,7 @@ def _watched(transfer: "_Transfer", what: str, total: int) -> None:
     if isinstance(failure := running.exception(), Exception):
         raise transfer.hub.in_words(failure, transfer.name) from failure
     if progress.shown:
-        _tell(f"downloaded {what}: {decimal(total)}")
+        say(f"myxo: downloaded {what}: {decimal(total)}")
 
 
 class _Transfer:
@@ -89,7 +158,7 @@ class _Transfer:
                 if not self._over_xet or getattr(error, "errno", None) is not None:
                     raise
                 # a firewall may block Xet, and the hub itself has all files, too
-                _tell(f"{self.file}: {type(error).__name__}; once more over plain HTTP")
+                say(f"myxo: {self.file}: {type(error).__name__}; once more over plain HTTP")
                 constants.HF_HUB_DISABLE_XET, self._over_xet, self.bytes = True, False, before
                 self._fetch()
 
@@ -139,7 +208,3 @@ def _meter(transfer: _Transfer) -> type[Any]:
             transfer.received(n or 0, count=False)
 
     return Meter
-
-
-def _tell(line: str) -> None:
-    say(f"myxo: {line}")

@@ -13,7 +13,7 @@ from typing import Any
 from shared.bus import runs
 from shared.config.run_config import RunConfig
 from shared.data.data_files import DataFile
-from shared.hub import hub_datasets, hub_models, hub_names
+from shared.hub import hub_datasets, hub_download, hub_names
 from shared.hub.hub_client import Hub, HubError, NoSuchRepository, Unreachable
 from shared.hub.hub_names import HubName
 from shared.runtime.errors import BadInput, ConfigError, raise_problems
@@ -66,7 +66,7 @@ def local(config: RunConfig, fields: Collection[str] = (*MODELS, *DATA), *, weig
         if name.commit is None:
             raise HubError("has no commit; the config of a run has one with each name")
         is_model = field in MODELS
-        path = hub_models.directory(source, name, weights=weights) if is_model else hub_datasets.rows_file(source, name)
+        path = hub_download.model_directory(source, name, weights=weights) if is_model else hub_datasets.rows_file(source, name)
         source.remember(name)
         return path
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from shared.config.run_config import RunConfig
 from shared.model.architecture import Architecture, Experts, LatentAttention, Llama3Scaling, Rope, YarnScaling
 from shared.runtime.errors import ConfigError
 from shared.runtime.safe_files import parse_json
+from shared.schema.sample import ExpertChoices
 
 Trait = bool | tuple[str, bool]
 """A feature of a family: a fixed answer, or the entry of ``config.json`` that decides it, with its default."""
@@ -246,3 +248,16 @@ def _yarn(entries: dict[str, Any]) -> YarnScaling:
         mscale=float(mscale) if all_dim else 1.0,
         mscale_all_dim=float(all_dim),
     )
+
+
+def replayed_choices(config: RunConfig) -> ExpertChoices | None:
+    """Returns what the choices of the run's model look like; None where training does not replay them.
+
+    Raises ConfigError: the model has no experts, or cannot be read.
+    """
+    if not config.trainer.use_rollout_routing_replay:
+        return None
+    architecture = read_architecture(config.model.hf_checkpoint)
+    if (choices := ExpertChoices.of(architecture)) is None:
+        raise ConfigError("trainer.use_rollout_routing_replay", True, f"false; {architecture.model_type} has no experts")
+    return choices

@@ -11,8 +11,8 @@ from typing import Any
 
 from shared.config.trainer_section import OptimizerState, TrainerSection
 from shared.model.architecture import Architecture
-from shared.model.lora_targets import Lora
 from shared.model.parallel_layout import ParallelLayout
+from shared.model.trainable_parameters import Lora
 
 OUTSIDE_BYTES = 2_000_000_000
 """CUDA's context, the libraries' workspaces and NCCL's buffers: what a GPU has less for torch; measured at 1.2 to 2 GB."""

@@ -1,11 +1,15 @@
-"""Patterns over the names of parameters, and which parameters they leave to train."""
+"""The parameters that train: those that patterns over their names leave, and low-rank adapters (LoRA, Hu et al. 2021)."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from shared.config.trainer_section import TrainerSection
-from shared.runtime.errors import ConfigError
+from shared.config.trainer_section import ALL_LINEAR, TrainerSection
+from shared.model.architecture import Architecture
+from shared.model.parallel_layout import ParallelLayout
+from shared.model.tensor_table import layer_rows, sizes
+from shared.runtime.errors import ConfigError, nearest
 
 ONLY_TRAIN, FREEZE = "trainer.only_train_params_name_list", "trainer.freeze_params_name_list"
 
@@ -56,3 +60,97 @@ class Freezing:
             if weight != name and weight in known and self.trains(name) and not self.trains(weight):
                 field = FREEZE if self.freeze else ONLY_TRAIN
                 raise ConfigError(field, list(self.freeze or self.only_train), f"frozen or trained together: {name} and {weight}")
+
+
+_ADAPTABLE = re.compile(
+    r"(self_attention\.linear_\w+|mlp\.(shared_experts\.)?linear_fc[12]|mlp\.experts\.local_experts\.\{expert\}\.linear_fc[12])\.weight"
+)
+"""Megatron's names of matrices that can be adapted, as rows of the table have them."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The low-rank adaptation of a model.
+
+    Args:
+        rank: of the products that are added. alpha: they are scaled by alpha / rank. targets: PEFT's names of the matrices, as
+            ``q_proj``, or ``all-linear`` alone for all that can be adapted.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+
+    @classmethod
+    def of(cls, trainer: TrainerSection) -> "Lora | None":
+        """Returns the adapters of a run's config; None if it has none."""
+        return None if trainer.lora_rank is None else cls(trainer.lora_rank, trainer.lora_alpha, tuple(trainer.target_modules))
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def takes(self, projection: str) -> bool:
+        return ALL_LINEAR in self.targets or projection in self.targets
+
+    def check(self, architecture: Architecture, layout: ParallelLayout, overrides: Mapping[str, Any]) -> None:
+        """Raises ConfigError where the model has no such matrices, or they cannot be adapted.
+
+        Args:
+            overrides: fields of Megatron's TransformerConfig as given.
+        """
+        field, given = "trainer.target_modules", list(self.targets)
+        if overrides.get("transformer_impl") == "transformer_engine":
+            raise ConfigError("trainer.lora_rank", self.rank, "none; Transformer Engine's layers take no adapters here")
+        known, of_experts = _projections(architecture)
+        for name in self.targets:
+            if name != ALL_LINEAR and name not in known:
+                raise ConfigError(field, name, f"a matrix of {architecture.model_type}: {nearest(name, known)}")
+        if any(self.takes(name) for name in of_experts):
+            self._check_experts(architecture, layout, overrides)
+        if self.takes("gate_up_proj") and "gate_up_proj" in known and layout.tensor > 1:
+            fit = [name for name in known if name != "gate_up_proj"]
+            wanted = f"only {', '.join(fit)} with tensor parallelism; {architecture.model_type} keeps gate and up in one matrix"
+            raise ConfigError(field, given, wanted)
+
+    def _check_experts(self, architecture: Architecture, layout: ParallelLayout, overrides: Mapping[str, Any]) -> None:
+        if layout.expert_tensor_size not in (1, layout.tensor):
+            # Megatron's gradient norm counts what several ranks hold whole once for each tensor-parallel group
+            wanted = f"1 or {layout.tensor} (the tensor-parallel size) with adapters on experts"
+            raise ConfigError("trainer.expert_tensor_parallel_size", layout.expert_tensor_size, wanted)
+        shared = architecture.experts is not None and architecture.experts.shared_ffn_hidden_size
+        if shared and overrides.get("moe_shared_expert_overlap"):
+            raise ConfigError("trainer.megatron.moe_shared_expert_overlap", True, "false with adapters on shared experts")
+
+    def parameters(self, architecture: Architecture, layout: ParallelLayout, layers: Iterable[int]) -> tuple[int, int]:
+        """Returns how many parameters the adapters of some layers have on one rank, without and of experts."""
+        word, counts = sizes(architecture), [0, 0]
+        for layer in layers:
+            for row in layer_rows(architecture, layer):
+                shapes = [[word[each] for each in words] for name, words in row.tensors if self.takes(projection(name))]
+                if not _ADAPTABLE.fullmatch(row.megatron[0]):
+                    continue
+                ranks = layout.expert_tensor_size if row.per_expert else layout.tensor
+                by_inputs = row.megatron[0].endswith(("linear_proj.weight", "linear_fc2.weight"))
+                size = sum(inputs // ranks + outputs if by_inputs else inputs + outputs // ranks for outputs, inputs in shapes)
+                times = architecture.experts.count // layout.expert if architecture.experts and row.per_expert else 1
+                counts[row.per_expert] += self.rank * size * times
+        return counts[0], counts[1]
+
+
+def projection(matrix: str) -> str:
+    """Returns PEFT's name of a matrix with this Hugging Face name, as ``q_proj``."""
+    return matrix.split(".")[-2]
+
+
+def _projections(architecture: Architecture) -> tuple[list[str], set[str]]:
+    """Returns PEFT's names of the model's matrices that can be adapted, and of those that layers of experts have."""
+    known: dict[str, None] = {}
+    of_experts: set[str] = set()
+    for layer in range(architecture.num_layers):
+        for row in layer_rows(architecture, layer):
+            if _ADAPTABLE.fullmatch(row.megatron[0]):
+                names = [projection(name) for name, _ in row.tensors]
+                known.update(dict.fromkeys(names))
+                of_experts.update(names if "experts" in row.megatron[0] else ())
+    return list(known), of_experts

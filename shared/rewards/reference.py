@@ -65,7 +65,7 @@ def _metadata_problem(environment: str, reference: Reference) -> str | None:
 
 def label_text(value: Any) -> tuple[str | None, bool]:
     """Returns a label of a prompt file as text, and whether that is JSON. A number keeps the text that it has in the file
-    (`shared.data.json_numbers`); one that has none is written in decimal digits, for no one answers ``1e-05``. Raises ValueError for NaN
+    (`shared.data.rows.JsonNumber`); one that has none is written in decimal digits, for no one answers ``1e-05``. Raises ValueError for NaN
     and infinities, TypeError for what is no JSON."""
     if value is None or isinstance(value, str):
         return value, False

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from shared.config.run_config import RunConfig
-from shared.data.slime_source import opened
+from shared.data.source_process import opened
 from shared.runtime.errors import ConfigError
 
 

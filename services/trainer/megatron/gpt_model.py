@@ -27,9 +27,8 @@ from services.trainer.megatron.spec import ValueHead, decoder_spec, rotate_by_pl
 from shared.config.flag_table import OF_DEEPEP
 from shared.model.architecture import Architecture, Llama3Scaling, Rope
 from shared.model.architecture_flags import flags_of
-from shared.model.lora_targets import Lora
 from shared.model.parallel_layout import ParallelLayout
-from shared.model.trainable_parameters import Freezing
+from shared.model.trainable_parameters import Freezing, Lora
 from shared.runtime.errors import ConfigError, DeadlineExceeded
 
 

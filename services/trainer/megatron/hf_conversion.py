@@ -48,8 +48,8 @@ from services.trainer.megatron.staged_shards import StagedShards
 from services.trainer.megatron.trainer_settings import DTYPES
 from shared.model.architecture import Architecture
 from shared.model.families import read_architecture
-from shared.model.lora_targets import Lora
 from shared.model.parallel_layout import ParallelLayout
+from shared.model.trainable_parameters import Lora
 from shared.runtime.errors import ConfigError
 from shared.runtime.safe_files import fsync_tree, publish, scratch
 

@@ -41,7 +41,7 @@ from services.trainer.megatron.moe import GroupedProduct
 from services.trainer.megatron.runtime import device
 from services.trainer.megatron.spec import ReplicatedLinear
 from shared.model.architecture import Architecture
-from shared.model.lora_targets import Lora, projection
+from shared.model.trainable_parameters import Lora, projection
 from shared.runtime.errors import ConfigError
 
 ADAPTER_DIRECTORY = "adapter"  # the directory beside a merged model that holds its adapters in PEFT's format

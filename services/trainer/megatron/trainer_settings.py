@@ -19,9 +19,8 @@ from shared.config.run_config import RunConfig
 from shared.config.trainer_section import LearningRateSchedule, OptimizerState, TrainerSection
 from shared.model import architecture_flags
 from shared.model.families import read_architecture
-from shared.model.lora_targets import Lora
 from shared.model.parallel_layout import ParallelLayout
-from shared.model.trainable_parameters import Freezing
+from shared.model.trainable_parameters import Freezing, Lora
 from shared.runtime.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -8,7 +8,7 @@ import pytest
 from shared.data import data_source, source_process
 from shared.data.data_source import DrawnPrompts, merged
 from shared.data.group_results import GroupResult, ResultLog
-from shared.data.slime_source import opened
+from shared.data.source_process import opened
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
 from tests.support import adaptive_source

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.data.eval_figures import eval_figures
+from shared.data.pass_rates import eval_figures
 from shared.hooks import HookSample, import_names
 from shared.hooks.loading import last_rollout
 from shared.hooks.returned_output import RolloutFnEvalOutput, eval_metrics, eval_output, returned_sets

@@ -7,9 +7,8 @@ import torch
 
 from services.trainer.megatron.trainer_settings import TrainerSettings
 from shared.config.trainer_section import TrainerSection
-from shared.model.lora_targets import Lora
 from shared.model.parallel_layout import ParallelLayout
-from shared.model.trainable_parameters import Freezing
+from shared.model.trainable_parameters import Freezing, Lora
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 from tests.unit.trainer.megatron.tiny import not_refused

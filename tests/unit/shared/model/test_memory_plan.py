@@ -10,7 +10,7 @@ import pytest
 from benchmarks.trainer_mfu import RESULTS, WRITTEN, planned_gb
 from shared.config import flag_table
 from shared.config.trainer_section import TrainerSection
-from shared.model.described_shape import described_shape
+from shared.model.architecture_flags import described_shape
 from shared.model.memory_plan import OUTSIDE_BYTES, plan_trainer, total_parameters
 from shared.model.parallel_layout import ParallelLayout, division_problems
 
