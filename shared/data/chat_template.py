@@ -21,8 +21,7 @@ _USER, _SYSTEM, _ANSWER = ({"role": role, "content": "?"} for role in ("user", "
 _PLAIN_CHATS = ([_USER], [_SYSTEM, _USER], [_USER, _ANSWER, _USER])
 _PLAIN_TOOL = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}, "required": []}}
 _OF_PYTHON = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, SyntaxError, MemoryError)
-_RAISED = (jinja2.TemplateError, *_OF_PYTHON)
-"""The errors that a template can raise."""
+_RAISED = (jinja2.TemplateError, *_OF_PYTHON)  # The errors that a template can raise
 
 
 class BrokenTemplate(ConfigError):

@@ -37,8 +37,7 @@ _FAMILIES = {
 """``model_type`` → the class of the family. It goes before the class that a checkpoint names where it is the first of `_AS_FILED`, and for
 qwen2; else behind it."""
 
-_PROBE = "a b\n\tc  12"
-"""A text with white space of several kinds."""
+_PROBE = "a b\n\tc  12"  # A text with white space of several kinds
 
 _QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 """How Qwen's tokenizers split a text."""

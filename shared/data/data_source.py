@@ -29,14 +29,9 @@ from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
 from shared.schema.ledger import group_id
 
-MOST_LEFT_OUT = 10_000
-"""The most consecutive prompts that may be left out before the source is given up."""
-
-TOLD_AT_ONCE = 64
-"""The most results of one call of ``observe``."""
-
-MOST_DEATHS = 3
-"""The most times in a row that a source's process may end, or not answer, over results, before it is told no more of them."""
+MOST_LEFT_OUT = 10_000  # The most consecutive prompts that may be left out before the source is given up
+TOLD_AT_ONCE = 64  # The most results of one call of ``observe``
+MOST_DEATHS = 3  # The most times in a row that a source's process may end, or not answer, over results, before it is told no more of them
 
 
 class DrawnFile:
@@ -292,5 +287,4 @@ def merged(ranges: list[list[int]]) -> list[list[int]]:
     return found
 
 
-PromptStream = TrainingPrompts | DrawnPrompts
-"""The prompt of each training group: the same for the same number, after any restart."""
+PromptStream = TrainingPrompts | DrawnPrompts  # The prompt of each training group: the same for the same number, after any restart

@@ -35,8 +35,7 @@ def pass_all(groups: Sequence[tuple[int, int]], k: int) -> float:
     return sum(comb(c, k) / comb(n, k) for n, c in groups) / len(groups)
 
 
-QUANTILES = {"min": 0.0, "median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
-"""Those of the lengths of responses."""
+QUANTILES = {"min": 0.0, "median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}  # Those of the lengths of responses
 
 
 def eval_figures(groups: Sequence[Sequence[float]], lengths: ArrayLike, truncated: int, passes: float) -> dict[str, Any]:

@@ -29,11 +29,8 @@ from shared.runtime.safe_files import parse_json
 from shared.schema import codec
 from shared.schema.message import MAX_PROMPT_BYTES
 
-OVERLONG, BAD = "overlong", "bad"
-"""The reasons for which a prompt is left out."""
-
-BATCH = 256
-"""Prompts that are tokenised together where only their lengths are asked for: the work is shared over processor cores."""
+OVERLONG, BAD = "overlong", "bad"  # The reasons for which a prompt is left out
+BATCH = 256  # Prompts that are tokenised together where only their lengths are asked for: the work is shared over processor cores
 
 _NO_TOKENS: NDArray[np.int32] = np.empty(0, np.int32)
 

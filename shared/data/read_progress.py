@@ -10,11 +10,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from shared.runtime.safe_text import say
 
-PATIENCE_SECONDS = 2.0
-"""Work that ends sooner shows nothing."""
-
-LINE_SECONDS = 10.0
-"""Time between two lines where there is no terminal."""
+PATIENCE_SECONDS = 2.0  # Work that ends sooner shows nothing
+LINE_SECONDS = 10.0  # Time between two lines where there is no terminal
 
 
 class ReadProgress:

@@ -19,8 +19,7 @@ from shared.runtime.errors import ConfigError, nearest
 
 FIELD, PARAMETERS = "curriculum.reasoning_gym", "curriculum.reasoning_gym_parameters"
 
-BLOCK = 64
-"""Tasks that a generator is opened for at once. Some make a list of all of them first, others load lists of words each time."""
+BLOCK = 64  # Tasks that a generator is opened for at once. Some make a list of all of them first, others load lists of words each time
 
 
 def make(config: RunConfig) -> "ReasoningGymSource":

@@ -18,15 +18,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from shared.runtime.safe_files import parse_json
 from shared.schema.sample import Sample
 
-DIRECTORY = "rollouts"
-"""The directory of the files in a run's directory."""
+DIRECTORY = "rollouts"  # The directory of the files in a run's directory
 
 TRAINED, DROPPED, DEAD, EVALUATED, FAILED = "trained", "dropped", "dead", "evaluated", "failed"
 """The ends of a group; the last two are those of held-out prompts."""
 
 _FILE = re.compile(r"([0-9]{6,12})\.jsonl\Z")
-_AFTER_HEAD = b',"mask_below":'
-"""The key behind a record's first fields: most lines are passed over without reading the text behind."""
+_AFTER_HEAD = b',"mask_below":'  # The key behind a record's first fields: most lines are passed over without reading the text behind
 
 
 class RolloutSample(BaseModel):

@@ -84,14 +84,9 @@ def _shown(line: bytes) -> str:
     return repr(line[:60].decode(errors="replace"))
 
 
-INDEX_ENTRIES = 1 << 20
-"""Bound of a JSONL file's index: a longer file has one entry for every second, fourth, … row (16 bytes each)."""
-
-_REPORT_LINES = 1 << 16
-"""Lines between two reports of progress while the index is built."""
-
-_BATCH_ROWS = 8192
-"""Rows of a Parquet file that are unpacked together."""
+INDEX_ENTRIES = 1 << 20  # Bound of a JSONL file's index: a longer file has one entry for every second, fourth, … row (16 bytes each)
+_REPORT_LINES = 1 << 16  # Lines between two reports of progress while the index is built
+_BATCH_ROWS = 8192  # Rows of a Parquet file that are unpacked together
 
 USUAL_PROMPTS = ("prompt", "question", "problem", "query", "instruction", "messages", "conversations", "input", "text")
 USUAL_LABELS = ("label", "answer", "ground_truth", "final_answer", "expected_answer", "target", "gold", "solution", "output")

@@ -22,11 +22,8 @@ from shared.process.worker_pool import worker_environment
 from shared.runtime.errors import ConfigError
 from shared.runtime.tasks import error_text
 
-RENDERED = "_rendered"
-"""The key that marks a row whose text is the rendered prompt: sources of slime's apply the chat template themselves."""
-
-SLIMES = ("get_samples", "add_samples", "save", "load")
-"""The methods by which a class is known to be in slime's manner."""
+RENDERED = "_rendered"  # The key that marks a row whose text is the rendered prompt: sources of slime's apply the chat template themselves
+SLIMES = ("get_samples", "add_samples", "save", "load")  # The methods by which a class is known to be in slime's manner
 
 
 class PromptSource(Protocol):

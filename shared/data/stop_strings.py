@@ -9,11 +9,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-CHARACTER_TOKENS = 4
-"""The most tokens that make one character, in a vocabulary of bytes."""
-
-CONTEXT = 8
-"""Tokens before those of a stop string that are decoded with them: the text of a token may depend on its neighbours."""
+CHARACTER_TOKENS = 4  # The most tokens that make one character, in a vocabulary of bytes
+CONTEXT = 8  # Tokens before those of a stop string that are decoded with them: the text of a token may depend on its neighbours
 
 Tokens = NDArray[np.int32] | Sequence[int]
 

@@ -15,11 +15,8 @@ from shared.hub.hub_names import HubName
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import run_in_thread
 
-REQUEST_SECONDS = 4.0
-"""The seconds that the hub may stay silent in one request about a repository."""
-
-ANSWER_SECONDS = 6.0
-"""The seconds that such a request may take in all, including a slow look-up of the hub's address and a second try."""
+REQUEST_SECONDS = 4.0  # The seconds that the hub may stay silent in one request about a repository
+ANSWER_SECONDS = 6.0  # The seconds that such a request may take in all, including a slow look-up of the hub's address and a second try
 
 RETRY_SECONDS = 1.0
 

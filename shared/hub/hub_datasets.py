@@ -20,8 +20,7 @@ from shared.hub.hub_names import HubName
 from shared.runtime.safe_files import replacement
 from shared.runtime.safe_text import say
 
-_CARDS = ("README.md", ".huggingface.yaml", "dataset_infos.json")
-"""The files that tell the configs and splits."""
+_CARDS = ("README.md", ".huggingface.yaml", "dataset_infos.json")  # The files that tell the configs and splits
 
 _BATCH_ROWS = 1000
 

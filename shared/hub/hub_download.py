@@ -84,8 +84,7 @@ def _check(listing: RepositoryListing, top: list[str]) -> None:
         raise HubError(f"the repository holds no *.safetensors{held}; give a model whose weights have that format")
 
 
-STALL_SECONDS = 120.0
-"""The seconds that a download may go without a byte."""
+STALL_SECONDS = 120.0  # The seconds that a download may go without a byte
 
 XET_STALL_SECONDS = 20.0
 """The same for Xet, the hub's storage for large files, whose client retries for minutes: plain HTTP is then used instead."""

@@ -20,8 +20,7 @@ from shared.runtime.errors import BadInput, ConfigError, raise_problems
 
 MODELS = ("model.hf_checkpoint", "trainer.critic_load")
 
-SETS = "eval.sets"
-"""Stands for all files of evaluation sets, whichever field names them."""
+SETS = "eval.sets"  # Stands for all files of evaluation sets, whichever field names them
 
 DATA = ("data.prompt_data", SETS, "sft.sft_data")
 

@@ -1,8 +1,8 @@
 """An architecture in the names of Megatron's command line.
 
 A model's shape comes from its Hugging Face checkpoint. Flags that describe a shape are compared with it (`differences`), so that a script
-written for another size is refused; where no checkpoint is at hand, they are the shape (`described_shape`). Two names are not Megatron's own
-but common beside it: ``post_self_attn_layernorm`` and ``post_mlp_layernorm``, the norms after each block.
+written for another size is refused; where no checkpoint is at hand, they are the shape (`described_shape`). Two names are common
+beside Megatron's: ``post_self_attn_layernorm`` and ``post_mlp_layernorm``, the norms after each block.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -141,8 +141,7 @@ def expert_layers(frequency: int | Sequence[int], layers: int) -> list[int]:
     return list(frequency)
 
 
-LEAST = ("num_layers", "hidden_size", "num_attention_heads")
-"""The flags without which there is no shape."""
+LEAST = ("num_layers", "hidden_size", "num_attention_heads")  # The flags without which there is no shape
 
 DIVISORS = (
     ("num_attention_heads", "num_query_groups"),

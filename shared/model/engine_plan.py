@@ -23,8 +23,7 @@ PREFILL_GRAPHS_MIB, LATENT_GRAPHS_MIB = 480, 1536
 """What SGLang keeps for CUDA graphs of prefill, about; with latent attention. Engines have none of these unless asked
 (`shared.config.engine_limits.captures_prefill`): the plan leaves the room to what it does not know of."""
 
-LEAST_RESERVED_MIB = 10 << 10
-"""What it leaves free at least, on GPUs of more than 60 GiB."""
+LEAST_RESERVED_MIB = 10 << 10  # What it leaves free at least, on GPUs of more than 60 GiB
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from shared.runtime.errors import ConfigError
 from shared.runtime.safe_files import parse_json
 from shared.schema.sample import ExpertChoices
 
-Trait = bool | tuple[str, bool]
-"""A feature of a family: a fixed answer, or the entry of ``config.json`` that decides it, with its default."""
+Trait = bool | tuple[str, bool]  # A feature of a family: a fixed answer, or the entry of ``config.json`` that decides it, with its default
 
 
 @dataclass(frozen=True)

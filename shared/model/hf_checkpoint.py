@@ -12,18 +12,14 @@ from shared.transfer.tensor_file import TensorFileBroken, TensorFiles
 
 TEMPLATE_FOLDER = "additional_chat_templates"
 _SIDE_JSON = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
-SIDE_FILES = (*_SIDE_JSON, "chat_template.jinja")
-"""The files, and the folder of more templates, that decide how a checkpoint reads text."""
+SIDE_FILES = (*_SIDE_JSON, "chat_template.jinja")  # The files, and the folder of more templates, that decide how a checkpoint reads text
 
 INDEX = "model.safetensors.index.json"
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
-OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.gguf")
-"""Patterns of weight files that are not read."""
-
-PIECE_BYTES = 1 << 24
-"""Bytes of two tensors that are compared at a time."""
+OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.gguf")  # Patterns of weight files that are not read
+PIECE_BYTES = 1 << 24  # Bytes of two tensors that are compared at a time
 
 Shape = tuple[int, ...]
 

@@ -17,8 +17,7 @@ from shared.model.trainable_parameters import Lora
 OUTSIDE_BYTES = 2_000_000_000
 """CUDA's context, the libraries' workspaces and NCCL's buffers: what a GPU has less for torch; measured at 1.2 to 2 GB."""
 
-SLICE_BYTES = 12 * (32 << 20)
-"""A slice of offloaded state on the device (`services.trainer.megatron.optimizer`)."""
+SLICE_BYTES = 12 * (32 << 20)  # A slice of offloaded state on the device (`services.trainer.megatron.optimizer`)
 
 
 @dataclass(frozen=True)
