@@ -11,12 +11,11 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
 
-from myxo.launch.supervisor import BackOff, Probe
+from myxo.launch.supervisor import BackOff, KeptAlive, Probe
 from myxo.run.run_access import GivenServers
 from myxo.run.run_directory import RunDirectory
 from shared.accounts.permissions import Rights
@@ -27,7 +26,7 @@ from shared.runtime.addresses import CONSOLE_TOKEN, LAST_PORT, HttpAddress, new_
 from shared.runtime.errors import MyxoError
 from shared.runtime.safe_text import say
 from shared.schema.service_messages import ServiceEvent
-from shared.view.run_view import RESTARTED, ServiceError, full_disk
+from shared.view.run_view import ServiceError, full_disk
 from shared.view.stall import NATS, STORE, Away
 
 POLL_SECONDS = 0.2
@@ -151,21 +150,14 @@ class ServerLost(MyxoError):
     """An embedded server could not be restarted."""
 
 
-@dataclass
-class ManagedServer:
-    """An embedded server that is kept alive. ``since``: its last start, ``due``: its next one, monotonic seconds; ``reason``: its newest
-    error; ``died_at``: seconds since the epoch; ``refused``: of NATS, the writes that found no room."""
+class ManagedServer(KeptAlive):
+    """An embedded server that is kept alive. ``since``: its last start, monotonic seconds. ``refused``: of NATS, the writes that found no
+    room."""
 
-    server: EmbeddedServer
-    since: float
-    backoff: BackOff = field(default_factory=lambda: BackOff(at_once=True))
-    restarts: int = 0
-    due: float | None = None
-    reason: str = ""
-    died_at: float = 0.0
-    refused: RefusedWrites | None = None
-
-    def __post_init__(self) -> None:
+    def __init__(self, server: EmbeddedServer) -> None:
+        super().__init__(SERVER, server.name, BackOff(at_once=True))
+        self.server, self.since = server, time.monotonic()
+        self.refused: RefusedWrites | None = None
         self.probe = Probe(lambda: self.server.answers() or not self.server.alive(), PROBE_SECONDS)
 
     def start(self) -> None:
@@ -174,20 +166,17 @@ class ManagedServer:
             self.server.start()
         except ProcessEnded as error:
             self.restarts += 1
-            self.reason = self._last_error()
+            self.error = self._last_error()
             structlog.get_logger().warning("server_died", server=self.server.name, error=str(error), restart_in=0.0)
             self.server.start()
         self.since = time.monotonic()
         if isinstance(self.server, EmbeddedNats):
             self.refused = RefusedWrites(self.server.log_path)
 
-    def note_death(self, now: float, ready: bool) -> None:
+    def died(self, now: float, ready: bool, why: str = "") -> None:
         """Sets when it is started again. Raises ServerLost where it is given up."""
-        wait = self.backoff.died(now - self.since, ready)
-        if wait is None:
-            raise ServerLost(f"{self.server.name} does not come back after {self.restarts} restarts; see {self.server.log_path}")
-        self.due, self.reason, self.died_at = now + wait, self._last_error(), time.time()
-        structlog.get_logger().warning("server_died", server=self.server.name, reason=self.reason, restart_in=wait)
+        if not self.note_death(now, now - self.since, ready, why or self._last_error()):
+            raise ServerLost(f"{self.name} does not come back after {self.restarts} restarts; see {self.server.log_path}")
 
     def end_if_it_refuses(self, now: float) -> None:
         """Ends a server that refuses writes although its disk has room again."""
@@ -198,36 +187,30 @@ class ManagedServer:
 
     def end_for(self, now: float, why: str, kill: bool = False) -> None:
         """Ends a server that runs and does no good, and has it started again."""
-        structlog.get_logger().error("server_ended", server=self.server.name, error=why)
         self.server.stop(*([0] if kill else []))
-        self.note_death(now, ready=True)
-        self.reason = why
+        self.died(now, ready=True, why=why)
         self.probe.begin()
 
     def restart(self) -> ServiceEvent | None:
         """Starts it again. Returns the event that tells of it; None where it did not start."""
-        self.restarts += 1
         self.since = time.monotonic()
-        log = structlog.get_logger().bind(server=self.server.name, restarts=self.restarts)
         try:
             self.server.start(deadline=RESTART_SECONDS)
         except MyxoError as error:
-            log.warning("server_not_back", error=str(error))
-            self.note_death(time.monotonic(), ready=False)
+            self.restarts += 1
+            structlog.get_logger().warning("server_not_back", server=self.name, error=str(error))
+            self.died(time.monotonic(), ready=False)
             return None
-        self.due = None
         self.probe.begin()
         if self.refused is not None:
             self.refused.forget()
-        log.info("server_restarted", seconds=round(time.monotonic() - self.since, 3))
-        detail = f"after this: {self.reason}"
-        return ServiceEvent(service=SERVER, instance=self.server.name, what=RESTARTED, detail=detail, at=time.time())
+        return self.note_restart()
 
     def away(self) -> Away | None:
         """Returns why it is not there now, as displays say it; None: it is there."""
         if self.due is not None:
             wait = max(0.0, self.due - time.monotonic())
-            return Away(self.died_at, self.reason, f"starts again in {wait:.0f} s, everybody reconnects by itself")
+            return Away(self.ended_at, self.error, f"starts again in {wait:.0f} s, everybody reconnects by itself")
         if self.probe.silent_s < SILENT_SECONDS:
             return None
         since, why = time.time() - self.probe.silent_s, "its process runs, and does not answer"
@@ -248,7 +231,7 @@ FIRST_ANSWER_SECONDS = 60.0  # uptime after which a console that has never answe
 CONSOLE_PROBE_SECONDS, ANSWER_SECONDS = 5.0, 5.0  # interval at which it is asked whether it answers, and the time that it has for that
 
 
-class ConsoleProcess:
+class ConsoleProcess(KeptAlive):
     """The console of one run: started, kept alive, ended. Whatever becomes of it, the run continues.
 
     ``section``: where it listens. ``log``: the file of its output. ``environment``: what tells it of its run, see `services.console`.
@@ -259,13 +242,13 @@ class ConsoleProcess:
     """
 
     def __init__(self, section: ConsoleSection, log: Path, environment: Mapping[str, str], frozen_timeout: float = 0.0) -> None:
+        super().__init__(CONSOLE_INSTANCE, CONSOLE_INSTANCE, due=0.0)
         self._section, self._log_path, self._environment, self._frozen_timeout = section, log, environment, frozen_timeout
-        self._token, self._backoff, self._log = new_console_token(), BackOff(), structlog.get_logger()
+        self._token, self._log = new_console_token(), structlog.get_logger()
         self._child: ChildProcess | None = None
-        self._due: float | None = 0.0
         self._address: HttpAddress | None = None
         self._probe = Probe(self._answers, CONSOLE_PROBE_SECONDS)
-        self._restarts, self._reason, self._last_reason, self.url = 0, "", "", ""
+        self._killed_for = self.url = ""
         self.restarted: list[ServiceEvent] = []
         self.tick(time.monotonic())
 
@@ -275,17 +258,15 @@ class ConsoleProcess:
             self._kill_frozen(self._child, now)
         if self._child is not None and (code := self._child.exit_code()) is not None:
             lived = now - self._child.started_s
-            self._reason = self._reason or cause(code)
-            self._child, wait = None, self._backoff.died(lived, ready=lived >= WELL_SECONDS)
-            self._due = None if wait is None else now + wait
-            self._log.warning("console_died", reason=cause(code), lived=round(lived, 1), restart_in=wait)
-            if wait is None:
-                say(f"The console is given up after {self._backoff.most} deaths, the run goes on; {self._log_path} says why.")
-        if self._child is None and self._due is not None and now >= self._due:
+            again = self.note_death(now, lived, lived >= WELL_SECONDS, self._killed_for or cause(code))
+            self._child, self._killed_for = None, ""
+            if not again:
+                say(f"The console is given up after {self.backoff.most} deaths, the run goes on; {self._log_path} says why.")
+        if self._child is None and self.due is not None and now >= self.due:
             try:
                 self._start()
             except (MyxoError, OSError) as error:
-                self._due = None
+                self.due = None
                 self._log.warning("console_not_started", error=str(error))
                 say(f"There is no console, the run goes on: {error}")
 
@@ -302,24 +283,17 @@ class ConsoleProcess:
         own = {CONSOLE_TOKEN: self._token, "MYXO_CONSOLE": str(self._address), "MYXO_CONSOLE_HOSTS": hosts, "PYTHONUNBUFFERED": "1"}
         command = (sys.executable, "-m", CONSOLE_MODULE)
         self._child = ChildProcess(CONSOLE_INSTANCE, command, self._log_path, {**os.environ, **self._environment, **own})
-        self._due = None
+        self.due = None
         self._probe.begin()
-        if self._reason:
-            self._restarts += 1
-            named, detail, self._last_reason, self._reason = CONSOLE_INSTANCE, f"after {self._reason}", self._reason, ""
-            self.restarted.append(ServiceEvent(service=named, instance=named, what=RESTARTED, detail=detail, at=time.time()))
-
-    def restarts(self) -> ServiceError:
-        """Returns how often it was started again, and why the last time."""
-        return ServiceError(CONSOLE_INSTANCE, self._restarts, self._last_reason)
+        if self.error:
+            self.restarted.append(self.note_restart())
 
     def _kill_frozen(self, child: ChildProcess, now: float) -> None:
         """Kills a console that has not answered for too long, once it has had time to answer at all."""
         self._probe.tick(now)
         awaited = self._probe.answered or now - child.started_s >= FIRST_ANSWER_SECONDS
         if awaited and self._probe.silent_s >= self._frozen_timeout:
-            self._reason = f"it was frozen, without an answer for {self._probe.silent_s:.0f} s, and was killed"
-            self._log.error("console_frozen", error=self._reason)
+            self._killed_for = f"it was frozen, without an answer for {self._probe.silent_s:.0f} s, and was killed"
             self._probe.silent_s = 0.0
             child.kill()
 
@@ -343,11 +317,11 @@ class ConsoleProcess:
     @property
     def given_up(self) -> bool:
         """Returns whether it neither runs nor will be started again."""
-        return self._child is None and self._due is None
+        return self._child is None and self.due is None
 
     def stop(self) -> None:
         """Ends it."""
-        self._due = None
+        self.due = None
         if self._child is not None:
             try:
                 self._child.stop(CONSOLE_STOP_SECONDS)
@@ -404,7 +378,7 @@ class RunServers:
         self._valkey = given.redis_url or self._managed(EmbeddedValkey(directory.valkey, store.appendfsync, store.max_bytes, guest))
 
     def _managed(self, server: EmbeddedServer) -> EmbeddedServer:
-        self.managed.append(ManagedServer(server, time.monotonic()))
+        self.managed.append(ManagedServer(server))
         return server
 
     @property
@@ -457,7 +431,7 @@ class RunServers:
                 continue
             self.troubled = now
             if managed.due is None:
-                managed.note_death(now, ready=True)
+                managed.died(now, ready=True)
             if managed.due is not None and now >= managed.due and (event := managed.restart()) is not None:
                 self.restarted.append(event)
 
@@ -481,8 +455,8 @@ class RunServers:
 
     def restarts(self) -> list[ServiceError]:
         """Returns how often each embedded server and the console were restarted, and the newest error of each."""
-        console = [] if self._console is None else [self._console.restarts()]
-        return [*(ServiceError(managed.server.name, managed.restarts, managed.reason) for managed in self.managed), *console]
+        kept: list[KeptAlive] = [*self.managed, *([] if self._console is None else [self._console])]
+        return [ServiceError(process.name, process.restarts, process.error) for process in kept]
 
     def stop(self) -> None:
         """Stops console and embedded servers; the store before the bus, since nothing needs it once the services are gone."""

@@ -53,6 +53,36 @@ class BackOff:
         return 0.0 if doublings < 0 else min(self.longest, self.first * 2.0 ** min(doublings, 64))
 
 
+@dataclass
+class KeptAlive:
+    """A process that is always to run, over all its lives.
+
+    ``kind``, ``name``: its own, in events. ``due``: when its next life starts, monotonic seconds; None while one runs, and once it is given
+    up. ``error``: what ended the newest life that has ended, at ``ended_at``, seconds since the epoch.
+    """
+
+    kind: str
+    name: str
+    backoff: BackOff = field(default_factory=BackOff)
+    restarts: int = 0
+    due: float | None = None
+    error: str = ""
+    ended_at: float = 0.0
+
+    def note_death(self, now: float, lived: float, ready: bool, error: str) -> bool:
+        """Sets when it is started again. Returns False where it is given up."""
+        wait = self.backoff.died(lived, ready)
+        self.due, self.error, self.ended_at = None if wait is None else now + wait, error, time.time()
+        structlog.get_logger().warning("service_died", died=self.name, reason=error, lived=round(lived, 1), restart_in=wait)
+        return wait is not None
+
+    def note_restart(self) -> ServiceEvent:
+        """Counts a further life, which has begun. Returns the event that reports it."""
+        self.due, self.restarts = None, self.restarts + 1
+        structlog.get_logger().info("service_restarted", started=self.name, restarts=self.restarts)
+        return ServiceEvent(service=self.kind, instance=self.name, what=RESTARTED, detail=f"after {self.error}", at=time.time())
+
+
 MOST_SAME = 3  # number of deaths of one service by one error, without a finished training step in between, after which it is given up
 
 # The number of its deaths by anything: errors that take turns, and kills from outside, for the kernel kills what takes too much memory.
@@ -127,19 +157,13 @@ class StopReason:
 
 
 @dataclass
-class SupervisedService:
-    """A service that is always to run: its process now, and what happened to the ones before. ``due``: when the next one starts, monotonic
-    seconds, None while one runs."""
+class SupervisedService(KeptAlive):
+    """A service of a run: its process now, and what happened to the ones before."""
 
-    spec: ServiceSpec
-    child: ChildProcess
-    backoff: BackOff = field(default_factory=BackOff)
+    spec: ServiceSpec = field(kw_only=True)
+    child: ChildProcess = field(kw_only=True)
     ready: bool = False
-    restarts: int = 0
-    due: float | None = None
     last_code: int | None = None
-    last_error: str = ""
-    ended_at: float = 0.0
     killed_for: str = ""
     same: SameDeaths = field(default_factory=SameDeaths)
 
@@ -153,7 +177,7 @@ class SupervisedService:
         ready, lived = self.ready and self.due is None, now - self.child.started_s
         due_in = None if self.due is None else max(0.0, self.due - now)
         life = (self.child.pid, self.restarts, ready, lived, self.child.started_at)
-        told = (self.last_code, self.last_error, self.spec.foreign, self.ended_at)
+        told = (self.last_code, self.error, self.spec.foreign, self.ended_at)
         return InstanceStatus(self.spec.service, self.spec.instance, *life, due_in, *told)
 
 
@@ -176,7 +200,10 @@ class Supervisor:
         # Of each service that was started again, with the error that ended its life before; whoever publishes an event takes it out.
         self.restarted: list[ServiceEvent] = []
         self._excused, self._logs = excused, logs
-        self._services = [SupervisedService(spec, _started(spec, logs(spec.instance)), backoff()) for spec in specs]
+        self._services = [
+            SupervisedService(spec.service, spec.instance, backoff(), spec=spec, child=_started(spec, logs(spec.instance)))
+            for spec in specs
+        ]
         self._log = structlog.get_logger()
         for service in self._services:
             self._log.info("service_started", started=service.spec.instance, pid=service.child.pid)
@@ -255,28 +282,22 @@ class Supervisor:
             self._log.error("bad_input", of=instance)
             return StopReason(instance, True, 1, child.last_lines(1), self._logs(instance))
         words = "" if from_outside(code) or code == 0 else failure_summary.of_log(child.last_lines(REASON_LINES))
-        service.last_error = service.killed_for or (f"{cause(code)}: {words}" if words else cause(code))
+        error, lived = service.killed_for or (f"{cause(code)}: {words}" if words else cause(code)), now - child.started_s
         service.killed_for = ""
-        lived = now - child.started_s
-        wait = service.backoff.died(lived, service.ready or (service.spec.foreign and lived >= service.backoff.healthy))
-        self._log.warning("service_died", died=instance, reason=service.last_error, lived=round(lived, 1), restart_in=wait)
+        ready = service.ready or (service.spec.foreign and lived >= service.backoff.healthy)
+        again = service.note_death(now, lived, ready, error)
         if not excused and service.same.died(code, words, steps):
             same = service.same.count >= MOST_SAME
             deaths = service.same.count if same else service.same.deaths
-            return StopReason(instance, False, deaths, child.last_lines(LAST_LINES), self._logs(instance), service.last_error, same)
-        if wait is None:
+            return StopReason(instance, False, deaths, child.last_lines(LAST_LINES), self._logs(instance), error, same)
+        if not again:
             return StopReason(instance, False, service.backoff.deaths_unready, child.last_lines(LAST_LINES), self._logs(instance))
-        service.due = now + wait
         return None
 
     def _restart(self, service: SupervisedService) -> None:
         service.child = _started(service.spec, self._logs(service.spec.instance))
         service.ready = False
-        service.due = None
-        service.restarts += 1
-        self._log.info("service_restarted", started=service.spec.instance, pid=service.child.pid, restarts=service.restarts)
-        kind, instance, detail = service.spec.service, service.spec.instance, f"after {service.last_error}"
-        self.restarted.append(ServiceEvent(service=kind, instance=instance, what=RESTARTED, detail=detail, at=service.child.started_at))
+        self.restarted.append(service.note_restart())
 
 
 def _started(spec: ServiceSpec, log_path: Path) -> ChildProcess:
