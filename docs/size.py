@@ -76,7 +76,8 @@ def circles() -> list[list[str]]:
 def walks() -> list[tuple[str, list[str]]]:
     """Returns docs/reading.md's walks: title, files in their order."""
     sections = (ROOT / "docs" / "reading.md").read_text().split("\n## ")[1:]
-    return [(section.split("\n", 1)[0], re.findall(r"^\d+\. `([\w/]+\.py)`", section, re.MULTILINE)) for section in sections]
+    found = [(section.split("\n", 1)[0], re.findall(r"^\d+\. `([\w/]+\.py)`", section, re.MULTILINE)) for section in sections]
+    return [(title, files) for title, files in found if files]
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """Conversion between Hugging Face's tensors and Megatron's parameters.
 
 Megatron fuses q, k and v into one matrix, ordered by key/value group, and the two halves of a gated MLP into another; it
-splits both over the tensor-parallel ranks and rounds the vocabulary up. :func:`recipe` is the one table of names, for the
+splits both over the tensor-parallel ranks and rounds the vocabulary up. `shared.model.tensor_table` is the one table of names, for the
 local layer spec and for Transformer Engine's (which keeps norms inside the linear layers and numbers experts otherwise).
 """
 
