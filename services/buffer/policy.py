@@ -73,7 +73,7 @@ class BadChoice(MyxoError):
 
 
 # What a trainer is told that comes back with more steps than the ledger has
-AHEAD = "the checkpoint is ahead of the ledger, as after a loss of power; `myxo repair RUN` says what would be lost, and mends it"
+AHEAD = "the checkpoint is ahead of the ledger, as after a loss of power; `myxo repair RUN` says what would be lost, and repairs it"
 
 
 class WrongStep(MyxoError):
@@ -103,7 +103,7 @@ def admit(state: BufferState, limits: BufferConfig, now: float) -> list[LedgerRe
 def min_version(group: GroupState, state: BufferState, limits: BufferConfig) -> int:
     """Returns the oldest weights that may begin this group's generation: older ones would be over the bound in the step it is meant for.
 
-    That step follows from the group's rank among those not dropped or dead, and is none that has its batch already.
+    That step follows from the group's rank among those not dropped or dead, and never has its batch already.
     """
     slot = max(0, group.number - state.dropped - state.dead)
     step = min(max(slot // limits.rollout.rollout_batch_size, state.formed_steps), limits.rollout.num_rollout - 1)

@@ -254,8 +254,8 @@ class Api:
         )
 
     def _refusing(self, house: House, route: Route) -> Callable[[Request], Awaitable[Response]]:
-        """Returns a route that answers refusals in its house's form, and has a bounded number of requests in hand: of each session, and of
-        those whose body is there, so that one session's unfinished requests take nothing from the others."""
+        """Returns a route that answers refusals in the format of its API, and has a bounded number of requests in progress: of each
+        session, and of those whose body is there, so that one session's unfinished requests take nothing from the others."""
 
         async def answered(request: Request) -> Response:
             self.metrics.add("gateway_requests")

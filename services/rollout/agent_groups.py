@@ -109,7 +109,7 @@ class AgentGroups(GroupPlayer):
         return _AgentRollout(self, task, index, earlier, slots, progress)
 
     def new_session(self, task: Task, rollout: int, seed: int) -> tuple[Session, str]:
-        """Returns a session that is not open yet, and its key. ``seed``: by the how many-th one its tokens are generated."""
+        """Returns a session that is not open yet, and its key. ``seed``: the index that the seed of its tokens is derived from."""
         name = f"{task.group}.{task.attempt}.{rollout}.{uuid.uuid4().hex[:12]}"
         key, digest = new_key(name)
         session = Session(

@@ -45,7 +45,7 @@ class AgentProgram:
             reward_values.read(given, self.reward_key)  # the one that counts is there
             return given
         except ValueError as error:
-            raise self.failed(f"gave a reward that is none: {error}") from None
+            raise self.failed(f"returned an invalid reward: {error}") from None
 
     def rewards(self, result: object) -> dict[str, Rewards | None]:
         """Returns the reward of each role in an agent's result, as `reward` does."""

@@ -84,7 +84,7 @@ class EpisodeTokens:
         gone_on = self._tokenizer.render([*said, *self._guarded(messages)], self._variables)
         (_, found, end), (_, found_on, text) = ended.partition(_PLACEHOLDER), gone_on.partition(_PLACEHOLDER)
         if not (found and found_on) or not text.startswith(end):
-            expected = "the chat template goes on from a message otherwise than it ended one; episodes need one that only appends"
+            expected = "the chat template renders earlier messages anew; episodes need one that only appends"
             raise ConfigError("data.apply_chat_template", self._control.plain(gone_on)[-200:], expected)
         return text
 
@@ -285,7 +285,7 @@ class _Episode:
             rows = len(self._sample.tokens) - 1 - (0 if known is None else len(known))
             found = self._run.choices.read(encoded, rows + beyond)[:rows]
         except ValueError as error:
-            raise HookFailed(FIELD, self._run.environment.shown, f"the engine told {error}") from None
+            raise HookFailed(FIELD, self._run.environment.shown, f"the engine returned invalid data: {error}") from None
         self._sample.rollout_routed_experts = found if known is None else np.concatenate([known, found])
 
     def _left(self) -> int:

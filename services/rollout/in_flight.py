@@ -67,7 +67,7 @@ class Partial:
         try:
             read = choices.read(found.encoded, found.rows)[: found.rows - found.beyond]
         except ValueError as error:
-            self.unrouted = f"the engine told {error}"
+            self.unrouted = f"the engine returned invalid data: {error}"
             return
         self.routed = read if self.routed is None else np.concatenate([self.routed, read[len(self.routed) - found.start :]])
 

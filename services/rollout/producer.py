@@ -391,7 +391,7 @@ class Producer:
         """Returns the task of a group that the function has. Raises BadMessage."""
         drawn = self._drawn.get(group)
         if drawn is None or drawn.task.attempt != attempt:
-            raise BadMessage(f"group {group}, attempt {attempt}, is none that the function has")
+            raise BadMessage(f"the rollout function does not hold group {group}, attempt {attempt}")
         return drawn
 
     async def _end(self, drawn: HeldTask, message: Generated | Outcome) -> None:

@@ -36,13 +36,10 @@ declare_metrics("""
 
 INITIAL_VERSION = 0  # the version of the policy that an engine loads from `hf_checkpoint` when it starts
 
-# The deadline for an engine that has released its memory to take it again.
 WATCH_SECONDS = 1.0
-OPEN_SECONDS = 60.0
-
-# The requests that others may have in the engine at once, beyond one for each slot that the replica may have.
+OPEN_SECONDS = 60.0  # the deadline for an engine that has released its memory to take it again
 STOP_SECONDS = 3.0
-SPARE_REQUESTS = 512
+SPARE_REQUESTS = 512  # the requests that others may have in the engine at once, beyond one for each slot that the replica may have
 RESTART_SECONDS = 2.0  # the pause before a dead engine is started again
 
 

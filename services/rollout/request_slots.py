@@ -126,7 +126,7 @@ class SlotLimit:
 
 @dataclass(eq=False)
 class GroupSlots:
-    """The slots of a group in hand. ``place``: the how many-th it was taken; ``open``: its samples that have not ended."""
+    """The slots of a group in hand. ``place``: its position in the order of arrival; ``open``: its samples that have not ended."""
 
     queue: "RequestSlots"
     task_class: str

@@ -218,7 +218,7 @@ def _is_above_zero(value: Any) -> bool:
 
 
 def _count(value: Any) -> int:
-    """Returns a whole number; 1 for what is none, which the field's own check reports."""
+    """Returns a whole number; 1 if it is none: validation of the field reports it."""
     text = str(value)
     return int(text) if text.isdecimal() else 1
 

@@ -45,9 +45,9 @@ Argument = int | bool | str
 
 TVM_FFI_CACHE, FLASHINFER_CACHE = "TVM_FFI_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"
 
-# The sizes of a head for which there is a fused kernel of the rotary embedding, and of the norms of queries and keys.
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 _OTHER_NAMES = {"half": "float16", "float": "float32"}
+# The sizes of a head for which there is a fused kernel of the rotary embedding, and of the norms of queries and keys.
 _FUSED_ROTARY, _FUSED_NORMS = (64, 128, 256, 512), (64, 128, 256, 512, 1024)
 
 

@@ -99,7 +99,7 @@ def test_plain_text_is_put_behind(qwen: Tokenizer) -> None:
 )
 def test_a_template_that_does_not_append_is_refused(tmp_path: Path, tiny_model: Path, template: str) -> None:
     tokens = EpisodeTokens(tokenizer_of(tmp_path, tiny_model, template), as_chat=True, variables={})
-    with pytest.raises(ConfigError, match="the chat template goes on from a message otherwise than it ended one"):
+    with pytest.raises(ConfigError, match="the chat template renders earlier messages anew"):
         tokens.reply(OBSERVED, None)
 
 
