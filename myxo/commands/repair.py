@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.text import Text
 
 from myxo.commands.command_arguments import add_json, add_run
-from myxo.run import torn_run
+from myxo.run import run_repair
 from myxo.run.run_access import Access, reach
-from myxo.run.torn_run import LedgerExtent, RepairPlan, repair_plan
+from myxo.run.run_repair import LedgerExtent, RepairPlan, repair_plan
 from shared.bus.registry import Registry
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
@@ -36,10 +36,10 @@ async def repair(run: str, directory: Path, console: Console, agreed: bool, as_j
     async with reach(run, directory) as access:
         if busy := await at_work(access):
             raise ConfigError("RUN", run, f"{', '.join(busy)} are at work on it; end the run first")
-        ledger = await torn_run.ledger_extent(access.bus, access.run)
-        held = torn_run.checkpoints(access.config)
+        ledger = await run_repair.ledger_extent(access.bus, access.run)
+        held = run_repair.checkpoints(access.config)
         plan = repair_plan(ledger, held)
-        moved = await torn_run.carry_out(access, plan) if agreed and plan.needed and not plan.problem else []
+        moved = await run_repair.carry_out(access, plan) if agreed and plan.needed and not plan.problem else []
         done = agreed and not plan.problem
         if as_json:
             told = {

@@ -21,7 +21,7 @@ from myxo.launch.service_plan import TRAINERS, ServiceSpec, plan
 from myxo.launch.supervisor import FrozenServices, StopReason, Supervisor
 from myxo.run.run_access import GivenServers, told_when_lost, vocabulary
 from myxo.run.run_directory import RunDirectory, ServerUrls
-from myxo.run.torn_run import checkpoints
+from myxo.run.run_repair import checkpoints
 from shared.accounts.permissions import CONSOLE, rights_of
 from shared.bus import runs, streams
 from shared.bus.bus_errors import BUS_ERRORS
@@ -41,7 +41,7 @@ from shared.service.service_base import HEARTBEATS
 from shared.store.payload_store import Store, options
 from shared.view.live_services import InstanceStatus
 from shared.view.run_view import WENT_ON, RunView, full_disk, run_view
-from shared.view.stall import NATS, STORE, TROUBLES, Away, Cause, Owed, RunSituation, Stall, StallWatch, as_doing, watched_stall
+from shared.view.stall import NATS, STORE, TROUBLES, Away, Cause, PendingWork, RunSituation, Stall, StallWatch, as_doing, watched_stall
 
 SCAN = 1000  # number of keys that one SCAN asks for
 
@@ -156,12 +156,12 @@ class FinalWeights:
         return now - max(self._since, *lives) < self._seconds
 
     @property
-    def wait(self) -> Owed | None:
+    def wait(self) -> PendingWork | None:
         """Returns what is waited for; None: nothing."""
         if self._since is None or not self._missing:
             return None
         follows = f"given up {self._seconds:g} s after the trainer's start (trainer.collective_timeout and {MARGIN_SECONDS:g} s)"
-        return Owed(f"the final weights in {self._named()}", self._since_epoch, follows)
+        return PendingWork(f"the final weights in {self._named()}", self._since_epoch, follows)
 
     def announced(self) -> str:
         """Returns what to say of a finished run that lacks them; empty: it does not."""

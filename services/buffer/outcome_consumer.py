@@ -3,7 +3,7 @@
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from services.buffer import amendment, outcome_check, policy
+from services.buffer import batch_repair, outcome_check, policy
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.ledger_writer import BadRecord
 from services.buffer.state import BufferState
@@ -65,12 +65,12 @@ class OutcomeConsumer:
 
     async def _generated_anew(self, outcome: Outcome) -> bool:
         """Has a group generated anew that was given up because the store has lost its samples. False where it is none."""
-        if not await has_lost(self._service, amendment.perhaps_lost(outcome)):
+        if not await has_lost(self._service, batch_repair.perhaps_lost(outcome)):
             return False
         decided: list[LedgerRecord] = []
 
         def decide() -> Sequence[LedgerRecord]:
-            decided.extend(amendment.lost_failed(self._state, outcome, time.time()))
+            decided.extend(batch_repair.lost_failed(self._state, outcome, time.time()))
             return decided
 
         await self._decide(decide)

@@ -15,7 +15,7 @@ declare_metrics("""
     store_max_bytes | bytes | that it may use; 0: without a bound
 """)
 
-HOLD, GO_ON = 0.85, 0.75  # The parts of the store's memory from which on nothing is admitted, and below which that ends
+PAUSE_ABOVE, RESUME_BELOW = 0.85, 0.75  # The parts of the store's memory from which on nothing is admitted, and below which that ends
 LOOK_SECONDS = 2.0  # The deadline for the store to say how full it is; where it does not, what it said last stands
 
 
@@ -41,7 +41,7 @@ class StoreRoom:
             self._service.log.error("store_evicts", error=error)
         self._service.metrics.set("store_bytes", used)
         self._service.metrics.set("store_max_bytes", bound)
-        if bound and used >= bound * (GO_ON if self.reason else HOLD):
+        if bound and used >= bound * (RESUME_BELOW if self.reason else PAUSE_ABOVE):
             full = f"the store is {used / bound:.0%} full ({used >> 20} of {bound >> 20} MiB, its maxmemory)"
             self.reason = f"{full}; no new group is admitted until a checkpoint frees payloads, or it gets more memory"
         else:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from services.buffer import amendment, policy
+from services.buffer import batch_repair, policy
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.outcome_consumer import Decision
 from services.buffer.run_failure import RunFailure
@@ -114,7 +114,7 @@ class TrainerRequests:
         group = self._state.groups.get(refusal.group)
         keys = group.scored.keys if group is not None and group.scored is not None and group.step == refusal.step else ()
         lost = await has_lost(self._service, keys)
-        await self._decide(lambda: amendment.refused(self._state, refusal, time.time(), lost))
+        await self._decide(lambda: batch_repair.refused(self._state, refusal, time.time(), lost))
         return Accepted()
 
     async def durable(self, report: Durable) -> Accepted:
@@ -135,7 +135,7 @@ class TrainerRequests:
             return RunDone()
         if step in state.batches:
             await self._lose_missing()
-            await self._decide(lambda: amendment.amended(self._state, limits, step, time.time()))
+            await self._decide(lambda: batch_repair.amended(self._state, limits, step, time.time()))
             return policy.batch(state, step, limits.named_rewards) or self._pending(step, have=len(state.batches[step].groups), need=size)
         if len(state.ready) >= size:
             await self._lose_missing()
@@ -157,7 +157,7 @@ class TrainerRequests:
         """Has groups generated anew whose payload the store has lost since they were scored."""
         owners = {key: name for name, group in self._state.ready.items() if group.scored for key in group.scored.keys}
         for name in {owners[key] for key in await self._service.store.missing(list(owners))}:
-            await self._decide(partial(amendment.lost_ready, self._state, name, time.time()))
+            await self._decide(partial(batch_repair.lost_ready, self._state, name, time.time()))
 
     def _doing(self) -> Doing | None:
         """Returns which batch the trainer has asked for in vain, since it first did."""

@@ -7,7 +7,7 @@ import resource
 from pathlib import Path
 
 from services.gateway.chat_tokens import ChatTokens
-from services.gateway.group_intake import GroupIntake, add_ingest_routes
+from services.gateway.ingest import GroupIntake, add_ingest_routes
 from services.gateway.replicas import DrawClient, Replicas
 from services.gateway.routes import Api
 from services.gateway.turns import Turns

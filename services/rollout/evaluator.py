@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from services.rollout.engine_spread import EngineSpread
+from services.rollout.engine_load_balancer import EngineSpread
 from services.rollout.replica import Replica
 from shared.bus.streams import task_consumer
 from shared.bus.subjects import EVAL, ROLLOUT

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from services.rollout.engine_load_balancer import EngineSpread
 from services.rollout.engine_proxy import SampleCheck
-from services.rollout.engine_spread import EngineSpread
 from services.rollout.producer_process import FIELD
 from services.rollout.replica import Replica
 from services.rollout.task_outcomes import TaskOutcomes

@@ -14,7 +14,7 @@ from services.rollout.engine_nodes import EngineLeader
 from services.rollout.engine_proxy import EngineProxy
 from services.rollout.replica_command import engine_log, replica_command
 from services.rollout.request_slots import MOST
-from services.rollout.router import router_url
+from services.rollout.router_registration import router_url
 from services.rollout.served_version import ServedVersion
 from shared import hooks
 from shared.config import devices

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from services.rollout.engine.engine_process import EngineCommand, EngineMeeting, engine_command
-from services.rollout.router import router_url
+from services.rollout.router_registration import router_url
 from shared import hooks
 from shared.config import devices, sglang_flags
 from shared.config.engine_limits import PREFILL_GRAPHS, captures_prefill

@@ -11,8 +11,8 @@ from services.rollout.agent_groups import AgentGroups, Gateways
 from services.rollout.custom_generate import CustomGenerate
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.transport import EngineError, InvalidRequest
+from services.rollout.engine_load_balancer import EngineSpread
 from services.rollout.engine_nodes import follow
-from services.rollout.engine_spread import EngineSpread
 from services.rollout.episodes import EpisodeGenerate
 from services.rollout.evaluator import Evaluator
 from services.rollout.in_flight import InFlight
@@ -21,7 +21,7 @@ from services.rollout.producer import Producer, run_where_active
 from services.rollout.replica import Replica
 from services.rollout.replica_command import FLAG, captured_requests
 from services.rollout.request_slots import GroupSlots, RequestSlots
-from services.rollout.router import Router, router_url
+from services.rollout.router_registration import Router, router_url
 from services.rollout.task_outcomes import TaskOutcomes, handed_back
 from services.rollout.weight_catch_up import WeightCatchUp
 from services.rollout.weight_receiver import WeightsReceiver

@@ -91,7 +91,7 @@ class Critic(RoleWorker):
         results = []
         if prepared.steps:
             if self._with_kl:
-                prepared = self._with_given("kl", prepared)
+                prepared = self._with_received("kl", prepared)
             prepared = self._loss_inputs.with_advantages(prepared)
             loss = ValueLoss(self._objective.value_clip)
             results = self._optimized(prepared, lambda _: loss)

@@ -82,8 +82,8 @@ class Trainer(RoleWorker):
     def run(self) -> None:
         """Trains until the run is done or a stop is asked for; all that a resume needs is then on disk."""
         self._resume()
-        self._exporter.make_up(self._progress.steps)
-        self._make_up_final_hf()
+        self._exporter.write_missing(self._progress.steps)
+        self._write_missing_final_hf()
         self._report_durable()
         if not self._progress.sft_done:
             self._warm_start()
@@ -184,7 +184,7 @@ class Trainer(RoleWorker):
             if self._exchange is not None:  # the critic's returns contain the penalty too
                 self._give("kl", prepared)
         if wanted.values:
-            prepared = self._with_given("values", prepared)
+            prepared = self._with_received("values", prepared)
         return self._loss_inputs.with_advantages(prepared)
 
     def _log_probs(self, prefix: str) -> Callable[[Sequence[PackedBatch]], list[Tensor]]:
@@ -252,7 +252,7 @@ class Trainer(RoleWorker):
             if self._colocation.colocated:
                 self._pusher.wait()
         if self._metrics is not None:
-            self._metrics.stood_still("push", time.monotonic() - started)
+            self._metrics.add_stall("push", time.monotonic() - started)
 
     def _leave(self, done: bool) -> None:
         self._report_activity("leaving")
@@ -277,7 +277,7 @@ class Trainer(RoleWorker):
         if self._begun_save == self._config.rollout.num_rollout and self._config.trainer.save_final_hf:
             self._save_final_hf()
 
-    def _make_up_final_hf(self) -> None:
+    def _write_missing_final_hf(self) -> None:
         """Writes what a predecessor died before that had saved the last checkpoint; the run's end is reported after it. A collective."""
         path, steps = hf_directory(self._config), self._progress.steps
         due = self._progress.sft_done and self._config.trainer.save_final_hf and steps == self._config.rollout.num_rollout

@@ -263,7 +263,7 @@ class WeightsAndBiases(Writer):
 
 SUMS = ("agreement_abs_diff", "agreement_tokens")  # Metrics of the loss that stay sums over a batch's optimizer steps; the others are means
 MOST_PARTS = 64  # The most names of rewards that one trainer process writes: each makes four time series that are never removed
-STANDING_STILL = ("save", "push")  # What a trainer does between two steps besides waiting for a batch
+STALL_REASONS = ("save", "push")  # What a trainer does between two steps besides waiting for a batch
 SFT_SHOWN_SECONDS = 1.0  # The least time between two flushes of the warm start's numbers, whose steps are short
 
 _ILLEGAL = re.compile(r"[^-/\w.]")  # TensorBoard's own rule; W&B and Prometheus then have the same names
@@ -322,7 +322,7 @@ class MetricsLogger:
         self._speed, self._role, self._log = speed, role, log
         self._parts = RewardParts()
         self._last_end: float | None = None
-        self._stood_still = dict.fromkeys(STANDING_STILL, 0.0)
+        self._stalls = dict.fromkeys(STALL_REASONS, 0.0)
         self._sft_losses: list[float] = []
         self._sft_first = self._sft_shown = 0.0
         self._zero_std: dict[str, float] = {}
@@ -385,9 +385,9 @@ class MetricsLogger:
         self.evaluations()
         self._flush()
 
-    def stood_still(self, what: str, seconds: float) -> None:
-        """Notes that the trainer did one of `STANDING_STILL` for ``seconds`` before its next step."""
-        self._stood_still[what] += seconds
+    def add_stall(self, what: str, seconds: float) -> None:
+        """Notes that the trainer did one of `STALL_REASONS` for ``seconds`` before its next step."""
+        self._stalls[what] += seconds
 
     def critic(self, batch: TrainBatch, results: list[StepResult], started: float, ended: float) -> None:
         """Writes one step of the critic: the means over its optimizer steps."""
@@ -501,8 +501,8 @@ class MetricsLogger:
         }
         if self._last_end is not None:  # what the first step waited for is not known
             found["wall_tok_per_s"] = batch.metrics["tokens"] / (waited + seconds)
-        found |= {f"train_{what}_time": spent for what, spent in self._stood_still.items()}
-        self._last_end, self._stood_still = ended, dict.fromkeys(STANDING_STILL, 0.0)
+        found |= {f"train_{what}_time": spent for what, spent in self._stalls.items()}
+        self._last_end, self._stalls = ended, dict.fromkeys(STALL_REASONS, 0.0)
         assert self._speed is not None  # of a model that is trained
         return found | self._speed.of_step([item.tokens for item in batch.partition.items], training, shared)
 

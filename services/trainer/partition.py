@@ -53,7 +53,7 @@ class Untrainable(MyxoError):
         super().__init__(f"step {step} cannot be trained with sample {first.group}/{first.position}: {first.reason}{also}")
 
 
-APART = 0.05  # the fraction by which the rank of highest cost may be above the mean before units are split
+MAX_IMBALANCE = 0.05  # the fraction by which the rank of highest cost may be above the mean before units are split
 
 _Members: TypeAlias = "int | tuple[_Members, _Members]"
 _Filled: TypeAlias = tuple[float, int, _Members]
@@ -78,21 +78,21 @@ def balance(
     *,
     costs: Sequence[float] | None = None,
     units: Sequence[Hashable] | None = None,
-    closely: bool = False,
+    whole_groups: bool = False,
 ) -> list[list[list[int]]]:
     """Deals samples to ranks and micro-batches: ``placement[rank][micro_batch]`` is an ascending list of indices.
 
     With units, whole units are dealt to ranks by differencing, and each rank's samples to micro-batches, as many on each
-    rank as the one that needs most has. Where that leaves a rank more than `APART` above the mean, and without units: the number
+    rank as the one that needs most has. Where that leaves a rank more than `MAX_IMBALANCE` above the mean, and without units: the number
     of micro-batches a rank is the smallest, from the lower bound up, at which differencing keeps every bin in the
-    budget. The bins, dearest first, are dealt back and forth over the ranks: what runs at the same time is alike, and
+    budget. The bins, the most expensive first, are dealt back and forth over the ranks: what runs at the same time is alike, and
     the totals of any two ranks differ by at most the difference of the dearest and the cheapest bin.
 
     Args:
         lengths: tokens of each sample. max_tokens_per_rank: tokens a micro-batch may hold.
         costs: the amounts to balance, > 0 each (for example FLOPs); tokens if not given. The budget is always in tokens.
         units: the unit of each sample; those of one unit should stay together.
-        closely: also in micro-batches, of a rank that gets whole units, as far as that takes no more of them.
+        whole_groups: keep a unit's samples in one micro-batch as well, where that needs no further micro-batch.
 
     Raises SampleTooLong, which names the sample by its index.
     """
@@ -100,7 +100,7 @@ def balance(
     for index, length in enumerate(lengths):
         if length > max_tokens_per_rank:
             raise SampleTooLong(f"number {index} of the batch", length, max_tokens_per_rank)
-    if units is not None and (together := _whole_units(lengths, costs, units, dp_size, max_tokens_per_rank, closely)) is not None:
+    if units is not None and (together := _whole_units(lengths, costs, units, dp_size, max_tokens_per_rank, whole_groups)) is not None:
         return together
     count = max(1, -(-_fewest_bins(lengths, max_tokens_per_rank) // dp_size))
     # Ends at the latest with as many bins as samples: differencing then leaves every sample alone.
@@ -112,16 +112,16 @@ def balance(
 
 
 def _whole_units(
-    lengths: Sequence[int], costs: Sequence[float], units: Sequence[Hashable], dp_size: int, budget: int, closely: bool
+    lengths: Sequence[int], costs: Sequence[float], units: Sequence[Hashable], dp_size: int, budget: int, whole_groups: bool
 ) -> list[list[list[int]]] | None:
     """Returns the placement that splits no unit; None where it would leave the ranks with unlike work."""
     ranks = _ranks_of_units(costs, units, dp_size)
-    if max(sum(costs[i] for i in rank) for rank in ranks) > (1 + APART) * sum(costs) / dp_size:
+    if max(sum(costs[i] for i in rank) for rank in ranks) > (1 + MAX_IMBALANCE) * sum(costs) / dp_size:
         return None
     count = max(_fewest_bins([lengths[i] for i in rank], budget) for rank in ranks)
     while (placed := _bins_of_ranks(ranks, lengths, costs, count, budget)) is None:
         count += 1
-    if closely and count > 1:
+    if whole_groups and count > 1:
         closer = (_close_bins(rank, lengths, costs, units, count, budget) for rank in ranks)
         placed = [found or bins for found, bins in zip(closer, placed, strict=True)]
     return [[members for (members,) in _rows(bins, costs, 1)] for bins in placed]
@@ -309,13 +309,13 @@ def partition_batch(
     cost: Cost = float,
     longest: int | None = None,
     *,
-    closely: bool = False,
+    whole_groups: bool = False,
 ) -> Partition:
     """Partitions a batch among optimizer steps, ranks and micro-batches.
 
     Args:
         max_tokens: the most tokens of a micro-batch. longest: the most of a sample, default: as many; a sample of more tokens than a
-            micro-batch holds is one by itself. closely: samples of a group go into the same micro-batches, where that costs nothing.
+            micro-batch holds is one by itself. whole_groups: keep a group in one micro-batch, where that needs no further one.
 
     Raises:
         Untrainable: references that do not say how long their samples are, and samples over ``longest``.
@@ -325,7 +325,7 @@ def partition_batch(
     groups = enumerate(batch.groups)
     items = [PartitionItem(index, position, tokens) for index, group in groups for position, tokens in enumerate(group.payload.tokens)]
     trained = [item.position not in (*batch.groups[item.group].removed, *batch.groups[item.group].stale) for item in items]
-    steps = [_placed(part, items, dp_size, max_tokens, cost, closely) for part in parts(trained, optimizer_steps)]
+    steps = [_placed(part, items, dp_size, max_tokens, cost, whole_groups) for part in parts(trained, optimizer_steps)]
     return Partition(batch, items, steps)
 
 
@@ -349,10 +349,10 @@ def parts(trained: Sequence[bool], count: int) -> list[range]:
     return [part for part in found if any(trained[index] for index in part)] or [range(len(trained))]
 
 
-def _placed(part: range, items: list[PartitionItem], dp_size: int, max_tokens: int, cost: Cost, closely: bool) -> Placement:
+def _placed(part: range, items: list[PartitionItem], dp_size: int, max_tokens: int, cost: Cost, whole_groups: bool) -> Placement:
     chosen = [items[index] for index in part]
     lengths = [item.tokens for item in chosen]
     filled = [min(length, max_tokens) for length in lengths]
     costs, units = [cost(length) for length in lengths], [item.group for item in chosen]
-    placement = balance(filled, dp_size, max_tokens, costs=costs, units=units, closely=closely)
+    placement = balance(filled, dp_size, max_tokens, costs=costs, units=units, whole_groups=whole_groups)
     return [[[part.start + index for index in micro_batch] for micro_batch in rank] for rank in placement]

@@ -45,7 +45,7 @@ class PolicyExporter:
         if not self._config.trainer.async_save:
             self.finish()
 
-    def make_up(self, steps: int) -> None:
+    def write_missing(self, steps: int) -> None:
         """Exports the policy that a checkpoint holds where a predecessor died before its export was complete. A collective."""
         path, rollout = self._target(steps), self._config.rollout
         due = is_periodic(steps, self._config.trainer.save_interval, rollout.num_rollout_per_epoch) or steps == rollout.num_rollout

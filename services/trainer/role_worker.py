@@ -266,8 +266,8 @@ class RoleWorker:
 
     def _partition(self, batch: Batch) -> Partition:
         optimizer_steps = self._config.trainer.num_steps_per_rollout
-        ranks, closely = self._actor.data_parallel_size, self._actor.model.least_saved is not None
-        return partition_batch(batch, optimizer_steps, ranks, self._max_tokens, self._operations, self._longest, closely=closely)
+        ranks, whole_groups = self._actor.data_parallel_size, self._actor.model.least_saved is not None
+        return partition_batch(batch, optimizer_steps, ranks, self._max_tokens, self._operations, self._longest, whole_groups=whole_groups)
 
     def _optimized(self, batch: TrainBatch, loss_of_step: Callable[[int], LossFunction], *, need_entropy: bool = False) -> list[StepResult]:
         if self._config.trainer.reset_optimizer_states:
@@ -314,7 +314,7 @@ class RoleWorker:
         if self._control is not None:
             self._exchange.finish(kind, batch.step)
 
-    def _with_given(self, kind: Kind, batch: TrainBatch) -> TrainBatch:
+    def _with_received(self, kind: Kind, batch: TrainBatch) -> TrainBatch:
         assert self._exchange is not None
         with runtime.together(f"reading the {kind} of step {batch.step}"):
             return batch.with_values(kind, self._exchange.read(kind, batch.step, batch.names))
@@ -386,7 +386,7 @@ class RoleWorker:
         self._begun_save = steps
         seconds = time.monotonic() - started
         if self._metrics is not None:
-            self._metrics.stood_still("save", seconds)
+            self._metrics.add_stall("save", seconds)
         self._log.info("checkpoint_saved" if wait else "checkpoint_begun", steps=steps, seconds=round(seconds, 2))
 
     def _save_at_once(self) -> None:

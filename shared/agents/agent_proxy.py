@@ -21,7 +21,7 @@ CONNECTIONS = 4096  # most at once; further ones are refused by the proxy
 CHUNK_BYTES = 64 * 1024
 
 
-class AgentDoor:
+class AgentProxy:
     """Passes connections on. ``agent``: where to."""
 
     def __init__(self, agent: HttpAddress) -> None:
@@ -88,7 +88,7 @@ async def serve(listen: HttpAddress, agent: HttpAddress) -> None:
     if listen.host == PRIVATE and host == LOOPBACK:
         raise ConfigError("HOST:PORT", str(listen), "the network of NATS is not there yet, or NATS_URL does not say where it is")
     try:
-        server = await asyncio.start_server(AgentDoor(agent).passed_on, host, listen.port)
+        server = await asyncio.start_server(AgentProxy(agent).passed_on, host, listen.port)
     except OSError as error:
         raise ConfigError("HOST:PORT", str(listen), f"cannot be listened at: {error.strerror or error}") from None
     print(f"listening at {host}:{server.sockets[0].getsockname()[1]} for the agent at {agent}", flush=True)

@@ -11,7 +11,7 @@ from shared.config import presets
 from shared.config.config_layers import Layers, in_file, known_fields, lay_custom_config, lay_eval_config, lay_megatron_config
 from shared.config.eval_section import NAME
 from shared.config.run_config import RunConfig, field_sections, section_model
-from shared.config.section import Misfits
+from shared.config.section import ContradictoryFields
 from shared.config.slime_script import settle_functions
 from shared.runtime.errors import BadInput, ConfigError, problems_of, raise_problems
 from shared.runtime.safe_text import without_credentials
@@ -102,7 +102,7 @@ def _misfits_of_others(known: dict[str, Any], refused: ValidationError, values: 
     try:
         RunConfig.model_validate(others)
     except ValidationError as error:
-        if isinstance(error.errors()[0].get("ctx", {}).get("error"), Misfits):
+        if isinstance(error.errors()[0].get("ctx", {}).get("error"), ContradictoryFields):
             found = _config_errors(error, values)
             return [problem for problem in found if not any(path[-1] in str(problem) for path in fields)]
     return []
@@ -161,7 +161,7 @@ def _config_errors(error: ValidationError, values: dict[str, Any]) -> Iterator[C
     """Yields an error for each value that pydantic refused, under its field."""
     for found in error.errors():
         reason = found.get("ctx", {}).get("error")
-        if isinstance(reason, Misfits):
+        if isinstance(reason, ContradictoryFields):
             for problem in reason.problems:
                 field, message = problem.split(": ", 1)
                 yield _config_error(found["type"], field.split("."), message, values)

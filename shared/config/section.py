@@ -30,7 +30,7 @@ class Words(NamedTuple):
     read: Callable[[list[str]], Any]
 
 
-class Misfits(ValueError):
+class ContradictoryFields(ValueError):
     """Fields that contradict each other. ``problems``: each ``section.field: what is wrong``."""
 
     def __init__(self, problems: list[str]) -> None:
@@ -73,7 +73,7 @@ class Section(BaseModel):
         prefix = f"{section}." if ends else ""
         broken = [f"{prefix}{field}: {expected}" for rule in self.rules for field, _, expected in rule.problems(self)]
         if problems := [*broken, *self._misfits()]:
-            raise Misfits(problems)
+            raise ContradictoryFields(problems)
         return self
 
     def _complete(self) -> None:

@@ -61,7 +61,7 @@ class Away:
 
 
 @dataclass(frozen=True)
-class Owed:
+class PendingWork:
     """What a finished run still waits for, since when (seconds since the epoch), and what happens if it does not come."""
 
     what: str
@@ -126,7 +126,7 @@ class RunSituation:
     disk: str = ""
     failure: str = ""
     reported: Stall | None = None
-    owed: Owed | None = None
+    owed: PendingWork | None = None
 
     @classmethod
     def of(

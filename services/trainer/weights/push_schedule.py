@@ -156,7 +156,7 @@ def _ranks_by_machine(members: Iterable[Target]) -> dict[str, int]:
     return found
 
 
-def strangers(machines: Mapping[str, str], trainers: Sequence[str]) -> dict[str, str]:
+def replicas_without_rank(machines: Mapping[str, str], trainers: Sequence[str]) -> dict[str, str]:
     """Returns the replicas that no rank of the trainer has a machine in common with, and why that is a fault.
 
     Args:

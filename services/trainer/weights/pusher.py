@@ -38,7 +38,7 @@ from services.trainer.weights.push_schedule import (
     culprits_of,
     lost_members,
     mismatches,
-    strangers,
+    replicas_without_rank,
 )
 from services.trainer.weights.stage_sender import ChannelKind, StageSender, whole_push
 from shared.bus.bus_errors import RequestRefused
@@ -205,7 +205,7 @@ class Pusher:
         except PeerFailure as error:
             self._declined = dict(error.failures)
         machines = {name: answer.address for name, answer in offered.answers.items()} if self._sender.machines else {}
-        self._declined |= strangers(machines, self._sender.machines)
+        self._declined |= replicas_without_rank(machines, self._sender.machines)
         if self._declined:
             self._log.warning("offer_declined", version=version, replicas=self._declined)
             self.schedule.blame([target for target in targets if target.instance in self._declined], time.monotonic())

@@ -63,7 +63,7 @@ class StageExport:
         def specs(unit: GatherUnit) -> list[TensorSpec]:
             return [(name, "float32" if unit.float32 else sent, shape) for name, shape in unit.tensors]
 
-        held = travel_order(held, [unit_bytes(specs(unit)) for unit in held], bucket_bytes)
+        held = send_order(held, [unit_bytes(specs(unit)) for unit in held], bucket_bytes)
         kind: tuple[Kind, float] = ("weights", 1.0) if lora is None else ("adapter", lora.scale)
         self.manifest: Manifest = lay_out_units(map(specs, held), bucket_bytes, *kind, ramped=True)
         units = iter(held)
@@ -99,7 +99,7 @@ class StageExport:
         return found
 
 
-def travel_order(units: Sequence[Unit], sizes: Sequence[int], bucket_bytes: int) -> list[Unit]:
+def send_order(units: Sequence[Unit], sizes: Sequence[int], bucket_bytes: int) -> list[Unit]:
     """Returns the units with the large ones, an embedding for example, in the middle: a push begins and ends with small buckets."""
     large = [unit for unit, nbytes in zip(units, sizes, strict=True) if nbytes > bucket_bytes * RAMP_PART]
     small = [unit for unit, nbytes in zip(units, sizes, strict=True) if nbytes <= bucket_bytes * RAMP_PART]

@@ -68,7 +68,9 @@ async def test_a_lease_that_was_released_is_taken_at_once(bus: Bus, run: RunConf
 async def test_a_lease_of_a_process_that_is_dead_is_taken_at_once(bus: Bus, run: RunConfig) -> None:
     if sys.platform != "linux":
         pytest.skip("nobody can tell elsewhere")
-    said = subprocess.run([sys.executable, "-c", "from shared.runtime.liveness import mark; print(mark())"], capture_output=True, text=True)
+    said = subprocess.run(
+        [sys.executable, "-c", "from shared.runtime.process_mark import mark; print(mark())"], capture_output=True, text=True
+    )
     dead = LeaseStatus(holder="dead", term="t", mark=said.stdout.strip(), at=time.time())
     await bus.put(Subjects(run.run.name).leases_bucket, "job", dead.encode())
     assert await lease(bus, run, "heir").attempt()

@@ -16,7 +16,7 @@ import pytest
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.replica import Replica
-from services.rollout.router import Router
+from services.rollout.router_registration import Router
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.process.child_process import die_with_parent

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from services.gateway.group_intake import GroupIntake, add_ingest_routes
+from services.gateway.ingest import GroupIntake, add_ingest_routes
 from services.reward.reward_service import serve as serve_rewards
 from shared.bus import runs
 from shared.bus.registry import Registry

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.group_intake import FinishedGroup, GroupLimits, parse_group
+from services.gateway.ingest import FinishedGroup, GroupLimits, parse_group
 from services.gateway.wire.request import TurnRefused
 from shared.config.run_config import RunConfig
 from shared.schema import sample as sample_codec

@@ -10,7 +10,7 @@ import pytest
 from shared.config.run_config import RunConfig
 from shared.schema.service_messages import Doing, ServiceStatus
 from shared.view.live_services import Heartbeats, InstanceStatus
-from shared.view.stall import Away, Cause, Owed, RunSituation, Stall, StallWatch, as_doing, reported_wait, run_stall
+from shared.view.stall import Away, Cause, PendingWork, RunSituation, Stall, StallWatch, as_doing, reported_wait, run_stall
 from tests.support.run_config import run_config
 
 NOW = 1_700_000_000.0
@@ -99,13 +99,19 @@ WAITS = does("loop", "the batch of step 3", ["buffer"])
         ),
         (
             [],  # of a finished run, whose trainer alone is needed
-            {"owed": Owed("the final weights in /runs/a/hf", NOW - 20, "given up 660 s after the trainer's start"), "instances": []},
+            {
+                "owed": PendingWork("the final weights in /runs/a/hf", NOW - 20, "given up 660 s after the trainer's start"),
+                "instances": [],
+            },
             Cause.FINAL_WEIGHTS,
             ["the final weights in /runs/a/hf, for 20s", "given up 660 s after"],
         ),
         (
             [],
-            {"owed": Owed("the final weights in /hf", NOW - 20, ""), "instances": [process("trainer", due_in=1.0, error="signal 9")]},
+            {
+                "owed": PendingWork("the final weights in /hf", NOW - 20, ""),
+                "instances": [process("trainer", due_in=1.0, error="signal 9")],
+            },
             Cause.FINAL_WEIGHTS,
             ["the final weights in /hf from trainer-0, which ended with signal 9, for 20s"],
         ),

@@ -39,9 +39,9 @@ def test_every_metric_of_the_losses_is_declared() -> None:
 def test_declared_speeds_are_measured() -> None:
     sources = (ROOT / "services" / "trainer" / "metrics_logger.py").read_text()
     measured = set(re.findall(r'"((?:step_time|wall_tok|actor_train|train_wait|wait_time|update_weights)\w*)"', sources))
-    stood_still = {"train_save_time", "train_push_time"}
+    add_stall = {"train_save_time", "train_push_time"}
     phases = {f"update_weights_{phase}_time" for phase in ("pause", "transfer", "check", "activate")}
-    assert declared("perf") == measured | stood_still | phases, "what the trainer stands still for is named by what that was"
+    assert declared("perf") == measured | add_stall | phases, "what the trainer stands still for is named by what that was"
 
 
 def test_named_rewards_are_declared() -> None:

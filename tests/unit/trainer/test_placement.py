@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.trainer.partition import APART, SampleTooLong, balance, differencing
+from services.trainer.partition import MAX_IMBALANCE, SampleTooLong, balance, differencing
 
 many = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 lengths_and_budget = st.integers(1, 60).flatmap(
@@ -51,7 +51,7 @@ def test_units_stay_whole_or_are_placed_as_if_there_were_none(batch, dp_size, da
         assert placement == balance(lengths, dp_size, budget)
     else:
         work = [sum(lengths[i] for bin in rank for i in bin) for rank in placement]
-        assert max(work) <= (1 + APART) * sum(lengths) / dp_size or placement == balance(lengths, dp_size, budget)
+        assert max(work) <= (1 + MAX_IMBALANCE) * sum(lengths) / dp_size or placement == balance(lengths, dp_size, budget)
 
 
 def test_units_stay_whole_where_that_costs_nothing():
@@ -129,7 +129,7 @@ def test_a_sample_over_the_budget_is_refused_with_its_numbers():
 def test_units_that_are_kept_closely_take_no_more_micro_batches(batch, dp_size, data):
     lengths, budget = batch
     units = sorted(data.draw(st.lists(st.integers(0, 6), min_size=len(lengths), max_size=len(lengths)), label="units"))
-    loose, close = (balance(lengths, dp_size, budget, units=units, closely=closely) for closely in (False, True))
+    loose, close = (balance(lengths, dp_size, budget, units=units, whole_groups=whole_groups) for whole_groups in (False, True))
     assert [len(rank) for rank in close] == [len(rank) for rank in loose]
     assert [sorted(itertools.chain.from_iterable(rank)) for rank in close] == [
         sorted(itertools.chain.from_iterable(rank)) for rank in loose
@@ -141,9 +141,9 @@ def test_units_that_are_kept_closely_take_no_more_micro_batches(batch, dp_size, 
 
 def test_units_are_kept_closely_whole_or_in_large_pieces():
     lengths, units = [9, 10, 11, 10] * 4, [unit for unit in "abcd" for _ in range(4)]
-    (close,) = balance(lengths, 1, 45, units=units, closely=True)
+    (close,) = balance(lengths, 1, 45, units=units, whole_groups=True)
     assert [[units[i] for i in bin] for bin in close] == [[unit] * 4 for unit in "abcd"]
-    (close,) = balance([10] * 16, 1, 20, units=units, closely=True)
+    (close,) = balance([10] * 16, 1, 20, units=units, whole_groups=True)
     assert sorted(sorted({units[i] for i in bin}) for bin in close) == [[unit] for unit in "aabbccdd"], "a unit in two pieces"
     (loose,) = balance([10] * 16, 1, 20, units=units)
     assert any(len({units[i] for i in bin}) > 1 for bin in loose)

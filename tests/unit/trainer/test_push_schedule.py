@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.trainer.weights.push_schedule import BACK_OFF_MOST, PushSchedule, Target, culprits_of, lost_members, strangers
+from services.trainer.weights.push_schedule import BACK_OFF_MOST, PushSchedule, Target, culprits_of, lost_members, replicas_without_rank
 from services.trainer.weights.stage_sender import relays_of
 from shared.schema.service_messages import ServiceStatus
 
@@ -96,9 +96,9 @@ def test_each_machine_counts_its_own_engines_in_channels_of_its_own() -> None:
 
 
 def test_an_engine_without_a_rank_of_the_trainer_on_its_machine_is_told_so() -> None:
-    assert strangers({"one": "A", "two": "C"}, ["A", "B"]).keys() == {"two"}
-    assert "(C; ranks are on A, B)" in strangers({"two": "C"}, ["A", "B"])["two"]
-    assert strangers({"two": "C"}, []) == {}, "where machines have no channels of their own, all will do"
+    assert replicas_without_rank({"one": "A", "two": "C"}, ["A", "B"]).keys() == {"two"}
+    assert "(C; ranks are on A, B)" in replicas_without_rank({"two": "C"}, ["A", "B"])["two"]
+    assert replicas_without_rank({"two": "C"}, []) == {}, "where machines have no channels of their own, all will do"
 
 
 @pytest.mark.parametrize(

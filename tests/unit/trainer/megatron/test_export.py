@@ -192,7 +192,7 @@ def test_exports_have_an_interval_of_their_own(make_actor, tmp_path):
 def test_an_interval_that_no_checkpoint_ends_at_is_exported_with_the_next_checkpoint(make_actor, tmp_path):
     exports = exporter(make_actor("qwen3"), tmp_path, async_save=False, save_hf_interval=5)
     for steps in (2, 4, 6, 8, 10, 12):
-        exports.make_up(steps)  # as after a restart
+        exports.write_missing(steps)  # as after a restart
         exports.begin(steps)
     assert sorted(int(path.name) for path in (tmp_path / "policy").iterdir()) == [3, 5, 9], "that of 4 steps is the run's last"
 
@@ -209,13 +209,13 @@ def test_a_copied_export_is_the_same_as_one_that_is_written_at_once(hf, make_act
 
 def test_what_a_predecessor_did_not_get_to_write_is_made_up_for(make_actor, tmp_path):
     exports = exporter(make_actor("qwen3"), tmp_path, async_save=False)
-    exports.make_up(0)
-    exports.make_up(3)  # no step of the interval
+    exports.write_missing(0)
+    exports.write_missing(3)  # no step of the interval
     assert not (tmp_path / "policy").exists()
-    exports.make_up(2)
+    exports.write_missing(2)
     assert (tmp_path / "policy" / "1" / "model.safetensors").is_file()
     (tmp_path / "policy" / "1" / "mark").touch()
-    exports.make_up(2)
+    exports.write_missing(2)
     assert (tmp_path / "policy" / "1" / "mark").exists()  # it is there: it is not written again
 
 

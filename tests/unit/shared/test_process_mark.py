@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from shared.runtime.liveness import certainly_dead, mark
+from shared.runtime.process_mark import certainly_dead, mark
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nobody can tell elsewhere")
 
-TELLS = "from shared.runtime.liveness import mark; print(mark(), flush=True); input()"
+TELLS = "from shared.runtime.process_mark import mark; print(mark(), flush=True); input()"
 
 
 @pytest.fixture
