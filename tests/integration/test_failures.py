@@ -177,6 +177,7 @@ def wait_for(what: str, condition: Callable[[], object], seconds: float = 30.0) 
         time.sleep(0.005)
 
 
+@pytest.mark.extra
 def test_fifty_starts_of_a_trainer_while_the_buffer_tells_of_an_evaluation(
     environment: dict[str, str], nats: EmbeddedNats, signals: None, run_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

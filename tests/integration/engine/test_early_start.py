@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import psutil
+import pytest
 
 from services.rollout.engine.early_processes import DETOKENIZER, SCHEDULER
 from services.rollout.engine.engine_process import CPU_LAUNCHER, GPU_LAUNCHER, EngineProcess, engine_command
@@ -21,6 +22,7 @@ if {launcher!r} in sys.orig_argv or "--multiprocessing-fork" in sys.orig_argv:  
 """What each of the engine's interpreters runs before anything else."""
 
 
+@pytest.mark.extra
 def test_sglang_gets_the_processes_that_were_begun_early(checkpoint: Checkpoints, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(STAND_INS.format(launcher=str(GPU_LAUNCHER)))
     command = engine_command(checkpoint(0).path, free_port(), device="cpu")
