@@ -189,20 +189,20 @@ def _deliveries(core: Core, limits: BufferConfig, step: int, lot: int, dice: ran
             failures.append(Failed(group=group_id(number), attempt=0, reason="verifier hung", by="reward-0"))
             continue
         oldest = 0 if dice.random() < STALE else max(0, step - dice.randint(0, MAX_STALENESS))
-        rewards.append(scored(number, limits.rollout.n_samples_per_prompt, oldest, dice))
+        rewards.append(scored(number, limits.rollout.n_samples_per_prompt, oldest, min(oldest + 1, step), dice))
         if dice.random() < REPEATED:
             rewards.append(rewards[-1])
     return [rewards[at : at + lot] for at in range(0, len(rewards), lot)], failures, len(rewards) + len(failures)
 
 
-def scored(number: int, samples: int, oldest: int, dice: random.Random) -> Scored:
-    """What a reward service sends about a group."""
+def scored(number: int, samples: int, oldest: int, newest: int, dice: random.Random) -> Scored:
+    """Returns what a reward service sends about a group; ``oldest``, ``newest``: the versions of its tokens."""
     name = group_id(number)
     return Scored(
         group=name,
         attempt=0,
         payload=Payload(keys=[f"benchmark:group:{name}:0:0"], bytes=100_000),
-        samples=[SampleMeta(tokens=dice.randint(100, 9000), oldest=oldest, newest=oldest + 1, finish="stop") for _ in range(samples)],
+        samples=[SampleMeta(tokens=dice.randint(100, 9000), oldest=oldest, newest=newest, finish="stop") for _ in range(samples)],
         rewards=[dice.random() for _ in range(samples)],
         replica="rollout-0",
         environment="math",
@@ -219,7 +219,7 @@ def group_bytes(samples: int, groups: int = 20_000) -> dict[str, Any]:
     limits = BufferConfig(RolloutSection(num_rollout=groups, rollout_batch_size=1, n_samples_per_prompt=samples, max_staleness=groups))
     dice, core = random.Random(0), Core(limits)
     core.outstanding = deque(maxlen=0)
-    wire = [scored(number, samples, 0, dice).encode() for number in range(groups)]
+    wire = [scored(number, samples, 0, 0, dice).encode() for number in range(groups)]
     gc.collect()
     tracemalloc.start()
     try:
