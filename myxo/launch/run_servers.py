@@ -167,7 +167,7 @@ class ManagedServer(KeptAlive):
         except ProcessEnded as error:
             self.restarts += 1
             self.error = self._last_error()
-            structlog.get_logger().warning("server_died", server=self.server.name, error=str(error), restart_in=0.0)
+            structlog.get_logger().warning("service_died", died=self.name, reason=str(error), restart_in=0.0)
             self.server.start()
         self.since = time.monotonic()
         if isinstance(self.server, EmbeddedNats):

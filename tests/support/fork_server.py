@@ -66,8 +66,7 @@ class ForkServerPopen(subprocess.Popen):  # type: ignore[type-arg]
         assert self._forked.pid is not None
         self.pid = self._forked.pid
         self._child_created = True
-        pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-        self._close_pipe_fds(*(given[name] for name in pipes))  # type: ignore[attr-defined]
+        forking.close_pipes(self, given)
         return None
 
     def _internal_poll(self, *arguments: Any, **named: Any) -> int | None:

@@ -97,9 +97,14 @@ class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
         if not self.pid:
             become([os.fsdecode(word) for word in command], work, given, ends, given["pass_fds"])
         self._child_created = True
-        pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-        self._close_pipe_fds(*(given[name] for name in pipes))  # type: ignore[attr-defined]
+        close_pipes(self, given)
         return None
+
+
+def close_pipes(process: subprocess.Popen[Any], given: Mapping[str, Any]) -> None:
+    """Closes the ends of a started process's pipes that this one does not use. ``given``: arguments of its start."""
+    pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+    process._close_pipe_fds(*(given[name] for name in pipes))  # type: ignore[attr-defined]
 
 
 def become(

@@ -267,8 +267,8 @@ class EngineClient:
                 return None
             raise
         self.load = parse_load(str(page))
-        drawn = parse_generated_tokens(str(page), self.capabilities.overlaps)
-        return None if drawn is None else drawn + self._retractions
+        generated = parse_generated_tokens(str(page), self.capabilities.overlaps)
+        return None if generated is None else generated + self._retractions
 
     # --- control
 
