@@ -57,6 +57,7 @@ async def test_a_trainer_that_is_killed_before_its_final_weights_are_there_write
     assert log.count('"event": "service_restarted"') == 1 and "trainer-0" in log
 
 
+@pytest.mark.extra
 @pytest.mark.timeout(3 * SECONDS)
 async def test_a_finished_run_that_lacks_its_final_weights_gets_them(tmp_path: Path) -> None:
     _, start = prepared(tmp_path)

@@ -47,8 +47,9 @@ async def launched(start: Start, directory: Path) -> AsyncIterator[subprocess.Po
                 link.close()
 
 
+@pytest.mark.extra
 @pytest.mark.timeout(3 * SECONDS)
-@pytest.mark.parametrize("fault", ["truncated", pytest.param("gone", marks=pytest.mark.extra)])
+@pytest.mark.parametrize("fault", ["truncated", "gone"])
 async def test_a_run_goes_on_from_the_oldest_kept_checkpoint(tmp_path: Path, fault: str) -> None:
     variant, root = FastVariant(write_model(tmp_path / "model")), tmp_path / "runs" / RUN
     start = variant.prepare(tmp_path, SCHEDULE)

@@ -24,8 +24,9 @@ GROUPS_A_STEP = 12
 VICTIMS = ("services.reward", "services.buffer", "poisonous_rollout")
 
 
+@pytest.mark.extra
 @pytest.mark.timeout(2 * COMMAND_SECONDS)
-@pytest.mark.parametrize(("every", "steps"), [(4, 14), pytest.param(10, 28, marks=pytest.mark.extra)])
+@pytest.mark.parametrize(("every", "steps"), [(4, 14), (10, 28)])
 def test_a_run_with_poison_and_deaths_reaches_its_end(
     every: int, steps: int, myxo: Myxo, config_file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -216,6 +216,7 @@ def test_the_bus_dies_at_each_stage(
     assert not failures, "a push that the bus's death interrupts goes on; it does not end, to be made again"
 
 
+@pytest.mark.extra
 @pytest.mark.timeout(900)
 def test_a_replica_whose_engine_hangs_is_left_out(replicas: Parts, tiny_model: Path, tmp_path: Path) -> None:
     """Its scheduler does not begin to receive: the other serves the version before the push's own deadline, and it follows once it can."""

@@ -69,6 +69,7 @@ def kept(root: Path, dataset: str, version: int) -> dict[str, list[str]]:
     return {group["group"].rpartition(".")[2]: [sample["text"] for sample in group["samples"]] for group in groups}
 
 
+@pytest.mark.extra
 @pytest.mark.timeout(RUN_SECONDS + 120)
 def test_the_warm_start_alone_needs_a_trainer_alone(small_run: Callable[..., Path], tmp_path: Path) -> None:
     config, root = without(small_run("sft", steps=0, staleness=1), "eval", "data"), tmp_path / "runs" / "sft"

@@ -16,6 +16,7 @@ from tests.e2e.launched import ROOT, LaunchedRun
 RUN_SECONDS = 900
 
 
+@pytest.mark.extra
 @pytest.mark.timeout(2 * RUN_SECONDS + 300)
 def test_a_run_without_a_trainer_feeds_one_without_engines(small_run: Callable[..., Path], tmp_path: Path) -> None:
     """The run without a trainer counts its steps and passes its audit; training reads its dumps, goes on, and says which file lacks."""

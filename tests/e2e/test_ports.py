@@ -116,6 +116,7 @@ def inventory(pid: int) -> Iterator[Inventory]:
         looking.join()
 
 
+@pytest.mark.extra
 @pytest.mark.timeout(RUN_SECONDS + 300)
 def test_a_run_listens_where_the_page_says_and_nowhere_else(
     small_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -142,6 +142,7 @@ def test_all_ranks_of_a_trainer_end_with_the_one_whose_thread_dies(environment: 
     assert any(line["event"] == "died" for line in lines)
 
 
+@pytest.mark.extra
 def test_all_ranks_of_a_trainer_end_with_one_that_a_signal_has_stopped(environment: dict[str, str]) -> None:
     """Its process is there, and rank 0's heartbeats go on."""
     ranks = 'lambda: run_ranks(2, "tests.support.dying_rank", "stops")'

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import pytest
 
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
@@ -23,6 +24,7 @@ def crash(server: object) -> None:
     process.wait(30)
 
 
+@pytest.mark.extra
 async def test_a_server_that_is_killed_is_named_and_comes_back(served: ServedConsole) -> None:
     await served.until_away("NATS", False)
     await served.until_away("Redis", False)

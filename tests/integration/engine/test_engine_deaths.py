@@ -37,14 +37,15 @@ async def service(
     await bus.close()
 
 
+@pytest.mark.extra
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("name", "number", "words"),
     [
         # SGLang may have noticed first, and does not wait for dumps
         ("sglang::detoken", signal.SIGKILL, r"it has lost its process {pid} \(sglang::detoken\)|Subprocess \S+ \(pid={pid}\) crashed"),
-        pytest.param("sglang::schedul", signal.SIGSTOP, r"it is frozen: its process {pid} \(sglang::schedul\)", marks=pytest.mark.extra),
-        pytest.param("sglang::detoken", signal.SIGSTOP, r"it is frozen: its process {pid} \(sglang::detoken\)", marks=pytest.mark.extra),
+        ("sglang::schedul", signal.SIGSTOP, r"it is frozen: its process {pid} \(sglang::schedul\)"),
+        ("sglang::detoken", signal.SIGSTOP, r"it is frozen: its process {pid} \(sglang::detoken\)"),
     ],
 )
 async def test_an_engine_that_is_not_whole_is_replaced(name: str, number: signal.Signals, words: str, service: Service) -> None:

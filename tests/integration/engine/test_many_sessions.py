@@ -83,16 +83,17 @@ def exact(turn: Turn, model: Callable[[int], Checkpoint], keeps_cache: bool) -> 
         )
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize(
     ("mode", "engine_name", "count", "kills", "pause_s"),
     [
         ("in_place", "engine", 10, 1, 0.5),
         *(
-            pytest.param(mode, engine, 200, 5, 3.0, marks=[pytest.mark.extra, pytest.mark.timeout(3600)])
+            pytest.param(mode, engine, 200, 5, 3.0, marks=pytest.mark.timeout(3600))
             for mode, engine in (("in_place", "engine"), ("abort", "engine"), ("retract", "plain_engine"))
         ),
-        pytest.param("retract", "plain_engine", 10, 1, 0.5, marks=[pytest.mark.extra]),
-        pytest.param("retract", "plain_engine", 200, 0, 3.0, marks=[pytest.mark.extra, pytest.mark.timeout(3600)]),
+        ("retract", "plain_engine", 10, 1, 0.5),
+        pytest.param("retract", "plain_engine", 200, 0, 3.0, marks=pytest.mark.timeout(3600)),
     ],
 )
 async def test_many_sessions_over_pushes_and_deaths_of_the_gateway(

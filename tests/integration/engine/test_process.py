@@ -57,6 +57,7 @@ async def test_nothing_of_an_engine_outlives_a_killed_service(checkpoint: Checkp
             process.kill()
 
 
+@pytest.mark.extra
 async def test_an_engine_that_ends_on_sigterm_is_given_the_time(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """A graceful stop of a real engine, which looks for the signal every 5 s."""
     engine = EngineProcess(engine_command(checkpoint(0).path, free_port(), device="cpu"), tmp_path / "engine.log")

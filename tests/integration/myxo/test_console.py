@@ -49,6 +49,7 @@ def first_line(process: Popen[str]) -> tuple[str, str]:
     return found[1], found[2]
 
 
+@pytest.mark.extra
 @pytest.mark.slow
 def test_a_console_beside_a_run_moves_from_a_taken_port_and_its_deaths_change_nothing(
     myxo: Myxo, config_file: Callable[..., Path], tmp_path: Path

@@ -99,6 +99,7 @@ def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_room(
         assert code == 0, out
 
 
+@pytest.mark.extra
 def test_a_run_whose_disk_stays_full_goes_on_on_another_one(myxo: Myxo, config_file: ConfigFile, tmp_path: Path) -> None:
     root, elsewhere = tmp_path / "runs" / "test", tmp_path / "elsewhere"
     with small_disk(root.parent, "256m") as disk:

@@ -149,6 +149,7 @@ def test_a_frozen_server_is_killed_and_started_again(tmp_path: Path, name: str) 
         servers.stop()
 
 
+@pytest.mark.extra
 async def test_a_nats_server_that_refuses_writes_although_there_is_room_again_is_restarted(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "64m") as disk:
         servers = RunServers(RunDirectory(disk.path), GivenServers(None, None), StoreSection())
