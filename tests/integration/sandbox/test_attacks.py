@@ -36,7 +36,8 @@ while True:  # pages that are read and not written cost a page table each, and n
 """
 UNREAD = """
 import os, socket, time
-while os.fork(): time.sleep(0.001)
+for _ in range(30):  # fewer than are allowed
+    if not os.fork(): break
 held = []
 for _ in range(120):
     pair = socket.socketpair()

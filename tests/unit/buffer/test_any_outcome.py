@@ -258,7 +258,7 @@ def play(config: BufferConfig, limit: int, seed: int, events: int) -> Core:
     return core
 
 
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @PLAYS
 def test_any_outcome_leaves_the_buffer_alive_and_its_ledger_replayable(config: BufferConfig, limit: int, seed: int, events: int) -> None:
     play(config, limit, seed, events)
