@@ -12,6 +12,7 @@ from collections.abc import Container, Sequence
 from myxo.display.safe_console import SafeConsole
 from shared import __version__
 from shared.runtime import exit_codes, telemetry
+from shared.runtime.errors import nearest
 from shared.runtime.exit_codes import Parser, complain, ended
 
 # Command → the function in `myxo.commands` that declares its arguments and what runs it, and its short help. Only the module of the command
@@ -25,6 +26,8 @@ COMMANDS = {
     "submit": ("up:declare_submit", "put a config's run on an external bus"),
     "doctor": ("doctor:declare", "what is wrong with this machine, and the command that mends it"),
     "eval": ("evaluate:declare", "evaluate a version of a run after the fact"),
+    "list": ("status:declare_list", "the runs in a directory: state, steps, reward, and when they were last at work"),
+    "export": ("evaluate:declare_export", "a checkpoint of a run in Hugging Face's format, also of one that was stopped"),
     "status": ("status:declare_status", "how a run stands: services, steps, queues"),
     "logs": ("logs:declare", "what the services of a run on this machine logged"),
     "audit": ("audit:declare", "replay a run's ledger and check its invariants; exits 1 on a violation"),
@@ -43,6 +46,16 @@ COMMANDS = {
     "trace": ("trace:declare", "the timeline of a run for Perfetto: groups, trainer, pushes, services"),
     "summary": ("status:declare_summary", "what a run came to: summary.json, a picture, a table"),
     "completion": ("completion:declare", "a script that completes commands, flags and runs in your shell"),
+}
+
+# Words that a person may type in the place of a command → what to type
+NEAR_WORDS = {
+    **dict.fromkeys(("stop", "kill", "cancel", "pause"), "Ctrl-C where `myxo up` runs saves and stops; the same command continues"),
+    **dict.fromkeys(("run", "start", "launch", "resume", "continue", "restart"), "`myxo up CONFIG` starts a run, and continues one"),
+    **dict.fromkeys(("ls", "ps", "runs"), "`myxo list` has the runs"),
+    **dict.fromkeys(("show", "info", "describe"), "`myxo status RUN` says how a run stands, `myxo samples RUN` shows its samples"),
+    **dict.fromkeys(("rm", "remove", "delete", "clean"), "`rm -r runs/RUN` removes a run, `myxo up CONFIG --fresh` starts it anew"),
+    **dict.fromkeys(("check", "validate", "dry-run"), "`myxo up CONFIG --dry-run` checks a config, `myxo doctor` this machine"),
 }
 
 _EXTRAS = {"tokenizers": "buffer", "jinja2": "buffer", "aiohttp": "reward"}  # package that a command may lack → the extra that brings it
@@ -68,6 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Returns the parsed command line; ends the process where it is wrong, or asks for help."""
     top = parser(declared=words[:1])
+    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        top.error(f"no command {words[0]}; {NEAR_WORDS.get(words[0]) or nearest(words[0], list(COMMANDS))}")
     parsed, rest = top.parse_known_args(words)
     if rest and hasattr(parsed, "take_rest"):
         rest = parsed.take_rest(parsed, rest)

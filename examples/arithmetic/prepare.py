@@ -6,10 +6,15 @@ The same seed gives the same files. Nothing is downloaded.
 import argparse
 import json
 import random
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-import problems
+try:  # as a script, its folder is where imports are found; as examples.arithmetic.prepare it is a package
+    import problems
+except ModuleNotFoundError:
+    sys.path.insert(0, str(Path(__file__).parent))
+    import problems
 
 
 def main() -> None:

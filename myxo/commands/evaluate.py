@@ -1,11 +1,10 @@
-"""``myxo eval``: evaluates a version of a run after the fact, as a run of its own without training.
+"""``myxo eval``: evaluates a version of a run after the fact, as a run of its own without training. ``myxo export``: writes a checkpoint.
 
 A version is read from where it lies on disk: an export, a snapshot, a checkpoint, or the initial model.
 """
 
 import argparse
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -17,13 +16,14 @@ from typing import Any
 
 from rich.console import Console
 
-from myxo.commands.command_arguments import add_json
+from myxo.commands.command_arguments import add_json, add_run, count
 from myxo.commands.up import take_flags, up
 from myxo.display.safe_console import SafeConsole
 from myxo.launch.exit_report import evaluation_details
 from myxo.preflight import Source
 from myxo.run import config_toml, run_directory
 from myxo.run.run_directory import RunDirectory
+from myxo.run.run_repair import CHECKPOINTS, checkpoints
 from shared.bus import runs
 from shared.config import config_reading, flags
 from shared.config.debug_section import STEP
@@ -39,7 +39,6 @@ from shared.transfer.weight_checkpoint import BrokenCheckpoint, LocalCheckpoint,
 from shared.view.run_summary import EvaluationSummary
 
 CONVERT = "services.trainer.convert_command"
-_CHECKPOINT = re.compile(r"step_(\d{8,})\Z")
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,9 @@ class VersionOnDisk:
 def versions_on_disk(config: RunConfig) -> dict[int, VersionOnDisk]:
     """Returns the versions of a run that can be had, by their number, each from where it costs least."""
     snapshots, root, trained = WeightCheckpoints.of_run(config), config.trained / "checkpoints", config.trained / "hf"
-    steps = [int(match[1]) for path in (root.iterdir() if root.is_dir() else ()) if (match := _CHECKPOINT.match(path.name))]
     found = [
         VersionOnDisk(version, f"the checkpoint of step {step}", partial(_converted, config, root, step))
-        for step in steps
+        for step in checkpoints(config)
         if (version := _version(config, step)) is not None
     ]
     for snapshot in snapshots.readable():
@@ -217,3 +215,28 @@ def _figures(own: RunConfig, version: int) -> dict[str, Any]:
     summary = json.loads(RunDirectory(own.run.root).summary.read_text())
     evaluations = [{**found, "version": version, "newest": version} for found in summary["evaluations"]]
     return {"version": version, "evaluations": evaluations}
+
+
+def declare_export(command: argparse.ArgumentParser) -> None:
+    """Declares the arguments of ``myxo export``."""
+    add_run(command)
+    command.add_argument("target", metavar="DIR", type=Path, nargs="?", help="where to; nothing may be there (default: RUN/export/step_N)")
+    command.add_argument("--step", type=count, metavar="N", help="the checkpoint after N steps (default: the newest)")
+    command.set_defaults(run_command=export)
+
+
+def export(parsed: argparse.Namespace, console: Console) -> int:
+    """Exports a checkpoint. Returns the exit code. Raises ConfigError where there is no such run or checkpoint, MyxoError for the rest."""
+    config = config_of(parsed.run, parsed.dir, flags.read([]))
+    found, root = checkpoints(config), config.trained / CHECKPOINTS["actor"]
+    if not found:
+        when = f"every {config.trainer.save_interval} steps (trainer.save_interval) and at Ctrl-C"
+        raise ConfigError("RUN", parsed.run, f"a run with a checkpoint; there is none in {root} yet: one is saved {when}")
+    step = found[-1] if parsed.step is None else parsed.step
+    if step not in found:
+        raise ConfigError("--step", step, f"a checkpoint that is there: {', '.join(map(str, found))}")
+    target = parsed.target or config.run.root / "export" / f"step_{step}"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _converted(config, root, step, target)
+    console.print(f"Step {step} of run {config.run.name} is in {target}.", soft_wrap=True)
+    return exit_codes.DONE

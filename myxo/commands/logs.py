@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from myxo.commands.command_arguments import add_run, count
-from myxo.run.run_directory import find, no_such_run
+from myxo.run.run_directory import OLDER, find, no_such_run
 from shared.runtime.errors import ConfigError, nearest
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -80,7 +80,7 @@ def logs(parsed: argparse.Namespace, console: Console) -> int:
 
 def chosen(directory: Path, service: str | None) -> list[Path]:
     """Returns the log files of a service, an instance, or all. Raises ConfigError for a name that has none."""
-    every = sorted(directory.glob("*.log"))
+    every = sorted(directory.rglob("*.log"))
     paths = [path for path in every if belongs(path.stem, service)]
     if service is not None and not paths:
         known = sorted({path.stem for path in every} | {path.stem.split("-")[0] for path in every})
@@ -104,6 +104,8 @@ class Tail:
 
     def __init__(self, path: Path) -> None:
         self._path, self._at, self._stamp = path, 0, ""
+        with contextlib.suppress(FileNotFoundError):  # lines without a time of their own at the beginning follow the older file's last
+            self._stamp = datetime.fromtimestamp((path.parent / OLDER / path.name).stat().st_mtime, UTC).isoformat()
 
     def last(self, count: int, level: str) -> list[Line]:
         """Returns the last ``count`` lines of at least ``level``; `more` goes on behind the file's present last line."""
@@ -132,7 +134,7 @@ class Tail:
             size = self._path.stat().st_size
         except FileNotFoundError:
             return []
-        if size < self._at:  # begun anew by a fresh run
+        if size < self._at:  # begun anew by a fresh run, or rotated
             self._at = 0
         with self._path.open("rb") as file:
             file.seek(self._at)

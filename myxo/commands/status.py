@@ -8,20 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from myxo.commands.command_arguments import add_json, add_run
-from myxo.display.progress_display import Display, panel
+from myxo.display.progress_display import Display, alarm_lines, panel
 from myxo.launch import exit_report
-from myxo.run.run_access import Access, RunWaits, live_situation, reach
+from myxo.run.run_access import Access, RunAlarms, RunWaits, live_situation, reach
+from myxo.run.run_directory import RunDirectory
 from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.registry import ENVIRONMENT, Registry
+from shared.data.metric_files import MetricDirectory
 from shared.runtime import exit_codes
-from shared.runtime.errors import MyxoError
-from shared.runtime.safe_text import json_text, printable_line, say
+from shared.runtime.errors import ConfigError, MyxoError
+from shared.runtime.safe_text import json_text, number, printable_line, say
+from shared.view.alarms import Alarm
 from shared.view.run_summary import collect
-from shared.view.run_view import RunView, run_view, with_all_failures, with_newest_failures
+from shared.view.run_view import LATELY_SECONDS, RunView, run_view, with_failures
 from shared.view.stall import run_stall
 
 POLL_INTERVAL_S = 0.5
@@ -39,6 +43,13 @@ def declare_status(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run_command=lambda parsed, console: asyncio.run(status(parsed.run, parsed.dir, console, parsed.json)))
 
 
+def declare_list(command: argparse.ArgumentParser) -> None:
+    """Declares the arguments of ``myxo list``."""
+    command.add_argument("dir", metavar="DIR", type=Path, nargs="?", default=Path("runs"), help="where runs lie (default runs)")
+    add_json(command)
+    command.set_defaults(run_command=lambda parsed, console: list_runs(parsed.dir, console, parsed.json))
+
+
 def declare_watch(command: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``myxo watch``."""
     add_run(command)
@@ -52,20 +63,49 @@ def declare_summary(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run_command=lambda parsed, console: asyncio.run(summary(parsed.run, parsed.dir, console, parsed.json)))
 
 
+def list_runs(directory: Path, console: Console, as_json: bool) -> int:
+    """Prints the runs in a directory by their files, the newest last. Raises ConfigError where there is no directory."""
+    if not directory.is_dir():
+        raise ConfigError("DIR", str(directory), "a directory with runs; there is none, and `myxo up CONFIG` makes one")
+    found = sorted(filter(None, map(_listed, directory.iterdir())), key=lambda run: run["at"])
+    table = Table("run", "state", "step", "reward", "last at work", box=None)
+    for run in found:
+        reward = "–" if run["reward"] is None else number(run["reward"], ".3f")
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(run["at"]))
+        table.add_row(Text(run["run"]), run["state"], f"{run['step']}/{run['of']}", reward, when)
+    console.file.write(json_text(found) + "\n") if as_json else console.print(table)
+    return exit_codes.DONE
+
+
+def _listed(path: Path) -> dict[str, Any] | None:
+    """Returns a run by the metrics in its directory; None for another directory."""
+    if (config := runs.frozen(path)) is None:
+        return None
+    of, frozen_at = config.rollout.num_rollout, (path / runs.FROZEN).stat().st_mtime
+    scalars = MetricDirectory(config.trained / "tensorboard").read()
+    rewards = ((one.step + 1, one.value, one.at) for one in scalars if one.tag == "rollout/raw_reward")
+    step, reward, at = max(rewards, default=(0, None, frozen_at))
+    state = "running" if RunDirectory(path).is_held() else "finished" if step >= of else "stopped"
+    return {"run": path.name, "state": state, "step": step, "of": of, "reward": reward, "at": at}
+
+
 async def status(run: str, directory: Path, console: Console, as_json: bool) -> int:
     """Prints how a run stands. Raises ConfigError where there is no such run."""
     async with reach(run, directory) as access:
         services = await Registry(access.bus, access.run).alive() if access.live else []
         phase, reason = await _phase(access)
         running = any(service.service != ENVIRONMENT for service in services)
+        watched = RunAlarms(access.bus, access.config, access.directory.root)
+        alarmed = await watched.standing(services, running)
         if running:
             wait = run_stall(await live_situation(access, services))
-            view = await with_all_failures(access.bus, run_view(access.config, services, wait=wait))
-            found = _running(view, console, as_json)
+            view = with_failures(run_view(access.config, services, wait=wait), watched.history.failures)
+            found = _running(view, alarmed, console, as_json)
         else:
-            found = await _at_rest(access, phase, console, as_json)
+            found = await _at_rest(access, phase, alarmed, console, as_json)
         if as_json:
-            console.file.write(json_text({"phase": phase, "reason": reason, "running": running, **found}) + "\n")
+            state = {"phase": phase, "reason": reason, "running": running, "alarms": [alarm.plain() for alarm in alarmed]}
+            console.file.write(json_text({**state, **found}) + "\n")
         elif reason:
             console.print(Text(f"Run {access.run} failed: {printable_line(reason, LONGEST_REASON)}", style="red"), soft_wrap=True)
     return exit_codes.DONE
@@ -81,21 +121,21 @@ async def _phase(access: Access) -> tuple[str | None, str]:
     return phase, reason
 
 
-def _running(view: RunView, console: Console, as_json: bool) -> dict[str, Any]:
+def _running(view: RunView, alarmed: list[Alarm], console: Console, as_json: bool) -> dict[str, Any]:
     if as_json:
         fields = asdict(view)
         del fields["restarts"]
         for line in fields["services"]:
             del line["restarts"]
         return fields
-    console.print(panel(view))
+    console.print(panel(view, alarms=alarmed))
     for line in view.services:
         if line.http:
             console.print(Text(f"metrics of {line.instance}: http://{line.http}/metrics", style="dim"), soft_wrap=True)
     return {}
 
 
-async def _at_rest(access: Access, phase: str | None, console: Console, as_json: bool) -> dict[str, Any]:
+async def _at_rest(access: Access, phase: str | None, alarmed: list[Alarm], console: Console, as_json: bool) -> dict[str, Any]:
     summary = (await collect(access.bus, access.config)).summary()
     run, of, groups = access.run, access.config.rollout.num_rollout, summary.groups
     if as_json:
@@ -106,6 +146,8 @@ async def _at_rest(access: Access, phase: str | None, console: Console, as_json:
         line = f"Run {run} is not running: {summary.steps} of {of} steps trained, {groups.in_flight} groups in flight. "
         line += "`myxo up` with its config goes on."
     console.print(line, soft_wrap=True)
+    for text in alarm_lines(alarmed):
+        console.print(text, soft_wrap=True)
     for name, value in exit_report.troubles_of(summary):
         console.print(f"  {name} {value}", soft_wrap=True)
     return {}
@@ -134,13 +176,16 @@ async def _until_end(access: Access, console: Console) -> None:
     began = await runs.trained_steps(bus, run)
     view = RunView.at_start(config, began)
     registry, shown, phase = Registry(bus, run), Display(console, time.monotonic()), runs.RUNNING
-    waits = RunWaits(access)
+    waits, watched = RunWaits(access), RunAlarms(bus, config, access.directory.root)
+    alarmed: list[Alarm] = []
     try:
         while True:
             try:
                 services = await registry.alive()
                 wait = await waits.of(services, time.time())
-                view = await with_newest_failures(bus, run_view(config, services, before=view, began=began, wait=wait))
+                alarmed = await watched.standing(services, live=True)
+                lately = watched.history.failures_since(time.time() - LATELY_SECONDS)
+                view = with_failures(run_view(config, services, before=view, began=began, wait=wait), lately)
                 found, reason = await runs.phase_and_reason(bus, run)
                 phase = found or runs.RUNNING
                 view = view.stopped(reason if phase == runs.FAILED else "")
@@ -150,7 +195,7 @@ async def _until_end(access: Access, console: Console) -> None:
                 view = replace(view, services=(), waiting_for=wait.words(now), waiting_since=wait.since, stalled=True)
             if phase == runs.FINISHED:
                 view = view.finished()
-            shown.show(view, time.monotonic())
+            shown.show(view, time.monotonic(), alarmed)
             if phase in runs.ENDS:
                 return
             await asyncio.sleep(POLL_INTERVAL_S)

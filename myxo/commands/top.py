@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import functools
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -16,19 +15,18 @@ from rich.table import Table
 from rich.text import Text
 
 from myxo.commands.command_arguments import add_json, add_run, seconds
-from myxo.run.run_access import Access, RunWaits, reach
-from shared.bus import runs, streams
+from myxo.run.run_access import Access, RunAlarms, RunWaits, reach
+from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.registry import Registry
-from shared.bus.subjects import Subjects
 from shared.runtime import exit_codes
+from shared.runtime.host import cores_awaited
 from shared.runtime.safe_text import duration, json_text, number, shortened_line
 from shared.schema.service_messages import ServiceStatus
-from shared.view.alarms import Alarm, alarms, disk_room, memory_room, symptoms
+from shared.view.alarms import Alarm
 from shared.view.bottleneck import Bottleneck
 from shared.view.flow_history import ActivitySpan
-from shared.view.flow_view import BUSY, WINDOWS, FlowReader, FlowView, ServiceTimeline, Stage, flow_view
-from shared.view.stall import NATS
+from shared.view.flow_view import BUSY, WINDOWS, FlowView, ServiceTimeline, Stage, flow_view
 
 LANE = 48  # cells of a service's timeline
 _STOPPED = {"saving", "pushing weights", "paused for a push", "updating", "held back"}
@@ -47,7 +45,7 @@ def flow_panel(run: str, view: FlowView, alarms: Iterable[Alarm]) -> RenderableT
     parts += [_stages(view.stages), _services(view)]
     parts.append(Text(f"{KEY}   {duration(view.end - view.begin)} back from {when}", style="dim"))
     parts.append(_staleness(view))
-    parts += [Text.assemble((f"▲ {alarm.title}\n", "bold red"), f"  {alarm.meaning}\n  {alarm.remedy}") for alarm in alarms]
+    parts += [Text.assemble((f"▲ {alarm.title}\n", "bold red"), f"  {alarm.meaning}\n" + "\n".join(alarm.lines()[1:])) for alarm in alarms]
     return Panel(Group(*(Padding(part, (0, 0, 1, 0)) for part in parts)), title=f"[bold]{escape(run)}", border_style="cyan")
 
 
@@ -106,7 +104,6 @@ def _staleness(view: FlowView) -> Text:
 
 
 POLL_INTERVAL_S = 1.0
-READ_SECONDS = 15.0  # time without progress after which reading a stream is given up
 
 
 def declare(command: argparse.ArgumentParser) -> None:
@@ -121,42 +118,36 @@ def declare(command: argparse.ArgumentParser) -> None:
 async def top(parsed: argparse.Namespace, console: Console) -> int:
     """Shows the run until it ends, or once. Raises ConfigError where there is no such run."""
     async with reach(parsed.run, parsed.dir) as access:
-        last = await streams.last_sequence(access.bus, Subjects(access.run).ledger_stream, deadline=READ_SECONDS)
-        reader = FlowReader(access.run, functools.partial(streams.read, access.bus, deadline=READ_SECONDS), last)
-        waits = RunWaits(access)
-        view, raised = await _look(access, reader, parsed.window, waits)
+        found, waits = RunAlarms(access.bus, access.config, access.directory.root), RunWaits(access)
+        view, raised = await _look(access, found, parsed.window, waits)
         if parsed.json:
-            plain = {**asdict(view), "alarms": [{**asdict(alarm), "kind": alarm.kind.name.lower()} for alarm in raised]}
+            plain = {**asdict(view), "alarms": [alarm.plain() for alarm in raised]}
             console.file.write(json_text(plain) + "\n")
         elif parsed.once or not access.live or not console.is_terminal:
             console.print(flow_panel(access.run, view, raised))
         else:
             with Live(flow_panel(access.run, view, raised), console=console, screen=True, auto_refresh=False) as shown:
-                view, raised = await _until_end(access, reader, parsed.window, shown, waits)
+                view, raised = await _until_end(access, found, parsed.window, shown, waits)
             console.print(flow_panel(access.run, view, raised))
     return exit_codes.DONE
 
 
-async def _look(access: Access, reader: FlowReader, window_s: float, waits: RunWaits, away: str = "") -> tuple[FlowView, list[Alarm]]:
-    statuses: Sequence[ServiceStatus] = ()
-    if not away:
-        statuses = await Registry(access.bus, access.run).alive() if access.live else ()
-        await reader.catch_up()
-    now, history = time.time(), reader.history
+async def _look(access: Access, found: RunAlarms, window_s: float, waits: RunWaits, away: str = "") -> tuple[FlowView, list[Alarm]]:
+    statuses: Sequence[ServiceStatus] = await Registry(access.bus, access.run).alive() if access.live and not away else ()
+    raised = await found.standing(statuses, access.live, away)
+    now = time.time()
     wait = waits.without_bus(away, now) if away else await waits.of(statuses, now) if statuses else None
-    reader.observe(statuses, now)
-    machine = (disk_room(access.directory.root), memory_room()) if access.live else (None, None)
-    raised = alarms(symptoms(history, statuses, now, {NATS: away} if away else {}, *machine), access.config)
-    return flow_view(history, access.config, statuses, now, window_s, {alarm.kind for alarm in raised}, wait), raised
+    kinds = {alarm.kind for alarm in raised}
+    return flow_view(found.history, access.config, statuses, now, window_s, kinds, wait, cores_awaited()), raised
 
 
-async def _until_end(access: Access, reader: FlowReader, window_s: float, shown: Live, waits: RunWaits) -> tuple[FlowView, list[Alarm]]:
+async def _until_end(access: Access, alarmed: RunAlarms, window_s: float, shown: Live, waits: RunWaits) -> tuple[FlowView, list[Alarm]]:
     """Shows the run until it has ended; a bus that is away is waited for."""
     while True:
         try:
-            found, phase = await _look(access, reader, window_s, waits), await runs.phase(access.bus, access.run)
+            found, phase = await _look(access, alarmed, window_s, waits), await runs.phase(access.bus, access.run)
         except BUS_ERRORS as error:
-            found, phase = await _look(access, reader, window_s, waits, str(error) or type(error).__name__), None
+            found, phase = await _look(access, alarmed, window_s, waits, str(error) or type(error).__name__), None
         shown.update(flow_panel(access.run, *found), refresh=True)
         if phase in runs.ENDS:
             return found

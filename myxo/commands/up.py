@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from myxo.launch.exit_report import ways_on
 from myxo.launch.launcher import Launch
 from myxo.launch.node_launch import NodeLaunch, settle_node_rank
 from myxo.launch.service_plan import SERVICE_MODULES
@@ -64,10 +66,10 @@ def _logged(config: RunConfig, directory: RunDirectory, instance: str) -> Iterat
             telemetry.silence_logs()
 
 
-def train_on_dumps(config: RunConfig, directory: RunDirectory, console: Console, *, fresh: bool) -> int:
+def train_on_dumps(config: RunConfig, directory: RunDirectory, console: Console, *, fresh: bool, again: str) -> int:
     """Trains the dumps from the newest checkpoint on, to the last step; each step's metrics are a line of JSON on standard output.
 
-    SIGINT and SIGTERM have it save and end. Returns the exit code. Raises ConfigError where input lies in what ``fresh`` removes.
+    SIGINT and SIGTERM have it save and end, ``again`` continues. Returns the exit code. Raises ConfigError for input that it removes.
     """
     with _held(config, directory, fresh):
         path = directory.freeze(config)
@@ -89,7 +91,7 @@ def train_on_dumps(config: RunConfig, directory: RunDirectory, console: Console,
         return code if code >= 0 else 128 - code
     if got:
         name = signal.Signals(got[0]).name
-        console.print(f"Stopped by {name}. `myxo up` with the same config goes on from the last checkpoint.", soft_wrap=True)
+        console.print(f"Stopped by {name}: {ways_on(config, again)}", soft_wrap=True)
         return 128 + got[0]
     what = "demonstrations" if config.debug.load_debug_rollout_data is None else "dumps"
     console.print(f"Run {config.run.name} has trained its {what}; what it made lies in {config.trained}.", soft_wrap=True)
@@ -156,7 +158,7 @@ def up(source: Source, console: Console, *, fresh: bool = False, dry_run: bool =
         return exit_codes.DONE
     directory = RunDirectory(config.run.root)
     if config.debug.trains_only:
-        return train_on_dumps(config, directory, console, fresh=fresh)
+        return train_on_dumps(config, directory, console, fresh=fresh, again=continuing(config, source))
     given = given_servers()
     if (rank := settle_node_rank(config, given, node_rank)) > 0:
         assert given.nats_url is not None  # or the rank would not be settled
@@ -165,7 +167,15 @@ def up(source: Source, console: Console, *, fresh: bool = False, dry_run: bool =
         with _logged(config, directory, f"node-{rank}"):
             return asyncio.run(NodeLaunch(config, directory, given.nats_url, rank, console).run())
     with _held(config, directory, fresh, given), _logged(config, directory, LAUNCHER):
-        return asyncio.run(Launch(config, directory, given, console, fresh=fresh).run())
+        return asyncio.run(Launch(config, directory, given, console, fresh=fresh, again=continuing(config, source)).run())
+
+
+def continuing(config: RunConfig, source: Source) -> str:
+    """Returns the command that continues a run: of one from flags alone, by the config in its directory."""
+    if source.path is not None:
+        there = "" if Path(os.environ.get("PWD", ".")).resolve() == Path.cwd() else f"cd {shlex.quote(str(Path.cwd()))} && "
+        return there + shlex.join(["myxo", "up", str(source.path), *source.given.words])
+    return shlex.join(["myxo", "train", "--run-name", config.run.name, "--dir", str(config.run.dir.absolute())])
 
 
 def submit(path: Path, arguments: list[str], console: Console) -> int:

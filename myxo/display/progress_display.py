@@ -3,6 +3,7 @@
 import itertools
 import re
 from collections import deque
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -12,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shared.runtime.safe_text import LARGE, duration, number, printable
+from shared.view.alarms import Alarm, AlarmKind
 from shared.view.run_view import RunView
 
 PLAIN_SECONDS = 5.0  # plain lines come no closer together than this
@@ -57,18 +59,23 @@ class Display:
     def __init__(self, console: Console, started: float) -> None:
         self._console, self._started, self._pace = console, started, Pace()
         self._last, self._shown_at = "", float("-inf")
+        self._alarmed: set[AlarmKind] = set()
         self._live: Live | None = None
         if console.is_terminal:
             self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
             self._live.start()
 
-    def show(self, view: RunView, now: float) -> None:
-        """Shows the run as it is at ``now`` (monotonic seconds)."""
+    def show(self, view: RunView, now: float, alarms: Sequence[Alarm] = ()) -> None:
+        """Shows the run as it is at ``now`` (monotonic seconds), with the alarms that stand; a plain line has those that are new."""
         self._pace.note(now, view.steps)
         elapsed, left = now - self._started, self._pace.left(view.of)
         if self._live is not None:
-            self._live.update(panel(view, elapsed, left), refresh=True)
+            self._live.update(panel(view, elapsed, left, alarms), refresh=True)
             return
+        for alarm in alarms:
+            if alarm.kind not in self._alarmed:
+                print(*map(printable, alarm.lines()), sep="\n", file=self._console.file, flush=True)
+        self._alarmed = {alarm.kind for alarm in alarms}
         said = what_happened(view)
         news = _SECONDS.sub("", said)  # seconds pass without anything happening
         if news != self._last and (now - self._shown_at >= PLAIN_SECONDS or view.steps >= view.of or view.troubles.stopped):
@@ -106,8 +113,8 @@ def what_happened(view: RunView) -> str:
     return "  ".join(filter(None, parts))
 
 
-def panel(view: RunView, elapsed: float | None = None, remaining: float | None = None) -> RenderableType:
-    """Returns the whole view as a panel. ``elapsed``, ``remaining``: seconds, where they are known."""
+def panel(view: RunView, elapsed: float | None = None, remaining: float | None = None, alarms: Iterable[Alarm] = ()) -> RenderableType:
+    """Returns the whole view as a panel. ``elapsed``, ``remaining``: seconds, where they are known. ``alarms``: those that stand."""
     head = Table.grid(padding=(0, 1), expand=True)
     head.add_column(ratio=1)
     head.add_column(justify="right")
@@ -118,9 +125,14 @@ def panel(view: RunView, elapsed: float | None = None, remaining: float | None =
         parts.append(Text(f"queues  {depths}", style="dim"))
     if view.waiting_for:
         parts.append(Text(f"waiting for {view.waiting_for}", style="yellow" if view.stalled else "dim"))
-    parts += [_services(view), *(Text(line, style="red") for line in view.troubles.lines())]
+    parts += [_services(view), *(Text(line, style="red") for line in view.troubles.lines()), *alarm_lines(alarms)]
     times = None if elapsed is None else Text(_times(elapsed, remaining))
     return Panel(Group(*parts), title=Text(view.run, style="bold"), subtitle=times, border_style="cyan")
+
+
+def alarm_lines(alarms: Iterable[Alarm]) -> list[Text]:
+    """Returns alarms with what to do, and the commands that show them."""
+    return [Text(line, style="bold red" if line.startswith("▲") else "") for alarm in alarms for line in alarm.lines()]
 
 
 def _figures(view: RunView) -> Table:

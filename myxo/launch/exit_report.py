@@ -4,7 +4,7 @@ import asyncio
 import re
 import time
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import nats.errors
 import structlog
@@ -13,9 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from myxo.display import reward_chart
+from myxo.display.progress_display import alarm_lines
 from myxo.display.reward_chart import text_chart
 from myxo.display.safe_console import SafeConsole
+from myxo.run.run_access import RunAlarms
 from myxo.run.run_directory import RunDirectory
+from myxo.run.run_repair import checkpoints
 from shared.bus.connection import TRANSIENT, Bus
 from shared.config.run_config import RunConfig
 from shared.runtime import exit_codes, failure_summary
@@ -37,11 +40,14 @@ AGAIN_SECONDS = 0.5  # pause before the summary is tried again
 async def report(bus: Bus, config: RunConfig, directory: RunDirectory, console: Console, as_json: bool = False) -> int:
     """Sums the run up into its directory and onto the console. Returns 0, or 1 where the audit found a violation."""
     tally = await collect(bus, config)
-    summary = tally.summary()
+    found = await RunAlarms(bus, config, directory.root).standing((), live=False)
+    summary = replace(tally.summary(), alarms=[alarm.plain() for alarm in found])
     if as_json:
         console.file.write(json_text(asdict(summary)) + "\n")
         console = SafeConsole(stderr=True)
     else:
+        for line in alarm_lines(found):
+            console.print(line, soft_wrap=True)
         console.print(table(summary))
     try:
         _write(tally, summary, directory, console)
@@ -78,11 +84,20 @@ async def report_in_time(bus: Bus, config: RunConfig, directory: RunDirectory, c
             await asyncio.sleep(AGAIN_SECONDS)
 
 
-async def report_troubles(bus: Bus, config: RunConfig, console: Console) -> None:
-    """Prints the failures, if there were any, of a run that ends unfinished."""
+async def report_troubles(bus: Bus, config: RunConfig, directory: RunDirectory, console: Console) -> None:
+    """Prints the alarms and the failures, if there were any, of a run that ends unfinished."""
+    for line in alarm_lines(await RunAlarms(bus, config, directory.root).standing((), live=False)):
+        console.print(line, soft_wrap=True)
     rows = troubles_of((await collect(bus, config)).summary())
     if rows:
         console.print(figure_table(rows, f"Run {config.run.name}, what went wrong"))
+
+
+def ways_on(config: RunConfig, again: str) -> str:
+    """Returns what is saved of a run that was stopped, and the commands that continue it (``again``), export it and show its samples."""
+    run, saved = config.run.argument, max(checkpoints(config), default=0)
+    export, step = (f"\n  export:   myxo export {run}", f" --step {saved - 1}") if saved else ("", "")
+    return f"{f'saved step {saved}' if saved else 'no checkpoint yet'}\n  continue: {again}{export}\n  samples:  myxo samples {run}{step}"
 
 
 def troubles_of(summary: Summary) -> list[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """One launch of a run on this machine: servers, services, progress, and the orderly end of them all."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -19,7 +20,7 @@ from myxo.launch import exit_report
 from myxo.launch.run_servers import DiskWatch, RunServers, until_room
 from myxo.launch.service_plan import TRAINERS, ServiceSpec, plan
 from myxo.launch.supervisor import FrozenServices, StopReason, Supervisor
-from myxo.run.run_access import GivenServers, told_when_lost, vocabulary
+from myxo.run.run_access import GivenServers, RunAlarms, told_when_lost, vocabulary
 from myxo.run.run_directory import RunDirectory, ServerUrls
 from myxo.run.run_repair import checkpoints
 from shared.accounts.permissions import CONSOLE, rights_of
@@ -39,8 +40,9 @@ from shared.schema.ledger import RunFinished
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.service.service_base import HEARTBEATS
 from shared.store.payload_store import Store, options
+from shared.view.alarms import Alarm
 from shared.view.live_services import InstanceStatus
-from shared.view.run_view import WENT_ON, RunView, full_disk, run_view
+from shared.view.run_view import WAITED, WENT_ON, RunView, full_disk, run_view
 from shared.view.stall import NATS, STORE, TROUBLES, Away, Cause, PendingWork, RunSituation, Stall, StallWatch, as_doing, watched_stall
 
 SCAN = 1000  # number of keys that one SCAN asks for
@@ -100,7 +102,8 @@ class WaitReport:
         if (wait := self._logged) is not None and wait.key != found.key:
             self._log.info("run_goes_on", waited_for=wait.awaited, seconds=round(wait.lasted(now), 1))
             words = f"{duration(wait.lasted(now))} for {wait.awaited}"
-            self.events.append(ServiceEvent(service=LAUNCHER, instance=LAUNCHER, what=WENT_ON, detail=words, at=now))
+            what = WENT_ON if wait.cause in TROUBLES and wait.lasted(now) >= TOLD_AFTER_S else WAITED
+            self.events.append(ServiceEvent(service=LAUNCHER, instance=LAUNCHER, what=what, detail=words, at=now))
             self._logged = None
         if self._logged is None and self._worth_telling(found, now):
             self._logged, self._told_still = found, found.still_since
@@ -192,6 +195,7 @@ TICK_SECONDS = 0.1
 POLL_SECONDS = 0.5  # interval at which the registry and the run's phase are read
 POLL_DEADLINE = 2.0  # time that bus and store have to take what is published, and to answer
 SHOW_SECONDS = 0.5
+ALARM_SECONDS = 5.0  # interval at which alarms are judged and logs are rotated
 
 # The time that the trainer has to stop after SIGTERM, while the others still serve it: it writes a checkpoint and tells the buffer.
 TRAINER_STOP_SECONDS = 8.0
@@ -207,21 +211,22 @@ class RunsElsewhere(MyxoError):
 class Launch:
     """One launch.
 
-    ``directory``: held by this process. ``given``: servers from the environment. ``fresh``: forget what the run has done so far.
+    ``files``: held by this process. ``given``: servers from the environment. ``fresh``: forget what was done. ``again``: continues it.
     """
 
-    def __init__(self, config: RunConfig, directory: RunDirectory, given: GivenServers, console: Console, *, fresh: bool) -> None:
-        self._config, self._directory, self._given, self._console = config, directory, given, console
-        self._fresh, self._run = fresh, config.run.name
+    def __init__(self, config: RunConfig, files: RunDirectory, given: GivenServers, console: Console, *, fresh: bool, again: str) -> None:
+        self._config, self._directory, self._given, self._console = config, files, given, console
+        self._fresh, self._run, self._again = fresh, config.run.name, again
         self._started = time.monotonic()
         self._signals: list[signal.Signals] = []
-        self._disk = DiskWatch(directory.root, config.bus.full_timeout)
+        self._disk = DiskWatch(files.root, config.bus.full_timeout)
         self._supervised = False  # services were started
         self._began = 0  # steps trained when this launch began
         self._statuses: list[ServiceStatus] = []
         self._finished = self._ended = False  # by the run's phase
         self._failure = ""  # the reason of a phase that says that the run has failed
         self._away = float("-inf")  # when bus or store last did not answer, or had no room, monotonic
+        self._alarms: list[Alarm] = []
         self._gone: dict[str, Away] = {}  # the servers that did not answer when they were last asked
         self._waits, self._frozen = WaitReport(), FrozenServices(config.bus.frozen_timeout)
         self._final = FinalWeights(config)
@@ -294,7 +299,7 @@ class Launch:
 
     async def _supervise(self, bus: Bus, specs: list[ServiceSpec]) -> int:
         supervisor = Supervisor(specs, self._directory.log, excused=lambda since: max(self._away, self._servers.troubled) >= since)
-        polling = asyncio.create_task(self._poll(bus, supervisor))
+        polling, watching = asyncio.create_task(self._poll(bus, supervisor)), asyncio.create_task(self._watch_alarms(bus))
         shown = Display(self._console, self._started)
         stopped: StopReason | None = None
         try:
@@ -306,7 +311,7 @@ class Launch:
         finally:
             shown.close()
             await self._stop(supervisor)
-            await cancelled([polling])
+            await cancelled([polling, watching])
             for signum in (signal.SIGINT, signal.SIGTERM):  # nothing is left that a signal could interrupt
                 asyncio.get_running_loop().remove_signal_handler(signum)
         if self._finished and stopped is None:
@@ -316,6 +321,7 @@ class Launch:
             return self._give_up(stopped)
         if self._signals:
             return self._interrupted()
+        self._say(f"Run {self._run}: {exit_report.ways_on(self._config, self._again)}")
         say(f"myxo: run {self._run} failed: {self._failure}")
         return exit_codes.RUN_FAILED
 
@@ -337,7 +343,7 @@ class Launch:
                 instances = supervisor.statuses(now)
                 wait = self._waits.see(self._situation(bus, instances, disk.text), time.time())
                 view = run_view(self._config, self._statuses, instances, self._servers.restarts(), view, self._began, disk.text, wait)
-                shown.show(view.finished(owed) if self._finished else view.stopped(self._failure), now)
+                shown.show(view.finished(owed) if self._finished else view.stopped(self._failure), now, self._alarms)
             if done:
                 return None
             await asyncio.sleep(TICK_SECONDS)
@@ -390,6 +396,15 @@ class Launch:
                 await asyncio.sleep(POLL_SECONDS)
         finally:
             await store.close()
+
+    async def _watch_alarms(self, bus: Bus) -> None:
+        """Keeps the alarms that stand, and the size of the logs, until cancelled. A bus that is away is a wait, which others report."""
+        watched = RunAlarms(bus, self._config, self._directory.root)
+        while True:
+            await asyncio.sleep(ALARM_SECONDS)
+            await asyncio.to_thread(self._directory.rotate_logs)
+            with contextlib.suppress(*BUS_ERRORS):
+                self._alarms = await watched.standing(self._statuses, live=True)
 
     def _note_gone(self, server: str, error: BaseException) -> None:
         self._away, why = time.monotonic(), str(error) or type(error).__name__
@@ -463,11 +478,11 @@ class Launch:
     async def _show_troubles(self, bus: Bus) -> None:
         if full := full_disk(self._directory.root):
             self._say(full)
-        if self._waits.newest is not None:
+        if self._waits.newest is not None and (self._waits.newest.cause in TROUBLES or not self._signals):
             self._say(f"At its end the run waited for {self._waits.newest.words(time.time())}.")
         try:
             async with asyncio.timeout(TROUBLES_SECONDS):
-                await exit_report.report_troubles(bus, self._config, self._console)
+                await exit_report.report_troubles(bus, self._config, self._directory, self._console)
         except BUS_ERRORS as error:
             self._say(f"What went wrong cannot be summed up: {str(error) or type(error).__name__}; `myxo summary {self._run}` tries again.")
 
@@ -476,6 +491,7 @@ class Launch:
             line = stopped.lines[-1] if stopped.lines else f"{stopped.instance} refused its input; see {stopped.log_path}"
             say(f"myxo: {line}")
             return exit_codes.BAD_INPUT
+        self._say(f"Run {self._run}: {exit_report.ways_on(self._config, self._again)}")
         for line in stopped.lines:
             say(f"  {line}")
         say(f"myxo: {stopped.reason}; its last lines are above, all of them in {stopped.log_path}")
@@ -483,7 +499,7 @@ class Launch:
 
     def _interrupted(self) -> int:
         first = self._signals[0]
-        self._say(f"Stopped by {first.name}. `myxo up` with the same config goes on from the last checkpoint.")
+        self._say(f"Stopped by {first.name}: {exit_report.ways_on(self._config, self._again)}")
         return 128 + first
 
     def _say(self, text: str) -> None:

@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -27,6 +28,9 @@ from shared.runtime.errors import ConfigError, MyxoError
 from shared.runtime.safe_text import say
 from shared.schema.service_messages import ServiceStatus
 from shared.store.payload_store import Store, StoreUnreachable
+from shared.view.alarms import Alarm, alarms, disk_room, memory_room, symptoms
+from shared.view.flow_history import FlowHistory
+from shared.view.flow_view import FlowReader
 from shared.view.run_view import read_failures
 from shared.view.stall import NATS, Away, RunSituation, Stall, StallWatch, reported_wait, watched_stall
 
@@ -103,6 +107,7 @@ async def _pins_on_bus(url: str, run: str) -> dict[str, str]:
         await bus.close()
 
 
+READ_SECONDS = 15.0  # time without progress after which reading a stream is given up
 SETTLE_SECONDS = 5.0  # time that a run that is just starting or stopping has to publish its servers' addresses, or to release its directory
 
 
@@ -276,6 +281,31 @@ class RunWaits:
         """Returns the wait while the bus is away."""
         self._bus_since = self._bus_since or now
         return watched_stall(self._watch, RunSituation.of(self._access.config, (), away={NATS: Away(self._bus_since, why)}), now)
+
+
+class RunAlarms:
+    """The alarms of a run whose files lie in ``directory``, from one moment to the next. ``history``: what was read of it so far."""
+
+    def __init__(self, bus: Bus, config: RunConfig, directory: Path) -> None:
+        self._bus, self._config, self._directory, self.history = bus, config, directory, FlowHistory()
+        self._reader: FlowReader | None = None
+
+    async def standing(self, statuses: Sequence[ServiceStatus], live: bool, away: str = "") -> list[Alarm]:
+        """Returns the alarms that stand now; where the run is not ``live``, at its last record. Raises `BUS_ERRORS`.
+
+        ``statuses``: what the registry holds; ``away``: why the bus is away, of which nothing is read then.
+        """
+        if self._reader is None:
+            last = await streams.last_sequence(self._bus, Subjects(self._config.run.name).ledger_stream, deadline=READ_SECONDS)
+            self._reader = FlowReader(self._config.run.name, functools.partial(streams.read, self._bus, deadline=READ_SECONDS), last)
+            self.history = self._reader.history
+        if not away:
+            await self._reader.catch_up()
+        now = time.time() if live else self.history.newest
+        self._reader.observe(statuses, now)
+        machine = (disk_room(self._directory), memory_room()) if live else (None, None)
+        found = symptoms(self.history, statuses, now, {NATS: away} if away else {}, *machine)
+        return alarms(found if live else replace(found, restarts={}), self._config)
 
 
 def vocabulary(config: RunConfig) -> int:

@@ -6,7 +6,7 @@ DIR/NAME/
   config.json     the run's config, as it is frozen on the bus
   servers.json    addresses of the live run's servers, readable by its owner only; there while `myxo up` runs
   nats/ valkey/   what the embedded servers keep
-  logs/           one file an instance
+  logs/           one file an instance; logs/older/ has what it held before it was rotated
   checkpoints/ tensorboard/ reference/ hf/   the trainer's
   prompts/        which prompts are left out, what a custom data source has given
   rollouts/       the responses of groups that have ended (`shared.data.rollout_files`)
@@ -40,6 +40,7 @@ STATE = (
 )
 
 HOLD_SECONDS = 1.0  # time to try for the lock: a command that only checks whether it is held has it for an instant
+LOG_BYTES, OLDER = 16 << 20, "older"  # of the log of an instance: with the older one it is at most about twice as much
 _MARKS = ("lock", "nats", "logs", "rollouts", "servers.json")
 
 
@@ -80,6 +81,15 @@ class RunDirectory:
         finally:
             with contextlib.suppress(OSError):
                 file.close()
+
+    def rotate_logs(self) -> None:
+        """Moves what a log beyond `LOG_BYTES` holds to `OLDER`, over what was moved before; processes keep the log open and write on."""
+        for path in self.logs.glob("*.log"):
+            with contextlib.suppress(OSError):  # it is removed, or the disk is full
+                if path.stat().st_size > LOG_BYTES:
+                    (self.logs / OLDER).mkdir(exist_ok=True)
+                    shutil.copyfile(path, self.logs / OLDER / path.name)
+                    os.truncate(path, 0)
 
     def make(self, config: RunConfig) -> None:
         """Makes the directory, with the permissions that ``run.dir_mode`` says. Raises ConfigError."""

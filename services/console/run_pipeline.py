@@ -9,6 +9,7 @@ from services.console.run_source import FLOW, HEALTH, NATS, NOT_STARTED, OVERVIE
 from shared.bus import runs, streams
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.config.run_config import RunConfig
+from shared.runtime.host import cores_awaited
 from shared.schema.service_messages import ServiceStatus
 from shared.view.alarms import HealthView, alarms, disk_room, health_view, memory_room, symptoms
 from shared.view.flow_view import FlowReader, FlowView, flow_view
@@ -38,7 +39,7 @@ class RunPipeline:
         statuses = self._statuses()
         found = symptoms(reader.history, statuses, now, self._away(), disk_room(self._source.directory), memory_room())
         alarmed = {alarm.kind for alarm in alarms(found, config)}
-        return flow_view(reader.history, config, statuses, now, window_s, alarmed, self._wait(config, now))
+        return flow_view(reader.history, config, statuses, now, window_s, alarmed, self._wait(config, now), cores_awaited())
 
     async def health(self) -> HealthView:
         """Returns the health. Raises SourceAway where nothing is known of it."""

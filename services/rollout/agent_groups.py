@@ -151,7 +151,7 @@ class AgentGroups(GroupPlayer):
     def failed(self, task: Task, rollout: int, session: str, error: HookFailed) -> None:
         """Notes a session that came to nothing."""
         self._service.metrics.add("agents_failed")
-        self._service.log.warning("agent_failed", group=task.group, rollout=rollout, session=session, error=str(error))
+        self._service.log.error("agent_failed", group=task.group, rollout=rollout, session=session, error=str(error))
 
 
 class _AgentRollout(PlayedRollout):

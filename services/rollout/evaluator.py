@@ -71,7 +71,7 @@ class Evaluator:
         except TimeoutError:
             if not limit.expired():
                 raise
-            log.warning("evaluation_late", error=f"{self._named} gave no result by the evaluation's deadline; its process was killed")
+            log.error("evaluation_late", error=f"{self._named} gave no result by the evaluation's deadline; its process was killed")
             await self._pool.close()
             await lease.ack()
 

@@ -289,7 +289,7 @@ class Rollout:
             await lease.hand_back(delay=1.0)
         # these would fail again: a prompt that does not fit the model, a broken hook, more samples than a reference may list
         except (BadMessage, InvalidRequest, HookFailed, ValidationError) as error:
-            log.warning("group_refused", error=str(error))
+            log.error("group_refused", error=str(error))
             await self._outcomes.publish(task, self._outcomes.failed(task, str(error), getattr(error, "fault", TASK)), started)
             await lease.ack()
 

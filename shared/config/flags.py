@@ -37,6 +37,7 @@ class CommandLine:
         renamed: fields that flags under other names set; a field's own flag wins over them.
         notes: lines for the user: flags under other names, without effect, or given twice. environment: variables for the services.
         typed: ``section.field`` → the flag that sets it, as it was typed. as_slime: whether slime's defaults and rules hold.
+        words: as they were typed.
     """
 
     overrides: Overrides = dataclasses.field(default_factory=dict)
@@ -46,6 +47,7 @@ class CommandLine:
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     typed: dict[str, str] = dataclasses.field(default_factory=dict)
     as_slime: bool = False
+    words: list[str] = dataclasses.field(default_factory=list)
 
     def set(self, section: str, name: str, value: Any, flag: str) -> None:
         """Sets a field; a mapping is added to the one that is there."""
@@ -75,7 +77,7 @@ def read(arguments: list[str]) -> CommandLine:
     last value.
     """
     owners = field_sections()
-    given = CommandLine()
+    given = CommandLine(words=list(arguments))
     rest, seen = list(arguments), dict[str, list[str]]()
     while rest:
         before = list(rest)

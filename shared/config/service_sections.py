@@ -1,6 +1,7 @@
 """The run's place, its services and their limits: [run], [bus], [store], [gateway], [ingest], [console], [monitoring] and [sandbox]."""
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -50,6 +51,12 @@ class RunSection(Section):
     def root(self) -> Path:
         """Returns the run's own directory."""
         return self.dir / self.name
+
+    @property
+    def argument(self) -> str:
+        """Returns what a command takes for this run: its name where it lies in the shell's ``runs`` or not here, else its directory."""
+        elsewhere = self.dir.resolve() != Path(os.environ.get("PWD", "."), "runs").resolve() and self.root.is_dir()
+        return shlex.quote(str(self.root.absolute()) if elsewhere else self.name)
 
 
 class BusSection(Section):

@@ -186,7 +186,8 @@ class ChildProcess:
         if self.log_path is None or not self.log_path.is_file():
             return []
         with self.log_path.open("rb") as log:
-            log.seek(max(self._log_begin, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_begin if self._log_begin <= size else 0, size - _TAIL_BYTES))  # one that was rotated begins anew
             lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
         return lines if count is None else lines[-count:]
 

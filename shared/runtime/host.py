@@ -1,5 +1,6 @@
 """The host's memory and its container runtime."""
 
+import contextlib
 import os
 import subprocess
 import time
@@ -21,6 +22,15 @@ def host_memory() -> tuple[int, int]:
     except (OSError, ValueError):
         return total, available
     return min(total, limit), min(available, max(limit - used, 0))
+
+
+def cores_awaited() -> float:
+    """Returns the share of the last minute in which some process of this machine, or of the container around this process, waited for a
+    core; 0 where the kernel does not say (pressure stall information)."""
+    for path in ("/sys/fs/cgroup/cpu.pressure", "/proc/pressure/cpu"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            return float(Path(path).read_text().split("avg60=")[1].split()[0]) / 100
+    return 0.0
 
 
 Runtime = Literal["docker", "podman"]

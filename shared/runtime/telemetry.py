@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import time
+from collections import Counter as Tally
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TextIO, cast
@@ -163,6 +164,25 @@ def _without_credentials(_: object, __: str, event: structlog.typing.EventDict) 
     return event if event.get("event") == CONSOLE_SERVES else without_credentials(dict(event))
 
 
+SAME_LINES, SAME_SECONDS = 20, 60.0  # Warnings and errors of one kind that a process logs within so many seconds; more are left out
+
+
+_same = Tally[tuple[int, str]]()
+
+
+def _folded(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Leaves out warnings and errors beyond `SAME_LINES` of one kind; the last one that is logged says so."""
+    if event.get("level") not in ("warning", *failure_summary.ERROR_LEVELS):
+        return event
+    kind = int(time.monotonic() // SAME_SECONDS), failure_summary.kind(failure_summary.of_event(event))
+    if next(iter(_same), kind)[0] != kind[0]:
+        _same.clear()
+    _same[kind] += 1
+    if _same[kind] > SAME_LINES:
+        raise structlog.DropEvent
+    return {**event, "further": f"left out for up to {SAME_SECONDS:g} s"} if _same[kind] == SAME_LINES else event
+
+
 def configure_logs(run: str, service: str, instance: str, *, level: str = "INFO", stream: TextIO | None = None) -> None:
     """Sets up JSON lines from structlog and from the libraries' own loggers, each with the ids of the service.
 
@@ -184,7 +204,7 @@ def configure_logs(run: str, service: str, instance: str, *, level: str = "INFO"
     formatted = structlog.processors.format_exc_info
     rendering: list[structlog.typing.Processor] = [formatted, _without_credentials, structlog.processors.JSONRenderer()]
     structlog.configure(
-        processors=[*shared, *rendering],
+        processors=[*shared, _folded, *rendering],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level]),
         logger_factory=structlog.WriteLoggerFactory(stream),  # a line in one write: several processes share a log
         cache_logger_on_first_use=False,

@@ -5,7 +5,7 @@ import shutil
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 
@@ -29,6 +29,8 @@ class AlarmKind(Enum):
     NOT_FINITE = "the loss is not finite"
     LOGPROBS = "engine and trainer differ"
     ENTROPY = "entropy has collapsed"
+    SAME_REWARD = "every reward is the same"
+    NOT_RISEN = "the reward has not risen"
     NO_SIGNAL = "groups teach nothing"
     TRUNCATION = "responses are cut off"
     UNREAD = "rewards are not read"
@@ -81,18 +83,31 @@ EQUAL_SHARE, TRUNCATED_SHARE, UNREAD_SHARE, STALE_SHARE = 0.6, 0.3, 0.3, 0.25
 # Pushes grow where the newest take this many times the first ones' seconds, and this many seconds more
 PUSH_GROWTH, PUSH_SECONDS = 2.0, 0.5
 
+# The fewest steps by which rewards and responses are judged; those of which the first and the last third are compared at a run's end
+LEAST_STEPS, COMPARED_STEPS = 3, 9
+
 DISK_SHARE, DISK_BYTES = 0.05, 5 << 30
 MEMORY_SHARE = 0.08  # A disk is nearly full with less than this share and less than this many bytes free; memory with less than this share
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """``title``: the finding with its figures; ``meaning``: why that matters; ``remedy``: what to do."""
+    """``title``: the finding with its figures; ``meaning``: why that matters; ``remedy``: what to do. ``shown_by``: the command that shows
+    it; empty: none does."""
 
     kind: AlarmKind
     title: str
     meaning: str
     remedy: str
+    shown_by: str = ""
+
+    def plain(self) -> dict[str, str]:
+        """Returns it as JSON has it."""
+        return {**asdict(self), "kind": self.kind.name.lower()}
+
+    def lines(self) -> list[str]:
+        """Returns the finding, what to do, and the command that shows it, for a terminal."""
+        return [f"▲ {self.title}", f"  {self.remedy}", *([f"  → {self.shown_by}"] if self.shown_by else [])]
 
 
 @dataclass(frozen=True)
@@ -101,7 +116,7 @@ class Symptoms:
 
     ``steps``: the newest ones, oldest first; ``metrics``: by step, under the names of docs/metrics.md; ``push_seconds``: of pushes that
     succeeded, in order; ``restarts``: lately, service → (times, newest reason); ``dead``: groups that died lately; ``stale_share``: of
-    groups that ended lately, those dropped for their age; ``away``: server or service → why. Disk and memory: None where not known.
+    groups that ended lately, those dropped for their age; ``away``: server or service → why; ``finished``: the run is. Room: if known.
     """
 
     steps: Sequence[StepRecord] = ()
@@ -114,6 +129,7 @@ class Symptoms:
     away: Mapping[str, str] = field(default_factory=dict)
     disk: Room | None = None
     memory: Room | None = None
+    finished: bool = False
 
 
 def alarms(found: Symptoms, config: RunConfig) -> list[Alarm]:
@@ -121,12 +137,15 @@ def alarms(found: Symptoms, config: RunConfig) -> list[Alarm]:
     raised = [
         *_services(found),
         *_numbers(found, config.monitoring.logprob_alarm),
-        *_batches(found.steps[-LATELY_STEPS:]),
+        *_rewards(found, config),
+        *_batches(found.steps[-LATELY_STEPS:], config.run.argument),
         *_ends(found, config),
         *_pushes(found.push_seconds),
         *_machine(found),
     ]
-    order = list(AlarmKind)
+    kinds, order = {alarm.kind for alarm in raised}, list(AlarmKind)
+    if AlarmKind.SAME_REWARD in kinds:  # which groups without a signal follow from
+        raised = [alarm for alarm in raised if alarm.kind is not AlarmKind.NO_SIGNAL]
     return sorted(raised, key=lambda alarm: order.index(alarm.kind))
 
 
@@ -167,7 +186,7 @@ def _numbers(found: Symptoms, bound: float) -> Iterator[Alarm]:
             AlarmKind.NOT_FINITE,
             f"{' and '.join(broken)} of a step lately is nan or inf",
             "The optimizer skips such a step; where they go on, the trainer ends.",
-            "Lower the learning rate or the clip range; the Samples page shows that step's batch.",
+            "Lower the learning rate or the clip range; the samples of its batch may show what was odd.",
         )
     difference = _difference(lately)
     if difference is not None and difference > bound:
@@ -208,7 +227,39 @@ def _entropy(metrics: Sequence[Mapping[str, float]]) -> Iterator[Alarm]:
 # --- what batches hold
 
 
-def _batches(steps: Sequence[StepRecord]) -> Iterator[Alarm]:
+def _rewards(found: Symptoms, config: RunConfig) -> Iterator[Alarm]:
+    """A reward that teaches nothing over the whole run; where teachers do instead, none is raised."""
+    if config.algorithm.opd_teachers:
+        return
+    run, steps = config.run.argument, found.steps
+    rewards = [step.reward for step in steps if math.isfinite(step.reward)]
+    if len(steps) >= LEAST_STEPS and len({reward for step in steps for reward in (step.lowest, step.highest)}) == 1 and rewards:
+        yield Alarm(
+            AlarmKind.SAME_REWARD,
+            f"every reward of {len(steps)} steps is {number(steps[0].lowest, '.3g')}",
+            "All advantages are 0: nothing is learned, however long the run continues.",
+            "Compare responses and labels: their forms may differ, prompts may be too hard, or the reward function may be at fault.",
+            f"myxo samples {run} --status trained --responses",
+        )
+    elif found.finished and len(rewards) >= COMPARED_STEPS and steps[0].step == 0:
+        third = len(rewards) // 3
+        first, last = rewards[:third], rewards[-third:]
+        noise = 2 * math.sqrt((statistics.variance(first) + statistics.variance(last)) / third)
+        before, after = statistics.fmean(first), statistics.fmean(last)
+        if after - before <= noise:
+            yield Alarm(
+                AlarmKind.NOT_RISEN,
+                f"the reward has not risen: {before:.3f} in the first third of the steps, {after:.3f} in the last (noise {noise:.3f})",
+                "Unless it was high from the beginning, the policy is no better at its task than before.",
+                "Read the best responses; then easier prompts, more samples a prompt, another learning rate, or more steps.",
+                f"myxo samples {run} --status trained --sort reward --responses",
+            )
+
+
+def _batches(steps: Sequence[StepRecord], run: str) -> Iterator[Alarm]:
+    if len(steps) < LEAST_STEPS:
+        return
+    shown_by = f"myxo samples {run} --step {steps[-1].step}"
     groups, samples = sum(step.groups for step in steps), sum(step.samples for step in steps)
     equal = _share(sum(step.equal_rewards for step in steps), groups)
     if equal > EQUAL_SHARE:
@@ -217,6 +268,7 @@ def _batches(steps: Sequence[StepRecord]) -> Iterator[Alarm]:
             f"{equal:.0%} of the last {groups} groups have equal rewards",
             "Their advantages are 0: they cost generation and teach nothing.",
             "Mix in prompts that are neither always nor never solved (a dynamic sampling filter, a curriculum), or more samples a prompt.",
+            shown_by,
         )
     truncated = _share(sum(step.truncated for step in steps), samples)
     if truncated > TRUNCATED_SHARE:
@@ -224,7 +276,8 @@ def _batches(steps: Sequence[StepRecord]) -> Iterator[Alarm]:
             AlarmKind.TRUNCATION,
             f"{truncated:.0%} of the last {samples} responses were cut off at their length",
             "A response without its end is mostly rewarded as wrong: the policy learns to be short, or nothing.",
-            "Raise rollout.rollout_max_response_len, or look on the Samples page whether responses end in loops.",
+            "Raise rollout.rollout_max_response_len, unless responses end in loops.",
+            shown_by,
         )
     unread = _share(sum(step.unread for step in steps), samples)
     if unread > UNREAD_SHARE:
@@ -232,7 +285,8 @@ def _batches(steps: Sequence[StepRecord]) -> Iterator[Alarm]:
             AlarmKind.UNREAD,
             f"the verifier could not read {unread:.0%} of the last {samples} responses",
             "They have reward 0 for their form, not for their answer.",
-            "The Samples page tells the reason of each; the prompt may have to ask for the form that the verifier reads.",
+            "Each sample has its reason; the prompt may have to ask for the form that the verifier reads.",
+            shown_by,
         )
 
 
@@ -243,7 +297,8 @@ def _ends(found: Symptoms, config: RunConfig) -> Iterator[Alarm]:
             AlarmKind.DEAD,
             f"{len(found.dead)} groups died lately, the last for: {shortened_line(last.reason)}",
             "They can never be trained; others take their place. Many in a row end the run (rollout.max_dead_in_a_row).",
-            f"`myxo samples {config.run.name} {last.group}` shows the last one; the reasons stand below.",
+            "The reason names what failed: the function, the environment, or the engine.",
+            f"myxo samples {config.run.argument} {last.group}",
         )
     if found.stale_share > STALE_SHARE:
         remedy = "staleness_policy = continue or mask"
@@ -377,6 +432,7 @@ def symptoms(
         away=away,
         disk=disk,
         memory=memory,
+        finished=history.finished,
     )
 
 

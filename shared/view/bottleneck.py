@@ -37,6 +37,7 @@ IDLE = 0.25  # Replicas that generate nothing for this share of the time lack gr
 QUEUED = 0.2  # Replicas are full where the awaited groups spent this part of their way, from admission to their last token, in the queue
 SLOW = 2.0  # A replica is slow that takes this many times as long for a group as the others do
 MOST_OF_WAIT = 0.8  # The replicas are named that make up this share of the wait for all
+SATURATED = 0.5  # Cores are what lacks where some process waits for one for this share of the time
 FEW_STEPS = 2  # The least steps that say something about a run
 NAMES_SHOWN = 3
 
@@ -49,7 +50,7 @@ class Workload:
     rollout, the longest wait first. ``replicas``: share of the time in which each generated; ``slow``: the awaited ones that take so many
     times as long for a group as the others. ``queued``: part of the awaited groups' way, from admission to the last
     token, before a replica took them. ``lost_tokens``: share of generated tokens that were not trained. ``blocked``: what keeps the run
-    from going on now, in words; empty: nothing.
+    from going on now, in words; empty: nothing. ``cores_awaited``: share of the time in which some process waited for a core.
     """
 
     steps: int
@@ -60,6 +61,7 @@ class Workload:
     slow: Mapping[str, float] = field(default_factory=dict)
     lost_tokens: float = 0.0
     blocked: str = ""
+    cores_awaited: float = 0.0
 
     @property
     def waiting(self) -> float:
@@ -109,6 +111,10 @@ def bottleneck(load: Workload, config: RunConfig, alarmed: Collection[AlarmKind]
         found, remedies = _trainer_waits(load, config)
     else:
         found, remedies = _trainer_busy(load, config)
+    if load.cores_awaited >= SATURATED and found.waiting:  # further replicas and ranks would share the same cores
+        cores = f"more cores are what lacks: in {_percent(load.cores_awaited)} of the last minute some process waited for one"
+        others = [remedy for remedy in remedies if remedy.forbidden_by not in (REPLICAS, HARDWARE)]
+        remedies = [_Remedy(f"{cores}; else fewer services on this machine", frozenset()), *others]
     remedies += _losses(load, config)
     advice = tuple(Advice(remedy.text, _withheld(remedy, alarmed)) for remedy in remedies)
     return Bottleneck(found.sentence, advice, found.waiting, found.waiting_for, found.share)

@@ -10,7 +10,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shared.runtime.errors import Fault
 from shared.schema.ledger import (
@@ -176,6 +176,7 @@ class _OpenGroup:
 class StepRecord:
     """A step that was trained. ``wait_from``: the end of the one before, None where it is not known; ``last``: of its groups, the one that
     was scored last; ``ages``: trained tokens by their staleness in versions. Groups teach nothing where all their rewards are equal.
+    ``reward``: the samples' mean, ``lowest`` and ``highest`` of them; nan where none is known.
     """
 
     step: int
@@ -191,6 +192,9 @@ class StepRecord:
     samples: int = 0
     truncated: int = 0
     unread: int = 0
+    reward: float = math.nan
+    lowest: float = math.nan
+    highest: float = math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +335,14 @@ class FlowHistory:
 
     # --- its figures
 
+    def failures_since(self, at: float) -> ServiceFailures:
+        """Returns the failures and restarts since ``at`` (seconds since the epoch), of those that are remembered."""
+        found = ServiceFailures()
+        for event in self.events:
+            if event.at >= at:
+                found.take(event)
+        return found
+
     @property
     def outstanding(self) -> list[float]:
         """Returns when each group that is with the rollout and reward services was admitted, the oldest first."""
@@ -460,8 +472,10 @@ class FlowHistory:
         return dict(sorted(ages.items())), masked
 
 
-def _signal(groups: Sequence[ScoredGroup]) -> dict[str, int]:
-    """Returns the counts of a `StepRecord` that say whether a batch can teach anything."""
+def _signal(groups: Sequence[ScoredGroup]) -> dict[str, Any]:
+    """Returns the figures of a `StepRecord` that say whether a batch can teach anything."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    known = {"reward": sum(rewards) / len(rewards), "lowest": min(rewards), "highest": max(rewards)} if rewards else {}
     samples = [sample for group in groups for sample in group.samples]
     several = [group.rewards for group in groups if len(group.rewards) > 1]
     return {
@@ -470,4 +484,5 @@ def _signal(groups: Sequence[ScoredGroup]) -> dict[str, int]:
         "samples": len(samples),
         "truncated": sum(sample.finish == "length" for sample in samples),
         "unread": sum(len(group.unread) for group in groups),
+        **known,
     }

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from shared.bus.registry import ENVIRONMENT
@@ -152,12 +152,13 @@ def flow_view(
     window_s: float,
     alarmed: Collection[AlarmKind] = (),
     wait: Stall | None = None,
+    cores_awaited: float = 0.0,
 ) -> FlowView:
     """Returns the pipeline at ``now``, of a run at rest at its last record, looking back ``window_s`` seconds.
 
     Args:
         statuses: what the registry holds; empty where the run is at rest or the bus away. alarmed: alarms that stand. wait: what the
-            run waits for, where the caller knows more than the statuses say.
+            run waits for, where the caller knows more than the statuses say. cores_awaited: as `Workload` has it.
     """
     if wait is None and statuses:
         wait = run_stall(RunSituation.of(config, statuses))
@@ -167,7 +168,7 @@ def flow_view(
     live = bool(statuses)
     end = now if live else history.newest
     window = (max(end - window_s, min(history.oldest or end, end - 1.0)), end)
-    load = workload(history, window, _blocked(history, statuses, wait, now))
+    load = replace(workload(history, window, _blocked(history, statuses, wait, now)), cores_awaited=cores_awaited if live else 0.0)
     trains = [(TRAINING, max(0.0, 1 - load.waiting))] if load.steps else []
     return FlowView(
         at=now,

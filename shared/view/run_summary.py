@@ -76,7 +76,7 @@ class Summary:
     overlap_seconds: how long some group was generated while some step was trained, of generation_seconds and training_seconds, in
     which at least one was. trained_tokens: response tokens of the trained samples.
     eval_failed: held-out prompts that failed, by reason. errors: what each service that failed or was restarted last ended with. waits:
-    the newest waits out of the ordinary, how long and what for.
+    the newest waits out of the ordinary, how long and what for. alarms: as `shared.view.alarms.Alarm` has them, where they are known.
     mean_abs_logprob_diff: between engine and trainer, over tokens that both computed under the same weight version.
     """
 
@@ -105,6 +105,7 @@ class Summary:
     eval_failed: dict[str, int] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     waits: list[str] = field(default_factory=list)
+    alarms: list[dict[str, str]] = field(default_factory=list)
 
 
 class SummaryTally:

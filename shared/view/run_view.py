@@ -11,15 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from nats.js.errors import NotFoundError
-
 from shared.bus import streams
 from shared.bus.connection import Bus
 from shared.bus.registry import ENGINE_NODE, ENVIRONMENT, NODE, STANDBY
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.process.child_process import cause
-from shared.runtime.errors import BadMessage
 from shared.runtime.safe_text import number, shortened_line
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.view.live_services import InstanceStatus, count, newest_gauges, newest_status, present, shown, trained_steps, warm_start
@@ -309,8 +306,8 @@ def _errors(services: Sequence[ServiceStatus], instances: Sequence[InstanceStatu
 
 FAILED, RESTARTED = "failed", "restarted"  # The events of a service that ends by an error, and of the launcher that started one again
 
-# The launcher's event that the run continues after a wait out of the ordinary; its detail says for how long, and for what
-WENT_ON = "went_on"
+# The launcher's events that the run continues after a wait: a long one that no healthy run has, or another; the detail has length and cause
+WENT_ON, WAITED = "went_on", "waited"
 
 MOST_WAITS = 20  # The newest waits that are kept
 FULL_BYTES = 32 << 20  # A disk with less room than this counts as full
@@ -343,38 +340,12 @@ async def read_failures(bus: Bus, run: str) -> ServiceFailures:
     return found
 
 
-async def with_all_failures(bus: Bus, view: RunView) -> RunView:
-    """Returns the view with all failures and restarts since the run began."""
-    failures = await read_failures(bus, view.run)
+def with_failures(view: RunView, failures: ServiceFailures) -> RunView:
+    """Returns the view with failures and restarts: the status of a service that died is gone with it."""
     known = {error.instance: error for error in view.troubles.errors}
     for instance in failures.errors | failures.restarts:
         known[instance] = ServiceError(instance, failures.restarts[instance], failures.errors.get(instance, ""))
-    return _with_errors(view, *known.values())
-
-
-async def with_newest_failures(bus: Bus, view: RunView) -> RunView:
-    """Returns the view with the newest failure and the newest restart that were published lately: the status of one that died is gone with
-    it, and one that was killed has reported nothing itself."""
-    known = {error.instance: error for error in view.troubles.errors}
-    for what in (RESTARTED, FAILED):
-        event = await _newest(bus, view.run, what)
-        if event is not None and event.instance not in known and time.time() - event.at <= LATELY_SECONDS:
-            reason = f"{RESTARTED} {event.detail}".rstrip() if what == RESTARTED else event.detail
-            known[event.instance] = ServiceError(event.instance, 0, reason)
-    return _with_errors(view, *known.values())
-
-
-async def _newest(bus: Bus, run: str, what: str) -> ServiceEvent | None:
-    names = Subjects(run)
-    try:
-        last = await bus.js.get_last_msg(names.events_stream, names.event("service", what))
-        return None if last.data is None else ServiceEvent.decode(last.data)
-    except (NotFoundError, BadMessage):
-        return None
-
-
-def _with_errors(view: RunView, *errors: ServiceError) -> RunView:
-    return replace(view, troubles=replace(view.troubles, errors=errors))
+    return replace(view, troubles=replace(view.troubles, errors=tuple(known.values())))
 
 
 def full_disk(root: Path) -> str:

@@ -282,7 +282,7 @@ def test_the_status_of_a_stopped_run(myxo: Myxo, stopped_run: Callable[..., RunC
     assert "not running: 1 of 2 steps trained, 2 groups in flight" in out
     code, out, _ = myxo.run("status", config.run.root, "--json")
     figures = {"phase": "running", "running": False, "run": "test", "steps": 1, "of": 2, "in_flight": 2, "restarts": 1}
-    assert json.loads(out) == {**figures, "reason": "", "dead": {}, "eval_failed": {}, "errors": {}}
+    assert json.loads(out) == {**figures, "reason": "", "dead": {}, "eval_failed": {}, "errors": {}, "alarms": []}
 
 
 def test_a_run_without_any_step_has_a_summary_but_no_picture(myxo: Myxo, stopped_run: Callable[..., RunConfig]) -> None:

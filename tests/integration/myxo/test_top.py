@@ -18,7 +18,8 @@ from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.process.embedded_servers import EmbeddedNats
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
-from shared.view.run_view import LATELY_SECONDS, RunView, with_newest_failures
+from shared.view.flow_history import FlowHistory
+from shared.view.run_view import RunView, with_failures
 from tests.integration.myxo.command import Myxo
 from tests.integration.myxo.test_audit_summary import records, write
 from tests.support.run_config import run_config
@@ -108,14 +109,11 @@ def test_on_a_terminal_it_goes_on_until_the_run_ends(nats: EmbeddedNats, config:
     assert process.returncode == 0, shown[-2000:]
 
 
-async def test_a_watch_names_who_was_killed_and_who_failed(bus: Bus, config: RunConfig) -> None:
-    await write(bus, config, records())
-    run, now = config.run.name, time.time()
-    view = RunView.at_start(config, 0)
-    assert (await with_newest_failures(bus, view)).troubles.errors == ()
-    await tell(bus, run, event("restarted", "rollout-1", "after signal 9", now), event("failed", "reward-0", "OSError: no space", now))
-    lines = (await with_newest_failures(bus, view)).troubles.lines()
-    assert lines == ["rollout-1: restarted after signal 9", "reward-0: OSError: no space"]
-    long_ago = now - LATELY_SECONDS - 5
-    await tell(bus, run, event("restarted", "rollout-1", "after signal 9", long_ago), event("failed", "reward-0", "x", long_ago))
-    assert (await with_newest_failures(bus, view)).troubles.errors == ()
+def test_a_watch_names_who_was_killed_and_who_failed(config: RunConfig) -> None:
+    history, view = FlowHistory(), RunView.at_start(config, 0)
+    history.service_event(event("restarted", "rollout-0", "long ago", 50.0))
+    assert with_failures(view, history.failures_since(100.0)).troubles.errors == ()
+    for told in (event("restarted", "rollout-1", "after signal 9", 101.0), event("failed", "reward-0", "OSError: no space", 102.0)):
+        history.service_event(told)
+    lines = with_failures(view, history.failures_since(100.0)).troubles.lines()
+    assert sorted(lines) == ["reward-0: OSError: no space", "rollout-1 restarts 1: after signal 9"]

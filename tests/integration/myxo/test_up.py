@@ -176,12 +176,14 @@ def test_a_run_survives_deaths_its_launchers_and_an_interruption(myxo: Myxo, con
     process.send_signal(signal.SIGINT)
     code, out, err = ended(process)
     assert (code, err) == (130, ""), f"{out}\n{err}"
-    assert "Stopped by SIGINT" in out
+    assert re.search(r"Stopped by SIGINT: no checkpoint yet\n  continue: myxo up (\S+)\n  samples:  myxo samples (\S+)\n", out), out
     assert not (root / "servers.json").exists()
     wait_for("the end of what it started", lambda: not any(Path(f"/proc/{pid}").exists() for pid in started))
     assert not (root / "summary.json").exists()
     code, out, _ = myxo.run("status", root)
     assert "is not running" in out
+    code, out, _ = myxo.run("list", root.parent, "--json")
+    assert (code, [(run["run"], run["state"], run["of"]) for run in json.loads(out)]) == (0, [("test", "stopped", 14)])
 
     pause.unlink()
     code, out, err = myxo.run("up", config, standins=True)

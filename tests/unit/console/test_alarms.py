@@ -2,16 +2,19 @@
 
 import math
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from myxo.main import parse
 from shared.config.run_config import RunConfig
 from shared.config.service_sections import MonitoringSection
 from shared.schema.ledger import GroupDead, GroupsDropped
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.view.alarms import (
+    COMPARED_STEPS,
     DISK_BYTES,
     DISK_SHARE,
     ENTROPY_LEFT,
@@ -20,6 +23,7 @@ from shared.view.alarms import (
     FIRST_STEPS,
     LATELY_S,
     LATELY_STEPS,
+    LEAST_STEPS,
     MEMORY_SHARE,
     PUSH_GROWTH,
     PUSH_SECONDS,
@@ -54,6 +58,11 @@ def agreement(difference: float, tokens: float = 100.0) -> dict[str, float]:
     return {"train__agreement_abs_diff": difference * tokens, "train__agreement_tokens": tokens}
 
 
+def rewarded(*rewards: float) -> list[StepRecord]:
+    """Steps with these mean rewards, each of both right and wrong samples."""
+    return [step(index, reward=reward, lowest=0.0, highest=1.0) for index, reward in enumerate(rewards)]
+
+
 RAISED: list[tuple[AlarmKind, Symptoms]] = [
     (AlarmKind.AWAY, Symptoms(away={"NATS": "no answer"})),
     (AlarmKind.RESTARTS, Symptoms(restarts={"rollout-0": (2, "after signal 9")})),
@@ -64,6 +73,8 @@ RAISED: list[tuple[AlarmKind, Symptoms]] = [
     (AlarmKind.LOGPROBS, Symptoms(metrics=metrics(3, **agreement(math.nan)))),
     (AlarmKind.ENTROPY, Symptoms(metrics=metrics(30, train__entropy_loss=lambda index: 2.0 if index < 20 else 0.1))),
     (AlarmKind.ENTROPY, Symptoms(metrics=metrics(30, rollout__rollout_log_probs=lambda index: -1.0 if index < 20 else -0.05))),
+    (AlarmKind.SAME_REWARD, Symptoms(steps=[step(index, equal_rewards=8, reward=0.0, lowest=0.0, highest=0.0) for index in range(3)])),
+    (AlarmKind.NOT_RISEN, Symptoms(steps=rewarded(0.5, 0.4, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.5), finished=True)),
     (AlarmKind.NO_SIGNAL, Symptoms(steps=[step(index, equal_rewards=6) for index in range(5)])),
     (AlarmKind.TRUNCATION, Symptoms(steps=[step(index, truncated=12) for index in range(5)])),
     (AlarmKind.UNREAD, Symptoms(steps=[step(index, unread=12) for index in range(5)])),
@@ -80,6 +91,8 @@ BOUNDS: dict[AlarmKind, list[str]] = {
     AlarmKind.NOT_FINITE: [f"last {LATELY_STEPS} steps"],
     AlarmKind.LOGPROBS: [f"last {LATELY_STEPS} steps", f"({MonitoringSection().logprob_alarm:g}) nats"],
     AlarmKind.ENTROPY: [f"last {LATELY_STEPS} steps", f"first {FIRST_STEPS}", f"{ENTROPY_LEFT:.0%}", f"{ENTROPY_LOW:g} nats"],
+    AlarmKind.SAME_REWARD: [f"{LEAST_STEPS} steps"],
+    AlarmKind.NOT_RISEN: [f"{COMPARED_STEPS} steps"],
     AlarmKind.NO_SIGNAL: [f"{EQUAL_SHARE:.0%}", f"last {LATELY_STEPS} batches"],
     AlarmKind.TRUNCATION: [f"{TRUNCATED_SHARE:.0%}", f"last {LATELY_STEPS} batches"],
     AlarmKind.UNREAD: [f"{UNREAD_SHARE:.0%}", f"last {LATELY_STEPS} batches"],
@@ -106,6 +119,8 @@ def test_an_alarm_is_raised_by_its_symptom_alone(kind: AlarmKind, found: Symptom
     raised = alarms(found, run_config)
     assert [alarm.kind for alarm in raised] == [kind]
     assert raised[0].title and raised[0].meaning.endswith(".") and raised[0].remedy.endswith(".")
+    if raised[0].shown_by:
+        assert parse(shlex.split(raised[0].shown_by)[1:]).run == run_config.run.name
 
 
 def test_groups_dropped_for_their_age_under_mask_are_not_answered_with_mask(run_config: RunConfig) -> None:
@@ -134,7 +149,13 @@ def test_every_kind_of_alarm_is_documented() -> None:
         Symptoms(metrics=metrics(30, train__entropy_loss=0.1)),
         Symptoms(metrics=metrics(30, train__entropy_loss=lambda index: 4.0 if index < 20 else 0.5)),
         Symptoms(steps=[step(0, equal_rewards=8, truncated=32)] + [step(index, equal_rewards=4, truncated=3) for index in range(1, 6)]),
-        Symptoms(steps=[step(0, groups=0, samples=0)]),
+        Symptoms(steps=[step(0, groups=0, samples=0)] * 3),
+        Symptoms(steps=[step(index, equal_rewards=8, truncated=32, unread=32) for index in range(2)]),
+        Symptoms(steps=[step(index, reward=0.0, lowest=0.0, highest=0.0) for index in range(2)]),
+        Symptoms(steps=rewarded(0.1, 0.2, 0.1, 0.3, 0.4, 0.3, 0.5, 0.6, 0.5), finished=True),
+        Symptoms(steps=rewarded(*[0.5] * 8), finished=True),
+        Symptoms(steps=rewarded(*[0.5] * 9)),
+        Symptoms(steps=rewarded(*[0.5] * 10)[1:], finished=True),
         Symptoms(push_seconds=[0.01] * 15 + [0.05] * 5),
         Symptoms(push_seconds=[1.0, 9.0]),
         Symptoms(disk=Room(40 << 30, 1 << 40), memory=Room(10 << 30, 64 << 30)),

@@ -30,6 +30,13 @@ def test_full_replicas_need_company(run_config: RunConfig) -> None:
     assert not any(advice.withheld for advice in said.advice)
 
 
+def test_where_cores_lack_replicas_are_not_the_advice(run_config: RunConfig) -> None:
+    config, waits = with_rollout(run_config, max_staleness=2), {"generation": 0.3, "queue": 0.11}
+    said = [advice.text for advice in found(config, waits, cores_awaited=0.75, **QUEUED).advice]
+    assert said[0].startswith("more cores are what lacks: in 75 % of the last minute") and not any("replicas" in text for text in said)
+    assert "add replicas" in found(config, waits, cores_awaited=0.4, **QUEUED).advice[0].text
+
+
 def test_a_slow_group_needs_others_beside_it(run_config: RunConfig) -> None:
     said = found(with_rollout(run_config, max_staleness=2), {"generation": 0.41})
     assert said.advice[0].text.startswith("raise rollout.max_staleness (now 2)")

@@ -3,6 +3,7 @@
 import pytest
 
 from docs import commands
+from myxo.main import COMMANDS
 
 
 def test_every_command_on_every_page_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
@@ -10,10 +11,15 @@ def test_every_command_on_every_page_is_taken(capsys: pytest.CaptureFixture[str]
     assert code == 0, capsys.readouterr().out
 
 
+def test_the_page_of_commands_has_each_of_them() -> None:
+    page = (commands.ROOT / "docs" / "commands.md").read_text()
+    assert [name for name in COMMANDS if f"`myxo {name}" not in page] == []
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("myxo upp run.toml", "invalid choice"),
+        ("myxo upp run.toml", "did you mean up"),
         ("myxo logs RUN --folow", "unrecognized arguments: --folow"),
         (".venv/bin/myxo up run.toml --rollout-batchsize 4", "rollout-batch-size"),
         ("NATS_URL=nats://h:4222 myxo submit run.toml --max-stalenes 2", "max-staleness"),

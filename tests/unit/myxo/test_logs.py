@@ -2,8 +2,10 @@
 
 import io
 import json
+import os
 import time
 from argparse import Namespace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from rich.console import Console
 
 from myxo.commands import logs
 from myxo.commands.logs import Tail, belongs, chosen, parse, reaches
+from myxo.run import run_directory
+from myxo.run.run_directory import RunDirectory
 from shared.runtime.errors import ConfigError
 
 
@@ -87,6 +91,21 @@ def test_an_engines_own_times_are_local(run: Path, monkeypatch: pytest.MonkeyPat
 def test_text_in_brackets_is_no_markup(run: Path) -> None:
     (run / "tiny" / "logs" / "trainer-0.log").write_text("[bold]not bold[/bold] [2026-01-01] x\n")
     assert printed(run, service="trainer")[0].endswith("[bold]not bold[/bold] [2026-01-01] x")
+
+
+def test_rotated_logs_are_bounded_and_read_as_one(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, log = RunDirectory(run / "tiny"), run / "tiny" / "logs" / "trainer-0.log"
+    with log.open("a", buffering=1) as held:  # as a process has it
+        held.write(entry(6, "older") + "\n")
+        monkeypatch.setattr(run_directory, "LOG_BYTES", 10)
+        directory.rotate_logs()
+        os.utime(log.parent / "older" / log.name, (datetime(2026, 1, 1, 0, 0, 6, 500_000, UTC).timestamp(),) * 2)
+        held.write("plain\n" + entry(7, "newer") + "\n")
+    assert log.stat().st_size < 200 and [line.split()[-1] for line in printed(run, service="trainer")] == ["older", "plain", "newer"]
+    monkeypatch.setattr(run_directory, "LOG_BYTES", 1000)
+    directory.rotate_logs()
+    assert log.stat().st_size > 0, "a small log stays"
+    assert [line.split()[-1] for line in printed(run)][:2] == ["all", "one"] and len(printed(run)) == 9
 
 
 def test_a_growing_file_is_followed(tmp_path: Path) -> None:

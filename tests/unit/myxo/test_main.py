@@ -1,12 +1,13 @@
 """The command line itself: help, version, errors of use, and what importing it costs."""
 
+import re
 import subprocess
 import sys
 
 import pytest
 
 import shared
-from myxo.main import COMMANDS, main
+from myxo.main import COMMANDS, NEAR_WORDS, main
 from shared.config import flags
 from shared.runtime import exit_codes
 from shared.runtime.exit_codes import BAD_INPUT
@@ -45,6 +46,15 @@ def test_wrong_use_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str
     assert (code, out) == (exit_codes.BAD_INPUT, "")
     assert len(err.splitlines()) == 1
     assert err.startswith("myxo")
+
+
+def test_near_words_lead_to_commands_that_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert NEAR_WORDS.keys().isdisjoint(COMMANDS)
+    for word, told in NEAR_WORDS.items():
+        assert said(capsys, word, "x")[2] == f"myxo: no command {word}; {told} (see myxo --help)\n"
+    for told in set(NEAR_WORDS.values()):
+        assert [command for command in re.findall(r"`myxo (\S+)", told) if command.rstrip("`") not in COMMANDS] == []
+    assert "did you mean status" in said(capsys, "statsu")[2]
 
 
 def test_services_and_commands_agree_on_the_code_for_bad_input() -> None:

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 
 from myxo.commands.evaluate import chosen_version, evaluating, versions_on_disk
+from myxo.main import main
 from myxo.run import config_toml
+from myxo.run.run_directory import RunDirectory
 from shared.config.config_reading import parse
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import ConfigError
+from shared.runtime.exit_codes import BAD_INPUT
 from tests.support.run_config import run_config
 
 
@@ -20,7 +23,9 @@ def stored(directory: Path, *steps: int, sft: bool = False, **weights: Any) -> R
     trainer = {"save_hf": str(directory / "exports" / "{rollout_id}")}
     config = run_config(directory, rollout={"num_rollout": 4}, weights=weights, sft=warm, trainer=trainer)
     for step in steps:
-        (config.trained / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+        checkpoint = config.trained / "checkpoints" / f"step_{step:08d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "checkpoint.json").write_text("{}")
     return config
 
 
@@ -53,6 +58,16 @@ def test_a_version_that_is_not_there_is_told_with_those_that_are(tmp_path: Path)
         chosen_version(stored(tmp_path, 2), 7)
     with pytest.raises(ConfigError, match=r"a run with weights on disk"):
         chosen_version(run_config(tmp_path / "none", sft={"sft_data": "s.jsonl"}), None)
+
+
+def test_an_export_names_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = stored(tmp_path)
+    RunDirectory(config.run.root).logs.mkdir(parents=True)
+    RunDirectory(config.run.root).freeze(config)
+    words = ["export", "test", "--dir", str(config.run.dir)]
+    assert main(words) == BAD_INPUT and "RUN = 'test': a run with a checkpoint; there is none in" in capsys.readouterr().err
+    stored(tmp_path, 2, 4)
+    assert main([*words, "--step", "3"]) == BAD_INPUT and "--step = 3: a checkpoint that is there: 2, 4" in capsys.readouterr().err
 
 
 def test_a_version_is_evaluated_by_a_run_of_its_own_without_a_trainer(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What goes wrong in a run that goes on, as panel, plain lines and exit report tell it."""
 
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,10 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from myxo.display.progress_display import panel, what_happened
+from myxo.display.progress_display import Display, panel, what_happened
 from shared.runtime.safe_text import LINE_LIMIT, shortened_line
 from shared.schema.service_messages import ServiceStatus
 from shared.view import run_view as service_failures
+from shared.view.alarms import Alarm, AlarmKind
 from shared.view.live_services import InstanceStatus
 from shared.view.run_view import LATELY_SECONDS, RunView, ServiceError, Troubles, troubles
 
@@ -70,6 +72,18 @@ def test_servers_and_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_reason_is_short() -> None:
     assert len(shortened_line("x" * 1000)) == LINE_LIMIT
+
+
+def test_panel_and_plain_lines_show_alarms_with_what_to_do() -> None:
+    view, out = RunView(run="tiny", steps=3, of=10, bound=1), io.StringIO()
+    alarm = Alarm(AlarmKind.SAME_REWARD, "every reward of 3 steps is 0", "Nothing is learned.", "Compare.", "myxo samples tiny --step 2")
+    Console(file=out, width=100).print(panel(view, alarms=[alarm]))
+    assert re.findall(r"▲ .*?0|Compare|myxo samples tiny --step 2", out.getvalue()) == [alarm.lines()[0], "Compare", alarm.shown_by]
+    plain = io.StringIO()
+    display = Display(Console(file=plain), 0.0)
+    for second in range(3):
+        display.show(view, float(second), [alarm] if second < 2 else [])
+    assert plain.getvalue().count(alarm.shown_by) == 1, "an alarm that still stands is not news"
 
 
 def test_panel_and_plain_line_show_them() -> None:

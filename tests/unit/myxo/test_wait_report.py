@@ -9,7 +9,8 @@ from structlog.testing import capture_logs
 from myxo.launch import launcher
 from shared.config.run_config import RunConfig
 from shared.schema.service_messages import ServiceStatus
-from shared.view.stall import RunSituation
+from shared.view.run_view import WAITED, WENT_ON, ServiceFailures
+from shared.view.stall import NATS, Away, RunSituation
 from tests.support.run_config import run_config
 
 NOW = 1_000_000.0
@@ -39,3 +40,16 @@ def test_of_waits_that_follow_each_other_without_a_step_one_is_told(config: RunC
         for second in range(40, 80):
             report.see(RunSituation.of(config, statuses(4 + second, starting=second % 2 == 0)), NOW + second)
         assert [entry for entry in logs if entry["event"] == "run_waits"] == told, "a run that makes steps is told of no more"
+
+
+@pytest.mark.parametrize(("away", "seconds", "what"), [(True, 20, WENT_ON), (True, 2, WAITED), (False, 20, WAITED)])
+def test_only_long_waits_that_no_healthy_run_has_count_as_wrong(config: RunConfig, away: bool, seconds: int, what: str) -> None:
+    report, services = launcher.WaitReport(), statuses(3, starting=not away)
+    servers = {NATS: Away(NOW, "no answer")} if away else {}
+    for second in range(seconds + 1):
+        report.see(RunSituation.of(config, services, away=servers), NOW + second)
+    report.see(RunSituation.of(config, statuses(4, starting=False)), NOW + seconds)
+    [event] = report.events
+    found = ServiceFailures()
+    found.take(event)
+    assert (event.what, len(found.waits)) == (what, what == WENT_ON)

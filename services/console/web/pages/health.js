@@ -46,10 +46,11 @@ function alarms({ alarms: raised, disk, memory }) {
     el("li", { class: "alarm", "data-key": `${alarm.kind} ${alarm.title}` },
       el("h3", {}, alarm.title),
       el("p", {}, alarm.meaning),
-      el("p", {}, el("strong", {}, "What to do: "), alarm.remedy)));
+      el("p", {}, el("strong", {}, "What to do: "), alarm.remedy),
+      alarm.shown_by ? el("p", {}, el("strong", {}, "See it: "), el("code", {}, alarm.shown_by)) : null));
   return el("section", { "aria-labelledby": "health-alarms" },
     el("h2", { id: "health-alarms" }, raised.length ? `Alarms: ${raised.length}` : "Alarms"),
-    raised.length ? el("ul", { class: "alarms" }, items) : el("p", { class: "good" }, "✓ None. Looked at: services, log-probs, entropy, groups without a signal, truncation, pushes, drops, disk, memory."),
+    raised.length ? el("ul", { class: "alarms" }, items) : el("p", { class: "good" }, "✓ None. Looked at: services, log-probs, entropy, rewards, groups without a signal, truncation, pushes, drops, disk, memory."),
     rooms.length ? el("p", { class: "quiet" }, rooms.join(" · ")) : null);
 }
 
