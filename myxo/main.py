@@ -55,7 +55,6 @@ NEAR_WORDS = {
     **dict.fromkeys(("ls", "ps", "runs"), "`myxo list` has the runs"),
     **dict.fromkeys(("show", "info", "describe"), "`myxo status RUN` says how a run stands, `myxo samples RUN` shows its samples"),
     **dict.fromkeys(("rm", "remove", "delete", "clean"), "`rm -r runs/RUN` removes a run, `myxo up CONFIG --fresh` starts it anew"),
-    **dict.fromkeys(("check", "validate", "dry-run"), "`myxo up CONFIG --dry-run` checks a config, `myxo doctor` this machine"),
 }
 
 _EXTRAS = {"tokenizers": "buffer", "jinja2": "buffer", "aiohttp": "reward"}  # package that a command may lack → the extra that brings it

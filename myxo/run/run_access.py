@@ -291,10 +291,8 @@ class RunAlarms:
         self._reader: FlowReader | None = None
 
     async def standing(self, statuses: Sequence[ServiceStatus], live: bool, away: str = "") -> list[Alarm]:
-        """Returns the alarms that stand now; where the run is not ``live``, at its last record. Raises `BUS_ERRORS`.
-
-        ``statuses``: what the registry holds; ``away``: why the bus is away, of which nothing is read then.
-        """
+        """Returns the alarms that stand now, those of a run that is not ``live`` at its last record. Raises `BUS_ERRORS`. ``statuses``:
+        what the registry holds; ``away``: why the bus is away, of which nothing is read then."""
         if self._reader is None:
             last = await streams.last_sequence(self._bus, Subjects(self._config.run.name).ledger_stream, deadline=READ_SECONDS)
             self._reader = FlowReader(self._config.run.name, functools.partial(streams.read, self._bus, deadline=READ_SECONDS), last)

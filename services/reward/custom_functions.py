@@ -8,7 +8,6 @@ The order is slime's: score; keep or drop (``dynamic_sampling_filter_path``); of
 import asyncio
 import copy
 import inspect
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -21,7 +20,7 @@ from shared.hooks import Arguments, DynamicFilterOutput, HookFailed, HookSample,
 from shared.hooks.filters import BUILT_IN
 from shared.hooks.loading import split_path
 from shared.hooks.sample_conversion import from_stored
-from shared.runtime.tasks import defined_at, error_text
+from shared.runtime.tasks import defined_at, error_text, print_traceback
 from shared.schema.sample import Sample as StoredSample
 from shared.schema.sample import Score, decode
 
@@ -140,7 +139,7 @@ class Functions:
             result = function(self._args, *given)
             return await result if inspect.isawaitable(result) else result
         except (Exception, SystemExit) as error:  # an exception of the user's function fails its group, not this process
-            traceback.print_exc()
+            print_traceback()
             raise HookFailed(field, self._paths[field], error_text(error, function)) from error
 
     def _failed(self, field: str, reason: str) -> HookFailed:

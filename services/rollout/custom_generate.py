@@ -132,7 +132,7 @@ class CustomGenerate(GroupPlayer):
 
     def warn(self, task: Task, rollout: int, error: Exception) -> None:
         """Logs a call that is made again."""
-        self._service.log.error("custom_generate_failed", group=task.group, rollout=rollout, error=str(error), exc_info=error)
+        self._service.log.error("custom_generate_failed", group=task.group, rollout=rollout, error=str(error))
 
 
 class _Rollout(PlayedRollout):

@@ -23,7 +23,6 @@ import inspect
 import os
 import ssl
 import time
-import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
@@ -39,7 +38,7 @@ from shared.hooks.returned_output import ReturnedSet, RolloutFnEvalOutput, eval_
 from shared.hooks.slime.http_requests import CallContext, current_call
 from shared.process.call_server import Calls, serve_calls
 from shared.process.running_call import is_blocked
-from shared.runtime.tasks import defined_at, error_text, run_in_thread
+from shared.runtime.tasks import defined_at, error_text, print_traceback, run_in_thread
 
 BLOCKED_SHARE = 0.25  # the share of a rollout's time for which it may block its process: those beside it then still have the rest
 
@@ -94,7 +93,7 @@ async def answered(loading: Callable[[], Any], answer: Callable[[Any], Awaitable
             raise
         return {"error": "cancelled itself"}
     except BaseException as error:  # it fails its rollout, not this process
-        traceback.print_exc()
+        print_traceback()
         said = f"{error}{defined_at(function)}" if isinstance(error, UnusableResult) else error_text(error, function)
         return {"error": said, "blocked": is_blocked(error)}
 
@@ -204,7 +203,7 @@ class EvaluationCalls:
             returned = self._function(self._args, rollout_id, self._source, evaluation=True)
             returned = asyncio.run(returned) if inspect.iscoroutine(returned) else returned
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # it is the user's code
-            traceback.print_exc()
+            print_traceback()
             return {"error": error_text(error, self._function)}
         try:
             output = eval_output(returned)

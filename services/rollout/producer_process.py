@@ -15,7 +15,6 @@ import itertools
 import os
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -31,7 +30,7 @@ from shared.hooks.slime.prompt_sources import DataSource
 from shared.model.families import replayed_choices
 from shared.process.frames import FrameStream
 from shared.runtime.errors import BadMessage, ConfigError, MyxoError
-from shared.runtime.tasks import error_text, run_in_thread
+from shared.runtime.tasks import error_text, print_traceback, run_in_thread
 from shared.schema import sample as sample_codec
 from shared.schema.sample import Sample as StoredSample
 from shared.schema.sample import SampleLimits
@@ -365,7 +364,7 @@ def main() -> None:
             output = train_output(asyncio.run(returned) if inspect.iscoroutine(returned) else returned)
             finished = returned_groups(output.samples)
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # it is the user's code
-            traceback.print_exc()
+            print_traceback()
             calls.call("failed", error=error_text(error, function))
             os._exit(1)  # with the threads that it may have started: what they have in hand goes back
         groups.in_call = False

@@ -10,7 +10,6 @@ import inspect
 import select
 import sys
 import time
-import traceback
 from typing import Any, Protocol
 
 from shared.config.run_config import RunConfig
@@ -20,7 +19,7 @@ from shared.process.child_process import ChildProcess
 from shared.process.frames import FrameStream
 from shared.process.worker_pool import worker_environment
 from shared.runtime.errors import ConfigError
-from shared.runtime.tasks import error_text
+from shared.runtime.tasks import error_text, print_traceback
 
 RENDERED = "_rendered"  # The key that marks a row whose text is the rendered prompt: sources of slime's apply the chat template themselves
 SLIMES = ("get_samples", "add_samples", "save", "load")  # The methods by which a class is known to be in slime's manner
@@ -79,7 +78,7 @@ class MadeSource:
         try:
             self._source.observe(results)
         except (Exception, SystemExit) as error:
-            traceback.print_exc()
+            print_traceback()
             return {"failed": error_text(error)}
         return {}
 
@@ -221,7 +220,7 @@ def main() -> None:
         while True:
             channel.send(source.answer(channel.receive()))
     except (Exception, SystemExit) as error:  # it is the user's code
-        traceback.print_exc()
+        print_traceback()
         words = error.expected if isinstance(error, ConfigError) else error_text(error)
         channel.send({"refused": words})
 

@@ -5,7 +5,6 @@
 
 import inspect
 import re
-import traceback
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -16,7 +15,7 @@ from shared.config.run_config import RunConfig
 from shared.hooks import import_names
 from shared.hooks.import_names import import_module
 from shared.runtime.errors import ConfigError, MyxoError
-from shared.runtime.tasks import error_text
+from shared.runtime.tasks import error_text, print_traceback
 
 GENERATE = "rollout.custom_generate_function_path"
 ROLLOUT_FUNCTION = "rollout.rollout_function_path"
@@ -205,7 +204,7 @@ class EvaluationLog:
         try:
             return bool(self._function(rollout_id, args, data, metrics))
         except Exception as error:  # it is the user's code
-            traceback.print_exc()
+            print_traceback()
             reason = error_text(error, self._function)
             print(f"{EVAL_LOG} failed, and Myxo logs the evaluation of rollout {rollout_id}: {reason}", flush=True)
             return False

@@ -11,6 +11,7 @@ import sysconfig
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 
 import structlog
 
+from shared.runtime import failure_summary
 from shared.runtime.errors import BadInput, MyxoError
 
 REPEAT_SECONDS = 0.2  # The seconds after which a task that still runs is cancelled again
@@ -31,6 +33,7 @@ async def cancelled(tasks: Iterable[asyncio.Task[Any]], deadline: float = 10.0) 
     and a loop around it continues for ever. A task that outlives ``deadline`` seconds of requests is logged and left alone.
     """
     end = time.monotonic() + deadline
+    tasks = set(tasks)
     left = {task for task in tasks if not task.done()}
     while left:
         for task in left:
@@ -38,7 +41,9 @@ async def cancelled(tasks: Iterable[asyncio.Task[Any]], deadline: float = 10.0) 
         _, left = await asyncio.wait(left, timeout=REPEAT_SECONDS)
         if left and time.monotonic() > end:
             structlog.get_logger().error("tasks_not_ended", tasks=sorted(task.get_name() for task in left), seconds=deadline)
-            return
+            break
+    for task in tasks - left:
+        task.cancelled() or task.exception()  # else asyncio would report it as never retrieved
 
 
 async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
@@ -196,6 +201,25 @@ def log_error(event: str, what: str, error: BaseException) -> None:
 def describe(error: BaseException) -> str:
     """Returns the error in words, with its kind where it is none of Myxo's own."""
     return str(error) if isinstance(error, MyxoError) else f"{type(error).__name__}: {error}"
+
+
+SAME_LINES, SAME_SECONDS = 20, 60.0  # Lines and tracebacks of one kind that a process logs within so many seconds; more are left out
+_same = Counter[tuple[int, str]]()
+
+
+def count_same(text: str) -> int:
+    """Returns how many texts of this kind have come within the present `SAME_SECONDS`, this one included."""
+    kind = int(time.monotonic() // SAME_SECONDS), failure_summary.kind(text)
+    if next(iter(_same), kind)[0] != kind[0]:
+        _same.clear()
+    _same[kind] += 1
+    return _same[kind]
+
+
+def print_traceback() -> None:
+    """Prints the traceback of the error that is handled, unless `SAME_LINES` of its kind were."""
+    if count_same(text := traceback.format_exc()) <= SAME_LINES:
+        print(text, file=sys.stderr, end="", flush=True)
 
 
 def error_words(error: BaseException) -> str:

@@ -5,7 +5,6 @@ import os
 import re
 import sys
 import time
-from collections import Counter as Tally
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TextIO, cast
@@ -16,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from shared.runtime import failure_summary
 from shared.runtime.errors import no_room
 from shared.runtime.safe_text import without_credentials
+from shared.runtime.tasks import SAME_LINES, SAME_SECONDS, count_same
 
 STRICT = "MYXO_STRICT_METRICS"  # The variable of the environment; any value but an empty one
 
@@ -164,23 +164,13 @@ def _without_credentials(_: object, __: str, event: structlog.typing.EventDict) 
     return event if event.get("event") == CONSOLE_SERVES else without_credentials(dict(event))
 
 
-SAME_LINES, SAME_SECONDS = 20, 60.0  # Warnings and errors of one kind that a process logs within so many seconds; more are left out
-
-
-_same = Tally[tuple[int, str]]()
-
-
 def _folded(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
     """Leaves out warnings and errors beyond `SAME_LINES` of one kind; the last one that is logged says so."""
     if event.get("level") not in ("warning", *failure_summary.ERROR_LEVELS):
         return event
-    kind = int(time.monotonic() // SAME_SECONDS), failure_summary.kind(failure_summary.of_event(event))
-    if next(iter(_same), kind)[0] != kind[0]:
-        _same.clear()
-    _same[kind] += 1
-    if _same[kind] > SAME_LINES:
+    if (count := count_same(failure_summary.of_event(event))) > SAME_LINES:
         raise structlog.DropEvent
-    return {**event, "further": f"left out for up to {SAME_SECONDS:g} s"} if _same[kind] == SAME_LINES else event
+    return {**event, "further": f"left out for up to {SAME_SECONDS:g} s"} if count == SAME_LINES else event
 
 
 def configure_logs(run: str, service: str, instance: str, *, level: str = "INFO", stream: TextIO | None = None) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from examples.hooks import arithmetic
 from shared.runtime.errors import ConfigError
@@ -224,9 +225,11 @@ async def test_failures_and_aborts_are_tried_again(bench: NewBench) -> None:
 )
 async def test_a_function_that_fails_costs_its_group_with_the_reason(bench: NewBench, function: str, words: str) -> None:
     desk = await bench(function)
-    await desk.task(n=1)
-    reason = await desk.failure()
+    with capture_logs() as logs:
+        await desk.task(n=1)
+        reason = await desk.failure()
     assert words in reason
+    assert {line["log_level"] for line in logs if words.partition(";")[0] in line.get("error", "")} == {"error"}
     assert function == "without_log_probs" or f"generate_hooks:{function}" in reason
 
 

@@ -20,10 +20,15 @@ SCRIPT = Path(__file__).parents[3] / "examples" / "arithmetic" / "prepare.py"
 SIZES = ["--train", "300", "--heldout", "50", "--demonstrations", "200"]
 
 
-def prepare(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+def prepare(folder: Path, *flags: str, program: tuple[str, ...] = (str(SCRIPT),)) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, (folder, *flags))], capture_output=True, text=True, timeout=280, env=environment
+        [sys.executable, *program, *map(str, (folder, *flags))],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=environment,
+        cwd=SCRIPT.parents[2],
     )
 
 
@@ -34,6 +39,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert result.returncode == 0, result.stderr
     assert str(made) in result.stdout
     return made
+
+
+def test_it_runs_as_a_module_too(folder: Path) -> None:
+    found = prepare(folder, "--if-missing", program=("-m", "examples.arithmetic.prepare"))
+    assert (found.returncode, found.stdout) == (0, f"{folder}: there already, left as it is\n"), found.stderr
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

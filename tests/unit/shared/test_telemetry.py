@@ -6,7 +6,8 @@ import sys
 
 from prometheus_client import generate_latest
 
-from shared.runtime.telemetry import SAME_LINES, Metrics, declare_metrics
+from shared.runtime.tasks import SAME_LINES
+from shared.runtime.telemetry import Metrics, declare_metrics
 
 declare_metrics("""
     ready | groups | of this test
@@ -33,18 +34,24 @@ except ZeroDivisionError:
 
 REPEAT = """
 import structlog
-from shared.runtime.telemetry import SAME_LINES, configure_logs
+from shared.runtime.tasks import SAME_LINES, print_traceback
+from shared.runtime.telemetry import configure_logs
 configure_logs("r", "buffer", "b-1")
 for number in range(3 * SAME_LINES):
     structlog.get_logger().error("group_refused", group=number, error=f"your function failed for group {number}")
     structlog.get_logger().info("progress", number=number)
+    try:
+        raise ValueError(f"no label in {number}")
+    except ValueError:
+        print_traceback()
 structlog.get_logger().error("group_refused", error="something else")
 """
 
 
 def test_warnings_of_one_kind_do_not_fill_the_log() -> None:
     done = subprocess.run([sys.executable, "-c", REPEAT], capture_output=True, text=True, timeout=60)
-    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert done.stderr.count("Traceback") == SAME_LINES
+    lines = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
     refused = [line for line in lines if line["event"] == "group_refused"]
     assert len(refused) == SAME_LINES + 1 and "left out" in refused[-2]["further"] and refused[-1]["error"] == "something else"
     assert sum(line["event"] == "progress" for line in lines) == 3 * SAME_LINES
