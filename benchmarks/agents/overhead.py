@@ -21,7 +21,7 @@ from benchmarks.agents.site import Site, used_between
 from benchmarks.agents.speakers import FORMATS, Speaker, asked
 from shared.runtime.tasks import cancelled
 from shared.schema.service_messages import ServiceStatus
-from shared.sessions.session import CONTENT_TYPE, CONTEXT_GAUGE, DRAW_PATH, VOCABULARY_GAUGE, Drawn, DrawRequest
+from shared.sessions.session import CONTENT_TYPE, CONTEXT_GAUGE, GENERATE_PATH, VOCABULARY_GAUGE, TurnGeneration, TurnRequest
 
 HISTORIES = {"short": Load(1, 3, 60, 40, 32), "long": Load(1, 20, 600, 332, 64)}
 """Conversations by name: of 3 turns and 240 tokens, and of 20 turns and 8,000 tokens."""
@@ -37,14 +37,14 @@ class InstantReplica:
         self.spent: dict[str, float] = {}
         self._end, self._letters = end, random.Random(0)
 
-    async def draw(self, request: web.Request) -> web.Response:
+    async def generate(self, request: web.Request) -> web.Response:
         """Answers a gateway."""
         begun = time.perf_counter()
-        asked_for = DrawRequest.decode(await request.read())
+        asked_for = TurnRequest.decode(await request.read())
         letters = self._letters.choices(string.ascii_letters, k=asked_for.sampling.max_new_tokens - 1)
         completion = np.array([*(1 + ord(letter) - 32 for letter in letters), self._end], np.int32)
         log_probs = np.full(len(completion), -1.5, np.float32)
-        drawn = Drawn(completion=completion, log_probs=log_probs, spans=((0, len(completion), 0),), finish="stop")
+        drawn = TurnGeneration(completion=completion, log_probs=log_probs, spans=((0, len(completion), 0),), finish="stop")
         answer = web.Response(body=drawn.encode(), content_type=CONTENT_TYPE)
         self.spent[asked_for.request] = time.perf_counter() - begun
         return answer
@@ -54,12 +54,12 @@ class InstantReplica:
 async def instant_replica(site: Site, end: int) -> AsyncIterator[InstantReplica]:
     """Serves such a replica and has the registry name it while the body runs."""
     replica, app = InstantReplica(end), web.Application(client_max_size=1 << 28)
-    app.router.add_post(DRAW_PATH, replica.draw)
+    app.router.add_post(GENERATE_PATH, replica.generate)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    await site.sessions.make_draw_key()
+    await site.sessions.make_gateway_key()
 
     async def announce() -> None:
         gauges = {CONTEXT_GAUGE: float(CONTEXT), VOCABULARY_GAUGE: float(VOCABULARY)}

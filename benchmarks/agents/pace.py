@@ -19,11 +19,11 @@ import numpy as np
 
 from benchmarks.agents.site import Site, median_of, used_between
 from benchmarks.agents.speakers import FORMATS, Said, Speaker, TokenSpeaker, asked
-from services.gateway.replicas import DrawClient
+from services.gateway.replicas import GenerationClient
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import GenerationRequest
 from shared.schema.messages import Sampling
-from shared.sessions.session import DrawRequest, Session, new_key
+from shared.sessions.session import Session, TurnRequest, new_key
 
 SESSION_SECONDS = 3600.0
 
@@ -117,12 +117,12 @@ def engine_draw(engine: EngineClient) -> Draw:
     return draw
 
 
-def door_draw(door: DrawClient, url: str) -> Draw:
+def door_draw(door: GenerationClient, url: str) -> Draw:
     """Draws at a replica's door, as gateways do."""
 
     async def draw(tokens: list[int], count: int) -> list[int]:
         ids = np.asarray(tokens, np.int32)
-        found = await door.draw(url, DrawRequest(request=uuid.uuid4().hex, input_ids=ids, sampling=exactly(count), seconds=600))
+        found = await door.generate(url, TurnRequest(request=uuid.uuid4().hex, input_ids=ids, sampling=exactly(count), seconds=600))
         return list(map(int, found.completion))
 
     return draw
@@ -130,7 +130,7 @@ def door_draw(door: DrawClient, url: str) -> Draw:
 
 async def compared(site: Site, url: str, load: Load, repetitions: int) -> dict[str, Any]:
     """Returns the tokens per second of each way, and the ratios to the engine alone: medians over repetitions, and all of them."""
-    engine, door = await site.engine(0), DrawClient(site.sessions)
+    engine, door = await site.engine(0), GenerationClient(site.sessions)
     ways: dict[str, Callable[[], Awaitable[Any]]] = {
         "engine": lambda: by_tokens(load, engine_draw(engine)),
         "door": lambda: by_tokens(load, door_draw(door, url)),

@@ -243,17 +243,17 @@ class ChatTokens:
 
     def bridge(self, turn: Turn, messages: Messages, tools: Messages) -> NDArray[np.int32] | None:
         """Returns the prompt that carries a turn on with further messages, beginning with its very tokens; None where that is not sure."""
-        before, drawn = turn.prompt.tolist(), turn.completion.tolist()
+        before, generated = turn.prompt.tolist(), turn.completion.tolist()
         if self._one_result and sum(message["role"] == "tool" for message in messages) > 1:
             return None
         try:
             found = self._renderer.bridge_to_next_turn(
-                before, drawn, self._guarded(messages), tools=self._control.guarded(list(tools) or None)
+                before, generated, self._guarded(messages), tools=self._control.guarded(list(tools) or None)
             )
         except UNREADABLE:
             return None
         ids = None if found is None else np.asarray(found.token_ids, np.int32)
-        begins = ids is not None and np.array_equal(ids[: len(before) + len(drawn)], turn.tokens)
+        begins = ids is not None and np.array_equal(ids[: len(before) + len(generated)], turn.tokens)
         return ids if begins else None
 
     def text(self, tokens: Sequence[int]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from services.gateway.chat_tokens import ChatTokens
 from services.gateway.ingest import GroupIntake, add_ingest_routes
-from services.gateway.replicas import DrawClient, Replicas
+from services.gateway.replicas import GenerationClient, Replicas
 from services.gateway.routes import Api
 from services.gateway.turns import Turns
 from shared.config.service_sections import ingest_key
@@ -21,8 +21,8 @@ from shared.sessions.session_store import SessionStore
 
 declare_metrics("""
     gateway_requests_in_hand | requests | that are being answered
-    gateway_draws | requests | that engines draw for
-    gateway_draws_most | requests | that engines may draw for at once, [by their memory](gateway.md#which-replica-draws)
+    gateway_generations | requests | that engines generate for
+    gateway_generations_most | requests | that engines may generate for at once, [by their memory](gateway.md#which-replica-generates)
 """)
 
 # The environment variable with the URL by which agents reach this gateway, where it is not the address: they may be on another network
@@ -41,9 +41,9 @@ async def serve(service: Service) -> None:
     chat = await asyncio.to_thread(ChatTokens, Path(config.model.hf_checkpoint), variables, control)
     sessions = SessionStore(service.store, service.run)
     replicas = Replicas(service.registry, section.gateway_replica_requests)
-    client = DrawClient(sessions)
+    client = GenerationClient(sessions)
     model = Path(config.model.hf_checkpoint).name
-    holder = f"{service.instance}.{service.incarnation}"  # each life is another: what its predecessor drew is taken over, not held
+    holder = f"{service.instance}.{service.incarnation}"  # each life is another: what its predecessor generated is taken over, not held
     turns = Turns(sessions, replicas, client, chat, model, holder, section, service.traces)
     names = frozenset({model, str(config.model.hf_checkpoint), service.run, *section.gateway_models})
     api = Api(sessions, turns, replicas, service.metrics, model, names, section.gateway_requests)
@@ -83,6 +83,6 @@ def gateway_url(address: str) -> str:
 async def _count(service: Service, api: Api) -> None:
     while True:
         service.metrics.set("gateway_requests_in_hand", api.in_hand)
-        service.metrics.set("gateway_draws", api.replicas.running)
-        service.metrics.set("gateway_draws_most", api.replicas.most_draws)
+        service.metrics.set("gateway_generations", api.replicas.running)
+        service.metrics.set("gateway_generations_most", api.replicas.most_generations)
         await asyncio.sleep(COUNT_SECONDS)

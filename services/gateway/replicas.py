@@ -1,4 +1,4 @@
-"""Decides which replica samples a turn, and how many at once, and asks it. `choose` and `DrawLimit` are pure; `Replicas` holds the
+"""Decides which replica samples a turn, and how many at once, and asks it. `choose` and `GenerationLimit` are pure; `Replicas` holds the
 registry's view.
 
 Never a replica without verified weights: such a one has no address in the registry. A session's turns go to the same replica while it has
@@ -23,18 +23,27 @@ from shared.bus.bus_errors import TRANSIENT
 from shared.bus.registry import ASLEEP, Registry
 from shared.runtime.errors import BadMessage, MyxoError
 from shared.schema.service_messages import ServiceStatus
-from shared.sessions.session import CONTENT_TYPE, CONTEXT_GAUGE, DRAW_PATH, KEY_HEADER, LENGTH_BYTES, VOCABULARY_GAUGE, Drawn, DrawRequest
+from shared.sessions.session import (
+    CONTENT_TYPE,
+    CONTEXT_GAUGE,
+    GENERATE_PATH,
+    KEY_HEADER,
+    LENGTH_BYTES,
+    VOCABULARY_GAUGE,
+    TurnGeneration,
+    TurnRequest,
+)
 from shared.sessions.session_store import SessionStore
 
 REFRESH_SECONDS = 0.5  # The interval at which the registry is read
-AVOIDED_SECONDS = 2.0  # How long a replica that failed a draw gets no other, while there are others
-BACKED_OFF = 0.75  # The share of its draws that a replica keeps when its engine had to take requests back
-FEWEST = 4  # The least number of draws at once that a replica is given
+AVOIDED_SECONDS = 2.0  # How long a replica that failed a request gets no other, while there are others
+BACKED_OFF = 0.75  # The share of its requests that a replica keeps when its engine had to take requests back
+FEWEST = 4  # The least number of requests at once that a replica is given
 RETRY_AFTER_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class DrawTarget:
+class GenerationTarget:
     """A replica that may sample. ``url``: of its endpoint. ``context``: tokens of a sequence; ``vocabulary``: of token ids."""
 
     instance: str
@@ -45,8 +54,8 @@ class DrawTarget:
 
 
 @dataclass
-class DrawLimit:
-    """A replica's draws at once: one more for each that ended well while all places were taken, fewer where memory lacks."""
+class GenerationLimit:
+    """A replica's requests at once: one more for each that ended well while all places were taken, fewer where memory lacks."""
 
     most: int
     limit: float = 0.0
@@ -61,7 +70,7 @@ class DrawLimit:
         return self.running < int(self.limit)
 
     def ended(self, retractions: int, now: float) -> None:
-        """Notes a draw's end. ``retractions``: how often its engine took it back; ``now``: monotonic seconds."""
+        """Notes a request's end. ``retractions``: how often its engine took it back; ``now``: monotonic seconds."""
         if retractions:
             if now - self.changed >= 1.0:  # the requests of one shortage report it together
                 self.limit, self.changed = max(FEWEST, self.limit * BACKED_OFF), now
@@ -69,18 +78,18 @@ class DrawLimit:
             self.limit = min(self.most, self.limit + 1.0 / self.limit)
 
 
-def targets(statuses: Sequence[ServiceStatus]) -> list[DrawTarget]:
+def targets(statuses: Sequence[ServiceStatus]) -> list[GenerationTarget]:
     """Returns the replicas that may sample: those with verified weights, whose endpoints are open to gateways."""
     return [
-        DrawTarget(one.instance, one.engine, one.version, int(one.gauges[CONTEXT_GAUGE]), int(one.gauges[VOCABULARY_GAUGE]))
+        GenerationTarget(one.instance, one.engine, one.version, int(one.gauges[CONTEXT_GAUGE]), int(one.gauges[VOCABULARY_GAUGE]))
         for one in statuses
         if one.service == "rollout" and one.engine and one.version >= 0 and {CONTEXT_GAUGE, VOCABULARY_GAUGE} <= one.gauges.keys()
     ]
 
 
 def choose(
-    session: str, known: Sequence[DrawTarget], min_version: int, room: Mapping[str, bool], avoided: Collection[str]
-) -> DrawTarget | None:
+    session: str, known: Sequence[GenerationTarget], min_version: int, room: Mapping[str, bool], avoided: Collection[str]
+) -> GenerationTarget | None:
     """Returns the replica that samples for a session: the first in the session's own order that is new enough and has room. ``room``: by
     instance. ``avoided``: instances that come last, since they have just failed."""
     fitting = [one for one in known if one.version >= min_version and room.get(one.instance, True)]
@@ -92,14 +101,14 @@ def _rank(session: str, instance: str) -> bytes:
 
 
 class Replicas:
-    """The replicas of a run, by the registry. ``most``: draws that a replica gets at once, at most. ``asleep``: whether replicas sleep
+    """The replicas of a run, by the registry. ``most``: requests that a replica gets at once, at most. ``asleep``: whether replicas sleep
     while a trainer computes on their GPUs."""
 
     def __init__(self, registry: Registry, most: int) -> None:
         self._registry, self._most = registry, most
-        self.known: list[DrawTarget] = []
+        self.known: list[GenerationTarget] = []
         self.asleep = False
-        self._limits: dict[str, DrawLimit] = {}
+        self._limits: dict[str, GenerationLimit] = {}
         self._avoided: dict[str, float] = {}
         self._changed = asyncio.Event()
 
@@ -129,8 +138,8 @@ class Replicas:
         return sum(limit.running for limit in self._limits.values())
 
     @property
-    def most_draws(self) -> int:
-        """Returns how many draws the replicas may have at once, as memory was there."""
+    def most_generations(self) -> int:
+        """Returns how many requests the replicas may have at once, as memory was there."""
         return sum(int(self._limit(one.instance).limit) for one in self.known)
 
     def check_version(self, wanted: int) -> None:
@@ -147,8 +156,8 @@ class Replicas:
             end = await self._change(end, 0)
 
     @asynccontextmanager
-    async def place(self, session: str, min_version: int, seconds: float) -> AsyncIterator[tuple[DrawTarget, DrawLimit]]:
-        """Takes a place at a replica for a draw; waits for one for so many seconds. Raises TurnRefused."""
+    async def place(self, session: str, min_version: int, seconds: float) -> AsyncIterator[tuple[GenerationTarget, GenerationLimit]]:
+        """Takes a place at a replica for a request; waits for one for so many seconds. Raises TurnRefused."""
         end = time.monotonic() + seconds
         while (found := self._choice(session, min_version)) is None:
             end = await self._change(end, min_version)
@@ -161,17 +170,17 @@ class Replicas:
             self._wake()
 
     def avoid(self, instance: str) -> None:
-        """Notes that a replica failed a draw."""
+        """Notes that a replica failed a request."""
         self._avoided[instance] = time.monotonic() + AVOIDED_SECONDS
 
-    def _choice(self, session: str, min_version: int) -> DrawTarget | None:
+    def _choice(self, session: str, min_version: int) -> GenerationTarget | None:
         now = time.monotonic()
         self._avoided = {instance: until for instance, until in self._avoided.items() if until > now}
         room = {one.instance: self._limit(one.instance).has_room for one in self.known}
         return choose(session, self.known, min_version, room, self._avoided)
 
-    def _limit(self, instance: str) -> DrawLimit:
-        return self._limits.setdefault(instance, DrawLimit(self._most))
+    def _limit(self, instance: str) -> GenerationLimit:
+        return self._limits.setdefault(instance, GenerationLimit(self._most))
 
     async def _change(self, end: float, min_version: int) -> float:
         """Waits for a change of the replicas. Returns ``end``, monotonic, later by the time for which replicas slept for a trainer. Raises
@@ -193,19 +202,19 @@ class Replicas:
         self._changed = asyncio.Event()
 
 
-Hear = Callable[[Drawn], None]  # gets each piece of a turn as it is sampled
-SPARE_SECONDS = 5.0  # What an answer may take beyond the time that its draw has
+Hear = Callable[[TurnGeneration], None]  # gets each piece of a turn as it is sampled
+SPARE_SECONDS = 5.0  # What an answer may take beyond the time that its request has
 
 
 class ReplicaFailed(MyxoError):
-    """A replica did not draw: it is gone, fenced or behind by now. Another may. ``busy``: it has no room."""
+    """A replica did not generate: it is gone, fenced or behind by now. Another may. ``busy``: it has no room."""
 
     def __init__(self, url: str, reason: str, *, busy: bool = False) -> None:
         self.busy = busy
         super().__init__(f"{url}: {reason}")
 
 
-class DrawClient:
+class GenerationClient:
     """Samples at replicas' endpoints, with the key that they and gateways share."""
 
     def __init__(self, sessions: SessionStore) -> None:
@@ -215,30 +224,30 @@ class DrawClient:
     async def close(self) -> None:
         await self._http.close()
 
-    async def draw(self, url: str, request: DrawRequest, hear: Hear | None = None) -> Drawn:
-        """Returns what a replica draws; of a streamed request ``hear`` gets each piece first, and what was heard is returned as aborted
+    async def generate(self, url: str, request: TurnRequest, hear: Hear | None = None) -> TurnGeneration:
+        """Returns what a replica generates; of a streamed request ``hear`` gets each piece first, and what was heard is returned as aborted
         where the replica fails then. Raises ReplicaFailed; TurnRefused where the engine refuses the request for what it is."""
         status, body = await self._post(url, request, hear)
         if status == HTTPStatus.UNAUTHORIZED:  # the store was emptied, and the key made anew
             self._key = ""
             status, body = await self._post(url, request, hear)
-        if isinstance(body, Drawn):
+        if isinstance(body, TurnGeneration):
             return body
         if status == HTTPStatus.BAD_REQUEST:
             raise TurnRefused(400, f"the engine refuses it: {_text(body)}")
         if status != HTTPStatus.OK:
             raise ReplicaFailed(url, f"answered {status}: {_text(body)}", busy=status == HTTPStatus.TOO_MANY_REQUESTS)
         try:
-            return Drawn.decode(body)
+            return TurnGeneration.decode(body)
         except BadMessage as error:
             raise ReplicaFailed(url, f"gave an answer that cannot be read: {error}") from error
 
-    async def _post(self, url: str, request: DrawRequest, hear: Hear | None) -> tuple[int, bytes | Drawn]:
-        self._key = self._key or await self._sessions.draw_key() or ""
+    async def _post(self, url: str, request: TurnRequest, hear: Hear | None) -> tuple[int, bytes | TurnGeneration]:
+        self._key = self._key or await self._sessions.gateway_key() or ""
         timeout = aiohttp.ClientTimeout(total=request.seconds + SPARE_SECONDS)
         headers = {KEY_HEADER: self._key, "Content-Type": CONTENT_TYPE}
         try:
-            async with self._http.post(url + DRAW_PATH, data=request.encode(), headers=headers, timeout=timeout) as answer:
+            async with self._http.post(url + GENERATE_PATH, data=request.encode(), headers=headers, timeout=timeout) as answer:
                 if hear is not None and answer.status == HTTPStatus.OK:
                     return answer.status, await _heard(url, answer.content, hear)
                 return answer.status, await answer.read()
@@ -246,13 +255,13 @@ class DrawClient:
             raise ReplicaFailed(url, f"gave no answer ({str(error) or type(error).__name__})") from error
 
 
-async def _heard(url: str, content: aiohttp.StreamReader, hear: Hear) -> Drawn:
+async def _heard(url: str, content: aiohttp.StreamReader, hear: Hear) -> TurnGeneration:
     """Returns all pieces of an answer as one. Raises ReplicaFailed, and aiohttp's errors, where there is none."""
-    whole: Drawn | None = None
+    whole: TurnGeneration | None = None
     try:
         while length := await content.read(LENGTH_BYTES):
             length += await content.readexactly(LENGTH_BYTES - len(length))
-            piece = Drawn.decode(await content.readexactly(int.from_bytes(length)))
+            piece = TurnGeneration.decode(await content.readexactly(int.from_bytes(length)))
             whole = piece if whole is None else whole.then(piece)
             hear(piece)
     except (aiohttp.ClientError, asyncio.IncompleteReadError, TimeoutError, OSError, BadMessage) as error:

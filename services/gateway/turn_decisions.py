@@ -28,7 +28,7 @@ from services.gateway.wire.request import (
 from services.gateway.wire.request_body import shallow
 from shared.data.stop_strings import end_across, written
 from shared.schema.messages import Sampling
-from shared.sessions.session import Drawn, Session, Turn
+from shared.sessions.session import Session, Turn, TurnGeneration
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -210,17 +210,17 @@ class StopStringTracker:
     def __init__(self, before: NDArray[np.int32], stops: Sequence[str], text: Callable[[Sequence[int]], str]) -> None:
         self._before, self._stops, self._text = before, stops, text
 
-    def whole(self, drawn: Drawn) -> Drawn:
+    def whole(self, generated: TurnGeneration) -> TurnGeneration:
         """Returns what was sampled, up to the turn's end if that is in it."""
-        count = end_across(self._before, drawn.completion, self._stops, self._text)
-        return drawn if count is None else drawn.stopped_at(count)
+        count = end_across(self._before, generated.completion, self._stops, self._text)
+        return generated if count is None else generated.stopped_at(count)
 
     def hearing(self, hear: Hear) -> Hear:
-        """Returns a callback for the pieces of one draw, which passes them to ``hear`` up to the turn's end."""
+        """Returns a callback for the pieces of one request, which passes them to ``hear`` up to the turn's end."""
         heard: list[int] = []
         over = False
 
-        def listen(piece: Drawn) -> None:
+        def listen(piece: TurnGeneration) -> None:
             nonlocal over
             if over:
                 return

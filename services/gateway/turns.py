@@ -16,7 +16,7 @@ import structlog
 from numpy.typing import NDArray
 
 from services.gateway.chat_tokens import ChatTokens
-from services.gateway.replicas import DrawClient, Hear, ReplicaFailed, Replicas
+from services.gateway.replicas import GenerationClient, Hear, ReplicaFailed, Replicas
 from services.gateway.turn_decisions import StopStringTracker, TurnAnswers, check_tokens, continued, digests, stops_of, turn_sampling
 from services.gateway.turn_text import TurnText
 from services.gateway.wire.request import ChatTurn, TokenTurn, TurnRefused, TurnResult, assistant_message, overlong_prompt
@@ -26,8 +26,6 @@ from shared.runtime.tasks import put_off
 from shared.runtime.traces import Traces, TraceSpan
 from shared.schema.messages import Sampling
 from shared.sessions.session import (
-    Drawn,
-    DrawRequest,
     Finish,
     PendingTurn,
     SessionLog,
@@ -35,9 +33,11 @@ from shared.sessions.session import (
     SessionUnknown,
     Turn,
     TurnBegun,
-    TurnDrawn,
     TurnEnded,
+    TurnExtended,
+    TurnGeneration,
     TurnHeld,
+    TurnRequest,
     joined,
 )
 from shared.sessions.session_store import SessionStore
@@ -45,7 +45,7 @@ from shared.sessions.session_store import SessionStore
 
 class LiveTurn:
     """A turn's tokens as they are sampled, for the answer that streams it. ``prompt``: its token ids, once it has begun. ``cached``: of
-    them, those that the first draw found in the prefix cache."""
+    them, those that the first request found in the prefix cache."""
 
     def __init__(self) -> None:
         self.prompt: list[int] = []
@@ -58,10 +58,10 @@ class LiveTurn:
         self.prompt = pending.prompt.tolist()
         self._note(pending.completion.tolist())
 
-    def hear(self, drawn: Drawn) -> None:
+    def hear(self, generated: TurnGeneration) -> None:
         """Notes further tokens."""
-        self.cached = self.cached or drawn.cached
-        self._note(drawn.completion.tolist())
+        self.cached = self.cached or generated.cached
+        self._note(generated.completion.tolist())
 
     def _note(self, tokens: list[int]) -> None:
         if tokens:
@@ -172,8 +172,8 @@ def _why(log: SessionLog, raised: BaseException) -> str:
 
 # For how long a turn is its gateway's after its last sign of life, and how often it gives one in that time
 LEASE_SECONDS, RENEWALS = 12.0, 4
-HELD_SECONDS = 0.2  # The interval at which a turn that another gateway draws is looked at
-PAUSE_SECONDS = 0.2  # The pause after a replica failed, or an engine aborted a draw: the push that caused it is still in progress
+HELD_SECONDS = 0.2  # The interval at which a turn that another gateway generates is read again
+PAUSE_SECONDS = 0.2  # The pause after a replica failed, or an engine aborted a request: the push that caused it is still in progress
 LONG_BYTES = 1 << 15  # The text from which on a prompt is made in another thread: a millisecond and more of work
 _RECORDED = ("request", "completion", "log_probs", "spans", "finish", "conversation", "cached", "replica")  # of a turn that has ended
 
@@ -199,7 +199,7 @@ class Turns:
         self,
         sessions: SessionStore,
         replicas: Replicas,
-        client: DrawClient,
+        client: GenerationClient,
         chat: ChatTokens,
         model: str,
         holder: str,
@@ -274,7 +274,7 @@ class Turns:
         tokens = self._chat.render(asked.messages, asked.tools, asked.place, log.turns.values())
         return TurnPrompt(tokens, log.extended(tokens))
 
-    # --- drawing
+    # --- generating
 
     async def _turn(self, log: SessionLog, prompt: TurnPrompt, asked: ChatTurn | TokenTurn, live: LiveTurn | None) -> Turn:
         seconds, context, stop_ids = (
@@ -376,39 +376,39 @@ class Turns:
             tracker = StopStringTracker(pending.completion, sampling.stop, self._chat.text)
             most = min(left, self._limits.gateway_checkpoint_tokens)
             hear = None if live is None else tracker.hearing(live.hear)
-            found, pending.replica = await self._draw(log, pending, sampling, most, min_version, hear)
-            drawn = tracker.whole(found)
-            cached = drawn.cached if cached is None else cached
-            if drawn.finish == "stop" or (drawn.finish == "length" and len(drawn.completion) >= left):
-                return await self._ended(log, _extended(pending, drawn), drawn.finish, cached, asked)
-            if len(drawn.completion):
-                progress = TurnDrawn(
+            found, pending.replica = await self._generate(log, pending, sampling, most, min_version, hear)
+            generated = tracker.whole(found)
+            cached = generated.cached if cached is None else cached
+            if generated.finish == "stop" or (generated.finish == "length" and len(generated.completion) >= left):
+                return await self._ended(log, _extended(pending, generated), generated.finish, cached, asked)
+            if len(generated.completion):
+                progress = TurnExtended(
                     request=pending.request,
                     holder=self._holder,
                     start=len(pending.completion),
-                    completion=drawn.completion,
-                    log_probs=drawn.log_probs,
-                    spans=drawn.spans,
+                    completion=generated.completion,
+                    log_probs=generated.log_probs,
+                    spans=generated.spans,
                     until=time.time() + LEASE_SECONDS,
                     replica=pending.replica,
                 )
                 pending = await self._sessions.extend(log, progress)
-            if drawn.finish == "abort":
+            if generated.finish == "abort":
                 await self._sessions.refresh(log)
                 if log.ended is not None:
                     raise _over(log)
                 await asyncio.sleep(PAUSE_SECONDS)
 
-    async def _draw(
+    async def _generate(
         self, log: SessionLog, pending: PendingTurn, sampling: Sampling, most: int, min_version: int, hear: Hear | None
-    ) -> tuple[Drawn, str]:
+    ) -> tuple[TurnGeneration, str]:
         """Returns further tokens of a turn, and which replica has given them."""
         fewest = max(0, sampling.min_new_tokens - len(pending.completion))
         wanted = sampling.model_copy(update={"max_new_tokens": most, "min_new_tokens": min(fewest, most)})
         tokens = np.concatenate([pending.prompt, pending.completion])
         while True:
             async with self._replicas.place(log.session.id, min_version, self._limits.gateway_wait) as (target, limit):
-                request = DrawRequest(
+                request = TurnRequest(
                     request=pending.request,
                     input_ids=tokens,
                     sampling=wanted,
@@ -418,9 +418,9 @@ class Turns:
                     stream=hear is not None,
                 )
                 try:
-                    drawn = await self._client.draw(target.url, request, hear)
-                    limit.ended(drawn.retractions, time.monotonic())
-                    return drawn, target.instance
+                    generated = await self._client.generate(target.url, request, hear)
+                    limit.ended(generated.retractions, time.monotonic())
+                    return generated, target.instance
                 except ReplicaFailed as error:
                     self._log.warning("replica_failed", replica=target.instance, error=str(error))
                     if error.busy:
@@ -430,8 +430,8 @@ class Turns:
 
     async def _ended(self, log: SessionLog, whole: PendingTurn, finish: Finish, cached: int, asked: ChatTurn | TokenTurn) -> Turn:
         """Records a turn that has ended, with the digest of its conversation, and returns the turn that counts."""
-        drawn = (whole.prompt, whole.completion, whole.log_probs, whole.spans)
-        turn = Turn(whole.request, whole.parent, *drawn, finish, cached=cached, replica=whole.replica)
+        generated = (whole.prompt, whole.completion, whole.log_probs, whole.spans)
+        turn = Turn(whole.request, whole.parent, *generated, finish, cached=cached, replica=whole.replica)
         if isinstance(asked, ChatTurn):
             result = self._answers.chat(turn, log.session, asked)
             turn = replace(turn, conversation=digests([*asked.messages, assistant_message(result)], asked.tools)[-1])
@@ -444,11 +444,11 @@ def _over(log: SessionLog) -> TurnRefused:
     return TurnRefused(410, "the session has ended" + (f": {reason}" if reason else ""), code="session_ended")
 
 
-def _extended(pending: PendingTurn, drawn: Drawn) -> PendingTurn:
+def _extended(pending: PendingTurn, generated: TurnGeneration) -> PendingTurn:
     """Returns a turn with what was sampled last; nothing is recorded."""
     return replace(
         pending,
-        completion=np.concatenate([pending.completion, drawn.completion]),
-        log_probs=np.concatenate([pending.log_probs, drawn.log_probs]),
-        spans=joined(pending.spans, drawn.spans, len(pending.completion)),
+        completion=np.concatenate([pending.completion, generated.completion]),
+        log_probs=np.concatenate([pending.log_probs, generated.log_probs]),
+        spans=joined(pending.spans, generated.spans, len(pending.completion)),
     )

@@ -255,12 +255,12 @@ def parameters(sampling: Sampling) -> dict[str, Any]:
         "no_stop_trim": sampling.no_stop_trim is not False,
         "spaces_between_special_tokens": False,
     }
-    drawn = sampling.model_dump(exclude={"skip_special_tokens", "no_stop_trim", "min_new_tokens", "repetition_penalty"})
+    values = sampling.model_dump(exclude={"skip_special_tokens", "no_stop_trim", "min_new_tokens", "repetition_penalty"})
     if sampling.min_new_tokens:  # slime leaves out what no one has set
-        drawn["min_new_tokens"] = sampling.min_new_tokens
+        values["min_new_tokens"] = sampling.min_new_tokens
     if sampling.repetition_penalty != 1:
-        drawn["repetition_penalty"] = sampling.repetition_penalty
-    return {**drawn, **text}
+        values["repetition_penalty"] = sampling.repetition_penalty
+    return {**values, **text}
 
 
 def _checked(fields: Mapping[str, Any], path: str) -> HookSample:

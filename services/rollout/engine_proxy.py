@@ -36,7 +36,7 @@ from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Task
 from shared.schema.sample import Sample, sampled, token_digest, turns_of
 from shared.service.service_base import Service
-from shared.sessions.session import CONTENT_TYPE, DRAW_PATH, KEY_HEADER, Drawn, DrawRequest
+from shared.sessions.session import CONTENT_TYPE, GENERATE_PATH, KEY_HEADER, TurnGeneration, TurnRequest
 
 MOST_TOKENS, ANSWER_TOKENS = 1 << 22, 64  # sampled tokens that are remembered, 32 MiB, and as how many an answer counts besides its own
 
@@ -92,9 +92,9 @@ class SampleCheck:
         trained = (sample.mask if mask is None or len(mask) != len(sample.mask) else np.asarray(mask)) != 0
         own = sampled(trained, sample.log_probs)
         if called is not None:
-            drawn, whole = self._compared(sample, task, prompt, called)
+            known, whole = self._compared(sample, task, prompt, called)
             # where the engine's answers account for all that is trained, log-probs of other tokens are placeholders
-            own = drawn if whole and drawn.any() and drawn[trained].all() else own | drawn
+            own = known if whole and known.any() and known[trained].all() else own | known
         # a function may leave special tokens out of its text: they are no part of an answer then
         plain = task.sampling.skip_special_tokens is True or not any(token in sample.text for token in self._skipped)
         return replace(sample, turns=turns_of(own, sample.response, lambda ids: self._tokenizer.decode(ids, plain)))
@@ -117,7 +117,7 @@ class SampleCheck:
 declare_metrics("engine_requests_denied_total | requests | of others to the engine that were not passed on")
 
 # What is passed on, by method and path, to the letter. A path is never decoded or normalised: one that would have to be is not here.
-# Gateways have a route of their own besides, `DRAW_PATH`, by their key.
+# Gateways have a route of their own besides, `GENERATE_PATH`, by their key.
 GENERATIONS: dict[str, type[PublicRequest]] = {"/generate": GenerateRequest, "/v1/chat/completions": ChatRequest}
 ROUTES = {("GET", "/health"), ("GET", "/v1/models"), *(("POST", path) for path in GENERATIONS)}
 BODY_BYTES, ANSWER_BYTES = 8 * 2**20, 256 * 2**20  # the largest body, of a million tokens, and the largest answer that is not streamed
@@ -210,7 +210,7 @@ class EngineProxy(EndpointServer):
 
     Attributes:
         address: host and port, once it is open.
-        public: whether `ROUTES` are served. draw_key: the key of gateways; without one they are not served. renew_key:
+        public: whether `ROUTES` are served. gateway_key: the key of gateways; without one they are not served. renew_key:
             returns the key that the store has by now, where a gateway comes with another.
         calls: requests of the user's generate functions by the token of their call (`shared.hooks.slime.http_requests`); a request of a
             call that was stopped is answered as one that the engine has aborted.
@@ -231,7 +231,7 @@ class EngineProxy(EndpointServer):
         self._requests = 0
         # bodies stay as they were sent: none is unpacked
         super().__init__(lambda: _BoundedServer(limit + SPARE_CONNECTIONS, self._handle, keepalive_timeout=IDLE_SECONDS, **RAW))
-        self.public, self.draw_key = True, ""
+        self.public, self.gateway_key = True, ""
         self.renew_key: Callable[[], Awaitable[str]] | None = None
         self.calls: dict[str, Requests] = {}
         self.answers: EngineAnswers | None = None
@@ -253,9 +253,9 @@ class EngineProxy(EndpointServer):
             return _refusal(HTTPStatus.BAD_GATEWAY, str(error))
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        if self.draw_key and (request.method, request.raw_path) == ("POST", DRAW_PATH):
+        if self.gateway_key and (request.method, request.raw_path) == ("POST", GENERATE_PATH):
             async with self._admitted():
-                return await self._draw(request)
+                return await self._generate_turn(request)
         if not self.public or (request.method, request.raw_path) not in ROUTES:
             raise RequestDenied(
                 HTTPStatus.NOT_FOUND, "this address takes " + ", ".join(sorted(map(" ".join, ROUTES))) + ", and nothing else"
@@ -272,28 +272,28 @@ class EngineProxy(EndpointServer):
         models = [{field: model[field] for field in MODEL_FIELDS if field in model} for model in listed["data"]]
         return web.json_response({"object": "list", "data": models})
 
-    async def _draw(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _generate_turn(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answers a gateway, which continues from what was generated where the engine aborts it."""
         given = request.headers.get(KEY_HEADER, "").encode()
-        if not hmac.compare_digest(given, self.draw_key.encode()) and self.renew_key is not None:
-            self.draw_key = await self.renew_key()  # the store may have been emptied
-        if not hmac.compare_digest(given, self.draw_key.encode()):
-            raise RequestDenied(HTTPStatus.UNAUTHORIZED, "the key for draws is not this run's")
+        if not hmac.compare_digest(given, self.gateway_key.encode()) and self.renew_key is not None:
+            self.gateway_key = await self.renew_key()  # the store may have been emptied
+        if not hmac.compare_digest(given, self.gateway_key.encode()):
+            raise RequestDenied(HTTPStatus.UNAUTHORIZED, "the gateways' key is not this run's")
         self._present()
-        asked = DrawRequest.decode(await body_of(request, CONTENT_TYPE))
+        asked = TurnRequest.decode(await body_of(request, CONTENT_TYPE))
         client = await self._serving()
         if client.version < asked.min_version:
             raise RequestDenied(HTTPStatus.CONFLICT, f"this replica serves version {client.version}, older than {asked.min_version}")
         life, wanted = self._served.incarnation, GenerationRequest(asked.input_ids, asked.sampling.max_new_tokens, seed=asked.seed)
         pauses = client.retracting_pauses
         if asked.stream:
-            return await self._draw_live(request, client, wanted, asked)
+            return await self._stream_generation(request, client, wanted, asked)
         [found] = await client.generate_group([wanted], asked.sampling, deadline=min(asked.seconds, self._generate_s))
         self._still(life)
-        return web.Response(body=_drawn(found, client.retracting_pauses - pauses).encode(), content_type=CONTENT_TYPE)
+        return web.Response(body=_generation_of(found, client.retracting_pauses - pauses).encode(), content_type=CONTENT_TYPE)
 
-    async def _draw_live(
-        self, request: web.BaseRequest, client: EngineClient, wanted: GenerationRequest, asked: DrawRequest
+    async def _stream_generation(
+        self, request: web.BaseRequest, client: EngineClient, wanted: GenerationRequest, asked: TurnRequest
     ) -> web.StreamResponse:
         """Answers a gateway piece by piece. Where it cannot continue the connection breaks: what was sent is good."""
         life, response = self._served.incarnation, web.StreamResponse(headers={"Content-Type": CONTENT_TYPE})
@@ -305,7 +305,7 @@ class EngineProxy(EndpointServer):
                     self._still(life)
                     if not response.prepared:
                         await response.prepare(request)
-                    await response.write(_drawn(found, client.retracting_pauses - pauses).framed())
+                    await response.write(_generation_of(found, client.retracting_pauses - pauses).framed())
             await response.write_eof()
         except (MyxoError, ClientError, RequestDenied, TimeoutError) as error:
             if not response.prepared:
@@ -385,9 +385,9 @@ class EngineProxy(EndpointServer):
             self._requests -= 1
 
 
-def _drawn(found: Generation, pauses: int) -> Drawn:
+def _generation_of(found: Generation, pauses: int) -> TurnGeneration:
     """Returns the answer to a gateway. ``pauses``: those in the meantime that put running requests back, for no want of memory."""
-    return Drawn(
+    return TurnGeneration(
         completion=found.tokens,
         log_probs=found.log_probs,
         spans=found.spans,

@@ -241,12 +241,12 @@ class _Episode:
             beyond = len(whole["meta_info"]["output_token_logprobs"]) - len(answer["meta_info"]["output_token_logprobs"])
             meta = answer["meta_info"]
             encoded = meta.pop("routed_experts", None)  # in a form that `append_response_tokens` does not know
-            drawn = meta["output_token_logprobs"]
-            ids, log_probs = [token for _, token, _ in drawn], [log_prob for log_prob, _, _ in drawn]
+            logprobs = meta["output_token_logprobs"]
+            ids, log_probs = [token for _, token, _ in logprobs], [log_prob for log_prob, _, _ in logprobs]
             self._sample.append_response_tokens(tokens=ids, log_probs=log_probs, meta_info=meta, text=answer["text"])
             self._route(encoded, beyond)
             self._state["said"] += answer["text"]
-            self._state["drawn"] = self._state.get("drawn", 0) + len(ids)
+            self._state["generated"] = self._state.get("generated", 0) + len(ids)
             finish = meta["finish_reason"]["type"]
             if finish == "stop":
                 return "stop", ids[-1] if ids else None
@@ -259,7 +259,7 @@ class _Episode:
 
     def _up_to_stop(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Returns the engine's answer up to the end of a stop string that began in what the turn had generated before."""
-        meta, earlier = answer["meta_info"], self._state.get("drawn", 0)
+        meta, earlier = answer["meta_info"], self._state.get("generated", 0)
         ids = [token for _, token, _ in meta["output_token_logprobs"]]
         decode = functools.partial(self._run.tokenizer.decode, skip_special_tokens=False)
         count = end_across(self._sample.tokens[-earlier:] if earlier else [], ids, self._task.sampling.stop, decode)
@@ -295,7 +295,7 @@ class _Episode:
 
     def _room(self) -> int:
         turn = self._run.settings.episode_turn_tokens
-        return self._left() if turn is None else min(self._left(), turn - self._state.get("drawn", 0))
+        return self._left() if turn is None else min(self._left(), turn - self._state.get("generated", 0))
 
     async def _step(self, finish: str) -> TurnOutcome:
         state = self._state
@@ -306,7 +306,7 @@ class _Episode:
         outcome = await self._run.asked(f"step {state['turn']}", lambda seconds: self._run.environment.step(request, seconds))
         if outcome.reward is not None:
             state["rewards"].append({"reward": outcome.reward.reward, **outcome.reward.parts})
-        state["turn"], state["said"], state["drawn"] = state["turn"] + 1, "", 0
+        state["turn"], state["said"], state["generated"] = state["turn"] + 1, "", 0
         return outcome
 
     def _append(self, messages: list[Reply], last: int | None) -> bool:

@@ -212,8 +212,8 @@ class Replica:
         """Attaches an engine that has started: its weights have not been verified, unless nothing is trained and they are the only ones."""
         self.client = client
         if self._for_gateways:
-            self.proxy.draw_key = await self._draw_key()
-            self.proxy.renew_key = self._draw_key
+            self.proxy.gateway_key = await self._gateway_key()
+            self.proxy.renew_key = self._gateway_key
             self._service.metrics.set(CONTEXT_GAUGE, client.capabilities.max_sequence)
             self._service.metrics.set(VOCABULARY_GAUGE, client.capabilities.vocab_size)
             await self.proxy.open(own_address())
@@ -227,8 +227,8 @@ class Replica:
         else:
             await self.publish()
 
-    async def _draw_key(self) -> str:
-        return await SessionStore(self._service.store, self._service.run).make_draw_key(self.proxy.draw_key)
+    async def _gateway_key(self) -> str:
+        return await SessionStore(self._service.store, self._service.run).make_gateway_key(self.proxy.gateway_key)
 
     async def open_proxy(self) -> None:
         """Opens the way to the engine for routers or generate functions, if it is not open."""

@@ -28,7 +28,7 @@ SEEDED = ("enable-deterministic-inference", "rl-on-policy-target")
 
 @dataclass(frozen=True)
 class SampleSeeds:
-    """``first``: the seed of a group's first sample; None: samples have none, and engines draw at random."""
+    """``first``: the seed of a group's first sample; None: samples have none, and engines sample at random."""
 
     first: int | None
 
@@ -134,7 +134,7 @@ def replica_command(service: Service, name: str, meeting: EngineMeeting | None =
         config.model.hf_checkpoint,
         free_port(),
         device=device,
-        random_seed=config.data.rollout_seed + zlib.crc32(name.encode()) % 2**20,  # replicas draw different samples
+        random_seed=config.data.rollout_seed + zlib.crc32(name.encode()) % 2**20,  # replicas sample differently
         flags=flags | own_flags,
         meeting=meeting,
     )

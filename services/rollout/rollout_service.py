@@ -86,15 +86,15 @@ class GeneratedTokens:
         if client is None:
             return self.total
         try:
-            drawn = await client.generated_tokens(deadline=COUNT_SECONDS)
+            count = await client.generated_tokens(deadline=COUNT_SECONDS)
         except (DeadlineExceeded, EngineError):  # `Replica.keep_engine` deals with an engine that is gone
             return self.total
-        if drawn is None:
+        if count is None:
             self.total += ended
             return self.total
         if client is self._engine:  # tokens that a new engine has generated before were its own warm-up
-            self.total += max(0, drawn - self._last)
-        self._engine, self._last = client, drawn
+            self.total += max(0, count - self._last)
+        self._engine, self._last = client, count
         return self.total
 
 
@@ -133,9 +133,9 @@ async def _trained_steps(service: Service) -> int:
 
 
 declare_metrics("""
-    generated_tokens_per_s | tokens/s | tokens that the replica's engine has drawn in the last 5 s / 5 s; read every second
-    generated_tokens | tokens | tokens that its engines have drawn since the service started: response tokens, of samples that ended, were
-        aborted or are under way
+    generated_tokens_per_s | tokens/s | tokens that the replica's engine has generated in the last 5 s / 5 s; read every second
+    generated_tokens | tokens | tokens that its engines have generated since the service started: response tokens, of samples that ended,
+        were aborted or are under way
     running_groups | groups | that are being generated
     running_samples | samples | of groups that are being generated, those that have ended included
     request_slots | requests | that the replica may have in its engine at once: `rollout_concurrency`, or by the engine's load
@@ -190,7 +190,7 @@ class Rollout:
         self.running: dict[asyncio.Task[None], Task] = {}
         self._taken: dict[asyncio.Task[None], tuple[float, GroupSlots]] = {}  # when each was taken, seconds since the epoch, oldest first
         self._generated = False  # a token of a task has been generated
-        self._drawn = (0.0, time.time())  # tokens of the engine, and when there were more the last time
+        self._last_generated = (0.0, time.time())  # tokens of the engine, and when there were more the last time
         service.activities.watch(self.doing)
         self.tokens = 0
 
@@ -347,7 +347,7 @@ class Rollout:
             return None
         (since, _), config = next(iter(self._taken.values())), self._config.rollout
         groups = f"{len(self.running)} {'group' if len(self.running) == 1 else 'groups'}"
-        silent_since = max(self._drawn[1], since)
+        silent_since = max(self._last_generated[1], since)
         quiet = self.replica.serving and time.time() - silent_since >= QUIET_SECONDS
         if any(self._agents.program(task) is not None for task in self.running.values()):
             what, after = f"plays {groups} with agents", f"a rollout is given up after rollout.agent_timeout = {config.agent_timeout:g} s"
@@ -359,22 +359,22 @@ class Rollout:
             what = f"generates {groups}"
             after = f"a group goes back to the queue after rollout.generate_timeout = {config.generate_timeout:g} s"
         if quiet:
-            what, since = f"{what}, but its engine draws no token", silent_since
+            what, since = f"{what}, but its engine generates no token", silent_since
         return Doing(part=WORK, what=what, since=since, next_action=after, stuck=quiet)
 
-    def _note_drawn(self, tokens: int) -> None:
-        if (drew := tokens != self._drawn[0]) or not self.running:
-            if drew and self.running and self.replica.serving and not self._generated:  # one that does not serve yet was tried
+    def _note_generated(self, tokens: int) -> None:
+        if (more := tokens != self._last_generated[0]) or not self.running:
+            if more and self.running and self.replica.serving and not self._generated:  # one that does not serve yet was tried
                 self._generated = True
                 self._service.log.info("first_tokens", tokens=tokens)
-            self._drawn = (tokens, time.time())
+            self._last_generated = (tokens, time.time())
 
     async def measure(self) -> None:
         """Updates the gauges until cancelled."""
-        drawn, rate, metrics, producer = GeneratedTokens(), TokenRate(), self._service.metrics, self.producer
+        generated, rate, metrics, producer = GeneratedTokens(), TokenRate(), self._service.metrics, self.producer
         while True:
-            tokens = await drawn.read(self.replica.client, self.tokens + (0 if producer is None else producer.tokens))
-            self._note_drawn(tokens)
+            tokens = await generated.read(self.replica.client, self.tokens + (0 if producer is None else producer.tokens))
+            self._note_generated(tokens)
             metrics.set("generated_tokens_per_s", rate.note(time.monotonic(), tokens))
             metrics.set("generated_tokens", tokens)
             metrics.set("running_groups", len(self.running) + (0 if producer is None else producer.held))

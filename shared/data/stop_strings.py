@@ -1,7 +1,7 @@
 """Finds which stop strings may have ended a text, and its end where one begins in one request and is completed in the next. Pure.
 
-An engine looks for stop strings in what the request at hand has drawn. Where it aborts one, or a turn is drawn in parts, the tokens before
-are input to the next request, and a stop string that lies across the edge would be passed over.
+An engine looks for stop strings in what the request at hand has generated. Where it aborts one, or a turn is generated in parts, the tokens
+before are input to the next request, and a stop string that lies across the edge would be passed over.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,12 +15,12 @@ CONTEXT = 8  # Tokens before those of a stop string that are decoded with them: 
 Tokens = NDArray[np.int32] | Sequence[int]
 
 
-def end_across(before: Tokens, drawn: Tokens, stops: Sequence[str], decode: Callable[[list[int]], str], since: int = 0) -> int | None:
-    """Returns how many tokens of ``drawn`` the text ends with: the last one completes a stop string that begins in ``before``.
+def end_across(before: Tokens, generated: Tokens, stops: Sequence[str], decode: Callable[[list[int]], str], since: int = 0) -> int | None:
+    """Returns how many tokens of ``generated`` the text ends with: the last one completes a stop string that begins in ``before``.
 
     Args:
-        before, drawn: int32 [B], [T]; what earlier requests drew, and the last one. decode: tokens to text, special tokens included.
-        since: tokens of ``drawn`` that are known not to end it.
+        before, generated: int32 [B], [T]; of earlier requests, and of the last one. decode: tokens to text, special tokens included.
+        since: tokens of ``generated`` that are known not to end it.
 
     Returns None where no stop string lies across the edge.
     """
@@ -29,8 +29,8 @@ def end_across(before: Tokens, drawn: Tokens, stops: Sequence[str], decode: Call
         return None
     context = [int(token) for token in before[-(reach + CONTEXT) :]]
     known = len(decode(context).rstrip("\ufffd"))  # the edge may lie in a character
-    for count in range(since + 1, min(len(drawn), reach) + 1):
-        text = decode([*context, *(int(token) for token in drawn[:count])])
+    for count in range(since + 1, min(len(generated), reach) + 1):
+        text = decode([*context, *(int(token) for token in generated[:count])])
         if any(text.find(stop, max(0, known - len(stop) + 1)) >= 0 for stop in stops if stop):
             return count
     return None
@@ -40,7 +40,7 @@ def written(tokens: Tokens, stops: Sequence[str], decode: Callable[[list[int]], 
     """Returns the stop strings that may have ended a text. One with a special token in it has not, though the shown text has it.
 
     Args:
-        tokens: int32 [T]; all that was drawn. decode: tokens to text, special tokens included: in that an engine looks for stop strings.
+        tokens: int32 [T]; all that is generated. decode: tokens to text, special tokens included, as engines search it.
     """
     text = decode([int(token) for token in tokens]) if stops else ""
     return [stop for stop in stops if stop in text]

@@ -23,8 +23,8 @@ from shared.sessions.session import (
     SessionUnknown,
     Turn,
     TurnBegun,
-    TurnDrawn,
     TurnEnded,
+    TurnExtended,
     TurnHeld,
     TurnRecord,
     parts_of_key,
@@ -32,7 +32,7 @@ from shared.sessions.session import (
 from shared.store.payload_store import Store
 
 KEPT_SECONDS = 3600.0  # The time after its deadline for which a session can still be read
-DRAW_KEY = ".draw-key"  # In the place of a session's id, of which none begins with a dot
+GATEWAY_KEY = ".gateway-key"  # In the place of a session's id, of which none begins with a dot
 
 # In the same place the ids of the sessions that were opened within so many seconds, and the number of that stretch of time
 OPENED_KEY, OPENED_SECONDS = ".opened-{}", 600
@@ -107,24 +107,24 @@ class SessionStore:
                 log.apply(map(Message.decode, found[log.length - start :]))  # another task may have folded some of them meanwhile
 
     async def begin(self, log: SessionLog, turn: TurnBegun) -> Turn | PendingTurn:
-        """Begins a turn, or takes it over where the lease of who drew it has run out.
+        """Begins a turn, or takes it over where the lease of who generated it has run out.
 
         Returns it with the tokens that it has already, or as a whole where it has ended. Raises SessionOver, SessionUnknown, and TurnHeld
-        where another gateway draws it.
+        where another gateway generates it.
         """
         return await self._append(log, turn)
 
-    async def extend(self, log: SessionLog, drawn: TurnDrawn) -> PendingTurn:
+    async def extend(self, log: SessionLog, extended: TurnExtended) -> PendingTurn:
         """Records more tokens of a turn, and renews its lease. Raises SessionOver, SessionUnknown, and TurnHeld where it was lost."""
-        found = await self._append(log, drawn)
+        found = await self._append(log, extended)
         if isinstance(found, Turn):
-            raise TurnHeld(drawn.request, 0.0)
+            raise TurnHeld(extended.request, 0.0)
         return found
 
     async def append(self, log: SessionLog, turn: TurnEnded) -> Turn:
         """Records a turn's end, and returns the turn that counts: another gateway may have ended it first.
 
-        Raises SessionOver, SessionUnknown, and TurnHeld where another gateway draws it now.
+        Raises SessionOver, SessionUnknown, and TurnHeld where another gateway generates it now.
         """
         found = await self._append(log, turn)
         if isinstance(found, PendingTurn):
@@ -149,15 +149,15 @@ class SessionStore:
         """Has the record of a session that has ended go in `LATE_SECONDS`."""
         await self._command(f"expiry of session {session}", ("EXPIRE", self._names.session_key(session), LATE_SECONDS))
 
-    async def make_draw_key(self, held: str = "") -> str:
+    async def make_gateway_key(self, held: str = "") -> str:
         """Returns the key by which gateways ask replicas for tokens. Where there is none, it is ``held``, or made."""
-        key = self._names.session_key(DRAW_KEY)
-        _, found = await self._command("the key for draws", ("SETNX", key, held or secrets.token_hex(SECRET_BYTES)), ("GET", key))
+        key = self._names.session_key(GATEWAY_KEY)
+        _, found = await self._command("the gateways' key", ("SETNX", key, held or secrets.token_hex(SECRET_BYTES)), ("GET", key))
         return bytes(found).decode()
 
-    async def draw_key(self) -> str | None:
+    async def gateway_key(self) -> str | None:
         """Returns that key; None where no replica has made it yet."""
-        [found] = await self._command("the key for draws", ("GET", self._names.session_key(DRAW_KEY)))
+        [found] = await self._command("the gateways' key", ("GET", self._names.session_key(GATEWAY_KEY)))
         return None if found is None else bytes(found).decode()
 
     def _opened_key(self, stretch: int) -> str:

@@ -199,7 +199,7 @@ def test_the_gateway_gives_nothing_without_a_sessions_key(agents: Stack) -> None
     routes += [("GET", "/v1/models"), ("GET", "/v1/session"), ("POST", "/v1/session/end")]
     asked = [(method, path, key) for method, path in routes for key in guesses]
     assert set(in_agent(ASK, json.dumps(asked))) == {401}
-    closed = [("GET", path, "") for path in ("/metrics", "/healthz", "/docs", "/openapi.json", "/", "/internal/draw", "/groups")]
+    closed = [("GET", path, "") for path in ("/metrics", "/healthz", "/docs", "/openapi.json", "/", "/internal/generate", "/groups")]
     assert set(in_agent(ASK, json.dumps(closed))) <= {404, 405}
 
 

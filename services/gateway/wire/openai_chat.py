@@ -29,7 +29,7 @@ from services.gateway.wire.request import (
 )
 from services.gateway.wire.request_body import RequestFields, read_body
 
-# Why whatever would have tokens drawn under a constraint is refused
+# Why whatever would have tokens sampled under a constraint is refused
 UNCONSTRAINED = "what is sampled is the policy's own: nothing constrains it, or its log-probs would be another's"
 TOP_LOGPROBS = "the log-probs of other tokens than the sampled ones are not stored; expected 0"
 
@@ -204,7 +204,7 @@ def tool_choice(choice: Any) -> Literal["auto", "none"]:
 def sampling(
     asked: fields.SamplingFields, max_tokens: int | None, temperature: float | None, top_p: float | None, stop: Sequence[str]
 ) -> RequestedSampling:
-    """Returns how a request has its tokens drawn."""
+    """Returns how a request has its tokens generated."""
     return RequestedSampling(
         temperature=temperature,
         top_p=top_p,

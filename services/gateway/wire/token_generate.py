@@ -51,15 +51,15 @@ class _GenerateBody(RequestFields):
 def parse(body: bytes, request_id: str) -> TokenTurn:
     """Returns the turn that a body asks for. Raises TurnRefused."""
     asked, ignored = read_body(_GenerateBody, body)
-    drawn = asked.sampling_params
+    generated = asked.sampling_params
     for field in ("min_p", "frequency_penalty", "presence_penalty"):
-        if getattr(drawn, field):
+        if getattr(generated, field):
             raise TurnRefused(400, f"expected 0: {UNCONSTRAINED}", field=f"sampling_params.{field}", code="unsupported_value")
     return TokenTurn(
         request_id=request_id,
         model=asked.model,
         prompt=np.asarray(asked.token_ids, np.int32),
-        sampling=sampling(drawn, drawn.max_tokens, drawn.temperature, drawn.top_p, drawn.stop),
+        sampling=sampling(generated, generated.max_tokens, generated.temperature, generated.top_p, generated.stop),
         min_version=asked.min_version,
         ignored=ignored,
     )
@@ -70,11 +70,11 @@ def answer(turn: TokenTurn, result: TurnResult) -> dict[str, Any]:
     versions = {"weight_versions": beside(result)["weight_versions"]}
     assert result.tokens is not None  # a token turn is asked for them
     completion = result.tokens.completion.tolist()
-    drawn = zip(completion, result.tokens.logprobs.tolist(), strict=True)
+    generated = zip(completion, result.tokens.logprobs.tolist(), strict=True)
     choice = {
         "index": 0,
         "token_ids": completion,
-        "logprobs": {"content": [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in drawn]},
+        "logprobs": {"content": [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in generated]},
         "finish_reason": "length" if result.finish == "length" else "stop",
         "routed_experts": None,
     }

@@ -163,8 +163,8 @@ def absorb_latent_attention(model_path: str) -> None:
     AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
 
 
-def draw_by_seeds() -> torch.library.Library:
-    """Lets torch's native attention draw by seeds (``--enable-deterministic-inference``), which SGLang has for GPUs and AMX only.
+def sample_by_seeds() -> torch.library.Library:
+    """Lets torch's native attention sample by seeds (``--enable-deterministic-inference``), which SGLang has for GPUs and AMX only.
 
     It computes each sequence's attention by itself. The kernels that make a GPU's matrix products the same in every batch are left out: a
     product may differ in the last bit of a float32 then, by which a token changes once in millions of tokens. Returns the library that
@@ -244,7 +244,7 @@ if __name__ == "__main__":
     leave_out_own_requests(http_server)
     load_plugins()
     if "--enable-deterministic-inference" in sys.argv:
-        seeded_operators = draw_by_seeds()
+        seeded_operators = sample_by_seeds()
     if "--enable-return-routed-experts" in sys.argv:
         keep_experts_unpinned()
     if "--enable-dp-attention" in sys.argv:

@@ -39,7 +39,7 @@ class GenerationRequest:
 
     ``tokens``: int [P], the prompt, then the tokens of earlier attempts; generation continues after them. ``max_new_tokens``: at most this
     many are generated now; it replaces the one of the sampling settings. ``rid``: the request's id, unique in the engine;
-    ``EngineClient.abort`` takes it. ``ignore_eos``: continue past the model's end token, to ``max_new_tokens``. ``seed``: draw each token
+    ``EngineClient.abort`` takes it. ``ignore_eos``: continue past the model's end token, to ``max_new_tokens``. ``seed``: sample each token
     by it and the token's position, in an engine with deterministic inference; None: at random. ``routed_from``: tells the experts of its
     tokens from this one on, those of the input too; None: does not tell them."""
 
@@ -62,7 +62,7 @@ class Routed(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Output tokens ``start`` to ``end`` (exclusive), all drawn under one weight version."""
+    """Output tokens ``start`` to ``end`` (exclusive), all sampled under one weight version."""
 
     start: int
     end: int
@@ -103,13 +103,13 @@ def group_body(requests: Sequence[GenerationRequest], sampling: Sampling, engine
     rids = [request.rid for request in requests]
     if len(set(rids)) < len(rids):
         raise InvalidRequest(f"the group has a request id twice: {sorted(rids)}")
-    drawn = sampling.model_dump(exclude={"skip_special_tokens", "no_stop_trim"})  # tokens come back, not text
+    values = sampling.model_dump(exclude={"skip_special_tokens", "no_stop_trim"})  # tokens come back, not text
     return {
         "rid": [wire_rid(rid) for rid in rids],
         "input_ids": [_checked_tokens(request, engine) for request in requests],
         "sampling_params": [
             {
-                **drawn,
+                **values,
                 "max_new_tokens": request.max_new_tokens,
                 "min_new_tokens": _fewest(request, sampling),
                 "ignore_eos": request.ignore_eos,
@@ -160,12 +160,12 @@ def parse_piece(answer: Any, request: GenerationRequest, seen: int, version_befo
     in each part all tokens so far, or, with ``incremental-streaming-output``, the new ones. Otherwise as `parse_group`."""
     try:
         meta = answer["meta_info"]
-        total, drawn = int(meta["completion_tokens"]), meta.get("output_token_logprobs") or []
+        total, entries = int(meta["completion_tokens"]), meta.get("output_token_logprobs") or []
         new, version_spans = total - seen, _spans(meta, total, version_before, late, where)
-        if not 0 <= new <= len(drawn):
-            raise EngineError(where, f"{request.rid}: {len(drawn)} log-probs for {new} new tokens")
-        told = {**meta, "output_token_logprobs": drawn[len(drawn) - new :], "weight_versions": None, "finish_reason": meta["finish_reason"]}
-        told["finish_reason"] = told["finish_reason"] or {"type": "abort"}
+        if not 0 <= new <= len(entries):
+            raise EngineError(where, f"{request.rid}: {len(entries)} log-probs for {new} new tokens")
+        finish = meta["finish_reason"] or {"type": "abort"}
+        told = {**meta, "output_token_logprobs": entries[len(entries) - new :], "weight_versions": None, "finish_reason": finish}
         ids = answer["output_ids"]
         piece = _parse_sample({"meta_info": told, "output_ids": ids[len(ids) - new :]}, request, version_before, late, where)
         spans = tuple(Span(max(start, seen) - seen, end - seen, version) for start, end, version in version_spans if end > seen)
@@ -207,10 +207,10 @@ def _parse_sample(
     meta = sample["meta_info"]
     if meta["id"] != wire_rid(request.rid):
         raise EngineError(where, f"answered for {meta['id']!r} where {request.rid!r} was asked")
-    drawn = meta.get("output_token_logprobs") or []  # [log-prob, id, None] per token; missing if aborted unstarted
-    count = len(drawn)
-    tokens = np.fromiter((entry[1] for entry in drawn), np.int32, count)
-    log_probs = np.fromiter((entry[0] for entry in drawn), np.float32, count)
+    entries = meta.get("output_token_logprobs") or []  # [log-prob, id, None] per token; missing if aborted unstarted
+    count = len(entries)
+    tokens = np.fromiter((entry[1] for entry in entries), np.int32, count)
+    log_probs = np.fromiter((entry[0] for entry in entries), np.float32, count)
     if not np.array_equal(tokens, sample["output_ids"]):
         raise EngineError(where, f"{request.rid}: {count} log-probs do not belong to the output {sample['output_ids']}")
     finish = meta["finish_reason"]["type"]

@@ -172,8 +172,8 @@ def parse_generated_tokens(page: str, overlaps: bool) -> int | None:
     sample's end, which makes up for it."""
     if DRAWN not in page:
         return None
-    drawn = _sum_of(page, DRAWN, 'mode="decode"')
-    return int(drawn if overlaps else drawn + _sum_of(page, BEGUN, ""))
+    decoded = _sum_of(page, DRAWN, 'mode="decode"')
+    return int(decoded if overlaps else decoded + _sum_of(page, BEGUN, ""))
 
 
 def parse_load(page: str) -> EngineLoad | None:

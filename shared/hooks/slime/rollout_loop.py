@@ -101,11 +101,11 @@ async def generate(args: Any, sample: HookSample, sampling_params: dict[str, Any
     routed = sample.session_id and getattr(args, "router_policy", None) == "consistent_hashing"
     headers = {"X-SMG-Routing-Key": str(sample.session_id)} if routed else None
     output = await http_requests.post(get_model_url(args, ""), body, headers=headers)
-    drawn = output["meta_info"].get("output_token_logprobs") or []
+    logprobs = output["meta_info"].get("output_token_logprobs") or []
     sample.append_response_tokens(
         args,
-        tokens=[entry[1] for entry in drawn],
-        log_probs=[entry[0] for entry in drawn],
+        tokens=[entry[1] for entry in logprobs],
+        log_probs=[entry[0] for entry in logprobs],
         meta_info=output["meta_info"],
         text=output["text"],
     )

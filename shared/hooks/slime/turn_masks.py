@@ -1,4 +1,4 @@
-"""``slime.utils.mask_utils``: token ids of a whole conversation, and which of them the assistant drew.
+"""``slime.utils.mask_utils``: token ids of a whole conversation, and which of them the assistant generated.
 
 Each message is rendered by itself or behind a placeholder, as the kind of chat template needs it, so that its tokens are known. A message
 with ``step_loss_mask`` other than 1 is not trained.
@@ -99,10 +99,10 @@ class MultiTurnLossMaskGenerator:
         ids = list(encoded["input_ids"])
         if ids != self._ids(messages, tools=tools):
             raise ValueError("the template's text and its tokens differ")
-        drawn = np.zeros(len(text) + 1, np.int64)
+        generated = np.zeros(len(text) + 1, np.int64)
         for first, last in _assistant_spans(text, messages):
-            drawn[first + 1 : last + 1] = 1
-        before = np.cumsum(drawn)  # of each position, how many characters before it were drawn
+            generated[first + 1 : last + 1] = 1
+        before = np.cumsum(generated)  # of each position, how many characters before it were generated
         return ids, [int(end > start and before[end] > before[start]) for start, end in encoded["offset_mapping"]]
 
     def gen_multi_turn_loss_mask_distill_qwen(self, messages: Messages, tools: list[dict[str, Any]] | None = None) -> Masked:
@@ -130,8 +130,8 @@ class MultiTurnLossMaskGenerator:
         """Returns the pieces' ids end to end; of an assistant's all but what prompts it is trained."""
         ids, mask = [], []
         for message, piece in pieces:
-            drawn = message["role"] == "assistant" and message.get("step_loss_mask", 1) == 1
-            prompting = min(self.gen_token_length, len(piece)) if drawn else len(piece)
+            generated = message["role"] == "assistant" and message.get("step_loss_mask", 1) == 1
+            prompting = min(self.gen_token_length, len(piece)) if generated else len(piece)
             ids += piece
             mask += [0] * prompting + [1] * (len(piece) - prompting)
         return ids, mask
@@ -157,7 +157,7 @@ def _turns(messages: Messages) -> Iterator[tuple[int, Messages]]:
 
 
 def _assistant_spans(text: str, messages: Messages) -> Iterator[tuple[int, int]]:
-    """Yields the characters, from and to, of what the assistant drew: behind its header and an opened thought, its end mark included."""
+    """Yields the characters, from and to, that the assistant generated: behind its header and an opened thought, its end mark included."""
     header, thought, mark, at = "<|im_start|>assistant\n", "<think>\n", "<|im_end|>", 0
     for message in messages:
         if message["role"] != "assistant":

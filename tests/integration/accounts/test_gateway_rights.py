@@ -43,14 +43,14 @@ async def test_replicas_open_sessions_gateways_play_them_and_nobody_else_sees_th
         with pytest.raises(StoreRefused):
             await stores[role].find(key)
         with pytest.raises(StoreRefused):
-            await stores[role].draw_key()
+            await stores[role].gateway_key()
     log, now = await gateway.find(key), time.time()
     await gateway.begin(log, TurnBegun(request="r1", holder="a", at=now, until=now + 9, rest=np.arange(2)))
     drawn = {"completion": np.arange(3), "log_probs": np.zeros(3, np.float32), "spans": ((0, 3, 0),), "finish": "stop"}
     assert isinstance(await gateway.append(log, TurnEnded(request="r1", holder="a", **drawn)), Turn)
     await gateway.end("s9", SessionEnded(at=now, reward=1.0))
     assert list((await rollout.read("s9")).turns) == ["r1"]
-    assert await rollout.make_draw_key() == await rollout.make_draw_key() == await gateway.draw_key()
+    assert await rollout.make_gateway_key() == await rollout.make_gateway_key() == await gateway.gateway_key()
     removal = ("UNLINK", rollout._names.session_key("s9"))
     for role in ("gateway", "reward"):
         with pytest.raises(StoreRefused):

@@ -12,7 +12,7 @@ from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.messages import Sampling
-from shared.sessions.session import Session, SessionEnded, SessionLog, TurnBegun, TurnDrawn, TurnEnded, new_key
+from shared.sessions.session import Session, SessionEnded, SessionLog, TurnBegun, TurnEnded, TurnExtended, new_key
 from shared.sessions.session_store import SessionStore
 from shared.store.payload_store import Store
 from tests.integration.console.test_run_api import answer, served
@@ -56,11 +56,11 @@ async def test_sessions_are_listed_while_they_are_played(nats: EmbeddedNats, val
         await runs.create(bus, config, valkey.url)
         sessions = SessionStore(store, run)
         logs = [await opened(sessions, number) for number in range(4)]
-        await sessions.make_draw_key()
+        await sessions.make_gateway_key()
         await begun(sessions, logs[0], "one", 10)
         await sessions.append(logs[0], TurnEnded(request="one", finish="stop", **drawn(5, 1)))
         await begun(sessions, logs[0], "two", 3, parent="one", shared=15)
-        await sessions.extend(logs[0], TurnDrawn(request="two", start=0, until=time.time() + 60, **drawn(4, 2)))
+        await sessions.extend(logs[0], TurnExtended(request="two", start=0, until=time.time() + 60, **drawn(4, 2)))
         await sessions.end(logs[2].session.id, SessionEnded(at=time.time(), reward=1.0))
         async with served(RunSource(run, nats.url, valkey.url, None)) as get:
             found = await answer(get, "samples/sessions", there=lambda page: page["total"] == 3)

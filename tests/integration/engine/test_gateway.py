@@ -173,11 +173,11 @@ async def test_tokens_in_tokens_out_and_no_door_without_its_key(hall: NewHall, c
         async with http.post(f"{room.urls[0]}/inference/v1/generate", json=body | {"token_ids": [99999]}) as answer:
             assert answer.status == 400 and "99999 is not in" in await answer.text()
         door = room.desk.service.status().engine
-        for path, headers in (("/generate", {}), ("/v1/models", {}), ("/internal/draw", {"X-Myxo-Draw-Key": "guess"})):
+        for path, headers in (("/generate", {}), ("/v1/models", {}), ("/internal/generate", {"X-Myxo-Gateway-Key": "guess"})):
             async with http.post(door + path, data=b"x", headers=headers | {"Content-Type": "application/msgpack"}) as answer:
                 assert answer.status in (401, 404)
-        await room.desk.service.store.free([f"{room.desk.service.run}:session:.draw-key"])  # as where the store was emptied
-        room.desk.replica.proxy.draw_key = "another"
+        await room.desk.service.store.free([f"{room.desk.service.run}:session:.gateway-key"])  # as where the store was emptied
+        room.desk.replica.proxy.gateway_key = "another"
         async with http.post(f"{room.urls[0]}/inference/v1/generate", json=body | {"token_ids": prompt}) as answer:
             assert answer.status == 200, await answer.text()
             prompt += (await answer.json())["choices"][0]["token_ids"]

@@ -68,7 +68,7 @@ async def test_what_is_not_served_is_told(hall: NewHall) -> None:
             found = await ask(path, method=method)
             assert (found[0], found[1]["error"]["type"]) == (status, "not_found_error" if status == 404 else "invalid_request_error")
         assert (await ask(MESSAGES + "/nothing"))[1]["error"]["type"] == "not_found_error"
-        status, answer, _ = await Asker(http, room.urls[0], "sk-myxo-.draw-key-" + "0" * 48)(CHAT, ASKED)
+        status, answer, _ = await Asker(http, room.urls[0], "sk-myxo-.gateway-key-" + "0" * 48)(CHAT, ASKED)
         assert (status, answer["error"]["code"]) == (401, "invalid_api_key"), "what is no session is no failure"
 
         # a name is one request's: asked otherwise under it, another answer comes

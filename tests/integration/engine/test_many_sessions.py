@@ -152,7 +152,7 @@ async def nothing_is_left(room: Hall, sessions: Sequence[Played], wait: bool) ->
         newest = f"gateway-{len(room.processes) - 1}"
         status = next(one for one in await room.registry.alive("gateway") if one.instance == newest)
         held = await load(room.desk.client)
-        gauges = [status.gauges[name] for name in ("gateway_requests_in_hand", "gateway_draws")]
+        gauges = [status.gauges[name] for name in ("gateway_requests_in_hand", "gateway_generations")]
         return not any([*gauges, replica.proxy._requests, room.desk.client.generating, held.running, held.waiting])
 
     await until(idle, "a gateway, a replica and an engine without requests", 60, pause=0.5)

@@ -18,8 +18,8 @@ from shared.sessions.session import (
     SessionUnknown,
     Turn,
     TurnBegun,
-    TurnDrawn,
     TurnEnded,
+    TurnExtended,
     TurnHeld,
     new_key,
 )
@@ -48,8 +48,8 @@ def ended(request: str, *ids: int, holder: str = "a") -> TurnEnded:
     return TurnEnded(request=request, holder=holder, finish="stop", **tokens(*ids))
 
 
-def drawn(request: str, start: int, *ids: int, holder: str = "a", seconds: float = 60.0) -> TurnDrawn:
-    return TurnDrawn(request=request, holder=holder, start=start, until=time.time() + seconds, **tokens(*ids))
+def drawn(request: str, start: int, *ids: int, holder: str = "a", seconds: float = 60.0) -> TurnExtended:
+    return TurnExtended(request=request, holder=holder, start=start, until=time.time() + seconds, **tokens(*ids))
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ async def test_a_key_opens_its_own_session_alone(sessions: SessionStore) -> None
     (one, key), (other, other_key) = session("s1"), session("s2")
     await sessions.open(one)
     await sessions.open(other)
-    await sessions.make_draw_key()
+    await sessions.make_gateway_key()
     secret, others_secret = key.rpartition("-")[2], other_key.rpartition("-")[2]
     assert (await sessions.find(key)).session.id == "s1"
     for wrong in (
@@ -85,7 +85,7 @@ async def test_a_key_opens_its_own_session_alone(sessions: SessionStore) -> None
         "sk-myxo-s1-",
         f"sk-myxo-s1-{secret}x",
         f"sk-myxo-s1-{secret[:-1]}",
-        f"sk-myxo-.draw-key-{secret}",
+        f"sk-myxo-.gateway-key-{secret}",
         f"sk-myxo-s*-{secret}",
         f"sk-myxo-s1\n-{secret}",
         f"sk-myxo-../s1-{secret}",

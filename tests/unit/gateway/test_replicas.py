@@ -1,12 +1,12 @@
 """Which replica draws, and how many draws it has at once."""
 
-from services.gateway.replicas import BACKED_OFF, FEWEST, DrawLimit, DrawTarget, choose, targets
+from services.gateway.replicas import BACKED_OFF, FEWEST, GenerationLimit, GenerationTarget, choose, targets
 from shared.schema.service_messages import ServiceStatus
 from shared.sessions.session import CONTEXT_GAUGE, VOCABULARY_GAUGE
 
 
-def target(number: int, version: int = 3) -> DrawTarget:
-    return DrawTarget(f"rollout-{number}", f"http://{number}", version, 512, 100)
+def target(number: int, version: int = 3) -> GenerationTarget:
+    return GenerationTarget(f"rollout-{number}", f"http://{number}", version, 512, 100)
 
 
 def status(number: int, **changes: object) -> ServiceStatus:
@@ -51,7 +51,7 @@ def test_a_replica_without_verified_weights_or_a_door_is_none() -> None:
 
 
 def test_draws_are_fewer_while_memory_lacks_and_come_back() -> None:
-    limit = DrawLimit(64)
+    limit = GenerationLimit(64)
     limit.running = 64
     assert not limit.has_room
     for _ in range(5):  # of one shortage
@@ -65,7 +65,7 @@ def test_draws_are_fewer_while_memory_lacks_and_come_back() -> None:
         limit.ended(0, now=200.0)
         limit.running = int(limit.limit)
     assert limit.limit == 64
-    idle = DrawLimit(64)
+    idle = GenerationLimit(64)
     idle.ended(1, now=1.0)
     for _ in range(100):
         idle.ended(0, now=2.0)

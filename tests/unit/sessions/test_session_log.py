@@ -12,8 +12,8 @@ from shared.sessions.session import (
     SessionProlonged,
     SessionUnknown,
     TurnBegun,
-    TurnDrawn,
     TurnEnded,
+    TurnExtended,
     new_key,
     parts_of_key,
 )
@@ -35,10 +35,10 @@ def begun(request: str, *rest: int, holder: str = "a", at: float = 0.0, until: f
     return TurnBegun(request=request, holder=holder, at=at, until=until, rest=ids(*rest), **more)
 
 
-def drawn(request: str, start: int, *tokens: int, holder: str = "a", version: int = 1) -> TurnDrawn:
+def drawn(request: str, start: int, *tokens: int, holder: str = "a", version: int = 1) -> TurnExtended:
     values = np.full(len(tokens), -1.0, np.float32)
     spans = ((0, len(tokens), version),)
-    return TurnDrawn(request=request, holder=holder, start=start, completion=ids(*tokens), log_probs=values, spans=spans, until=20.0)
+    return TurnExtended(request=request, holder=holder, start=start, completion=ids(*tokens), log_probs=values, spans=spans, until=20.0)
 
 
 def ended(request: str, *tokens: int, holder: str = "a") -> TurnEnded:

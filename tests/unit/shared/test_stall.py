@@ -160,10 +160,12 @@ WAITS = does("loop", "the batch of step 3", ["buffer"])
             ["weights to be served (", "rollout-0 fenced", "for 40s"],
         ),
         (
-            everybody(rollout=service("rollout", doing=[does("work", "generates 2 groups, but its engine draws no token", stuck=True)])),
+            everybody(
+                rollout=service("rollout", doing=[does("work", "generates 2 groups, but its engine generates no token", stuck=True)])
+            ),
             {},
             Cause.STUCK,
-            ["a batch (1 of 2 groups ready): rollout-0, generates 2 groups, but its engine draws no token, for 25s"],
+            ["a batch (1 of 2 groups ready): rollout-0, generates 2 groups, but its engine generates no token, for 25s"],
         ),
         (
             [*everybody(), service("rollout", number=1)],

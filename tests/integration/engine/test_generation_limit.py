@@ -35,7 +35,7 @@ async def wave(room: Hall, sessions: Sequence[Played], tokens: int) -> int:
 
 async def limit(room: Hall) -> int:
     [status] = await room.registry.alive("gateway")
-    return int(status.gauges.get("gateway_draws_most", 0))
+    return int(status.gauges.get("gateway_generations_most", 0))
 
 
 def exactly(tokens: int) -> Sampling:
