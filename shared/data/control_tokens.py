@@ -8,6 +8,7 @@ text; the marks are taken out before, so that all text between two control token
 import itertools
 import re
 import secrets
+import string
 import unicodedata
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -16,6 +17,10 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 from tokenizers import AddedToken
+
+from shared.runtime.errors import ConfigError
+
+ALPHABET, WORD_LENGTH, MOST_TRIES = string.ascii_letters + string.digits, 24, 1000  # of names and marks; tries for each of them
 
 
 class ControlTokens:
@@ -33,7 +38,8 @@ class ControlTokens:
         added = {index: token for index, token in backend.get_added_tokens_decoder().items() if not (split and token.special)}
         self.texts = {} if as_written else {index: token.content for index, token in added.items() if _is_control(token)}
         self.markers = frozenset(added[index].content for index in self.texts if not added[index].special)
-        self._mark, self._names = secrets.token_hex(12), {text: secrets.token_hex(12) for text in self.texts.values()}
+        self._mark, *names = _random_words(1 + len(self.texts), [token.content for token in added.values()])
+        self._names = dict(zip(self.texts.values(), names, strict=True))
         self._heads, self._tails = _parts(self._names)
         self._words = [text for text in self._names if text.isidentifier()]
         self._longest = max(map(len, self._names), default=0)
@@ -101,6 +107,19 @@ def _named(token: AddedToken, name: str, normalizer: Any) -> AddedToken:
     """Returns a token by another name. Normalized text is where it is looked for only if that has the name unchanged."""
     normalized = token.normalized and (normalizer is None or normalizer.normalize_str(name) == name)
     return AddedToken(name, lstrip=token.lstrip, rstrip=token.rstrip, normalized=normalized)
+
+
+def _random_words(count: int, texts: Collection[str]) -> list[str]:
+    """Returns words that cannot be guessed, and that complete none of the texts together with what stands beside them."""
+    heads, tails = ({cut(text, at) for text in texts for at in range(1, len(text))} for cut in (lambda t, at: t[:at], lambda t, at: t[at:]))
+    found = list[str]()
+    for _ in range(MOST_TRIES * count):
+        word = "".join(secrets.choice(ALPHABET) for _ in range(WORD_LENGTH))
+        if not any(word[:length] in tails or word[-length:] in heads for length in range(1, WORD_LENGTH)):
+            found.append(word)
+        if len(found) == count:
+            return found
+    raise ConfigError("model.hf_checkpoint", f"{len(texts)} added tokens", "a letter or digit that begins or ends none of them")
 
 
 def _parts(texts: Iterable[str]) -> tuple[set[str], set[str]]:

@@ -107,9 +107,21 @@ def test_no_text_of_others_completes_a_control_token_that_the_template_does_not_
     control = CONTROLS[kind]
     [before, mine, other, behind] = (data.draw(texts(kind)) for _ in range(4))
     ids = control.encode(before + control.guarded(mine) + control.guarded(other) + behind).tolist()
-    trusted = [*ids_of(KINDS[kind], before), *ids_of(KINDS[kind], behind)]
+    own = [before, behind] if mine or other else [before + behind]  # between which nothing stands
+    trusted = [one for text in own for one in ids_of(KINDS[kind], text)]
     of_control = [[one for one in found if one in control.texts and control.texts[one] != "<unk>"] for found in (ids, trusted)]
     assert of_control[0] == of_control[1]
+
+
+def test_no_mark_or_name_completes_a_control_token() -> None:
+    """These tokens begin and end with each digit and most letters, as a mark might."""
+    edges = [one for one in "0123456789abcdefghijklmnopqrstuvwxyzABCDEF" if one != "k"]
+    backend = byte_level([("<|a|>", True), *((f"<|a|>{one}", True) for one in edges), *((f"{one}<", False) for one in edges)])
+    control = ControlTokens(backend)
+    for text in ("<|a|>", "<|a|>b<", "|a|>", "b<<"):
+        assert control.encode(control.guarded(text)).tolist() == ids_of(knowing_none(backend), text)
+    behind_one = control.encode("<|a|>" + control.guarded("<|a|>")).tolist()
+    assert behind_one == [backend.token_to_id("<|a|>"), *ids_of(knowing_none(backend), "<|a|>")]
 
 
 def test_every_reserved_token_and_those_inside_of_one_another() -> None:
