@@ -102,7 +102,7 @@ class WaitReport:
         if (wait := self._logged) is not None and wait.key != found.key:
             self._log.info("run_goes_on", waited_for=wait.awaited, seconds=round(wait.lasted(now), 1))
             words = f"{duration(wait.lasted(now))} for {wait.awaited}"
-            what = WENT_ON if wait.cause in TROUBLES and wait.lasted(now) >= TOLD_AFTER_S else WAITED
+            what = WENT_ON if wait.cause in TROUBLES - {Cause.DOWN} else WAITED  # what was down stands among the restarts
             self.events.append(ServiceEvent(service=LAUNCHER, instance=LAUNCHER, what=what, detail=words, at=now))
             self._logged = None
         if self._logged is None and self._worth_telling(found, now):

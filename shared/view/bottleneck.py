@@ -248,7 +248,7 @@ STALENESS = frozenset({AlarmKind.LOGPROBS, AlarmKind.ENTROPY, AlarmKind.NOT_FINI
 # Alarms under which more replicas would make things worse, or only hide them
 REPLICAS = frozenset({AlarmKind.PUSH_GROWS, AlarmKind.MEMORY, AlarmKind.RESTARTS, AlarmKind.NOT_FINITE, AlarmKind.HELD_BACK})
 
-HARDWARE = frozenset({AlarmKind.NOT_FINITE, AlarmKind.NO_SIGNAL})  # Alarms under which training faster would be no gain
+HARDWARE = frozenset({AlarmKind.NOT_FINITE, AlarmKind.SAME_REWARD, AlarmKind.NO_SIGNAL})  # Alarms under which training faster is no gain
 
 
 def _percent(share: float) -> str:

@@ -306,7 +306,7 @@ def _errors(services: Sequence[ServiceStatus], instances: Sequence[InstanceStatu
 
 FAILED, RESTARTED = "failed", "restarted"  # The events of a service that ends by an error, and of the launcher that started one again
 
-# The launcher's events that the run continues after a wait: a long one that no healthy run has, or another; the detail has length and cause
+# The launcher's events that the run continues after a wait: one that went wrong, or another long one; the detail has length and cause
 WENT_ON, WAITED = "went_on", "waited"
 
 MOST_WAITS = 20  # The newest waits that are kept

@@ -42,8 +42,8 @@ def test_of_waits_that_follow_each_other_without_a_step_one_is_told(config: RunC
         assert [entry for entry in logs if entry["event"] == "run_waits"] == told, "a run that makes steps is told of no more"
 
 
-@pytest.mark.parametrize(("away", "seconds", "what"), [(True, 20, WENT_ON), (True, 2, WAITED), (False, 20, WAITED)])
-def test_only_long_waits_that_no_healthy_run_has_count_as_wrong(config: RunConfig, away: bool, seconds: int, what: str) -> None:
+@pytest.mark.parametrize(("away", "seconds", "what"), [(True, 2, WENT_ON), (False, 20, WAITED)])
+def test_only_waits_that_no_healthy_run_has_count_as_wrong(config: RunConfig, away: bool, seconds: int, what: str) -> None:
     report, services = launcher.WaitReport(), statuses(3, starting=not away)
     servers = {NATS: Away(NOW, "no answer")} if away else {}
     for second in range(seconds + 1):
