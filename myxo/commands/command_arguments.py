@@ -1,12 +1,15 @@
 """Arguments that several commands share, and commands that a service implements in a module of its own."""
 
 import argparse
+import importlib.util
 import math
 import subprocess
 import sys
 from pathlib import Path
 
 from rich.console import Console
+
+from shared.runtime.errors import MyxoError
 
 
 def add_run(command: argparse.ArgumentParser) -> None:
@@ -51,6 +54,10 @@ MODULES = {
 }
 
 
+class ToolMissing(MyxoError):
+    """A command whose service's code is not in this image."""
+
+
 def declare_tool(command: argparse.ArgumentParser) -> None:
     """Declares that all words behind the command are for the tool."""
     command.add_argument("options", nargs=argparse.REMAINDER)
@@ -58,8 +65,14 @@ def declare_tool(command: argparse.ArgumentParser) -> None:
 
 
 def run_tool(parsed: argparse.Namespace, console: Console) -> int:
-    """Runs the tool to its end; returns its exit code."""
-    process = subprocess.Popen([sys.executable, "-m", MODULES[parsed.command], *parsed.options])
+    """Runs the tool to its end; returns its exit code. Raises ToolMissing where the code of its service is not here."""
+    module = MODULES[parsed.command]
+    package = ".".join(module.split(".")[:2])
+    if importlib.util.find_spec(package) is None:
+        image, words = package.rpartition(".")[2], " ".join(parsed.options)
+        way = f"docker compose run --rm --no-deps {image} python -m {module} {words}".strip()
+        raise ToolMissing(f"`{parsed.command}` runs in the {image}'s image, for it needs {package}: {way}")
+    process = subprocess.Popen([sys.executable, "-m", module, *parsed.options])
     while True:
         try:
             code = process.wait()

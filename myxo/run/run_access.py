@@ -69,7 +69,16 @@ async def connect(
     try:
         return await Bus.connect(url, name="myxo", deadline=ANSWER_SECONDS, inbox=Subjects(run).inbox("operator"))
     except BusUnreachable as error:
-        raise ConfigError("NATS_URL", redacted(url), f"{error}; {expected}") from error
+        raise ConfigError("NATS_URL", redacted(url), f"{error}; {_of_other_run(url, run) or expected}") from error
+
+
+def _of_other_run(url: str, run: str) -> str:
+    """Returns whose account a URL has, and how to get that of ``run``; empty where it is that run's, or of no run."""
+    role, _, owner = (urlsplit(url).username or "").partition(".")
+    if not owner or owner == run:
+        return ""
+    switch = f"`MYXO_RUN={run} docker compose up --detach` (elsewhere `myxo accounts DIR --run {run}`) brings up those of {run}"
+    return f"the accounts that are up are of run {owner} ({role}.{owner}); {switch}, whose data are kept"
 
 
 async def check_store(url: str) -> None:

@@ -19,6 +19,10 @@ STEP_SECONDS = 420
 """For a part to be back at work and the next step made, on a slow and busy machine."""
 
 
+ONCE = ("accounts", "prepare", "submit")
+"""The services that end at once."""
+
+
 def ready(stack: Stack, service: str) -> int:
     status = stack.status()
     lines = status["services"] if status and status["running"] else []
@@ -33,9 +37,29 @@ def goes_on(stack: Stack, what: str, more: int = 1) -> None:
 
 def test_all_containers_become_healthy(stack: Stack) -> None:
     stack.until("health of every container", lambda: not stack.unhealthy(), START_SECONDS)
-    for name in ("accounts", "prepare", "submit"):
+    for name in ONCE:
         (done,) = stack.containers(name)
         assert (done["State"], done["ExitCode"]) == ("exited", 0)
+
+
+LABELS = "from myxo.preflight.data_checks import ask_verifiers; print(ask_verifiers([('exact', '5'), ('math_verify', 'nine')]))"
+
+
+def test_the_image_of_the_command_line_has_what_its_commands_need_or_names_the_one_that_has(stack: Stack) -> None:
+    assert "not tried" not in stack.compose("logs", "--no-color", "submit")
+    tried = stack.compose("exec", "-T", "operator", "python", "-c", LABELS)
+    assert "('exact', '5'): {'matches': True" in tried and "('math_verify', 'nine'): {'matches': False" in tried and "None)" in tried
+    assert "usage: myxo simulate" in stack.compose("exec", "-T", "operator", "myxo", "simulate", "--help")
+    for command in ("convert", "replay"):
+        said = stack.compose("exec", "-T", "operator", "sh", "-c", f"myxo {command} 2>&1", check=False)
+        way = said.strip().partition("docker compose ")[2].split()
+        assert way[:3] == ["run", "--rm", "--no-deps"], said
+        assert "usage: " in stack.compose(*way, "--help")
+
+
+def test_a_command_for_another_run_says_whose_accounts_are_up(stack: Stack) -> None:
+    said = stack.compose("exec", "-T", "operator", "sh", "-c", "myxo audit earlier 2>&1", check=False)
+    assert "the accounts that are up are of run compose" in said and "`MYXO_RUN=earlier docker compose up --detach`" in said
 
 
 def test_the_run_trains_and_the_outsiders_environment_scores_it(stack: Stack) -> None:
@@ -183,13 +207,20 @@ def workers(stack: Stack) -> int:
     return int(stack.compose("exec", "-T", "router", "python", "-c", WORKERS, check=False).strip() or -1)
 
 
+def started(stack: Stack, service: str) -> str:
+    (found,) = json.loads(run_docker("inspect", stack.containers(service)[0]["ID"]).stdout)
+    return str(found["State"]["StartedAt"])
+
+
 def test_replicas_and_the_routers_engines_scale_up_and_down_while_it_runs(stack: Stack) -> None:
-    stack.compose("up", "--detach", "--no-build", "--no-recreate", "--scale", "rollout=3")
+    before = [started(stack, name) for name in ONCE]
+    stack.compose("scale", "--no-deps", "rollout=3")
     stack.until("three replicas that serve", lambda: ready(stack, "rollout") == 3, START_SECONDS)
     stack.until("three engines behind the router", lambda: workers(stack) == 3, STEP_SECONDS)
     goes_on(stack, "scaling to three replicas")
-    stack.compose("up", "--detach", "--no-build", "--no-recreate", "--scale", "rollout=1")
+    stack.compose("scale", "--no-deps", "rollout=1")
     assert len(stack.containers("rollout")) == 1
+    assert [started(stack, name) for name in ONCE] == before, "replicas come and go without another `submit`"
     goes_on(stack, "scaling back to one replica", more=2)
     stack.until("one engine behind the router", lambda: workers(stack) == 1, STEP_SECONDS)
 
