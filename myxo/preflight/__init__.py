@@ -6,6 +6,7 @@ read because of something that another check reports. A new one is a function in
 stands in the table below. None needs a GPU; all together take seconds.
 """
 
+import contextlib
 import enum
 import os
 from collections.abc import Callable, Sequence
@@ -17,9 +18,10 @@ from myxo.preflight import data_checks, engine_checks, machine_checks, model_che
 from myxo.preflight.inspection import Findings, Inspection, Note
 from myxo.run import run_access
 from shared.config import devices, flags, slime_script
-from shared.config.config_reading import read
+from shared.config.config_reading import fields_named, read, without
 from shared.config.flags import CommandLine
 from shared.config.run_config import RunConfig
+from shared.config.section import is_left_out
 from shared.hub import hub_resolve
 from shared.hub.hub_client import Hub
 from shared.runtime.errors import BadInput, problems_of, raise_problems
@@ -120,20 +122,13 @@ def checked_config(source: Source, *, starts: bool = False, fresh: bool = False,
     path, given = source
     problems = list(given.problems)
     try:
-        reading = read(path, given.overrides)
+        reading = read(path, given.overrides, problems)
         config, problems = reading.config, problems + reading.problems
         if config is not None and given.as_slime:
             problems += slime_script.refusals(config)
-        if config is not None:
-            hub = Hub.of()
-            config, engines = _with_all_engines(run_access.pinned_config(config, hub, fresh=fresh), starts, cluster)
-            inspection = Inspection(hub_resolve.local(config, hub=hub), starts, fresh, frozen=config)
-            rollout, steps = objective_checks.settled(inspection), objective_checks.sft_steps(inspection)
-            inspection.config, config = (
-                known.model_copy(update={"rollout": rollout, "sft": known.sft.model_copy(update=steps)})
-                for known in (inspection.config, config)
-            )
-            inspection.frozen = config
+        if reading.remaining is not None:
+            inspection, engines, wrong = _settled(reading.remaining, starts, fresh, cluster, whole=not problems)
+            config, problems = inspection.frozen, [*problems, *map(reading.with_origin, wrong)]
             os.environ.update(given.environment)
             told = [] if problems else [*given.notes, *reading.notes, *filter(None, [engines])]
             problems += map(reading.with_origin, inspect(inspection, told))
@@ -142,6 +137,35 @@ def checked_config(source: Source, *, starts: bool = False, fresh: bool = False,
     raise_problems([flags.named(problem, given.typed, alone=path is None) for problem in problems])
     assert config is not None  # or there was a problem
     return config
+
+
+def _settled(
+    config: RunConfig, starts: bool, fresh: bool, cluster: tuple[int, int] | None, whole: bool
+) -> tuple[Inspection, str, list[BadInput]]:
+    """Returns the inspection of a config with pinned names and counted steps, the line about its engines, and the problems met: the fields
+    that they name are left out of the config, and with them all names on the hub."""
+    try:
+        hub = Hub.of()
+        pinned, engines = _with_all_engines(run_access.pinned_config(config, hub, fresh=fresh), starts, cluster)
+        inspection = Inspection(hub_resolve.local(pinned, hub=hub), starts, whole, fresh)
+        rollout, steps = objective_checks.settled(inspection), objective_checks.sft_steps(inspection)
+        inspection.config, inspection.frozen = (
+            known.model_copy(update={"rollout": rollout, "sft": known.sft.model_copy(update=steps)})
+            for known in (inspection.config, pinned)
+        )
+        return inspection, engines, []
+    except AttributeError as error:
+        if not is_left_out(error):
+            raise
+        found = list[BadInput]()
+    except BadInput as error:
+        found = problems_of(error)
+    named = {name for problem in found for name in fields_named(problem)}
+    for field in (*hub_resolve.MODELS, *hub_resolve.DATA):
+        with contextlib.suppress(AttributeError, BadInput):
+            if hub_resolve.found(config, [field]):
+                named |= {"eval_prompt_data", "sets"} if field == hub_resolve.SETS else {field.partition(".")[2]}
+    return Inspection(without(config, named), starts, whole=False, fresh=fresh, frozen=config), "", found
 
 
 def _with_all_engines(config: RunConfig, starts: bool, cluster: tuple[int, int] | None) -> tuple[RunConfig, str]:
@@ -173,6 +197,9 @@ def inspect(inspection: Inspection, told: Sequence[str] = ()) -> list[BadInput]:
                     problems.append(finding)
         except BadInput as error:
             problems += problems_of(error)
+        except AttributeError as error:  # the check needs a field that was refused
+            if not is_left_out(error):
+                raise
         problems += inspection.problems[known:]
         known = len(inspection.problems)
     for line in [] if problems else notes:

@@ -231,6 +231,8 @@ def _check(
 
 def _once(inspection: Inspection, named: list[DataFile], settings: Sequence[object], read: Callable[[], Result]) -> Result:
     """Returns the result of ``read``, or of an earlier reading of the same. Raises as ``read``."""
+    if inspection.tokenizer is None:
+        return read()
     key = f"{fingerprint(inspection.config.model.hf_checkpoint, named, [_FORMAT, MOST, *settings])}.read"
     if (known := user_cache.read(key)) is not None:
         notes, longest = json.loads(known)

@@ -1,7 +1,7 @@
 """The input of a run's checks: its config, and the files that several of them read from disk, each loaded once."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -44,12 +44,26 @@ class ModelSize:
     bytes: int
 
 
+class NoTokenizer(Tokenizer):
+    """Stands in for a tokenizer or a chat template that cannot be had, so that rows are checked all the same: each text is one token."""
+
+    def __init__(self) -> None:
+        self.template, self.templates, self.has_chat_template = None, {}, False
+
+    def lengths(self, texts: Sequence[str], begin: Sequence[bool] = ()) -> list[int]:
+        return [min(len(text), 1) for text in texts]
+
+    def render(self, messages: object, variables: object = None) -> str:
+        return "chat"
+
+
 @dataclass
 class Inspection:
     """A config under inspection. What cannot be loaded is None, and stands once among ``problems``, whichever checks ask for it."""
 
     config: RunConfig
     starts: bool = False  # true if all services of the run are about to start on this machine
+    whole: bool = True  # false if the config is without fields that were refused: a check ends where it reads one
     fresh: bool = False  # true if the run's present state is to be removed
     frozen: RunConfig | None = None  # config as the run keeps it, where that is not ``config``: with names on the hub in the place of paths
     # ``data.prompt_data`` and the field of each evaluation set → tokens of the longest prompt that was read.
@@ -59,8 +73,8 @@ class Inspection:
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """Returns the model's tokenizer; None where it cannot be loaded."""
-        directory = self.config.model.hf_checkpoint
-        return self._loaded(lambda: Tokenizer(directory)) if (directory / "tokenizer.json").is_file() else None
+        directory = getattr(self.config.model, "hf_checkpoint", None)  # the config may be left without it
+        return self._loaded(lambda: Tokenizer(directory)) if directory and (directory / "tokenizer.json").is_file() else None
 
     @cached_property
     def training(self) -> TrainingPrompts | None:
@@ -86,10 +100,11 @@ class Inspection:
         return self._loaded(lambda: DemonstrationFile(config, tokenizer))
 
     def _opened(self, opener: Callable[[Tokenizer], Result], files: object, data: DataSection) -> Result | None:
-        tokenizer = self.tokenizer
-        if tokenizer is None or not self.there(files) or (data.apply_chat_template and not tokenizer.has_chat_template):
+        if not self.there(files):
             return None
-        return self._loaded(lambda: opener(tokenizer))
+        tokenizer = self.tokenizer
+        usable = tokenizer is not None and (tokenizer.has_chat_template or not data.apply_chat_template)
+        return self._loaded(lambda: opener(tokenizer if tokenizer is not None and usable else NoTokenizer()))
 
     @cached_property
     def model_config(self) -> dict[str, Any] | None:

@@ -119,7 +119,9 @@ def check_credentials(inspection: Inspection) -> Findings:
 def check_earlier_run(inspection: Inspection) -> Findings:
     """Yields each field in which the run that lies in the run's directory differs and may not; a run on a given bus is checked there."""
     directory = RunDirectory(inspection.config.run.root)
-    if inspection.fresh or (not inspection.config.debug.trains_only and (addresses.nats_url() or not directory.nats.is_dir())):
+    if inspection.fresh or not inspection.whole:
+        return
+    if not inspection.config.debug.trains_only and (addresses.nats_url() or not directory.nats.is_dir()):
         return
     if (frozen := runs.frozen(directory.root)) is not None:
         yield from runs.differences(frozen, inspection.frozen or inspection.config)

@@ -11,6 +11,7 @@ and what is no field for the user's functions. Its ``eval_config`` holds the tab
 what neither gives, the flags.
 """
 
+import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from shared.config import flag_table
 from shared.config.eval_section import EvalSet
 from shared.config.flag_table import Fields
 from shared.config.run_config import RunConfig, field_sections, section_model
-from shared.runtime.errors import BadInput, ConfigError, nearest
+from shared.runtime.errors import BadInput, ConfigError, near, nearest, shown
 
 BASE = "base"
 
@@ -40,7 +41,7 @@ def known_fields(values: dict[str, Any]) -> Known:
     owners, found, renamed = field_sections(), Known({}, [], []), Fields()
     for section, fields in values.items():
         if section not in RunConfig.model_fields:
-            found.problems.append(_unknown_section(section, fields))
+            found.problems.extend(_unknown_section(section, fields))
         elif not isinstance(fields, dict):
             found.problems.append(ConfigError(section, fields, f"expected a section [{section}] with fields"))
         else:
@@ -61,11 +62,26 @@ def known_fields(values: dict[str, Any]) -> Known:
     return found
 
 
-def _unknown_section(section: str, fields: Any) -> ConfigError:
+def _unknown_section(section: str, fields: Any) -> list[BadInput]:
+    """Returns the error for a section that there is not, and for what its keys would be refused for in the one that is meant."""
     if (owner := field_sections().get(section)) is not None:
-        return ConfigError(section, fields, f"belongs into the section [{owner}]")
-    shown = "…" if isinstance(fields, dict) else fields
-    return ConfigError(section, shown, f"unknown section; {nearest(section, list(RunConfig.model_fields))}")
+        return [ConfigError(section, fields, f"belongs into the section [{owner}]")]
+    if not isinstance(fields, dict):
+        return [ConfigError(section, fields, f"unknown key; {_meant(section, '', [BASE, *RunConfig.model_fields])}")]
+    meant = flag_table.of_others("sections").get(section) or near(section, RunConfig.model_fields)
+    expected = f"did you mean [{meant}]?" if meant else f"valid are {', '.join(RunConfig.model_fields)}"
+    inner = known_fields({meant: fields}).problems if meant else []
+    return [ConfigError(section, "…", f"unknown section; {expected}"), *inner]
+
+
+def _meant(key: str, section: str, valid: list[str]) -> str:
+    """Returns which of the ``valid`` keys of a section, or which field of another, an unknown key stands for."""
+    name = key.replace("-", "_")
+    field = flag_table.of_others("fields").get(name) or (None if near(name, valid) else near(name, field_sections()))
+    if field is None:
+        return nearest(key, valid)
+    owner = field_sections()[field]
+    return f"did you mean {field}?" if owner == section else f"in [{owner}], did you mean {field}?"
 
 
 def _unknown(section: str, key: str, value: Any) -> ConfigError:
@@ -73,7 +89,7 @@ def _unknown(section: str, key: str, value: Any) -> ConfigError:
     if (owner := field_sections().get(key)) is not None:
         expected = f"unknown key here; it belongs into the section [{owner}]"
     else:
-        expected = flag_table.refusal(key) or f"unknown key; {nearest(key, list(section_model(section).model_fields))}"
+        expected = flag_table.refusal(key) or f"unknown key; {_meant(key, section, list(section_model(section).model_fields))}"
     return ConfigError(f"{section}.{key}", value, expected)
 
 
@@ -122,7 +138,7 @@ class Layers:
         except FileNotFoundError:
             raise ConfigError(key, given or str(path), f"no such file; give a TOML run config{where}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-            raise ConfigError(key, given or str(path), f"not a readable TOML file: {error}{where}") from None
+            raise ConfigError(key, given or str(path), f"not a readable TOML file: {error}{_toml_line(error, path)}{where}") from None
         chain = (*above, path)
         for base in _bases(values.pop(BASE, []), path):
             target = path.parent / base
@@ -152,6 +168,14 @@ class Layers:
         fields = self.values.get(section)
         given = fields.get(field) if isinstance(fields, dict) else None
         return None if given is None else Path(str(given))
+
+
+def _toml_line(error: Exception, path: Path) -> str:
+    """Returns what stands in the line of a file that an error names, and whether its key or table is a second one."""
+    place = re.search(r"\(at line (\d+)", str(error))
+    line = "" if place is None else path.read_text().split("\n")[int(place[1]) - 1].strip()
+    twice = "; it is there twice, leave one out" if re.search("overwrite|twice", str(error)) else ""
+    return f": {shown(line)}{twice}" if line else ""
 
 
 def in_file(problem: BadInput, path: Path) -> BadInput:

@@ -1,7 +1,7 @@
 """Reading a run's config: a TOML file over its bases, flags and other files over it, presets; and all that is wrong at once."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from shared.config import presets
 from shared.config.config_layers import Layers, in_file, known_fields, lay_custom_config, lay_eval_config, lay_megatron_config
 from shared.config.eval_section import NAME
 from shared.config.run_config import RunConfig, field_sections, section_model
-from shared.config.section import ContradictoryFields
+from shared.config.section import WITHOUT_RULES, ContradictoryFields
 from shared.config.slime_script import settle_functions
 from shared.runtime.errors import BadInput, ConfigError, problems_of, raise_problems
 from shared.runtime.safe_text import without_credentials
@@ -23,13 +23,15 @@ class ConfigReading(NamedTuple):
     Args:
         config: None where a value is wrong; it is there if the only errors are unknown sections, keys and flags. problems: a ConfigError
             for each error. notes: lines for the user, of keys under other names or without effect. origins: ``section.field`` → the file
-            that set it, where that is another than the config's own.
+            that set it, where that is another than the config's own. remaining: the config for checks; where something was refused,
+            `without` those fields, and None where no config is left.
     """
 
     config: RunConfig | None
     problems: list[BadInput]
     notes: list[str]
     origins: dict[str, Path]
+    remaining: RunConfig | None
 
     def with_origin(self, problem: BadInput) -> BadInput:
         """Returns the problem with the file that its field comes from, where that is another than the config's own."""
@@ -120,10 +122,13 @@ COMMAND_LINE = Path("the command line")
 """The origin of values in no file."""
 
 
-def read(path: Path | None, overrides: dict[str, dict[str, Any]] | None = None) -> ConfigReading:
+def read(path: Path | None, overrides: dict[str, dict[str, Any]] | None = None, refused: Sequence[BadInput] = ()) -> ConfigReading:
     """Reads a TOML file over its bases, applies ``overrides`` (section → field → value), makes paths absolute from here.
 
-    ``path``: None: the overrides are all there is. Raises ConfigError for a file that cannot be read.
+    Args:
+        path: None: the overrides are all there is. refused: errors that are reported already, as of flags.
+
+    Raises ConfigError for a file that cannot be read.
     """
     layers, origin = Layers(), path or COMMAND_LINE
     if path is not None:
@@ -137,22 +142,61 @@ def read(path: Path | None, overrides: dict[str, dict[str, Any]] | None = None) 
         lay_eval_config(layers)
         config, found = parse(layers.values).absolute(Path.cwd()), list[BadInput]()
     except BadInput as error:
-        config, found = None, _without_consequences(problems_of(error), problems)
+        config, found = None, _without_consequences(problems_of(error), [*problems, *refused])
+    met = [*problems, *refused, *found]
+    remaining = _remaining(layers.values, {name for problem in met for name in fields_named(problem)}) if met else config
     others = {field: file for field, file in layers.origins.items() if file != origin}
-    reading = ConfigReading(config, problems, layers.notes, others)
+    reading = ConfigReading(config, problems, layers.notes, others, remaining)
     return reading._replace(problems=problems + [reading.with_origin(problem) for problem in found])
+
+
+_STAND_INS: dict[str, dict[str, Any]] = {"run": {"name": "run"}, "model": {"hf_checkpoint": "."}, "rollout": {"rollout_batch_size": 1}}
+"""Values of the fields without a default, where these are left out in the end."""
+
+
+def _remaining(values: dict[str, Any], names: set[str]) -> RunConfig | None:
+    known, _ = _with_presets(known_fields(values).values)
+    kept = {section: {name: value for name, value in fields.items() if name not in names} for section, fields in known.items()}
+    given = {section: {**_STAND_INS.get(section, {}), **kept.get(section, {})} for section in (*known, *_STAND_INS)}
+    try:
+        config = RunConfig.model_validate(given, context=WITHOUT_RULES)
+    except ValidationError:
+        return None
+    return without(_with_own_gpus(_without_steps(config)).absolute(Path.cwd()), names)
+
+
+def without(config: RunConfig, names: Collection[str]) -> RunConfig:
+    """Returns the config without some fields: reading one raises AttributeError (`shared.config.section.is_left_out`)."""
+    sections = {section: getattr(config, section).model_copy() for section in RunConfig.model_fields}
+    for section in sections.values():
+        for name in section.__dict__.keys() & set(names):
+            del section.__dict__[name]
+    return config.model_copy(update=sections)
+
+
+def fields_named(problem: BadInput) -> set[str]:
+    """Returns the fields that an error is about: its own, and those that it says contradict it, or may have been meant."""
+    if not isinstance(problem, ConfigError):
+        return set()
+    section, _, own = problem.field.partition(".")
+    if section in RunConfig.model_fields and not own:
+        return set(section_model(section).model_fields)
+    said = problem.expected.partition("valid are ")[0].replace("-", "_")
+    words = re.findall(r"[a-z0-9]+(?:_[a-z0-9]+)+", said) + re.findall(r"did you mean (\w+)", said)
+    return {word for word in (*words, own.partition(".")[0], section.strip("-").replace("-", "_")) if word in field_sections()}
 
 
 def _without_consequences(found: Iterable[BadInput], reported: list[BadInput]) -> list[BadInput]:
     """Returns the errors that do not follow from a reported one: a misspelt field, or a section that is no table, is also missing."""
     refused = [problem for problem in reported if isinstance(problem, ConfigError)]
-    fields, hints = {problem.field for problem in refused}, {problem.expected.rpartition("did you mean ")[2] for problem in refused}
+    fields = {problem.field for problem in refused}
+    hints = {problem.expected.rpartition("did you mean ")[2].strip("-").replace("-", "_") for problem in refused}
 
     def follows(problem: BadInput) -> bool:
         if not isinstance(problem, ConfigError):
             return False
         section, _, name = problem.field.rpartition(".")
-        return problem.field in fields or section in fields or f"{name}?" in hints
+        return problem.field in fields or section in fields or f"{name}?" in hints or f"[{section}]?" in hints
 
     return [problem for problem in found if not follows(problem)]
 

@@ -385,6 +385,13 @@ def without_effect(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield flag.command_line[0], "it chooses among kernels of Transformer Engine's, which is not installed; the values are the same"
 
 
+@cache
+def of_others(kind: Literal["fields", "sections"]) -> dict[str, str]:
+    """Returns a name of TRL's, verl's, OpenRLHF's or of old slime's → the field or section that is meant (``other_names.json``)."""
+    stored = json.loads(resources.files("shared.config").joinpath("other_names.json").read_text())[kind]
+    return {name: meant for meant, names in stored.items() for name in names.split()}
+
+
 def refusal(name: str) -> str | None:
     """Returns why every value of a flag of Megatron's is refused; None for any other name."""
     flag = catalogue().get(name)

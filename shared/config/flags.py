@@ -145,6 +145,8 @@ def _other(flag: str, name: str, own: list[str] | None, rest: list[str], given: 
 
 def _hint(flag: str) -> str:
     """Returns which flag is meant by an unknown one: of the config, slime's, or else Megatron's."""
+    if (field := flag_table.of_others("fields").get(flag.removeprefix("--").replace("-", "_"))) is not None:
+        return f"did you mean --{field.replace('_', '-')}?"
     slimes, megatrons = ([f"--{name.replace('_', '-')}" for name in names] for names in (flag_table.SLIME, flag_table.names()))
     meant = near(flag, [*flags(), *slimes]) or near(flag, megatrons)
     return f"did you mean {meant}?" if meant else "`myxo up --help` lists all, `myxo flags` Megatron's"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
 MUTABLE: dict[str, Any] = {"json_schema_extra": {"mutable": True}}
 """Marks fields that may change when a run is resumed."""
@@ -60,6 +60,15 @@ class Rule(NamedTuple):
                 yield field, value, self.expected.format(section, value, wrong)
 
 
+WITHOUT_RULES = {"rules": False}
+"""The context in which sections are validated field by field alone: combinations of fields are not looked at."""
+
+
+def is_left_out(error: AttributeError) -> bool:
+    """Returns whether an error comes of reading a field that the config was left without (`shared.config.config_reading.without`)."""
+    return isinstance(error.obj, Section) and error.name in type(error.obj).model_fields
+
+
 class Section(BaseModel):
     """A section ``[name]`` of the config; its class is called after it: ``AlgorithmSection``."""
 
@@ -67,8 +76,10 @@ class Section(BaseModel):
     rules: ClassVar[tuple[Rule, ...]] = ()
 
     @model_validator(mode="after")
-    def _keeps_its_rules(self) -> Self:
+    def _keeps_its_rules(self, info: ValidationInfo) -> Self:
         self._complete()
+        if info.context is WITHOUT_RULES:
+            return self
         section, ends, _ = type(self).__name__.lower().partition("section")
         prefix = f"{section}." if ends else ""
         broken = [f"{prefix}{field}: {expected}" for rule in self.rules for field, _, expected in rule.problems(self)]

@@ -24,7 +24,7 @@ from shared.data.rows import RowEntry, Rows, open_rows
 from shared.data.tokenizer import Tokenizer
 from shared.rewards.names import GIVEN
 from shared.rewards.reference import Reference, label_problem, label_text
-from shared.runtime.errors import ConfigError, nearest
+from shared.runtime.errors import ConfigError, nearest, shown
 from shared.runtime.safe_files import parse_json
 from shared.schema import codec
 from shared.schema.message import MAX_PROMPT_BYTES
@@ -108,7 +108,7 @@ class PromptReader:
         content = self.content(entry)
         metadata = entry.values.get(data.metadata_key) or {}
         if not isinstance(metadata, dict):
-            raise entry.refusal(data.metadata_key, f"expected an object, found {metadata!r}")
+            raise entry.refusal(data.metadata_key, f"expected an object, found {shown(metadata)}")
         metadata = {**metadata, **self._tools(entry), **self._overrides}
         label, is_json = self._label(entry)
         try:
@@ -135,7 +135,7 @@ class PromptReader:
         try:
             return label_text(label)
         except (TypeError, ValueError) as error:  # bytes and dates in Parquet files
-            raise entry.refusal(key, f"expected text, a number or another value of JSON's, found {label!r} ({error})") from None
+            raise entry.refusal(key, f"expected text, a number or another value of JSON's, found {shown(label)} ({error})") from None
 
     def _environment(self, entry: RowEntry, metadata: dict[str, Any]) -> str:
         """Returns what scores the prompt: what it names itself, as slime has it, else the run's."""
@@ -179,7 +179,7 @@ class PromptReader:
     def _length(self, entry: RowEntry, prompt: Prompt, length: int) -> int | ConfigError:
         """Returns the length, or what is wrong with it."""
         if not (length and prompt.content):
-            return entry.refusal(self._data.input_key, f"expected a prompt that is not empty, found {prompt.content!r}")
+            return entry.refusal(self._data.input_key, f"expected a prompt that is not empty, found {shown(prompt.content)}")
         if (size := prompt.size + _NO_TOKENS.itemsize * length) > MAX_PROMPT_BYTES:
             parts = "prompt, label, metadata and token ids in one message"
             return entry.refusal(self._data.input_key, f"expected at most {MAX_PROMPT_BYTES} bytes of {parts}, found '{size} bytes'")
@@ -233,11 +233,11 @@ def chat_tools(entry: RowEntry, key: str) -> dict[str, Any]:
         try:
             tools = parse_json(tools)
         except ValueError:
-            raise entry.refusal(key, f"expected a list of tools, or JSON text of one, found {tools!r}") from None
+            raise entry.refusal(key, f"expected a list of tools, or JSON text of one, found {shown(tools)}") from None
     else:
         tools = present(tools)  # what is text has been kept from tables
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise entry.refusal(key, f"expected a list of tools, each an object, found {tools!r}")
+        raise entry.refusal(key, f"expected a list of tools, each an object, found {shown(tools)}")
     return {"tools": tools} if tools else {}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from shared.data.data_files import DataFile
 from shared.data.read_progress import ReadProgress
-from shared.runtime.errors import ConfigError
+from shared.runtime.errors import ConfigError, shown
 from shared.runtime.safe_files import parse_json
 
 
@@ -123,7 +123,7 @@ class RowEntry:
         """Returns the text under ``key``. Raises ConfigError as `value` does, and where it is not text."""
         value = self.value(key, setting)
         if not isinstance(value, str):
-            raise self.refusal(key, f"expected text, found {value!r}")
+            raise self.refusal(key, f"expected text, found {shown(value)}")
         return value
 
 
@@ -223,7 +223,7 @@ class JsonlRows(Rows):
     def __getitem__(self, row: int) -> dict[str, Any]:
         text, _ = self._read(row)
         try:
-            value = parse_json(text, JsonNumber)
+            value = parse_json(text, JsonNumber, once=True)
         except UnicodeDecodeError as error:
             expected = f"not UTF-8: {error.reason} {error.object[error.start : error.end]!r} at byte {error.start} of the line"
             raise ConfigError(self.field, self.where(row), f"{expected}; if it is Latin-1: iconv -f LATIN1 -t UTF-8") from None

@@ -77,15 +77,15 @@ def for_service(config: RunConfig, service: str) -> RunConfig:
     return local(config, _NEEDED.get(service, ()), weights=service != "buffer")
 
 
-def found(config: RunConfig) -> list[HubName]:
-    """Returns the names in a config."""
+def found(config: RunConfig, fields: Collection[str] = (*MODELS, *DATA)) -> list[HubName]:
+    """Returns the names in a config's fields."""
     names: list[HubName] = []
 
     def change(field: str, name: HubName) -> Path:
         names.append(name)
         return Path(str(name))
 
-    _changed(config, (*MODELS, *DATA), change)
+    _changed(config, fields, change)
     return names
 
 
@@ -112,7 +112,7 @@ def _changed(config: RunConfig, fields: Collection[str], change: Change) -> RunC
                 if (evaluation := current.with_files(partial(_new_file, change=change))) != current:
                     sections[section] = evaluation
                 continue
-            value = getattr(current, field)
+            value = getattr(current, field, None)  # a config may be left without it
             new = _new_value(dotted, value, change)
         except ConfigError as error:
             problems.append(error)

@@ -27,6 +27,15 @@ def no_room(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
+LONGEST_VALUE = 400  # characters of a value that are shown: a path is whole, a table or a prompt is not
+
+
+def shown(value: object) -> str:
+    """Returns a value as it is shown in an error, the middle of a long one left out."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE // 2]} … ({len(text):,} characters) … {text[-40:]}"
+
+
 class BadInput(MyxoError):
     """The input of a person cannot be used. Commands exit with code 2 on it."""
 
@@ -42,7 +51,7 @@ class ConfigError(BadInput):
 
     def __init__(self, field: str, value: object, expected: str) -> None:
         self.field, self.value, self.expected = field, value, expected
-        super().__init__(f"{field} = {value!r}: {expected}")
+        super().__init__(f"{field} = {shown(value)}: {expected}")
 
 
 class Problems(BadInput):

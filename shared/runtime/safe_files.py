@@ -161,13 +161,22 @@ def read_regular(path: Path, limit: int, *, links: bool = False) -> bytes:
     return content
 
 
-def parse_json(text: str | bytes, parse_float: Callable[[str], float] | None = None) -> Any:
-    """Returns the value of a JSON text; ``parse_float`` makes its numbers with decimals or exponents.
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice; leave one out")
+    return found
+
+
+def parse_json(text: str | bytes, parse_float: Callable[[str], float] | None = None, *, once: bool = False) -> Any:
+    """Returns the value of a JSON text; ``parse_float`` makes its numbers with decimals or exponents. ``once``: refuses a key that an
+    object has twice.
 
     Raises ValueError, also for one of more than `MAX_DEPTH` levels.
     """
     try:
-        value = json.loads(text, parse_float=parse_float)
+        value = json.loads(text, parse_float=parse_float, object_pairs_hook=_unique_keys if once else None)
     except RecursionError:
         raise ValueError(f"nested more than {MAX_DEPTH} deep") from None
     level = [value]
