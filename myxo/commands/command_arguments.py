@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shared.runtime.errors import MyxoError
+from shared.runtime.errors import BadInput
 
 
 def add_run(command: argparse.ArgumentParser) -> None:
@@ -54,10 +54,6 @@ MODULES = {
 }
 
 
-class ToolMissing(MyxoError):
-    """A command whose service's code is not in this image."""
-
-
 def declare_tool(command: argparse.ArgumentParser) -> None:
     """Declares that all words behind the command are for the tool."""
     command.add_argument("options", nargs=argparse.REMAINDER)
@@ -65,13 +61,13 @@ def declare_tool(command: argparse.ArgumentParser) -> None:
 
 
 def run_tool(parsed: argparse.Namespace, console: Console) -> int:
-    """Runs the tool to its end; returns its exit code. Raises ToolMissing where the code of its service is not here."""
+    """Runs the tool to its end; returns its exit code. Raises BadInput where the code of its service is not here."""
     module = MODULES[parsed.command]
     package = ".".join(module.split(".")[:2])
     if importlib.util.find_spec(package) is None:
         image, words = package.rpartition(".")[2], " ".join(parsed.options)
         way = f"docker compose run --rm --no-deps {image} python -m {module} {words}".strip()
-        raise ToolMissing(f"`{parsed.command}` runs in the {image}'s image, for it needs {package}: {way}")
+        raise BadInput(f"`{parsed.command}` runs in the {image}'s image, for it needs {package}: {way}")
     process = subprocess.Popen([sys.executable, "-m", module, *parsed.options])
     while True:
         try:

@@ -46,9 +46,9 @@ COMPARED_ROWS, COMPARED_SECONDS = 100_000, 2.0
 
 # Two moments at which chats are rendered, and how many of a file.
 DATES, DATED_ROWS = (datetime(2001, 2, 3, 4, 5, 6), datetime(2022, 11, 10, 19, 18, 17)), 16
-_FORMAT = 3
+_FORMAT = 4
 
-Result = tuple[list[str], int]  # notes about data that was read, and the tokens of the longest prompt
+Result = tuple[list[str], int, str]  # notes about data that was read, the tokens of the longest prompt, and its file and line
 
 
 def check_files(inspection: Inspection) -> Findings:
@@ -105,7 +105,7 @@ def check_demonstrations(inspection: Inspection) -> Findings:
         if parts := [count for count in lines if count > 1]:
             words = f"{len(parts):,} of {len(lines):,} demonstrations are split into {sum(parts):,} lines"
             notes.append(f"sft.sft_data: {words}, because the chat template rewrites earlier turns; each turn is trained once")
-        return notes, 0
+        return notes, 0, ""
 
     data = config.data
     settings = [config.sft.model_dump(mode="json"), data.tool_key, data.apply_chat_template_kwargs, data.add_special_tokens]
@@ -220,12 +220,12 @@ def _check(
             reasons = ", ".join(f"{number} {reason}" for reason, number in prompts.left_out.items() if number)
             words = f"{count} of {count + len(prompts)} prompts are left out ({reasons})"
             notes = [f"{field}: {words}; the first: {prompts.first_left_out}"]
-        return notes, prompts.longest
+        return notes, prompts.longest, "" if prompts.longest_row is None else prompts.rows.where(prompts.longest_row)
 
     rollout, reward = config.rollout, config.reward
     limits = [rollout.rollout_max_prompt_len, config.may_give_rewards, reward.rm_type, reward.environment_names()]
-    notes, longest = _once(inspection, named, [field, limits, metadata, config.data.model_dump(mode="json")], read)
-    inspection.longest_prompts[field] = longest
+    notes, longest, place = _once(inspection, named, [field, limits, metadata, config.data.model_dump(mode="json")], read)
+    inspection.longest_prompts[field], inspection.longest_places[field] = longest, place
     yield from map(Note, notes)
 
 
@@ -235,8 +235,8 @@ def _once(inspection: Inspection, named: list[DataFile], settings: Sequence[obje
         return read()
     key = f"{fingerprint(inspection.config.model.hf_checkpoint, named, [_FORMAT, MOST, *settings])}.read"
     if (known := user_cache.read(key)) is not None:
-        notes, longest = json.loads(known)
-        return notes, int(longest)
+        notes, longest, place = json.loads(known)
+        return notes, int(longest), place
     result = read()
     user_cache.write(key, json.dumps(result).encode())
     return result

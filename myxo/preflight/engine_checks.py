@@ -173,7 +173,9 @@ def check_lengths(inspection: Inspection) -> Findings:
         and prompt + rollout.rollout_max_response_len > limit.tokens
     ):
         reported = True
-        yield _too_long("rollout.rollout_max_response_len", rollout.rollout_max_response_len, TRAINING, prompt, limit)
+        yield _too_long(
+            "rollout.rollout_max_response_len", rollout.rollout_max_response_len, TRAINING, prompt, limit, inspection.longest_places
+        )
     yield from _micro_batches(inspection, prompt, limit)
     if limit is None:
         return
@@ -183,16 +185,16 @@ def check_lengths(inspection: Inspection) -> Findings:
         given = own is not None or config.eval.eval_max_response_len is not None
         if min(prompt + response, context or math.inf) > limit.tokens and (given or not reported):
             field = "eval.eval_max_response_len" if own is None else f"{view.field}.max_response_len"
-            yield _too_long(field, response, view.field, prompt, limit)
+            yield _too_long(field, response, view.field, prompt, limit, inspection.longest_places)
 
 
-def _too_long(field: str, response: int, prompts: str, prompt: int, limit: Limit) -> ConfigError:
-    left = limit.tokens - prompt
+def _too_long(field: str, response: int, prompts: str, prompt: int, limit: Limit, places: Mapping[str, str]) -> ConfigError:
+    left, where = limit.tokens - prompt, f"{place}: " if (place := places.get(prompts)) else ""
     if left < 1:
         wanted = f"prompts of fewer than {limit.tokens} tokens, {limit.reason}; or rollout_max_prompt_len with overlong_prompts = filter"
-        return ConfigError(prompts, f"a prompt of {prompt} tokens", wanted)
-    return ConfigError(field, response, f"at most {left}: the longest prompt of {prompts} ({prompt} tokens) and its response are at most "
-                       f"{limit.tokens} tokens, {limit.reason}")  # fmt: skip
+        return ConfigError(prompts, f"{where}a prompt of {prompt} tokens", wanted)
+    longest = f"the longest prompt of {prompts} ({where}{prompt} tokens)"
+    return ConfigError(field, response, f"at most {left}: {longest} and its response are at most {limit.tokens} tokens, {limit.reason}")
 
 
 def _micro_batches(inspection: Inspection, prompt: int, limit: Limit | None) -> Findings:

@@ -68,6 +68,7 @@ class Inspection:
     frozen: RunConfig | None = None  # config as the run keeps it, where that is not ``config``: with names on the hub in the place of paths
     # ``data.prompt_data`` and the field of each evaluation set → tokens of the longest prompt that was read.
     longest_prompts: dict[str, int] = field(default_factory=dict)
+    longest_places: dict[str, str] = field(default_factory=dict)  # the file and line of each
     problems: list[ConfigError] = field(default_factory=list)  # what was wrong with what could not be loaded
 
     @cached_property

@@ -125,10 +125,8 @@ COMMAND_LINE = Path("the command line")
 def read(path: Path | None, overrides: dict[str, dict[str, Any]] | None = None, refused: Sequence[BadInput] = ()) -> ConfigReading:
     """Reads a TOML file over its bases, applies ``overrides`` (section → field → value), makes paths absolute from here.
 
-    Args:
-        path: None: the overrides are all there is. refused: errors that are reported already, as of flags.
-
-    Raises ConfigError for a file that cannot be read.
+    ``path``: None: the overrides are all there is. ``refused``: errors that are reported already. Raises ConfigError for a file that cannot
+    be read.
     """
     layers, origin = Layers(), path or COMMAND_LINE
     if path is not None:
@@ -182,6 +180,8 @@ def fields_named(problem: BadInput) -> set[str]:
     if section in RunConfig.model_fields and not own:
         return set(section_model(section).model_fields)
     said = problem.expected.partition("valid are ")[0].replace("-", "_")
+    if (meant := re.search(r"did you mean \[(\w+)\]", said)) is not None:
+        return set(section_model(meant[1]).model_fields)
     words = re.findall(r"[a-z0-9]+(?:_[a-z0-9]+)+", said) + re.findall(r"did you mean (\w+)", said)
     return {word for word in (*words, own.partition(".")[0], section.strip("-").replace("-", "_")) if word in field_sections()}
 

@@ -253,7 +253,8 @@ def reason_to_leave_out(error: ConfigError, data: DataSection) -> str | None:
 class PromptFile:
     """The prompts of the files that a config's ``field`` names, by number, without those that the config leaves out.
 
-    ``left_out``: how many are left out, by reason. ``longest``: tokens of the longest prompt that was read one after another.
+    ``left_out``: how many are left out, by reason. ``longest``: tokens of the longest prompt that was read one after another, its row the
+    ``longest_row`` where `check` has met it.
     Raises ConfigError where nothing is left.
     """
 
@@ -267,6 +268,7 @@ class PromptFile:
         if self._leaves_out:
             filtered = FilterCache(config, field, files, len(self.rows), metadata).get(self._filter)
         self._used, self.left_out, self.first_left_out, self.longest = filtered
+        self.longest_row: int | None = None
 
     def __len__(self) -> int:
         return len(self._used)
@@ -298,10 +300,11 @@ class PromptFile:
             return len(self.rows)
         read = 0
         for batch, lengths in self._lengths(spread(len(self.rows), most or len(self.rows)), seconds):
-            for length in lengths:
+            for row, length in zip(batch, lengths, strict=True):
                 if isinstance(length, ConfigError):
                     raise length
-                self.longest = max(self.longest, length)
+                if length > self.longest:
+                    self.longest, self.longest_row = length, row
             read += len(batch)
         return read
 

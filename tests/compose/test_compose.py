@@ -42,13 +42,13 @@ def test_all_containers_become_healthy(stack: Stack) -> None:
         assert (done["State"], done["ExitCode"]) == ("exited", 0)
 
 
-LABELS = "from myxo.preflight.data_checks import ask_verifiers; print(ask_verifiers([('exact', '5'), ('math_verify', 'nine')]))"
+LABELS = "from myxo.preflight.data_checks import ask_verifiers; print(ask_verifiers([('exact', '5'), ('dapo', '12.5')]))"
 
 
 def test_the_image_of_the_command_line_has_what_its_commands_need_or_names_the_one_that_has(stack: Stack) -> None:
     assert "not tried" not in stack.compose("logs", "--no-color", "submit")
     tried = stack.compose("exec", "-T", "operator", "python", "-c", LABELS)
-    assert "('exact', '5'): {'matches': True" in tried and "('math_verify', 'nine'): {'matches': False" in tried and "None)" in tried
+    assert "('exact', '5'): {'matches': True" in tried and "('dapo', '12.5'): {'matches': False" in tried and "None)" in tried
     assert "usage: myxo simulate" in stack.compose("exec", "-T", "operator", "myxo", "simulate", "--help")
     for command in ("convert", "replay"):
         said = stack.compose("exec", "-T", "operator", "sh", "-c", f"myxo {command} 2>&1", check=False)
