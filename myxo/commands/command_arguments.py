@@ -65,9 +65,8 @@ def run_tool(parsed: argparse.Namespace, console: Console) -> int:
     module = MODULES[parsed.command]
     package = ".".join(module.split(".")[:2])
     if importlib.util.find_spec(package) is None:
-        image, words = package.rpartition(".")[2], " ".join(parsed.options)
-        way = f"docker compose run --rm --no-deps {image} python -m {module} {words}".strip()
-        raise BadInput(f"`{parsed.command}` runs in the {image}'s image, for it needs {package}: {way}")
+        image, words = package.rpartition(".")[2], " ".join([module, *parsed.options])
+        raise BadInput(f"this runs in the {image}'s image: docker compose run --rm --no-deps {image} python -m {words}")
     process = subprocess.Popen([sys.executable, "-m", module, *parsed.options])
     while True:
         try:

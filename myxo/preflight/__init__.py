@@ -6,7 +6,6 @@ read because of something that another check reports. A new one is a function in
 stands in the table below. None needs a GPU; all together take seconds.
 """
 
-import contextlib
 import enum
 import os
 from collections.abc import Callable, Sequence
@@ -18,11 +17,10 @@ from myxo.preflight import data_checks, engine_checks, machine_checks, model_che
 from myxo.preflight.inspection import Findings, Inspection, Note
 from myxo.run import run_access
 from shared.config import devices, flags, slime_script
-from shared.config.config_reading import fields_named, read, without
+from shared.config.config_reading import fields_named, read, refusals_of, without
 from shared.config.flags import CommandLine
 from shared.config.run_config import RunConfig
-from shared.config.section import is_left_out
-from shared.hub import hub_resolve
+from shared.hub import hub_names, hub_resolve
 from shared.hub.hub_client import Hub
 from shared.runtime.errors import BadInput, problems_of, raise_problems
 from shared.runtime.safe_text import printable_line, say
@@ -73,6 +71,7 @@ CHECKS: dict[Check, When] = {
     objective_checks.check_teachers: ALWAYS,
     machine_checks.check_packages: STARTS,
     machine_checks.check_traces: STARTS,
+    machine_checks.check_servers: STARTS,
     machine_checks.check_rewards: STARTS,
     machine_checks.check_commands: STARTS,
     machine_checks.check_gateways: STARTS,
@@ -154,17 +153,10 @@ def _settled(
             for known in (inspection.config, pinned)
         )
         return inspection, engines, []
-    except AttributeError as error:
-        if not is_left_out(error):
-            raise
-        found = list[BadInput]()
-    except BadInput as error:
-        found = problems_of(error)
+    except (AttributeError, BadInput) as error:
+        found = refusals_of(error)
     named = {name for problem in found for name in fields_named(problem)}
-    for field in (*hub_resolve.MODELS, *hub_resolve.DATA):
-        with contextlib.suppress(AttributeError, BadInput):
-            if hub_resolve.found(config, [field]):
-                named |= {"eval_prompt_data", "sets"} if field == hub_resolve.SETS else {field.partition(".")[2]}
+    named |= {name for _, section in config for name, value in section if hub_names.PREFIX in repr(value)}
     return Inspection(without(config, named), starts, whole=False, fresh=fresh, frozen=config), "", found
 
 
@@ -195,11 +187,8 @@ def inspect(inspection: Inspection, told: Sequence[str] = ()) -> list[BadInput]:
                     notes.append(" ".join(finding.text.split()))
                 else:
                     problems.append(finding)
-        except BadInput as error:
-            problems += problems_of(error)
-        except AttributeError as error:  # the check needs a field that was refused
-            if not is_left_out(error):
-                raise
+        except (AttributeError, BadInput) as error:
+            problems += refusals_of(error)
         problems += inspection.problems[known:]
         known = len(inspection.problems)
     for line in [] if problems else notes:

@@ -4,18 +4,22 @@ A run is refused where it surely cannot get to its end; where it only may not, a
 `check_extras` are also asked of a run whose services are started elsewhere.
 """
 
+import asyncio
 import importlib.util
 import json
 import os
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from myxo.preflight.inspection import Findings, Inspection, ModelSize, Note
+from myxo.run import run_access
 from myxo.run.run_directory import STATE, RunDirectory
 from shared import hooks
 from shared.bus import runs
@@ -29,6 +33,7 @@ from shared.rewards.names import RUNS_CODE, base, missing_package
 from shared.runtime import addresses
 from shared.runtime.errors import ConfigError
 from shared.runtime.host import RuntimeFailed, host_memory, runtime_answer
+from shared.runtime.safe_text import without_credentials
 from shared.runtime.traces import trace_settings
 from shared.sandbox.sandbox import Sandbox, SandboxUnavailable
 
@@ -119,9 +124,8 @@ def check_credentials(inspection: Inspection) -> Findings:
 def check_earlier_run(inspection: Inspection) -> Findings:
     """Yields each field in which the run that lies in the run's directory differs and may not; a run on a given bus is checked there."""
     directory = RunDirectory(inspection.config.run.root)
-    if inspection.fresh or not inspection.whole:
-        return
-    if not inspection.config.debug.trains_only and (addresses.nats_url() or not directory.nats.is_dir()):
+    own = inspection.config.debug.trains_only or (directory.nats.is_dir() and not addresses.nats_url())
+    if inspection.fresh or not inspection.whole or not own:
         return
     if (frozen := runs.frozen(directory.root)) is not None:
         yield from runs.differences(frozen, inspection.frozen or inspection.config)
@@ -320,6 +324,24 @@ def check_rewards(inspection: Inspection) -> Findings:
     variable = inspection.config.reward.judge_key_variable
     if variable is not None and inspection.starts and not os.environ.get(variable):
         yield ConfigError("reward.judge_key_variable", variable, "a variable that is set where `myxo up` starts")
+
+
+def check_servers(inspection: Inspection) -> Findings:
+    """Yields a NATS or Redis of the environment's variables that does not answer; notes a reward environment at whose URL nobody listens."""
+    try:
+        asyncio.run(run_access.check_servers(run_access.given_servers(), inspection.config.run.name))
+    except ConfigError as error:
+        yield error
+    reward = inspection.config.reward
+    urls = {"environment_url": reward.environment_url, **{f"environments.{name}": url for name, url in reward.environments.items()}}
+    for field, url in urls.items():
+        parts = urlsplit(url or "")
+        try:
+            if parts.scheme in ("http", "https"):
+                socket.create_connection((parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)), 1.0).close()
+        except OSError as error:
+            where = without_credentials(url)
+            yield Note(f"reward.{field}: nobody answers at {where} yet ({error}); start it, and try it: myxo env check {where}")
 
 
 def check_sandbox(inspection: Inspection) -> Findings:

@@ -11,7 +11,7 @@ from shared.config import presets
 from shared.config.config_layers import Layers, in_file, known_fields, lay_custom_config, lay_eval_config, lay_megatron_config
 from shared.config.eval_section import NAME
 from shared.config.run_config import RunConfig, field_sections, section_model
-from shared.config.section import WITHOUT_RULES, ContradictoryFields
+from shared.config.section import WITHOUT_RULES, ContradictoryFields, Section
 from shared.config.slime_script import settle_functions
 from shared.runtime.errors import BadInput, ConfigError, problems_of, raise_problems
 from shared.runtime.safe_text import without_credentials
@@ -164,12 +164,21 @@ def _remaining(values: dict[str, Any], names: set[str]) -> RunConfig | None:
 
 
 def without(config: RunConfig, names: Collection[str]) -> RunConfig:
-    """Returns the config without some fields: reading one raises AttributeError (`shared.config.section.is_left_out`)."""
+    """Returns the config without some fields: reading one raises an AttributeError, as `refusals_of` takes it."""
     sections = {section: getattr(config, section).model_copy() for section in RunConfig.model_fields}
     for section in sections.values():
         for name in section.__dict__.keys() & set(names):
             del section.__dict__[name]
     return config.model_copy(update=sections)
+
+
+def refusals_of(error: AttributeError | BadInput) -> list[BadInput]:
+    """Returns the problems that ended a check; none where it read a field that the config is `without`. Raises any other AttributeError."""
+    if isinstance(error, BadInput):
+        return problems_of(error)
+    if not isinstance(error.obj, Section) or error.name not in type(error.obj).model_fields:
+        raise error
+    return []
 
 
 def fields_named(problem: BadInput) -> set[str]:
@@ -182,7 +191,7 @@ def fields_named(problem: BadInput) -> set[str]:
     said = problem.expected.partition("valid are ")[0].replace("-", "_")
     if (meant := re.search(r"did you mean \[(\w+)\]", said)) is not None:
         return set(section_model(meant[1]).model_fields)
-    words = re.findall(r"[a-z0-9]+(?:_[a-z0-9]+)+", said) + re.findall(r"did you mean (\w+)", said)
+    words = re.findall(r"[a-z0-9]+(?:_[a-z0-9]+)+", said) + re.findall(r"did you mean _*(\w+)", said)
     return {word for word in (*words, own.partition(".")[0], section.strip("-").replace("-", "_")) if word in field_sections()}
 
 
@@ -196,7 +205,7 @@ def _without_consequences(found: Iterable[BadInput], reported: list[BadInput]) -
         if not isinstance(problem, ConfigError):
             return False
         section, _, name = problem.field.rpartition(".")
-        return problem.field in fields or section in fields or f"{name}?" in hints or f"[{section}]?" in hints
+        return problem.field in fields or section in fields or f"{name}?" in hints or f"[{section or name}]?" in hints
 
     return [problem for problem in found if not follows(problem)]
 

@@ -64,11 +64,6 @@ WITHOUT_RULES = {"rules": False}
 """The context in which sections are validated field by field alone: combinations of fields are not looked at."""
 
 
-def is_left_out(error: AttributeError) -> bool:
-    """Returns whether an error comes of reading a field that the config was left without (`shared.config.config_reading.without`)."""
-    return isinstance(error.obj, Section) and error.name in type(error.obj).model_fields
-
-
 class Section(BaseModel):
     """A section ``[name]`` of the config; its class is called after it: ``AlgorithmSection``."""
 

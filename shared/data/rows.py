@@ -116,7 +116,7 @@ class RowEntry:
             return self.values[key]
         keys = sorted(self.values)
         meant = _meant(key, keys)
-        hint = f"; set {setting} to one of them" if meant is None else f"; did you mean {setting} = {meant!r}?"
+        hint = f"; add it to the line, or set {setting} to one of them" if meant is None else f"; did you mean {setting} = {meant!r}?"
         raise self.refusal(key, f"the line has no key {key!r}; its keys are {keys}{hint}")
 
     def text(self, key: str, setting: str) -> str:

@@ -77,15 +77,15 @@ def for_service(config: RunConfig, service: str) -> RunConfig:
     return local(config, _NEEDED.get(service, ()), weights=service != "buffer")
 
 
-def found(config: RunConfig, fields: Collection[str] = (*MODELS, *DATA)) -> list[HubName]:
-    """Returns the names in a config's fields."""
+def found(config: RunConfig) -> list[HubName]:
+    """Returns the names in a config."""
     names: list[HubName] = []
 
     def change(field: str, name: HubName) -> Path:
         names.append(name)
         return Path(str(name))
 
-    _changed(config, fields, change)
+    _changed(config, (*MODELS, *DATA), change)
     return names
 
 
