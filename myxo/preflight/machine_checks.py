@@ -327,7 +327,7 @@ def check_rewards(inspection: Inspection) -> Findings:
 
 
 def check_servers(inspection: Inspection) -> Findings:
-    """Yields a NATS or Redis of the environment's variables that does not answer; notes a reward environment at whose URL nobody listens."""
+    """Yields a NATS or Redis of the environment's variables that does not answer; notes an environment at whose URL nobody listens."""
     try:
         asyncio.run(run_access.check_servers(run_access.given_servers(), inspection.config.run.name))
     except ConfigError as error:

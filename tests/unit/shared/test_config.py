@@ -11,6 +11,7 @@ import pytest
 from myxo.preflight import data_checks, model_checks
 from myxo.preflight.inspection import Inspection
 from services.rollout.agent_runner import agent_workers
+from shared.config import flag_table
 from shared.config.config_reading import load, parse
 from shared.config.run_config import RunConfig, changes, field_sections, section_model
 from shared.config.section import Section
@@ -604,3 +605,10 @@ def test_gateways_and_agents_processes_follow_the_cores(
     assert run_config(tmp_path, rollout={"agent": "my.agents:run"}, gateway={"gateway_port": 8000}).gateways == 1
     assert run_config(tmp_path, rollout={"agent": "my.agents:run"}, gateway={"gateway_replicas": 5}).gateways == 5
     assert agent_workers(run_config(tmp_path, rollout={"agent_workers": 3}).rollout) == 3
+
+
+def test_names_of_other_projects_lead_to_fields_and_sections_and_are_none_of_ours() -> None:
+    fields, sections = flag_table.of_others("fields"), flag_table.of_others("sections")
+    assert set(fields.values()) <= set(field_sections()) and set(sections.values()) <= set(RunConfig.model_fields)
+    assert not [name for name in fields if name in field_sections() or flag_table.of_slime(name) or name in flag_table.spellings()]
+    assert not set(sections) & set(RunConfig.model_fields)
