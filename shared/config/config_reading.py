@@ -205,7 +205,8 @@ def _without_consequences(found: Iterable[BadInput], reported: list[BadInput]) -
         if not isinstance(problem, ConfigError):
             return False
         section, _, name = problem.field.rpartition(".")
-        return problem.field in fields or section in fields or f"{name}?" in hints or f"[{section or name}]?" in hints
+        lacks_section = f"[{section or name}]?" in hints and problem.expected.startswith("required: ")
+        return problem.field in fields or section in fields or f"{name}?" in hints or lacks_section
 
     return [problem for problem in found if not follows(problem)]
 

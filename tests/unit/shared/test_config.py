@@ -213,7 +213,7 @@ def test_a_key_outside_every_section_is_sent_to_its_own(tmp_path: Path) -> None:
 def test_an_unknown_section_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
     error = refused({**values(tmp_path), "rolout": {"num_rollout": 1}})
     assert error.field == "rolout"
-    assert "did you mean rollout?" in str(error)
+    assert "did you mean [rollout]?" in str(error)
 
 
 def test_a_section_that_is_no_section_is_refused(tmp_path: Path) -> None:
