@@ -211,7 +211,7 @@ def test_slimes_file_has_several_forms(tmp_path: Path, content: object) -> None:
 
 def test_slimes_file_takes_the_place_of_the_pairs_and_says_so(tmp_path: Path) -> None:
     path = toml(tmp_path, written(tmp_path, SLIMES))
-    config, problems, notes, _ = read(path, {"eval": {"eval_prompt_data": ["other", "x.jsonl"]}})
+    config, problems, notes, *_ = read(path, {"eval": {"eval_prompt_data": ["other", "x.jsonl"]}})
     assert config is not None and not problems
     assert [view.name for view in eval_views(config)] == ["aime", "gpqa"]
     assert any("eval.eval_prompt_data" in note and "takes its place" in note for note in notes)
