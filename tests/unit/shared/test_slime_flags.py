@@ -100,7 +100,7 @@ def test_keys_of_slimes_mean_the_same_in_toml(tmp_path: Path) -> None:
         "[rollout]\nnum_rollout = 3\nrollout_batch_size = 4\nn_samples_per_prompt = 4\npartial_rollout = true\n"
         "[trainer]\nbalance_data = true\nspec = ['a', 'b']\ndistributed-timeout-minutes = 3\n[trainer.megatron]\nbf16 = true\n"
     )
-    config, problems, notes, _ = read(path)
+    config, problems, notes, *_ = read(path)
     assert problems == [] and config is not None
     assert config.rollout.staleness_policy == "continue"
     assert (config.trainer.collective_timeout, config.trainer.train_dtype) == (180, "bfloat16")
@@ -160,7 +160,7 @@ def test_a_custom_config_file_stands_over_all_and_its_other_keys_go_to_the_users
     given = values(tmp_path)
     given["run"]["custom_config_path"] = str(own)
     given["trainer"] = {"lr": 1e-4}
-    config, problems, notes, _ = read(None, given)
+    config, problems, notes, *_ = read(None, given)
     assert problems == [] and config is not None
     assert (config.trainer.lr, config.algorithm.eps_clip) == (3e-6, 0.3)
     assert config.run.custom_args == {"max_turns": 7, "nested": {"a": [1, 2]}}

@@ -89,7 +89,7 @@ megatron:
   - {name: default, role: critic, overrides: {lr: 1e-5, load: /m/critic, num_gpus_per_node: 2}}
   - {name: default, role: actor, overrides: {lr: 1e-6, lr_warmup_iters: 5, recompute_granularity: full, moe_router_dtype: fp32}}
 """
-    config, problems, notes, _ = of_roles(tmp_path, text)
+    config, problems, notes, *_ = of_roles(tmp_path, text)
     assert config is not None and not problems
     trainer = config.trainer
     assert (trainer.lr, trainer.critic_lr, trainer.critic_load, trainer.lr_warmup_iters) == (1e-6, 1e-5, Path("/m/critic"), 5)
