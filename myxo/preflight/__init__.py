@@ -27,6 +27,8 @@ from shared.runtime.safe_text import printable_line, say
 
 Check = Callable[[Inspection], Findings]
 
+Settled = tuple[Inspection, str, list[BadInput]]
+
 LONGEST_NOTE = 1000  # characters of a note that are shown: one may hold a whole prompt
 
 
@@ -133,16 +135,15 @@ def checked_config(source: Source, *, starts: bool = False, fresh: bool = False,
             problems += map(reading.with_origin, inspect(inspection, told))
     except BadInput as error:
         problems += problems_of(error)
-    raise_problems([flags.named(problem, given.typed, alone=path is None) for problem in problems])
+    distinct = {str(problem): problem for problem in problems}.values()  # two may ask one server
+    raise_problems([flags.named(problem, given.typed, alone=path is None) for problem in distinct])
     assert config is not None  # or there was a problem
     return config
 
 
-def _settled(
-    config: RunConfig, starts: bool, fresh: bool, cluster: tuple[int, int] | None, whole: bool
-) -> tuple[Inspection, str, list[BadInput]]:
-    """Returns the inspection of a config with pinned names and counted steps, the line about its engines, and the problems met: the fields
-    that they name are left out of the config, and with them all names on the hub."""
+def _settled(config: RunConfig, starts: bool, fresh: bool, cluster: tuple[int, int] | None, whole: bool) -> Settled:
+    """Returns the inspection of a config, its names pinned and its steps counted, the line about its engines, and the problems met: fields
+    that they name are left out, and with them all names on the hub."""
     try:
         hub = Hub.of()
         pinned, engines = _with_all_engines(run_access.pinned_config(config, hub, fresh=fresh), starts, cluster)

@@ -328,13 +328,8 @@ def check_rewards(inspection: Inspection) -> Findings:
 
 def check_servers(inspection: Inspection) -> Findings:
     """Yields a NATS or Redis of the environment's variables that does not answer; notes an environment at whose URL nobody listens."""
-    try:
-        asyncio.run(run_access.check_servers(run_access.given_servers(), inspection.config.run.name))
-    except ConfigError as error:
-        yield error
     reward = inspection.config.reward
-    urls = {"environment_url": reward.environment_url, **{f"environments.{name}": url for name, url in reward.environments.items()}}
-    for field, url in urls.items():
+    for field, url in {"environment_url": reward.environment_url, **reward.environments}.items():
         parts = urlsplit(url or "")
         try:
             if parts.scheme in ("http", "https"):
@@ -342,6 +337,7 @@ def check_servers(inspection: Inspection) -> Findings:
         except OSError as error:
             where = without_credentials(url)
             yield Note(f"reward.{field}: nobody answers at {where} yet ({error}); start it, and try it: myxo env check {where}")
+    asyncio.run(run_access.check_servers(run_access.given_servers(), inspection.config.run.name))  # raises ConfigError
 
 
 def check_sandbox(inspection: Inspection) -> Findings:
