@@ -30,7 +30,8 @@ A file may build on others: `base = "other.toml"`, or a list, relative to it. An
 the field, the value and what would be right; `myxo up CONFIG --dry-run` prints every field with the value that it comes to.
 
 *Resume*: whether the value may differ when a run goes on. A run is frozen with its config, and another value of any other field is refused;
-`--fresh`, or another name, begins anew. Nothing is read again while a run is at work.
+`--fresh`, or another name, begins anew. *Recorded*: it may differ, and
+[the ledger records it](reliability.md#going-on-with-other-values). Nothing is read again while a run is at work.
 
 *Unit*: of numbers that have one. A share is from 0 to 1, a rate or a weight has none.
 """
@@ -92,15 +93,15 @@ def _section(name: str, model: type[Section]) -> list[str]:
             value_words(field, info),
             unit(field, info, hints[field]),
             _default(info),
-            "may change" if mutable(info) else "",
+            "recorded" if mutable(info, "recorded") else "may change" if mutable(info) else "",
         ]
         lines.append(f"| {' | '.join([*shown, _cell(info.description or '')])} |")
     return [*lines, ""]
 
 
-def mutable(info: FieldInfo) -> bool:
-    """Whether a field may have another value when a run is resumed."""
-    return isinstance(info.json_schema_extra, dict) and bool(info.json_schema_extra.get("mutable"))
+def mutable(info: FieldInfo, mark: str = "mutable") -> bool:
+    """Whether a field may have another value when a run is resumed; ``mark``: with which mark of `shared.config.section`."""
+    return isinstance(info.json_schema_extra, dict) and bool(info.json_schema_extra.get(mark))
 
 
 def unit(field: str, info: FieldInfo, annotation: Any) -> str:

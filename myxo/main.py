@@ -27,7 +27,7 @@ COMMANDS = {
     "doctor": ("doctor:declare", "what is wrong with this machine, and the command that mends it"),
     "eval": ("evaluate:declare", "evaluate a version of a run after the fact"),
     "list": ("status:declare_list", "the runs in a directory: state, steps, reward, and when they were last at work"),
-    "export": ("evaluate:declare_export", "a checkpoint of a run in Hugging Face's format, also of one that was stopped"),
+    "export": ("export_run:declare_export", "a checkpoint of a run in Hugging Face's format, also of one that was stopped"),
     "status": ("status:declare_status", "how a run stands: services, steps, queues"),
     "logs": ("logs:declare", "what the services of a run on this machine logged"),
     "audit": ("audit:declare", "replay a run's ledger and check its invariants; exits 1 on a violation"),
@@ -45,6 +45,7 @@ COMMANDS = {
     "console": ("console:declare", "a run in the browser, also when it is over: curves, flow, weights, samples, health"),
     "trace": ("trace:declare", "the timeline of a run for Perfetto: groups, trainer, pushes, services"),
     "summary": ("status:declare_summary", "what a run came to: summary.json, a picture, a table"),
+    "compare": ("compare:declare", "what differs in the configs and the results of runs, and their rewards on one picture"),
     "completion": ("completion:declare", "a script that completes commands, flags and runs in your shell"),
 }
 

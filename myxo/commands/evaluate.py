@@ -1,4 +1,4 @@
-"""``myxo eval``: evaluates a version of a run after the fact, as a run of its own without training. ``myxo export``: writes a checkpoint.
+"""``myxo eval``: evaluates a version of a run after the fact, as a run of its own without training.
 
 A version is read from where it lies on disk: an export, a snapshot, a checkpoint, or the initial model.
 """
@@ -6,8 +6,6 @@ A version is read from where it lies on disk: an export, a snapshot, a checkpoin
 import argparse
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,29 +14,25 @@ from typing import Any
 
 from rich.console import Console
 
-from myxo.commands.command_arguments import add_json, add_run, count
+from myxo.commands.command_arguments import add_json
+from myxo.commands.export_run import config_of, converted
 from myxo.commands.up import take_flags, up
 from myxo.display.safe_console import SafeConsole
 from myxo.launch.exit_report import evaluation_details
 from myxo.preflight import Source
-from myxo.run import config_toml, run_directory
+from myxo.run import config_toml
 from myxo.run.run_directory import RunDirectory
-from myxo.run.run_repair import CHECKPOINTS, checkpoints
-from shared.bus import runs
-from shared.config import config_reading, flags
+from myxo.run.run_repair import checkpoints
+from shared.config import flags
 from shared.config.debug_section import STEP
-from shared.config.flags import CommandLine
 from shared.config.run_config import RunConfig
-from shared.hub import hub_resolve
 from shared.runtime import exit_codes
-from shared.runtime.errors import ConfigError, MyxoError, raise_problems
+from shared.runtime.errors import ConfigError
 from shared.runtime.safe_files import replace_file
 from shared.runtime.safe_text import figure_table
 from shared.schema.versions import is_pushed, version_after
 from shared.transfer.weight_checkpoint import BrokenCheckpoint, LocalCheckpoint, WeightCheckpoints
 from shared.view.run_summary import EvaluationSummary
-
-CONVERT = "services.trainer.convert_command"
 
 
 @dataclass(frozen=True)
@@ -54,7 +48,7 @@ def versions_on_disk(config: RunConfig) -> dict[int, VersionOnDisk]:
     """Returns the versions of a run that can be had, by their number, each from where it costs least."""
     snapshots, root, trained = WeightCheckpoints.of_run(config), config.trained / "checkpoints", config.trained / "hf"
     found = [
-        VersionOnDisk(version, f"the checkpoint of step {step}", partial(_converted, config, root, step))
+        VersionOnDisk(version, f"the checkpoint of step {step}", partial(converted, config, root, step))
         for step in checkpoints(config)
         if (version := _version(config, step)) is not None
     ]
@@ -94,15 +88,6 @@ def _copied(source: WeightCheckpoints, version: int, target: Path) -> Path:
         local.copy_from(held)
         held = local.held() or held
     return held.path
-
-
-def _converted(config: RunConfig, root: Path, step: int, target: Path) -> Path:
-    words = [sys.executable, "-m", CONVERT, str(root), str(target), "--step", str(step), "--hf", str(config.model.hf_checkpoint)]
-    done = subprocess.run(words, capture_output=True, text=True)
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or [""])[-1]
-        raise MyxoError(f"the checkpoint of step {step} in {root} was not converted: {why}")
-    return target
 
 
 def _version(config: RunConfig, steps: int) -> int | None:
@@ -165,37 +150,6 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
     return code
 
 
-def config_of(name: str, directory: Path, given: CommandLine) -> RunConfig:
-    """Returns the config of a file, or that which a run's directory keeps, with flags over it. Raises ConfigError, or Problems."""
-    file = Path(name)
-    if file.is_file():
-        path, values = file, given.overrides
-    else:
-        path, values = None, _over_frozen(name, directory, given.overrides)
-    reading = config_reading.read(path, values)
-    raise_problems([flags.named(problem, given.typed, alone=False) for problem in (*given.problems, *reading.problems)])
-    config = reading.config
-    assert config is not None  # or there was a problem
-    return hub_resolve.local(config, hub_resolve.MODELS) if hub_resolve.pins(config) else config
-
-
-# The fields that name sets of held-out prompts: a flag for one takes the place of all that the run has.
-_SETS = ("eval_prompt_data", "eval_config", "sets")
-
-
-def _over_frozen(name: str, directory: Path, overrides: flags.Overrides) -> dict[str, dict[str, Any]]:
-    try:
-        _, run = run_directory.find(name, directory)
-        if run is None or (frozen := runs.frozen(run.root)) is None:
-            raise run_directory.no_such_run(name, directory)
-    except ConfigError as error:
-        raise ConfigError("RUN", name, f"{error.expected}; nor is there a file {name}, which would be a config") from None
-    values: dict[str, dict[str, Any]] = frozen.model_dump(mode="json")
-    if overrides.get("eval", {}).keys() & set(_SETS):
-        values["eval"] = {field: value for field, value in values["eval"].items() if field not in _SETS}
-    return {section: {**fields, **overrides.get(section, {})} for section, fields in values.items()}
-
-
 def evaluating(config: RunConfig, version: int, model: Path) -> RunConfig:
     """Returns the config of the run that evaluates a version of another run, whose weights lie in ``model``."""
     changes: dict[str, dict[str, Any]] = {
@@ -215,28 +169,3 @@ def _figures(own: RunConfig, version: int) -> dict[str, Any]:
     summary = json.loads(RunDirectory(own.run.root).summary.read_text())
     evaluations = [{**found, "version": version, "newest": version} for found in summary["evaluations"]]
     return {"version": version, "evaluations": evaluations}
-
-
-def declare_export(command: argparse.ArgumentParser) -> None:
-    """Declares the arguments of ``myxo export``."""
-    add_run(command)
-    command.add_argument("target", metavar="DIR", type=Path, nargs="?", help="where to; nothing may be there (default: RUN/export/step_N)")
-    command.add_argument("--step", type=count, metavar="N", help="the checkpoint after N steps (default: the newest)")
-    command.set_defaults(run_command=export)
-
-
-def export(parsed: argparse.Namespace, console: Console) -> int:
-    """Exports a checkpoint. Returns the exit code. Raises ConfigError where there is no such run or checkpoint, MyxoError for the rest."""
-    config = config_of(parsed.run, parsed.dir, flags.read([]))
-    found, root = checkpoints(config), config.trained / CHECKPOINTS["actor"]
-    if not found:
-        when = f"every {config.trainer.save_interval} steps (trainer.save_interval) and at Ctrl-C"
-        raise ConfigError("RUN", parsed.run, f"a run with a checkpoint; there is none in {root} yet: one is saved {when}")
-    step = found[-1] if parsed.step is None else parsed.step
-    if step not in found:
-        raise ConfigError("--step", step, f"a checkpoint that is there: {', '.join(map(str, found))}")
-    target = parsed.target or config.run.root / "export" / f"step_{step}"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _converted(config, root, step, target)
-    console.print(f"Step {step} of run {config.run.name} is in {target}.", soft_wrap=True)
-    return exit_codes.DONE

@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from myxo.commands.export_run import begun_from
 from myxo.launch.exit_report import ways_on
 from myxo.launch.launcher import Launch
 from myxo.launch.node_launch import NodeLaunch, settle_node_rank
@@ -114,11 +115,14 @@ def declare_up(command: argparse.ArgumentParser) -> None:
     _declare(command, _UP)
     command.add_argument("--fresh", action="store_true", help="remove what the run has done so far and start it anew")
     command.add_argument("--dry-run", action="store_true", help="check everything, print the resolved config, start nothing")
+    command.add_argument("--from", dest="begin", metavar="RUN[@STEP]", help="begin with the weights of RUN's newest checkpoint, or STEP's")
     several = "which of the trainer's nodes this machine is, where it has several (actor_num_nodes); 0: the first"
     command.add_argument("--node-rank", type=int, metavar="N", help=several)
 
     def run(parsed: argparse.Namespace, console: Console) -> int:
         source = Source.of(parsed.config, parsed.flags)
+        if parsed.begin is not None:
+            source = begun_from(source, parsed.begin, console, fresh=parsed.fresh)
         return up(source, console, fresh=parsed.fresh, dry_run=parsed.dry_run, node_rank=parsed.node_rank)
 
     command.set_defaults(run_command=run)

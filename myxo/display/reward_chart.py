@@ -7,7 +7,7 @@ picture is drawn.
 
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,23 @@ def draw(summary: Summary, rewards: Sequence[float], warm_start: WarmStartEnded 
         pyplot.close(figure)
 
 
+def draw_together(curves: Mapping[str, Sequence[float]], path: Path) -> None:
+    """Writes the smoothed rewards of several runs as PNG. ``curves``: of each run, as for `draw`; some may be empty."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 4.8), layout="constrained")
+    for name, rewards in curves.items():
+        means = moving_mean(rewards, max(1, round(len(rewards) * SMOOTH)))
+        axes.plot(range(1, len(means) + 1), means, label=shortened(name), marker="." if len(means) <= 30 else None)
+    axes.set(xlabel="training steps", ylabel="mean reward of a sample")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
 def _warm_start(axes: Any, warm_start: WarmStartEnded) -> None:
     steps = [min((index + 1) * warm_start.every, warm_start.steps) for index in range(len(warm_start.losses))]
     axes.plot(steps, warm_start.losses, color=GREEN, linewidth=1.5, marker="o" if len(steps) == 1 else None)
@@ -75,6 +92,10 @@ def _reward(axes: Any, summary: Summary, rewards: Sequence[float]) -> None:
         axes.plot(steps, moving_mean(rewards, window), color=BLUE, linewidth=2, label=f"its mean over {window} steps")
     for index, name in enumerate(dict.fromkeys(evaluation.dataset for evaluation in summary.evaluations)):
         _held_out(axes, [found for found in summary.evaluations if found.dataset == name], *SETS[index % len(SETS)])
+    for change in summary.changes:
+        axes.axvline(change["step"], color=GRAY, linewidth=1, linestyle=":")
+        words = ", ".join(one.partition(".")[2] for one in change["changed"])
+        axes.annotate(words, (change["step"], 1), xycoords=("data", "axes fraction"), rotation=90, va="top", fontsize="x-small", color=GRAY)
     axes.set_xlabel("training steps" if summary.warm_start is None else "training steps (0: after the warm start)")
     axes.set_ylabel("mean reward of a sample")
     axes.set_title(f"{shortened(summary.run)}: reward over {len(rewards)} step{'s' if len(rewards) > 1 else ''}", loc="left")

@@ -145,6 +145,7 @@ def table(summary: Summary) -> Table:
         ("training", f"{summary.training_seconds:.1f} s, {summary.overlap_seconds:.1f} s of it while generating"),
         ("engine − trainer", f"{_number(summary.mean_abs_logprob_diff, '.2e')} mean |Δ log-prob| at equal versions"),
         ("trained tokens", f"{summary.trained_tokens:,}".replace(",", " ")),
+        *((f"from step {change['step']}", ", ".join(change["changed"])) for change in summary.changes),
         ("groups", f"{groups.admitted} admitted, {groups.trained} trained, {groups.in_flight} in flight"),
     ]
     lines += [("dropped", f"{count}: {shortened_line(reason)}") for reason, count in groups.dropped.items()]

@@ -285,7 +285,7 @@ class Launch:
                 return await self._report(bus)
             self._say(lacking)
             specs = self._final.makers(specs)
-        await runs.create(bus, config, self._servers.redis_url, await asyncio.to_thread(vocabulary, config))
+        await self._create(bus)
         self._directory.freeze(config)
         url = self._servers.start_console(config.console, run) if config.console.console else ""
         if url:
@@ -294,6 +294,13 @@ class Launch:
         self._began = await runs.trained_steps(bus, run)
         self._supervised = True
         return await self._supervise(bus, specs)
+
+    async def _create(self, bus: Bus) -> None:
+        tokens, saved = await asyncio.to_thread(vocabulary, self._config), max(checkpoints(self._config), default=0)
+        changed = await runs.create(bus, self._config, self._servers.redis_url, tokens, saved)
+        if changed is not None:
+            self._log.info("values_changed", step=changed.step, changed=changed.changed)
+            self._say(f"Run {self._run} {changed.words()}.")
 
     # --- while it runs
 

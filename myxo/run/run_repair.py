@@ -15,7 +15,7 @@ from pathlib import Path
 from nats.js.errors import BadRequestError, NotFoundError
 
 from myxo.run.run_access import Access
-from shared.bus import streams
+from shared.bus import runs, streams
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
@@ -152,9 +152,7 @@ async def carry_out(access: Access, plan: RepairPlan) -> list[Path]:
         set_aside=plan.set_aside,
         at=time.time(),
     )
-    last = await streams.last_sequence(bus, names.ledger_stream)
-    message_id = f"{names.ledger_stream}.{last + 1}.{record.at}"
-    await bus.publish(names.ledger(record.event()), record.encode(), msg_id=message_id, after=(names.ledger_stream, last))
+    await runs.append(bus, access.run, record)
     return moved
 
 

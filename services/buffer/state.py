@@ -264,6 +264,9 @@ class BufferState:
     def _ledger_repaired(self, record: ledger.LedgerRepaired) -> None:
         """Nothing that the ledger says has changed; what it does not say any more was never folded."""
 
+    def _values_changed(self, record: ledger.ValuesChanged) -> None:
+        """The buffer decides by none of these values."""
+
     def _leave_batch(self, group: GroupState) -> None:
         """Takes a group out of its batch, if it is in one."""
         if group.step is None:

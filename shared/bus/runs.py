@@ -1,6 +1,7 @@
 """Creates a run on the bus with its frozen config, and finds it again by its id."""
 
 import re
+import time
 from pathlib import Path
 from typing import TypeVar
 
@@ -9,13 +10,15 @@ from pydantic import ValidationError
 
 from shared.bus import streams
 from shared.bus.connection import Bus
+from shared.bus.registry import ENVIRONMENT, LAUNCHER, Registry
 from shared.bus.subjects import Subjects
-from shared.config.run_config import RunConfig, changes
+from shared.config.run_config import RunConfig, changes, unsound
 from shared.runtime import addresses
 from shared.runtime.errors import INFRASTRUCTURE, BadInput, BadMessage, ConfigError, raise_problems
 from shared.runtime.safe_text import say
-from shared.schema.ledger import BatchTrained, LedgerRecord, RunFinished
+from shared.schema.ledger import BatchTrained, CheckpointDurable, LedgerRecord, RunFinished, ValuesChanged
 from shared.schema.message import REASON_LENGTH
+from shared.schema.service_messages import VALUES_CHANGED, ServiceEvent
 from shared.schema.weight_messages import WeightsLive, WeightsSnapshot
 
 Record = TypeVar("Record", bound=LedgerRecord)
@@ -40,13 +43,16 @@ class UnreadableVersion(BadMessage):
     fault = INFRASTRUCTURE
 
 
-async def create(bus: Bus, config: RunConfig, store_url: str | None, vocabulary: int | None = None) -> None:
+async def create(bus: Bus, config: RunConfig, store_url: str | None, vocabulary: int | None = None, saved: int = 0) -> ValuesChanged | None:
     """Makes the run's streams and freezes its config; on a resume, updates the fields that may change.
+
+    Returns what has changed of the training's values, which the ledger has recorded.
 
     Args:
         store_url: the store of payloads, for services without ``REDIS_URL``. A URL with credentials is not recorded, because every service
             could read it, and each has its own account.
         vocabulary: how many token ids the model has, for services that do not see its files. No group is scored without it.
+        saved: steps of the newest checkpoint that is seen here, where the ledger may not know it yet.
 
     Raises ConfigError if a field differs that may not change, Problems for several.
     """
@@ -54,6 +60,7 @@ async def create(bus: Bus, config: RunConfig, store_url: str | None, vocabulary:
     bucket = Subjects(config.run.name).config_bucket
     if (before := await refuse_differences(bus, config)) is not None and before.trained != config.trained:
         await _follow_move(bus, before, config)
+    changed = await _record_changes(bus, before, config, saved) if before is not None else None
     await bus.put(bucket, _CONFIG, config.model_dump_json().encode())
     if store_url is not None:
         stated = "" if addresses.has_credentials(store_url) else store_url
@@ -65,6 +72,37 @@ async def create(bus: Bus, config: RunConfig, store_url: str | None, vocabulary:
         await set_phase(bus, config.run.name, FINISHED)
     elif known != RUNNING:
         await set_phase(bus, config.run.name, RUNNING)
+    return changed
+
+
+async def _record_changes(bus: Bus, before: RunConfig, config: RunConfig, saved: int) -> ValuesChanged | None:
+    """Writes into the ledger, ahead of the config, which values of the training change; and an event, for the marks on curves."""
+    if not (values := changes(before.shown(), config.shown(), "recorded")):
+        return None
+    names, durable = Subjects(config.run.name), await last_record(bus, config.run.name, CheckpointDurable)
+    step, trained = max(saved, durable.steps if durable is not None else 0), await trained_steps(bus, config.run.name)
+    alive = [status.instance for status in await Registry(bus, config.run.name).alive() if status.service != ENVIRONMENT]
+    why = ""
+    if alive:  # services read a config once
+        why = f"stop {', '.join(alive)} first; one that was killed is forgotten after bus.registry_ttl = {config.bus.registry_ttl:g} s"
+    elif trained > step:  # a resumed trainer makes the versions between them again, and they may not be others
+        why = f"{trained} steps are trained, and the newest checkpoint is of {step}: continue with the old value to the next one, or begin "
+        why += f"another run from it by `myxo up CONFIG --from {config.run.name} --name NAME`"
+    if why:
+        raise_problems([ConfigError(field, value, why) for field, _, value in (item.partition(": ") for item in values)])
+    record = ValuesChanged(step=step, changed=tuple(values), at=time.time())
+    await append(bus, config.run.name, record)
+    event = ServiceEvent(service=LAUNCHER, instance=LAUNCHER, what=VALUES_CHANGED, detail=record.words(), at=record.at)
+    await bus.publish(names.event("service", VALUES_CHANGED), event)
+    return record
+
+
+async def append(bus: Bus, run: str, record: LedgerRecord) -> None:
+    """Writes a record at the end of the ledger of a run whose buffer is not at work."""
+    names = Subjects(run)
+    last = await streams.last_sequence(bus, names.ledger_stream)
+    message_id = f"{names.ledger_stream}.{last + 1}.{record.at}"
+    await bus.publish(names.ledger(record.event()), record.encode(), msg_id=message_id, after=(names.ledger_stream, last))
 
 
 async def refuse_differences(bus: Bus, config: RunConfig) -> RunConfig | None:
@@ -103,9 +141,12 @@ def differences(frozen: RunConfig, config: RunConfig) -> list[ConfigError]:
     """Returns a refusal for each field that differs from a run's frozen config and may not change; one alone for another run's config."""
     if frozen.run.name != config.run.name:
         return [ConfigError("run.name", config.run.name, files_of_another(config.run.root, frozen))]
-    expected = f"run {config.run.name} exists with another value; use --fresh to start it anew, or another run.name"
-    parted = (change.partition(": ") for change in changes(frozen.shown(), config.shown()))
-    return [ConfigError(field, values, expected) for field, _, values in parted]
+    old, new, run = frozen.shown(), config.shown(), config.run.name
+    ways = f"use --fresh to start it anew, or another run.name; `myxo up CONFIG --from {run} --name NAME` begins one from its weights"
+    why = {change: f"run {run} exists with another value" for change in changes(old, new)}
+    why |= {change: reason for change in changes(old, new, "recorded") if (reason := unsound(old, new, change.partition(": ")[0]))}
+    parted = ((*change.partition(": "), reason) for change, reason in why.items())
+    return [ConfigError(field, values, f"{reason}; {ways}") for field, _, values, reason in parted]
 
 
 def files_of_another(directory: Path, frozen: RunConfig) -> str:

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field
 
 from shared.config import presets
 from shared.config.environment_variables import VARIABLE
-from shared.config.section import MUTABLE, Rule, Section, hook
+from shared.config.section import MUTABLE, RECORDED, Rule, Section, hook
 from shared.environment import environment_url
 
 LOG_RATIO_LIMIT = 20.0
@@ -234,23 +234,23 @@ class AlgorithmSection(Section):
     lambd: float = Field(default=1.0, ge=0, le=1, description="λ of generalised advantages: ppo")
     rejection_threshold: float = Field(default=0.0, description="loss_type sft_loss trains samples with a reward above it")
 
-    eps_clip: float = Field(default=0.2, gt=0, description="PPO clip, lower side")
-    eps_clip_high: float | None = Field(default=None, gt=0, description="PPO clip, upper side; default: eps_clip")
-    eps_clip_c: float | None = Field(default=None, gt=1, description="dual clip")
-    value_clip: float = Field(default=0.2, ge=0, description="clip of the critic's loss around its values at batch start")
+    eps_clip: float = Field(default=0.2, gt=0, description="PPO clip, lower side", **RECORDED)
+    eps_clip_high: float | None = Field(default=None, gt=0, description="PPO clip, upper side; default: eps_clip", **RECORDED)
+    eps_clip_c: float | None = Field(default=None, gt=1, description="dual clip", **RECORDED)
+    value_clip: float = Field(default=0.2, ge=0, description="clip of the critic's loss around its values at batch start", **RECORDED)
     num_critic_only_steps: int = Field(default=0, ge=0, description="first steps in which only the critic learns: ppo")
     use_m2po: bool = Field(default=False, description="M2PO: bound the second moment of the batch's log ratios in place of the clip")
     m2_threshold: float = Field(default=0.04, ge=0, description="M2PO's bound")
 
     use_kl_loss: bool = Field(default=False, description="measure the KL to the reference policy even with kl_loss_coef = 0")
-    kl_loss_coef: float = Field(default=0.0, ge=0, description="weight of the KL to the reference policy in the loss")
-    kl_coef: float = Field(default=0.0, ge=0, description="weight of the KL to the reference policy in the reward of each token")
+    kl_loss_coef: float = Field(default=0.0, ge=0, description="weight of the KL to the reference policy in the loss", **RECORDED)
+    kl_coef: float = Field(default=0.0, ge=0, description="weight of the KL to the reference policy in each token's reward", **RECORDED)
     kl_loss_type: KlType | None = Field(default=None, description="KL estimator; default: k3 in the loss, k1 in the reward")
     use_unbiased_kl: bool = Field(default=False, description="weight the KL in the loss by the policy's ratio")
     ref_update_interval: int | None = Field(
         default=None, gt=0, description="steps after which the policy becomes the reference; default: never"
     )
-    entropy_coef: float = Field(default=0.0, description="weight of the entropy bonus")
+    entropy_coef: float = Field(default=0.0, description="weight of the entropy bonus", **RECORDED)
 
     off_policy: OffPolicy | None = Field(
         default=None,
@@ -262,8 +262,8 @@ class AlgorithmSection(Section):
         default="clip", description="importance weight beyond its bounds: bounded from above, from both sides, or 0 (IcePop)"
     )
     tis_level: Level = Field(default="token", description="importance weight of a token, of its sequence, or the sequence's geometric mean")
-    tis_clip: float = Field(default=2.0, gt=0, description="upper bound of the importance weight")
-    tis_clip_low: float = Field(default=0.0, ge=0, description="lower bound of the importance weight")
+    tis_clip: float = Field(default=2.0, gt=0, description="upper bound of the importance weight", **RECORDED)
+    tis_clip_low: float = Field(default=0.0, ge=0, description="lower bound of the importance weight", **RECORDED)
     tis_batch_normalize: bool = Field(default=False, description="divide importance weights by their mean over the batch")
     use_rs: bool = Field(default=False, description="leave tokens or sequences out whose importance weight is outside its bounds")
     rs_level: Level | None = Field(default=None, description="level of that weight; default: tis_level")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
-from shared.config.section import HOOK, MUTABLE, Rule, Section, Words, hook
+from shared.config.section import HOOK, MUTABLE, RECORDED, Rule, Section, Words, hook
 from shared.config.sglang_flags import plain_name
 from shared.environment import environment_url as address
 from shared.runtime.host import Runtime
@@ -222,7 +222,9 @@ class RolloutSection(Section):
     generate_workers: int = Field(
         default=2, gt=0, description="processes for custom_generate_function_path in a rollout service, each with many rollouts", **MUTABLE
     )
-    rollout_temperature: float = Field(default=1.0, ge=0, description="sampling temperature; the trainer divides logits by it too")
+    rollout_temperature: float = Field(
+        default=1.0, ge=0, description="sampling temperature; the trainer divides logits by it too", **RECORDED
+    )
     rollout_top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling")
     rollout_top_k: int = Field(default=-1, ge=-1, description="top-k sampling; -1 = off")
     rollout_max_context_len: int | None = Field(

@@ -377,15 +377,24 @@ def field_sections() -> dict[str, str]:
     return {field: section for section in RunConfig.model_fields for field in section_model(section).model_fields}
 
 
-def changes(old: RunConfig, new: RunConfig) -> list[str]:
-    """Returns the fields that differ and may not change on resume, as ``section.field: old → new``."""
+def changes(old: RunConfig, new: RunConfig, mark: str = "") -> list[str]:
+    """Returns the fields that differ, as ``section.field: old → new``: those that may not change on resume, or those with a ``mark``."""
     found = []
     for section in RunConfig.model_fields:
         before, after = getattr(old, section), getattr(new, section)
         for field, info in section_model(section).model_fields.items():
-            extra = info.json_schema_extra
-            if isinstance(extra, dict) and extra.get("mutable"):
-                continue
-            if getattr(before, field) != getattr(after, field):
+            extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+            wanted = extra.get(mark) if mark else not extra.get("mutable")
+            if wanted and getattr(before, field) != getattr(after, field):
                 found.append(f"{section}.{field}: {getattr(before, field)!r} → {getattr(after, field)!r}")
     return found
+
+
+def unsound(old: RunConfig, new: RunConfig, field: str) -> str:
+    """Returns why a field that may change (``section.field``) cannot change from one config to the other; empty where it can."""
+    policy = new.algorithm
+    if field in ("algorithm.kl_loss_coef", "algorithm.kl_coef") and getattr(policy, field.partition(".")[2]):
+        known = old.algorithm.measures_kl or old.algorithm.kl_coef
+        return "" if known else "the run has no reference policy: one is kept from the beginning, by use_kl_loss, kl_loss_coef or kl_coef"
+    uncorrected = field == "rollout.rollout_temperature" and policy.loss_type == "policy_loss" and policy.correction == "none"
+    return "off_policy = none does not correct for samples that were generated at the other temperature" if uncorrected else ""

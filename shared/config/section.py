@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validat
 MUTABLE: dict[str, Any] = {"json_schema_extra": {"mutable": True}}
 """Marks fields that may change when a run is resumed."""
 
+RECORDED: dict[str, Any] = {"json_schema_extra": {"mutable": True, "recorded": True}}
+"""Marks fields of the training itself that may change when a run is resumed: the change is recorded in the run's ledger."""
+
 HOOK = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*$"
 """The pattern of a path to a custom function: ``package.module:function``, or slime's ``package.module.function``."""
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 
 from shared.config import environment_variables
-from shared.config.section import LARGEST_SEED, MUTABLE, Rule, Section, hook
+from shared.config.section import LARGEST_SEED, MUTABLE, RECORDED, Rule, Section, hook
 from shared.hub import hub_names
 from shared.runtime.errors import ConfigError, nearest
 
@@ -192,7 +192,7 @@ class TrainerSection(Section):
     actor_num_gpus_per_node: int = Field(default=1, ge=1, le=8, description="trainer ranks on a machine (processes on a CPU)")
     critic_num_nodes: int | None = Field(default=None, ge=1, description="machines of the critic (ppo); default: the actor's")
     critic_num_gpus_per_node: int | None = Field(default=None, ge=1, le=8, description="the critic's ranks (ppo); default: the actor's")
-    critic_lr: float | None = Field(default=None, ge=0, description="the critic's learning rate; default: lr")
+    critic_lr: float | None = Field(default=None, ge=0, description="the critic's learning rate; default: lr", **RECORDED)
     critic_load: Annotated[Path | None, AfterValidator(hub_names.checked_model)] = Field(
         default=None, description="HF checkpoint that the critic starts from, named as hf_checkpoint; default: that"
     )
@@ -242,8 +242,8 @@ class TrainerSection(Section):
     global_batch_size: int | None = Field(
         default=None, gt=0, description="samples of an optimizer step; default: what rollout_batch_size, samples and steps make it"
     )
-    lr: float = Field(default=1e-6, ge=0, description="learning rate; 0: everything is computed, and no weight moves")
-    min_lr: float = Field(default=0.0, ge=0, description="floor of the decay")
+    lr: float = Field(default=1e-6, ge=0, description="learning rate; 0: everything is computed, and no weight moves", **RECORDED)
+    min_lr: float = Field(default=0.0, ge=0, description="floor of the decay", **RECORDED)
     lr_warmup_iters: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up")
     lr_warmup_fraction: float | None = Field(
         default=None,
@@ -255,12 +255,12 @@ class TrainerSection(Section):
     lr_decay_iters: int | None = Field(
         default=None, gt=0, description="optimizer steps at whose end the decay arrives; default: those of the run"
     )
-    weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay")
+    weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay", **RECORDED)
     adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Adam β1")
     adam_beta2: float = Field(default=0.98, ge=0, lt=1, description="Adam β2")
     adam_eps: float = Field(default=1e-8, gt=0, description="Adam ε")
     reset_optimizer_states: bool = Field(default=False, description="zero Adam's moments before each rollout batch", **MUTABLE)
-    clip_grad: float = Field(default=1.0, ge=0, description="gradient norm clip; 0 = off")
+    clip_grad: float = Field(default=1.0, ge=0, description="gradient norm clip; 0 = off", **RECORDED)
     only_train_params_name_list: list[str] = Field(
         default=[],
         description="regular expressions: the actor's parameters in whose Megatron names (decoder.layers.7.mlp.linear_fc1.weight) none is "

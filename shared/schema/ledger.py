@@ -176,6 +176,20 @@ class LedgerRepaired(LedgerRecord):
     set_aside: tuple[Count, ...] = Field(default=(), max_length=10_000)
 
 
+class ValuesChanged(LedgerRecord):
+    """The run goes on from its checkpoint of ``step`` steps with other values of its training.
+
+    ``changed``: each as ``section.field: old → new``.
+    """
+
+    step: Count
+    changed: tuple[Reason, ...] = Field(max_length=64)
+
+    def words(self) -> str:
+        """Returns it in one line for people."""
+        return f"goes on at step {self.step} with " + ", ".join(one.partition(".")[2].replace(": ", " ") for one in self.changed)
+
+
 def group_id(index: int) -> str:
     """Returns the id of the group that was admitted as the ``index``-th (from 0)."""
     return f"g{index:08d}"

@@ -90,6 +90,9 @@ class MetricsWritten(Message):
     at: Timestamp
 
 
+VALUES_CHANGED = "values_changed"  # The event of a run that goes on with other values of its training
+
+
 class ServiceEvent(Message):
     """Event ``<run>.service.<what>``: a service joined, left, was fenced, failed."""
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.schema.message import LARGEST
-from shared.schema.service_messages import ServiceEvent
+from shared.schema.service_messages import VALUES_CHANGED, ServiceEvent
 from shared.schema.weight_messages import WeightsLive, WeightsPushed
 from shared.view.run_view import FAILED, RESTARTED
 
@@ -235,7 +235,7 @@ class RunMarks:
         The launcher's word that it started a service again says more than the service's own that it failed, and takes its place.
         """
         instance, known = event.instance, self._last.get(event.instance)
-        if event.what in (FAILED, TOOK_OVER):
+        if event.what in (FAILED, TOOK_OVER, VALUES_CHANGED):
             self._mark(event, event.what, event.detail)
         elif event.what == RESTARTED and known is not None and known.what == FAILED:
             known.at, known.what, known.text = event.at, RESTARTED, event.detail or known.text

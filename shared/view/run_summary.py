@@ -4,12 +4,14 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
+from shared import __version__
 from shared.bus import streams
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
-from shared.schema.ledger import BatchTrained, EvalEnded, EvalScored, GroupsScored, LedgerRecord
+from shared.schema.ledger import BatchTrained, EvalEnded, EvalScored, GroupsScored, LedgerRecord, ValuesChanged
 from shared.schema.ledger_audit import Audit
 from shared.schema.messages import Trained
 from shared.schema.service_messages import WarmStartEnded
@@ -77,6 +79,7 @@ class Summary:
     which at least one was. trained_tokens: response tokens of the trained samples.
     eval_failed: held-out prompts that failed, by reason. errors: what each service that failed or was restarted last ended with. waits:
     the newest waits out of the ordinary, how long and what for. alarms: as `shared.view.alarms.Alarm` has them, where they are known.
+    version: of Myxo, at the run's end. changes: of the training's values, from which step on, and as `shared.schema.ledger.ValuesChanged`.
     mean_abs_logprob_diff: between engine and trainer, over tokens that both computed under the same weight version.
     """
 
@@ -106,6 +109,8 @@ class Summary:
     errors: dict[str, str] = field(default_factory=dict)
     waits: list[str] = field(default_factory=list)
     alarms: list[dict[str, str]] = field(default_factory=list)
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    version: str = __version__
 
 
 class SummaryTally:
@@ -126,6 +131,7 @@ class SummaryTally:
         self._tokens = 0
         self._diffs: dict[int, tuple[float, float]] = {}
         self._eval_failed: Counter[str] = Counter()
+        self._changes: list[ValuesChanged] = []
         self._times: tuple[float, float] | None = None  # of the first and the last record
 
     def apply(self, record: LedgerRecord) -> None:
@@ -139,6 +145,8 @@ class SummaryTally:
             case BatchTrained(step=step, started=started, ended=ended):
                 self._training.append((started, ended))
                 self._trained(step, changed)
+            case ValuesChanged():
+                self._changes.append(record)
             case EvalScored(rewards=[], reason=reason):
                 self._eval_failed[reason] += 1
             case EvalEnded():
@@ -193,6 +201,7 @@ class SummaryTally:
             finished=report.finished,
             audit="ok" if report.ok else list(report.violations),
             evaluations=evaluations,
+            changes=[{"step": record.step, "changed": list(record.changed)} for record in self._changes],
         )
 
     def _trained(self, step: int, groups: Sequence[GroupRecord]) -> None:

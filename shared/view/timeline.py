@@ -25,6 +25,7 @@ from shared.schema.ledger import (
     LedgerRepaired,
     RunFinished,
     SampleRefused,
+    ValuesChanged,
     group_id,
 )
 from shared.schema.messages import ScoredGroup, Trained
@@ -129,6 +130,8 @@ class Timeline:
                 yield from self._mark(BUFFER, "run finished", record.at, {})
             case LedgerRepaired(resume=steps):
                 yield from self._mark(BUFFER, "repaired", record.at, {"goes on from": steps})
+            case ValuesChanged(step=step, changed=changed):
+                yield from self._mark(TRAINER, "values changed", record.at, {"from step": step, "changed": list(changed)})
 
     def _admit(self, name: str, at: float, version: int) -> Iterator[TraceEvent]:
         self._open[name] = _OpenGroup(OUTSTANDING, at)

@@ -13,7 +13,7 @@ wherever it lies.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import megatron.core.optimizer as megatron_optimizer
@@ -417,8 +417,8 @@ class Optimizer:
                 state["exp_avg_sq"].zero_()
 
     def resume(self, schedule: LearningRateSchedule, updates: int) -> None:
-        """Takes a loaded checkpoint's schedule, at the position that it had reached."""
-        self.schedule, self.updates = schedule, updates
+        """Takes a loaded checkpoint's schedule, at the position that it had reached, with the configured rates."""
+        self.schedule, self.updates = replace(schedule, lr=self.schedule.lr, min_lr=self.schedule.min_lr), updates
 
     def update(self) -> tuple[float, str | None]:
         """Applies the gradients that the backward passes have left. This is a collective of all ranks.

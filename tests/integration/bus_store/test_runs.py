@@ -6,9 +6,12 @@ import pytest
 
 from shared.bus import runs
 from shared.bus.connection import Bus
+from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
+from shared.config.run_config import RunConfig
 from shared.runtime.errors import ConfigError, Problems
-from shared.schema.ledger import RunFinished
+from shared.schema.ledger import BatchTrained, RunFinished, ValuesChanged
+from shared.schema.service_messages import ServiceStatus
 from tests.support.run_config import run_config
 
 
@@ -45,6 +48,29 @@ async def test_resuming_with_another_fixed_value_is_refused_by_field_and_changes
     assert reported == [("rollout.max_staleness", "1 → 3"), ("bus.ack_wait", "30.0 → 99.0")]
     assert await runs.load(bus, run_name) == config
     assert await runs.store_url(bus, run_name) is None
+
+
+async def test_a_value_of_the_training_changes_on_the_record_or_not_at_all(bus: Bus, run_name: str, tmp_path: Path) -> None:
+    def config(lr: float) -> RunConfig:
+        return run_config(tmp_path, run={"name": run_name}, trainer={"lr": lr})
+
+    assert await runs.create(bus, config(1e-6), None) is None
+    trained = BatchTrained(step=2, version=3, started=0.0, ended=1.0, at=1.0)
+    await runs.append(bus, run_name, trained)
+    with pytest.raises(ConfigError, match=r"trainer.lr.*3 steps are trained, and the newest checkpoint is of 2.*--from"):
+        await runs.create(bus, config(2e-6), None, saved=2)
+    status = ServiceStatus(service="buffer", instance="buffer-0", state="ready", host="here", pid=1, at=0.0, http="")
+    await Registry(bus, run_name).renew(status)
+    with pytest.raises(ConfigError, match=r"trainer.lr.*stop buffer-0 first"):
+        await runs.create(bus, config(2e-6), None, saved=3)
+    await Registry(bus, run_name).leave(status)
+    assert await runs.last_record(bus, run_name, ValuesChanged) is None and (await runs.load(bus, run_name)).trainer.lr == 1e-6
+
+    changed = await runs.create(bus, config(2e-6), None, saved=3)
+    assert changed is not None and changed.words() == "goes on at step 3 with lr 1e-06 → 2e-06"
+    assert await runs.last_record(bus, run_name, ValuesChanged) == changed
+    assert (await runs.load(bus, run_name)).trainer.lr == 2e-6
+    assert await runs.create(bus, config(2e-6), None, saved=3) is None
 
 
 async def test_no_such_run(bus: Bus) -> None:

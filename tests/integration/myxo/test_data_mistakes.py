@@ -277,7 +277,7 @@ def test_a_run_of_that_name_with_another_config(myxo: Myxo, given: Input, capsys
     asyncio.run(put_on_its_bus(load(given.write(), {"rollout": {"num_rollout": 2}})))
     summary = b"{}"
     (given.directory / "runs" / "test" / "summary.json").write_bytes(summary)
-    other = ("--num-rollout", "2", "--max-staleness", "3", "--lr", "0.5")
+    other = ("--num-rollout", "2", "--max-staleness", "3", "--adam-beta1", "0.5", "--lr", "0.5")
     assert dry_run(capsys, given, "--num-rollout", "2") == (0, "")
     assert dry_run(capsys, given, *other, "--fresh") == (0, "")
     before = processor_seconds()
@@ -286,7 +286,7 @@ def test_a_run_of_that_name_with_another_config(myxo: Myxo, given: Input, capsys
     assert (code, out) == (2, "")
     assert [line.partition(": run test exists")[0] for line in err.splitlines()] == [
         "myxo: --max-staleness (rollout.max_staleness) = '1 → 3'",
-        "myxo: --lr (trainer.lr) = '1e-06 → 0.5'",
+        "myxo: --adam-beta1 (trainer.adam_beta1) = '0.9 → 0.5'",
     ]
     assert "use --fresh to start it anew, or another run.name" in err
     (given.directory / "runs" / "test" / "config.json").unlink()  # as a run of an earlier release left it: the bus knows

@@ -45,7 +45,8 @@ SUMMARY = Summary(
 def test_draws_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "reward.png"
-    reward_chart.draw(SUMMARY, [step / 40 for step in range(40)], None, path)
+    changed = [{"step": 20, "changed": ["trainer.lr: 1e-06 → 2e-06"]}]
+    reward_chart.draw(replace(SUMMARY, changes=changed), [step / 40 for step in range(40)], None, path)
     content = path.read_bytes()
     assert content.startswith(b"\x89PNG")
     width, height = int.from_bytes(content[16:20]), int.from_bytes(content[20:24])

@@ -11,6 +11,7 @@ import pytest
 from myxo.preflight import data_checks, model_checks
 from myxo.preflight.inspection import Inspection
 from services.rollout.agent_runner import agent_workers
+from shared.bus import runs
 from shared.config import flag_table
 from shared.config.config_reading import load, parse
 from shared.config.run_config import RunConfig, changes, field_sections, section_model
@@ -19,6 +20,7 @@ from shared.data.data_files import DataFile
 from shared.rewards.names import VERIFIERS
 from shared.runtime.errors import ConfigError, Problems
 from tests.support.run_config import run_config, values
+from tests.support.tables import table
 
 SECTIONS: dict[str, type[Section]] = {section: section_model(section) for section in RunConfig.model_fields}
 MUTABLE = {
@@ -496,14 +498,54 @@ def test_overrides_do_not_hide_a_section_that_is_no_section(tmp_path: Path) -> N
         load(path, {"rollout": {"num_rollout": "9", "sglang": {"a": "b"}}})
 
 
+RECORDED = {
+    *("lr", "min_lr", "critic_lr", "weight_decay", "clip_grad", "eps_clip", "eps_clip_high", "eps_clip_c", "value_clip", "tis_clip"),
+    *("tis_clip_low", "kl_loss_coef", "kl_coef", "entropy_coef", "rollout_temperature"),
+}
+
+
 def test_exactly_the_marked_fields_may_change_on_resume() -> None:
-    marked = {
-        field
-        for model in SECTIONS.values()
-        for field, info in model.model_fields.items()
-        if isinstance(info.json_schema_extra, dict) and info.json_schema_extra.get("mutable")
-    }
-    assert marked == MUTABLE
+    def marked(mark: str) -> set[str]:
+        fields = [item for model in SECTIONS.values() for item in model.model_fields.items()]
+        return {field for field, info in fields if isinstance(info.json_schema_extra, dict) and info.json_schema_extra.get(mark)}
+
+    assert marked("recorded") == RECORDED
+    assert marked("mutable") == MUTABLE | RECORDED
+
+
+FIXED = "exists with another value"
+NO_REFERENCE = "no reference policy"
+PPO = {"advantage_estimator": "ppo"}
+
+
+@table(
+    ("old", "new", "refused"),
+    [
+        ({}, {"trainer": {"lr": 2e-6}}, ""),
+        ({}, {"algorithm": {"eps_clip": 0.1, "eps_clip_high": 0.3}}, ""),
+        ({}, {"algorithm": {"entropy_coef": 0.01}}, ""),
+        ({}, {"rollout": {"rollout_temperature": 0.7}}, ""),
+        (
+            {"algorithm": {"off_policy": "none"}},
+            {"algorithm": {"off_policy": "none"}, "rollout": {"rollout_temperature": 0.7}},
+            "off_policy = none does not correct",
+        ),
+        ({"algorithm": {"kl_loss_coef": 0.01}}, {"algorithm": {"kl_loss_coef": 0.1}}, ""),
+        ({"algorithm": {"kl_loss_coef": 0.01}}, {}, ""),
+        ({}, {"algorithm": {"kl_loss_coef": 0.1}}, NO_REFERENCE),
+        ({"algorithm": {"use_kl_loss": True}}, {"algorithm": {"use_kl_loss": True, "kl_loss_coef": 0.1}}, ""),
+        ({"algorithm": PPO}, {"algorithm": {**PPO, "kl_coef": 0.1}}, NO_REFERENCE),
+        ({}, {"rollout": {"rollout_batch_size": 8}}, FIXED),
+        ({}, {"rollout": {"n_samples_per_prompt": 8}}, FIXED),
+        ({}, {"rollout": {"max_staleness": 3}}, FIXED),
+    ],
+)
+def test_what_may_change_of_a_run_that_goes_on(old: dict[str, Any], new: dict[str, Any], refused: str, tmp_path: Path) -> None:
+    found = runs.differences(run_config(tmp_path, **old), run_config(tmp_path, **new))
+    if not refused:
+        assert found == []
+        return
+    assert found and all(refused in problem.expected and "myxo up CONFIG --from test --name NAME" in problem.expected for problem in found)
 
 
 def test_changes_names_old_and_new_and_leaves_out_what_may_change(tmp_path: Path) -> None:
@@ -515,7 +557,8 @@ def test_changes_names_old_and_new_and_leaves_out_what_may_change(tmp_path: Path
         eval={"eval_interval": 5, "eval_prompt_data": "heldout.jsonl"},
     )
     assert changes(old, old) == []
-    assert changes(old, new) == ["rollout.max_staleness: 1 → 3", "rollout.sglang: {} → {'a': 1}", "trainer.lr: 1e-06 → 1e-05"]
+    assert changes(old, new) == ["rollout.max_staleness: 1 → 3", "rollout.sglang: {} → {'a': 1}"]
+    assert changes(old, new, "recorded") == ["trainer.lr: 1e-06 → 1e-05"]
 
 
 def missing_files(config: RunConfig) -> list[ConfigError]:

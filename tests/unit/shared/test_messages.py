@@ -165,6 +165,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "EvaluationsRequest": {"known": 3},
     "EvaluationsEnded": {"evaluations": [FIGURES]},
     "RunFinished": {"steps": 4, "at": 1.0},
+    "ValuesChanged": {"step": 4, "changed": ["trainer.lr: 1e-06 → 2e-06"], "at": 1.0},
     "LedgerRepaired": {"resume": 2, "cut_after": 7, "cut_last": 9, "set_aside": [4], "at": 1.0},
 }
 CONCRETE = {

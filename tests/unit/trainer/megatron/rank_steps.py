@@ -96,7 +96,7 @@ def resume(hf_dir: Path, config: dict[str, Any], root: Path) -> dict[str, Any]:
     noise = torch.rand(3)
     straight = steps(model, 2, first=2)
     weights = exported(model)
-    again = actor(hf_dir, **{**config, "seed": 99, "lr": 1.0})
+    again = actor(hf_dir, **{**config, "seed": 99})
     extra = again.load_checkpoint(root)
     noise_again = torch.rand(3)
     resumed = steps(again, 2, first=2)

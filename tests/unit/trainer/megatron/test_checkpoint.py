@@ -208,9 +208,18 @@ def test_a_checkpoint_before_the_first_step_resumes_too(make_actor, tmp_path):
     actor = make_actor("qwen3")
     actor.save_checkpoint(tmp_path, 0)
     straight = rank_steps.steps(actor, 2)
-    again = make_actor("qwen3", lr=1.0)
+    again = make_actor("qwen3", lr_warmup_iters=9)
     assert again.load_checkpoint(tmp_path) == {}
     assert rank_steps.steps(again, 2) == straight
+
+
+def test_a_checkpoint_goes_on_at_its_position_with_the_configured_rate(make_actor, tmp_path):
+    actor = make_actor("qwen3", lr_warmup_iters=4)
+    rank_steps.steps(actor, 1)
+    actor.save_checkpoint(tmp_path, 1)
+    again = make_actor("qwen3", lr=1e-3)
+    again.load_checkpoint(tmp_path)
+    assert [step.lr for step in rank_steps.steps(again, 4)] == pytest.approx([5e-4, 7.5e-4, 1e-3, 1e-3])
 
 
 def test_the_newest_checkpoint_is_loaded_and_old_ones_go(make_actor, tmp_path):
