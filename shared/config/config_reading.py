@@ -164,8 +164,8 @@ def _remaining(values: dict[str, Any], names: set[str]) -> RunConfig | None:
 
 
 def without(config: RunConfig, names: Collection[str]) -> RunConfig:
-    """Returns the config without some fields: reading one raises an AttributeError, as `refusals_of` takes it. Those of ``[debug]`` stay: by
-    them a run is a whole one or a half, which decides what is checked."""
+    """Returns the config without some fields: reading one raises an AttributeError, as `refusals_of` takes it. Those of ``[debug]`` stay:
+    by them a run is a whole one or a half, which decides what is checked."""
     sections = {section: getattr(config, section).model_copy() for section in RunConfig.model_fields if section != "debug"}
     for section in sections.values():
         for name in section.__dict__.keys() & set(names):

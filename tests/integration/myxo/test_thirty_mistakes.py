@@ -134,8 +134,8 @@ ROWS = [
                      lines=2, flags=("--rollout-batchsize", "4"), text=replaced("rollout_batch_size = 2\n", ""), change=ONE_UNLABELLED),
     NewcomersMistake("a value of slime's misspelt, and a label", ("--advantage-estimator (algorithm.advantage_estimator) = 'grop'", *LABEL),
                      lines=2, flags=("--advantage-estimator", "grop"), change=ONE_UNLABELLED),
-    NewcomersMistake("a word for a switch that halves the run, and a label", ("debug.debug_train_only = 'perhaps'", "boolean", *LABEL), lines=2,
-                     sections={"debug": {"debug_train_only": "perhaps"}}, change=ONE_UNLABELLED),
+    NewcomersMistake("a word for a switch that halves the run, and a label", ("debug.debug_train_only = 'perhaps'", "boolean", *LABEL),
+                     lines=2, sections={"debug": {"debug_train_only": "perhaps"}}, change=ONE_UNLABELLED),
     NewcomersMistake("a word for a number, and a label", ("--n-samples-per-prompt (rollout.n_samples_per_prompt) = 'eight'", *LABEL),
                      lines=2, flags=("--n-samples-per-prompt", "eight"), change=ONE_UNLABELLED),
 ]  # fmt: skip
