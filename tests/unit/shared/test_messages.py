@@ -316,7 +316,7 @@ def test_bytes_that_are_no_envelope_are_refused(data: bytes) -> None:
 def test_ledger_events_are_named_after_their_records() -> None:
     assert ledger.GroupsAdmitted.event() == "groups_admitted"
     names = [kind.event() for kind in CONCRETE.values() if issubclass(kind, ledger.LedgerRecord)]
-    assert len(set(names)) == len(names) == 16
+    assert len(set(names)) == len(names) == 17
 
 
 def test_group_ids_count_from_zero_and_sort_in_order_of_admission() -> None:
