@@ -27,7 +27,7 @@ A run is described by one TOML file. Every field is also a flag, with dashes for
 stand over the file. Flags of [slime](coming-from-slime.md), [Megatron](megatron-flags.md) and SGLang (`--sglang-…`) are taken as they are.
 
 A file may build on others: `base = "other.toml"`, or a list, relative to it. An unknown key or a value that does not fit is refused with
-the field, the value and what would be right; `myxo up CONFIG --dry-run` prints every field with the value that it comes to.
+the field, the value and what would be right; `myxo up CONFIG --print-config` prints every field with the value that it comes to.
 
 *Resume*: whether the value may differ when a run goes on. A run is frozen with its config, and another value of any other field is refused;
 `--fresh`, or another name, begins anew. *Recorded*: it may differ, and

@@ -53,7 +53,7 @@ fields. Values are checked where the command is given, without Megatron or torch
   not installed. slime's own flags: [coming-from-slime.md](coming-from-slime.md).
 - **A switch** is given as `--name`, `--no-name` or `--name false`; a list as words, or as scripts write it, `--moe-layer-freq
   [0]*1+[1]*27`.
-- **Frozen with the run** like every field: `myxo up --dry-run` shows them, and a resumed run with others is refused.
+- **Frozen with the run** like every field: `myxo up --print-config` shows them, and a resumed run with others is refused.
 
 With a Megatron-LM checkout on the `PYTHONPATH` its own parser reads the flags too, when the trainer starts; the command line then lets
 through what this catalogue does not have. A flag that only that parser knows must be a field of a dataclass of the same name: all others
@@ -69,7 +69,7 @@ base = "../../configs/models/qwen3-4b.toml"   # or a list; relative to this file
 ```
 
 What a file says stands over its bases, the later of several bases over the earlier, tables key by key. Unknown keys are refused with the
-file that they are in, and `myxo up --dry-run` shows what comes of it all.
+file that they are in, and `myxo up --print-config` shows what comes of it all.
 """
 
 

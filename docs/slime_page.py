@@ -26,14 +26,14 @@ and ends with the audit and the summary. No Ray cluster, no router and no conver
 script out, and the quotes of `ray job submit -- python3 train.py` with them.
 
 ```bash
-myxo train FLAGS --dry-run > run.toml    # checks all, starts nothing, prints the TOML that the flags stand for
+myxo train FLAGS --print-config > run.toml    # checks all, starts nothing, prints the TOML that the flags stand for
 myxo up run.toml                         # the same run
 myxo train run.toml --lr 2e-6            # a file with flags over it
 myxo train --run-name NAME               # continues a run, or gives a new one its name
 ```
 
-`--dry-run` needs no GPU. It reports everything at once that would stop the run: a file that is not there, a shape that does not
-fit the layout, a package that is missing, a misspelt flag.
+`--print-config` needs no GPU, nor does `--dry-run`, which prints ten lines about the run instead. It reports everything at once that would
+stop the run: a file that is not there, a shape that does not fit the layout, a package that is missing, a misspelt flag.
 
 ## What becomes of a flag
 

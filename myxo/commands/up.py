@@ -12,16 +12,18 @@ import sys
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
 from myxo.commands.export_run import begun_from
+from myxo.display import run_verdict
 from myxo.launch.exit_report import ways_on
 from myxo.launch.launcher import Launch
 from myxo.launch.node_launch import NodeLaunch, settle_node_rank
 from myxo.launch.service_plan import SERVICE_MODULES
-from myxo.preflight import Source, checked_config
+from myxo.preflight import Source, checked, checked_config
+from myxo.preflight.inspection import Inspection
 from myxo.run import config_toml
 from myxo.run.run_access import GivenServers, check_servers, check_store, connect, given_servers, told_when_lost, vocabulary
 from myxo.run.run_directory import RunDirectory
@@ -114,7 +116,7 @@ def declare_up(command: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``myxo up``."""
     _declare(command, _UP)
     command.add_argument("--fresh", action="store_true", help="remove what the run has done so far and start it anew")
-    command.add_argument("--dry-run", action="store_true", help="check everything, print the resolved config, start nothing")
+    add_dry_run(command)
     command.add_argument("--from", dest="begin", metavar="RUN[@STEP]", help="begin with the weights of RUN's newest checkpoint, or STEP's")
     several = "which of the trainer's nodes this machine is, where it has several (actor_num_nodes); 0: the first"
     command.add_argument("--node-rank", type=int, metavar="N", help=several)
@@ -123,7 +125,7 @@ def declare_up(command: argparse.ArgumentParser) -> None:
         source = Source.of(parsed.config, parsed.flags)
         if parsed.begin is not None:
             source = begun_from(source, parsed.begin, console, fresh=parsed.fresh)
-        return up(source, console, fresh=parsed.fresh, dry_run=parsed.dry_run, node_rank=parsed.node_rank)
+        return up(source, console, fresh=parsed.fresh, dry_run=dry_run(parsed), node_rank=parsed.node_rank)
 
     command.set_defaults(run_command=run)
 
@@ -142,24 +144,52 @@ def _declare(command: argparse.ArgumentParser, description: str) -> None:
     command.set_defaults(flags=[], take_rest=take_flags)
 
 
+class DryRun(NamedTuple):
+    """What is done in the place of a run. ``prints_config``: as TOML, alone."""
+
+    prints_config: bool
+
+
+def add_dry_run(command: argparse.ArgumentParser) -> None:
+    """Adds --dry-run and --print-config."""
+    command.add_argument("--dry-run", action="store_true", help="check everything, print what the run comes to, start nothing")
+    command.add_argument("--print-config", action="store_true", help="as --dry-run, but print the resolved config, as TOML")
+
+
+def dry_run(parsed: argparse.Namespace) -> DryRun | None:
+    """Returns what a command line asks for in the place of a run; None: the run."""
+    return DryRun(parsed.print_config) if parsed.dry_run or parsed.print_config else None
+
+
+def _run_dry(inspection: Inspection, asked: DryRun, console: Console) -> int:
+    assert inspection.frozen is not None  # it passed
+    if asked.prints_config:
+        console.file.write(config_toml.dump(inspection.frozen.shown()))
+        return exit_codes.DONE
+    for head, text in run_verdict.lines(inspection):
+        console.print(f"{head:10}{text}", markup=False, highlight=False, soft_wrap=True)
+    return exit_codes.DONE
+
+
 def take_flags(parsed: argparse.Namespace, rest: list[str]) -> list[str]:
     """Takes the config's flags, which argparse does not know; nothing is left over."""
     parsed.flags = rest
     return []
 
 
-def up(source: Source, console: Console, *, fresh: bool = False, dry_run: bool = False, node_rank: int | None = None) -> int:
+def up(source: Source, console: Console, *, fresh: bool = False, dry_run: DryRun | None = None, node_rank: int | None = None) -> int:
     """Runs the config's run on this machine until it is finished or stopped. Returns the exit code.
 
-    ``source``: where the config comes from. ``fresh``: forget what the run has done. ``dry_run``: show the resolved config only.
+    ``source``: where the config comes from. ``fresh``: forget what the run has done. ``dry_run``: what is done in its place.
     ``node_rank``: which of the trainer's nodes this machine is; on all but the first, its part of the trainer is all that starts. Raises
     ConfigError for bad input, MyxoError for what keeps the run from starting.
     """
     further = node_rank or os.environ.get(NODE_RANK, "0") != "0"  # not all services start there
-    config = checked_config(source, starts=not further, fresh=fresh)
-    if dry_run:
-        console.file.write(config_toml.dump(config.shown()))
-        return exit_codes.DONE
+    inspection = checked(source, starts=not further, fresh=fresh)
+    if dry_run is not None:
+        return _run_dry(inspection, dry_run, console)
+    config = inspection.frozen
+    assert config is not None  # it passed
     directory = RunDirectory(config.run.root)
     if config.debug.trains_only:
         return train_on_dumps(config, directory, console, fresh=fresh, again=continuing(config, source))
@@ -217,7 +247,7 @@ Without CONFIG, the flags are the whole config. slime's defaults hold where they
 lies in --save, and the run's name is that of --run-name, that of the newest run in --load, or made of the model's name and the time. The
 name of a run that is there already, without a model, goes on with it. With CONFIG it is `myxo up CONFIG [flags]`.
 
---dry-run prints the TOML file that the flags stand for."""
+--print-config prints the TOML file that the flags stand for."""
 
 # The sections that have fields without a default, so that each of these is asked for by its name.
 _REQUIRED: dict[str, dict[str, Any]] = {"model": {}, "data": {}, "rollout": {}}
@@ -231,7 +261,7 @@ def declare_train(command: argparse.ArgumentParser) -> None:
     command.formatter_class = argparse.RawDescriptionHelpFormatter
     command.add_argument("--run-name", metavar="NAME", help="the run's name; default: the model's and the time")
     command.add_argument("--fresh", action="store_true", help="remove what the run has done so far and start it anew")
-    command.add_argument("--dry-run", action="store_true", help="check everything, print the config as TOML, start nothing")
+    add_dry_run(command)
     command.set_defaults(flags=[], take_rest=take_flags, run_command=_train)
 
 
@@ -240,7 +270,7 @@ def _train(parsed: argparse.Namespace, console: Console) -> int:
     path = Path(words.pop(0)) if words and not words[0].startswith("-") else None
     if parsed.run_name is not None:
         words += ["--name", parsed.run_name]
-    return up(train_source(path, words, fresh=parsed.fresh), console, fresh=parsed.fresh, dry_run=parsed.dry_run)
+    return up(train_source(path, words, fresh=parsed.fresh), console, fresh=parsed.fresh, dry_run=dry_run(parsed))
 
 
 def train_source(path: Path | None, words: list[str], *, fresh: bool = False, now: datetime | None = None) -> Source:

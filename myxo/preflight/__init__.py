@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from myxo.launch import service_plan
-from myxo.preflight import data_checks, engine_checks, machine_checks, model_checks, objective_checks, run_plan
+from myxo.preflight import data_checks, engine_checks, machine_checks, model_checks, objective_checks, plausibility, run_plan
 from myxo.preflight.inspection import Findings, Inspection, Note
 from myxo.run import run_access
 from shared.config import devices, flags, slime_script
@@ -97,6 +97,7 @@ CHECKS: dict[Check, When] = {
     data_checks.check_dates: ALWAYS,
     data_checks.check_labels: GENERATES,
     engine_checks.check_lengths: GENERATES,
+    plausibility.check_values: ALWAYS,
 }
 
 
@@ -113,15 +114,22 @@ class Source(NamedTuple):
 
 
 def checked_config(source: Source, *, starts: bool = False, fresh: bool = False, cluster: tuple[int, int] | None = None) -> RunConfig:
-    """Returns the config with its flags (of `shared.config.flags`) laid over it, after all checks; its names on the hub are pinned, and
-    their files on this machine.
+    """Returns the config of `checked` as the run keeps it. Raises as it does."""
+    config = checked(source, starts=starts, fresh=fresh, cluster=cluster).frozen
+    assert config is not None  # it passed
+    return config
+
+
+def checked(source: Source, *, starts: bool = False, fresh: bool = False, cluster: tuple[int, int] | None = None) -> Inspection:
+    """Returns the inspection of a config with its flags (of `shared.config.flags`) laid over it, which has passed all checks; its names on
+    the hub are pinned, and their files on this machine.
 
     ``source``: where it comes from. ``starts``: whether this is the machine that all services start on. ``fresh``: whether what the run has
     done so far is to be removed. ``cluster``: nodes, and GPUs of each, that the run has to itself; default: this machine where it starts
     here. Raises ConfigError, or Problems of several.
     """
     path, given = source
-    problems = list(given.problems)
+    problems, inspection = list(given.problems), None
     try:
         reading = read(path, given.overrides, problems)
         config, problems = reading.config, problems + reading.problems
@@ -131,14 +139,15 @@ def checked_config(source: Source, *, starts: bool = False, fresh: bool = False,
             inspection, engines, wrong = _settled(reading.remaining, starts, fresh, cluster, whole=not problems)
             config, problems = inspection.frozen, [*problems, *map(reading.with_origin, wrong)]
             os.environ.update(given.environment)
-            told = [] if problems else [*given.notes, *reading.notes, *filter(None, [engines])]
+            inspection.guesses += filter(None, [engines])
+            told = [] if problems else [*given.notes, *reading.notes, *inspection.guesses]
             problems += map(reading.with_origin, inspect(inspection, told))
     except BadInput as error:
         problems += problems_of(error)
     distinct = {str(problem): problem for problem in problems}.values()  # two may ask one server
     raise_problems([flags.named(problem, given.typed, alone=path is None) for problem in distinct])
-    assert config is not None  # or there was a problem
-    return config
+    assert inspection is not None  # or there was a problem
+    return inspection
 
 
 def _settled(config: RunConfig, starts: bool, fresh: bool, cluster: tuple[int, int] | None, whole: bool) -> Settled:
@@ -192,6 +201,7 @@ def inspect(inspection: Inspection, told: Sequence[str] = ()) -> list[BadInput]:
             problems += refusals_of(error)
         problems += inspection.problems[known:]
         known = len(inspection.problems)
+    inspection.notes = notes
     for line in [] if problems else notes:
         say(f"myxo: {printable_line(line, LONGEST_NOTE)}")
     return problems

@@ -70,6 +70,8 @@ class Inspection:
     longest_prompts: dict[str, int] = field(default_factory=dict)
     longest_places: dict[str, str] = field(default_factory=dict)  # the file and line of each
     problems: list[ConfigError] = field(default_factory=list)  # what was wrong with what could not be loaded
+    guesses: list[str] = field(default_factory=list)  # what was settled for fields that are not given, as sentences
+    notes: list[str] = field(default_factory=list)  # notes of all checks
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:

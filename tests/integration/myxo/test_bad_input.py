@@ -100,7 +100,7 @@ def test_prompts_that_are_left_out_are_told(myxo: Myxo, config_file: ConfigFile,
     write_jsonl(tmp_path / "prompts.jsonl", [*PROMPTS[:2], {"prompt": "1+1=" * 2, "label": "2"}, {"question": "1+1="}])
     assert "prompts.jsonl:3" in refused(myxo, "up", config)
     assert "prompts.jsonl:4" in refused(myxo, "up", config, "--overlong-prompts", "filter")
-    code, out, err = myxo.run("up", config, "--overlong-prompts", "filter", "--bad-prompts", "skip", "--dry-run")
+    code, out, err = myxo.run("up", config, "--overlong-prompts", "filter", "--bad-prompts", "skip", "--print-config")
     assert code == 0
     assert tomllib.loads(out)["data"]["bad_prompts"] == "skip"
     [line] = err.splitlines()
@@ -228,8 +228,18 @@ def test_a_flag_of_megatrons_that_there_is_not(myxo: Myxo, config_file: ConfigFi
     assert "--train-iters = '9': use num_rollout" in refused(myxo, "up", config_file(), "--train-iters", "9")
 
 
-def test_dry_run_prints_the_config_that_would_run(myxo: Myxo, config_file: ConfigFile, tmp_path: Path) -> None:
-    words = ("--num-rollout", "10", "--dry-run", "--sglang-mem-fraction-static", "0.5", "--no-rope-fusion", "--num-layers", "2")
+def test_the_config_that_would_run_is_printed(myxo: Myxo, config_file: ConfigFile, tmp_path: Path) -> None:
+    words = (
+        "--num-rollout",
+        "10",
+        "--dry-run",
+        "--print-config",
+        "--sglang-mem-fraction-static",
+        "0.5",
+        "--no-rope-fusion",
+        "--num-layers",
+        "2",
+    )
     config_file()
     over = tmp_path / "over.toml"
     over.write_text('base = "run.toml"\n[trainer.megatron]\nmoe-router-dtype = "fp64"\nnum-layers = 36\n')

@@ -277,7 +277,7 @@ def test_a_run_of_that_name_with_another_config(myxo: Myxo, given: Input, capsys
     asyncio.run(put_on_its_bus(load(given.write(), {"rollout": {"num_rollout": 2}})))
     summary = b"{}"
     (given.directory / "runs" / "test" / "summary.json").write_bytes(summary)
-    other = ("--num-rollout", "2", "--max-staleness", "3", "--adam-beta1", "0.5", "--lr", "0.5")
+    other = ("--num-rollout", "2", "--max-staleness", "3", "--adam-beta1", "0.5", "--lr", "0.0005")
     assert dry_run(capsys, given, "--num-rollout", "2") == (0, "")
     assert dry_run(capsys, given, *other, "--fresh") == (0, "")
     before = processor_seconds()

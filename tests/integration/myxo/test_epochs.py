@@ -1,4 +1,4 @@
-"""The steps of a run that is told its epochs, as `myxo up --dry-run` settles them."""
+"""The steps of a run that is told its epochs, as `myxo up --print-config` settles them."""
 
 import tomllib
 from pathlib import Path
@@ -23,7 +23,7 @@ def given(tmp_path: Path, tiny_model: Path) -> Input:
 
 def settled(given: Input, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
     """The resolved [rollout]."""
-    assert main(["up", str(given.write()), "--dry-run", *flags]) == 0, capsys.readouterr().err
+    assert main(["up", str(given.write()), "--print-config", *flags]) == 0, capsys.readouterr().err
     printed = capsys.readouterr().out
     parse(tomllib.loads(printed))  # what is printed is a config again
     rollout: dict[str, Any] = tomllib.loads(printed)["rollout"]
@@ -57,13 +57,13 @@ def test_a_number_of_steps_wins(given: Input, capsys: pytest.CaptureFixture[str]
 
 def test_epochs_that_do_not_count_are_told(given: Input, capsys: pytest.CaptureFixture[str]) -> None:
     told = "--num-epoch 3 changes nothing: --num-rollout 5 is given, and counts"
-    assert main(["up", str(given.write()), "--dry-run", "--num-epoch", "3", "--num-rollout", "5"]) == 0
+    assert main(["up", str(given.write()), "--print-config", "--num-epoch", "3", "--num-rollout", "5"]) == 0
     assert told in capsys.readouterr().err
-    assert main(["up", str(given.write()), "--dry-run", "--num-epoch", "3"]) == 0
+    assert main(["up", str(given.write()), "--print-config", "--num-epoch", "3"]) == 0
     printed = capsys.readouterr()
     assert "changes nothing" not in printed.err
     (given.directory / "again.toml").write_text(printed.out)  # both are in it, and agree
-    assert main(["up", str(given.directory / "again.toml"), "--dry-run"]) == 0
+    assert main(["up", str(given.directory / "again.toml"), "--print-config"]) == 0
     assert "changes nothing" not in capsys.readouterr().err
 
 
@@ -79,21 +79,21 @@ def test_epochs_that_do_not_count_are_told(given: Input, capsys: pytest.CaptureF
 def test_what_gives_no_steps_is_refused(
     given: Input, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], says: tuple[str, ...]
 ) -> None:
-    assert main(["up", str(given.write()), "--dry-run", *flags]) == 2
+    assert main(["up", str(given.write()), "--print-config", *flags]) == 2
     error = capsys.readouterr().err
     assert [word for word in says if word not in error] == [], error
 
 
 def test_intervals_that_do_not_fit_are_said(given: Input, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--num-rollout", "12", "--eval-interval", "4", "--save-interval", "4", "--save-hf", "out/{rollout_id}", "--save-hf-interval"]
-    assert main(["up", str(given.write()), "--dry-run", *flags, "6", "--update-weights-interval", "3"]) == 0
+    assert main(["up", str(given.write()), "--print-config", *flags, "6", "--update-weights-interval", "3"]) == 0
     error = capsys.readouterr().err
     for line in (
         "eval_interval = 4 is no multiple of update_weights_interval = 3: what is due in between waits for the next version",
         "save_hf_interval = 6 is no multiple of save_interval = 4: what is due in between waits for the next checkpoint",
     ):
         assert line in error
-    assert main(["up", str(given.write()), "--dry-run", *flags, "8", "--update-weights-interval", "2"]) == 0
+    assert main(["up", str(given.write()), "--print-config", *flags, "8", "--update-weights-interval", "2"]) == 0
     assert "no multiple" not in capsys.readouterr().err
 
 

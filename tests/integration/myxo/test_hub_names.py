@@ -29,7 +29,7 @@ def hub(tmp_path: Path, tiny_model: Path, myxo: Myxo, config_file: ConfigFile) -
 
 def test_a_run_keeps_the_commits_that_it_began_with(myxo: Myxo, config_file: ConfigFile, hub: HubServer, tmp_path: Path) -> None:
     config = config_file(**NAMED)
-    code, shown, err = myxo.run("up", config, "--dry-run")
+    code, shown, err = myxo.run("up", config, "--print-config")
     assert code == 0, err
     first = tomllib.loads(shown)
     assert first["model"]["hf_checkpoint"].startswith("hf:org/model@main=")
@@ -42,7 +42,7 @@ def test_a_run_keeps_the_commits_that_it_began_with(myxo: Myxo, config_file: Con
     hub.commit("models", "org/model", {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b""})
     hub.commit("datasets", "org/sums", {"train.jsonl": b"{}\n"})
     hub.asked.clear()
-    code, shown, err = myxo.run("up", config, "--dry-run")
+    code, shown, err = myxo.run("up", config, "--print-config")
     assert (code, tomllib.loads(shown)) == (0, first), err
     assert hub.asked == []
     code, _, err = myxo.run("up", config, "--dry-run", "--fresh")

@@ -160,7 +160,7 @@ class Page:
         else:
             (self._place / "runs" / "details" / "rollout_data").mkdir(parents=True, exist_ok=True)
             printed = run_line(self._place, f"{named} --dry-run")
-            assert "[rollout]" in printed
+            assert "problems  none" in printed
 
     def _serve(self, command: str, ready: str) -> None:
         if answers(ready):

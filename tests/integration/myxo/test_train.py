@@ -1,4 +1,4 @@
-"""`myxo train --dry-run`: what it prints and tells, with a model and prompts that are there."""
+"""`myxo train --print-config`: what it prints and tells, with a model and prompts that are there."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def test_it_prints_the_config_that_it_stands_for_and_tells_what_became_of_each_f
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("WANDB_API_KEY", "before")  # so that it is put back
-    assert main(["train", *words, "--dry-run"]) == 0
+    assert main(["train", *words, "--print-config"]) == 0
     printed, told = capsys.readouterr()
     values = tomllib.loads(printed)
     assert values["run"]["dir"] == str(tmp_path / "saved")
@@ -49,7 +49,7 @@ def test_it_prints_the_config_that_it_stands_for_and_tells_what_became_of_each_f
     file = tmp_path / "printed.toml"
     file.write_text(printed)
     for command in (["up", str(file)], ["train", str(file)]):
-        assert main([*command, "--dry-run"]) == 0
+        assert main([*command, "--print-config"]) == 0
         assert capsys.readouterr().out == printed
 
 
@@ -63,7 +63,7 @@ def test_demonstrations_alone_are_trained_for_their_epochs(words: list[str], tmp
         --disable-compute-advantages-and-returns --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-fraction 0.5
         --save {tmp_path}/saved
     """
-    assert main(["train", *given.split(), "--dry-run"]) == 0, capsys.readouterr().err
+    assert main(["train", *given.split(), "--print-config"]) == 0, capsys.readouterr().err
     sft = tomllib.loads(capsys.readouterr().out)["sft"]
     assert (sft["sft_steps"], sft["sft_batch_size"], sft["sft_warmup_fraction"]) == (6, 4, 0.5)
 
@@ -74,7 +74,7 @@ def test_the_reference_policy_may_have_a_checkpoint_of_its_own(
     own = tmp_path / "reference"
     shutil.copytree(tiny_model, own)
     place = words.index("--ref-load") + 1
-    given = [*words[:place], str(own), *words[place + 1 :], "--dry-run"]
+    given = [*words[:place], str(own), *words[place + 1 :], "--print-config"]
     assert main(["train", *given]) == 0
     assert f"its reference from {own}; slime starts both from --ref-load" in capsys.readouterr().err
     other = {**json.loads((own / "config.json").read_text()), "num_attention_heads": 2, "tie_word_embeddings": True}
@@ -86,7 +86,7 @@ def test_the_reference_policy_may_have_a_checkpoint_of_its_own(
 
 
 def test_everything_wrong_is_told_at_once(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = ["--balance-dat", "--sglang-config", "engines.yaml", "--rollout-max-respons", "3", "--dry-run"]
+    wrong = ["--balance-dat", "--sglang-config", "engines.yaml", "--rollout-max-respons", "3", "--print-config"]
     assert main(["train", *words, *wrong]) == 2
     told = capsys.readouterr().err
     for line in (

@@ -38,5 +38,5 @@ def test_what_a_sentence_names_may_leave_out_what_a_command_needs(line: str) -> 
 
 
 def test_lines_of_a_shell_are_read_as_one_reads_them() -> None:
-    assert commands.refused("myxo train --lr 1e-6 --dry-run > run.toml", whole=True) == []
+    assert commands.refused("myxo train --lr 1e-6 --print-config > run.toml", whole=True) == []
     assert commands.refused("FLAGS='--lr 1' myxo up run.toml --lr 2e-6 && ls", whole=True) == []
