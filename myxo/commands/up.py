@@ -124,7 +124,7 @@ def declare_up(command: argparse.ArgumentParser) -> None:
     def run(parsed: argparse.Namespace, console: Console) -> int:
         source = Source.of(parsed.config, parsed.flags)
         if parsed.begin is not None:
-            source = begun_from(source, parsed.begin, console, fresh=parsed.fresh)
+            source = begun_from(source, parsed.begin, Console(stderr=True) if parsed.print_config else console, fresh=parsed.fresh)
         return up(source, console, fresh=parsed.fresh, dry_run=dry_run(parsed), node_rank=parsed.node_rank)
 
     command.set_defaults(run_command=run)
