@@ -148,7 +148,7 @@ def schemas(parsed: argparse.Namespace, console: Console) -> int:
 
 AGENT_SECONDS = 60.0  # deadline of one rollout of an agent under check
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*\Z")
-_STYLES = {"ok": "green", "warning": "yellow", "FAILED": "bold red"}
+STYLES = {"ok": "green", "warning": "yellow", "FAILED": "bold red"}
 _DESCRIPTION = """Ask a live environment all that the protocol promises: its description, scores of one sample and of groups, of empty, odd
 and long responses, of eight requests at once; and, where it steps, sessions, turns, repeats and ends. Or have an agent (module:function, a
 service's URL with --agent, or --agent-command) play rollouts against a model that follows a script: its reward, nonsense, refusals, an
@@ -190,7 +190,7 @@ async def check(parsed: argparse.Namespace, console: Console) -> int:
         async for result in checks:
             results.append(result)
             if not parsed.json:
-                line = Text.assemble((f"{result.result:8}", _STYLES[result.result]), f"{result.name:32} ", (result.detail, "dim"))
+                line = Text.assemble((f"{result.result:8}", STYLES[result.result]), f"{result.name:32} ", (result.detail, "dim"))
                 console.print(line, soft_wrap=True)
     failed = sum(result.result == "FAILED" for result in results)
     warned = sum(result.result == "warning" for result in results)

@@ -27,6 +27,7 @@ from myxo.preflight.inspection import Inspection
 from myxo.run import config_toml
 from myxo.run.run_access import GivenServers, check_servers, check_store, connect, given_servers, told_when_lost, vocabulary
 from myxo.run.run_directory import RunDirectory
+from shared import hooks
 from shared.bus import runs
 from shared.bus.connection import redacted
 from shared.config import flags, slime_script
@@ -36,7 +37,8 @@ from shared.config.run_config import RunConfig
 from shared.process.child_process import die_with_parent
 from shared.runtime import addresses, exit_codes, telemetry
 from shared.runtime.addresses import NODE_RANK
-from shared.runtime.errors import ConfigError
+from shared.runtime.errors import ConfigError, raise_problems
+from shared.runtime.safe_text import printable_line, say
 
 REPLAY_MODULE = "services.trainer.batch_replay"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # signals at which the trainer saves and ends
@@ -145,28 +147,42 @@ def _declare(command: argparse.ArgumentParser, description: str) -> None:
 
 
 class DryRun(NamedTuple):
-    """What is done in the place of a run. ``prints_config``: as TOML, alone."""
+    """What is done in the place of a run. ``prints_config``: as TOML, alone. ``tries``: functions of the user's are called."""
 
     prints_config: bool
+    tries: bool
 
 
 def add_dry_run(command: argparse.ArgumentParser) -> None:
-    """Adds --dry-run and --print-config."""
-    command.add_argument("--dry-run", action="store_true", help="check everything, print what the run comes to, start nothing")
+    """Adds --dry-run, --print-config and --no-try."""
+    checks = "check everything, call functions of your own on two prompts, and print what the run comes to; start nothing"
+    command.add_argument("--dry-run", action="store_true", help=checks)
+    command.add_argument("--no-try", action="store_true", help="with these: do not call functions of your own (`myxo try` does)")
     command.add_argument("--print-config", action="store_true", help="as --dry-run, but print the resolved config, as TOML")
 
 
 def dry_run(parsed: argparse.Namespace) -> DryRun | None:
     """Returns what a command line asks for in the place of a run; None: the run."""
-    return DryRun(parsed.print_config) if parsed.dry_run or parsed.print_config else None
+    return DryRun(parsed.print_config, not parsed.no_try) if parsed.dry_run or parsed.print_config else None
 
 
 def _run_dry(inspection: Inspection, asked: DryRun, console: Console) -> int:
+    """Raises Problems where a function of the user's fails."""
     assert inspection.frozen is not None  # it passed
+    results = []
+    if asked.tries and hooks.paths(inspection.config):
+        from myxo.preflight.function_trial import tried  # aiohttp comes with the extras of the services
+
+        results = asyncio.run(tried(inspection, lambda _: None))
+    split = [(result, *result.name.partition(" = ")[::2]) for result in results]
+    raise_problems([ConfigError(field, path, result.detail) for result, field, path in split if result.result == "FAILED"])
+    for warning in [f"{result.name}: {result.detail}" for result in results if result.result == "warning"]:
+        inspection.notes.append(warning)
+        say(f"myxo: {printable_line(warning, exit_codes.LONGEST_ERROR)}")
     if asked.prints_config:
         console.file.write(config_toml.dump(inspection.frozen.shown()))
         return exit_codes.DONE
-    for head, text in run_verdict.lines(inspection):
+    for head, text in run_verdict.lines(inspection, results):
         console.print(f"{head:10}{text}", markup=False, highlight=False, soft_wrap=True)
     return exit_codes.DONE
 

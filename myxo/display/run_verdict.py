@@ -1,11 +1,12 @@
 """What a run of a config that has passed its checks comes to, in ten lines: the end of ``myxo up --dry-run``."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from myxo.preflight.inspection import Inspection
 from myxo.preflight.machine_checks import memory_bytes
 from myxo.preflight.run_plan import RunPlan
 from shared.config import devices
+from shared.environment.conformance import Check
 from shared.model.memory_plan import total_parameters
 from shared.model.parallel_layout import ParallelLayout
 from shared.runtime.host import host_memory
@@ -13,8 +14,8 @@ from shared.runtime.host import host_memory
 GB = 1e9
 
 
-def lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
-    """Yields the lines, each with its head."""
+def lines(inspection: Inspection, tried: Sequence[Check]) -> Iterator[tuple[str, str]]:
+    """Yields the lines, each with its head. ``tried``: the results of the user's own functions."""
     config, shape = inspection.config, inspection.architecture
     trainer, rollout, steps = config.trainer, config.rollout, config.rollout.num_rollout
     yield (
@@ -36,6 +37,7 @@ def lines(inspection: Inspection) -> Iterator[tuple[str, str]]:
     groups = f"{rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} = {samples:,} samples"
     yield "a step", f"{groups}, {most}, optimizer steps: {trainer.num_steps_per_rollout}"
     yield "reward", config.reward.custom_rm_path or config.reward.rm_type or "of each prompt's own"
+    yield "functions", f"called: {len(tried)}, each as it should be" if tried else "not called: `myxo try CONFIG` calls them"
     auto = {"train_device": trainer.train_device, "rollout_device": rollout.rollout_device}
     guesses = [f"{name} is {devices.resolve(device)}" for name, device in auto.items() if device == "auto"]
     yield "guessed", "; ".join([*guesses, *inspection.guesses]) or "nothing"

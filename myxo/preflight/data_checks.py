@@ -255,6 +255,8 @@ PROSE_WORDS = 12  # label of more words is a text, not an answer
 _MATHEMATICAL = ("dapo", "deepscaler", "math", "math_verify")
 _MISSING = 3
 _HASH = "####"
+MATH_WORDS = 2  # a mathematical answer may be so many plain words
+_WORD = re.compile(r"(?<![\\\w])[A-Za-z]{2,}(?!\w)")
 
 
 @dataclass(frozen=True)
@@ -349,6 +351,11 @@ def label_problem(label: Label, result: dict[str, Any], inspection: Inspection) 
             return True, f"{name} reads {result['reads']!r} in it and gives no reward even to an answer that says just it; {right}"
         if prose and _HASH not in text and "\\boxed" not in text:
             return False, f"is a whole text, of which {name} reads {result['reads'][:60]!r} alone; {right}"
+        if len(_WORD.findall(text)) > MATH_WORDS and _HASH not in text and "\\boxed" not in text and "\\text" not in text:
+            return (
+                False,
+                f"is words, of which {name} reads {result['reads'][:60]!r}: no number or term that a model would give matches it; {right}",
+            )
         return None
     if name != "exact":
         return None

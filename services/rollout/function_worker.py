@@ -64,7 +64,7 @@ class GenerateCalls:
             sample = sample_conversion.unpacked(request["sample"])
             given = _samples(await called(functools.partial(function, self._args, sample, request["sampling_params"], **evaluation)))
             await self._score(given)
-            return {"samples": [sample_conversion.packed(one) for one in given]}
+            return {"samples": [sample_conversion.packed(one) for one in given], "defined_at": defined_at(function)}
 
         return await answered(lambda: load(request["field"], request["path"]), samples)
 

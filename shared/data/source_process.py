@@ -213,15 +213,16 @@ class SourceProcess:
 def main() -> None:
     """Answers until the service is gone."""
     channel = FrameStream()
-    config = RunConfig.model_validate_json(channel.receive()["config"])
+    config, made = RunConfig.model_validate_json(channel.receive()["config"]), None
     try:
-        source = opened(loading.load(FIELD, str(config.data.data_source)), config)
+        made = loading.load(FIELD, str(config.data.data_source))
+        source = opened(made, config)
         channel.send({"states": source.has_states, "observes": source.observes})
         while True:
             channel.send(source.answer(channel.receive()))
     except (Exception, SystemExit) as error:  # it is the user's code
         print_traceback()
-        words = error.expected if isinstance(error, ConfigError) else error_text(error)
+        words = error.expected if isinstance(error, ConfigError) else error_text(error, made)
         channel.send({"refused": words})
 
 

@@ -8,6 +8,8 @@ answered at once.
 
 import asyncio
 import os
+import pdb
+import sys
 from collections.abc import Callable
 from contextvars import copy_context
 from pathlib import Path
@@ -22,6 +24,18 @@ from shared.runtime.tasks import error_text
 FIRST_STEPS_SECONDS = 0.001
 """The time that a call has the event loop for itself before the next one is taken up. An async function that computes without ever waiting
 then ends before the next call's deadline begins."""
+
+
+TERMINAL, DEBUGGED = "MYXO_TERMINAL", "MYXO_DEBUGGED"
+"""The environment variables that name the terminal for `debug`, and the file that it makes: no deadline runs once that is there."""
+
+
+def debug() -> None:
+    """Opens the debugger where its caller is, on the terminal of the one who started this process: its own input is the service's."""
+    Path(os.environ[DEBUGGED]).touch()
+    terminal = os.environ[TERMINAL]
+    debugger = pdb.Pdb(stdin=open(terminal), stdout=open(terminal, "w"))  # noqa: SIM115  # it reads on after this
+    debugger.set_trace(sys._getframe(1))
 
 
 class Calls(Protocol):

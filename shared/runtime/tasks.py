@@ -271,7 +271,7 @@ def defined_at(function: object) -> str:
         function = function.func
     if not callable(function):
         return ""
-    found = inspect.unwrap(function)
+    found = inspect.unwrap(function.__init__ if inspect.isclass(function) else function)
     code = getattr(found, "__code__", None) or getattr(type(found).__call__, "__code__", None)
     return f" ({_path(code.co_filename)}:{code.co_firstlineno}, {code.co_name})" if code is not None else ""
 

@@ -18,7 +18,8 @@ PAGES = ("my-data", "my-model", "my-reward", "my-agent", "coming-from-others")
 PAGE = "\n".join((ROOT / "docs" / f"{name}.md").read_text() for name in PAGES)
 FILES: dict[str, str] = dict(re.findall(r"^`([\w./-]+)`:\n\n```\w+\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
 COMMANDS = [line for block in re.findall(r"^```bash\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE) for line in block.splitlines()]
-CHECKS, RUNS = ([line for line in COMMANDS if line.endswith(" --dry-run") == dry] for dry in (True, False))
+TRIED = [line for line in COMMANDS if line.startswith("myxo try ")]
+CHECKS, RUNS = ([line for line in COMMANDS if line not in TRIED and line.endswith(" --dry-run") == dry] for dry in (True, False))
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def myxo(directory: Path, line: str, module: str = "myxo.main") -> str:
 def test_the_page_has_all_four_and_each_is_short() -> None:
     own = {"data/train.jsonl", "first-run.toml", "evaluated.toml", "my-model.toml", "my_reward.py", "my_agent.py"}
     assert set(FILES) - own == {"from-verl.toml", "data/verl.jsonl", "verl_reward.py", "from-trl.toml", "trl_reward.py"}
-    assert (len(CHECKS), len(RUNS)) == (7, 1)
+    assert (len(CHECKS), len(RUNS), len(TRIED)) == (5, 1, 2)
     for name in own:
         text = FILES[name]
         lines = [line for line in text.splitlines() if line and not line.startswith(("[", "import ", "from "))]
@@ -67,6 +68,12 @@ def test_its_configs_pass_the_check(page: Path, line: str) -> None:
     assert re.search(rf'"{page}/data/(train|verl).jsonl', printed)
     for name, flag in re.findall(r"--(custom-[a-z-]+) (\S+)", line):
         assert f'{name.replace("-", "_")} = "{flag}"' in printed
+
+
+@pytest.mark.parametrize("line", TRIED)
+def test_its_functions_pass_the_trial(page: Path, line: str) -> None:
+    printed = myxo(page, line)
+    assert printed.startswith("ok") and "FAILED" not in printed, printed
 
 
 @pytest.mark.parametrize(

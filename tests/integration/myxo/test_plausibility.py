@@ -33,7 +33,7 @@ def test_an_odd_value_is_noted(
     out, err = capsys.readouterr()
     assert said in err
     heads = [line.split()[0] for line in out.splitlines()]
-    assert heads == ["run", "model", "layout", "memory", "data", "a", "reward", "guessed", "problems"], out
+    assert heads == ["run", "model", "layout", "memory", "data", "a", "reward", "functions", "guessed", "problems"], out
     assert f"none; notes above: {err.count('myxo: ')}" in out
     assert "at most" in out and "samples" in out
     assert not (tmp_path / "runs").exists()
