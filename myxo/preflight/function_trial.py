@@ -199,8 +199,15 @@ class FunctionTrial(CheckSuite):
                 prompts.append(PromptReader(config.model_copy(update={"data": data}), tokenizer).read(entry))
         return prompts
 
+    def _right(self, group: int) -> object:
+        """Returns the right answer: the label, or of an object what verl calls so, or its first entry."""
+        prompt = self._prompts[group]
+        value = Reference(prompt.label, prompt.label_json).value
+        value = value.get("ground_truth", next(iter(value.values()), None)) if isinstance(value, dict) else value
+        return (next(iter(value), None) if isinstance(value, list) else value) or prompt.label or NO_LABEL
+
     def _say(self, group: int, index: int) -> None:
-        self._engine.say(ANSWERS[index % len(ANSWERS)].format(self._prompts[group].label or NO_LABEL))
+        self._engine.say(ANSWERS[index % len(ANSWERS)].format(self._right(group)))
 
     def _canned(self, group: int, index: int) -> Sample:
         """Returns a sample as the engine gives it."""
@@ -276,7 +283,7 @@ class FunctionTrial(CheckSuite):
         if rollout.agent_roles:
             raise CheckWarned("not called: it plays several roles")
         sys.path.insert(0, os.getcwd())
-        example = Example(str(prompt.content), prompt.label, [ANSWERS[2].format(prompt.label or NO_LABEL)])
+        example = Example(str(prompt.content), prompt.label, [ANSWERS[2].format(self._right(0))])
         play = function_agent(self._named[AGENT])
         result = await AgentConformance(play, self._engine, example, rollout.agent_options, self._seconds).one_rollout()
         if result.result == "FAILED":
@@ -304,7 +311,7 @@ class FunctionTrial(CheckSuite):
         rewards = [score["reward"] for scores in self._scores for score in scores]
         shown = f"gave {', '.join(f'{reward:g}' for reward in rewards[:12])}{', …' if len(rewards) > 12 else ''}"
         if len(rewards) > 1 and len(set(rewards)) == 1:
-            alike = f"{shown} to right and wrong answers alike, {self._prompts[0].label!r} and {ANSWERS[1]!r} among them"
+            alike = f"{shown} to right and wrong answers alike, {self._right(0)!r} and {ANSWERS[1]!r} among them"
             raise CheckWarned(f"{alike}: a run would learn nothing; look at what it compares (breakpoint() works in it), and at the label")
         return shown
 
