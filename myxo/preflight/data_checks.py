@@ -337,6 +337,17 @@ def ask_verifiers(labels: list[tuple[str, str]]) -> tuple[dict[tuple[str, str], 
     return dict(zip(labels, answers, strict=False)), failure
 
 
+def _math_problem(text: str, reads: str, matches: bool, right: str) -> tuple[bool, str] | None:
+    if not matches:
+        return True, f"{reads} in it and gives no reward even to an answer that says just it; {right}"
+    if _HASH in text or "\\boxed" in text:
+        return None
+    if len(text.split()) > PROSE_WORDS:
+        return False, f"is a whole text, of which {reads} alone; {right}"
+    in_words = len(_WORD.findall(text)) > MATH_WORDS and "\\text" not in text
+    return (False, f"is words, of which {reads}: no number or term that a model would give matches it; {right}") if in_words else None
+
+
 def label_problem(label: Label, result: dict[str, Any], inspection: Inspection) -> tuple[bool, str] | None:
     """Returns what is wrong with a label, given what its verifier says of it: whether surely no answer can match it, and why."""
     text, right = label.text.strip(), "give the final answer alone, such as 42 or \\frac{1}{2}"
@@ -347,16 +358,7 @@ def label_problem(label: Label, result: dict[str, Any], inspection: Inspection) 
         return True, f"{result['why']}; {right}"
     prose = len(text.split()) > PROSE_WORDS
     if name in _MATHEMATICAL:
-        if not result["matches"]:
-            return True, f"{name} reads {result['reads']!r} in it and gives no reward even to an answer that says just it; {right}"
-        if prose and _HASH not in text and "\\boxed" not in text:
-            return False, f"is a whole text, of which {name} reads {result['reads'][:60]!r} alone; {right}"
-        if len(_WORD.findall(text)) > MATH_WORDS and _HASH not in text and "\\boxed" not in text and "\\text" not in text:
-            return (
-                False,
-                f"is words, of which {name} reads {result['reads'][:60]!r}: no number or term that a model would give matches it; {right}",
-            )
-        return None
+        return _math_problem(text, f"{name} reads {result['reads'][:60]!r}", result["matches"], right)
     if name != "exact":
         return None
     longest, tokenizer = inspection.config.rollout.rollout_max_response_len, inspection.tokenizer

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -47,7 +48,7 @@ DAY = 86400.0  # seconds for which a function may stand in the debugger
 PROMPTS, GENERATED = 2, 3  # prompts that are tried, and how many rollouts of each a function generates; the others are copies
 ANSWERS = ("{0}", "I do not know.", "Let me think.</think> The answer is \\boxed{{{0}}}.\nAnswer: {0}")
 NO_LABEL = "42"  # stands for the label of a prompt that has none
-REWARD, REWARD_SERVICE = "reward.custom_rm_path", "services.reward.worker"
+REWARD, VERIFIER, REWARD_SERVICE = "reward.custom_rm_path", "reward.rm_type", "services.reward.worker"
 FILTERS = ("rollout.dynamic_sampling_filter_path", "rollout.rollout_sample_filter_path", "rollout.rollout_all_samples_process_path")
 
 # Field → how a run calls its function, and what that is to give: the end of what is said of one that fails.
@@ -100,8 +101,8 @@ class CannedEngine(ScriptedModel):
             meta["output_token_logprobs"] = [[log_prob, token, None] for log_prob, token in zip(log_probs, ids, strict=True)]
             given, status = {"text": self._tokenizer.decode(ids), "output_ids": ids, "meta_info": meta}, 200
         if request.path == "/generate" and status == 200:
-            drawn = given["meta_info"].get("output_token_logprobs") or []
-            self.answers.append((prompt, [entry[1] for entry in drawn], [entry[0] for entry in drawn]))
+            entries = given["meta_info"].get("output_token_logprobs") or []
+            self.answers.append((prompt, [entry[1] for entry in entries], [entry[0] for entry in entries]))
         return web.json_response(given, status=status)
 
 
@@ -126,6 +127,8 @@ class FunctionTrial(CheckSuite):
         own |= {"reward": config.reward.model_copy(update={"worker_environment": variables})}
         self._config = config.model_copy(update={**own, "rollout": config.rollout.model_copy(update=limits)})
         self._named = paths(config)
+        # agents of `shared` need services
+        self._own = {name for name, path in self._named.items() if name in SIGNATURES and not path.startswith("shared.")}
         self._pools: dict[tuple[str, ...], WorkerPool] = {}
         self._prompts: list[Prompt] = []
         self._samples: list[list[Sample]] = []
@@ -137,22 +140,25 @@ class FunctionTrial(CheckSuite):
             self._prompts = [self._inspection.training.at(index) for index in range(min(PROMPTS, len(self._inspection.training)))]
         elif SOURCE in self._named:
             yield await self._tried(SOURCE, self._draw)
-        self._samples = [[self._canned(group, index) for index in range(self._each)] for group in range(len(self._prompts))]
-        self._scores = [[asdict(Score(reward=0.0)) for _ in samples] for samples in self._samples]
-        named = [name for name in self._named if not self._named[name].startswith("shared.")]  # agents that need services
-        steps = {GENERATE: self._generate, AGENT: self._play, REWARD: self._score}
-        if self._verifiers and self._prompts and base(environment := self._prompts[0].environment) in set(VERIFIERS) - set(RUNS_CODE):
-            self._named["reward.rm_type"], steps["reward.rm_type"] = environment, self._score
-            named.append("reward.rm_type")
-        for name, step in steps.items():
-            if name in named and self._prompts:
+        if self._prompts:
+            self._samples = [[self._canned(group, index) for index in range(self._each)] for group in range(len(self._prompts))]
+            self._scores = [[asdict(Score(reward=0.0)) for _ in samples] for samples in self._samples]
+            for name, step in self._steps():
                 yield await self._tried(name, step)
-        if (filters := [name for name in FILTERS if name in named]) and self._prompts:
-            yield await self._tried(filters[-1], self._select)
-        for name in [name for name in named if name.startswith("algorithm.") and name in SIGNATURES] if self._prompts else []:
-            yield await self._tried(name, lambda name=name: self._train(name))  # type: ignore[misc]
-        if rest := [name for name in self._named if name not in {*SIGNATURES, "reward.rm_type"} or name not in (*named, SOURCE)]:
-            yield Check("not called", "ok", f"{', '.join(rest)}: imported, and called in a run alone")
+        if rest := self._named.keys() - self._own - {SOURCE}:
+            yield Check("not called", "ok", f"{', '.join(sorted(rest))}: imported, and called in a run alone")
+
+    def _steps(self) -> list[tuple[str, Callable[[], Any]]]:
+        """Returns what is called after the data source, in a run's order."""
+        verifier = base(environment := self._prompts[0].environment)
+        if self._verifiers and verifier in VERIFIERS and verifier not in RUNS_CODE:
+            self._named[VERIFIER] = environment
+            self._own.add(VERIFIER)
+        called = {GENERATE: self._generate, AGENT: self._play, REWARD: self._score, VERIFIER: self._score}
+        filters = [name for name in FILTERS if name in self._own][-1:]  # one call makes them all
+        objective = [name for name in SIGNATURES if name.startswith("algorithm.") and name in self._own]
+        steps = [(name, step) for name, step in called.items() if name in self._own]
+        return steps + [(name, self._select) for name in filters] + [(name, partial(self._train, name)) for name in objective]
 
     @property
     def _each(self) -> int:

@@ -8,7 +8,6 @@ answered at once.
 
 import asyncio
 import os
-import pdb
 import sys
 from collections.abc import Callable
 from contextvars import copy_context
@@ -32,6 +31,8 @@ TERMINAL, DEBUGGED = "MYXO_TERMINAL", "MYXO_DEBUGGED"
 
 def debug() -> None:
     """Opens the debugger where its caller is, on the terminal of the one who started this process: its own input is the service's."""
+    import pdb  # only here: it takes long
+
     Path(os.environ[DEBUGGED]).touch()
     terminal = os.environ[TERMINAL]
     debugger = pdb.Pdb(stdin=open(terminal), stdout=open(terminal, "w"))  # noqa: SIM115  # it reads on after this
