@@ -139,7 +139,7 @@ class FunctionTrial(CheckSuite):
         if self._inspection.training is not None:
             self._prompts = [self._inspection.training.at(index) for index in range(min(PROMPTS, len(self._inspection.training)))]
         elif SOURCE in self._named:
-            yield await self._tried(SOURCE, self._draw)
+            yield await self._tried(SOURCE, self._call_source)
         if self._prompts:
             self._samples = [[self._canned(group, index) for index in range(self._each)] for group in range(len(self._prompts))]
             self._scores = [[asdict(Score(reward=0.0)) for _ in samples] for samples in self._samples]
@@ -190,11 +190,11 @@ class FunctionTrial(CheckSuite):
         """Ends the processes."""
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
 
-    async def _draw(self) -> str:
-        self._prompts = await asyncio.to_thread(self._drawn)
+    async def _call_source(self) -> str:
+        self._prompts = await asyncio.to_thread(self._source_prompts)
         return "gave " + "; ".join(f"{str(prompt.content)[:60]!r} with label {prompt.label!r}" for prompt in self._prompts)
 
-    def _drawn(self) -> list[Prompt]:
+    def _source_prompts(self) -> list[Prompt]:
         config, tokenizer, prompts = self._config, self._inspection.tokenizer, list[Prompt]()
         assert tokenizer is not None
         with contextlib.closing(SourceProcess(config)) as source:

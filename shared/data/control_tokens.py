@@ -20,7 +20,8 @@ from tokenizers import AddedToken
 
 from shared.runtime.errors import ConfigError
 
-ALPHABET, WORD_LENGTH, MOST_TRIES = string.ascii_letters + string.digits, 24, 1000  # of names and marks; tries for each of them
+ALPHABET = string.ascii_lowercase + string.digits  # of names and marks: normalizers that lowercase leave these as they are
+WORD_LENGTH, MOST_TRIES = 24, 10_000  # tries for each word
 
 
 class ControlTokens:
