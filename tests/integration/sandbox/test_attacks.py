@@ -36,7 +36,7 @@ while True:  # pages that are read and not written cost a page table each, and n
 """
 UNREAD = """
 import os, socket, time
-for _ in range(30):  # fewer than are allowed
+for _ in range(12):  # of the 24 processes that are allowed
     if not os.fork(): break
 held = []
 for _ in range(120):
