@@ -164,24 +164,20 @@ async def test_a_hung_environment_loses_its_groups_at_their_deadline(bench: NewB
     assert process.process.poll() is None
 
 
-@pytest.mark.extra
-@pytest.mark.xfail(reason="the group in its hands is handed back once and no outcome of it comes: whether it may wait is to be decided")
-async def test_an_environment_that_stays_away_loses_only_what_was_in_its_hands(bench: NewBench, tmp_path: Path) -> None:
+async def test_an_environment_that_went_away_gets_what_was_in_its_hands_once_more(bench: NewBench, tmp_path: Path) -> None:
     port = free_port()
     desk = await bench(reward={"rm_type": "environment", "environment_url": f"http://127.0.0.1:{port}", "reward_timeout": 3.0})
     posted = asyncio.Event()
     async with mute_server(port, posted):
-        await desk.serve()
+        process = await desk.launch()
         await desk.generated("in-hand", "42")
         await until(posted.is_set, "the group in the environment's hands")
     await desk.card("environment", "away")
     await desk.generated("waits", "42")
-    await desk.failure("in-hand")
-
-    async def only_one_waits() -> bool:
-        return await waiting(desk, "environment") == (1, 0)
-
-    await until(only_one_waits, "the other group to wait on its own")
+    await until(lambda: "group_handed_back" in process.words(), "the group to be handed back at its deadline")
+    with python_example(port, tmp_path / "example.log"):
+        outcomes = await desk.outcomes(2)
+    assert {name: type(outcome) for name, outcome in outcomes.items()} == {"in-hand": Scored, "waits": Scored}
 
 
 async def test_groups_wait_for_an_environment_that_comes_later(bench: NewBench, nats: EmbeddedNats, tmp_path: Path) -> None:
