@@ -5,7 +5,7 @@
 some 600 million random parameters in bfloat16, which learn nothing in a few steps, so that there is something to move. *4b*: the shape of
 Qwen3-4B, 16 groups of 8 with responses of 256 tokens in the mean; Adam's state lies in host memory, where it is updated.
 
-The GPU is the first of ``CUDA_VISIBLE_DEVICES``. FILE is written again and again while a run goes on, so that one that is cut off leaves
+The GPU is the first of ``CUDA_VISIBLE_DEVICES``. FILE is written again and again while a run continues, so that one that is cut off leaves
 what it has. ``--write`` puts the table of `RESULTS` into docs/deployment.md.
 
 Columns. ``memory_bytes``: of the GPU in use, median at the ends of the engine's turns (``generating``), least at those of the trainer's

@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.prompt_stream [--lines N] [--reads N] [--json FILE]`` writes a file of N lines into a temporary directory and has a
 process read prompts of it the way the buffer does (found, parsed, tokenised), group number by group number. Half way the process kills
-itself with SIGKILL; a second one goes on behind the last number that was written down. Then every number must have had its line, and no
+itself with SIGKILL; a second one continues behind the last number that was written down. Then every number must have had its line, and no
 line may have come twice in an epoch.
 """
 
@@ -102,7 +102,7 @@ def write(directory: Path, lines: int) -> int:
 
 
 def read(directory: Path, lines: int, last: int, die_at: int | None) -> None:
-    """A reader: goes on behind what is written down in ``rows.bin``, to group ``last`` or to its death; figures to ``reader.json``."""
+    """A reader: continues behind what is written down in ``rows.bin``, to group ``last`` or to its death; figures to ``reader.json``."""
     before = _resident()
     began = time.monotonic()
     prompts = TrainingPrompts(_config(directory), Tokenizer(directory / "model"))

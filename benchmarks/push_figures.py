@@ -28,7 +28,7 @@ MARKS = {
     "commit_began": "the digests are equal; the trainer asks for the commit",
     "commit_asked": "the rollout service has the commit",
     "named": "the engine names the version",
-    "resumed": "the engine goes on",
+    "resumed": "the engine continues",
     "ended": "the trainer knows that it is served",
 }
 """The marks of a push (`PushResult.marks`) in the order of their usual times, and what each says."""

@@ -1,4 +1,4 @@
-"""How long a run takes to go on after each fault, and how soon it says whom it waits for: real services, one run, one fault after another.
+"""How long a run takes to continue after each fault, and how soon it says whom it waits for: real services, one run, fault after fault.
 
 ``python -m benchmarks.recovery [--json FILE] [--fast] [--times N] [--only WORDS] [--keep DIR] [--write]`` starts ``myxo up`` with a tiny
 model (SGLang, a trainer of two ranks, NATS, Valkey, console), lets it train, and then, for each fault of `FAULTS`:
@@ -257,7 +257,7 @@ class DisturbedRun:
         await self._until(lambda: self._observer.steps >= goal, f"step {goal}", within_s)
 
     async def disturb(self, fault: RecoveryFault, disk: SmallDisk | None) -> Recovery:
-        """Lets one fault happen, and waits until the run goes on."""
+        """Lets one fault happen, and waits until the run continues."""
         await self.steps(STEPS_BETWEEN, STEP_SECONDS)
         await self._until(lambda: self._serving(0.0), "a replica that serves", STEP_SECONDS)
         if fault.kind == PUSH:

@@ -30,7 +30,7 @@ LEAST = 1.6
 
 DEADLINE_S = 60.0
 
-WORKING = "Let us look at it step by step. " + "So it goes on. " * 20
+WORKING = "Let us look at it step by step. " + "So it continues. " * 20
 
 NAME = "math_verify"
 

@@ -100,7 +100,7 @@ def turns(draw: Draw, long: int) -> list[tuple[list[int], int]]:
 
 
 def forks(draw: Draw, long: int) -> list[tuple[list[int], int]]:
-    """Four continuations of each of three states, which go on from one another."""
+    """Four continuations of each of three states, which continue from one another."""
     found, state = [], draw(long)
     for _ in range(3):
         drawn = [draw(long // 4) for _ in range(4)]

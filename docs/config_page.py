@@ -29,9 +29,9 @@ stand over the file. Flags of [slime](coming-from-slime.md), [Megatron](megatron
 A file may build on others: `base = "other.toml"`, or a list, relative to it. An unknown key or a value that does not fit is refused with
 the field, the value and what would be right; `myxo up CONFIG --print-config` prints every field with the value that it comes to.
 
-*Resume*: whether the value may differ when a run goes on. A run is frozen with its config, and another value of any other field is refused;
+*Resume*: whether the value may differ when a run continues. A run is frozen with its config; another value of any other field is refused:
 `--fresh`, or another name, begins anew. *Recorded*: it may differ, and
-[the ledger records it](reliability.md#going-on-with-other-values). Nothing is read again while a run is at work.
+[the ledger records it](reliability.md#continuing-with-other-values). Nothing is read again while a run is at work.
 
 *Unit*: of numbers that have one. A share is from 0 to 1, a rate or a weight has none.
 """

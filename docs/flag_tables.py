@@ -162,9 +162,9 @@ NOT_A_FIELD_WITHOUT_EFFECT: dict[str, tuple[str, str]] = {
     "micro_batch_size": ("int", "micro-batches are packed by tokens, see max_tokens_per_gpu"),
     "seq_length": ("int", "micro-batches are packed, each to its own length, see max_tokens_per_gpu"),
     "distributed_backend": ("text", "ranks talk by NCCL on GPUs, by gloo on CPUs"),
-    "finetune": ("switch", "a new run starts from hf_checkpoint, with a fresh optimizer; one that is in --load goes on, unless --fresh"),
-    "no_load_optim": ("switch", "a run that is in --load goes on exactly, unless --fresh; a new one starts from hf_checkpoint"),
-    "no_load_rng": ("switch", "a run that is in --load goes on exactly, unless --fresh; a new one starts from hf_checkpoint"),
+    "finetune": ("switch", "a new run starts from hf_checkpoint, with a fresh optimizer; one that is in --load continues, unless --fresh"),
+    "no_load_optim": ("switch", "a run that is in --load continues exactly, unless --fresh; a new one starts from hf_checkpoint"),
+    "no_load_rng": ("switch", "a run that is in --load continues exactly, unless --fresh; a new one starts from hf_checkpoint"),
     "no_save_optim": ("switch", "a checkpoint holds all that an exact resume needs"),
     "log_interval": ("int", "every step is logged"),
     "log_throughput": ("switch", "it is always logged"),
@@ -222,7 +222,7 @@ _REASONS = {
     ),
     "the tokenizer is that of hf_checkpoint": "tokenizer_type tokenizer_model vocab_file merge_file vocab_extra_ids ",
     "checkpoints lie in the run's directory; see save_interval, keep_checkpoints and save_hf": ("use_dist_ckpt save_retain_interval"),
-    "a run that has a checkpoint goes on from it; a new one starts from hf_checkpoint": (
+    "a run that has a checkpoint continues from it; a new one starts from hf_checkpoint": (
         "load ckpt_step pretrained_checkpoint use_checkpoint_args auto_detect_ckpt_format"
     ),
     "docs/metrics.md tells what is logged and where": (
@@ -244,7 +244,7 @@ _REASONS = {
     "use num_rollout: a step is a rollout batch": "train_iters train_samples",
     "use eval_prompt_data and eval_interval": "eval_iters",
     "use num_rollout": "exit_interval",
-    "stop the run with SIGTERM: it saves, and the same command goes on": "exit_duration_in_mins",
+    "stop the run with SIGTERM: it saves, and the same command continues": "exit_duration_in_mins",
     "SIGTERM saves and stops always": "exit_signal_handler",
     "it is a file's content; there is no quantised training but by the --fp8-… flags": "quant_recipe",
     "it is for Megatron's own tests": "test_mode",

@@ -32,7 +32,7 @@ COMMANDS = {
     "status": ("status:declare_status", "how a run stands: services, steps, queues"),
     "logs": ("logs:declare", "what the services of a run on this machine logged"),
     "audit": ("audit:declare", "replay a run's ledger and check its invariants; exits 1 on a violation"),
-    "repair": ("repair:declare", "what a run that a loss of power has torn apart needs to go on; with --yes, does it"),
+    "repair": ("repair:declare", "what a run that a loss of power has torn apart needs to continue; with --yes, does it"),
     "move": ("move:declare", "take a run that is at rest to another disk"),
     "samples": ("samples:declare", "the groups of a run, what became of them, and their samples"),
     "watch": ("status:declare_watch", "the progress of a run whose services were started elsewhere, to its end, then its summary"),

@@ -19,7 +19,7 @@ trainer alone is the run at the smallest bound, in which each step's training ha
 ``--write`` puts the tables of all `RESULTS` into docs/performance.md.
 
 With ``--scale-to`` replicas join a run once it has made its warm-up and half of its other steps: each is
-``python -m services.rollout`` with the bus's address, the run's name and a GPU of its own. The run goes on until it has made the other
+``python -m services.rollout`` with the bus's address, the run's name and a GPU of its own. The run continues until it has made the other
 half, counted from ``bound`` + 1 steps after all of them serve. ``myxo audit`` then checks its whole ledger.
 
 Figures. Step: the mean. g: seconds in which the engine alone draws a step's tokens, at its best; with N engines a Nth of them. h: seconds

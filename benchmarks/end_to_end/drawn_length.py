@@ -7,7 +7,7 @@ from shared.hooks.slime.http_requests import post
 
 
 async def generate(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
-    """Returns the sample with ``metadata["lengths"][its index in the group]`` tokens; one that was aborted goes on where it was."""
+    """Returns the sample with ``metadata["lengths"][its index in the group]`` tokens; one that was aborted continues where it was."""
     lengths = sample.metadata["lengths"]
     left = lengths[(sample.index or 0) % len(lengths)] - sample.response_length
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"

@@ -1,4 +1,4 @@
-"""Rollout services that join a run while it goes on, started as a person would add them, and ended with this process at the latest."""
+"""Rollout services that join a run while it continues, started as a person would add them, and ended with this process at the latest."""
 
 import contextlib
 import os

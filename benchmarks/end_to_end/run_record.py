@@ -1,4 +1,4 @@
-"""What a run tells while it goes on: its steps, its groups' ends and its replicas' gauges, and the figures that come of them."""
+"""What a run tells while it continues: its steps, its groups' ends and its replicas' gauges, and the figures that come of them."""
 
 import statistics
 from collections import Counter

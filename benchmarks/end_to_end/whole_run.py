@@ -50,7 +50,7 @@ class RunPlan:
     most: the groups that are admitted together at the beginning make one batch more than the bound.
 
     ``start_s``, ``run_s``: seconds for the first step, and from it on. ``gpus``: that it has. ``devices``: GPUs, as CUDA_VISIBLE_DEVICES
-    names them, those of replicas that join last; none on a CPU. ``engines``: that it begins with. ``scale_to``: that it goes on with once
+    names them, those of replicas that join last; none on a CPU. ``engines``: that it begins with. ``scale_to``: that it continues with once
     it has made half of its steps; the other half is counted from when all serve. None: it is not scaled.
     """
 
@@ -120,7 +120,7 @@ def measured(plan: RunPlan, name: str, bound: int, further: Sequence[str] = ()) 
 
 
 def audited(run: str, directory: Path) -> dict[str, Any]:
-    """Returns what ``myxo audit`` says of the ledger of a run that is not going on; why it says nothing, as ``problem``."""
+    """Returns what ``myxo audit`` says of the ledger of a run that is not in progress; why it says nothing, as ``problem``."""
     command = [sys.executable, "-m", "myxo.main", "audit", run, "--dir", str(directory), "--json"]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=AUDIT_SECONDS, stdin=subprocess.DEVNULL)
@@ -133,7 +133,7 @@ def audited(run: str, directory: Path) -> dict[str, Any]:
 
 
 class WatchedRun:
-    """A run that goes on, and those that join it.
+    """A run that continues, and those that join it.
 
     Args:
         process: of ``myxo up``.

@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.gpu_runs [--case ppo lora tp2 pp2-tp2 death] [--device cuda] [--at-once] [--json FILE] [--write]`` makes the
 example's model and data for each case and runs it under ``myxo up``, one after another, or with ``--at-once`` as many beside each other as
-the GPUs of ``CUDA_VISIBLE_DEVICES`` suffice for. FILE is written again and again while runs go on, so that a command that is cut off leaves
+the GPUs of ``CUDA_VISIBLE_DEVICES`` suffice for. FILE is rewritten while runs continue, so that a command that is cut off leaves
 what it has.
 
 - *ppo*: actor, critic and engine on a GPU each. *lora*: pushes carry adapters alone. *tp2*: a trainer over two GPUs, two engines.

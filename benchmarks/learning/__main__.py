@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.learning --bounds 0 1 2 4 8 --seeds 3 --objectives decoupled naive --device cpu --json FILE`` makes the example's
 model and prompts, if they are not there, and runs ``myxo up`` for each bound, seed and objective, ``--jobs`` at a time. The file has the
-curves of every run as they grow, so that what is cut off (``--seconds``) leaves curves, and the same command goes on with the runs that the
+curves of every run as they grow, so that what is cut off (``--seconds``) leaves curves, and the same command continues the runs that the
 file does not have as finished. ``--take`` puts runs of other files into it. ``--write`` draws docs/pictures/learning.png and writes the
 tables of docs/learning.md from the file.
 

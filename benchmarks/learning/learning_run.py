@@ -1,4 +1,4 @@
-"""One run of the benchmark: which, by which command, and what its files tell while it goes on and afterwards."""
+"""One run of the benchmark: which, by which command, and what its files tell while it continues and afterwards."""
 
 import json
 import os

@@ -184,13 +184,13 @@ class EngineBench:
 
 
 class _Filling:
-    """Lets those that wait go on once ``together`` of them do."""
+    """Lets those that wait continue once ``together`` of them do."""
 
     def __init__(self, together: int) -> None:
         self._together, self._waiting = together, list[asyncio.Event]()
 
     async def turn(self) -> None:
-        """Returns once there are enough to go on with."""
+        """Returns once there are enough to continue with."""
         self._waiting.append(going := asyncio.Event())
         if len(self._waiting) >= self._together:
             for each in self._waiting:

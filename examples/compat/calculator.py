@@ -1,4 +1,4 @@
-"""A tool that computes, in slime's manner: what the model writes between << and >> is worked out, and it goes on behind the result.
+"""A tool that computes, in slime's manner: what the model writes between << and >> is worked out, and it continues behind the result.
 
 --custom-generate-function-path examples.compat.calculator.generate
 --custom-rm-path examples.compat.calculator.reward_func

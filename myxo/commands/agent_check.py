@@ -343,7 +343,7 @@ class AgentConformance(CheckSuite):
         try:
             await asyncio.wait_for(self._played(key, self._data()), self._seconds)
         except TimeoutError:
-            raise _Failed(f"it went on for {self._seconds:g} s and {script.asked} requests after its session had ended") from None
+            raise _Failed(f"it continued for {self._seconds:g} s and {script.asked} requests after its session had ended") from None
         except Exception as error:
             return f"ended after {script.asked} requests: {_words(error)}"
         return f"ended after {script.asked} requests"

@@ -238,7 +238,7 @@ def _of_gpu(gpu: Gpu) -> Iterator[Diagnosis]:
     what = f"GPU {gpu.index}, {gpu.name}, {gpu.total / 1024:.0f} GiB"
     if gpu.errors:
         found = f"{what}: {gpu.errors} memory errors that could not be corrected"
-        yield Diagnosis("gpus", "fault", found, f"nvidia-smi --gpu-reset -i {gpu.index}; a GPU that goes on like that must be replaced")
+        yield Diagnosis("gpus", "fault", found, f"nvidia-smi --gpu-reset -i {gpu.index}; a GPU that continues like that must be replaced")
     elif gpu.used > BUSY_SHARE * gpu.total:
         who = f"nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv -i {gpu.index}"
         mend = f"{who} names who; end them, or set CUDA_VISIBLE_DEVICES"

@@ -47,7 +47,7 @@ class Line:
 def declare(command: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     add_run(command)
-    command.add_argument("-f", "--follow", action="store_true", help="go on with new lines as they come")
+    command.add_argument("-f", "--follow", action="store_true", help="continue with new lines as they come")
     command.add_argument("-s", "--service", metavar="S", help="only this service (rollout) or instance (rollout-0)")
     command.add_argument("-n", "--lines", type=count, default=50, metavar="N", help="lines to begin with (default 50)")
     command.add_argument("--level", choices=LEVELS, default="debug", help="only lines of at least this level (default debug: all)")
@@ -55,7 +55,7 @@ def declare(command: argparse.ArgumentParser) -> None:
 
 
 def logs(parsed: argparse.Namespace, console: Console) -> int:
-    """Prints the last lines, then goes on as more come if asked to.
+    """Prints the last lines, then continues as more come if asked to.
 
     Raises ConfigError where there is no such run, or no such service in it.
     """
@@ -108,7 +108,7 @@ class Tail:
             self._stamp = datetime.fromtimestamp((path.parent / OLDER / path.name).stat().st_mtime, UTC).isoformat()
 
     def last(self, count: int, level: str) -> list[Line]:
-        """Returns the last ``count`` lines of at least ``level``; `more` goes on behind the file's present last line."""
+        """Returns the last ``count`` lines of at least ``level``; `more` continues behind the file's present last line."""
         self._at = self._begin_of(count, level)
         lines = [line for line in self.more() if reaches(line, level)]
         return lines[-count:] if count else []

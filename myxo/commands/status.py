@@ -144,7 +144,7 @@ async def _at_rest(access: Access, phase: str | None, alarmed: list[Alarm], cons
     line = f"Run {run} is finished: {summary.steps} of {of} steps. `myxo summary {run}` tells more."
     if phase != runs.FINISHED:
         line = f"Run {run} is not running: {summary.steps} of {of} steps trained, {groups.in_flight} groups in flight. "
-        line += "`myxo up` with its config goes on."
+        line += "`myxo up` with its config continues."
     console.print(line, soft_wrap=True)
     for text in alarm_lines(alarmed):
         console.print(text, soft_wrap=True)
@@ -161,7 +161,7 @@ async def watch(run: str, directory: Path, console: Console) -> int:
     async with reach(run, directory) as access:
         if (await _phase(access))[0] not in runs.ENDS:
             if not access.live:
-                raise NotAtWork(f"run {access.run} is not running; `myxo up` with its config goes on")
+                raise NotAtWork(f"run {access.run} is not running; `myxo up` with its config continues")
             await _until_end(access, console)
         code = await exit_report.report_in_time(access.bus, access.config, access.directory, console)
         phase, reason = await runs.phase_and_reason(access.bus, access.run)

@@ -107,7 +107,7 @@ LAUNCHER = "launcher"  # instance under which the launcher's own log lines stand
 _UP = """Run a config's run on this machine until it is finished, with live progress.
 
 Starts an embedded NATS server and Valkey (unless NATS_URL and REDIS_URL name others), the buffer, reward and rollout services and the
-trainer, restarts whatever dies, and ends with the audit and the summary. Ctrl-C stops everything in order; the same command goes on
+trainer, restarts whatever dies, and ends with the audit and the summary. Ctrl-C stops everything in order; the same command continues
 from the last checkpoint."""
 
 _SUBMIT = """Put a config's run on the NATS server of NATS_URL, its payloads to lie in the Redis of REDIS_URL, and exit. The services are
@@ -261,7 +261,7 @@ _TRAIN = """Run a run on this machine until it is finished, from flags alone: th
 
 Without CONFIG, the flags are the whole config. slime's defaults hold where they differ from Myxo's in what is trained, the run's directory
 lies in --save, and the run's name is that of --run-name, that of the newest run in --load, or made of the model's name and the time. The
-name of a run that is there already, without a model, goes on with it. With CONFIG it is `myxo up CONFIG [flags]`.
+name of a run that is there already, without a model, continues with it. With CONFIG it is `myxo up CONFIG [flags]`.
 
 --print-config prints the TOML file that the flags stand for."""
 
@@ -309,11 +309,11 @@ def train_source(path: Path | None, words: list[str], *, fresh: bool = False, no
 
 
 def _settle_place(given: CommandLine, fresh: bool) -> None:
-    """Gives the run slime's place: its directory lies in ``--save``; a run that lies in ``--load`` already goes on there."""
+    """Gives the run slime's place: its directory lies in ``--save``; a run that lies in ``--load`` already continues there."""
     run, trainer = given.overrides.setdefault("run", {}), given.overrides.get("trainer", {})
     if "load" in trainer and "name" not in run and not fresh and (newest := newest_run(Path(trainer["load"]))) is not None:
         run |= {"name": newest.name, "dir": str(newest.parent)}
-        given.notes.append(f"--load {trainer['load']}: the run {newest.name} goes on")
+        given.notes.append(f"--load {trainer['load']}: the run {newest.name} continues")
     if "save" in trainer:
         run.setdefault("dir", trainer["save"])
 

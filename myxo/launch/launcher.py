@@ -281,7 +281,7 @@ class Launch:
         if finished is not None and finished.steps >= config.rollout.num_rollout:
             await runs.refuse_differences(bus, config)
             if not (lacking := self._final.announced()):
-                self._say(f"Run {run} is finished: {finished.steps} steps. --fresh starts it anew, a larger --num-rollout goes on.")
+                self._say(f"Run {run} is finished: {finished.steps} steps. --fresh starts it anew, a larger --num-rollout continues.")
                 return await self._report(bus)
             self._say(lacking)
             specs = self._final.makers(specs)

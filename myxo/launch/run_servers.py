@@ -61,7 +61,7 @@ class DiskWatch:
         self._since = now if self._since is None else self._since
         waited = now - self._since
         if waited > self._patience_s:
-            raise DiskFull(f"{full}, for {waited:.0f} s; the run stops, `myxo up` with the same config goes on once there is room")
+            raise DiskFull(f"{full}, for {waited:.0f} s; the run stops, `myxo up` with the same config continues once there is room")
         until = f"for {waited:.0f} s now, given up after {self._patience_s:g} s"
         self.text = f"{full}; what fails for it starts again once there is room ({until})"
         return False
@@ -261,14 +261,14 @@ class ConsoleProcess(KeptAlive):
             again = self.note_death(now, lived, lived >= WELL_SECONDS, self._killed_for or cause(code))
             self._child, self._killed_for = None, ""
             if not again:
-                say(f"The console is given up after {self.backoff.most} deaths, the run goes on; {self._log_path} says why.")
+                say(f"The console is given up after {self.backoff.most} deaths, the run continues; {self._log_path} says why.")
         if self._child is None and self.due is not None and now >= self.due:
             try:
                 self._start()
             except (MyxoError, OSError) as error:
                 self.due = None
                 self._log.warning("console_not_started", error=str(error))
-                say(f"There is no console, the run goes on: {error}")
+                say(f"There is no console, the run continues: {error}")
 
     def _start(self) -> None:
         if self._address is None or not _free(self._address):

@@ -16,7 +16,7 @@ from shared.process.embedded_servers import hold_port
 from shared.runtime import addresses
 from shared.runtime.addresses import GATEWAY_VARIABLE, HTTP_VARIABLE, HttpAddress
 
-# Ports that gateways of this process's launches listen at: nobody else draws them, before a gateway runs and between its lives.
+# Ports that gateways of this process's launches listen at: no other process gets them, before a gateway runs and between its lives.
 _HELD: list[socket.socket] = []
 
 # The module that `python -m` runs for each service.
@@ -95,7 +95,7 @@ def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
 class EngineFilling:
     """The engines that fill GPUs.
 
-    ``engines``: how many, at least one: too few GPUs for it are what other checks refuse. ``idle``: GPUs that nobody computes on. ``gpus``:
+    ``engines``: how many, at least one: too few GPUs for it are what other checks refuse. ``idle``: GPUs without a process. ``gpus``:
     those that there are for engines.
     """
 

@@ -1,6 +1,6 @@
 """Keeps the services of a run alive: starts them, restarts those that die or freeze, and reports when one has to be given up.
 
-It works in ticks, none of which waits, so that the launcher goes on watching everything else. A service that never becomes ready is given
+It works in ticks, none of which waits, so that the launcher continues watching everything else. A service that never becomes ready is given
 up by `BackOff`; one that becomes ready and dies all the same, while the run gets no further, by `SameDeaths`.
 """
 
@@ -350,7 +350,7 @@ class FrozenServices:
         return self._heartbeats.silent(patience_s, instances)
 
     def look_away(self) -> None:
-        """Notes that nobody can be heard at the moment."""
+        """Notes that no status can be read at the moment."""
         self._heartbeats.pause()
 
     def listen(self, supervisor: Supervisor, statuses: Sequence[ServiceStatus]) -> None:

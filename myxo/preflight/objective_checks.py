@@ -52,7 +52,7 @@ TEACHES = (
 
 
 def check_teachers(inspection: Inspection) -> Findings:
-    """Yields where nobody is a teacher, and a key that is not set where the services start."""
+    """Yields where there is no teacher, and a key that is not set where the services start."""
     config, algorithm = inspection.config, inspection.config.algorithm
     given = [getattr(section, name, None) for section in (config.rollout, algorithm) for name in TEACHES]
     alone = not algorithm.opd_teachers and not any(given) and config.debug.load_debug_rollout_data is None

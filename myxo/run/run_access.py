@@ -82,7 +82,7 @@ def _of_other_run(url: str, run: str) -> str:
 
 
 async def check_store(url: str) -> None:
-    """Refuses a Redis URL that nobody answers."""
+    """Refuses a Redis URL without a server."""
     expected = "give redis://[user:password@]host:port or unix:///path/to/socket, or unset it for an embedded Valkey"
     try:
         store = Store(url)
@@ -208,7 +208,7 @@ def _served(server: EmbeddedNats | EmbeddedValkey, stack: contextlib.AsyncExitSt
 
 
 async def _settled(files: RunDirectory) -> ServerUrls | None:
-    """Returns the live run's servers; None once nobody holds the directory, or when it takes too long to tell."""
+    """Returns the live run's servers; None once no launcher holds the directory, or when it takes too long to tell."""
     end = time.monotonic() + SETTLE_SECONDS
     while True:
         servers = files.servers()

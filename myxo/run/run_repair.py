@@ -1,4 +1,4 @@
-"""What a run that a loss of power or a bad disk has torn apart needs to go on, and its repair.
+"""What a run that a loss of power or a bad disk has torn apart needs to continue, and its repair.
 
 The ledger and the checkpoints are written one after the other, to files of their own. Where the last records of the ledger are lost, a
 checkpoint may be ahead of it: it has steps that the ledger does not know as trained. Where records are lost in its middle, what follows
@@ -48,7 +48,7 @@ class LedgerExtent:
 class RepairPlan:
     """What is to be done.
 
-    ``cut``: records of the ledger to remove. ``resume``: the steps of the checkpoint that the run will go on from; 0: from the weights that
+    ``cut``: records of the ledger to remove. ``resume``: the steps of the checkpoint that the run continues from; 0: from the weights that
     it began with. ``set_aside``: checkpoints that the ledger knows nothing of, by their steps. ``problem``: empty, or why nothing can be
     done.
     """
@@ -101,7 +101,7 @@ def repair_plan(ledger: LedgerExtent, checkpoints: Iterable[int]) -> RepairPlan:
         return RepairPlan(
             newest,
             ledger.cut,
-            problem=f"the ledger can be gone on with from {ledger.durable} to {ledger.trained} steps, and no checkpoint is of so many"
+            problem=f"the ledger can be continued from {ledger.durable} to {ledger.trained} steps, and no checkpoint is of so many"
             f" (there: {kept})",
         )
     return RepairPlan(known[-1], ledger.cut, ahead)

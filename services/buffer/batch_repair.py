@@ -26,7 +26,7 @@ def lost_ready(state: BufferState, name: str, now: float) -> list[LedgerRecord]:
 
 
 def lost_batched(state: BufferState, group: GroupState, now: float) -> list[LedgerRecord]:
-    """Has a group generated anew that the trainer was handed; none where its step was trained before: its batch goes on without it."""
+    """Has a group generated anew that the trainer was handed; none where its step was trained before: its batch continues without it."""
     if group.step is None or group.step < state.trained_steps or group.lost >= MOST_LOST:
         return []
     return [policy.requeue(group, PAYLOAD_LOST, now)]
@@ -72,7 +72,7 @@ def refused(state: BufferState, message: BatchRefused, now: float, lost: bool = 
 def amended(state: BufferState, limits: BufferConfig, step: int, now: float) -> list[LedgerRecord]:
     """Replaces the groups that the batch of ``step`` has lost, once as many others are ready that it may train.
 
-    Two kinds of steps go on with the groups that are left, if any are: one that is trained again after a death, since what comes
+    Two kinds of steps continue with the groups that are left, if any are: one that is trained again after a death, since what comes
     now is newer than its weights, and one with a critic, which has given its values to the batch as it was.
     """
     batch = state.batches.get(step)

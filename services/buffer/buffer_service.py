@@ -1,7 +1,7 @@
 """The buffer on the bus: it has `services.buffer.policy` decide about events, writes the records to the ledger, and only then acts on them.
 
 One lock orders all decisions. Everything done twice after a crash (tasks published, payloads freed) is safe to do twice. Of several buffers
-one is active: it holds the lease (`shared.bus.leader_lease`). The others stand by: they follow the ledger and answer nobody.
+one is active: it holds the lease (`shared.bus.leader_lease`). The others stand by: they follow the ledger and answer no requests.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ from shared.service.service_base import Service
 POLL_INTERVAL_S = 2.0  # The interval at which live version and queue depths are read, besides the events that announce them
 FOLLOW_SECONDS = 5.0  # The interval at which a buffer on standby reads new records of the ledger
 HAND_OVER_SECONDS = 1.5  # The time that a stopping buffer waits for its last decision
-DRAIN_SECONDS = 1.5  # The time that it then goes on keeping the responses of groups that have ended
+DRAIN_SECONDS = 1.5  # The time for which it still keeps the responses of groups that have ended
 
 # The latest records of the ledger whose groups a buffer that takes over keeps, where its predecessor had not come to it
 RECENT_RECORDS = 256
@@ -136,7 +136,7 @@ class Buffer:
         await self._failure.look()
         if took_over:
             await service.announce()
-            await service.tell("took_over")
+            await service.publish_event("took_over")
         watching = (self._watch_versions(), self._watch_gauges(), self._until_broken())
         outcomes = OutcomeConsumer(service, self._limits, self._state, self._lease.held, self._decide, self._eval_log.release, self._admits)
         publishing = self._tasks.publishers(outcomes.settle)
@@ -311,7 +311,7 @@ class Buffer:
         return buffer_report.awaited(self._state, self._limits, self._service.held_back, self._ends.words(), source)
 
     async def _watch_gauges(self) -> None:
-        """Updates the gauges (groups by state, queue depths), and resumes once a failed run goes on, or a full store has room."""
+        """Updates the gauges (groups by state, queue depths), and resumes once a failed run continues, or a full store has room."""
         queues = QueueGauges(self._service)
         while True:
             late = policy.is_late(self._state, self._limits, time.time()) or self._keeper.is_late

@@ -1,6 +1,6 @@
 """Decides about evaluations: which versions get one, which results count, when they end, and their figures. Pure.
 
-An evaluation belongs to the version that was live when it began. No replica on an older version takes its prompts; pushes go on
+An evaluation belongs to the version that was live when it began. No replica on an older version takes its prompts; pushes continue
 meanwhile, as training does, so that a later version may draw some of its tokens: the figures name the oldest and the newest that did.
 Where the user's own function evaluates, it is asked once for all sets of a version, and a set ends with what it gives for it.
 """
@@ -51,7 +51,7 @@ def awaited(state: BufferState, limits: BufferConfig) -> bool:
 
 
 def came_back(state: BufferState, message: Scored | Failed, now: float) -> list[LedgerRecord]:
-    """Takes the rewards of a held-out prompt, or its failure; one that has come back already, or that nobody asked for, gives no record."""
+    """Takes the rewards of a held-out prompt, or its failure; one that came back before, or was not asked for, gives no record."""
     current = next((found for found in state.evaluations.values() if message.group in found.pending), None)
     if current is None:
         return []
@@ -74,9 +74,9 @@ def came_back(state: BufferState, message: Scored | Failed, now: float) -> list[
 
 
 def given(state: BufferState, limits: BufferConfig, message: Evaluated, now: float) -> list[LedgerRecord]:
-    """Takes what the user's function gives for a set: one of the run's, or one of its own while an evaluation of that version goes on.
+    """Takes what the user's function gives for a set: one of the run's, or one of its own while an evaluation of that version continues.
 
-    A set that has ended, a version that is not being evaluated, and a result that nobody asked for give no record.
+    A set that has ended, a version that is not being evaluated, and a result that was not asked for give no record.
     """
     named, result = eval_group_parts(message.group), message.result
     if not limits.eval_function or named is None or (named[1], named[0]) in state.evaluated:

@@ -95,4 +95,4 @@ def source_refusal(names: Subjects, subject: str, outcome: Outcome) -> str | Non
     """Returns why an outcome that came on ``subject`` is not taken; None: it is."""
     if any(subject == names.scored(role) and isinstance(outcome, kinds) for role, kinds in ROLE_OUTCOMES.items()):
         return None
-    return f"a {type(outcome).__name__} of {outcome.group} came on {subject}, on which nobody may report one"
+    return f"a {type(outcome).__name__} of {outcome.group} came on {subject}, on which none may be reported"

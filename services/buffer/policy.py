@@ -206,7 +206,7 @@ def wanted(state: BufferState, limits: BufferConfig, message: Wanted, now: float
 
 
 def unwanted(state: BufferState, message: GroupOutcome) -> list[str]:
-    """Returns the payload keys of an outcome that nobody needs after its decision: it is of an ended group, of an attempt that was given
+    """Returns the payload keys of an outcome that are not needed after its decision: it is of an ended group, of an attempt that was given
     up, or a repeat. A second replica may have written them long after they were freed."""
     if message.payload is None:
         return []

@@ -55,7 +55,7 @@ class DataFingerprint(BaseModel):
         return self.size > MOST_BLOCKS * BLOCK_BYTES
 
 
-ACCEPT = "go on with the prompts that are there now: --accept-changed-data"
+ACCEPT = "continue with the prompts that are there now: --accept-changed-data"
 Fingerprints = dict[str, DataFingerprint]  # Of files, by path
 _FINGERPRINTS = TypeAdapter(Fingerprints)
 

@@ -268,7 +268,7 @@ declare_metrics("""
 """)
 
 RATE_BYTES = 8 << 20  # Payload bytes that are read each second at most: about 900,000 generated tokens, for a twentieth of a core
-HELD_BYTES = 64 << 20  # Payloads that nobody else needs any more and that stay in the store until they were read
+HELD_BYTES = 64 << 20  # Payloads that are needed nowhere else any more and that stay in the store until they were read
 GROUP_BYTES = 32 << 20  # The largest payload of a group that is kept
 WAITING_GROUPS = 1 << 15  # Groups that may wait
 BATCH_BYTES, BATCH_GROUPS = 4 << 20, 64  # Payloads that are read and written together
@@ -301,7 +301,7 @@ class RolloutKeeper:
         self._waiting: asyncio.Queue[EndedGroup] = asyncio.Queue(WAITING_GROUPS)
         self._hurry = asyncio.Event()
         self._awaited: dict[str, EndedGroup] = {}  # payload keys that are still to be read
-        self._held: dict[str, int] = {}  # those of them that nobody else needs any more, with their bytes
+        self._held: dict[str, int] = {}  # those of them that are needed nowhere else any more, with their bytes
         self._held_bytes = 0
         self._logged = self._away_logged = float("-inf")
         self._open = 0  # groups that were taken, and are neither kept nor skipped

@@ -1,6 +1,6 @@
 """The run's failure: found by the count of dead groups, or reported by a launcher; kept on the bus until the run is created again.
 
-While it stands the buffer admits nothing and tells the trainer to leave. Nobody restarts anything: services idle, or are stopped.
+While it stands the buffer admits nothing and tells the trainer to leave. Nothing is restarted: services idle, or are stopped.
 """
 
 import time
@@ -105,7 +105,7 @@ class RunFailure:
             self.reason, service.state = hopeless, STATE
 
     async def look(self, finished: bool = False) -> bool:
-        """Asks the bus whether the run has failed, and keeps the gauges. Returns whether a run that had failed goes on.
+        """Asks the bus whether the run has failed, and keeps the gauges. Returns whether a run that had failed continues.
 
         A phase that cannot be read is written anew. ``finished``: whether the run is, by its ledger.
         """

@@ -79,7 +79,7 @@ class Result:
 class GroupState:
     """A group in flight. ``scored`` is set once it came back; ``step`` once it is in a batch.
 
-    ``partial``: samples that the present attempt goes on from, but for those that hold nothing newer than ``renew_below``.
+    ``partial``: samples that the present attempt continues from, but for those that hold nothing newer than ``renew_below``.
     ``refused``: when the trainer refused what it holds. ``lost``: how often the store has lost that.
     """
 

@@ -27,7 +27,7 @@ class StoreRoom:
         self.reason = ""
 
     async def look(self) -> bool:
-        """Asks the store. Returns whether work goes on that was held back, by this or by a full stream."""
+        """Asks the store. Returns whether work continues that was held back, by this or by a full stream."""
         with contextlib.suppress(DeadlineExceeded, StoreRefused):  # it is away, or an older account may not ask
             self._note(*await self._service.store.memory(LOOK_SECONDS))
         self._service.holding = self.reason

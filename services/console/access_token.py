@@ -1,4 +1,4 @@
-"""Lets in whoever has the console's token, and nobody else: an ASGI layer around the whole app.
+"""Lets in only requests with the console's token: an ASGI layer around the whole app.
 
 ``GET /?token=…`` sets a cookie and redirects to ``/``, so that the token leaves the address line; programs send ``Authorization: Bearer``.
 The ``Host`` header has to name this machine: a page of a foreign site whose name was bound to 127.0.0.1 (DNS rebinding) is refused.

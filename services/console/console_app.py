@@ -169,7 +169,7 @@ async def serve() -> None:
     source, given_token = source_of_environment(), addresses.console_token()
     token = given_token or addresses.new_console_token()
     if len(token) < LEAST_TOKEN:
-        raise ConfigError(addresses.CONSOLE_TOKEN, "…", f"at least {LEAST_TOKEN} characters that nobody can guess")
+        raise ConfigError(addresses.CONSOLE_TOKEN, "…", f"at least {LEAST_TOKEN} characters that cannot be guessed")
     given = os.environ.get(ADDRESS)
     address = addresses.parsed(given, ADDRESS) if given else LOOPBACK
     names = [name for name in os.environ.get(HOSTS, "").split(",") if name]
@@ -180,7 +180,7 @@ async def serve() -> None:
         if HTTP_VARIABLE in os.environ:
             await stack.enter_async_context(_health(source))
         at = await stack.enter_async_context(http_endpoints.serving(console_app(source, token, names), address))
-        # a token that was made here is known to nobody else
+        # a token that was made here is known here alone
         structlog.get_logger().info(telemetry.CONSOLE_SERVES, at=at, **({} if given_token else {"url": f"http://{at}/?token={token}"}))
         await stopping.wait()
 

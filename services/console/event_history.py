@@ -113,7 +113,7 @@ class EventHistory:
 
 
 MOST_RUNS = 8  # Runs whose metrics are kept in memory; who asks for another has the one that was asked for least lately forgotten
-FRESH_SECONDS = 2.0  # A run's files are not read again sooner than this: it may still be going on
+FRESH_SECONDS = 2.0  # A run's files are not read again sooner than this: it may still be in progress
 
 
 @dataclass

@@ -19,6 +19,7 @@ from shared.environment.protocol import MAX_ANSWER, EnvironmentFailed, words
 from shared.hooks import reward_values
 from shared.runtime.errors import DeadlineExceeded
 from shared.runtime.safe_files import parse_json
+from shared.runtime.tasks import doubling
 from shared.schema.messages import Generated
 from shared.schema.sample import Sample, Score
 
@@ -45,13 +46,13 @@ class HttpCalls(JsonServer):
     async def post(self, body: object) -> Any:
         """Returns the decoded answer. Raises EnvironmentFailed or DeadlineExceeded, as the last try ended."""
         data = self.encoded(body)
-        for number in range(self._tries - 1):
+        for _, pause in zip(range(self._tries - 1), doubling(1.0, LONGEST_PAUSE), strict=False):
             try:
                 return await self._try(data)
             except _Hopeless as error:
                 raise EnvironmentFailed(self.label, error.reason) from error
             except (EnvironmentFailed, DeadlineExceeded):
-                await asyncio.sleep(min(2.0**number, LONGEST_PAUSE) + random.random())
+                await asyncio.sleep(pause + random.random())
         return await self._try(data)
 
     async def _try(self, data: bytes) -> Any:

@@ -25,6 +25,7 @@ from shared.process.worker_pool import LOOP_SECONDS, CallLate, WorkerDied, Worke
 from shared.rewards.names import GIVEN, needs_label, queue_of, wrong
 from shared.rewards.reference import Reference, label_problem
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded, MyxoError, nearest
+from shared.runtime.tasks import doubling
 from shared.schema import sample
 from shared.schema.message import MAX_PARTS
 from shared.schema.messages import Generated
@@ -277,7 +278,7 @@ class ExternalScorer(Scorer):
 
     async def score(self, group: Generated, samples: list[Sample], environment: str, key: str | None) -> list[Score]:
         request = _request(self._config.run.name, group, samples)
-        end, pause = time.monotonic() + self._timeout, FIRST_PAUSE
+        end, pauses = time.monotonic() + self._timeout, doubling(FIRST_PAUSE, LONGEST_PAUSE)
         reason = ""
         while (left := end - time.monotonic()) > 0:
             try:
@@ -285,8 +286,7 @@ class ExternalScorer(Scorer):
             except EnvironmentAway as error:
                 reason = error.reason
                 self._health.report("away", reason)  # no groups until it has described itself again
-                await asyncio.sleep(min(pause, max(0.0, end - time.monotonic())))
-                pause = min(2 * pause, LONGEST_PAUSE)
+                await asyncio.sleep(min(next(pauses), max(0.0, end - time.monotonic())))
             except DeadlineExceeded:
                 reason = f"it did not answer; before that: {reason}" if reason else "it did not answer"
                 break

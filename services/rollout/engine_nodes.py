@@ -193,11 +193,11 @@ class RankTunnels:
 
     async def _entered(self, node: int, rank: int) -> Streams:
         seen = self._nodes().get(node)
-        if seen is None or seen.state is None or not seen.state.door:
+        if seen is None or seen.state is None or not seen.state.command_port:
             raise RankUnreachable("its lease names no port for commands")
         secret = await self._secret(node)
         async with asyncio.timeout(GREETING_SECONDS):
-            reader, writer = await asyncio.open_connection(seen.state.address, seen.state.door)
+            reader, writer = await asyncio.open_connection(seen.state.address, seen.state.command_port)
             text = (await reader.readline()).decode().strip()
         writer.write(f"{proof_of(secret, text)} {rank}\n".encode())
         return reader, writer
@@ -302,8 +302,8 @@ async def follow(service: Service) -> None:
         lambda meeting: replica_command(service, name, meeting),
         engine_log(service),
     )
-    door = RankEndpoint(lambda: ranks.engine)
-    async with door.open(own_address()):
+    endpoint = RankEndpoint(lambda: ranks.engine)
+    async with endpoint.open(own_address()):
         agent = NodeAgent(
             service,
             service.subjects.engine_nodes(name),
@@ -312,8 +312,8 @@ async def follow(service: Service) -> None:
             config.trainer.node_timeout,
             ranks,
             leave_seconds=0.0,
-            door=lambda: door.port,
-            secret=door.secret,
+            command_port=lambda: endpoint.port,
+            secret=endpoint.secret,
         )
         async with service.background(_end_with_run(service)):
             await agent.run()

@@ -38,6 +38,7 @@ from shared.environment.protocol import (
 from shared.hooks import HookFailed, HookSample, Status
 from shared.hooks.slime.http_requests import CallContext, HTTPStatusError, close_session, current_call, post
 from shared.runtime.errors import ConfigError, DeadlineExceeded
+from shared.runtime.tasks import doubling
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Task
 from shared.service.service_base import Service
@@ -162,14 +163,13 @@ class EpisodeGenerate(CustomGenerate):
     async def asked(self, awaited: str, ask: Callable[[float], Awaitable[Answer]]) -> Answer:
         """Returns an answer, asked for again while no one can be reached; a repeat does no harm. Raises EnvironmentFailed."""
         deadline = self.settings.episode_timeout
-        end, pause, reason = time.monotonic() + deadline, FIRST_PAUSE, ""
+        end, pauses, reason = time.monotonic() + deadline, doubling(FIRST_PAUSE, LONGEST_PAUSE), ""
         while (left := end - time.monotonic()) > 0:
             try:
                 return await ask(left)
             except EnvironmentAway as error:
                 reason = f"; before that: {error.reason}"
-                await asyncio.sleep(min(pause, max(0.0, end - time.monotonic())))
-                pause = min(2 * pause, LONGEST_PAUSE)
+                await asyncio.sleep(min(next(pauses), max(0.0, end - time.monotonic())))
             except DeadlineExceeded:
                 break
         raise EnvironmentFailed(self.environment.label, f"{awaited} was not answered within {deadline:g} s (episode_timeout){reason}")

@@ -133,7 +133,7 @@ class Replica:
         self.served.fence()
         self._service.log.warning("fenced", reason=reason)
         await self.publish()
-        await self._service.tell("fenced", reason)
+        await self._service.publish_event("fenced", reason)
 
     # --- the engine
 

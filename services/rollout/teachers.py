@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from shared.config.algorithm import AlgorithmSection
 from shared.environment import environment_url
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded, nearest
+from shared.runtime.tasks import doubling
 from shared.schema.sample import LOG_PROBS, Sample
 
 ATTRIBUTE, IDS, ENTRIES, SHARES = "teacher_log_probs", "teacher_top_ids", "teacher_top_log_probs", "teacher_top_shares"
@@ -132,7 +133,7 @@ class _Teacher:
         if not len(sample.response):
             return _Given(np.zeros(0, np.float32), np.zeros((0, k), np.int32), np.zeros((0, k), np.float32))
         body = orjson.dumps(_request(sample, k, self._temperature), option=orjson.OPT_SERIALIZE_NUMPY)
-        pause, reason = FIRST_PAUSE, "it did not answer"
+        pauses, reason = doubling(FIRST_PAUSE, LONGEST_PAUSE), "it did not answer"
         try:
             async with asyncio.timeout(deadline), self._room:
                 while True:
@@ -140,8 +141,7 @@ class _Teacher:
                         return self._read(await self._answer(body, sample), sample, k)
                     except _Again as failed:
                         reason = str(failed)
-                    await asyncio.sleep(pause)
-                    pause = min(2 * pause, LONGEST_PAUSE)
+                    await asyncio.sleep(next(pauses))
         except TimeoutError:
             awaited, action = f"the log-probs of sample {sample.name}", f"the group goes back to the queue; last: {reason}"
             raise DeadlineExceeded(awaited, f"teacher {self._shown}", deadline, action) from None

@@ -197,7 +197,7 @@ class WeightCatchUp:
                     reason = f"what came as version {offer.version} has digest {report.digest}, the trainer's is {live.digest}"
                     self._service.metrics.add("peer_weights_differ")
                     self._service.log.error("peer_weights_differ", replica=source, reason=reason)
-                    await self._service.tell("peer_weights_differ", f"{source}: {reason}")
+                    await self._service.publish_event("peer_weights_differ", f"{source}: {reason}")
                     raise MyxoError(reason)
                 await client.leave_channels(deadline=seconds)
                 await client.end_weight_update(deadline=seconds)
@@ -209,7 +209,7 @@ class WeightCatchUp:
                 return
         figures = {"bytes": report.bytes, "seconds": round(time.monotonic() - started, 3), "backend": offer.channels[0].backend}
         self._service.log.info("caught_up", source="peer", replica=source, version=offer.version, **figures)
-        await self._service.tell("caught_up", f"version {offer.version} from {source} in {figures['seconds']:.1f} s")
+        await self._service.publish_event("caught_up", f"version {offer.version} from {source} in {figures['seconds']:.1f} s")
 
     async def _offer_of(self, source: str, live: WeightsLive, seconds: float) -> PeerTransferOffer:
         service = self._service
@@ -273,7 +273,7 @@ class WeightCatchUp:
         self._service.metrics.set(BROKEN_SNAPSHOT, -1)
         timing = {"pull_seconds": round(pulled, 3), "load_seconds": round(time.monotonic() - started - pulled, 3)}
         self._service.log.info("caught_up", source="disk", version=checkpoint.version, **timing)
-        await self._service.tell("caught_up", f"version {checkpoint.version} from disk in {time.monotonic() - started:.1f} s")
+        await self._service.publish_event("caught_up", f"version {checkpoint.version} from disk in {time.monotonic() - started:.1f} s")
 
     async def _pulled(self, snapshot: WeightsSnapshot) -> WeightCheckpoint:
         """Returns the version, verified, in a directory that the engine can read. Raises BrokenCheckpoint, DeadlineExceeded."""
@@ -321,7 +321,7 @@ class WeightCatchUp:
         self._service.log.error("snapshot_broken", version=snapshot.version, broken=error.version, error=str(error))
         self._service.metrics.set(BROKEN_SNAPSHOT, snapshot.version)
         await self._service.announce()
-        await self._service.tell("snapshot_broken", str(error))
+        await self._service.publish_event("snapshot_broken", str(error))
 
     # --- from either source
 

@@ -163,7 +163,7 @@ class ColocatedEngine:
             reason = "the trainer fell silent while the replica slept for it"
             self._service.log.warning("turn_expired", reason=reason)
             await self._awake(OPEN_SECONDS)
-        await self._service.tell("turn_expired", reason)
+        await self._service.publish_event("turn_expired", reason)
 
     async def _trainer_computes(self) -> bool:
         try:
@@ -294,7 +294,7 @@ class WeightsReceiver:
         if self._service.stopping.is_set():
             raise PushRefused("this replica is about to stop")
         if self._replica.update_lock.locked():
-            raise PushRefused("a step of an earlier push is still going on")
+            raise PushRefused("a step of an earlier push is still in progress")
         self._agree(AGREED_SECONDS)
         return self._ready()
 
@@ -479,7 +479,7 @@ class WeightsReceiver:
                 await client.end_weight_update(deadline=END_SECONDS)
             await client.resume(deadline=END_SECONDS)
         except MyxoError as error:
-            reason = f"after the push of version {version} the engine did not go on: {error}"
+            reason = f"after the push of version {version} the engine did not continue: {error}"
             if not touched:
                 await self._replica.fence(reason)
             await self._replica.kill_engine(reason)

@@ -305,7 +305,7 @@ declare_metrics("""
     perf/update_weights_pause_time | s | from the request until the slowest engine was paused, beside the transfer
     perf/update_weights_transfer_time | s | from the first bucket's export until the last engine had loaded everything
     perf/update_weights_check_time | s | comparing the engines' digests with the trainer's
-    perf/update_weights_activate_time | s | the commit, until every engine had gone on
+    perf/update_weights_activate_time | s | the commit, until every engine had continued
     perf/update_weights_stall | s | of it, what the trainer waited for; the rest ran beside a training step
     perf/update_weights_bytes | bytes | what it carried
     perf/update_weights_gb_per_s | GB/s | update_weights_bytes / update_weights_wire_time

@@ -71,7 +71,7 @@ class ReplayClient:
         """Returns -1: no version is announced."""
         return -1
 
-    def tell(self, what: str, detail: str) -> None:
+    def publish_event(self, what: str, detail: str) -> None:
         print(f"{what}: {detail}", file=sys.stderr, flush=True)
 
     def trained(self, report: object) -> None: ...

@@ -177,9 +177,9 @@ class ControlClient:
         """Publishes the event ``what`` of a plane, without waiting."""
         log_failure(self.begin(self.service.event(plane, what, message)), f"the report of {what}")
 
-    def tell(self, what: str, detail: str) -> None:
+    def publish_event(self, what: str, detail: str) -> None:
         """Publishes an event about this service, without waiting."""
-        log_failure(self.begin(self.service.tell(what, detail)), f"the event {what}")
+        log_failure(self.begin(self.service.publish_event(what, detail)), f"the event {what}")
 
     def set_state(self, state: str) -> None:
         self.service.state = state

@@ -217,7 +217,7 @@ class Trainer(RoleWorker):
         if self._control is not None and difference > monitoring.logprob_alarm:
             self._log.warning("logprobs_differ", step=batch.step, mean_abs_diff=difference, tokens=int(tokens))
             detail = f"engine and trainer differ by {difference:.3g} on {int(tokens)} tokens of step {batch.step}"
-            self._control.tell("logprobs_differ", detail)
+            self._control.publish_event("logprobs_differ", detail)
 
     # --- before the first step
 

@@ -66,7 +66,7 @@ class PolicyExporter:
     def _tell(self, error: Exception) -> None:
         self._log.error("policy_not_exported", path=str(self._path), error=f"{type(error).__name__}: {error}")
         if self._control is not None:
-            self._control.tell("policy_not_exported", f"{self._path}: {error}")
+            self._control.publish_event("policy_not_exported", f"{self._path}: {error}")
 
     def _target(self, steps: int) -> Path | None:
         """Returns where the policy after ``steps`` steps goes; None where it is not exported."""

@@ -366,7 +366,7 @@ class RoleWorker:
                 self._set_state(f"passing over the damaged checkpoint of step {step}")
                 detail = f"the checkpoint of step {step} is damaged (rank {rank}: {reason}); the next older one is tried"
                 self._log.error("checkpoint_damaged", step=step, rank=rank, reason=reason)
-                self._control.tell("checkpoint_damaged", detail)
+                self._control.publish_event("checkpoint_damaged", detail)
             with runtime.together(f"setting the damaged checkpoint of step {step} aside"):
                 set_aside(found[step])
 

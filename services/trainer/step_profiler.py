@@ -66,7 +66,7 @@ class StepProfiler:
             yield
 
     def close(self) -> None:
-        """Writes what is going on."""
+        """Writes the trace that is being recorded."""
         if self._memory is not None:
             self._memory.close()
         self._end_trace()

@@ -36,7 +36,7 @@ LOOK_SECONDS = 1.0
 
 
 class RankFrozen(MyxoError):
-    """A rank was stopped by a signal, and did not go on."""
+    """A rank was stopped by a signal, and did not continue."""
 
 
 class StoppedProcesses:

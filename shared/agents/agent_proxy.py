@@ -1,7 +1,7 @@
 """``python -m shared.agents.agent_proxy HOST:PORT AGENT:PORT``: passes connections on to an agent in a network that its callers are not on.
 
 It stands on both networks: it listens on the callers', at ``private:PORT`` the one with the bus, and connects on the agent's. Callers so
-reach the agent, and the agent reaches nobody. It reads nothing of what it passes on. A caller whose connection cannot be passed on, since
+reach the agent, and the agent reaches nothing. It reads nothing of what it passes on. A caller whose connection cannot be passed on, since
 the agent is not there yet, say, gets HTTP 503 with the header `NOT_SENT`: nothing of its request has reached an agent.
 """
 

@@ -2,7 +2,7 @@
 
 ``POST`` of ``{"data": …, "base_url": …, "api_key": …}`` in JSON, what an agent that is a function takes; the answer is ``{"reward": …}``
 with what such a function returns, or ``{"error": text}`` with another status than 200. It comes when the rollout has ended; a connection
-that is closed before says that nobody waits for it any more.
+that is closed before says that it is not waited for any more.
 """
 
 import asyncio
@@ -21,8 +21,9 @@ from shared.environment.http_environment import BlockedAddress, open_session, re
 from shared.environment.protocol import MAX_ANSWER, words
 from shared.runtime.errors import MyxoError
 from shared.runtime.safe_files import parse_json
+from shared.runtime.tasks import doubling
 
-# A service that cannot be connected to, by itself or by the door to it, is tried again, with pauses that grow up to this one: it may be
+# A service that cannot be connected to, by itself or by its proxy, is tried again, with pauses that grow up to this one: it may be
 # starting.
 CONNECT_SECONDS, LONGEST_PAUSE_S = 5.0, 2.0
 
@@ -68,7 +69,7 @@ async def play(data: Mapping[str, Any], base_url: str, api_key: str) -> object:
 
 async def _answer(session: aiohttp.ClientSession, url: str, body: bytes, start_seconds: float) -> tuple[int, bytes]:
     """Returns status and body of the answer, of which one byte over the limit is read at most."""
-    pause, end = 0.25, time.monotonic() + start_seconds
+    pauses, end = doubling(0.25, LONGEST_PAUSE_S), time.monotonic() + start_seconds
     while True:
         try:
             async with session.post(url, data=body, headers={"Content-Type": "application/json"}, allow_redirects=False) as response:
@@ -81,7 +82,6 @@ async def _answer(session: aiohttp.ClientSession, url: str, body: bytes, start_s
         except (BlockedAddress, aiohttp.ClientError, ValueError) as error:
             raise AgentServiceFailed(url, words(error) or type(error).__name__) from None
         # it has not been sent
-        if time.monotonic() + pause > end:
+        if time.monotonic() + (pause := next(pauses)) > end:
             raise AgentServiceFailed(url, f"cannot be reached within {start_seconds:g} s: {reason}")
         await asyncio.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE_S)

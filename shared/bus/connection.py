@@ -401,7 +401,7 @@ class Bus(NatsClient):
             deadline: seconds in all. awaited_from: the expected sender of the answer, for the error.
             patient: whether to ask again while there is no answer, and as soon as a broken connection is restored (only for idempotent
                 requests).
-            absence: of a patient request, for how many seconds nobody may listen on the subject after somebody did, or after the connection
+            absence: of a patient request, for how many seconds the subject may lack a listener after it had one, or after the connection
                 was restored, which others' may be a little later; None: for the whole deadline.
 
         Raises RequestRefused if the receiver declines, DeadlineExceeded, BadMessage.
@@ -409,9 +409,9 @@ class Bus(NatsClient):
         payload = message.encode()
         start, heard = time.monotonic(), 0.0
 
-        def nobody() -> DeadlineExceeded:
+        def no_listener() -> DeadlineExceeded:
             self.raise_if_refused(start, subject)
-            return DeadlineExceeded(f"an answer on {subject}", awaited_from, round(time.monotonic() - start, 3), "nobody listens there")
+            return DeadlineExceeded(f"an answer on {subject}", awaited_from, round(time.monotonic() - start, 3), "there is no listener")
 
         async def attempt() -> bytes:
             nonlocal heard
@@ -420,7 +420,7 @@ class Bus(NatsClient):
                 return await self._request_once(subject, payload, min(left, ATTEMPT_SECONDS))
             except nats.errors.NoRespondersError as error:
                 if absence is not None and time.monotonic() > max(heard, self.restored_s) + absence:
-                    raise nobody() from error
+                    raise no_listener() from error
                 raise
             except TRANSIENT:
                 heard = time.monotonic()
@@ -433,7 +433,7 @@ class Bus(NatsClient):
             try:
                 data = await self.ask(subject, payload, deadline=deadline, awaited_from=awaited_from)
             except nats.errors.NoRespondersError as error:
-                raise nobody() from error
+                raise no_listener() from error
         answer = Message.decode(data)
         if isinstance(answer, Refused):
             refused = RequestRefused(f"{awaited_from}: {answer.reason}")
@@ -446,7 +446,7 @@ class Bus(NatsClient):
     async def ask(self, subject: str, payload: bytes, *, deadline: float, awaited_from: str) -> bytes:
         """Sends bytes as a request, once, and returns the bytes of the answer, for programs outside of Myxo, which use no `Message`.
 
-        Raises NoRespondersError if nobody listens on the subject, DeadlineExceeded, MessageTooLarge, NotPermitted.
+        Raises NoRespondersError if the subject has no listener, DeadlineExceeded, MessageTooLarge, NotPermitted.
         """
         self._check_size(subject, payload, {})
         start = time.monotonic()

@@ -16,7 +16,7 @@ Two processes never act at the same time. The proof, with D = `LeaseTiming.durat
    at once.
 
 A holder that cannot renew is *fenced*: it stops acting, but keeps the lease. Once NATS answers again it renews with the revision that it
-had. If that is refused, another process was active, and the holder ends with `LeaseLost`. If it is confirmed, nobody was, because taking
+had. If that is refused, another process was active, and the holder ends with `LeaseLost`. If it is confirmed, no other was, because taking
 a lease changes its revision; the holder's state is still current, and it continues. That is how a run survives an outage of NATS: the
 holder continues while its last renewal lasts, then waits. A waiting process restarts its count each time NATS does not answer, so that a
 live holder renews first.
@@ -203,7 +203,7 @@ class LeaderLease:
         # what is no lease was written by no process that may act: as long as this one may, none has the lease (point 3 of the proof)
         mine = status.term == self.term if status is not None else clock() < self._until
         if not mine:
-            who = "nobody" if status is None or not status.term else status.holder
+            who = "no process" if status is None or not status.term else status.holder
             raise LeaseLost(f"{self._name} is lost: {who} has it now; this process was stopped or cut off for too long")
         self._revision = revision  # the initial state, or this process's own change whose confirmation was lost
         return await self._swap()

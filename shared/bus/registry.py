@@ -19,7 +19,7 @@ ENGINE_NODE = "engine-node"  # The kind of service that a further node of an eng
 WAITING = "waiting"  # The state of a node that waits for another; its detail says which
 STANDBY = "standby"  # The state of a service that waits to replace the active one (`shared.bus.leader_lease`)
 CATCHING_UP = "catching up"  # The state of a replica that is getting its weights from a peer or from disk: the trainer offers it none
-ASLEEP = "asleep"  # The state of a replica while a trainer computes on its GPUs: whoever waits for it may go on waiting
+ASLEEP = "asleep"  # The state of a replica while a trainer computes on its GPUs: whoever waits for it may wait longer
 
 # A gauge of a replica: the version that it could not load from disk (-1: none). The trainer then writes a whole snapshot.
 BROKEN_SNAPSHOT = "broken_snapshot"

@@ -66,7 +66,7 @@ def _without_steps(config: RunConfig) -> RunConfig:
 
 
 def _with_own_gpus(config: RunConfig) -> RunConfig:
-    """Returns the config of one half of a run without colocation: it has nobody to share its GPUs with."""
+    """Returns the config of one half of a run without colocation: it shares its GPUs with no one."""
     if not (config.debug.debug_rollout_only or config.debug.trains_only):
         return config
     alone = {"colocate": False, "offload_train": None, "offload_rollout": None}

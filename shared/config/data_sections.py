@@ -78,7 +78,7 @@ class DataSection(Section):
     )
     accept_changed_data: bool = Field(
         default=False,
-        description="go on where a file of prompts is another than when the run began",
+        description="continue where a file of prompts is another than when the run began",
         **MUTABLE,
     )
     rollout_shuffle: bool = Field(default=False, description="shuffle each epoch with rollout_seed + epoch")

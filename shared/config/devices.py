@@ -68,7 +68,7 @@ def engines_release(config: RunConfig) -> bool:
 
 
 def engines_back_up(config: RunConfig) -> bool:
-    """Returns whether engines keep released weights in host memory: where not every step ends in a push, they go on with the old ones."""
+    """Returns whether engines keep released weights in host memory: where not every step ends in a push, they keep the old ones."""
     return engines_release(config) and config.weights.update_weights_interval > 1
 
 

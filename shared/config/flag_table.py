@@ -152,7 +152,7 @@ _RENAMED = (
     Flag(
         "partial_rollout",
         "switch",
-        "--staleness-policy continue: generation goes on under the next weights, up to --max-staleness; --off-policy corrects the loss",
+        "--staleness-policy continue: generation continues under the next weights, up to --max-staleness; --off-policy corrects the loss",
         sets=lambda given: {"staleness_policy": "continue"} if given else {},
         yields=True,
     ),
@@ -233,7 +233,7 @@ _REFUSED = {
     "custom_model_provider_path": "the model is built from --hf-checkpoint; docs/models.md lists the families",
     "ref_ckpt_step": "the reference policy starts from --hf-checkpoint, or from an HF checkpoint in --ref-load",
     "opd_teacher_ckpt_step": "the teacher is the checkpoint of --opd-teacher-load",
-    "start_rollout_id": "a run goes on after its last checkpoint by itself",
+    "start_rollout_id": "a run continues after its last checkpoint by itself",
     "use_stateless_adam": "Adam keeps its moments",
     "disable_rollout_global_dataset": "prompts come from --prompt-data or --data-source",
     "rollout_sample_hook_path": "do it at the end of --custom-generate-function-path",

@@ -134,7 +134,7 @@ class RolloutSection(Section):
     max_staleness: int = Field(default=1, ge=0, description="bound on version trained - oldest trained token's version; 0 = synchronous")
     staleness_policy: Literal["drop", "requeue", "continue", "mask"] = Field(
         default="drop",
-        description="groups over the bound: drop them for new prompts, generate them anew, go on with them under the new version, "
+        description="groups over the bound: drop them for new prompts, generate them anew, continue with them under the new version, "
         "or train them without their stale tokens",
     )
     rollout_order: Literal["completion", "windowed_fifo", "fifo"] = Field(

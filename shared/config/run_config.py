@@ -336,7 +336,7 @@ class RunConfig(Section):
 
     @property
     def trained(self) -> Path:
-        """Returns the directory of all that the trainer writes, which nobody else need be able to write."""
+        """Returns the directory of all that the trainer writes, which need be writable by the trainer alone."""
         return self.run.root if self.trainer.save is None else self.trainer.save / self.run.name
 
     def shown(self) -> "RunConfig":

@@ -149,7 +149,7 @@ class GatewaySection(Section):
     gateway_checkpoint_tokens: int = Field(
         default=1024,
         gt=0,
-        description="a turn is recorded each so many tokens: what another gateway goes on from if this one dies",
+        description="a turn is recorded each so many tokens: what another gateway continues from if this one dies",
         **MUTABLE,
     )
 

@@ -283,7 +283,7 @@ class TrainerSection(Section):
     )
     load: Path | None = Field(
         default=None,
-        description="where slime looks for checkpoints. A run goes on from its own, in SAVE/NAME; `myxo train` takes the name of the "
+        description="where slime looks for checkpoints. A run continues from its own, in SAVE/NAME; `myxo train` takes the name of the "
         "newest run there",
         **MUTABLE,
     )
@@ -395,7 +395,7 @@ class WeightsSection(Section):
         Rule(
             "join_from",
             lambda weights, given: given == "trainer" and weights.update_weight_transport == "disk",
-            "nobody pushes with update_weight_transport = disk; use auto, peer or disk",
+            "there are no pushes with update_weight_transport = disk; use auto, peer or disk",
         ),
         Rule(
             "snapshot_interval",

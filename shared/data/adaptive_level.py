@@ -58,6 +58,6 @@ class AdaptiveLevel:
         return [self.level, self._moves, self._passed, self._groups]
 
     def load_state(self, state: list[float]) -> None:
-        """Goes on from what `state` gave."""
+        """Continues from what `state` gave."""
         self.level, self._moves, self._groups = int(state[0]), int(state[1]), int(state[3])
         self._passed = state[2]

@@ -204,7 +204,7 @@ class DrawnPrompts:
         except ConfigError as error:
             self._untold = merged([*self._untold, [start, end]])
             self._deaths += 1
-            more = "is told no more until the buffer starts anew" if self._deaths == MOST_DEATHS else "goes on without them"
+            more = "is told no more until the buffer starts anew" if self._deaths == MOST_DEATHS else "continues without them"
             self._complain(f"observe, of {end - start} results: {error.expected}; it {more}")
             return False
         self._deaths = 0

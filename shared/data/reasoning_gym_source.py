@@ -67,7 +67,7 @@ class ReasoningGymSource:
         return {"drawn": self._drawn, "levels": {name: level.state() for name, level in self._levels.items()}}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state` gave; a task that is new since then begins at its start."""
+        """Continues from what `state` gave; a task that is new since then begins at its start."""
         self._drawn = state["drawn"]
         for name, level in self._levels.items():
             if name in state["levels"]:

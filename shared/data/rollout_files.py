@@ -1,7 +1,7 @@
 """The responses of a run on disk: ``rollouts/`` in its directory, one JSON object a line for each group that has ended.
 
 The buffer writes them (`services.buffer.rollout_keeper`) before the store's payload is freed; `myxo samples` reads them. Files are
-numbered, and only the newest grows; a buffer that starts goes on in a new one. So a line that is cut off is the last of its file, and a
+numbered, and only the newest grows; a buffer that starts continues in a new one. So a line that is cut off is the last of its file, and a
 group that was written by two buffers is told by its id and attempt.
 """
 

@@ -40,7 +40,7 @@ class Tokenizer:
         Args:
             begin: put the checkpoint's ``text_prefix`` before them, unless the text spells it itself.
         """
-        # the call for several leaves out what nobody here asks for: where in the text each token lies
+        # the call for several leaves out what is not asked for here: where in the text each token lies
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.asarray([*self._lacks(encoding.ids, begin), *encoding.ids], dtype=np.int32)
 

@@ -241,7 +241,7 @@ class Conformance(CheckSuite):
 
     async def _unknown_session(self) -> str:
         unknown = OpenedSession(f"no-such-{uuid.uuid4().hex}", [])
-        return await self._refused(self._step(unknown, 0), "a step of a session that nobody opened")
+        return await self._refused(self._step(unknown, 0), "a step of a session that was never opened")
 
     async def _odd_messages(self) -> str:
         for text in ODD_MESSAGES:
@@ -253,7 +253,7 @@ class Conformance(CheckSuite):
         if len({one.session for one in opened}) < CONCURRENT:
             raise self._failed("opened the same session for several episodes")
         await asyncio.gather(*(self._step(one, 0, text) for one, text in zip(opened, itertools.cycle(self._responses), strict=False)))
-        return "each went on by itself"
+        return "each continued by itself"
 
     async def _to_the_end(self) -> str:
         _, outcomes = await self._played()

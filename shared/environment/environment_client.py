@@ -44,7 +44,7 @@ class BusEnvironment(Environment):
         try:
             answer = await self._bus.ask(subject, payload, deadline=deadline, awaited_from=self.label)
         except NoRespondersError:
-            raise EnvironmentAway(self.label, f"nobody answers on {subject}") from None
+            raise EnvironmentAway(self.label, f"no reply on {subject}") from None
         except NotPermitted as error:
             raise EnvironmentFailed(self.label, str(error)) from error
         except MessageTooLarge as error:

@@ -136,7 +136,7 @@ def load_agent(field: str, path: str) -> Callable[..., Any]:
         inspect.signature(function).bind({}, "base_url", "api_key")
     except TypeError as error:
         raise ConfigError(field, path, f"expected a function of (data, base_url, api_key): {error}") from None
-    except ValueError:  # one in C, of which nobody knows what it takes
+    except ValueError:  # one in C, whose parameters are not known
         pass
     return function
 

@@ -38,7 +38,7 @@ def compared(
     if wrong is not None and not whole:
         doubts["tokens"] = wrong
     if asked and whole and sample.mask.any() and not own[start:].any():
-        doubts["tokens"] = "tokens go on otherwise than any answer of the engine to their prompt"
+        doubts["tokens"] = "tokens continue otherwise than any answer of the engine to their prompt"
     if prompt is not None and not asked:
         refused = _prompt_problem(sample, prompt, tokens, decode, special) or refused
         if not np.array_equal(tokens[: len(prompt)], prompt):

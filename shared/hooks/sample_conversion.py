@@ -129,7 +129,7 @@ def to_stored(
 
     Args:
         index: of the sample in its group. rollout: which rollout it comes from. limits: those of the run's samples.
-        unfinished: it may be ABORTED, to be gone on with.
+        unfinished: it may be ABORTED, to be continued.
 
     Raises BadMessage, naming the field and what would be right.
     """

@@ -1,7 +1,7 @@
 """A config whose models and data are named on the hub: its names pinned, its files on this machine.
 
 The frozen config of a run holds pinned names, no paths: each service finds the files in its own machine's cache or downloads them, and
-they are the same everywhere. A resumed run goes on with the commits that it began with.
+they are the same everywhere. A resumed run continues with the commits that it began with.
 """
 
 from collections.abc import Callable, Collection, Mapping

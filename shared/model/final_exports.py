@@ -7,7 +7,7 @@ from shared.config.debug_section import STEP
 from shared.config.run_config import RunConfig
 
 MARK = "trained.json"
-"""The file of an exported checkpoint that tells after how many steps it is: a run that goes on exports to the same place once more."""
+"""The file of an exported checkpoint that tells after how many steps it is: a run that continues exports to the same place once more."""
 
 
 def hf_directory(config: RunConfig) -> Path:

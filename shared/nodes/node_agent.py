@@ -39,10 +39,10 @@ from shared.nodes.node_decisions import (
     NodeObserver,
     NodeSituation,
     OwnRanks,
+    PublishNodeEvent,
     SeenNode,
     ShowState,
     StopRanks,
-    TellNodes,
 )
 from shared.runtime import exit_codes, process_mark
 from shared.runtime.addresses import HOST_VARIABLE, LOOPBACK, own_address
@@ -197,12 +197,10 @@ class NodeAgent:
 
     ``job``: the name in KV that the job's nodes share (`shared.bus.subjects`). ``rank``, nodes: this node's, and how many there are.
     ``patience``: seconds that missing nodes are waited for. ``ranks``: what runs here. ``leave_seconds``: that ranks which are to leave
-    have, before they are killed. ``stopping``: set once this node is asked to stop; default: the service's. ``door``: returns the port of
-    the way to this node's ranks, for the first node's service; see `NodeState`. ``secret``: this node's (`NodeSecret`), for an engine's
-    other nodes; empty: it has none. ``show``: shows state and reason; default: as the service's own. ``healthy``: of an attempt, see
-    `FirstNode`.
-
-    ``seen``: the nodes that it watches, by rank, as they were seen last.
+    have, before they are killed. ``stopping``: set once this node is asked to stop; default: the service's. ``command_port``: returns
+    the port of the way to this node's ranks, for the first node's service; see `NodeState`. ``secret``: this node's (`NodeSecret`), for
+    an engine's other nodes; empty: it has none. ``show``: shows state and reason; default: as the service's own. ``healthy``: of an
+    attempt, see `FirstNode`. ``seen``: the nodes that it watches, by rank, as they were seen last.
     """
 
     def __init__(
@@ -216,13 +214,13 @@ class NodeAgent:
         *,
         leave_seconds: float = STOP_SECONDS,
         stopping: asyncio.Event | None = None,
-        door: Callable[[], int] = lambda: 0,
+        command_port: Callable[[], int] = lambda: 0,
         secret: str = "",
         show: Callable[[str, str], None] | None = None,
         healthy: float = HEALTHY_SECONDS,
     ) -> None:
         self._service, self._job, self._rank, self._nodes, self._patience = service, job, rank, nodes, patience
-        self._leave_seconds, self._stopping, self._door = leave_seconds, stopping or service.stopping, door
+        self._leave_seconds, self._stopping, self._command_port = leave_seconds, stopping or service.stopping, command_port
         self._secret = secret
         self._healthy = healthy
         self._show, self._shown = show or self._show_as_service, ("", "")
@@ -369,10 +367,10 @@ class NodeAgent:
                 self._ranks.ask_to_stop()
             case KillRanks():
                 await asyncio.to_thread(self._ranks.kill, self._kill_reason or "another node was lost, or has failed")
-            case TellNodes(what=what, detail=detail):
+            case PublishNodeEvent(what=what, detail=detail):
                 log.warning(what, detail=detail) if what != "attempt_begun" else log.info(what, detail=detail)
                 self._kill_reason = detail if what in (NODE_LOST, LINK_LOST) else self._kill_reason
-                self._service.spawn(self._service.tell(what, detail))
+                self._service.spawn(self._service.publish_event(what, detail))
             case ShowState(state=state, detail=detail):
                 if (state, detail) != self._shown:
                     log.info("node_state", state=state, detail=detail)
@@ -392,5 +390,5 @@ class NodeAgent:
 
     def _state(self) -> NodeState:
         ranks = {name: getattr(self._ranks.own, name) for name in ("running", "ended", "code", "reason", "consequence")}
-        links = {"door": self._door(), "point": self._links.point, "silent": self._links.silent()}
+        links = {"command_port": self._command_port(), "point": self._links.point, "silent": self._links.silent()}
         return NodeState(address=own_address(), stopping=self._stopping.is_set(), **ranks, **links)

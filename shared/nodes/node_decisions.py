@@ -149,7 +149,7 @@ class KillRanks:
 
 
 @dataclass(frozen=True)
-class TellNodes:
+class PublishNodeEvent:
     """Log and publish an event about the nodes."""
 
     what: str
@@ -172,9 +172,10 @@ class LeaveNode:
     reason: str = ""
 
 
-NodeCommand = BeginRanks | AnnounceAttempt | StopRanks | KillRanks | TellNodes | ShowState | LeaveNode
+NodeCommand = BeginRanks | AnnounceAttempt | StopRanks | KillRanks | PublishNodeEvent | ShowState | LeaveNode
 
-NODE_LOST, LINK_LOST, ATTEMPT_BEGUN, ATTEMPT_ENDED = "node_lost", "link_lost", "attempt_begun", "attempt_ended"  # events of `TellNodes`
+# Events of `PublishNodeEvent`
+NODE_LOST, LINK_LOST, ATTEMPT_BEGUN, ATTEMPT_ENDED = "node_lost", "link_lost", "attempt_begun", "attempt_ended"
 
 
 STOP_SECONDS = 120.0  # seconds that ranks have to leave in order before they are killed
@@ -272,7 +273,7 @@ class FirstNode:
             where = f"{now.address}:{now.ranks.port}"
             commands += [
                 AnnounceAttempt(self._attempt),
-                TellNodes(ATTEMPT_BEGUN, f"attempt {self._number} of {self._nodes} nodes meets at {where}"),
+                PublishNodeEvent(ATTEMPT_BEGUN, f"attempt {self._number} of {self._nodes} nodes meets at {where}"),
                 ShowState("ready", f"node 0 of {self._nodes}, attempt {self._number}"),
             ]
         return commands
@@ -288,13 +289,15 @@ class FirstNode:
                 self._lost[rank] = f"{node} was started anew" if node.term else f"{node} has left"
         told = [rank for rank in self._lost if rank not in self._named]
         self._named.update(told)
-        return [TellNodes(NODE_LOST, self._lost[rank]) for rank in told]
+        return [PublishNodeEvent(NODE_LOST, self._lost[rank]) for rank in told]
 
     def _note_cut(self, now: NodeSituation) -> list[NodeCommand]:
         """Notes the links that are down while the nodes at both ends renew their leases; tells of each once."""
         found = {ends: words for ends, words in self._down_links(now).items() if ends not in self._cut and not {*ends} & {*self._lost}}
         self._cut.update(found)
-        return [TellNodes(LINK_LOST, f"{words} is down: no answer for too long, though both reach the bus") for words in found.values()]
+        return [
+            PublishNodeEvent(LINK_LOST, f"{words} is down: no answer for too long, though both reach the bus") for words in found.values()
+        ]
 
     @staticmethod
     def _down_links(now: NodeSituation) -> dict[tuple[int, int], str]:
@@ -318,7 +321,7 @@ class FirstNode:
         if self._stop_asked is None:
             self._stop_asked = now.now
             self._stop_reason = f"{'node 0' if now.stopping else ', '.join(leaving)} was asked to stop"
-            return [TellNodes("attempt_stopping", self._stop_reason), StopRanks()]
+            return [PublishNodeEvent("attempt_stopping", self._stop_reason), StopRanks()]
         return [KillRanks()] if now.now - self._stop_asked > STOP_SECONDS and now.ranks.running else []
 
     def _ended_in_order(self, now: NodeSituation) -> list[NodeCommand]:
@@ -376,7 +379,7 @@ class FirstNode:
     def _over(self, over: Over, code: int, reason: str) -> list[NodeCommand]:
         attempt, self._attempt = self._attempt, None
         self._opening = self._ending = False
-        told = TellNodes(ATTEMPT_ENDED, f"attempt {self._number} is over: {reason or over}")
+        told = PublishNodeEvent(ATTEMPT_ENDED, f"attempt {self._number} is over: {reason or over}")
         return [told] if attempt is None else [AnnounceAttempt(replace_over(attempt, over, code, reason)), told]
 
 
@@ -464,7 +467,7 @@ class FurtherNode:
             return []
         self._told_lost = True
         how = "is lost: its lease was not renewed in time" if expired else "was started anew, or has left"
-        return [TellNodes(NODE_LOST, f"{first} {how}")]
+        return [PublishNodeEvent(NODE_LOST, f"{first} {how}")]
 
     def _waits_again(self, over: bool = True) -> list[NodeCommand]:
         """Waits for the next attempt, unless the end of this one is still to be explained."""

@@ -75,7 +75,7 @@ async def _serve(channel: FrameStream, calls: Calls) -> None:
     async with asyncio.TaskGroup() as running:
         while True:
             call_id, request = await frames.read(requests)
-            if request is None:  # the call is late, or nobody waits for it any longer
+            if request is None:  # the call is late, or is not waited for any longer
                 if call_id in tasks:
                     tasks[call_id].cancel()
                 channel.send([call_id, {"error": "cancelled"}])

@@ -208,7 +208,7 @@ def group_members(group: int) -> list[int]:
     return sorted(members)
 
 
-FROZEN_SECONDS = 10.0  # The time after which a process that a signal has stopped counts as one that does not go on
+FROZEN_SECONDS = 10.0  # The time after which a process that a signal has stopped counts as one that does not continue
 PROC = Path("/proc")
 ENDED_STATES, STOPPED_STATE = "ZXx", "T"
 

@@ -38,7 +38,7 @@ class ServerMissing(MyxoError):
 
 
 def free_port() -> int:
-    """Returns a TCP port on loopback that nobody listens on now.
+    """Returns a TCP port on loopback without a listener.
 
     The caller may listen on it only a minute later, as engines do. So it lies below the ports that the kernel gives to outgoing
     connections, by default from 32768 on, one of which might take it meanwhile.
@@ -50,7 +50,7 @@ def free_port() -> int:
 def hold_port() -> socket.socket:
     """Returns a socket that is bound to a port as `free_port` draws it, and does not listen.
 
-    Until it is closed nobody else draws the port; a server that sets SO_REUSEADDR, as ours do, can listen there all the same: socket(7).
+    Until it is closed no other call gets the port; a server that sets SO_REUSEADDR, as ours do, can listen there all the same: socket(7).
     """
     begin, tries = _first_ephemeral_port(), 100
     try:
@@ -210,7 +210,7 @@ class EmbeddedValkey(EmbeddedServer):
     def __init__(self, directory: Path, appendfsync: str = "everysec", max_bytes: int | None = None, guest: Rights | None = None) -> None:
         super().__init__(directory)
         self._appendfsync, self._max_bytes = appendfsync, max_bytes or host_memory()[0] // STORE_SHARE
-        # a unix socket's path may have 107 bytes: a short directory of its own, readable by nobody else
+        # a unix socket's path may have 107 bytes: a short directory of its own, readable by its owner alone
         self._socket_directory = Path(tempfile.mkdtemp(prefix="myxo-"))
         self.address = str(self._socket_directory / "valkey.sock")
         self.url = self.guest_url = f"unix://{self.address}"

@@ -2,7 +2,7 @@
 
 Every task of the process's loop notes the call that it belongs to while it runs, and every thread of the loop's executor the one that it
 works for, in files that outlive the process. Tasks that a call starts belong to it. A crash is traced to its thread by `faulthandler`.
-Threads that a call starts in another way are not followed: of their crashes nobody knows the cause.
+Threads that a call starts in another way are not followed: the cause of their crashes is not known.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ THREADS = 1024  # The most threads of the loop's executor: calls whose threads n
 
 
 class BlockedCall(BaseException):
-    """The call blocks its process. No Exception: code that goes on after any error must not go on after this one."""
+    """The call blocks its process. No Exception: code that continues after any error must not continue after this one."""
 
 
 def is_blocked(error: BaseException) -> bool:
@@ -57,7 +57,7 @@ def write_empty(path: Path) -> None:
 
 
 def read(path: Path) -> int | None:
-    """Returns the call that a process was executing when it ended, 0 for none; None where a thread crashed that nobody follows."""
+    """Returns the call that a process was executing when it ended, 0 for none; None where a thread crashed that is not followed."""
     try:
         executed, _, loop_thread = _NOTE.unpack(path.read_bytes())
         words = path.with_name(_CRASH)

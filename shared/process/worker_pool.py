@@ -70,7 +70,7 @@ class WorkerBlocked(MyxoError):
 
 
 class WorkerGone(WorkerFailed):
-    """The process of a call has ended. ``cause``: this call is why, None where nobody knows. ``outside``: somebody else has killed it, as
+    """The process of a call has ended. ``cause``: this call is why, None: not known. ``outside``: somebody else has killed it, as
     the kernel does without memory, or had stopped it."""
 
     def __init__(self, text: str, cause: bool | None, outside: bool = False) -> None:
@@ -123,7 +123,7 @@ class Worker:
             deadline: seconds from when the process takes the request up; what it has in hand before may take as long, each.
             waits: the call does not hold up the process's event loop, so that it can be cancelled.
 
-        Raises TimeoutError, once the process has confirmed that the call is cancelled and goes on with the others. Raises WorkerBlocked
+        Raises TimeoutError, once the process has confirmed that the call is cancelled and continues with the others. Raises WorkerBlocked
         where it is late and does not confirm it (in a process that is watched another call may block it: TimeoutError all the same),
         WorkerGone where the process ended, and BadMessage for a request that is too long.
         Where the caller is cancelled, so is a call that waits.
@@ -338,7 +338,7 @@ class WorkerPool:
             request: where its ``verb`` is one of those that wait, the call gives way to others: a worker may have many such in hand.
             awaited, awaited_from: for the error at the deadline. deadline: seconds from when a worker takes the request up.
             alone: in a process of its own, since it has cost others theirs. once: where another call ends its process it is not made again;
-                that raises WorkerGone, whose ``cause`` is None where nobody knows which call it was.
+                that raises WorkerGone, whose ``cause`` is None where it is not known which call it was.
 
         Raises CallLate (the call is cancelled, or its worker killed and replaced), WorkerDied, WorkerFailed, BadMessage for a request that
         is too long, DeadlineExceeded where a fresh worker does not start, or ConfigError where it refuses the run.

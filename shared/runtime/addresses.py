@@ -94,7 +94,7 @@ def console_token() -> str | None:
 
 
 def new_console_token() -> str:
-    """Returns a token for a console that nobody can guess."""
+    """Returns a random token for a console."""
     return secrets.token_urlsafe(CONSOLE_TOKEN_BYTES)
 
 

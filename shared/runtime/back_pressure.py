@@ -1,7 +1,7 @@
 """What this process holds back because a stream of the bus, or the store, is full: work in hand waits, none is lost, and none is added.
 
 Whoever writes tries again within its deadline and, where there is no room, for as long as ``patience_s``; the service's status tells of
-it meanwhile (`shared.service.service_base.Service.held_back`), and it goes on by itself once there is room.
+it meanwhile (`shared.service.service_base.Service.held_back`), and it continues by itself once there is room.
 """
 
 import contextlib

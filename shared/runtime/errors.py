@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 Fault = Literal["", "infrastructure", "task", "policy"]
 """What was at fault where a group could not be trained. ``infrastructure``: processes, servers and networks; the same group may do well
-another time. ``task``: its prompt, label, function or environment. ``policy``: what the model wrote. Empty: nobody has said."""
+another time. ``task``: its prompt, label, function or environment. ``policy``: what the model wrote. Empty: not known."""
 
 INFRASTRUCTURE: Fault = "infrastructure"
 TASK: Fault = "task"
@@ -101,7 +101,7 @@ class PayloadMissing(MyxoError):
 
 
 class PayloadChanged(BadMessage):
-    """The store holds other blobs under a reference than those that were announced: nobody uses them."""
+    """The store holds other blobs under a reference than those that were announced; they are not used."""
 
 
 class MessageTooLarge(MyxoError):

@@ -27,7 +27,7 @@ def main() -> int:
     except urllib.error.HTTPError as error:
         print(f"{error.code}: {error.read(500).decode(errors='replace')}")
     except OSError as error:
-        print(f"nobody answers at {address}: {error}")
+        print(f"no reply from {address}: {error}")
     return 1
 
 

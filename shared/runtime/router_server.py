@@ -1,6 +1,6 @@
 """``python -m shared.runtime.router_server [FLAG...]``: sglang-router, with what this project wants of it.
 
-Its control plane (workers come and go by it) takes the key of ``MYXO_ROUTER_KEY`` or ``MYXO_ROUTER_KEY_FILE`` and nobody without it. On its
+Its control plane (workers come and go by it) requires the key of ``MYXO_ROUTER_KEY`` or ``MYXO_ROUTER_KEY_FILE``. On its
 own command line the key would stand in the process list. Its metrics are on loopback. Other flags are sglang-router's own.
 """
 

@@ -1,6 +1,6 @@
 """Exports spans over OTLP/HTTP, on a thread of its own: whoever notes one only appends it to a queue.
 
-The queue is bound. While the endpoint is away or slow, what does not fit is lost and counted; the service goes on, and leaves in time. The
+The queue is bound. While the endpoint is away or slow, what does not fit is lost and counted; the service works on, and leaves in time. The
 SDK's own batch processor has no deadline for its end, and starts a thread in every forked process, between the fork and the program.
 """
 

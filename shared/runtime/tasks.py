@@ -26,6 +26,13 @@ from shared.runtime.errors import BadInput, MyxoError
 REPEAT_SECONDS = 0.2  # The seconds after which a task that still runs is cancelled again
 
 
+def doubling(first: float, longest: float) -> Iterator[float]:
+    """Yields the pauses between tries, in seconds without end: ``first``, and then twice the one before, at most ``longest``."""
+    while True:
+        yield first
+        first = min(2 * first, longest)
+
+
 async def cancelled(tasks: Iterable[asyncio.Task[Any]], deadline: float = 10.0) -> None:
     """Cancels tasks and waits until they have ended; their errors are dropped.
 
@@ -183,7 +190,7 @@ def failures_reported(on_failure: Callable[[BaseException], object]) -> Iterator
 
 
 def log_failure(future: _Future, what: str) -> None:
-    """Has the failure of the work behind ``future``, which nobody waits for, logged."""
+    """Has the failure of the work behind ``future``, which is awaited nowhere, logged."""
 
     def on_done(done: _Future) -> None:
         if not done.cancelled() and (error := done.exception()) is not None:
@@ -342,7 +349,7 @@ def run_in_thread(work: Callable[[], T], name: str) -> Future[T]:
 
     def run() -> None:
         if not future.set_running_or_notify_cancel():
-            return  # nobody waits any more
+            return  # the waiter is gone
         try:
             future.set_result(work())
         except BaseException as error:  # whoever waits raises it

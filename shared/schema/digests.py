@@ -2,7 +2,7 @@
 
 The reference to a payload: whoever writes blobs announces their sizes and their digest, and whoever reads them compares. The digest is
 BLAKE3's, 16 bytes, keyed by the run's id: that of one run fits nothing of another. The key is no secret, and needs to be none: the digest
-travels by another way than the blobs, in messages that only the account of who announces may publish, and nobody finds other blobs of the
+travels by another way than the blobs, in messages that only the account of who announces may publish, and no one finds other blobs of the
 same digest. So a payload cannot be changed once it was announced; what it holds is the word of who wrote it. That asks for a cryptographic
 hash, of which BLAKE3 is the fastest, six times as fast as BLAKE2b: whoever knows xxHash's key, and all services would have to, finds other
 blobs of the same digest.

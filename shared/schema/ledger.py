@@ -42,7 +42,7 @@ class GroupsScored(LedgerRecord):
 
 
 class GroupRequeued(LedgerRecord):
-    """A group is generated anew as ``attempt``, or goes on from what ``partial`` holds, but for samples all older than ``renew_below``."""
+    """A group is generated anew as ``attempt``, or continues what ``partial`` holds, but for samples all older than ``renew_below``."""
 
     group: GroupId
     attempt: Count
@@ -164,7 +164,7 @@ class RunFinished(LedgerRecord):
 
 
 class LedgerRepaired(LedgerRecord):
-    """`myxo repair` has mended the run; it goes on from its checkpoint of ``resume`` steps.
+    """`myxo repair` has mended the run; it continues from its checkpoint of ``resume`` steps.
 
     ``cut_after``, ``cut_last``: the records between them were removed, by sequence, the first excluded; ``cut_last`` 0: none.
     ``set_aside``: steps of checkpoints of which the ledger knew nothing, and which are not used any more.
@@ -177,7 +177,7 @@ class LedgerRepaired(LedgerRecord):
 
 
 class ValuesChanged(LedgerRecord):
-    """The run goes on from its checkpoint of ``step`` steps with other values of its training.
+    """The run continues from its checkpoint of ``step`` steps with other values of its training.
 
     ``changed``: each as ``section.field: old → new``.
     """
@@ -187,7 +187,7 @@ class ValuesChanged(LedgerRecord):
 
     def words(self) -> str:
         """Returns it in one line for people."""
-        return f"goes on at step {self.step} with " + ", ".join(one.partition(".")[2].replace(": ", " ") for one in self.changed)
+        return f"continues at step {self.step} with " + ", ".join(one.partition(".")[2].replace(": ", " ") for one in self.changed)
 
 
 def group_id(index: int) -> str:

@@ -54,7 +54,7 @@ class Sampling(Part):
 
 
 class Payload(Part):
-    """A reference to a group's samples in the store: one or more blobs of ``bytes`` in all; nobody reads more than that.
+    """A reference to a group's samples in the store: one or more blobs of ``bytes`` in all; no more than that is read.
 
     ``sizes``: bytes of each blob, where there are several. ``tokens``: the length of each sample, prompt and response together, so that a
     batch can be partitioned before anybody reads it. ``digest``: of the blobs (`shared.schema.digests`), by who wrote them; whoever
@@ -122,9 +122,9 @@ class Task(Message):
     """A group to generate: ``n`` samples of one prompt. Subject ``<run>.task.<class>``.
 
     ``label_json``: the label is the JSON text of a number, a list or an object. ``generate_function``: path of the function that generates
-    it; None: the run's. ``deadline``: seconds since the epoch, from which on nobody waits for it; 0: there is none. ``min_version``: a
+    it; None: the run's. ``deadline``: seconds since the epoch, from which on it is not waited for; 0: there is none. ``min_version``: a
     replica on an older version hands the task back. ``attempt`` grows when a group is generated anew. ``partial``: samples of an earlier
-    attempt to go on from; of those that had ended, the ones whose newest token is older than version ``renew_below`` are generated anew.
+    attempt to continue from; of those that had ended, the ones whose newest token is older than version ``renew_below`` are generated anew.
     """
 
     group: GroupId
@@ -221,7 +221,7 @@ class Wanted(Outcome):
 class Evaluate(Message):
     """The user's evaluation function is to evaluate weights of ``version``. Subject ``<run>.task.eval``, of runs that have one.
 
-    ``deadline``: seconds since the epoch, from which on nobody waits for it. A replica on an older version hands it back.
+    ``deadline``: seconds since the epoch, from which on it is not waited for. A replica on an older version hands it back.
     """
 
     version: Count

@@ -202,7 +202,7 @@ class Sample:
     given_reward: the reward, or those by name, that a generate function of the user's gave; the reward service uses it in place of scoring.
     role: who of several that play a rollout together it is of, "" where there are no roles: rewards are compared within a role.
     attributes: what such a function set on the sample besides the fields here, for the user's reward function.
-    routed_experts: int16 [P + R - 1, layers with experts, experts a token], those that the engine chose; None where nobody asked for them.
+    routed_experts: int16 [P + R - 1, layers with experts, experts a token], those that the engine chose; None if not asked for.
     """
 
     group: str

@@ -21,7 +21,7 @@ class NodeState(Part):
 
     ``address``: where the other nodes reach it. ``running``: the attempt in which its ranks run, 0: none do. ``ended``: the newest attempt
     whose ranks have ended here, with exit ``code`` and ``reason``; ``consequence``: the reason is that another rank went away.
-    ``stopping``: it was asked to stop. ``door``: the port at which an engine's node takes commands to its ranks from who knows its
+    ``stopping``: it was asked to stop. ``command_port``: the port at which an engine's node takes commands to its ranks from who knows its
     `NodeSecret`; 0: it takes none. ``point``: where the other nodes ask it for a sign of life (`shared.nodes.node_agent`); ``silent``: the
     points of others at which it asks in vain.
     """
@@ -33,7 +33,7 @@ class NodeState(Part):
     reason: Reason = ""
     consequence: bool = False
     stopping: bool = False
-    door: Count = 0
+    command_port: Count = 0
     point: Point = ""
     silent: list[Point] = Field(default=[], max_length=MAX_NODES)
 
@@ -90,7 +90,7 @@ class MetricsWritten(Message):
     at: Timestamp
 
 
-VALUES_CHANGED = "values_changed"  # The event of a run that goes on with other values of its training
+VALUES_CHANGED = "values_changed"  # The event of a run that continues with other values of its training
 
 
 class ServiceEvent(Message):
@@ -107,8 +107,8 @@ class Doing(Part):
     """Something that a service does now, or waits for, ``since`` then (seconds since the epoch; 0: not known).
 
     ``part``: which part of the service: ``loop`` of a trainer, ``push``, ``work`` of a rollout or reward service, ``batch`` of a buffer.
-    ``what``: in words that go on a sentence ("training step 3"). ``awaited_from``: the instances whose answers are missing; empty where it
-    is at work itself. ``next_action``: what happens if it takes too long. ``stuck``: it should have gone on by now.
+    ``what``: as the end of a sentence ("training step 3"). ``awaited_from``: the instances whose answers are missing; empty where it
+    is at work itself. ``next_action``: what happens if it takes too long. ``stuck``: it should have continued by now.
     """
 
     part: Name

@@ -15,7 +15,7 @@ class WeightChannelAddress(Part):
 
     ``kind``: ``group``, a process group over ``backend`` (gloo or nccl) in which the source is rank 0; ``memory``, buffers that both sides
     map (`colocate`). ``address``, ``port``: of the source's store, which has manifests and buffers. ``secret``: without it the store
-    answers nobody; hexadecimal digits. ``name``: the channel's, new whenever it is made. ``world_size``: the source and all engines' ranks.
+    refuses all; hexadecimal digits. ``name``: the channel's, new whenever it is made. ``world_size``: the source and all engines' ranks.
     """
 
     kind: Literal["group", "memory"]
@@ -52,7 +52,7 @@ class WeightsReady(Message):
 class WeightsPrepare(Message):
     """Trainer names the channels that will carry ``version``, and the replica's ``rank`` in all of them, of its engine's first process.
 
-    The engine joins in the background and goes on generating. Subject ``<run>.rollout.<replica>.weights.prepare``.
+    The engine joins in the background and continues generating. Subject ``<run>.rollout.<replica>.weights.prepare``.
     """
 
     version: int
@@ -136,9 +136,9 @@ class WeightsLive(Message):
 class ReplicaPush(Part):
     """One replica's part in a push.
 
-    ``paused``: seconds in which it generated nothing, from the request until its engine went on. Of these, ``pausing``: until its engine
+    ``paused``: seconds in which it generated nothing, from the request until its engine continued. Of these, ``pausing``: until its engine
     was paused, while the transfer began; ``loading``: from its first wait for a bucket to the last one's loading; ``activating``: from the
-    commit until its engine went on. None where it did not come that far. ``failure``: why it does not serve the version; empty: it does.
+    commit until its engine continued. None where it did not come that far. ``failure``: why it does not serve the version; empty: it does.
     """
 
     replica: Name

@@ -27,7 +27,7 @@ class Activities:
         self._looks.append(look)
 
     def begin(self, part: str, what: str, awaited_from: Sequence[str] = (), next_action: str = "") -> None:
-        """Tells that ``part`` begins to do something, or goes on with it: the same words keep their beginning."""
+        """Tells that ``part`` begins to do something, or continues with it: the same words keep their beginning."""
         known = self._told.get(part)
         since = known.since if known is not None and known.what == what else time.time()
         self._told[part] = Doing(part=part, what=what, since=since, awaited_from=list(awaited_from), next_action=next_action)

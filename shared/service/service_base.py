@@ -115,7 +115,7 @@ class Service:
         except (MyxoError, *TRANSIENT) as error:
             self.log.warning("event_lost", what=what, error=str(error))
 
-    async def tell(self, what: str, detail: str = "", deadline: float = 10) -> None:
+    async def publish_event(self, what: str, detail: str = "", deadline: float = 10) -> None:
         """Publishes a `ServiceEvent` about this service."""
         event = ServiceEvent(service=self.name, instance=self.instance, what=what, detail=detail, at=time.time())
         await self.event("service", what, event, deadline)
@@ -133,7 +133,7 @@ class Service:
         }
 
     async def pause(self, seconds: float) -> bool:
-        """Waits ``seconds``, or less when asked to stop. Returns whether to go on."""
+        """Waits ``seconds``, or less when asked to stop. Returns whether to continue."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.stopping.wait()
@@ -212,17 +212,17 @@ async def attended(service: Service) -> AsyncIterator[None]:
     async with _traced(service), http_endpoints.serving(app, http_address(service.config.monitoring.http_host)) as service.http:
         try:
             async with service.background(heartbeat(), failure()):
-                await service.tell("joined")
+                await service.publish_event("joined")
                 with tasks.failures_reported(lambda error: loop.call_soon_threadsafe(errors.put_nowait, error)):
                     yield
         except Exception as error:
-            await service.tell("failed", failure_summary.short(tasks.describe(error)), deadline=FAREWELL_SECONDS)
+            await service.publish_event("failed", failure_summary.short(tasks.describe(error)), deadline=FAREWELL_SECONDS)
             raise
         finally:
             service.state = "stopping"
             with contextlib.suppress(MyxoError, *TRANSIENT):
                 await service.registry.leave(service.status())
-                await service.tell("left")
+                await service.publish_event("left")
 
 
 @contextlib.asynccontextmanager
@@ -231,7 +231,7 @@ async def _traced(service: Service) -> AsyncIterator[None]:
     if (settings := trace_settings(os.environ)) is None:
         yield
         return
-    from shared.runtime.span_export import SpanExport  # it brings the exporter, which nobody else needs
+    from shared.runtime.span_export import SpanExport  # it imports the exporter, which is needed here alone
 
     identity = {"name": service.name, "namespace": "myxo", "instance.id": service.instance, "version": __version__}
     resource = {**{f"service.{name}": value for name, value in identity.items()}, "host.name": service.host, "myxo.run": service.run}

@@ -224,7 +224,7 @@ class BlobConnection:
             self._answers.filled(count)
             for answer in self._answers:
                 if not self._awaited:
-                    raise RedisConnectionError("an answer that nobody asked for")
+                    raise RedisConnectionError("an answer without a request")
                 wanted, answers, answered = self._awaited[0]
                 answers.append(answer)
                 if len(answers) == wanted:

@@ -9,7 +9,7 @@ connection is read for `PROOF_SECONDS` at most, and nothing that it sends is int
 whoever sits on the way between two machines is not kept out, here no more than by NCCL or gloo.
 
 Each request is a MessagePack list ``[verb, key, value]`` behind its length, each answer a value behind its length. A connection that asks
-to ``follow`` is from then on sent what the source has to say (`StoreServer.tell`), in the same form.
+to ``follow`` is from then on sent what the source has to say (`StoreServer.broadcast`), in the same form.
 """
 
 import contextlib
@@ -102,7 +102,7 @@ class StoreServer:
         """Returns how many connections follow."""
         return len(self._followers)
 
-    def tell(self, said: Any) -> None:
+    def broadcast(self, said: Any) -> None:
         """Sends something to all followers, without waiting: one that has not taken what came before is cut off.
 
         Args:

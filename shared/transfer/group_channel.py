@@ -289,7 +289,7 @@ class GroupReceiver(ChannelReceiver):
         with self._lock:
             push, self._begun = self._begun, None
         if push is not None:
-            reason = f"push {push} has begun over channel {self.name}, and nobody asks this engine to receive it"
+            reason = f"push {push} has begun over channel {self.name}, and this engine was not asked to receive it"
             self.broken = self.broken or reason
             self.close()
 

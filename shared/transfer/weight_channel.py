@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import HashStore, Store
 
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
-from shared.runtime.tasks import run_in_thread
+from shared.runtime.tasks import doubling, run_in_thread
 from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.channel_store import RemoteStore, StoreServer
 from shared.transfer.manifest import Manifest
@@ -153,7 +153,7 @@ class ChannelSender(abc.ABC):
         self._deadline = TransferDeadline(seconds)
         repeated = manifest.id == self._announced
         self.note(f"manifest/{push}", b"=" if repeated else b"M" + manifest.encoded)
-        self._server.tell([push, manifest.id, seconds])
+        self._server.broadcast([push, manifest.id, seconds])
         self._announced = manifest.id
 
     def followed(self, manifest: Manifest) -> bool:
@@ -198,7 +198,7 @@ class ChannelSender(abc.ABC):
             self.broken = reason
             with contextlib.suppress(RuntimeError):
                 self.store.set("aborted", reason)
-            self._server.tell(None)
+            self._server.broadcast(None)
 
     def close(self) -> None:
         """Releases all resources. The readers' requests fail from now on."""
@@ -344,15 +344,14 @@ class ChannelReceiver(abc.ABC):
 
     def _ask(self, question: Callable[[RemoteStore], T | None], what: str, deadline: TransferDeadline) -> T:
         """Returns the first answer that counts as true."""
-        pause = 0.002
+        pauses = doubling(0.002, POLL_INTERVAL_S)
         while True:
             asked = self._asked(question)
             deadline.until(asked.done, what, self.awaited_from, eager=True)
             if answer := self._answer(asked):
                 return answer
             deadline.check(what, self.awaited_from)
-            time.sleep(pause)
-            pause = min(POLL_INTERVAL_S, pause * 2)
+            time.sleep(next(pauses))
 
     def _asked(self, question: Callable[[RemoteStore], T]) -> Future[tuple[str | None, T]]:
         """Asks the store, which may not respond, on a thread: for the reason to give up, if there is one, and the question."""

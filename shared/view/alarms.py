@@ -21,7 +21,7 @@ from shared.view.run_view import RESTARTED
 
 
 class AlarmKind(Enum):
-    """What may be wrong with a run although it goes on."""
+    """What may be wrong with a run although it continues."""
 
     AWAY = "a server or service is away"
     RESTARTS = "services restart"
@@ -161,7 +161,7 @@ def _services(found: Symptoms) -> Iterator[Alarm]:
         yield Alarm(
             AlarmKind.RESTARTS,
             f"{shortened_line(name)} was restarted {times}×" + (f", {shortened_line(reason)}" if reason else ""),
-            "Its work goes on elsewhere or is done again. After three deaths of one error without a step the run is given up.",
+            "Its work continues elsewhere or is done again. After three deaths of one error without a step the run is given up.",
             "`myxo logs` shows its last lines; one that was killed from outside (signal 9) mostly had no memory left.",
         )
     for status in found.statuses:
@@ -185,7 +185,7 @@ def _numbers(found: Symptoms, bound: float) -> Iterator[Alarm]:
         yield Alarm(
             AlarmKind.NOT_FINITE,
             f"{' and '.join(broken)} of a step lately is nan or inf",
-            "The optimizer skips such a step; where they go on, the trainer ends.",
+            "The optimizer skips such a step; where they continue, the trainer ends.",
             "Lower the learning rate or the clip range; the samples of its batch may show what was odd.",
         )
     difference = _difference(lately)
@@ -391,7 +391,7 @@ class EventLine:
 
 @dataclass(frozen=True)
 class HealthView:
-    """The health. ``dead``: groups since the run began, None where nobody tells; ``reasons``: of those that are remembered, the most
+    """The health. ``dead``: groups since the run began, None where it is not known; ``reasons``: of those that are remembered, the most
     frequent first. ``events``: what services told, the newest first. ``waiting_for``: what the next training step waits for."""
 
     alarms: list[Alarm]

@@ -50,7 +50,7 @@ class Workload:
     rollout, the longest wait first. ``replicas``: share of the time in which each generated; ``slow``: the awaited ones that take so many
     times as long for a group as the others. ``queued``: part of the awaited groups' way, from admission to the last
     token, before a replica took them. ``lost_tokens``: share of generated tokens that were not trained. ``blocked``: what keeps the run
-    from going on now, in words; empty: nothing. ``cores_awaited``: share of the time in which some process waited for a core.
+    from happening now, in words; empty: nothing. ``cores_awaited``: share of the time in which some process waited for a core.
     """
 
     steps: int
@@ -84,7 +84,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """``waiting``: who waits; ``waiting_for``: for whom; ``share``: of the time. Empty and 0 where nobody does, or nothing is known."""
+    """``waiting``: who waits; ``waiting_for``: for whom; ``share``: of the time. Empty and 0 where none waits, or nothing is known."""
 
     sentence: str
     advice: tuple[Advice, ...] = ()
@@ -218,7 +218,7 @@ def _for_reading() -> list[_Remedy]:
 def _trainer_busy(load: Workload, config: RunConfig) -> tuple[Bottleneck, list[_Remedy]]:
     trains = f"The trainer trains {_percent(1 - load.waiting)} of the time"
     if load.idle < LITTLE or not load.replicas:
-        return Bottleneck(f"{trains} and the replicas are busy beside it: nobody waits for anybody."), []
+        return Bottleneck(f"{trains} and the replicas are busy beside it: no service waits for another."), []
     names = _names(sorted(load.replicas, key=lambda name: load.replicas[name]))
     verb = "waits" if len(load.replicas) == 1 else "wait"
     found = Bottleneck(f"{trains}; {names} {verb} {_percent(load.idle)} of it for the trainer.", (), names, "trainer", load.idle)

@@ -312,7 +312,7 @@ def ledger_words(record: LedgerRecord, group: GroupRecord) -> str | None:
         case GroupsScored():
             return f"attempt {group.attempt} back from {group.replica} after {group.ended - group.started:.1f} s, rewards {rewards}"
         case GroupRequeued(attempt=attempt, reason=reason, partial=partial):
-            how = "to be generated anew" if partial is None else "to go on from what it has"
+            how = "to be generated anew" if partial is None else "to continue from what it has"
             return f"{how} as attempt {attempt}: {reason}"
         case GroupsDropped() | GroupDead():
             return f"{group.status}: {group.reason}"

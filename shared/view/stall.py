@@ -41,7 +41,7 @@ class Cause(Enum):
     ENVIRONMENT = "an environment is away"
     PUSH = "weights are pushed"
     TRAINING = "the trainer is at work"
-    STUCK = "work does not go on"
+    STUCK = "work does not continue"
     BATCH = "a batch is not complete"
     EVALUATION = "an evaluation is not complete"
     STEP = "a step begins"
@@ -433,7 +433,7 @@ def _untaken(now: RunSituation) -> list[str]:
         busy = sum(status.gauges.get(gauge, 0.0) for status in workers)
         if gauges.get(queue, 0.0) > 0 and not busy and workers:
             states = ", ".join(f"{status.instance} {status.state}" for status in workers[:NAMES_SHOWN])
-            found.append(f"{number(gauges[queue])} groups to {verb} are taken by nobody ({states})")
+            found.append(f"{number(gauges[queue])} groups to {verb} are not taken by any service ({states})")
     return found
 
 
@@ -480,7 +480,7 @@ IN_ORDER: Sequence[Look] = (
 
 
 def _stood_in(now: RunSituation, service: str, instance: str) -> bool:
-    """Returns whether another service of the kind is at work, so that the run goes on without this one."""
+    """Returns whether another service of the kind is at work, so that the run continues without this one."""
     if service in ALONE and service != "buffer":
         return False
     if service == "rollout" and now.config.trainer.colocate:  # the trainer computes on the GPUs of all of them

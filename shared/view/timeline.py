@@ -129,7 +129,7 @@ class Timeline:
             case RunFinished():
                 yield from self._mark(BUFFER, "run finished", record.at, {})
             case LedgerRepaired(resume=steps):
-                yield from self._mark(BUFFER, "repaired", record.at, {"goes on from": steps})
+                yield from self._mark(BUFFER, "repaired", record.at, {"continues from": steps})
             case ValuesChanged(step=step, changed=changed):
                 yield from self._mark(TRAINER, "values changed", record.at, {"from step": step, "changed": list(changed)})
 

@@ -2,7 +2,7 @@
 
 Each seed is a whole run on this machine, in forked processes with a scripted engine and optimizer step (`tests.chaos.fast`). Exit code 0:
 every seed passed; 1: some did not; 2: bad input. A seed that failed leaves its directory; ``--replay`` runs it again, alike as far as
-processes on a machine can be, and ``--minimise`` takes faults away as long as it goes on failing.
+processes on a machine can be, and ``--minimise`` takes faults away as long as it still fails.
 """
 
 import argparse

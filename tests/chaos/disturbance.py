@@ -69,7 +69,7 @@ class Victim:
 
 
 async def disturb(schedule: Schedule, victim: Victim) -> None:
-    """Brings the faults, one after another; those that last go on while the next are waited for."""
+    """Brings the faults, one after another; those that last continue while the next are waited for."""
     lasting: list[asyncio.Task[None]] = []
     observer = victim.observer
     try:

@@ -1,6 +1,6 @@
 """The links between a run's processes and its servers: a proxy that passes everything on, until it is told to cut or to delay.
 
-A cut link swallows nothing: what is sent waits in both directions, as on a network that is away, and goes on when it is back. New
+A cut link swallows nothing: what is sent waits in both directions, as on a network that is away, and continues when it is back. New
 connections are taken and hear nothing.
 """
 

@@ -112,7 +112,7 @@ def replica(instance: str, directory: str, model: str, environment: dict[str, st
 
 
 def trainer(directory: str, model: str, environment: dict[str, str]) -> None:
-    """A process that makes a version and pushes it, again and again, until it is killed. It goes on where the one before it was."""
+    """A process that makes a version and pushes it, again and again, until it is killed. It continues where the one before it was."""
     os.environ |= {**environment, "MYXO_INSTANCE": "trainer-0"}
     torch.set_num_threads(1)
     begun = Path(directory, "version")

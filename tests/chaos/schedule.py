@@ -1,7 +1,7 @@
 """A schedule of faults, drawn from a seed: the same seed gives the same schedule. Pure.
 
 Each fault hits one or two processes, a link, a disk or what is stored, in a phase of the run; all kinds, processes and phases come in turn
-as seeds go on.
+as seeds continue.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""A run that goes on for hours, and what its processes, its store and its streams hold meanwhile: it must not grow.
+"""A run that continues for hours, and what its processes, its store and its streams hold meanwhile: it must not grow.
 
 The rule: of each series the median of the last quarter is at most `MOST_GROWTH` times that of the second one (the first is its warm-up),
 or above it by no more than `SLACK` of its kind. Series: memory and descriptors of every process, keys and bytes of the store, messages of

@@ -1,4 +1,4 @@
-"""A run goes on from an older checkpoint that is kept where its newest one is torn, or gone: production's checkpoints and ledger, with the
+"""A run continues from an older checkpoint where its newest one is torn, or gone: production's checkpoints and ledger, with the
 scripted engine and optimizer step."""
 
 import asyncio

@@ -1,5 +1,5 @@
 """Deaths at each stage of a push. Of a replica: the other serves the version all the same, the dead one nothing until it has caught up. Of
-the bus, which comes back: the push goes on."""
+the bus, which comes back: the push continues."""
 
 import asyncio
 import threading
@@ -213,7 +213,7 @@ def test_the_bus_dies_at_each_stage(
         thread.join()
     assert live is not None and WeightsLive.decode(live).digest == results[trainer.version].digest
     failures = [part.failure for event in events for part in event.replicas if part.failure and not part.failure.startswith("offer")]
-    assert not failures, "a push that the bus's death interrupts goes on; it does not end, to be made again"
+    assert not failures, "a push that the bus's death interrupts continues; it does not end, to be made again"
 
 
 @pytest.mark.extra

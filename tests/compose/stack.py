@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = ROOT / "deploy" / "compose"
 
 LONG_LIVED = {"nats", "redis", "buffer", "console", "rollout", "reward", "trainer"}
-"""The services that stay up while a run goes on."""
+"""The services that stay up while a run continues."""
 
 TOLD = {
     "nats": 5,

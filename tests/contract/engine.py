@@ -47,7 +47,7 @@ async def assert_whole_groups(client: EngineClient, version: int) -> None:
 
 
 async def assert_abort(client: EngineClient) -> None:
-    """An aborted request comes back with what it has, the other goes on."""
+    """An aborted request comes back with what it has, the other continues."""
     aborted, other = requests(2, LONG)
     task = asyncio.create_task(client.generate_group([aborted, other], SAMPLING))
     await drawing(client)

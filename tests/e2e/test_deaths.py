@@ -1,4 +1,4 @@
-"""Every part of a run is killed -9 once; the run goes on to its last step and the ledger holds."""
+"""Every part of a run is killed -9 once; the run continues to its last step and the ledger holds."""
 
 from collections.abc import Callable
 from pathlib import Path

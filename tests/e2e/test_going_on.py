@@ -1,4 +1,4 @@
-"""A run that goes on with other values of its training, and one that begins with its weights."""
+"""A run that continues with other values of its training, and one that begins with its weights."""
 
 import json
 import subprocess
@@ -40,7 +40,7 @@ def test_a_stopped_run_goes_on_with_other_values_and_another_begins_from_it(smal
         expected = {"algorithm.eps_clip: 0.2 → 0.1", "rollout.rollout_temperature: 1.0 → 0.8", "trainer.lr: 0.0001 → 0.0002"}
         assert (change["step"], set(change["changed"])) == (saved, expected)
         assert (summary["audit"], summary["steps"]) == ("ok", saved + 2)
-        assert f"goes on at step {saved} with" in " ".join(run.output.read_text().split()), run.said()
+        assert f"continues at step {saved} with" in " ".join(run.output.read_text().split()), run.said()
     rates = {one.step: one.value for one in MetricDirectory(root / "tensorboard").read() if one.tag == "train/lr"}
     assert [rates[step] for step in range(saved + 2)] == pytest.approx([1e-4] * saved + [2e-4] * 2), rates
 

@@ -19,7 +19,7 @@ RUN_SECONDS = 900
 @pytest.mark.extra
 @pytest.mark.timeout(2 * RUN_SECONDS + 300)
 def test_a_run_without_a_trainer_feeds_one_without_engines(small_run: Callable[..., Path], tmp_path: Path) -> None:
-    """The run without a trainer counts its steps and passes its audit; training reads its dumps, goes on, and says which file lacks."""
+    """The run without a trainer counts its steps and passes its audit; training reads its dumps, continues, and says which file lacks."""
     config, root = small_run("rolls", steps=3, staleness=1), tmp_path / "runs" / "rolls"
     details = tmp_path / "details"
     profile = [
@@ -51,7 +51,7 @@ def test_a_run_without_a_trainer_feeds_one_without_engines(small_run: Callable[.
     assert sorted(traces) == [f"train_actor_rank_0_step_{step}.pt.trace.json.gz" for step in range(2)]
     assert [step["step"] for step in first] == [0, 1]
     rest = trained(config, "trains", *dumps, *policies)
-    assert [step["step"] for step in rest] == [2]  # it goes on from its checkpoint
+    assert [step["step"] for step in rest] == [2]  # it continues from its checkpoint
     assert [step["reward"] for step in first + rest] == [mean_reward(file) for file in files]
     weights = [(tmp_path / "policies" / str(step) / "model.safetensors").read_bytes() for step in range(3)]
     assert len(set(weights)) == 3

@@ -26,7 +26,7 @@ MAY_BE_EMPTY = ('myxo_store_max_bytes{run="layout"} > 0',)
 
 @pytest.mark.timeout(RUN_SECONDS + 300)
 def test_two_ranks_two_replicas_and_the_users_functions(small_run: Callable[..., Path], tmp_path: Path) -> None:
-    """Both replicas are pushed to; when one's process group breaks by its death, the other goes on and the run ends well. Where there is a
+    """Both replicas are pushed to; when one's process group breaks by its death, the other stays and the run ends well. Where there is a
     Prometheus, it watches the run as it does in the compose stack; that is left out where there is none.
 
     The functions are the example's, but for its dynamic filter: a random model is right too seldom for mixed groups.

@@ -144,7 +144,7 @@ def test_all_ranks_of_a_trainer_end_with_the_one_whose_thread_dies(environment: 
 
 @pytest.mark.extra
 def test_all_ranks_of_a_trainer_end_with_one_that_a_signal_has_stopped(environment: dict[str, str]) -> None:
-    """Its process is there, and rank 0's heartbeats go on."""
+    """Its process is there, and rank 0's heartbeats continue."""
     ranks = 'lambda: run_ranks(2, "tests.support.dying_rank", "stops")'
     script = "import sys; from services.trainer.torchrun import run_ranks; from shared.service.service_base import exit_code\n"
     seconds, code, lines = death_of(f'{script}sys.exit(exit_code("trainer", {ranks}))', environment)

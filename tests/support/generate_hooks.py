@@ -31,7 +31,7 @@ DIRECTORY = "HOOK_DIRECTORY"
 
 
 def told(word: str) -> bool:
-    """Whether somebody has said so: ``between`` (a function is between its turns), ``go_on`` (it may go on)."""
+    """Whether somebody has said so: ``between`` (a function is between its turns), ``go_on`` (it may continue)."""
     return (Path(os.environ[DIRECTORY]) / word).exists()
 
 
@@ -129,7 +129,7 @@ async def masked_as_stale(args: Arguments, sample: HookSample, sampling_params: 
 
 
 async def two_turns_with_a_break(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
-    """As `two_turns`; between them it waits to be told to go on."""
+    """As `two_turns`; between them it waits to be told to continue."""
     await turn(args, sample, sampling_params, FIRST_TURN)
     tell("between")
     while not told("go_on"):
@@ -170,7 +170,7 @@ def recorded(args: Arguments, sample: HookSample, sampling_params: dict[str, Any
 
 
 async def blocking(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
-    """Blocks the loop that it runs on until it is told to go on."""
+    """Blocks the loop that it runs on until it is told to continue."""
     tell("between")
     while not told("go_on"):
         time.sleep(0.02)
@@ -227,7 +227,7 @@ async def spinning() -> None:
 
 
 async def of_partial_rollouts(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
-    """As slime's own: one generation, gone on with where the sample comes back."""
+    """As slime's own: one generation, continued where the sample comes back."""
     noted(sample)
     parameters = {**sampling_params, "max_new_tokens": sampling_params["max_new_tokens"] - sample.response_length}
     output = await post(

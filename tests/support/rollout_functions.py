@@ -18,7 +18,7 @@ TOKENS = 6
 
 
 def generate(args: Any, sample: Any, tokens: int = TOKENS) -> Any:
-    """Has the engine go on from the sample's tokens, by a call that blocks."""
+    """Has the engine continue from the sample's tokens, by a call that blocks."""
     parameters = {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True}
     body = {"input_ids": sample.tokens, "sampling_params": parameters, "return_logprob": True}
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
@@ -154,7 +154,7 @@ def fanned_out(args: Any, rollout_id: int, data_source: Any, evaluation: bool = 
 
 
 class Background:
-    """A pool of generations that goes on between rollouts, on an event loop of its own in a thread."""
+    """A pool of generations that continues between rollouts, on an event loop of its own in a thread."""
 
     def __init__(self, args: Any, data_source: Any) -> None:
         self.args, self.data_source, self.done = args, data_source, list[Any]()

@@ -52,7 +52,7 @@ class Conversation:
         return self
 
     def tokens(self) -> tuple[list[int], list[int]]:
-        """Returns the ids of the whole, and which of them are to be learned. Each turn's prompt goes on from the turn before."""
+        """Returns the ids of the whole, and which of them are to be learned. Each turn's prompt continues from the turn before."""
         ids: list[int] = []
         learned: list[int] = []
         for prompt, answer in self.spans:

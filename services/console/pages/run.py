@@ -16,7 +16,7 @@ from services.console.run_source import RunSource
 from shared.runtime.telemetry import table_rows
 from shared.view.metric_history import Floats, MetricHistory, MetricSeries, PushHistory, RunMarks, VersionHistory
 
-MOST_SERIES = 12  # The most series of one panel: of more, nobody tells one from another
+MOST_SERIES = 12  # The most series of one panel: more cannot be told apart
 
 
 @dataclass(frozen=True)

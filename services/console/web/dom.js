@@ -23,7 +23,7 @@ export function fill(element, ...children) {
 
 /**
  * Brings what an element holds up to date, and touches only what has changed: focus, selected text, scrolled tables and opened details stay
- * as they are while a run goes on. Children are known again by their `data-key`, and those without one by their place among such.
+ * as they are while a run continues. Children are known again by their `data-key`, and those without one by their place among such.
  */
 export function renew(element, ...children) {
   const fresh = children.flat(Infinity).filter((child) => child !== null && child !== undefined);

@@ -90,7 +90,7 @@ class EngineMemory:
     async def _end_requests(self, deadline: float) -> None:
         """Returns once the engine holds no request: it refuses to flush its cache while it holds any."""
         while self._running():  # a request may still have been in transit
-            await self._transport.post("/abort_request", {"abort_all": True}, deadline, "requests may go on")
+            await self._transport.post("/abort_request", {"abort_all": True}, deadline, "requests may continue")
             await asyncio.sleep(POLL_INTERVAL_S)
         # stops new requests, and ends those that others have sent: agents through a router
         await self._transport.post("/pause_generation", {"mode": "abort"}, deadline, "the engine may be paused or not")
@@ -243,7 +243,7 @@ class EngineClient:
         await self._abort({"abort_all": True}, deadline)
 
     async def _abort(self, body: dict[str, Any], deadline: float) -> None:
-        await self.transport.post("/abort_request", body, deadline, "requests may go on to their ends")
+        await self.transport.post("/abort_request", body, deadline, "requests may continue to their ends")
 
     def _abandon(self, requests: Sequence[GenerationRequest]) -> None:
         """Has the engine abort requests whose caller has left. A failure is not raised, since the caller has its own error already."""
@@ -349,7 +349,7 @@ class EngineClient:
     async def _call_loader(self, deadline: float) -> None:
         tensors = [NO_TENSORS] * self.capabilities.ranks
         body = {"serialized_named_tensors": tensors, "load_format": RECEIVER_LOADER, "flush_cache": False}
-        await self.transport.post("/update_weights_from_tensor", body, deadline, "its receivers go on to their own deadline")
+        await self.transport.post("/update_weights_from_tensor", body, deadline, "its receivers continue to their own deadline")
 
     async def begin_weight_update(self, *, deadline: float = CONTROL_SECONDS) -> None:
         """Opens a push. A failed push is closed first; its tensors stay loaded, so the next push has to send all of them. Engines before

@@ -41,7 +41,7 @@ from shared.runtime.safe_files import parse_json, publish, read_regular, replace
 
 FORMAT = 3
 MAX_MARKER = 16 * 1024**2  # The most bytes of a ``checkpoint.json``
-RESTART = "the checkpoint is not there; the run goes on from the one before it"
+RESTART = "the checkpoint is not there; the run continues from the one before it"
 _NAME = re.compile(r"step_(\d{8,})")
 
 

@@ -81,7 +81,7 @@ def start_export(
     if DEVICE_TYPE != "cpu":
         torch.cuda.current_stream().synchronize()  # the copies are asynchronous
     one = Places((0,) * len(places.leaders), places.hosts)  # rank 0's directory is the only one
-    return JointWrite(f"the export {target}", parts, one, "training goes on without it", timeout_seconds())
+    return JointWrite(f"the export {target}", parts, one, "training continues without it", timeout_seconds())
 
 
 def files_of(plan: GatherPlan, file_bytes: int, places: Places) -> list[HfFile]:

@@ -326,7 +326,7 @@ class SnapshotWriter:
             self._writer.discard()
         self._not_before = time.monotonic() + RETRY_SECONDS
         self._log.error("snapshot_failed", version=version, error=f"{type(error).__name__}: {error}")
-        self._client.tell("snapshot_failed", f"version {version} was not written to {self._checkpoints.directory}: {error}")
+        self._client.publish_event("snapshot_failed", f"version {version} was not written to {self._checkpoints.directory}: {error}")
 
 
 def on_host(bucket: Bucket) -> dict[str, TensorBytes]:

@@ -19,7 +19,7 @@ import aiohttp
 from shared.runtime.tasks import run_in_thread
 
 CALL_HEADER = "X-Myxo-Call"
-"""The header by which the door to an engine knows the call that a request belongs to, so that its requests can be ended."""
+"""The header by which the proxy of an engine knows the call that a request belongs to, so that its requests can be ended."""
 
 
 @dataclass
@@ -27,7 +27,7 @@ class CallContext:
     """One call of a generate function.
 
     Attributes:
-        token: names it to the engine's door. engine: ``host:port`` of this. end: `time.monotonic` at which the call is late.
+        token: names it to the engine's proxy. engine: ``host:port`` of this. end: `time.monotonic` at which the call is late.
     """
 
     token: str

@@ -88,7 +88,7 @@ def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> st
 
 
 async def generate(args: Any, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
-    """Generates a response, or goes on with the one that an ABORTED sample has. Raises ValueError for a sample in another state."""
+    """Generates a response, or continues with the one that an ABORTED sample has. Raises ValueError for a sample in another state."""
     if status_of(sample.status) not in (Status.PENDING, Status.ABORTED):
         raise ValueError(f"a sample of status {sample.status} has ended; expected PENDING or ABORTED")
     if not sample.tokens:

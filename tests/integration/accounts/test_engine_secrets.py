@@ -62,7 +62,7 @@ async def engine(guarded: GuardedServers, tmp_path: Path) -> AsyncIterator[list[
             bus = await Bus.connect(guarded.nats_url("rollout"), "test", inbox=NAMES.inbox("rollout"))
             stack.push_async_callback(bus.close)
             service = Service("rollout", f"rollout-0-node-{rank}", RUN, bus, config, guarded.redis_url("rollout"))
-            agents.append(NodeAgent(service, JOB, rank, 2, 60.0, Ranks(), door=lambda: 7000, secret=secret))
+            agents.append(NodeAgent(service, JOB, rank, 2, 60.0, Ranks(), command_port=lambda: 7000, secret=secret))
             work.append(asyncio.create_task(agents[-1].run()))
         await until(lambda: _begun(operator), "an attempt", 30)
         yield agents

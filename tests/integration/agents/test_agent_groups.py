@@ -175,7 +175,7 @@ async def test_a_group_that_has_become_too_old_is_stopped_and_its_sessions_end(b
 
 @pytest.mark.parametrize("command", [False, True])
 async def test_no_time_of_an_agent_runs_while_its_engine_sleeps(bench: NewAgentBench, command: bool) -> None:
-    """The trainer computes on the engine's GPUs for longer than an agent has; the agent goes on then, and its session with it."""
+    """The trainer computes on the engine's GPUs for longer than an agent has; the agent continues then, and its session with it."""
     agent = {"agent_command": [sys.executable, "-m", "tests.support.command_agent"]} if command else {}
     desk = await bench(
         "" if command else "until_told", rollout={**agent, "agent_timeout": SHORT_S, "agent_tries": 1}, trainer={"colocate": True}
@@ -188,7 +188,7 @@ async def test_no_time_of_an_agent_runs_while_its_engine_sleeps(bench: NewAgentB
         sessions = [await desk.groups.sessions.find(call["api_key"]) for call in desk.calls()]
         return len(sessions) == 2 and all(one.deadline > one.session.deadline for one in sessions)
 
-    await until(put_off, "later deadlines of both sessions, so that a gateway goes on, too")
+    await until(put_off, "later deadlines of both sessions, so that a gateway continues, too")
     await asyncio.sleep(1.5 * SHORT_S)
     assert not playing.done()
     (desk.directory / "go-on").touch()

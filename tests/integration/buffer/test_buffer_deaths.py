@@ -198,7 +198,7 @@ async def test_the_buffer_outlives_the_death_of_a_server(
         for step in range(4):
             await player.work(3)
             crash(server)
-            # lost acks bring work again that was done: whoever waits for a batch must go on working
+            # lost acks bring work again that was done: whoever waits for a batch must keep working
             asking = asyncio.create_task(player.batch(step, working=True))
             await asyncio.sleep(0.3)
             server.start()

@@ -389,7 +389,7 @@ async def test_an_evaluation_that_nobody_answers_ends_at_its_deadline(served: Se
     [late] = await until(ended, "the end of the evaluation")
     assert (late.prompts, late.late, late.samples, late.version) == (3, 2, 1, 0)
     assert late.seconds >= 10.0
-    await player.work_until(2)  # training goes on, and so does the run
+    await player.work_until(2)  # training continues, and so does the run
     await player.batch(0)
 
 

@@ -1,4 +1,4 @@
-"""A buffer whose store or ledger is full: it hands out no new work, says why, asks for a checkpoint, and goes on once there is room."""
+"""A buffer whose store or ledger is full: it hands out no new work, says why, asks for a checkpoint, and continues once there is room."""
 
 import asyncio
 from pathlib import Path
@@ -48,7 +48,7 @@ async def test_a_full_store_holds_admission_back_until_payloads_are_freed(
         assert isinstance(pending, BatchPending) and pending.store_full and "% full" in pending.waiting_for, pending
         assert (await player.audit()).admitted == admitted and not await player.waiting(), "no new work is handed out"
         await store.free(list(junk))
-        await until(lambda: _nothing(player), "a buffer that goes on")
+        await until(lambda: _nothing(player), "a buffer that continues")
         for step in (2, 3):
             await player.batch(step, working=True)
             await player.trained(step)
@@ -83,7 +83,7 @@ async def test_a_full_ledger_holds_the_run_back_until_it_has_more_room(
         assert buffer.process.poll() is None
         await streams.create(bus, player.config)  # what `myxo up` and `myxo submit` do: the limits of the config
         await asking
-        await until(lambda: _nothing(player), "a buffer that goes on")
+        await until(lambda: _nothing(player), "a buffer that continues")
         assert (await player.audit()).ok
     await bus.close()
     await store.close()

@@ -1,4 +1,4 @@
-"""The real buffer keeps the responses of groups that have ended before it frees them, and goes on where it cannot."""
+"""The real buffer keeps the responses of groups that have ended before it frees them, and continues where it cannot."""
 
 import os
 import signal

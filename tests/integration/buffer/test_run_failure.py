@@ -1,4 +1,4 @@
-"""A run whose groups all fail: the buffer ends it, durably, with the reason; and goes on when the run is created again."""
+"""A run whose groups all fail: the buffer ends it, durably, with the reason; and continues when the run is created again."""
 
 from services.buffer.run_failure import STATE
 from shared.bus import runs

@@ -119,7 +119,7 @@ async def test_when_nats_was_away_exactly_one_goes_on(
         if active is first:
             assert other.process.poll() is None
             assert '"event": "active"' not in other.words()
-        else:  # the machine was too slow for the first to be back in time: it ends rather than go on
+        else:  # the machine was too slow for the first to be back in time: it ends rather than continue
             assert await asyncio.to_thread(other.process.wait, 60) == 1
             assert "LeaseLost" in other.words()
     await bus.close()
@@ -135,7 +135,7 @@ async def test_one_that_was_stopped_too_long_ends_without_recording_anything(new
         os.kill(first.process.pid, signal.SIGSTOP)
         await player.ready(second, "buffer-2")
         assert (await player.batch(0)).step == 0
-        await player.trained(0)  # the stopped one has all of this before it when it goes on: requests, the event, new groups
+        await player.trained(0)  # the stopped one has all of this before it when it continues: requests, the event, new groups
         await player.work_until(2)
         await until(lambda: scored(player, 6), "the two groups more")
         before = await player.records()

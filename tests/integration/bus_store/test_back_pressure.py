@@ -1,4 +1,4 @@
-"""A full stream and a full store, of real servers: what is written waits, says why, is never lost, and goes on once there is room."""
+"""A full stream and a full store, of real servers: what is written waits, says why, is never lost, and continues once there is room."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator

@@ -1,4 +1,4 @@
-"""kill -9 of a server and its return: what was stored is there, and connected clients go on by themselves."""
+"""kill -9 of a server and its return: what was stored is there, and connected clients continue by themselves."""
 
 import asyncio
 from collections.abc import Callable

@@ -67,7 +67,7 @@ async def test_a_value_of_the_training_changes_on_the_record_or_not_at_all(bus: 
     assert await runs.last_record(bus, run_name, ValuesChanged) is None and (await runs.load(bus, run_name)).trainer.lr == 1e-6
 
     changed = await runs.create(bus, config(2e-6), None, saved=3)
-    assert changed is not None and changed.words() == "goes on at step 3 with lr 1e-06 → 2e-06"
+    assert changed is not None and changed.words() == "continues at step 3 with lr 1e-06 → 2e-06"
     assert await runs.last_record(bus, run_name, ValuesChanged) == changed
     assert (await runs.load(bus, run_name)).trainer.lr == 2e-6
     assert await runs.create(bus, config(2e-6), None, saved=3) is None

@@ -117,5 +117,5 @@ def pushes(root: Path) -> int:
 
 
 def resumed(root: Path) -> bool:
-    """Returns whether a trainer went on from a step that another one had reached."""
+    """Returns whether a trainer continued from a step that another one had reached."""
     return re.search(r'"steps": [1-9].*"event": "resumed"', trainer_log(root)) is not None

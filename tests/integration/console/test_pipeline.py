@@ -1,4 +1,4 @@
-"""The pages *Flow* and *Health* of a console on real servers: what they tell while a run goes on, while NATS is away, and after it."""
+"""The pages *Flow* and *Health* of a console on real servers: what they tell while a run continues, while NATS is away, and after it."""
 
 import asyncio
 import time

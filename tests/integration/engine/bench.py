@@ -70,7 +70,7 @@ class Bench:
         return bool(await until(seen, "samples in decode", 240) == "in decode")
 
     async def generated(self) -> tuple[Generated, list[Sample]]:
-        """The next group that went on to be scored, with its samples."""
+        """The next group that was passed on to scoring, with its samples."""
         [lease] = await until(lambda: self._generated.fetch(1), "a generated group", 240)
         await lease.ack()
         return lease.message, sample.decode(await self.service.store.read(lease.message.payload))

@@ -35,7 +35,7 @@ def pair(new_bench: NewBench) -> Any:
 
 
 async def handed_in(desk: Bench, count: int) -> Counter[str]:
-    """The next groups that go on to be scored, by any replica."""
+    """The next groups that are passed on to scoring, by any replica."""
     found: Counter[str] = Counter()
     for _ in range(count):
         group, samples = await desk.generated()

@@ -70,7 +70,7 @@ async def test_a_rollout_function_evaluates_beside_training(bench: NewBench, tmp
     later = await results(desk, 3)
     assert all(result.logged and (result.oldest, result.newest) == (1, 1) for result in later.values())
     assert later["eval.heldout.1.0"].metrics == one.metrics, "the same process, after training step 0"
-    await desk.task("g00000001")  # the rollout that waits for its second group has been going on meanwhile
+    await desk.task("g00000001")  # the rollout that waits for its second group has been in progress meanwhile
     groups = [await desk.generated() for _ in range(2)]
     assert {group.group for group, _ in groups} == {"g00000000", "g00000001"}
     rewards = {"heldout": [[0.0, 1.0, 0.0, 1.0], 4], "words": [[0.0, 1.0, 0.0, 1.0], 4], "own": [[0.5, 1.0, 1.0], 0]}

@@ -90,7 +90,7 @@ async def test_a_conversation_over_a_push_is_recorded_as_it_was_drawn(hall: NewH
 
 
 async def test_a_turn_goes_on_over_an_abort_and_another_gateway_takes_it_over(hall: NewHall, checkpoint: Checkpoints) -> None:
-    """A push aborts the turn in its middle, then the gateway is killed −9: its client's retry goes on elsewhere from what was recorded."""
+    """A push aborts the turn in its middle, then the gateway is killed −9: its client's retry continues elsewhere what was recorded."""
     room = await hall(rollout={"in_flight_on_push": "abort", "max_staleness": 9})
     other = await room.start()
     long = Sampling(temperature=1.0, max_new_tokens=600, min_new_tokens=600)

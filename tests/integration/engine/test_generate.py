@@ -1,4 +1,4 @@
-"""Generating groups with a real engine: exact log-probs, aborts, going on, deadlines, refusals."""
+"""Generating groups with a real engine: exact log-probs, aborts, continuations, deadlines, refusals."""
 
 import asyncio
 from importlib.metadata import version

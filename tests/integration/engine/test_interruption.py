@@ -1,4 +1,4 @@
-"""Groups that are stopped in the middle: for their age, and because their replica leaves; and those that go on where another ended."""
+"""Groups that are stopped in the middle: for their age, and because their replica leaves; and those that continue where another ended."""
 
 import asyncio
 import time
@@ -70,7 +70,7 @@ async def test_a_generation_over_the_bound_is_stopped_where_nothing_of_it_would_
         outcome = await desk.outcome()
         assert outcome == Interrupted(group=trained, attempt=0, stale=True, replica="rollout-1")
     groups = {}
-    for _ in range(1 if stopped else 2):  # an evaluation goes on either way
+    for _ in range(1 if stopped else 2):  # an evaluation continues either way
         group, samples = await desk.generated()
         groups[group.group] = samples
     assert set(groups) == ({"eval.heldout.0.0"} if stopped else {"eval.heldout.0.0", trained})
@@ -142,7 +142,7 @@ async def test_only_samples_that_nothing_is_left_to_train_of_begin_anew(new_benc
     _, again = await desk.generated()
     assert (again[0].response.tolist(), again[0].segments) == (old[0], samples[0].segments)  # within the bound: as it was
     assert {version for _, _, version in again[1].segments} == {3}  # ended, and too old: anew
-    assert again[2].response[:had].tolist() == old[2][:had]  # had not ended: goes on
+    assert again[2].response[:had].tolist() == old[2][:had]  # had not ended: continues
     assert [version for _, _, version in again[2].segments] == [0, 3]
 
 
@@ -183,7 +183,7 @@ def shortened(one: Sample, length: int) -> Sample:
 
 
 async def test_what_two_replicas_made_of_one_attempt_lies_side_by_side(new_bench: NewBench) -> None:
-    """A task whose lease ran out is generated twice; each reference goes on naming the samples that it was made for."""
+    """A task whose lease ran out is generated twice; each reference still names the samples that it was made for."""
     desk = await new_bench()
     for _ in range(2):
         await desk.task(n=4)

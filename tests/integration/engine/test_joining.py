@@ -1,4 +1,4 @@
-"""Replicas that help themselves to weights: from disk, whole and by deltas; from another engine that goes on generating."""
+"""Replicas that help themselves to weights: from disk, whole and by deltas; from another engine that continues generating."""
 
 import asyncio
 import shutil

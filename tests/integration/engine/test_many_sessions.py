@@ -55,7 +55,7 @@ class Crowd:
                 least = self.live + (number % 3 == 0)
                 answer = await client.chat.completions.create(model="0", messages=messages, extra_body={"min_version": least})
                 self.asked[answer.id] = least
-                messages += [answer.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": f"go on {turn}"}]
+                messages += [answer.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": f"continue {turn}"}]
         return TURNS
 
     async def _note(self, response: httpx.Response) -> None:

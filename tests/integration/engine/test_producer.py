@@ -35,7 +35,7 @@ def bench(new_bench: NewBench) -> NewBench:
 
 
 async def generated(desk: Bench, count: int) -> dict[str, tuple[Generated, list[Sample]]]:
-    """The next groups that go on to be scored, by their ids."""
+    """The next groups that are passed on to scoring, by their ids."""
     return {group.group: (group, samples) for group, samples in [await desk.generated() for _ in range(count)]}
 
 

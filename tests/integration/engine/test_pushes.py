@@ -76,7 +76,7 @@ async def test_a_version_with_another_digest_is_not_served(new_bench: NewBench, 
 
 
 async def test_a_push_that_is_aborted_before_anything_has_come(new_bench: NewBench, checkpoint: Checkpoints) -> None:
-    """The channels are never all joined: nothing has changed, and the replica goes on. An abort of another push does nothing."""
+    """The channels are never all joined: nothing has changed, and the replica continues. An abort of another push does nothing."""
     desk = await new_bench()
     source = Source(desk, checkpoint(1).model, 1, world_size=3)
     await source.prepare()

@@ -38,7 +38,7 @@ async def drawn(engine: EngineProcess, prompts: list[torch.Tensor], choices: Exp
         for prompt, one in zip(prompts[:2], whole[:2], strict=True):
             partial, half = Partial(choices=choices), one.tokens[: NEW_TOKENS // 2]
             first = np.concatenate([prompt.int().numpy(), half])
-            for count in (1, NEW_TOKENS // 2):  # the second goes on from where the first has told the experts
+            for count in (1, NEW_TOKENS // 2):  # the second continues from where the first has told the experts
                 request = GenerationRequest(first, count, ignore_eos=True, routed_from=partial.routed_from)
                 [generation] = await client.generate_group([request], sampling)
                 partial.extend(generation, NEW_TOKENS)

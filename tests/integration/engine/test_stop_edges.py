@@ -77,7 +77,7 @@ def exact(turn: Turn, checkpoint: Checkpoints) -> None:
 
 
 async def test_samples_that_a_push_interrupts(new_bench: NewBench, client: EngineClient, checkpoint: Checkpoints) -> None:
-    """The engine aborts them again and again, as pushes do that abort; each goes on from its tokens."""
+    """The engine aborts them again and again, as pushes do that abort; each continues from its tokens."""
     desk = await new_bench()
     await desk.task("g00000001", n=4, sampling=Sampling(temperature=1.0, max_new_tokens=TOKENS))
     stops = likely("".join([one.text for one in (await desk.generated())[1]]))

@@ -109,7 +109,7 @@ async def test_a_source_that_dies_between_two_buckets(client: EngineClient, chec
             await pusher.send(everything, 1, only=slice(2), then=WeightsGroup.die)
         assert (await weights_state(client)).digest == ("" if broken.value.touched else before)
         await client.resume()
-        await running.task  # the engine goes on with what it has: what it draws is discarded where the replica is fenced
+        await running.task  # the engine continues with what it has: what it draws is discarded where the replica is fenced
     async with Pusher.over(client, names=[name()]) as pusher:
         await pusher.push(everything, 1)
     await serves(client, checkpoint, 1, 1)
@@ -117,7 +117,7 @@ async def test_a_source_that_dies_between_two_buckets(client: EngineClient, chec
 
 @pytest.mark.parametrize("sent", [0, 2])
 async def test_a_source_that_falls_silent(client: EngineClient, checkpoint: Checkpoints, sent: int) -> None:
-    """It lives, but sends no more: the engine gives up at the deadline and goes on, with what it had if nothing had come yet."""
+    """It lives, but sends no more: the engine gives up at the deadline and continues, with what it had if nothing had come yet."""
     async with Pusher.over(client, names=[name()]) as pusher:
         with pytest.raises(ReceiverError, match=rf"rank 0: bucket {sent} did not come from the source of channel") as silent:
             await pusher.send(parameters(checkpoint(1).model), 1, only=slice(sent), deadline=2)

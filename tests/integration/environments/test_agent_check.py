@@ -51,12 +51,12 @@ BROKEN = {
         "FAILED",
         "did not end within 2 s",
     ),
-    "goes on after its end": (
+    "continues after its end": (
         "async def play(data, base_url, api_key):\n"
         " while True:\n  try: return float(bool(await later(base_url, api_key)))\n  except OSError: await asyncio.sleep(0.2)",
         "the session has ended (410)",
         "FAILED",
-        "went on",
+        "continued",
     ),
     "blocks": (
         "async def play(data, base_url, api_key): return float(bool(ask(base_url, api_key)))",

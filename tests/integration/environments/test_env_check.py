@@ -166,7 +166,7 @@ async def test_nobody_there_and_nobody_who_answers(capsys: pytest.CaptureFixture
     assert "cannot be reached: Connect" in json.loads(out)["checks"][0]["detail"]
     code, out, _ = await asyncio.to_thread(command, "nats:nobody", "--run", run_name, NATS_URL=nats.url)
     assert code == 1
-    assert f"cannot be reached: nobody answers on {run_name}.environment.nobody.describe" in out
+    assert f"cannot be reached: no reply on {run_name}.environment.nobody.describe" in out
     async with mute_server() as url:
         code, out, _ = await checked(capsys, url)
     assert (code, len(out.splitlines())) == (1, 2), out

@@ -206,7 +206,7 @@ async def test_an_environment_on_the_bus_may_come_later_too(bench: NewBench, nat
     desk = await bench(reward={"rm_type": "grader", "environments": {"grader": "nats:grader"}, "reward_timeout": PATIENT})
     await desk.serve()
     card = await desk.card("grader", "away")
-    assert (card.detail, card.http) == (f"nobody answers on {desk.config.run.name}.environment.grader.describe", "nats:grader")
+    assert (card.detail, card.http) == (f"no reply on {desk.config.run.name}.environment.grader.describe", "nats:grader")
     await desk.generated("g0", "42", "41")
     with page_example(nats.url, desk.config.run.name, tmp_path):
         outcome = (await desk.outcomes(1))["g0"]

@@ -1,4 +1,4 @@
-"""The console beside a run, and `myxo console` afterwards: whatever becomes of it, the run goes on."""
+"""The console beside a run, and `myxo console` afterwards: whatever becomes of it, the run continues."""
 
 import contextlib
 import json
@@ -113,7 +113,7 @@ def test_a_run_goes_on_where_its_console_cannot_listen_at_all(myxo: Myxo, config
     config = config_file(rollout={"num_rollout": 1}, console={"console": True, "console_host": "192.0.2.7"})
     code, out, err = ended(myxo.start("up", config, standins=True))
     assert code == 0, out + err
-    assert "There is no console, the run goes on: console.console_host" in err
+    assert "There is no console, the run continues: console.console_host" in err
     assert "Console:" not in out
 
 

@@ -1,4 +1,4 @@
-"""Whoever is frozen is named with what happens next, in the progress, the log and the report, is killed, and the run goes on."""
+"""Whoever is frozen is named with what happens next, in the progress, the log and the report, is killed, and the run continues."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A run whose store or disk is full: it says so, waits, loses nothing, and goes on by itself once there is room."""
+"""A run whose store or disk is full: it says so, waits, loses nothing, and continues by itself once there is room."""
 
 import json
 import signal

@@ -59,7 +59,7 @@ def test_a_run_goes_back_to_a_checkpoint_that_its_ledger_knows(myxo: Myxo, torn_
     assert (code, told["resume"], told["set_aside"], told["cut"], told["needed"], told["done"]) == (0, 2, [4], None, True, True)
     assert left(config) == [".step_00000009.partial", "step_00000001", "step_00000002", "step_00000004.set"]
     code, out, _ = myxo.run("repair", "test", "--dir", config.run.dir)
-    assert code == 0 and "nothing to repair: the run goes on from its checkpoint of 2 steps" in out
+    assert code == 0 and "nothing to repair: the run continues from its checkpoint of 2 steps" in out
     code, out, _ = myxo.run("audit", config.run.root)
     assert code == 0 and "1 times, by `myxo repair`" in out
 
@@ -70,7 +70,7 @@ def test_a_ledger_with_a_hole_is_cut_before_it(myxo: Myxo, torn_run: Callable[..
     assert code == 1 and "the ledger's last 4 records cannot be kept: records 8 to 8 are gone" in out
     assert myxo.run("repair", config.run.root, "--yes")[0] == 0
     code, out, _ = myxo.run("repair", config.run.root)
-    assert code == 0 and "goes on from its checkpoint of 1 steps" in out
+    assert code == 0 and "continues from its checkpoint of 1 steps" in out
     code, out, _ = myxo.run("audit", config.run.root, "--json")
     assert (code, json.loads(out)["trained"], json.loads(out)["in_flight"]) == (0, 2, 2)
 

@@ -144,7 +144,7 @@ def test_a_frozen_server_is_killed_and_started_again(tmp_path: Path, name: str) 
         assert any("its process runs, and does not answer" in why for why in away), "the words come before the kill"
         reason = next(server.reason for server in servers.restarts() if server.instance == name)
         assert "it was frozen, without an answer for 8 s, and was killed" in reason
-        assert sum(restarts(servers).values()) == 1, "the other one goes on"
+        assert sum(restarts(servers).values()) == 1, "the other one continues"
     finally:
         servers.stop()
 

@@ -1,4 +1,4 @@
-"""Nothing fails in silence: what goes wrong is told while the run goes on and when it ends, and what is hopeless ends it."""
+"""Nothing fails in silence: what goes wrong is told while the run continues and when it ends, and what is hopeless ends it."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def line_with(process: subprocess.Popen[str], words: str) -> str:
-    """The first line that holds the words and that was printed while the run went on, not in the report at its end."""
+    """The first line that holds the words and that was printed while the run continued, not in the report at its end."""
     assert process.stdout is not None
     for line in process.stdout:
         if "what went wrong" in line:

@@ -125,7 +125,7 @@ ROWS = [
                      environment={"NATS_URL": f"nats://{NO_SERVER}"}, text=train('lr = "fast"')),
     NewcomersMistake("a Redis that is none, and a label", ("REDIS_URL", "redis://[user:password@]host:port", *LABEL), lines=2,
                      environment={"REDIS_URL": "localhost"}, change=ONE_UNLABELLED),
-    NewcomersMistake("an environment that nobody serves", ("reward.environment_url", f"nobody answers at http://{NO_SERVER}"), runs=True,
+    NewcomersMistake("an environment that nobody serves", ("reward.environment_url", f"no reply from http://{NO_SERVER}"), runs=True,
                      flags=("--rm-type", "environment", "--environment-url", f"http://{NO_SERVER}")),
     # commands: flags of slime's, of others, and values
     NewcomersMistake("another project's flags", ("--learning-rate", "did you mean --lr?", "--num-generations", "did you mean --n-samples"),

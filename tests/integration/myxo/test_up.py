@@ -171,7 +171,7 @@ def test_a_run_survives_deaths_its_launchers_and_an_interruption(myxo: Myxo, con
     process = myxo.start("up", config, standins=True)
     buffer_log = root / "logs" / "buffer-0.log"
     before = buffer_log.read_text().count("recovered")
-    wait_for("the run to go on", lambda: buffer_log.read_text().count("recovered") > before)
+    wait_for("the run to continue", lambda: buffer_log.read_text().count("recovered") > before)
     started = list(children(process.pid))
     process.send_signal(signal.SIGINT)
     code, out, err = ended(process)

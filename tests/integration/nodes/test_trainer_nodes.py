@@ -1,4 +1,4 @@
-"""A trainer over two nodes loses one: it is named, and training goes on where it was once the node is back."""
+"""A trainer over two nodes loses one: it is named, and training continues where it was once the node is back."""
 
 import asyncio
 import random

@@ -134,7 +134,7 @@ def test_every_version_of_a_training_comes_back_to_the_bit(dtype: str, encoding:
 
 
 def test_a_trainer_that_comes_back(new_bench: NewBench, tmp_path: Path) -> None:
-    """It goes on with deltas where it left off; where what lies beside the links is not theirs, or a link is gone, with a whole one."""
+    """It continues with deltas where it left off; where what lies beside the links is not theirs, or a link is gone, with a whole one."""
     bench = new_bench(update_weight_transport="disk", update_weight_mode="delta", keep_snapshots=9)
     forms = []
 

@@ -1,4 +1,4 @@
-"""A call that misbehaves costs itself: those beside it in its process go on, or are made once more where it took the process along."""
+"""A call that misbehaves costs itself: those beside it in its process continue, or are made once more where it took the process along."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What the colocated benchmark reads: the GPU that the run has, and a run's figures while it goes on."""
+"""What the colocated benchmark reads: the GPU that the run has, and a run's figures while it continues."""
 
 import sys
 from pathlib import Path

@@ -131,9 +131,9 @@ def test_the_play_reaches_what_it_is_meant_to_reach() -> None:
             if isinstance(record, GroupsDropped):
                 seen |= {f"{policy}: {record.reason}"}
             if isinstance(record, GroupRequeued):
-                seen |= {f"{policy}: {record.reason}, {'goes on' if record.partial else 'anew'}"}
-    stale = {"drop: stale", "requeue: stale, anew", "continue: stale, goes on", "mask: stale", "continue: masked", "mask: masked"}
+                seen |= {f"{policy}: {record.reason}, {'continues' if record.partial else 'anew'}"}
+    stale = {"drop: stale", "requeue: stale, anew", "continue: stale, continues", "mask: stale", "continue: masked", "mask: masked"}
     assert seen >= stale | {"drop: surplus", "drop: filtered: zero_std", "drop: filtered: no sample is left to train"}
-    assert seen >= {f"{policy}: r did not end it, goes on" for policy in ("drop", "requeue", "continue", "mask")}
+    assert seen >= {f"{policy}: r did not end it, continues" for policy in ("drop", "requeue", "continue", "mask")}
     assert seen >= {"group_dead", "batch_amended", "eval_ended", "staleness 0", "staleness 1", "drop: payload lost, anew"}
-    assert not seen & {"drop: masked", "requeue: masked", "requeue: stale", "continue: stale", "mask: stale, goes on"}
+    assert not seen & {"drop: masked", "requeue: masked", "requeue: stale", "continue: stale", "mask: stale, continues"}

@@ -43,7 +43,7 @@ def test_a_copy_is_no_change_and_another_text_is_one(file: Path) -> None:
     assert same_length.startswith("has changed, though not in length, since the run began") and "--accept-changed-data" in same_length
     file.write_text('{"prompt": "1 + 12 ="}\n')
     [longer] = refusals(file, then)
-    assert longer.startswith("has changed from 22 to 23 bytes since the run began; put it back, or go on")
+    assert longer.startswith("has changed from 22 to 23 bytes since the run began; put it back, or continue")
     file.write_text("")
     assert refusals(file, then) and refusals(file, fingerprint(file)) == []
 

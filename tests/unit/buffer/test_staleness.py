@@ -83,7 +83,7 @@ STALE: Ages = ((1, 1), (0, 1))
     [
         ("drop", FRESH, "batch"), ("drop", TAIL, "dropped"), ("drop", MIXED, "dropped"), ("drop", STALE, "dropped"),
         ("requeue", FRESH, "batch"), ("requeue", TAIL, "anew"), ("requeue", MIXED, "anew"), ("requeue", STALE, "anew"),
-        ("continue", FRESH, "batch"), ("continue", TAIL, "batch"), ("continue", MIXED, "goes on"), ("continue", STALE, "goes on"),
+        ("continue", FRESH, "batch"), ("continue", TAIL, "batch"), ("continue", MIXED, "continues"), ("continue", STALE, "continues"),
         ("mask", FRESH, "batch"), ("mask", TAIL, "batch"), ("mask", MIXED, "batch"), ("mask", STALE, "dropped"),
     ],
 )  # fmt: skip
@@ -97,7 +97,7 @@ def test_what_becomes_of_a_group_over_the_bound(name: Policy, ages: Ages, fate: 
     assert dropped == ([[group_id(0)]] if fate == "dropped" else [])
     assert requeued == {
         "anew": [(group_id(0), 1, None, 0)],
-        "goes on": [(group_id(0), 1, Payload(keys=["0:0"], bytes=1), 3)],
+        "continues": [(group_id(0), 1, Payload(keys=["0:0"], bytes=1), 3)],
     }.get(fate, [])
     assert in_batch(records) == ([0, 1] if fate == "batch" else [])
     if fate == "batch":

@@ -44,7 +44,7 @@ def replay(records: Sequence[LedgerRecord]) -> BufferState:
 class Job:
     """A task in a replica's hands. ``oldest``: weights of its first token, None while it has not begun.
 
-    ``partial``: keys of the samples that it goes on from.
+    ``partial``: keys of the samples that it continues from.
     """
 
     group: str
@@ -110,7 +110,7 @@ class World:
     def _send(self, group: GroupState) -> None:
         minimum = policy.min_version(group, self.state, self.limits)
         keys = () if group.partial is None else tuple(group.partial.keys)
-        assert not self.freed & set(keys)  # what a task goes on from is there
+        assert not self.freed & set(keys)  # what a task continues from is there
         self.jobs.append(
             Job(group.id, group.attempt, self.limits.rollout.n_samples_per_prompt, minimum, partial=keys, renew_below=group.renew_below)
         )
@@ -300,7 +300,7 @@ class World:
         self.decide(policy.durable(self.state, self.dice.choice(self.checkpoints), 0.0))
 
     def kill_trainer(self) -> None:
-        """The trainer dies and goes on from its newest durable checkpoint."""
+        """The trainer dies and continues from its newest durable checkpoint."""
         self.step = self.state.durable_steps
         self.checkpoints = [self.state.durable_steps]
 
@@ -314,7 +314,7 @@ class World:
             self.jobs += [Job(name, 0, 1, current.version) for name in current.pending]
 
     def _samples(self, job: Job) -> list[SampleMeta]:
-        """Samples as a replica makes them on the live weights: new ones, and those it goes on with."""
+        """Samples as a replica makes them on the live weights: new ones, and those it continues."""
         assert job.oldest is not None
         newest = self.state.live_version
         earlier = [sample for key in job.partial for sample in self.store[key]]

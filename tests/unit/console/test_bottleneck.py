@@ -78,7 +78,7 @@ def test_a_busy_trainer_has_replicas_wait(run_config: RunConfig) -> None:
 
 def test_nobody_waits(run_config: RunConfig) -> None:
     said = found(run_config, {"handing out": 0.04})
-    assert "nobody waits for anybody" in said.sentence and said.advice == () and said.waiting == ""
+    assert "no service waits for another" in said.sentence and said.advice == () and said.waiting == ""
 
 
 def test_advice_is_withheld_while_its_premise_is_alarmed(run_config: RunConfig) -> None:

@@ -240,7 +240,7 @@ def test_a_run_whose_trainer_loads_waits_for_it(run_config: RunConfig) -> None:
         said = flow_view(history, run_config, [*ready, *trainer], 175.0, 100.0).bottleneck.sentence
         assert said == ("The run waits for trainer-0 loading the model." if trainer else "The run waits for a trainer service.")
     second = [*ready, status("rollout", "rollout-1", "starting"), status("trainer", "trainer-0")]
-    assert flow_view(history, run_config, second, 175.0, 100.0).bottleneck.waiting != "the run", "one replica goes on"
+    assert flow_view(history, run_config, second, 175.0, 100.0).bottleneck.waiting != "the run", "one replica continues"
     history.apply(RunFinished(steps=4, at=176.0))
     assert flow_view(history, run_config, ready, 177.0, 100.0).bottleneck.waiting != "the run", "who leaves is not waited for"
 

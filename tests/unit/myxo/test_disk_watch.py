@@ -21,5 +21,5 @@ def test_a_full_disk_is_told_and_then_over(tmp_path: Path) -> None:
         disk.fill()
         watch.look(200.0)
         watch.look(299.0)
-        with pytest.raises(DiskFull, match="for 101 s; the run stops, `myxo up` with the same config goes on once there is room"):
+        with pytest.raises(DiskFull, match="for 101 s; the run stops, `myxo up` with the same config continues once there is room"):
             watch.look(301.0)

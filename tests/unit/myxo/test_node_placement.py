@@ -1,4 +1,4 @@
-"""Where the services of a run go on the nodes of a cluster."""
+"""On which nodes of a cluster the services of a run are placed."""
 
 from pathlib import Path
 from typing import Any

@@ -389,7 +389,7 @@ def test_what_was_masked_and_removed_and_the_parts_of_a_reward_are_shown() -> No
     ]
     found = life(0, ledger)
     told = [step.what for step in found.steps]
-    assert told[1] == "to go on from what it has as attempt 1: rollout-1 did not end it"
+    assert told[1] == "to continue from what it has as attempt 1: rollout-1 did not end it"
     assert told[3] == "in the batch of step 0, on version 3, tokens older than version 2 masked"
     samples = [sample(0, segments=[(0, 3, 1), (3, 5, 2)]), sample(1)]
     assert "reward answer" in shown(found, samples, 0) and "5 response, 2 of them trained" in shown(found, samples, 0)

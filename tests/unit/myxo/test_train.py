@@ -209,7 +209,7 @@ def test_the_run_lies_in_save_and_goes_on_from_load(tmp_path: Path) -> None:
     (first.run.root / runs.FROZEN).write_text(first.model_dump_json())
     later = up.train_source(None, words, now=datetime(2026, 8, 2))
     assert later.given.overrides["run"]["name"] == "qwen3-4b-20260801-093000"
-    assert any("goes on" in note for note in later.given.notes)
+    assert any("continues" in note for note in later.given.notes)
     anew = up.train_source(None, words, now=datetime(2026, 8, 2), fresh=True)
     assert anew.given.overrides["run"]["name"] == "qwen3-4b-20260802-000000"
 

@@ -1,4 +1,4 @@
-"""What goes wrong in a run that goes on, as panel, plain lines and exit report tell it."""
+"""What goes wrong in a run that continues, as panel, plain lines and exit report tell it."""
 
 import io
 import re

@@ -75,7 +75,7 @@ Run = Callable[..., tuple[Any, str]]
 
 @pytest.fixture
 def script(tmp_path: Path) -> Callable[..., list[str]]:
-    """``script(code, modules)``: the command of a main module that begins processes of ``modules`` and goes on with ``code``."""
+    """``script(code, modules)``: the command of a main module that begins processes of ``modules`` and continues with ``code``."""
     (tmp_path / "work.py").write_text(WORK)
     (tmp_path / "other.py").write_text("from work import report, last\n")
 

@@ -33,7 +33,7 @@ async def test_a_repeated_request_is_handled_once_while_it_runs_and_after() -> N
     once = answered_once(handler.handle)
     first, again = asyncio.ensure_future(once(receive(2))), asyncio.ensure_future(once(receive(2)))
     await asyncio.sleep(0)
-    again.cancel()  # its connection broke: the handling goes on
+    again.cancel()  # its connection broke: the handling continues
     await asyncio.sleep(0)
     handler.going_on.set()
     assert await first is await once(receive(2))

@@ -78,7 +78,7 @@ def test_a_turn_belongs_to_who_began_it_until_its_lease_runs_out() -> None:
     assert state.pending["r1"].holder == "a", "what it drew renewed its lease to 20"
     state.apply([ended("r1", 9, holder="b"), begun("r1", 8, 8, holder="b", at=21, until=31)])
     assert state.pending["r1"].holder == "b"
-    assert state.pending["r1"].prompt.tolist() == [1] and state.pending["r1"].completion.tolist() == [3], "it goes on from there"
+    assert state.pending["r1"].prompt.tolist() == [1] and state.pending["r1"].completion.tolist() == [3], "it continues from there"
     state.apply([drawn("r1", 1, 5, holder="a"), ended("r1", 3, 5, holder="a"), ended("r1", 3, 4, holder="b")])
     assert state.turns["r1"].completion.tolist() == [3, 4]
 

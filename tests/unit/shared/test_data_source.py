@@ -274,7 +274,7 @@ def test_a_class_that_derives_from_slimes_own(tmp_path: Path, module: str, token
     assert [prompt.content for prompt in given] == ["0+0=", "2+2=", "4+4=", "1+1="], "the second epoch begins in the middle of a pair"
     assert [prompt.metadata["epoch"] for prompt in given] == [0, 0, 1, 1]
     assert [(prompt.label, prompt.metadata["index"]) for prompt in given[:2]] == [("0", 0), ("4", 4)]
-    assert [DrawnPrompts(config, tokenizer).at(number).content for number in (4, 5)] == ["3+3=", "0+0="], "as a source that went on"
+    assert [DrawnPrompts(config, tokenizer).at(number).content for number in (4, 5)] == ["3+3=", "0+0="], "as a source that continued"
 
 
 def test_a_source_with_a_buffer_gives_what_it_got_back_first(tmp_path: Path, tiny_model: Path) -> None:

@@ -85,7 +85,7 @@ def test_engine_flags_pass_through_verbatim(words: str, expected: dict[str, Any]
         ("--balance-data=maybe", r"--balance-data = 'maybe': true or false"),
         ("--num-gpus-per-node many", "--num-gpus-per-node = 'many': a whole number"),
         ("--loss-mask-type llama", "one of qwen, qwen3, qwen3_5, distill_qwen"),
-        ("--start-rollout-id 3", "a flag of slime's; a run goes on after its last checkpoint by itself"),
+        ("--start-rollout-id 3", "a flag of slime's; a run continues after its last checkpoint by itself"),
         ("--rollout-batch 3", r"unknown flag; did you mean --rollout-batch-size\?"),
         ("rollout 3", "expected a flag that starts with --"),
         ("--lr", "--lr = '': needs a value: learning rate"),

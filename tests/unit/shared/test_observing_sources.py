@@ -54,7 +54,7 @@ def test_what_observe_raises_costs_those_results(tmp_path: Path, tokenizer: Toke
     assert error.field == "data.data_source" and re.search(
         r"observe, of 2 results, raised tests/support/adaptive_source.py:\d+, in observe: ValueError: I will not hear this", str(error)
     )
-    assert len({prompts.at(number).metadata["process"] for number in range(2 * BATCHES)}) == 1, "the process goes on"
+    assert len({prompts.at(number).metadata["process"] for number in range(2 * BATCHES)}) == 1, "the process continues"
 
 
 def test_a_source_that_hangs_over_results_goes_on_without_them(
@@ -65,7 +65,7 @@ def test_a_source_that_hangs_over_results_goes_on_without_them(
     prompts = opened_prompts(tmp_path, tokenizer, "Hanging", report)
     assert heard(prompts) == [0, 0, 2, 4, 6]
     [error] = report
-    assert "observe, of 2 results: it did not answer within 1 s; its process was killed; it goes on without them" in str(error)
+    assert "observe, of 2 results: it did not answer within 1 s; its process was killed; it continues without them" in str(error)
     assert len({prompts.at(number).metadata["process"] for number in range(2 * BATCHES)}) == 2
     again = opened_prompts(tmp_path, tokenizer, "Hanging", report)
     again.results.admit(2 * BATCHES)
@@ -80,7 +80,7 @@ def test_a_source_that_dies_of_results_again_and_again_is_told_no_more(
     prompts = opened_prompts(tmp_path, tokenizer, "Deaf", report)
     assert heard(prompts) == [0] * BATCHES
     first, second = map(str, report)
-    assert "its process ended" in first and first.endswith("goes on without them")
+    assert "its process ended" in first and first.endswith("continues without them")
     assert second.endswith("it is told no more until the buffer starts anew")
     assert prompts._drawn.last["untold"] == [[0, 8]], "one range, however many calls it was"
 

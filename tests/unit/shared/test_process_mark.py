@@ -29,7 +29,7 @@ def test_who_lives_is_not_dead(other: tuple[subprocess.Popen[str], str]) -> None
     assert not certainly_dead(mark())
     assert not certainly_dead(its_mark)
     process.send_signal(signal.SIGSTOP)
-    assert not certainly_dead(its_mark), "it may go on"
+    assert not certainly_dead(its_mark), "it may continue"
 
 
 def test_who_was_killed_is_dead_before_and_after_its_parent_has_noticed(other: tuple[subprocess.Popen[str], str]) -> None:

@@ -39,7 +39,7 @@ def test_epochs_and_seeds_differ() -> None:
 
 
 def test_orders_are_what_they_always_were() -> None:
-    # a run resumed under a newer version goes on with the prompts that it would have had
+    # a run resumed under a newer version continues with the prompts that it would have had
     assert [one_file(10, True, 42).row(number) for number in range(12)] == [8, 7, 2, 4, 5, 0, 9, 6, 1, 3, 2, 3]
     assert [FeistelPermutation(1 << 40, 7)[place] for place in range(3)] == [227134629944, 944323139396, 358413424437]
 

@@ -111,7 +111,7 @@ def test_keys_of_slimes_mean_the_same_in_toml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "key", "value", "message"),
     [
-        ("trainer", "start_rollout_id", 3, r"trainer.start_rollout_id = 3: a flag of slime's; a run goes on after its last checkpoint"),
+        ("trainer", "start_rollout_id", 3, r"trainer.start_rollout_id = 3: a flag of slime's; a run continues after its last checkpoint"),
         ("trainer", "balance_data", "maybe", r"trainer.balance_data = 'maybe': true or false"),
         ("monitoring", "wandb_key", "k", r"monitoring.wandb_key = 'k': a config holds no secrets; set WANDB_API_KEY in the environment"),
     ],

@@ -36,7 +36,7 @@ def process(kind: str, *, due_in: float | None = None, error: str = "") -> Insta
 
 
 def everybody(**instead: ServiceStatus) -> list[ServiceStatus]:
-    """A run that goes on, but for these."""
+    """A run that continues, but for these."""
     gauges = {"live_version": 1.0, "ready": 1.0}
     usual = {kind: service(kind) for kind in ("reward", "rollout", "trainer")} | {"buffer": service("buffer", gauges=gauges)}
     return list((usual | instead).values())
@@ -183,7 +183,7 @@ WAITS = does("loop", "the batch of step 3", ["buffer"])
             everybody(buffer=service("buffer", gauges={"live_version": 1, "ready": 0, "queue_generated": 4})),
             {},
             Cause.BATCH,
-            ["4 groups to score are taken by nobody (reward-0 ready)"],
+            ["4 groups to score are not taken by any service (reward-0 ready)"],
         ),
         (
             everybody(

@@ -13,9 +13,9 @@ from shared.nodes.node_decisions import (
     NodeObserver,
     NodeSituation,
     OwnRanks,
+    PublishNodeEvent,
     ShowState,
     StopRanks,
-    TellNodes,
 )
 from shared.schema.service_messages import Attempt, LeaseStatus, NodeState
 
@@ -39,7 +39,7 @@ class SimulatedNode:
     left: int | None = None
     reason: str = ""
     ranks: OwnRanks = field(default_factory=OwnRanks)
-    told: list[TellNodes] = field(default_factory=list)
+    told: list[PublishNodeEvent] = field(default_factory=list)
     shown: ShowState | None = None
 
     def __post_init__(self) -> None:
@@ -151,7 +151,7 @@ class SimulatedCluster:
             case AnnounceAttempt(attempt=attempt):
                 agent.unwritten = attempt
                 self._write(agent)
-            case TellNodes():
+            case PublishNodeEvent():
                 agent.told.append(command)
             case ShowState():
                 agent.shown = command

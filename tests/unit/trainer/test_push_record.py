@@ -11,7 +11,7 @@ def received(seconds: float, **marks: float) -> WeightsReceived:
 
 
 def test_a_push_that_one_of_two_does_not_confirm() -> None:
-    record = PushRecord(3, ["one", "two"], {"three": "a step of an earlier push is still going on"}, 100.0)
+    record = PushRecord(3, ["one", "two"], {"three": "a step of an earlier push is still in progress"}, 100.0)
     record.begin(RECEIVE, 101.5)
     record.received = {"one": received(0.5, asked=7.0, paused=7.25), "two": received(0.75)}
     record.begin(CHECK, 103.25)
@@ -24,7 +24,7 @@ def test_a_push_that_one_of_two_does_not_confirm() -> None:
         replicas=[
             ReplicaPush(replica="one", paused=2.25, pausing=0.25, loading=0.5, activating=0.125),
             ReplicaPush(replica="two", loading=0.75, failure="commit: its heartbeat has stopped"),
-            ReplicaPush(replica="three", failure="offer: a step of an earlier push is still going on"),
+            ReplicaPush(replica="three", failure="offer: a step of an earlier push is still in progress"),
         ],
         **{"joining": 1.5, "transfer": 1.75, "check": 0.25, "activation": 0.5, "seconds": 4.0, "stall": 0.25, "bytes": 20, "at": 7.0},
     )

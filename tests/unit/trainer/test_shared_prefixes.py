@@ -32,6 +32,6 @@ def test_every_beginning_is_computed_exactly_once_for_each_token_that_follows(se
 def test_a_fork_and_a_conversation_that_goes_on():
     prompt = [7, 8, 9, 10]
     found = shared_prefixes(np.array([*prompt, 1, 2, *prompt, 3, *prompt, 1, 2, 4, 5]), [0, 6, 11, 19])
-    # of 6, 5 and 8 tokens: one prompt but for its last token, which predicts 1 and 3; 1 2 4 5 goes on from 1 2, whose 2 predicts nothing
+    # of 6, 5 and 8 tokens: one prompt but for its last token, which predicts 1 and 3; 1 2 4 5 continues from 1 2, whose 2 predicts nothing
     assert found.shared.tolist() == [0, 3, 5]
     assert found.back.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 6, 7, 0, 1, 2, 3, 4, 8, 9, 10]

@@ -164,8 +164,8 @@ def test_followers_hear_what_the_source_says(server: StoreServer, values: HashSt
         said: list[object] = [7, "manifest", 2.5]
         while not server._followers:
             another.check(["absent"], 0.01)
-        server.tell(said)
-        server.tell(None)
+        server.broadcast(said)
+        server.broadcast(None)
         assert one.heard(SECONDS) == said and another.add("taken", 1) == 1, "the others have their answers"
         assert one.heard(SECONDS) is None
         server.close()
@@ -178,7 +178,7 @@ def test_a_follower_that_does_not_listen_is_cut_off(server: StoreServer) -> None
             another.check(["absent"], 0.01)
         begun = time.monotonic()
         while server._followers and time.monotonic() < begun + SECONDS:
-            server.tell("x" * 60_000)
+            server.broadcast("x" * 60_000)
         assert not server._followers
 
 

@@ -125,7 +125,7 @@ async def test_a_push_that_nobody_asks_for_ends_the_channel(channel: Channel, mo
     monkeypatch.setattr(group_channel, "CLAIM_SECONDS", 0.2)
     channel.announce(2)
     await until(lambda: channel.reader.broken, "the reader gives up")
-    with pytest.raises(ChannelBroken, match="push 2 has begun over channel followed, and nobody asks this engine to receive it"):
+    with pytest.raises(ChannelBroken, match="push 2 has begun over channel followed, and this engine was not asked to receive it"):
         channel.reader.manifest(2, TransferDeadline(SECONDS), channel.manifest.id)
 
 

@@ -124,7 +124,7 @@ def load(model: Any, tensors: Iterable[object]) -> None:
             receiver = Receiver(model, _rank(), device, _model_path(), computing_streams(scheduler), gate.closed)
             gate.install(scheduler)
             if not find_ends_of_aborted(_request_class()):
-                log.warning("aborted requests may go on beyond their ends; samples may count as wholly of their oldest version")
+                log.warning("aborted requests may continue beyond their ends; samples may count as wholly of their oldest version")
             if not hasattr(scheduler, "record_weight_version_change"):  # from 0.5.20 on SGLang does it
                 report_token_versions(_request_class(), lambda: receiver.version)
             _session = CommandSession(Path(os.environ[DIRECTORY_VARIABLE]), receiver, gate)
