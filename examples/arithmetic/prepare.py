@@ -28,13 +28,13 @@ def main() -> None:
     for name in ("train", "heldout", "demonstrations", "layers"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)}: expected at least 1")
-    import tiny_model  # torch takes seconds to import: not before the options are known to be good
-
     folder: Path = options.folder
     done = folder / "prepared"
     if options.if_missing and done.exists():
         print(f"{folder}: there already, left as it is")
         return
+    import tiny_model  # torch takes seconds to import: not before there is something to make
+
     folder.mkdir(parents=True, exist_ok=True)
     done.unlink(missing_ok=True)
     rng = random.Random(options.seed)

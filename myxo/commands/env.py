@@ -134,9 +134,7 @@ async def _bus(run: str | None, stack: contextlib.AsyncExitStack, reason: str, e
     url = addresses.nats_url()
     if not url:
         raise ConfigError("NATS_URL", url, f"required in the environment {reason}: nats://[user:password@]host:port")
-    bus = await connect(url, run, "give nats://[user:password@]host:port of the run's server")
-    stack.push_async_callback(bus.close)
-    return bus
+    return await stack.enter_async_context(await connect(url, run, "give nats://[user:password@]host:port of the run's server"))
 
 
 def schemas(parsed: argparse.Namespace, console: Console) -> int:

@@ -14,7 +14,7 @@ from rich.text import Text
 from myxo.commands.command_arguments import add_json, add_run
 from myxo.display.progress_display import Display, alarm_lines, panel
 from myxo.launch import exit_report
-from myxo.run.run_access import Access, RunAlarms, RunWaits, live_situation, reach
+from myxo.run.run_access import ALARM_SECONDS, Access, RunWatch, reach
 from myxo.run.run_directory import RunDirectory
 from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
@@ -24,8 +24,8 @@ from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError, MyxoError
 from shared.runtime.safe_text import json_text, number, printable_line, say
 from shared.view.alarms import Alarm
-from shared.view.run_summary import collect
-from shared.view.run_view import LATELY_SECONDS, RunView, run_view, with_failures
+from shared.view.run_summary import SummaryTally, collect
+from shared.view.run_view import LATELY_SECONDS, RunView, ServiceFailures, run_view, with_failures
 from shared.view.stall import run_stall
 
 POLL_INTERVAL_S = 0.5
@@ -95,14 +95,15 @@ async def status(run: str, directory: Path, console: Console, as_json: bool) -> 
         services = await Registry(access.bus, access.run).alive() if access.live else []
         phase, reason = await _phase(access)
         running = any(service.service != ENVIRONMENT for service in services)
-        watched = RunAlarms(access.bus, access.config, access.directory.root)
-        alarmed = await watched.standing(services, running)
         if running:
-            wait = run_stall(await live_situation(access, services))
+            watched = RunWatch(access.bus, access.config, access.directory.root)
+            alarmed = await watched.standing(services, live=True)
+            wait = run_stall(await watched.situation(services))
             view = with_failures(run_view(access.config, services, wait=wait), watched.history.failures)
             found = _running(view, alarmed, console, as_json)
         else:
-            found = await _at_rest(access, phase, alarmed, console, as_json)
+            tally = await collect(access.bus, access.config)
+            alarmed, found = tally.alarms(), _at_rest(access, phase, tally, console, as_json)
         if as_json:
             state = {"phase": phase, "reason": reason, "running": running, "alarms": [alarm.plain() for alarm in alarmed]}
             console.file.write(json_text({**state, **found}) + "\n")
@@ -135,8 +136,8 @@ def _running(view: RunView, alarmed: list[Alarm], console: Console, as_json: boo
     return {}
 
 
-async def _at_rest(access: Access, phase: str | None, alarmed: list[Alarm], console: Console, as_json: bool) -> dict[str, Any]:
-    summary = (await collect(access.bus, access.config)).summary()
+def _at_rest(access: Access, phase: str | None, tally: SummaryTally, console: Console, as_json: bool) -> dict[str, Any]:
+    summary = tally.summary()
     run, of, groups = access.run, access.config.rollout.num_rollout, summary.groups
     if as_json:
         figures = {"run": run, "steps": summary.steps, "of": of, "in_flight": groups.in_flight, "dead": groups.dead}
@@ -146,7 +147,7 @@ async def _at_rest(access: Access, phase: str | None, alarmed: list[Alarm], cons
         line = f"Run {run} is not running: {summary.steps} of {of} steps trained, {groups.in_flight} groups in flight. "
         line += "`myxo up` with its config continues."
     console.print(line, soft_wrap=True)
-    for text in alarm_lines(alarmed):
+    for text in alarm_lines(tally.alarms()):
         console.print(text, soft_wrap=True)
     for name, value in exit_report.troubles_of(summary):
         console.print(f"  {name} {value}", soft_wrap=True)
@@ -176,22 +177,23 @@ async def _until_end(access: Access, console: Console) -> None:
     began = await runs.trained_steps(bus, run)
     view = RunView.at_start(config, began)
     registry, shown, phase = Registry(bus, run), Display(console, time.monotonic()), runs.RUNNING
-    waits, watched = RunWaits(access), RunAlarms(bus, config, access.directory.root)
-    alarmed: list[Alarm] = []
+    watched = RunWatch(bus, config, access.directory.root)
+    alarmed, judged, lately = list[Alarm](), -ALARM_SECONDS, ServiceFailures()
     try:
         while True:
             try:
                 services = await registry.alive()
-                wait = await waits.of(services, time.time())
-                alarmed = await watched.standing(services, live=True)
-                lately = watched.history.failures_since(time.time() - LATELY_SECONDS)
+                if time.monotonic() > judged + ALARM_SECONDS:
+                    alarmed, judged = await watched.standing(services, live=True), time.monotonic()
+                    lately = watched.history.failures_since(time.time() - LATELY_SECONDS)
+                wait = await watched.wait(services, time.time())
                 view = with_failures(run_view(config, services, before=view, began=began, wait=wait), lately)
                 found, reason = await runs.phase_and_reason(bus, run)
                 phase = found or runs.RUNNING
                 view = view.stopped(reason if phase == runs.FAILED else "")
             except BUS_ERRORS as error:
                 now = time.time()
-                wait = waits.without_bus(str(error) or type(error).__name__, now)
+                wait = watched.wait_without_bus(str(error) or type(error).__name__, now)
                 view = replace(view, services=(), waiting_for=wait.words(now), waiting_since=wait.since, stalled=True)
             if phase == runs.FINISHED:
                 view = view.finished()

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from myxo.commands.command_arguments import add_json, add_run, seconds
-from myxo.run.run_access import Access, RunAlarms, RunWaits, reach
+from myxo.run.run_access import Access, RunWatch, reach
 from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.registry import Registry
@@ -118,8 +118,8 @@ def declare(command: argparse.ArgumentParser) -> None:
 async def top(parsed: argparse.Namespace, console: Console) -> int:
     """Shows the run until it ends, or once. Raises ConfigError where there is no such run."""
     async with reach(parsed.run, parsed.dir) as access:
-        found, waits = RunAlarms(access.bus, access.config, access.directory.root), RunWaits(access)
-        view, raised = await _look(access, found, parsed.window, waits)
+        found = RunWatch(access.bus, access.config, access.directory.root)
+        view, raised = await _look(access, found, parsed.window)
         if parsed.json:
             plain = {**asdict(view), "alarms": [alarm.plain() for alarm in raised]}
             console.file.write(json_text(plain) + "\n")
@@ -127,27 +127,27 @@ async def top(parsed: argparse.Namespace, console: Console) -> int:
             console.print(flow_panel(access.run, view, raised))
         else:
             with Live(flow_panel(access.run, view, raised), console=console, screen=True, auto_refresh=False) as shown:
-                view, raised = await _until_end(access, found, parsed.window, shown, waits)
+                view, raised = await _until_end(access, found, parsed.window, shown)
             console.print(flow_panel(access.run, view, raised))
     return exit_codes.DONE
 
 
-async def _look(access: Access, found: RunAlarms, window_s: float, waits: RunWaits, away: str = "") -> tuple[FlowView, list[Alarm]]:
+async def _look(access: Access, found: RunWatch, window_s: float, away: str = "") -> tuple[FlowView, list[Alarm]]:
     statuses: Sequence[ServiceStatus] = await Registry(access.bus, access.run).alive() if access.live and not away else ()
     raised = await found.standing(statuses, access.live, away)
     now = time.time()
-    wait = waits.without_bus(away, now) if away else await waits.of(statuses, now) if statuses else None
+    wait = found.wait_without_bus(away, now) if away else await found.wait(statuses, now) if statuses else None
     kinds = {alarm.kind for alarm in raised}
     return flow_view(found.history, access.config, statuses, now, window_s, kinds, wait, cores_awaited()), raised
 
 
-async def _until_end(access: Access, alarmed: RunAlarms, window_s: float, shown: Live, waits: RunWaits) -> tuple[FlowView, list[Alarm]]:
+async def _until_end(access: Access, watched: RunWatch, window_s: float, shown: Live) -> tuple[FlowView, list[Alarm]]:
     """Shows the run until it has ended; a bus that is away is waited for."""
     while True:
         try:
-            found, phase = await _look(access, alarmed, window_s, waits), await runs.phase(access.bus, access.run)
+            found, phase = await _look(access, watched, window_s), await runs.phase(access.bus, access.run)
         except BUS_ERRORS as error:
-            found, phase = await _look(access, alarmed, window_s, waits, str(error) or type(error).__name__), None
+            found, phase = await _look(access, watched, window_s, str(error) or type(error).__name__), None
         shown.update(flow_panel(access.run, *found), refresh=True)
         if phase in runs.ENDS:
             return found

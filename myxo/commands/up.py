@@ -3,17 +3,20 @@
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import structlog
 from rich.console import Console
 
 from myxo.commands.export_run import begun_from
@@ -27,18 +30,21 @@ from myxo.preflight.inspection import Inspection
 from myxo.run import config_toml
 from myxo.run.run_access import GivenServers, check_servers, check_store, connect, given_servers, told_when_lost, vocabulary
 from myxo.run.run_directory import RunDirectory
-from shared import hooks
+from myxo.run.run_repair import checkpoints
+from shared import __version__, hooks
 from shared.bus import runs
+from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.connection import redacted
-from shared.config import flags, slime_script
+from shared.config import config_reading, flags, slime_script
 from shared.config.debug_section import DUMPS
 from shared.config.flags import CommandLine
-from shared.config.run_config import RunConfig
+from shared.config.run_config import RunConfig, changes
 from shared.process.child_process import die_with_parent
 from shared.runtime import addresses, exit_codes, telemetry
 from shared.runtime.addresses import NODE_RANK
-from shared.runtime.errors import ConfigError, raise_problems
+from shared.runtime.errors import ConfigError, MyxoError, raise_problems
 from shared.runtime.safe_text import printable_line, say
+from shared.schema.ledger import ValuesChanged
 
 REPLAY_MODULE = "services.trainer.batch_replay"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # signals at which the trainer saves and ends
@@ -76,7 +82,12 @@ def train_on_dumps(config: RunConfig, directory: RunDirectory, console: Console,
 
     SIGINT and SIGTERM have it save and end, ``again`` continues. Returns the exit code. Raises ConfigError for input that it removes.
     """
-    with _held(config, directory, fresh):
+    with _held(config, directory, fresh), _logged(config, directory, LAUNCHER):
+        before = runs.frozen(directory.root)
+        if before is not None and (changed := changes(before.shown(), config.shown(), "recorded")):
+            record = ValuesChanged(step=max(checkpoints(config), default=0), changed=tuple(changed), at=time.time())
+            structlog.get_logger().info("values_changed", step=record.step, changed=record.changed)  # there is no ledger
+            console.print(f"Run {config.run.name} {record.words()}.", soft_wrap=True)
         path = directory.freeze(config)
         command = [sys.executable, "-m", REPLAY_MODULE, "--train-only", str(path)]
         process = subprocess.Popen(command, preexec_fn=die_with_parent, start_new_session=True)
@@ -229,16 +240,25 @@ def continuing(config: RunConfig, source: Source) -> str:
 
 
 def submit(path: Path, arguments: list[str], console: Console) -> int:
-    """Makes the run on the bus of ``NATS_URL`` for services that are started elsewhere. Raises ConfigError."""
-    config = checked_config(Source.of(path, arguments))
+    """Makes the run on the bus of ``NATS_URL`` for services that are started elsewhere; leaves it as it is where the same values made it.
+    Raises ConfigError."""
+    source, given, asked = Source.of(path, arguments), given_servers(), ""
+    with contextlib.suppress(MyxoError, *BUS_ERRORS):  # which the checks below report
+        reading = config_reading.read(path, source.given.overrides)
+        if reading.config is not None and not (reading.problems or source.given.problems):
+            run, asked = reading.config.run.name, hashlib.sha256(f"{__version__} {reading.config.model_dump_json()}".encode()).hexdigest()
+            if given.nats_url is not None and asyncio.run(_is_made(given.nats_url, run, asked)):
+                console.print(f"Run {run} is on {redacted(given.nats_url)} already, with these values: nothing is to do.", soft_wrap=True)
+                return exit_codes.DONE
+    config = checked_config(source)
     if config.debug.trains_only:
         raise ConfigError(DUMPS, config.debug.load_debug_rollout_data, "`myxo up`: training on dumps alone takes no bus")
-    given, run = given_servers(), config.run.name
+    run = config.run.name
     if given.nats_url is None:
         raise ConfigError("NATS_URL", None, "required in the environment: nats://[user:password@]host:port of the bus, or NATS_URL_FILE")
     if given.redis_url is None:
         raise ConfigError("REDIS_URL", None, "required in the environment: redis://[user:password@]host:port, or REDIS_URL_FILE")
-    asyncio.run(_submit(config, given.nats_url, given.redis_url, vocabulary(config)))
+    asyncio.run(_submit(config, given.nats_url, given.redis_url, vocabulary(config), asked))
     own = "its own NATS_URL and REDIS_URL (or the files of NATS_URL_FILE and REDIS_URL_FILE)"
     what = own if addresses.has_credentials(given.redis_url) else "NATS_URL"
     services = ", ".join(f"python -m {module}" for module in SERVICE_MODULES.values())
@@ -247,14 +267,16 @@ def submit(path: Path, arguments: list[str], console: Console) -> int:
     return exit_codes.DONE
 
 
-async def _submit(config: RunConfig, nats_url: str, redis_url: str, vocabulary: int) -> None:
+async def _is_made(nats_url: str, run: str, asked: str) -> bool:
+    async with await connect(nats_url, run) as bus:
+        return await runs.is_made(bus, run, asked)
+
+
+async def _submit(config: RunConfig, nats_url: str, redis_url: str, vocabulary: int, asked: str) -> None:
     await check_store(redis_url)
-    bus = await connect(nats_url, config.run.name)
-    try:
-        with told_when_lost():
-            await runs.create(bus, config, redis_url, vocabulary)
-    finally:
-        await bus.close()
+    with told_when_lost():
+        async with await connect(nats_url, config.run.name) as bus:
+            await runs.create(bus, config, redis_url, vocabulary, asked=asked)
 
 
 _TRAIN = """Run a run on this machine until it is finished, from flags alone: those of slime's train.py, Megatron's and Myxo's own.

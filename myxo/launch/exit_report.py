@@ -4,7 +4,7 @@ import asyncio
 import re
 import time
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import nats.errors
 import structlog
@@ -16,7 +16,6 @@ from myxo.display import reward_chart
 from myxo.display.progress_display import alarm_lines
 from myxo.display.reward_chart import text_chart
 from myxo.display.safe_console import SafeConsole
-from myxo.run.run_access import RunAlarms
 from myxo.run.run_directory import RunDirectory
 from myxo.run.run_repair import checkpoints
 from shared.bus.connection import TRANSIENT, Bus
@@ -40,13 +39,12 @@ AGAIN_SECONDS = 0.5  # pause before the summary is tried again
 async def report(bus: Bus, config: RunConfig, directory: RunDirectory, console: Console, as_json: bool = False) -> int:
     """Sums the run up into its directory and onto the console. Returns 0, or 1 where the audit found a violation."""
     tally = await collect(bus, config)
-    found = await RunAlarms(bus, config, directory.root).standing((), live=False)
-    summary = replace(tally.summary(), alarms=[alarm.plain() for alarm in found])
+    summary = tally.summary()
     if as_json:
         console.file.write(json_text(asdict(summary)) + "\n")
         console = SafeConsole(stderr=True)
     else:
-        for line in alarm_lines(found):
+        for line in alarm_lines(tally.alarms()):
             console.print(line, soft_wrap=True)
         console.print(table(summary))
     try:
@@ -84,11 +82,12 @@ async def report_in_time(bus: Bus, config: RunConfig, directory: RunDirectory, c
             await asyncio.sleep(AGAIN_SECONDS)
 
 
-async def report_troubles(bus: Bus, config: RunConfig, directory: RunDirectory, console: Console) -> None:
+async def report_troubles(bus: Bus, config: RunConfig, console: Console) -> None:
     """Prints the alarms and the failures, if there were any, of a run that ends unfinished."""
-    for line in alarm_lines(await RunAlarms(bus, config, directory.root).standing((), live=False)):
+    tally = await collect(bus, config)
+    for line in alarm_lines(tally.alarms()):
         console.print(line, soft_wrap=True)
-    rows = troubles_of((await collect(bus, config)).summary())
+    rows = troubles_of(tally.summary())
     if rows:
         console.print(figure_table(rows, f"Run {config.run.name}, what went wrong"))
 

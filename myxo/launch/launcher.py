@@ -20,7 +20,7 @@ from myxo.launch import exit_report
 from myxo.launch.run_servers import DiskWatch, RunServers, until_room
 from myxo.launch.service_plan import TRAINERS, ServiceSpec, plan
 from myxo.launch.supervisor import FrozenServices, StopReason, Supervisor
-from myxo.run.run_access import GivenServers, RunAlarms, told_when_lost, vocabulary
+from myxo.run.run_access import ALARM_SECONDS, GivenServers, RunWatch, told_when_lost, vocabulary
 from myxo.run.run_directory import RunDirectory, ServerUrls
 from myxo.run.run_repair import checkpoints
 from shared.accounts.permissions import CONSOLE, rights_of
@@ -195,7 +195,6 @@ TICK_SECONDS = 0.1
 POLL_SECONDS = 0.5  # interval at which the registry and the run's phase are read
 POLL_DEADLINE = 2.0  # time that bus and store have to take what is published, and to answer
 SHOW_SECONDS = 0.5
-ALARM_SECONDS = 5.0  # interval at which alarms are judged and logs are rotated
 
 # The time that the trainer has to stop after SIGTERM, while the others still serve it: it writes a checkpoint and tells the buffer.
 TRAINER_STOP_SECONDS = 8.0
@@ -255,12 +254,9 @@ class Launch:
         self._log.info("servers_started")
         try:
             inbox = Subjects(self._run).inbox("operator")
-            bus = await Bus.connect(self._servers.nats_url, name=f"{self._run}/launcher", inbox=inbox)
-            try:
+            async with await Bus.connect(self._servers.nats_url, name=f"{self._run}/launcher", inbox=inbox) as bus:
                 with told_when_lost():
                     return await self._with_bus(bus)
-            finally:
-                await bus.close()
         finally:
             self._directory.remove_servers()
             self._servers.stop()
@@ -406,7 +402,7 @@ class Launch:
 
     async def _watch_alarms(self, bus: Bus) -> None:
         """Keeps the alarms that stand, and the size of the logs, until cancelled. A bus that is away is a wait, which others report."""
-        watched = RunAlarms(bus, self._config, self._directory.root)
+        watched = RunWatch(bus, self._config, self._directory.root)
         while True:
             await asyncio.sleep(ALARM_SECONDS)
             await asyncio.to_thread(self._directory.rotate_logs)
@@ -489,7 +485,7 @@ class Launch:
             self._say(f"At its end the run waited for {self._waits.newest.words(time.time())}.")
         try:
             async with asyncio.timeout(TROUBLES_SECONDS):
-                await exit_report.report_troubles(bus, self._config, self._directory, self._console)
+                await exit_report.report_troubles(bus, self._config, self._console)
         except BUS_ERRORS as error:
             self._say(f"What went wrong cannot be summed up: {str(error) or type(error).__name__}; `myxo summary {self._run}` tries again.")
 

@@ -117,15 +117,13 @@ class NodeLaunch:
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, self._signals.append, signum)
         run = self._config.run.name
-        bus = await Bus.connect(self._nats_url, name=f"{run}/node-{self._rank}", inbox=Subjects(run).inbox("operator"))
-        try:
+        name, inbox = f"{run}/node-{self._rank}", Subjects(run).inbox("operator")
+        async with await Bus.connect(self._nats_url, name, inbox=inbox) as bus:
             if not await self._run_is_there(bus):
                 return 128 + self._signals[0]
             await runs.refuse_differences(bus, self._config)
             self._config = with_engines_of(self._config, await runs.load(bus, run))
             return await self._supervise(bus)
-        finally:
-            await bus.close()
 
     async def _run_is_there(self, bus: Bus) -> bool:
         """Waits until the first node has put the run on the bus. Returns False where this node was asked to stop meanwhile."""

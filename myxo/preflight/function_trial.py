@@ -170,9 +170,8 @@ class FunctionTrial(CheckSuite):
 
     def failure(self, error: Exception) -> str:
         """Returns what is wrong, and how the function is called."""
-        said = (
-            error.expected if isinstance(error, ConfigError) else str(error).removeprefix(f"{self._field} = {self._named[self._field]}: ")
-        )
+        head = f"{self._field} = {self._named[self._field]}: "
+        said = error.expected if isinstance(error, ConfigError) else str(error).removeprefix(head)
         if isinstance(error, DeadlineExceeded | TimeoutError):
             said = f"it did not answer within {self._seconds:g} s (--timeout S gives it more)"
         return f"{said}; a run calls {SIGNATURES.get(self._field, 'it')}"
@@ -258,15 +257,15 @@ class FunctionTrial(CheckSuite):
         label = Reference(prompt.label, prompt.label_json).value
         begun = HookSample(index=index, rollout_id=index, prompt=text, tokens=prompt.tokens.tolist(), label=label, metadata=prompt.metadata)
         self._say(group, group + index)
-        request: dict[str, Any] = {
+        call: dict[str, Any] = {
             "verb": "generate",
             "field": GENERATE,
             "path": self._named[GENERATE],
             "sample": packed(begun),
             "token": "try",
         }
-        request |= {"sampling_params": sampling_params(Arguments(config)), "evaluation": False, "seconds": self._seconds}
-        answer = await self._ask("services.rollout.function_worker", {**request, "engine": [address.hostname, address.port]})
+        call |= {"sampling_params": sampling_params(Arguments(config)), "evaluation": False, "seconds": self._seconds}
+        answer = await self._ask("services.rollout.function_worker", {**call, "engine": [address.hostname, address.port]})
         limits = SampleLimits(shape.vocab_size if shape else 1 << 31, log_probs_reader=config.log_probs_reader)
         for position, fields in enumerate(answer["samples"]):
             try:
@@ -298,16 +297,12 @@ class FunctionTrial(CheckSuite):
 
     async def _score(self) -> str:
         verifier, path, key = self._field != REWARD, self._named[self._field], self._config.reward.reward_key
+        request: dict[str, Any]
         for group, samples in enumerate(self._samples):
             if verifier:
-                request: dict[str, Any] = {
-                    "name": path,
-                    "responses": [sample.text for sample in samples],
-                    "seconds": self._seconds,
-                    "key": key,
-                }
-                request |= {"references": [asdict(samples[0].reference)], "pattern": self._config.reward.answer_pattern}
-                answer = await self._ask(REWARD_SERVICE, request, verifiers=[path])
+                texts, references = [sample.text for sample in samples], [asdict(samples[0].reference)]
+                request = {"name": path, "responses": texts, "references": references, "pattern": self._config.reward.answer_pattern}
+                answer = await self._ask(REWARD_SERVICE, {**request, "seconds": self._seconds, "key": key}, verifiers=[path])
             elif self._prompts[group].environment != CUSTOM:
                 continue
             else:
@@ -318,16 +313,16 @@ class FunctionTrial(CheckSuite):
         shown = f"gave {', '.join(f'{reward:g}' for reward in rewards[:12])}{', …' if len(rewards) > 12 else ''}"
         if len(rewards) > 1 and len(set(rewards)) == 1:
             alike = f"{shown} to right and wrong answers alike, {self._right(0)!r} and {ANSWERS[1]!r} among them"
-            raise CheckWarned(f"{alike}: a run would learn nothing; look at what it compares (breakpoint() works in it), and at the label")
+            raise CheckWarned(f"{alike}: a run would learn nothing; check what it compares (breakpoint() works in it), and the label")
         return shown
 
     async def _select(self) -> str:
-        told = list[str]()
+        results = list[str]()
         for samples, scores in zip(self._samples, self._scores, strict=True):
             request = {"verb": "select", "samples": encode(samples, self._config.store.blob_bytes), "scores": scores}
             answer = await self._ask(REWARD_SERVICE, request)
-            told.append(f"dropped: {answer['filtered']}" if answer["filtered"] else "kept")
-        return f"two groups {' and '.join(told)}"
+            results.append(f"dropped: {answer['filtered']}" if answer["filtered"] else "kept")
+        return f"two groups {' and '.join(results)}"
 
     async def _train(self, name: str) -> str:
         if importlib.util.find_spec("torch") is None:

@@ -70,9 +70,7 @@ RULES = (
     ValueRule("sft.sft_lr", lambda lr, inspection: inspection.config.sft.sft_data is not None and lr > 1e-3, "above 1e-3; 1e-5 is usual"),
     ValueRule("trainer.lr_warmup_iters", _warmup, "as many optimizer steps as the run has, or more: lr is never reached"),
     ValueRule("trainer.weight_decay", _above(1), "above 1; 0 to 0.1 is usual"),
-    ValueRule(
-        "trainer.clip_grad", lambda norm, _: 0 < norm < 1e-3, "below 0.001: each step is cut to almost nothing; 1 is usual, 0 is off"
-    ),
+    ValueRule("trainer.clip_grad", lambda norm, _: 0 < norm < 1e-3, "below 0.001: steps are cut to almost nothing; 1 is usual, 0 is off"),
     ValueRule("algorithm.eps_clip", _above(1), "above 1: ratios are above 0 whatever it is, so that it clips nothing; 0.2 is usual"),
     ValueRule(
         "algorithm.eps_clip_high",
@@ -82,14 +80,10 @@ RULES = (
     ValueRule("algorithm.kl_loss_coef", _above(10), "above 10: the KL drowns the reward; 0 to 0.1 is usual"),
     ValueRule("algorithm.kl_coef", _above(10), "above 10: the KL drowns the reward; 0 to 0.1 is usual"),
     ValueRule("algorithm.entropy_coef", lambda value, _: abs(value) > 1, "beyond 1: the entropy drowns the reward; 0 to 0.01 is usual"),
-    ValueRule(
-        "algorithm.gamma", lambda gamma, _: gamma < 0.9, "below 0.9: a token a hundred before the reward learns nothing of it; 1 is usual"
-    ),
+    ValueRule("algorithm.gamma", lambda gamma, _: gamma < 0.9, "below 0.9: tokens long before the reward learn nothing of it; 1 is usual"),
     ValueRule("rollout.rollout_temperature", _above(2), "above 2: answers are noise; 1 is usual"),
     ValueRule("rollout.rollout_batch_size", _more_than_prompts, "more than there are prompts: a batch has some of them twice"),
-    ValueRule(
-        "rollout.rollout_max_response_len", _too_short, "fewer tokens than the chat template itself writes into a turn: none can end in it"
-    ),
+    ValueRule("rollout.rollout_max_response_len", _too_short, "fewer tokens than the chat template writes into a turn: none can end in it"),
 )
 
 

@@ -31,7 +31,6 @@ from shared.store.payload_store import Store, StoreUnreachable
 from shared.view.alarms import Alarm, alarms, disk_room, memory_room, symptoms
 from shared.view.flow_history import FlowHistory
 from shared.view.flow_view import FlowReader
-from shared.view.run_view import read_failures
 from shared.view.stall import NATS, Away, RunSituation, Stall, StallWatch, reported_wait, watched_stall
 
 ANSWER_SECONDS = 5.0  # deadline for an answer of a given NATS or Redis
@@ -53,8 +52,7 @@ def given_servers() -> GivenServers:
 async def check_servers(given: GivenServers, run: str) -> None:
     """Refuses a given URL at which no server answers."""
     if given.nats_url is not None:
-        bus = await connect(given.nats_url, run)
-        await bus.close()
+        await (await connect(given.nats_url, run)).close()
     if given.redis_url is not None:
         await check_store(given.redis_url)
 
@@ -107,15 +105,14 @@ def pinned_config(config: RunConfig, hub: Hub, *, fresh: bool) -> RunConfig:
 
 
 async def _pins_on_bus(url: str, run: str) -> dict[str, str]:
-    bus = await connect(url, run)
-    try:
-        return hub_resolve.pins(await runs.load(bus, run))
-    except runs.NoSuchRun:
-        return {}
-    finally:
-        await bus.close()
+    async with await connect(url, run) as bus:
+        try:
+            return hub_resolve.pins(await runs.load(bus, run))
+        except runs.NoSuchRun:
+            return {}
 
 
+ALARM_SECONDS = 5.0  # interval at which ledger and events are read and alarms are judged while a run is at work
 READ_SECONDS = 15.0  # time without progress after which reading a stream is given up
 SETTLE_SECONDS = 5.0  # time that a run that is just starting or stopping has to publish its servers' addresses, or to release its directory
 
@@ -162,8 +159,7 @@ async def _reached(run: str, directory: Path, stack: contextlib.AsyncExitStack) 
     name, files = find(run, directory)
     given = given_servers().nats_url
     if given is not None:
-        bus = await connect(given, name)
-        stack.push_async_callback(bus.close)
+        bus = await stack.enter_async_context(await connect(given, name))
         if not await streams.exists(bus, name):
             if files is not None and (lost := files.without_streams(name, None)):
                 raise ConfigError("RUN", run, lost)
@@ -181,8 +177,7 @@ async def _reached(run: str, directory: Path, stack: contextlib.AsyncExitStack) 
             raise ConfigError("RUN", run, f"{files.without_streams(name, None) or f'{files.root} holds no streams'}; {elsewhere}")
         stack.enter_context(files.held())
         url, guest_url = _served(EmbeddedNats(files.nats, rights_of(CONSOLE, name)), stack)
-    bus = await Bus.connect(url, name="myxo")
-    stack.push_async_callback(bus.close)
+    bus = await stack.enter_async_context(await Bus.connect(url, name="myxo"))
     return Access(name, await _config(bus, name, files), bus, files, live=servers is not None, guest_url=guest_url)
 
 
@@ -267,37 +262,29 @@ async def _own_store(access: Access) -> str | None:
     return None if gone else stated
 
 
-async def live_situation(access: Access, services: Sequence[ServiceStatus]) -> RunSituation:
-    """Returns the situation of a live run, with the wait that its launcher tells of. Raises `BUS_ERRORS`."""
-    reported = reported_wait(await Registry(access.bus, access.run).launcher())
-    errors = (await read_failures(access.bus, access.run)).errors if reported is None else {}
-    return RunSituation.of(access.config, services, reported=reported, errors=errors)
-
-
-class RunWaits:
-    """What a live run waits for, from one moment to the next."""
-
-    def __init__(self, access: Access) -> None:
-        self._access, self._watch = access, StallWatch()
-        self._bus_since = 0.0
-
-    async def of(self, services: Sequence[ServiceStatus], now: float) -> Stall:
-        """Returns the wait by the statuses of the services. Raises `BUS_ERRORS`."""
-        self._bus_since = 0.0
-        return watched_stall(self._watch, await live_situation(self._access, services), now)
-
-    def without_bus(self, why: str, now: float) -> Stall:
-        """Returns the wait while the bus is away."""
-        self._bus_since = self._bus_since or now
-        return watched_stall(self._watch, RunSituation.of(self._access.config, (), away={NATS: Away(self._bus_since, why)}), now)
-
-
-class RunAlarms:
-    """The alarms of a run whose files lie in ``directory``, from one moment to the next. ``history``: what was read of it so far."""
+class RunWatch:
+    """The alarms of a run whose files lie in ``directory``, and what it waits for, from one moment to the next. ``history``: what was read
+    of it so far."""
 
     def __init__(self, bus: Bus, config: RunConfig, directory: Path) -> None:
         self._bus, self._config, self._directory, self.history = bus, config, directory, FlowHistory()
         self._reader: FlowReader | None = None
+        self._waits, self._bus_since = StallWatch(), 0.0
+
+    async def situation(self, services: Sequence[ServiceStatus]) -> RunSituation:
+        """Returns the situation of a live run, with the wait that its launcher tells of. Raises `BUS_ERRORS`."""
+        self._bus_since = 0.0
+        reported = reported_wait(await Registry(self._bus, self._config.run.name).launcher())
+        return RunSituation.of(self._config, services, reported=reported, errors=self.history.failures.errors if reported is None else {})
+
+    async def wait(self, services: Sequence[ServiceStatus], now: float) -> Stall:
+        """Returns what a live run waits for, by the statuses of the services. Raises `BUS_ERRORS`."""
+        return watched_stall(self._waits, await self.situation(services), now)
+
+    def wait_without_bus(self, why: str, now: float) -> Stall:
+        """Returns what it waits for while the bus is away."""
+        self._bus_since = self._bus_since or now
+        return watched_stall(self._waits, RunSituation.of(self._config, (), away={NATS: Away(self._bus_since, why)}), now)
 
     async def standing(self, statuses: Sequence[ServiceStatus], live: bool, away: str = "") -> list[Alarm]:
         """Returns the alarms that stand now, those of a run that is not ``live`` at its last record. Raises `BUS_ERRORS`. ``statuses``:

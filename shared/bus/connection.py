@@ -12,7 +12,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import nats.errors
 import nats.js.errors
@@ -127,6 +127,12 @@ class NatsClient:
             raise nats.errors.StaleConnectionError
         finally:
             await cancelled([asked, restored])
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def close(self) -> None:
         """Closes without waiting for anything in flight. A connection that breaks meanwhile counts as closed."""

@@ -22,7 +22,7 @@ from shared.schema.service_messages import VALUES_CHANGED, ServiceEvent
 from shared.schema.weight_messages import WeightsLive, WeightsSnapshot
 
 Record = TypeVar("Record", bound=LedgerRecord)
-_CONFIG, _STORE, _PHASE, _VOCABULARY, _DATA, _SNAPSHOT = "config", "store", "phase", "vocabulary", "data", "snapshot"
+_CONFIG, _STORE, _PHASE, _VOCABULARY, _DATA, _SNAPSHOT, _ASKED = "config", "store", "phase", "vocabulary", "data", "snapshot", "asked"
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"  # The phases of a run. A failed run continues when it is created again.
 ENDS = (FINISHED, FAILED)  # The phases in which a run has ended
 UNREADABLE = "unreadable"  # Stands for a phase on the bus that is none of these: the run has not ended, as far as that can be known
@@ -43,7 +43,9 @@ class UnreadableVersion(BadMessage):
     fault = INFRASTRUCTURE
 
 
-async def create(bus: Bus, config: RunConfig, store_url: str | None, vocabulary: int | None = None, saved: int = 0) -> ValuesChanged | None:
+async def create(
+    bus: Bus, config: RunConfig, store_url: str | None, vocabulary: int | None = None, saved: int = 0, asked: str = ""
+) -> ValuesChanged | None:
     """Makes the run's streams and freezes its config; on a resume, updates the fields that may change.
 
     Returns what has changed of the training's values, which the ledger has recorded.
@@ -53,6 +55,7 @@ async def create(bus: Bus, config: RunConfig, store_url: str | None, vocabulary:
             could read it, and each has its own account.
         vocabulary: how many token ids the model has, for services that do not see its files. No group is scored without it.
         saved: steps of the newest checkpoint that is seen here, where the ledger may not know it yet.
+        asked: digest of the values that were asked for, by which `is_made` knows them.
 
     Raises ConfigError if a field differs that may not change, Problems for several.
     """
@@ -72,7 +75,13 @@ async def create(bus: Bus, config: RunConfig, store_url: str | None, vocabulary:
         await set_phase(bus, config.run.name, FINISHED)
     elif known != RUNNING:
         await set_phase(bus, config.run.name, RUNNING)
+    await bus.put(bucket, _ASKED, asked.encode())
     return changed
+
+
+async def is_made(bus: Bus, run: str, asked: str) -> bool:
+    """Returns whether the newest `create` of a run was asked for the same values, and it has not failed since."""
+    return await bus.get(Subjects(run).config_bucket, _ASKED) == asked.encode() and await phase(bus, run) in (RUNNING, FINISHED)
 
 
 async def _record_changes(bus: Bus, before: RunConfig, config: RunConfig, saved: int) -> ValuesChanged | None:

@@ -171,11 +171,11 @@ class Layers:
 
 
 def _toml_line(error: Exception, path: Path) -> str:
-    """Returns what stands in the line of a file that an error names, and whether its key or table is a second one."""
+    """Returns what stands in the line of a file that an error names, and what to do about it."""
     place = re.search(r"\(at line (\d+)", str(error))
     line = "" if place is None else path.read_text().split("\n")[int(place[1]) - 1].strip()
-    twice = "; it is there twice, leave one out" if re.search("overwrite|twice", str(error)) else ""
-    return f": {shown(line)}{twice}" if line else ""
+    remedy = "it is there twice, leave one out" if re.search("overwrite|twice", str(error)) else "put text in quotes, or write true, false"
+    return f": {shown(line)}; {remedy}" if line else ""
 
 
 def in_file(problem: BadInput, path: Path) -> BadInput:

@@ -213,7 +213,7 @@ class RunConfig(Section):
         if size is not None and samples != size * steps:
             yield (
                 f"trainer.global_batch_size: rollout_batch_size x n_samples_per_prompt = {groups} x {n} = {samples} samples are not "
-                f"global_batch_size x num_steps_per_rollout = {size} x {steps} = {size * steps}"
+                f"global_batch_size x num_steps_per_rollout = {size} x {steps} = {size * steps}; leave it out, and it follows from them"
             )
         if ranks % replica == 0 and samples % (steps * (ranks // replica)):
             yield (

@@ -61,7 +61,7 @@ class CheckpointTokenizer:
         except ConfigError:
             raise
         except Exception as error:  # the library raises bare ones
-            raise self.refusal(self._at, f"not a readable {self._at}: {error}") from None
+            raise self.refusal(self._at, f"not a readable {self._at}: {error}; fetch the model's own again") from None
 
     def read(self, name: str) -> dict[str, Any]:
         """Returns a side file's JSON object; an empty one where the file is missing. Raises ConfigError."""

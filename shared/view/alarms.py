@@ -5,7 +5,7 @@ import shutil
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
@@ -231,14 +231,15 @@ def _rewards(found: Symptoms, config: RunConfig) -> Iterator[Alarm]:
     """A reward that teaches nothing over the whole run; where teachers do instead, none is raised."""
     if config.algorithm.opd_teachers:
         return
-    run, steps = config.run.argument, found.steps
+    run, steps, reward = config.run.argument, found.steps, config.reward
+    by = f"reward.custom_rm_path = {reward.custom_rm_path}" if reward.custom_rm_path else f"reward.rm_type = {reward.rm_type}"
     rewards = [step.reward for step in steps if math.isfinite(step.reward)]
     if len(steps) >= LEAST_STEPS and len({reward for step in steps for reward in (step.lowest, step.highest)}) == 1 and rewards:
         yield Alarm(
             AlarmKind.SAME_REWARD,
             f"every reward of {len(steps)} steps is {number(steps[0].lowest, '.3g')}",
             "All advantages are 0: nothing is learned, however long the run continues.",
-            "Compare responses and labels: their forms may differ, prompts may be too hard, or the reward function may be at fault.",
+            f"Compare responses and labels: forms may differ, prompts be too hard, or {by} be at fault: `myxo try CONFIG` calls it.",
             f"myxo samples {run} --status trained --responses",
         )
     elif found.finished and len(rewards) >= COMPARED_STEPS and steps[0].step == 0:
@@ -297,7 +298,7 @@ def _ends(found: Symptoms, config: RunConfig) -> Iterator[Alarm]:
             AlarmKind.DEAD,
             f"{len(found.dead)} groups died lately, the last for: {shortened_line(last.reason)}",
             "They can never be trained; others take their place. Many in a row end the run (rollout.max_dead_in_a_row).",
-            "The reason names what failed: the function, the environment, or the engine.",
+            "Correct what the reason names; `myxo try CONFIG` calls functions of yours on two prompts, in seconds.",
             f"myxo samples {config.run.argument} {last.group}",
         )
     if found.stale_share > STALE_SHARE:
@@ -434,6 +435,11 @@ def symptoms(
         memory=memory,
         finished=history.finished,
     )
+
+
+def last_alarms(history: FlowHistory, config: RunConfig) -> list[Alarm]:
+    """Returns the alarms of a run that is not at work, as they stood at its last record."""
+    return alarms(replace(symptoms(history, (), history.newest, {}, None, None), restarts={}), config)
 
 
 def health_view(

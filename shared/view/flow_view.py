@@ -1,7 +1,7 @@
 """The pipeline of a run over the last minutes: where groups are, what services do, who waits for whom; and the reader that feeds it."""
 
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -343,11 +343,11 @@ class FlowReader:
     """Reads what is new in a run.
 
     Args:
-        read: reads streams. last: the sequence of the ledger's newest record when the reading begins.
+        read: reads streams. last: the sequence of the ledger's newest record when the reading begins. take: is given each record, too.
     """
 
-    def __init__(self, run: str, read: StreamReader, last: int) -> None:
-        self.history = FlowHistory()
+    def __init__(self, run: str, read: StreamReader, last: int, take: Callable[[LedgerRecord], None] | None = None) -> None:
+        self.history, self._take = FlowHistory(), take
         self._names, self._read = Subjects(run), read
         self._seen = {LEDGER: max(0, last - TAIL)}
 
@@ -361,6 +361,8 @@ class FlowReader:
         history, names, before = self.history, self._names, dict(self._seen)
         async for record in self._new(LEDGER, names.ledger_stream, LedgerRecord):
             history.apply(record)
+            if self._take is not None:
+                self._take(record)
         async for pushed in self._new(names.event("weights", "pushed"), names.events_stream, WeightsPushed):
             history.push(pushed)
         async for event in self._new(names.event("service", "*"), names.events_stream, ServiceEvent):

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from shared import __version__
@@ -15,9 +16,10 @@ from shared.schema.ledger import BatchTrained, EvalEnded, EvalScored, GroupsScor
 from shared.schema.ledger_audit import Audit
 from shared.schema.messages import Trained
 from shared.schema.service_messages import WarmStartEnded
-from shared.view.flow_history import Interval, measure, overlap
+from shared.view.alarms import Alarm, last_alarms
+from shared.view.flow_history import FlowHistory, Interval, measure, overlap
+from shared.view.flow_view import FlowReader
 from shared.view.group_history import GroupHistory, GroupRecord
-from shared.view.run_view import ServiceFailures, read_failures
 
 EDGE = 0.1  # The part of the steps that "first" and "last" reward are means of
 LATE = "had not come back at eval_timeout"  # Why a held-out prompt has no rewards although nothing has failed
@@ -122,7 +124,8 @@ class SummaryTally:
         """Mean reward of each trained step's samples (`rollout/raw_reward`), in order of the steps; NaN where none is known."""
         self.warm_start: WarmStartEnded | None = None
         """The newest report of a warm start: one that was interrupted began anew."""
-        self.failures = ServiceFailures()
+        self.flow = FlowHistory()
+        """What the alarms are judged by, and the services' failures: of the same reading, as `collect` sets it."""
         self._audit = Audit(config.rollout.max_staleness, config.rollout.rollout_batch_size)
         self._history = GroupHistory()
         self._generation: list[Interval] = []
@@ -195,14 +198,19 @@ class SummaryTally:
                 report.admitted, report.trained, dict(report.dropped), dict(report.dead), report.in_flight, dict(report.faults)
             ),
             eval_failed=dict(+self._eval_failed),
-            restarts=dict(self.failures.restarts),
-            errors=dict(self.failures.errors),
-            waits=list(self.failures.waits),
+            restarts=dict(self.flow.failures.restarts),
+            errors=dict(self.flow.failures.errors),
+            waits=list(self.flow.failures.waits),
             finished=report.finished,
             audit="ok" if report.ok else list(report.violations),
             evaluations=evaluations,
+            alarms=[alarm.plain() for alarm in self.alarms()],
             changes=[{"step": record.step, "changed": list(record.changed)} for record in self._changes],
         )
+
+    def alarms(self) -> list[Alarm]:
+        """Returns the alarms that stand at the last record."""
+        return last_alarms(self.flow, self.config)
 
     def _trained(self, step: int, groups: Sequence[GroupRecord]) -> None:
         rewards = [reward for group in groups for reward in group.rewards]
@@ -231,13 +239,13 @@ def _ratio(total: float, count: float) -> float | None:
 
 
 async def collect(bus: Bus, config: RunConfig) -> SummaryTally:
-    """Reads the ledger and the events of a run."""
+    """Reads the ledger and the events of a run, each once."""
     tally, names = SummaryTally(config), Subjects(config.run.name)
-    async for _, record in streams.read(bus, names.ledger_stream, LedgerRecord):
-        tally.apply(record)
+    reader = FlowReader(config.run.name, partial(streams.read, bus), 0, tally.apply)
+    tally.flow = reader.history
+    await reader.catch_up()
     async for _, step in streams.read(bus, names.events_stream, Trained, names.event("trainer", "step"), strict=False):
         tally.apply_step(step)
     async for _, ended in streams.read(bus, names.events_stream, WarmStartEnded, names.event("trainer", "warm_start"), strict=False):
         tally.warm_start = ended
-    tally.failures = await read_failures(bus, config.run.name)
     return tally

@@ -11,10 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from shared.bus import streams
-from shared.bus.connection import Bus
 from shared.bus.registry import ENGINE_NODE, ENVIRONMENT, NODE, STANDBY
-from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.process.child_process import cause
 from shared.runtime.safe_text import number, shortened_line
@@ -330,14 +327,6 @@ class ServiceFailures:
             self.waits = [*self.waits, event.detail][-MOST_WAITS:]
         if event.what in (FAILED, RESTARTED) and event.detail:
             self.errors[event.instance] = event.detail
-
-
-async def read_failures(bus: Bus, run: str) -> ServiceFailures:
-    """Reads the events since the run began."""
-    found, names = ServiceFailures(), Subjects(run)
-    async for _, event in streams.read(bus, names.events_stream, ServiceEvent, names.event("service", "*"), strict=False):
-        found.take(event)
-    return found
 
 
 def with_failures(view: RunView, failures: ServiceFailures) -> RunView:

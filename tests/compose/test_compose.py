@@ -221,6 +221,13 @@ def test_replicas_and_the_routers_engines_scale_up_and_down_while_it_runs(stack:
     stack.compose("scale", "--no-deps", "rollout=1")
     assert len(stack.containers("rollout")) == 1
     assert [started(stack, name) for name in ONCE] == before, "replicas come and go without another `submit`"
+    stack.compose("up", "--detach", "--no-build", "--scale", "rollout=2")
+    stack.until("two replicas that serve", lambda: ready(stack, "rollout") == 2, START_SECONDS)
+    assert "there already, left as it is" in stack.compose("logs", "--no-color", "--tail", "1", "prepare")
+    assert "already, with these values: nothing is to do" in stack.compose("logs", "--no-color", "--tail", "2", "submit")
+    assert [container["ExitCode"] for container in stack.containers(*ONCE)] == [0] * len(ONCE)
+    goes_on(stack, "`up --scale`")
+    stack.compose("scale", "--no-deps", "rollout=1")
     goes_on(stack, "scaling back to one replica", more=2)
     stack.until("one engine behind the router", lambda: workers(stack) == 1, STEP_SECONDS)
 

@@ -50,7 +50,11 @@ def test_a_run_without_a_trainer_feeds_one_without_engines(small_run: Callable[.
     traces = [path.name for path in (tmp_path / "runs" / "trains" / "profile").iterdir()]
     assert sorted(traces) == [f"train_actor_rank_0_step_{step}.pt.trace.json.gz" for step in range(2)]
     assert [step["step"] for step in first] == [0, 1]
-    rest = trained(config, "trains", *dumps, *policies)
+    rest = trained(config, "trains", *dumps, *policies, "--lr", "2e-4", "--eps-clip", "0.1")
+    log = (tmp_path / "runs" / "trains" / "logs" / "launcher.log").read_text()
+    [change] = [line for line in map(json.loads, log.splitlines()) if line["event"] == "values_changed"]
+    assert (change["step"], change["changed"]) == (2, ["algorithm.eps_clip: 0.2 → 0.1", "trainer.lr: 0.0001 → 0.0002"])
+    assert [step["lr"] for step in first + rest] == pytest.approx([1e-4, 1e-4, 2e-4])
     assert [step["step"] for step in rest] == [2]  # it continues from its checkpoint
     assert [step["reward"] for step in first + rest] == [mean_reward(file) for file in files]
     weights = [(tmp_path / "policies" / str(step) / "model.safetensors").read_bytes() for step in range(3)]

@@ -1,12 +1,14 @@
 """The harness of the table of mistakes: a good run's input, and what a row changes of it."""
 
 import json
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shared.config.run_config import field_sections
 from tests.support.run_config import HELDOUT, values, write_jsonl
 
 Sections = dict[str, dict[str, Any]]
@@ -54,6 +56,37 @@ class Input:
 def _section(name: str, fields: dict[str, Any]) -> str:
     # JSON's texts, numbers, lists and truth values are TOML's, too
     return "\n".join([f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in fields.items())])
+
+
+NAMED = re.compile(r"(--[\w-]+|[A-Za-z]\w*(?:\.\w+)?)(?::\w+)?(?: \([\w.]+\))?(?: = |: )")
+AT_LINE = re.compile(r"([\w./-]+\.(?:toml|jsonl|py))(?:': not .*\(at line |:)(\d+)")
+REMEDY = re.compile(
+    r"did you mean \S+\?|should be |expected |(?:at most|fewer than) \d|belongs into the section \[|a run calls \w|`myxo try CONFIG` calls|"
+    r"[;,:] (?:or )?(?:give|add|set|put|leave|use|unset|start|check|fetch|correct|a directory with)\b",
+    re.IGNORECASE,
+)
+"""What a message names, with its value behind it; a line of a file; and what is to be done, or what would be right."""
+
+
+SECONDS = 60.0
+"""Within these of its start a run has to say what is wrong, on a machine that is busy with other things."""
+
+
+def grade(told: str, given: Input, words: Iterable[str], told_after: float | None = None) -> str:
+    """Returns the grade of what a user is told of a mistake: A before anything starts, B some seconds after a run did; or what it lacks.
+
+    The place has to be there: a field of the config, a key in the file, a flag or variable among ``words``; lines, in the files named.
+    """
+    fields = {f"{section}.{name}" for name, section in field_sections().items()}
+    written = set(re.findall(r"^\[?(\w+)", (given.directory / "run.toml").read_text(), re.MULTILINE)) | {*words}
+    lines = [(given.directory / path, int(line)) for path, line in AT_LINE.findall(told)]
+    wrong = [path for path, line in lines if not path.is_file() or line > len(path.read_text().splitlines())]
+    named = [name for name in NAMED.findall(told) if {name, name.rpartition(".")[2]} & written or name in fields]
+    if wrong or not (named or lines):
+        return f"no place, {wrong}"
+    if not REMEDY.search(told) or (told_after or 0.0) > SECONDS:
+        return "no remedy in time"
+    return "A" if told_after is None else "B"
 
 
 @dataclass(frozen=True)

@@ -352,6 +352,16 @@ async def test_submit_puts_the_run_on_the_bus(
     assert frozen.rollout.num_rollout == 7
     assert await runs.store_url(bus, run_name) == given["REDIS_URL"]
     assert await runs.phase(bus, run_name) == runs.RUNNING
+    prompts = (config.parent / "prompts.jsonl").rename(config.parent / "away.jsonl")
+    again = ("submit", config, "--num-rollout", "7")
+    code, out, err = await asyncio.to_thread(myxo.run, *again, environment=given)
+    assert (code, err) == (0, "") and "already, with these values: nothing is to do" in out, "data are not read once more"
+    await runs.set_phase(bus, run_name, runs.FAILED)
+    code, _, err = await asyncio.to_thread(myxo.run, *again, environment=given)
+    assert code == 2 and "prompts.jsonl" in err, "a run that failed is checked"
+    prompts.rename(config.parent / "prompts.jsonl")
+    assert (await asyncio.to_thread(myxo.run, *again, environment=given))[0] == 0
+    assert await runs.phase(bus, run_name) == runs.RUNNING
     code, _, err = await asyncio.to_thread(myxo.run, "submit", config, "--rollout-batch-size", "4", environment=given)
     assert code == 2
     assert "rollout.rollout_batch_size" in err

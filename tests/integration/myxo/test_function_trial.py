@@ -5,14 +5,15 @@ import os
 import pty
 import subprocess
 import sys
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from myxo.main import main
-from tests.integration.myxo.command import ROOT
-from tests.integration.myxo.mistakes import Input
+from tests.integration.myxo.command import ROOT, Myxo
+from tests.integration.myxo.mistakes import Input, grade
 from tests.support.run_config import write_jsonl
 
 GENERATE = """
@@ -32,7 +33,8 @@ async def f(args, sample, sampling_params):
 
 @dataclass(frozen=True)
 class Wrong:
-    """A function ``f`` with a mistake. flag: that names it. source: its file. says: words of its line. result: of the call."""
+    """A function ``f`` with a mistake. flag: that names it. source: its file. says: words of its line. result: of the call. grade: of what
+    ``myxo try`` says of it. in_run: of what plain ``myxo up`` says, which calls no function before."""
 
     name: str
     flag: str
@@ -40,17 +42,23 @@ class Wrong:
     says: tuple[str, ...]
     result: str = "FAILED"
     flags: tuple[str, ...] = ()
-    sections: dict[str, dict[str, object]] = field(default_factory=dict)
+    grade: str = "A"
+    in_run: str = ""
 
 
 RM, LOSS = "--custom-rm-path", ("--loss-type", "custom_loss")
 CALLED = "a run calls f(args, sample), which gives a number or a dict"
 WRONG = [
-    Wrong("wrong signature", RM, "def f(sample):\n    return 1.0", ("own.py:1", "takes 1 positional argument but 2", CALLED)),
-    Wrong("raises", RM, "def f(args, sample):\n    return sample.nothing", ("own.py:2", "no attribute 'nothing'", CALLED)),
+    Wrong("wrong signature", RM, "def f(sample):\n    return 1.0", ("own.py:1", "takes 1 positional argument but 2", CALLED), in_run="B"),
+    Wrong("raises", RM, "def f(args, sample):\n    return sample.nothing", ("own.py:2", "no attribute 'nothing'", CALLED), in_run="B"),
     Wrong("gives text", RM, "def f(args, sample):\n    return 'much'", ("own.py:1", "expected a finite number", CALLED)),
     Wrong("gives nothing", RM, "def f(args, sample):\n    pass", ("own.py:1", "expected a finite number", CALLED)),
-    Wrong("no reward among the names", RM, "def f(args, sample):\n    return {'right': 1}", ("own.py:1", "reward_key says", CALLED)),
+    Wrong(
+        "no reward among the names",
+        RM,
+        "def f(args, sample):\n    return {'right': 1}",
+        ("own.py:1", "reward_key says", CALLED),
+    ),
     Wrong(
         "a coroutine is not awaited",
         RM,
@@ -63,9 +71,15 @@ WRONG = [
         "def f(args, samples):\n    return [1.0]",
         ("own.py:1", "1 rewards for 2 samples"),
         flags=("--group-rm",),
+        in_run="B",
     ),
     Wrong(
-        "the same for everything", RM, "def f(args, sample):\n    return 0", ("right and wrong answers alike", "breakpoint()"), "warning"
+        "the same for everything",
+        RM,
+        "def f(args, sample):\n    return 0",
+        ("right and wrong answers alike", "breakpoint()"),
+        "warning",
+        in_run="B",
     ),
     Wrong(
         "never comes back",
@@ -79,6 +93,7 @@ WRONG = [
         "--dynamic-sampling-filter-path",
         "def f(args, group):\n    any(sample.reward for sample in group)",
         ("own.py:1", "gave None; expected shared.hooks.DynamicFilterOutput", "a run calls f(args, group)"),
+        in_run="B",
     ),
     Wrong(
         "token out of the vocabulary",
@@ -185,6 +200,22 @@ def test_a_mistake_is_told(row: Wrong, given: Input, capsys: pytest.CaptureFixtu
     assert [word for word in row.says if word not in line] == [], line
     assert code == (2 if row.result == "FAILED" else 0)
     assert not (given.directory / "runs").exists()
+    assert grade(line, given, [row.flag]) == row.grade
+
+
+@pytest.mark.parametrize("row", [row for row in WRONG if row.in_run], ids=lambda row: row.name)
+def test_a_run_that_was_not_tried_says_it_within_seconds(row: Wrong, given: Input, myxo: Myxo) -> None:
+    (given.directory / "own.py").write_text(row.source.removeprefix("\n"))
+    given.sections["reward"] = {} if row.flag == RM else given.sections["reward"]
+    words = ["up", given.write(), row.flag, "own:f", *row.flags]
+    started = time.monotonic()
+    code, out, err = myxo.run(*words, standins=True, environment={"PYTHONPATH": os.environ["PYTHONPATH"]})
+    told_after = time.monotonic() - started
+    told = [line for line in f"{out}\n{err}".splitlines() if line.startswith(("▲", "  ", "myxo:"))]
+    assert code == (3 if row.result == "FAILED" else 0), told
+    assert row.result == "warning" or row.says[0] in err, err
+    assert (given.directory / "runs" / "test" / "logs" / "rollout-0.log").exists()
+    assert grade("\n".join(told), given, [row.flag], told_after) == row.in_run, told
 
 
 RIGHT = f"""{GENERATE.replace("CHANGE", "")}

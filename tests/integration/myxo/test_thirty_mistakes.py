@@ -1,7 +1,7 @@
 """Thirty mistakes of a newcomer: each is told before anything starts, with its place and what to do, and none hides another.
 
-A row says all that must be told, and in how many lines: what follows from another mistake is not told. Rows about functions of one's own
-belong here, too.
+A row says all that must be told, in how many lines (what follows from another mistake is not told), and its grade, which the test derives
+from what was told (`grade`). Functions of one's own: test_function_trial.py.
 """
 
 from collections.abc import Callable
@@ -13,23 +13,25 @@ import pytest
 from myxo.commands import up
 from myxo.main import main
 from shared.process.embedded_servers import free_port
-from tests.integration.myxo.mistakes import Input, Mistake
+from tests.integration.myxo.mistakes import Input, Mistake, grade
 from tests.integration.myxo.mistakes_of_data import content, demonstrations, named, rows, without_template
 from tests.support.run_config import PROMPTS
 from tests.support.tables import table
 
 LONGEST_LINE = 700
-"""Characters of a line that is told: nobody finds the mistake in a whole object."""
+"""Characters of a line that is told: a mistake is not found in a whole object."""
 
 Text = Callable[[str], str]
 
 
 @dataclass(frozen=True)
 class NewcomersMistake(Mistake):
-    """``text``: takes the text of the config and returns that which is written. ``runs``: whether it is told and runs all the same."""
+    """``text``: takes the text of the config and returns that which is written. ``runs``: whether it is told and runs all the same.
+    ``grade``: of each line that is told."""
 
     text: Text = str
     runs: bool = False
+    grade: str = "A"
 
     def prepare(self, given: Input) -> list[str]:
         words = super().prepare(given)
@@ -125,7 +127,7 @@ ROWS = [
                      environment={"NATS_URL": f"nats://{NO_SERVER}"}, text=train('lr = "fast"')),
     NewcomersMistake("a Redis that is none, and a label", ("REDIS_URL", "redis://[user:password@]host:port", *LABEL), lines=2,
                      environment={"REDIS_URL": "localhost"}, change=ONE_UNLABELLED),
-    NewcomersMistake("an environment that nobody serves", ("reward.environment_url", f"no reply from http://{NO_SERVER}"), runs=True,
+    NewcomersMistake("an environment without a server", ("reward.environment_url", f"no reply from http://{NO_SERVER}"), runs=True,
                      flags=("--rm-type", "environment", "--environment-url", f"http://{NO_SERVER}")),
     # commands: flags of slime's, of others, and values
     NewcomersMistake("another project's flags", ("--learning-rate", "did you mean --lr?", "--num-generations", "did you mean --n-samples"),
@@ -145,20 +147,38 @@ ROWS = [
 def test_a_newcomers_mistake_is_told_with_its_place_and_remedy(
     row: NewcomersMistake, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    given = Input.make(tmp_path, tiny_model)
     with monkeypatch.context() as patch:
         patch.setattr(up, "Launch", lambda *_, **__: pytest.fail("the run would have started"))
         for name in ("NATS_URL", "REDIS_URL"):
             patch.delenv(name, raising=False)
         for name, value in row.environment.items():
             patch.setenv(name, value)
-        code = main(row.prepare(Input.make(tmp_path, tiny_model)))
+        code = main(words := row.prepare(given))
     out, err = capsys.readouterr()
     assert code == (0 if row.runs else 2), err
     assert [word for word in row.says if word not in err] == [], err
     assert len(err.splitlines()) == row.lines, err
     assert all(line.startswith("myxo: ") and len(line) < LONGEST_LINE for line in err.splitlines()), err
     assert bool(out) == row.runs
+    grades = {line: grade(line, given, [*words, *row.environment]) for line in err.splitlines()}
+    assert set(grades.values()) == {row.grade}, grades
 
 
 def test_the_table_has_thirty_rows() -> None:
     assert len({row.name for row in ROWS}) == len(ROWS) >= 30
+
+
+def test_a_grade_needs_a_place_that_is_there_and_a_remedy(tmp_path: Path, tiny_model: Path) -> None:
+    given = Input.make(tmp_path, tiny_model)
+    given.write()
+    good = "myxo: data.prompt_data = 'prompts.jsonl:3': expected text"
+    assert [grade(good, given, (), told_after) for told_after in (None, 2.0)] == ["A", "B"]
+    assert grade(good, given, (), 100.0).startswith("no ")
+    for worse in (
+        "myxo: it failed; give text",
+        "myxo: data.promts = 1: expected text",
+        good.replace(":3", ":300"),
+        good.partition(": exp")[0],
+    ):
+        assert grade(worse, given, ()).startswith("no "), worse

@@ -279,5 +279,5 @@ def test_no_tokens_in_agreement_is_no_figure(config: RunConfig) -> None:
 def test_restarts_are_counted_by_instance(config: RunConfig) -> None:
     result = tally(config, RECORDS)
     for instance in ("trainer-0", "rollout-1", "trainer-0"):
-        result.failures.take(ServiceEvent(service="x", instance=instance, what="restarted", at=0.0))
+        result.flow.failures.take(ServiceEvent(service="x", instance=instance, what="restarted", at=0.0))
     assert result.summary().restarts == {"trainer-0": 2, "rollout-1": 1}

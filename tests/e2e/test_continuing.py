@@ -23,7 +23,7 @@ def myxo(*words: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.extra
 @pytest.mark.timeout(3 * RUN_SECONDS)
-def test_a_stopped_run_goes_on_with_other_values_and_another_begins_from_it(small_run: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_stopped_run_continues_with_other_values_and_another_begins_from_it(small_run: Callable[..., Path], tmp_path: Path) -> None:
     config, root = small_run("first", steps=500, staleness=1), tmp_path / "runs" / "first"
     with LaunchedRun(config, root, "first") as run:
         run.until("a step", lambda cards: any(card.gauges.get("step", 0) >= 1 for card in cards if card.service == "trainer"), RUN_SECONDS)
