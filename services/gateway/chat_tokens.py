@@ -6,6 +6,7 @@ sampled is seen by comparing ids.
 """
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ import orjson
 import structlog
 from numpy.typing import NDArray
 
-from services.gateway.wire.request import TurnRefused
+from services.gateway.wire.request import ChatTurn, TurnRefused
 from services.gateway.wire.request_body import shallow
 from shared.data.call_form import in_call_form
 from shared.data.control_tokens import ControlTokens
@@ -122,6 +123,10 @@ PARALLEL: tuple[Messages, Messages] = (
     ],
     (TOOL,),
 )
+SYSTEM: tuple[Messages, Messages] = ([_BRIEF, _ASKED], ())
+# Calls as JSON between marks, as most templates have them
+JSON_CALL = re.compile(r'(<[^<>]+>\s*\{"name": ")add(", "arguments": )\{"a": 1, "b": 2\}(\}\s*</[^<>]+>)')
+THINKING, THOUGHT_END = "<think>", "</think>"
 # What a renderer raises for what it cannot read
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError)
 # Parsers of tool calls for templates of no known family, by what stands in them
@@ -164,7 +169,7 @@ class ChatTokens:
 
     Attributes:
         family: the renderer's name; ``default``: the model's own template. stop_ids: tokens that end a turn.
-        shows_tools: whether a prompt shows the model the tools that it is given.
+        shows_tools: whether a prompt shows the model the tools that it is given. shows_system: whether it may have a system's message.
         streams_text: the beginning of a completion can be read before its end: reasoning comes first, and is one piece.
         plain_markers: most markers are nothing but left out.
         added_ids: tokens that are no plain text. byte_ids: those that are a byte each. letter: the tokens of `LETTER`.
@@ -182,12 +187,13 @@ class ChatTokens:
         family = _family(adapter, variables) if self.has_template else None
         self.family = "default" if family is None else str(family.config.name)
         self._renderer: Any = family or create_renderer(adapter, DefaultRendererConfig(tool_parser=self._tool_parser()))
-        self._variables, by_template = variables, adapter.apply_chat_template
+        self._variables, self._by_template = variables, (by_template := adapter.apply_chat_template)
         self._one_result = family is not None and _rendered(family.render_ids, *PARALLEL) != _rendered(by_template, *PARALLEL)
         # the package's default renderer makes objects of all arguments, also where the template takes their text
         self._render: Any = by_template if family is None or self._one_result else family.render_ids
         self.stop_ids = sorted({*self._renderer.get_stop_token_ids(), *self.tokenizer.stop_ids})
         self.shows_tools = self.has_template and self._differs_with_tools()
+        self.shows_system = self.has_template and _rendered(by_template, *SYSTEM) is not None
         self.added_ids, self.byte_ids = self.tokenizer.added_ids, self.tokenizer.byte_ids
         self.letter = self.tokenizer.encode(self.LETTER).tolist()
         self.plain_markers = self.family == "default"
@@ -240,6 +246,51 @@ class ChatTokens:
             {key: value if key == "role" else control.guarded(value, own.get((message["role"], key), ())) for key, value in message.items()}
             for message in messages
         ]
+
+    def grammar(self, asked: ChatTurn, prompt: NDArray[np.int32]) -> str:
+        """Returns the structural tag (of xgrammar) that holds a completion to the request's constraints; empty where it has none. Reasoning
+        is free. Raises TurnRefused where calls are constrained and the model's are not JSON between marks."""
+        if not asked.constraints:
+            return ""
+        schema = next(({"type": "json_schema", "json_schema": one.schema} for one in asked.constraints if one.schema is not None), None)
+        required, single = any(one.required for one in asked.constraints), any(one.single for one in asked.constraints)
+        answers: list[dict[str, Any]] = [schema] if schema is not None and not required else []
+        if asked.tools and asked.tool_choice == "auto":
+            answers.append(self._calls_tag(asked, required=required or bool(answers), single=single))
+        body: dict[str, Any] = answers[0] if len(answers) == 1 else {"type": "or", "elements": answers}
+        return json.dumps({"type": "structural_tag", "format": self._after_reasoning(body, self.text(prompt[-16:].tolist()))})
+
+    def _after_reasoning(self, body: dict[str, Any], tail: str) -> dict[str, Any]:
+        """Returns a format with free reasoning before it, where the prompt's ``tail`` has begun it or the model may."""
+        space, opened = {"type": "regex", "pattern": r"\s*"}, tail.rpartition(THINKING)
+        thought: dict[str, Any] = {"type": "tag", "begin": THINKING, "content": {"type": "any_text"}, "end": THOUGHT_END}
+        if opened[1] and THOUGHT_END not in opened[2]:
+            return {"type": "sequence", "elements": [{**thought, "begin": ""}, space, body]}
+        if THOUGHT_END in tail or self.tokenizer.token_id(THOUGHT_END) is None:
+            return body
+        return {"type": "sequence", "elements": [{"type": "optional", "content": thought}, space, body]}
+
+    def _calls_tag(self, asked: ChatTurn, *, required: bool, single: bool) -> dict[str, Any]:
+        called = [_ASKED, _said("assistant", "", tool_calls=[CALL])]
+        if (form := JSON_CALL.search(self.text(_rendered(self._by_template, called, (TOOL,)) or []))) is None:
+            message = "the model's tool calls are not JSON between marks: they cannot be constrained"
+            raise TurnRefused(400, message, field=asked.constraints[0].field, code="unsupported_value")
+        begin, middle, end = form.groups()
+        named = {name for one in asked.constraints for name in one.tools}
+        tags = [
+            {
+                "type": "tag",
+                "begin": f"{begin}{json.dumps(tool['name'])[1:-1]}{middle}",
+                "content": {"type": "json_schema", "json_schema": tool.get("parameters") or {"type": "object"}},
+                "end": end,
+            }
+            for tool in (one["function"] for one in asked.tools)
+            if not named or tool["name"] in named
+        ]
+        many = {"tags": tags, "at_least_one": required, "stop_after_first": single}
+        if required:
+            return {"type": "tags_with_separator", "separator": "\n", **many}
+        return {"type": "triggered_tags", "triggers": [begin.split("{")[0].strip()], **many}
 
     def bridge(self, turn: Turn, messages: Messages, tools: Messages) -> NDArray[np.int32] | None:
         """Returns the prompt that carries a turn on with further messages, beginning with its very tokens; None where that is not sure."""

@@ -285,7 +285,7 @@ class Api:
 
     def _chat(self, path: str, wire: WireFormat) -> Route:
         async def route(request: Request, log: SessionLog, body: bytes) -> Response:
-            asked = self.turns.noted(wire.parse(body, request_id(log, wire.id_prefix, path, request.headers, body)))
+            asked = self.turns.noted(log, wire.parse(body, request_id(log, wire.id_prefix, path, request.headers, body)))
             self._check_model(asked.model)
             headers = _headers_of(log, asked)
             if asked.stream:
@@ -333,7 +333,7 @@ class Api:
         return _answered(token_generate.answer(asked, turn.result()), _headers_of(log, asked))
 
     async def _count(self, request: Request, log: SessionLog, body: bytes) -> Response:
-        asked = self.turns.noted(anthropic_messages.parse_count(body, "count"))
+        asked = self.turns.noted(log, anthropic_messages.parse_count(body, "count"))
         self._check_model(asked.model)
         return JSONResponse({"input_tokens": await self.turns.count(log, asked)}, headers=answer_headers(asked))
 

@@ -7,13 +7,14 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from services.gateway.chat_tokens import ChatTokens, ParsedCall, ParsedTurn
 from services.gateway.replicas import Hear
+from services.gateway.wire.openai_chat import UNCONSTRAINED
 from services.gateway.wire.request import (
     CalledTool,
     ChatTurn,
@@ -86,6 +87,35 @@ def _parsed_arguments(arguments: Any) -> Any:
 
 def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+Constraints = Literal["refuse", "ignore", "enforce"]
+TRAINED = (
+    'constraints = "enforce" in [gateway] holds in evaluations alone: the log-probs of tokens under a constraint are not the policy\'s; '
+    'in sessions that are trained "ignore" takes it without effect'
+)
+
+
+def unconstrained(asked: ChatTurn, mode: Constraints, *, evaluation: bool, notes: bool) -> ChatTurn:
+    """Returns a request with those of its constraints alone that the engine enforces.
+
+    Args:
+        mode: of the run. ``ignore``: the rest are among what is ignored, and, with ``notes``, in words in the system's message.
+
+    Raises TurnRefused for one that is not served.
+    """
+    if not asked.constraints or (mode == "enforce" and evaluation):
+        return asked
+    fields = [one.field for one in asked.constraints]
+    if mode != "ignore":
+        why = TRAINED if mode == "enforce" else f'not served: {UNCONSTRAINED}; constraints = "ignore" in [gateway] takes it without effect'
+        raise TurnRefused(400, why, field=fields[0], code="unsupported_value")
+    ignored = tuple(sorted({*asked.ignored, *fields}))
+    head, rest = asked.messages[0], list(asked.messages[1:])
+    if head["role"] != "system":
+        head, rest = {"role": "system", "content": ""}, list(asked.messages)
+    said = "\n".join([head["content"]] * bool(head["content"]) + [one.note for one in asked.constraints])
+    return replace(asked, constraints=(), ignored=ignored, messages=[{**head, "content": said}, *rest] if notes else asked.messages)
 
 
 # A request's fields that change which tokens are likely, with the task's: until ``min_new_tokens`` the engine forbids what ends a turn

@@ -17,7 +17,16 @@ from numpy.typing import NDArray
 
 from services.gateway.chat_tokens import ChatTokens
 from services.gateway.replicas import GenerationClient, Hear, ReplicaFailed, Replicas
-from services.gateway.turn_decisions import StopStringTracker, TurnAnswers, check_tokens, continued, digests, stops_of, turn_sampling
+from services.gateway.turn_decisions import (
+    StopStringTracker,
+    TurnAnswers,
+    check_tokens,
+    continued,
+    digests,
+    stops_of,
+    turn_sampling,
+    unconstrained,
+)
 from services.gateway.turn_text import TurnText
 from services.gateway.wire.request import ChatTurn, TokenTurn, TurnRefused, TurnResult, assistant_message, overlong_prompt
 from shared.config.service_sections import GatewaySection
@@ -211,12 +220,19 @@ class Turns:
         self._answers = TurnAnswers(chat, model)
         self.watch = SessionWatch(sessions, lambda: replicas.asleep)
         self._log = structlog.get_logger()
+        self._reported = set[str]()  # fields whose constraints are ignored, named in the log once
 
-    def noted(self, asked: ChatTurn) -> ChatTurn:
-        """Returns a request with what has no effect by the model: tools where its chat template shows none."""
-        if not asked.tools or self._chat.shows_tools:
-            return asked
-        return replace(asked, ignored=(*asked.ignored, "tools"))
+    def noted(self, log: SessionLog, asked: ChatTurn) -> ChatTurn:
+        """Returns a request with what has no effect: constraints that are ignored, tools where the model's chat template shows none. Raises
+        TurnRefused for constraints that are not served."""
+        if asked.tools and not self._chat.shows_tools:
+            asked = replace(asked, ignored=(*asked.ignored, "tools"))
+        mode, fields = self._limits.constraints, {one.field for one in asked.constraints}
+        asked = unconstrained(asked, mode, evaluation=log.session.evaluation, notes=self._chat.shows_system)
+        if not asked.constraints and (new := fields - self._reported):
+            self._reported |= new
+            self._log.warning("constraints_ignored", fields=sorted(new), session=log.session.id)
+        return asked
 
     async def chat(self, log: SessionLog, asked: ChatTurn, live: LiveTurn | None = None) -> TurnResult:
         """Returns the next message of a conversation; ``live`` hears its tokens as they are sampled. Raises TurnRefused."""
@@ -283,6 +299,7 @@ class Turns:
             self._chat.stop_ids,
         )
         sampling = turn_sampling(log.session, asked.sampling, len(prompt.tokens), context, stop_ids, asked.place)
+        grammar = self._chat.grammar(asked, prompt.tokens) if isinstance(asked, ChatTurn) else ""
         try:
             async with self.watch.turn(log, max(seconds, 0.1)):
                 begun = await self._begun(log, asked.request_id, prompt)
@@ -290,7 +307,7 @@ class Turns:
                     return begun
                 if live is not None:
                     live.begin(begun)
-                return await self._traced(log, begun, self._sampled(log, begun, sampling, asked, live))
+                return await self._traced(log, begun, self._sampled(log, begun, sampling, asked, live, grammar))
         except TimeoutError:
             if log.ended is not None:
                 raise _over(log) from None
@@ -365,8 +382,10 @@ class Turns:
             renewing.cancel()
 
     async def _sampled(
-        self, log: SessionLog, pending: PendingTurn, sampling: Sampling, asked: ChatTurn | TokenTurn, live: LiveTurn | None
+        self, log: SessionLog, pending: PendingTurn, sampling: Sampling, asked: ChatTurn | TokenTurn, live: LiveTurn | None, grammar: str
     ) -> Turn:
+        """Returns a turn that is sampled to its end. ``grammar``: of a constrained one, which one request to the engine samples as a whole,
+        since a grammar begins with a completion."""
         cached: int | None = None
         min_version = max(asked.min_version, log.session.min_version)
         while True:
@@ -374,14 +393,14 @@ class Turns:
             if left <= 0:
                 return await self._ended(log, pending, "length", cached or 0, asked)
             tracker = StopStringTracker(pending.completion, sampling.stop, self._chat.text)
-            most = min(left, self._limits.gateway_checkpoint_tokens)
-            hear = None if live is None else tracker.hearing(live.hear)
-            found, pending.replica = await self._generate(log, pending, sampling, most, min_version, hear)
+            most = left if grammar else min(left, self._limits.gateway_checkpoint_tokens)
+            hear = None if live is None or grammar else tracker.hearing(live.hear)
+            found, pending.replica = await self._generate(log, pending, sampling, most, min_version, hear, grammar)
             generated = tracker.whole(found)
             cached = generated.cached if cached is None else cached
             if generated.finish == "stop" or (generated.finish == "length" and len(generated.completion) >= left):
                 return await self._ended(log, _extended(pending, generated), generated.finish, cached, asked)
-            if len(generated.completion):
+            if len(generated.completion) and not grammar:
                 progress = TurnExtended(
                     request=pending.request,
                     holder=self._holder,
@@ -400,7 +419,7 @@ class Turns:
                 await asyncio.sleep(PAUSE_SECONDS)
 
     async def _generate(
-        self, log: SessionLog, pending: PendingTurn, sampling: Sampling, most: int, min_version: int, hear: Hear | None
+        self, log: SessionLog, pending: PendingTurn, sampling: Sampling, most: int, min_version: int, hear: Hear | None, grammar: str
     ) -> tuple[TurnGeneration, str]:
         """Returns further tokens of a turn, and which replica has given them."""
         fewest = max(0, sampling.min_new_tokens - len(pending.completion))
@@ -416,6 +435,7 @@ class Turns:
                     min_version=min_version,
                     seconds=self._limits.gateway_turn_timeout,
                     stream=hear is not None,
+                    structural_tag=grammar,
                 )
                 try:
                     generated = await self._client.generate(target.url, request, hear)

@@ -284,7 +284,8 @@ class EngineProxy(EndpointServer):
         client = await self._serving()
         if client.version < asked.min_version:
             raise RequestDenied(HTTPStatus.CONFLICT, f"this replica serves version {client.version}, older than {asked.min_version}")
-        life, wanted = self._served.incarnation, GenerationRequest(asked.input_ids, asked.sampling.max_new_tokens, seed=asked.seed)
+        life, limit = self._served.incarnation, asked.sampling.max_new_tokens
+        wanted = GenerationRequest(asked.input_ids, limit, seed=asked.seed, structural_tag=asked.structural_tag)
         pauses = client.retracting_pauses
         if asked.stream:
             return await self._stream_generation(request, client, wanted, asked)

@@ -146,6 +146,12 @@ class GatewaySection(Section):
         default="text",
         description="what control tokens are that clients' messages and tools spell: text, encoded as such, or control tokens (as_written)",
     )
+    constraints: Literal["refuse", "ignore", "enforce"] = Field(
+        default="ignore",
+        description="fields of requests that would constrain what is sampled (tool_choice, response_format, parallel_tool_calls): refused "
+        "with 400; ignored, with a note in the prompt and their names in X-Myxo-Ignored; or enforced by a grammar, in evaluations alone",
+        **MUTABLE,
+    )
     gateway_checkpoint_tokens: int = Field(
         default=1024,
         gt=0,

@@ -479,8 +479,9 @@ class TurnRequest(Message):
     """Generate the tokens that follow ``input_ids``.
 
     ``seed``: by it and the token's position, in an engine with deterministic inference. ``min_version``: by weights of this version at
-    least. ``seconds``: the most it may take. ``stream``: answered by pieces as they are generated: each is a `TurnGeneration`, and
-    continues where the one before ended; all but the last have ``finish`` ``abort``, as which they count where nothing follows.
+    least. ``structural_tag``: the grammar that holds the tokens, of xgrammar; empty: none. ``seconds``: the most it may take. ``stream``:
+    answered by pieces as they are generated: each is a `TurnGeneration`, and continues where the one before ended; all but the last have
+    ``finish`` ``abort``, as which they count where nothing follows.
     """
 
     request: RequestId
@@ -490,6 +491,7 @@ class TurnRequest(Message):
     min_version: Count = 0
     seconds: float = Field(gt=0, le=86400)
     stream: bool = False
+    structural_tag: str = ""
 
 
 class TurnGeneration(Message):

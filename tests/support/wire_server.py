@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from services.gateway import routes
 from services.gateway.routes import CHAT_FORMATS, WireFormat
+from services.gateway.turn_decisions import Constraints, unconstrained
 from services.gateway.wire import anthropic_messages, token_generate
 from services.gateway.wire.request import CalledTool, ChatTurn, TokenTurn, TurnRefused, TurnResult, TurnTokens, TurnUsage, started
 from shared.runtime.addresses import HttpAddress
@@ -51,6 +52,7 @@ class WireServer:
     url: str = ""
     answers: list[TurnResult | TurnRefused] = field(default_factory=list)
     turns: list[ChatTurn | TokenTurn] = field(default_factory=list)
+    constraints: Constraints = "refuse"
 
     def answer(self, turn: ChatTurn | TokenTurn) -> TurnResult:
         self.turns.append(turn)
@@ -95,7 +97,7 @@ async def wire_server() -> AsyncIterator[WireServer]:
 def _chat_route(server: WireServer, wire: WireFormat):
     async def route(request: Request) -> Response:
         try:
-            turn = wire.parse(await request.body(), "id")
+            turn = unconstrained(wire.parse(await request.body(), "id"), server.constraints, evaluation=False, notes=True)
             result = server.answer(turn)
             if turn.stream:
                 return StreamingResponse(wire.events(turn, started(result)).whole(result), media_type="text/event-stream")

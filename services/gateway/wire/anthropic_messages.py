@@ -6,15 +6,17 @@ Anthropic's own fields those of `ChatSamplingFields`, by the client's ``extra_bo
 
 import hashlib
 import json
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from services.gateway.wire import request_body as fields
-from services.gateway.wire.openai_chat import UNCONSTRAINED, sampling
+from services.gateway.wire.openai_chat import sampling
 from services.gateway.wire.request import (
     CalledTool,
     ChatTurn,
+    Constraint,
     TurnDelta,
     TurnEvents,
     TurnRefused,
@@ -23,9 +25,12 @@ from services.gateway.wire.request import (
     TurnUsage,
     assistant,
     beside,
+    call_constraint,
     chat_call,
     event,
     function_tool,
+    json_constraint,
+    single_call,
     started,
 )
 from services.gateway.wire.request_body import RequestFields, read_body
@@ -121,8 +126,15 @@ class _Thinking(RequestFields):
     display: Literal["summarized", "omitted"] = "summarized"
 
 
+class _OutputFormat(RequestFields):
+    type: Literal["json_schema"]
+    definition: fields.AnyObject = Field(alias="schema")
+
+
 class _OutputConfig(RequestFields):
     WITHOUT_EFFECT = frozenset({"effort"})
+
+    format: _OutputFormat | None = None
 
 
 _Message = Annotated[_UserMessage | _AssistantMessage | _SystemMessage, Field(discriminator="role")]
@@ -138,6 +150,7 @@ class _CountBody(fields.ChatSamplingFields):
     tool_choice: _ToolChoice | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
+    output_format: _OutputFormat | None = None
 
 
 class _MessageBody(_CountBody):
@@ -177,18 +190,25 @@ def _conversation(asked: _CountBody) -> dict[str, Any]:
     messages = system + [one for message in asked.messages for one in message.chat()]
     fields.check_tool_results(messages, "messages")
     tools = [function_tool(tool.name, tool.description, tool.input_schema) for tool in asked.tools]
-    return {"model": asked.model, "messages": messages, "tools": tools, "tool_choice": _tool_choice(asked.tool_choice)}
+    choice = asked.tool_choice or _ToolChoice(type="auto")
+    return {
+        "model": asked.model,
+        "messages": messages,
+        "tools": tools,
+        "tool_choice": "none" if choice.type == "none" else "auto",
+        "constraints": tuple(_constraints(asked, choice, tools)),
+    }
 
 
-def _tool_choice(choice: _ToolChoice | None) -> Literal["auto", "none"]:
-    if choice is not None and choice.disable_parallel_tool_use:
-        message = f"true is not served: {UNCONSTRAINED}"
-        raise TurnRefused(400, message, field="tool_choice.disable_parallel_tool_use", code="unsupported_value")
-    if choice is None or choice.type == "auto":
-        return "auto"
-    if choice.type == "none":
-        return "none"
-    raise TurnRefused(400, f"expected auto or none: {UNCONSTRAINED}", field="tool_choice.type", code="unsupported_value")
+def _constraints(asked: _CountBody, choice: _ToolChoice, tools: list[dict[str, Any]]) -> Iterator[Constraint]:
+    if choice.type in ("any", "tool"):
+        yield call_constraint("tool_choice", [choice.name] if choice.type == "tool" else [], tools, required=True)
+    if choice.disable_parallel_tool_use and tools:
+        yield single_call("tool_choice.disable_parallel_tool_use")
+    if asked.output_format is not None:
+        yield json_constraint("output_format", asked.output_format.definition)
+    if asked.output_config is not None and asked.output_config.format is not None:
+        yield json_constraint("output_config.format", asked.output_config.format.definition)
 
 
 def answer(turn: ChatTurn, result: TurnResult) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from services.gateway.wire import request_body as fields
 from services.gateway.wire.request import (
     CalledTool,
     ChatTurn,
+    Constraint,
     RequestedSampling,
     TurnDelta,
     TurnEvents,
@@ -22,10 +23,13 @@ from services.gateway.wire.request import (
     TurnUsage,
     assistant,
     beside,
+    call_constraint,
     chat_call,
     event,
     function_tool,
+    json_constraint,
     malformed,
+    single_call,
 )
 from services.gateway.wire.request_body import RequestFields, read_body
 
@@ -102,8 +106,29 @@ class _StreamOptions(RequestFields):
     include_usage: bool = False
 
 
-class TextFormat(RequestFields):
-    type: Literal["text"]
+class _JsonSchema(RequestFields):
+    name: str = ""
+    description: str | None = None
+    strict: bool = False
+    definition: fields.AnyObject = Field(default={}, alias="schema")
+
+
+class TextFormat(_JsonSchema):
+    """The form of an answer's text, as responses have it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+
+    def constraint(self, field: str) -> list[Constraint]:
+        """Returns what holds an answer to it. ``field``: its place in the body."""
+        return [] if self.type == "text" else [json_constraint(field, self.definition if self.type == "json_schema" else None)]
+
+
+class _ResponseFormat(RequestFields):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema = _JsonSchema()
+
+    def constraint(self, field: str) -> list[Constraint]:
+        return TextFormat(type=self.type, definition=self.json_schema.definition).constraint(field)
 
 
 _Message = Annotated[_SystemMessage | _AssistantMessage | _ToolMessage, Field(discriminator="role")]
@@ -128,10 +153,15 @@ class OpenAIBody(fields.ChatSamplingFields):
 
     def unserved(self) -> tuple[tuple[bool, str, str], ...]:
         """Returns their refusals for `check_served`."""
-        return (
-            (not self.parallel_tool_calls, "parallel_tool_calls", f"false is not served: {UNCONSTRAINED}"),
-            (self.top_logprobs != 0, "top_logprobs", TOP_LOGPROBS),
-        )
+        return ((self.top_logprobs != 0, "top_logprobs", TOP_LOGPROBS),)
+
+    def tool_use(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns the fields of a turn that say how tools are used. Raises TurnRefused."""
+        single = [] if self.parallel_tool_calls or not tools else [single_call("parallel_tool_calls")]
+        if self.tool_choice in ("auto", "none"):
+            return {"tools": tools, "tool_choice": self.tool_choice, "constraints": (*single,)}
+        names, required = _chosen(self.tool_choice)
+        return {"tools": tools, "constraints": (call_constraint("tool_choice", names, tools, required=required), *single)}
 
 
 class _ChatBody(OpenAIBody):
@@ -145,7 +175,7 @@ class _ChatBody(OpenAIBody):
     stream_options: _StreamOptions | None = None
     tools: Annotated[list[_Tool], Field(max_length=fields.MAX_TOOLS, fail_fast=True)] = []
     logprobs: bool = False
-    response_format: TextFormat | None = None
+    response_format: _ResponseFormat | None = None
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: dict[str, float] = {}
@@ -159,12 +189,13 @@ def parse(body: bytes, request_id: str) -> ChatTurn:
     _check(asked)
     messages = [message.chat() for message in asked.messages]
     fields.check_tool_results(messages, "messages")
+    used = asked.tool_use([function_tool(tool.function.name, tool.function.description, tool.function.parameters) for tool in asked.tools])
+    used["constraints"] += tuple(asked.response_format.constraint("response_format")) if asked.response_format else ()
     return ChatTurn(
         request_id=request_id,
         model=asked.model,
         messages=messages,
-        tools=[function_tool(tool.function.name, tool.function.description, tool.function.parameters) for tool in asked.tools],
-        tool_choice=tool_choice(asked.tool_choice),
+        **used,
         sampling=sampling(asked, asked.max_completion_tokens or asked.max_tokens, asked.temperature, asked.top_p, asked.stop),
         stream=asked.stream,
         stream_usage=asked.stream_options is not None and asked.stream_options.include_usage,
@@ -194,11 +225,19 @@ def check_served(*refusals: tuple[bool, str, str]) -> None:
             raise TurnRefused(400, message, field=field, code="unsupported_value")
 
 
-def tool_choice(choice: Any) -> Literal["auto", "none"]:
-    """Returns an OpenAI request's ``tool_choice``. Raises TurnRefused."""
-    if choice in ("auto", "none"):
-        return choice
-    raise TurnRefused(400, f"expected auto or none: {UNCONSTRAINED}", field="tool_choice", code="unsupported_value")
+def _chosen(choice: Any) -> tuple[list[str], bool]:
+    """Returns the tools that a request's ``tool_choice`` names, and whether one has to be called. Raises TurnRefused."""
+    if choice == "required":
+        return [], True
+    try:
+        kind = choice["type"]
+        inner = choice.get(kind, choice)  # chat completions have an object of the type's name inside
+        named = {"function": lambda: [inner], "allowed_tools": lambda: inner["tools"]}[kind]()
+        names = [str(one.get("function", one)["name"]) for one in named]
+        return names, kind == "function" or inner.get("mode") == "required"
+    except (KeyError, TypeError, AttributeError):
+        message = "expected auto, none, required, a function by its name, or allowed_tools"
+        raise TurnRefused(400, message, field="tool_choice", code="invalid_value") from None
 
 
 def sampling(

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from services.gateway.wire import request_body as fields
-from services.gateway.wire.openai_chat import OpenAIBody, TextFormat, check_served, sampling, token_logprobs, tool_choice
+from services.gateway.wire.openai_chat import OpenAIBody, TextFormat, check_served, sampling, token_logprobs
 from services.gateway.wire.request import (
     CalledTool,
     ChatTurn,
@@ -128,12 +128,13 @@ def parse(body: bytes, request_id: str) -> ChatTurn:
     instructions = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
     messages = instructions + _messages(asked.input)
     fields.check_tool_results(messages, "input")
+    used = asked.tool_use([function_tool(tool.name, tool.description, tool.parameters) for tool in asked.tools])
+    used["constraints"] += tuple(asked.text.format.constraint("text.format")) if asked.text and asked.text.format else ()
     return ChatTurn(
         request_id=request_id,
         model=asked.model,
         messages=messages,
-        tools=[function_tool(tool.name, tool.description, tool.parameters) for tool in asked.tools],
-        tool_choice=tool_choice(asked.tool_choice),
+        **used,
         sampling=sampling(asked, asked.max_output_tokens, asked.temperature, asked.top_p, ()),
         stream=asked.stream,
         logprobs=LOGPROBS in asked.include,

@@ -6,8 +6,9 @@ call are JSON text. What a client sends back of an answer parses to `assistant_m
 with the reasoning where the client keeps it; in Anthropic's with the arguments written anew, since they travel as an object.
 """
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, Literal
@@ -102,6 +103,43 @@ class RequestedSampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """A field of a request that would constrain what is sampled. ``field``: its place in the body; ``note``: the same in words for the
+    model. ``schema``: the answer is JSON that fits it. ``tools``: calls are of these alone. ``required``: at least one call; ``single``: at
+    most one."""
+
+    field: str
+    note: str
+    schema: Mapping[str, Any] | None = None
+    tools: tuple[str, ...] = ()
+    required: bool = False
+    single: bool = False
+
+
+def json_constraint(field: str, schema: Mapping[str, Any] | None) -> Constraint:
+    """Returns the constraint of an answer to JSON that fits a schema; None: to an object."""
+    wanted = "a JSON object" if schema is None else f"JSON that fits this schema: {json.dumps(schema, ensure_ascii=False)}"
+    return Constraint(field=field, note=f"Answer with nothing but {wanted}", schema={"type": "object"} if schema is None else schema)
+
+
+def single_call(field: str) -> Constraint:
+    """Returns the constraint of an answer to one call."""
+    return Constraint(field=field, note="Make at most one tool call in an answer.", single=True)
+
+
+def call_constraint(field: str, names: Sequence[str], tools: Iterable[Mapping[str, Any]], *, required: bool) -> Constraint:
+    """Returns the constraint of an answer to calls of these tools; of any where none is named. Raises TurnRefused where there are none."""
+    offered = [tool["function"]["name"] for tool in tools]
+    if unknown := [name for name in names if name not in offered]:
+        raise TurnRefused(400, f"there is no tool {unknown[0][:200]!r} among tools", field=field, code="invalid_value")
+    if not offered:
+        raise TurnRefused(400, "a call is required, and tools has none", field=field, code="invalid_value")
+    of = f"of {' or '.join(names)}" if names else "of a tool"
+    note = f"Answer with a call {of}." if required else f"Make no calls but {of}."
+    return Constraint(field=field, note=note, tools=tuple(names), required=required)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTurn:
     """A request for the next message of a conversation.
 
@@ -110,6 +148,7 @@ class ChatTurn:
         model: the name that the request gives; None where the format does not ask for one.
         tools: functions, each ``{"type": "function", "function": {"name", "description", "parameters"}}``; the last two where given.
         tool_choice: ``none``: what looks like a call stays text.
+        constraints: what the answer is to be held to.
         stream, stream_usage: answered by events; whether chat completions have the usage in a last one.
         logprobs, token_ids, reasoning: the answer reports them. A client that has seen no reasoning sends none back.
         min_version: the least weight version that may sample it.
@@ -122,6 +161,7 @@ class ChatTurn:
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: Literal["auto", "none"] = "auto"
+    constraints: tuple[Constraint, ...] = ()
     sampling: RequestedSampling = RequestedSampling()
     stream: bool = False
     stream_usage: bool = False

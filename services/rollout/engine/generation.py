@@ -41,7 +41,7 @@ class GenerationRequest:
     many are generated now; it replaces the one of the sampling settings. ``rid``: the request's id, unique in the engine;
     ``EngineClient.abort`` takes it. ``ignore_eos``: continue past the model's end token, to ``max_new_tokens``. ``seed``: sample each token
     by it and the token's position, in an engine with deterministic inference; None: at random. ``routed_from``: tells the experts of its
-    tokens from this one on, those of the input too; None: does not tell them."""
+    tokens from this one on, those of the input too; None: does not tell them. ``structural_tag``: the output's grammar; empty: none."""
 
     tokens: Tokens
     max_new_tokens: int
@@ -49,6 +49,7 @@ class GenerationRequest:
     ignore_eos: bool = False
     seed: int | None = None
     routed_from: int | None = None
+    structural_tag: str = ""
 
 
 class Routed(NamedTuple):
@@ -114,6 +115,7 @@ def group_body(requests: Sequence[GenerationRequest], sampling: Sampling, engine
                 "min_new_tokens": _fewest(request, sampling),
                 "ignore_eos": request.ignore_eos,
                 **({} if request.seed is None else {"sampling_seed": request.seed}),
+                **({"structural_tag": request.structural_tag} if request.structural_tag else {}),
             }
             for request in requests
         ],

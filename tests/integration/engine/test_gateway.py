@@ -1,6 +1,7 @@
 """Clients of an ordinary API play sessions over a real gateway and a real engine: what is recorded of them is what was drawn."""
 
 import asyncio
+import json
 import time
 from typing import Any
 
@@ -207,6 +208,37 @@ async def test_a_trained_turn_is_drawn_by_the_policy_whatever_its_client_asks(ha
         exact(turn, checkpoint(0))
     ended = [turn for turn in turns if turn.finish == "stop"]
     assert ended and all(len(turn.completion) < 20 for turn in ended), "they do end a turn"
+
+
+SUM = {"type": "object", "properties": {"sum": {"enum": [4, 5]}}, "required": ["sum"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("mode", ["enforce", "ignore"])
+async def test_a_schema_is_enforced_in_evaluations_or_changes_the_prompt_alone(hall: NewHall, checkpoint: Checkpoints, mode: str) -> None:
+    """Streamed as well; a schema that is none is refused by its engine, which goes on."""
+    room = await hall(gateway={"constraints": mode})
+    evaluated, trained = await room.session(evaluation=True), await room.session()
+    question = [{"role": "user", "content": "2+2?"}]
+    form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM}}
+    async with evaluated.client(room.urls[0], max_retries=0) as client, trained.client(room.urls[0], max_retries=0) as other:
+        if mode == "ignore":
+            raw = await other.chat.completions.with_raw_response.create(model="0", messages=question, response_format=form)
+            assert raw.headers["x-myxo-ignored"] == "response_format"
+            [turn] = (await trained.log()).turns.values()
+            exact(turn, checkpoint(0))
+            assert "this schema" in room.desk.rollout._tokenizer.decode(turn.prompt)
+            return
+        with pytest.raises(BadRequestError, match="response_format: .*evaluations alone"):
+            await said(other, question, response_format=form)
+        whole = await said(client, question, response_format=form)
+        parts = [part async for part in await said(client, question, response_format=form, stream=True)]
+        broken = {"type": "json_schema", "json_schema": {"name": "sum", "schema": {"type": "nothing"}}}
+        with pytest.raises(BadRequestError):
+            await said(client, question, response_format=broken)
+        again = await said(client, question, response_format=form)
+    streamed = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+    for text in (whole.choices[0].message.content, streamed, again.choices[0].message.content):
+        assert json.loads(str(text))["sum"] in (4, 5)
 
 
 async def test_the_other_formats_carry_their_sessions_on_too(hall: NewHall, checkpoint: Checkpoints) -> None:

@@ -17,5 +17,5 @@ async def served() -> AsyncIterator[WireServer]:
 @pytest.fixture
 def server(served: WireServer) -> WireServer:
     """The server as it is before anybody has asked it anything."""
-    served.answers, served.turns = [PLAIN], []
+    served.answers, served.turns, served.constraints = [PLAIN], [], "refuse"
     return served

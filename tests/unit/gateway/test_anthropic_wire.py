@@ -149,8 +149,9 @@ async def test_an_aborted_turn_is_no_answer(server, client) -> None:
 @pytest.mark.parametrize(
     ("more", "field"),
     [
-        ({"tool_choice": {"type": "any"}}, "tool_choice.type"),
-        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "tool_choice.disable_parallel_tool_use"),
+        ({"tool_choice": {"type": "any"}, "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}, "tools": TOOLS}, "tool_choice.disable_parallel_tool_use"),
         ({"extra_body": {"temperature": 1.5}}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xgrammar
 
 from services.gateway.chat_tokens import CALL, TOOL, ChatTokens, EncodedTexts, call_status
-from services.gateway.wire.request import TurnRefused
+from services.gateway.wire.request import ChatTurn, TurnRefused, call_constraint, json_constraint, single_call
 from shared.data.tokenizer import Tokenizer
 from shared.sessions.session import Turn
 from tests.support import call_templates
@@ -200,3 +201,32 @@ def test_threads_that_make_one_text_into_tokens_at_once_count_it_once(tmp_path: 
     with ThreadPoolExecutor(2) as threads:
         one, other = threads.map(encoded.of, ["abcd", "abcd"])
     assert one.tolist() == other.tolist() and encoded.characters == 4
+
+
+SUM = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+ANSWER, ADDED = '{"sum": 4}', '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+JSON, ANY_CALL, ONE = json_constraint("f", SUM), call_constraint("t", [], [TOOL], required=True), single_call("p")
+
+
+@table(
+    ("constraints", "tools", "taken", "refused"),
+    [
+        ([JSON], [], [ANSWER, f"<think>\nlong\n</think>\n\n{ANSWER}"], ["4", f"{ANSWER} so", '{"sum": "4"}']),
+        ([JSON], [TOOL], [ANSWER, ADDED], ["Four."]),
+        ([ANY_CALL], [TOOL], [ADDED, f"{ADDED}\n{ADDED}", f"<think>\n</think>{ADDED}"], ["Four.", ADDED.replace("add", "sub")]),
+        ([ANY_CALL, ONE], [TOOL], [ADDED], [f"{ADDED}\n{ADDED}"]),
+        ([ONE], [TOOL], ["Four.", f"So: {ADDED}"], [f"{ADDED}\n{ADDED}"]),
+    ],
+)
+def test_a_grammar_takes_what_the_constraints_allow(chat: ChatTokens, constraints: list, tools: list, taken: list, refused: list) -> None:
+    """What xgrammar, SGLang's own, takes of whole answers."""
+    asked = ChatTurn(request_id="r", model=None, messages=ASK, tools=tools, constraints=tuple(constraints))
+    tag = chat.grammar(asked, chat.render(ASK, tools))
+    compiled = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo([])).compile_structural_tag(tag)
+
+    def whole(text: str) -> bool:
+        matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=True)
+        return matcher.accept_string(text) and matcher.is_completed()
+
+    assert [text for text in taken if not whole(text)] == []
+    assert [text for text in refused if whole(text)] == []

@@ -1,5 +1,6 @@
 """OpenAI's own client against the formats of chat completions and responses."""
 
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -171,8 +172,10 @@ async def test_an_aborted_turn_is_no_answer(server, client) -> None:
     [
         ({"n": 2}, "n", "unsupported_value"),
         ({"tool_choice": "required", "tools": TOOLS}, "tool_choice", "unsupported_value"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls", "unsupported_value"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type", "invalid_value"),
+        ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+        ({"tool_choice": {"type": "function", "function": {"name": "sub"}}, "tools": TOOLS}, "tool_choice", "invalid_value"),
+        ({"parallel_tool_calls": False, "tools": TOOLS}, "parallel_tool_calls", "unsupported_value"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_value"),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs", "unsupported_value"),
         ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_value"),
         ({"logit_bias": {"5": 1.0}}, "logit_bias", "unsupported_value"),
@@ -268,7 +271,7 @@ async def test_previous_responses_are_not_kept(client) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"truncation": "auto"}, "truncation"),
         ({"background": True}, "background"),
-        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
     ],
 )
@@ -276,6 +279,39 @@ async def test_what_responses_cannot_do_is_refused_by_its_field(client, more, pa
     with pytest.raises(openai.BadRequestError) as raised:
         await client.responses.create(**{"model": "tiny", "input": "x"} | more)
     assert raised.value.param == param
+
+
+SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+NOTE = f"Answer with nothing but JSON that fits this schema: {json.dumps(SCHEMA)}"
+
+
+async def test_constraints_that_are_ignored_are_named_and_told_to_the_model(server, client) -> None:
+    server.constraints = "ignore"
+    chat = client.chat.completions.with_raw_response.create
+    named: Any = {"type": "function", "function": {"name": "add"}}
+    allowed: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named]}}
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
+    rows: list[tuple[Any, dict[str, Any], str, str]] = [
+        (chat, {"tool_choice": "required", "tools": TOOLS}, "tool_choice", "Answer with a call of a tool."),
+        (chat, {"tool_choice": named, "tools": TOOLS}, "tool_choice", "Answer with a call of add."),
+        (chat, {"tool_choice": allowed, "tools": TOOLS}, "tool_choice", "Make no calls but of add."),
+        (chat, {"parallel_tool_calls": False, "tools": TOOLS}, "parallel_tool_calls", "Make at most one tool call in an answer."),
+        (chat, {"response_format": schema}, "response_format", NOTE),
+        (chat, {"response_format": {"type": "json_object"}}, "response_format", "Answer with nothing but a JSON object"),
+        (
+            client.responses.with_raw_response.create,
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}, "instructions": "Be brief.", "input": ASK},
+            "text.format",
+            f"Be brief.\n{NOTE}",
+        ),
+    ]
+    for create, more, field, note in rows:
+        raw = await create(**{"model": "tiny"} | ({} if "input" in more else {"messages": ASK}) | more)
+        assert raw.headers["x-myxo-ignored"] == field
+        turn = server.turns[-1]
+        assert (list(turn.messages), turn.constraints) == ([{"role": "system", "content": note}, *ASK], ())
+    await client.chat.completions.create(model="tiny", messages=ASK, parallel_tool_calls=False)
+    assert (server.turns[-1].ignored, list(server.turns[-1].messages)) == ((), ASK), "without tools it says nothing"
 
 
 # --- the rest

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.turn_decisions import fixed_by_task, turn_sampling
+from services.gateway.turn_decisions import fixed_by_task, turn_sampling, unconstrained
 from services.gateway.wire import anthropic_messages, openai_chat, openai_responses, token_generate
 from services.gateway.wire.request import TurnRefused
 from shared.schema.messages import Sampling
@@ -79,7 +79,8 @@ def session(**changes: Any) -> Session:
 
 def asked(form: str, **fields: Any) -> Any:
     parse, body = FORMATS[form]
-    return parse(json.dumps({**body, **({"sampling_params": fields} if form == "tokens" else fields)}).encode(), "r1")
+    turn = parse(json.dumps({**body, **({"sampling_params": fields} if form == "tokens" else fields)}).encode(), "r1")
+    return turn if form == "tokens" else unconstrained(turn, "ignore", evaluation=False, notes=False)
 
 
 def drawn(log: Session, turn: Any) -> dict[str, Any]:

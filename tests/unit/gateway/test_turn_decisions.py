@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from services.gateway.routes import request_id
-from services.gateway.turn_decisions import check_tokens, continued, digests, fixed_by_task, turn_sampling
-from services.gateway.wire.request import RequestedSampling, TurnRefused, chat_call
+from services.gateway.turn_decisions import check_tokens, continued, digests, fixed_by_task, turn_sampling, unconstrained
+from services.gateway.wire.request import ChatTurn, RequestedSampling, TurnRefused, chat_call, json_constraint
 from shared.schema.messages import Sampling
 from shared.sessions.session import Session, SessionLog, Turn, TurnBegun, TurnEnded
 
@@ -103,3 +103,12 @@ def test_a_request_is_known_by_its_name_or_as_a_repetition() -> None:
     log.apply([TurnEnded(request=first, holder="a", **ended)])
     assert request_id(log, "chatcmpl-", "/v1", repeated, body) == first
     assert request_id(log, "chatcmpl-", "/v1", repeated, b"{}") != first
+
+
+def test_constraints_are_enforced_in_evaluations_alone() -> None:
+    asked = ChatTurn(request_id="r", model=None, messages=ASKED, constraints=(json_constraint("response_format", None),))
+    assert unconstrained(asked, "enforce", evaluation=True, notes=True) is asked
+    with pytest.raises(TurnRefused, match="response_format: .*evaluations alone"):
+        unconstrained(asked, "enforce", evaluation=False, notes=True)
+    silent = unconstrained(asked, "ignore", evaluation=True, notes=False)
+    assert (silent.messages, silent.ignored) == (ASKED, ("response_format",)), "a template without system messages is given no note"
