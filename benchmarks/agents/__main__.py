@@ -10,6 +10,8 @@ Every service is the real one, in a process of its own, in a run that trains not
 - ``pace``: tokens per second of conversations by the engine alone, by a replica's door and through a gateway (goal: `PACE` of the engine);
 - ``prefixes``: tokens per second and prompt tokens computed, with and without prefix cache and session affinity, over ``--replicas``;
 - ``overhead``: what one gateway adds to a request, by format, with short conversations and with 20 turns of 8,000 tokens;
+- ``oversubscribe``: tokens per second of conversations that have ``--oversubscribe`` times as many tokens as one engine keeps, request by
+  request at its door and session by session through a gateway (goal: `OVERSUBSCRIBED` times as many);
 - ``crowd``: ``--crowd`` sessions at once by `openai`'s client, over the whole way: refusals, lost sessions, memory, and whose CPU it takes.
 
 Exit code 1 where a goal is missed: the pace by token ids, a lost session, a refusal that does not say when to come back.
@@ -23,6 +25,7 @@ import os
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,12 +36,12 @@ from benchmarks.agents.crowd import crowded
 from benchmarks.agents.figures import misses, tables
 from benchmarks.agents.model import SHAPES, write_model
 from benchmarks.agents.overhead import by_format
-from benchmarks.agents.pace import Load, compared, prefilled
+from benchmarks.agents.pace import Load, compared, oversubscribed, prefilled
 from benchmarks.agents.site import Machine, run_config, site
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.telemetry import silence_logs
 
-PARTS = ("pace", "prefixes", "overhead", "crowd")
+PARTS = ("pace", "prefixes", "overhead", "oversubscribe", "crowd")
 
 
 def main() -> int:
@@ -70,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--crowd-tokens", type=int, default=16, metavar="N", help="drawn in each turn of the crowd (default 16)")
     parser.add_argument("--opening", type=int, default=256, metavar="N", help="tokens of the first message (default 256)")
     parser.add_argument("--further", type=int, default=32, metavar="N", help="tokens of each other message (default 32)")
+    parser.add_argument("--oversubscribe", type=float, default=2.0, metavar="F", help="conversations' tokens over those kept (default 2)")
     parser.add_argument("--replicas", type=int, default=2, metavar="N", help="of prefixes and crowd (default 2)")
     parser.add_argument("--gateways", type=int, default=1, metavar="N", help="of the crowd (default 1); the other parts have one")
     parser.add_argument("--agent-workers", type=int, metavar="N", help="processes for agents of each replica (default: the run's)")
@@ -107,6 +111,15 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
                 await made.start_gateways(1)
                 found["overhead"] = await by_format(made, Tokenizer(model).eos_id or 0, options.requests, options.at_once)
                 _keep(found, options, "overhead")
+        if "oversubscribe" in options.parts:
+            load = _load(options)
+            kept = int(load.longest * load.sessions / options.oversubscribe)
+            small = replace(machine, sglang={**machine.sglang, "max-total-tokens": str(kept)})
+            async with site(directory, run_config(directory, "oversubscribed-d", model, small, 1, True), small) as made:
+                url = await made.start_replica()
+                await made.start_gateways(1)
+                found["oversubscribe"] = {"kept": kept, **await oversubscribed(made, url, load, options.repetitions)}
+                _keep(found, options, "oversubscribe")
         if {"pace", "prefixes", "crowd"} & set(options.parts):
             await _with_engines(options, machine, directory, model, found)
     found["machine"] += f", not reserved: load {os.getloadavg()[0]:.1f} at the end"
@@ -120,8 +133,12 @@ def _keep(found: dict[str, Any], options: argparse.Namespace, part: str) -> None
         options.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
+def _load(options: argparse.Namespace) -> Load:
+    return Load(options.sessions, options.turns, options.opening, options.further, options.tokens)
+
+
 async def _with_engines(options: argparse.Namespace, machine: Machine, directory: Path, model: Path, found: dict[str, Any]) -> None:
-    load = Load(options.sessions, options.turns, options.opening, options.further, options.tokens)
+    load = _load(options)
     crowd = Load(options.crowd, options.turns, options.further, options.further, options.crowd_tokens)
     repetitions, replicas = options.repetitions, options.replicas if {"prefixes", "crowd"} & set(options.parts) else 1
     rollout: dict[str, Any] = {

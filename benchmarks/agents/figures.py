@@ -1,6 +1,7 @@
 """The figures as tables for people, and which goals they miss."""
 
 from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
 from rich.table import Table
@@ -9,11 +10,17 @@ PACE = 0.95
 """Tokens per second through a gateway, by token ids, over those of the engine alone: at least so much."""
 
 
+OVERSUBSCRIBED = 2.0
+"""Tokens per second of sessions that do not all fit into an engine, over those of their requests as they come: at least so much."""
+
+
 def misses(figures: dict[str, Any]) -> list[str]:
     """Returns the goals that are missed, in words."""
     found = []
     if "pace" in figures and (ratio := figures["pace"]["ratio_to_engine"]["gateway, token ids"]) < PACE:
         found.append(f"the gateway's pace by token ids is {ratio:.2f} of the engine's; at least {PACE}")
+    if (found_over := figures.get("oversubscribe")) and (ratio := median(found_over["every_ratio"])) < OVERSUBSCRIBED:
+        found.append(f"oversubscribed sessions have {ratio:.2f} times the pace of their requests; at least {OVERSUBSCRIBED}")
     if crowd := figures.get("crowd"):
         for name in ("lost", "refused_without_retry_after"):
             if crowd[name]:
@@ -23,7 +30,7 @@ def misses(figures: dict[str, Any]) -> list[str]:
 
 def tables(figures: dict[str, Any]) -> Iterator[Table]:
     """Yields a table for each part that was measured."""
-    parts = {"pace": _pace, "prefixes": _prefixes, "overhead": _overhead, "crowd": _crowd}
+    parts = {"pace": _pace, "prefixes": _prefixes, "overhead": _overhead, "oversubscribe": _oversubscribe, "crowd": _crowd}
     for name, made in parts.items():
         if name in figures:
             table = made(figures[name])
@@ -67,6 +74,25 @@ def _overhead(found: dict[str, Any]) -> Table:
         for history, row in rows.items():
             shown = [f"{row[key]:,.1f}" for key in ("p50_ms", "p99_ms", "gateway_cpu_ms", "store_cpu_ms", "requests_per_s")]
             table.add_row(f"{name}, {history}", *shown)
+    return table
+
+
+def _oversubscribe(found: dict[str, Any]) -> Table:
+    load, spread = found["load"], sorted(found["every_ratio"])
+    table = _columns("Sessions that do not all fit", "", "tokens/s", "of the requests", "least … most", "goal")
+    table.add_row("requests, as they come", f"{found['tokens_per_s']['requests']:,.0f}", "", "", "the limit without sessions")
+    ratio = f"{median(spread):.2f}"
+    table.add_row(
+        "sessions, by room",
+        f"{found['tokens_per_s']['sessions']:,.0f}",
+        ratio,
+        f"{spread[0]:.2f} … {spread[-1]:.2f}",
+        f"≥ {OVERSUBSCRIBED}",
+    )
+    table.caption = (
+        f"{load['sessions']} sessions of {load['turns']} turns of {load['drawn']} tokens, {load['opening']} said at first; one engine that "
+        f"keeps {found['kept']:,} tokens"
+    )
     return table
 
 

@@ -43,6 +43,11 @@ class Load:
     drawn: int
 
     @property
+    def longest(self) -> int:
+        """Returns the tokens that the engine reads and draws of a conversation, in the mean."""
+        return self.opening + (self.turns - 1) * self.further + self.turns * self.drawn
+
+    @property
     def tokens(self) -> int:
         """Returns how many are drawn in all."""
         return sum(sum(self.answers(number)) for number in range(self.sessions))
@@ -64,12 +69,12 @@ class Load:
         return ["".join(letters.choices(string.ascii_letters, k=size)) for size in sizes]
 
 
-async def opened(site: Site, load: Load) -> str:
-    """Opens a session; returns its key."""
+async def opened(site: Site, load: Load, number: int = 0) -> str:
+    """Opens a session, of the group with this number; returns its key."""
     name = uuid.uuid4().hex
     key, digest = new_key(name)
     deadline = time.time() + SESSION_SECONDS
-    session = Session(id=name, group="g00000001", rollout=0, attempt=0, key_digest=digest, deadline=deadline, sampling=load.sampling)
+    session = Session(id=name, group=f"g{number:08}", rollout=0, attempt=0, key_digest=digest, deadline=deadline, sampling=load.sampling)
     await site.sessions.open(session)
     return key
 
@@ -79,11 +84,14 @@ async def through_gateways(site: Site, load: Load, kind: type[Speaker], *, apart
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
 
         async def held(number: int) -> list[Said]:
-            speaker, key, said = kind(load.drawn, True), await opened(site, load), []
+            speaker, key, said = kind(load.drawn, True), await opened(site, load, number), []
+            url = site.urls[number % len(site.urls)]
             for text, speaker.most in zip(load.texts(number), load.answers(number), strict=True):
                 speaker.say(text)
-                said.append(await asked(http, site.urls[number % len(site.urls)], key, speaker))
-                key = await opened(site, load) if apart else key
+                said.append(await asked(http, url, key, speaker))
+                key = await opened(site, load, number) if apart else key
+            async with http.post(f"{url}/v1/session/end", json={"reward": 0.0}, headers={"Authorization": f"Bearer {key}"}) as response:
+                response.raise_for_status()
             return said
 
         return [one for some in await asyncio.gather(*map(held, range(load.sessions))) for one in some]
@@ -160,6 +168,37 @@ async def compared(site: Site, url: str, load: Load, repetitions: int) -> dict[s
         "ratio_to_engine": {name: round(median_of(found), 3) for name, found in ratios.items()},
         "every_ratio": {name: [round(one, 3) for one in found] for name, found in ratios.items()},
         "cpu_s": used,
+    }
+
+
+async def oversubscribed(site: Site, url: str, load: Load, repetitions: int) -> dict[str, Any]:
+    """Returns the tokens per second of conversations that do not all fit into the engine's memory at once: request by request, as they come
+    at a replica's door, and by sessions, which a gateway admits by their tokens; medians, all of them, and the ratios."""
+    engine, door = await site.engine(0), GenerationClient(site.sessions)
+    ways: dict[str, Callable[[], Awaitable[Any]]] = {
+        "requests": lambda: by_tokens(load, door_draw(door, url)),
+        "sessions": lambda: through_gateways(site, load, FORMATS["generate"]),
+    }
+    paces: dict[str, list[float]] = {name: [] for name in ways}
+    computed = []
+    try:
+        for repetition in range(-1, repetitions):  # the first is a warm-up
+            for name in list(ways) if repetition % 2 else reversed(ways):
+                await engine.transport.post("/flush_cache", None, 30, "nothing is measured")
+                begun = time.monotonic()
+                said = await ways[name]()
+                if repetition >= 0:
+                    paces[name].append(load.tokens / (time.monotonic() - begun))
+                    computed += [sum(one.prompt - one.cached for one in said)] if said else []
+    finally:
+        await engine.close()
+        await door.close()
+    return {
+        "load": vars(load),
+        "tokens_per_s": {name: round(median_of(found), 1) for name, found in paces.items()},
+        "every_repetition": {name: [round(one, 1) for one in found] for name, found in paces.items()},
+        "every_ratio": [round(mine / theirs, 3) for theirs, mine in zip(*paces.values(), strict=True)],
+        "prefill_tokens_of_sessions": round(median_of(computed)),
     }
 
 

@@ -22,6 +22,8 @@ from shared.sessions.session_store import SessionStore
 declare_metrics("""
     gateway_requests_in_hand | requests | that are being answered
     gateway_generations | requests | that engines generate for
+    gateway_sessions_resident | sessions | whose keys and values replicas are to keep, [by their memory](gateway.md#sessions-and-memory)
+    gateway_turns_waiting | turns | that wait for a place at a replica, or until their session has room there
     gateway_generations_most | requests | that engines may generate for at once, [by their memory](gateway.md#which-replica-generates)
 """)
 
@@ -40,7 +42,7 @@ async def serve(service: Service) -> None:
     variables, control = config.data.apply_chat_template_kwargs, section.gateway_control_tokens
     chat = await asyncio.to_thread(ChatTokens, Path(config.model.hf_checkpoint), variables, control)
     sessions = SessionStore(service.store, service.run)
-    replicas = Replicas(service.registry, section.gateway_replica_requests)
+    replicas = Replicas(service.registry, sessions, section.gateway_replica_requests)
     client = GenerationClient(sessions)
     model = Path(config.model.hf_checkpoint).name
     holder = f"{service.instance}.{service.incarnation}"  # each life is another: what its predecessor generated is taken over, not held
@@ -84,5 +86,7 @@ async def _count(service: Service, api: Api) -> None:
     while True:
         service.metrics.set("gateway_requests_in_hand", api.in_hand)
         service.metrics.set("gateway_generations", api.replicas.running)
+        service.metrics.set("gateway_sessions_resident", api.replicas.residents)
+        service.metrics.set("gateway_turns_waiting", api.replicas.waiting)
         service.metrics.set("gateway_generations_most", api.replicas.most_generations)
         await asyncio.sleep(COUNT_SECONDS)

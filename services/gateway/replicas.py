@@ -2,8 +2,9 @@
 registry's view.
 
 Never a replica without verified weights: such a one has no address in the registry. A session's turns go to the same replica while it has
-room, whose prefix cache holds what they begin with: each session ranks the replicas by a hash of its own (rendezvous hashing), so that one
-that joins or leaves moves only the sessions that are its own.
+room, whose prefix cache holds what they begin with; a new one waits until there is room for its keys and values, too (`residents`). Each
+session ranks the replicas by a hash of its own (rendezvous hashing), so that one that joins or leaves moves only the sessions that are its
+own.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from http import HTTPStatus
 import aiohttp
 import structlog
 
+from services.gateway.residents import IDLE_SECONDS, Resident, Residents
 from services.gateway.wire.request import TurnRefused
 from shared.bus.bus_errors import TRANSIENT
 from shared.bus.registry import ASLEEP, Registry
@@ -27,9 +29,11 @@ from shared.sessions.session import (
     CONTENT_TYPE,
     CONTEXT_GAUGE,
     GENERATE_PATH,
+    KEPT_GAUGE,
     KEY_HEADER,
     LENGTH_BYTES,
     VOCABULARY_GAUGE,
+    SessionLog,
     TurnGeneration,
     TurnRequest,
 )
@@ -40,17 +44,21 @@ AVOIDED_SECONDS = 2.0  # How long a replica that failed a request gets no other,
 BACKED_OFF = 0.75  # The share of its requests that a replica keeps when its engine had to take requests back
 FEWEST = 4  # The least number of requests at once that a replica is given
 RETRY_AFTER_S = 2.0
+CROWDED_SECONDS = 0.25  # The interval at which a session that waits for room tries again
+ASKED_AT_ONCE = 32  # The idle sessions of which one reading of the store says whether they have ended: their newest turns come along
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationTarget:
-    """A replica that may sample. ``url``: of its endpoint. ``context``: tokens of a sequence; ``vocabulary``: of token ids."""
+    """A replica that may sample. ``url``: of its endpoint. ``context``: tokens of a sequence; ``vocabulary``: of token ids. ``kept``:
+    tokens whose keys and values it keeps for later turns; 0: none."""
 
     instance: str
     url: str
     version: int
     context: int
     vocabulary: int
+    kept: int = 0
 
 
 @dataclass
@@ -81,19 +89,32 @@ class GenerationLimit:
 def targets(statuses: Sequence[ServiceStatus]) -> list[GenerationTarget]:
     """Returns the replicas that may sample: those with verified weights, whose endpoints are open to gateways."""
     return [
-        GenerationTarget(one.instance, one.engine, one.version, int(one.gauges[CONTEXT_GAUGE]), int(one.gauges[VOCABULARY_GAUGE]))
+        GenerationTarget(
+            one.instance,
+            one.engine,
+            one.version,
+            context=int(one.gauges[CONTEXT_GAUGE]),
+            vocabulary=int(one.gauges[VOCABULARY_GAUGE]),
+            kept=int(one.gauges.get(KEPT_GAUGE, 0)),
+        )
         for one in statuses
         if one.service == "rollout" and one.engine and one.version >= 0 and {CONTEXT_GAUGE, VOCABULARY_GAUGE} <= one.gauges.keys()
     ]
 
 
 def choose(
-    session: str, known: Sequence[GenerationTarget], min_version: int, room: Mapping[str, bool], avoided: Collection[str]
+    session: str,
+    known: Sequence[GenerationTarget],
+    min_version: int,
+    room: Mapping[str, bool],
+    avoided: Collection[str],
+    resident: Collection[str] = (),
 ) -> GenerationTarget | None:
     """Returns the replica that samples for a session: the first in the session's own order that is new enough and has room. ``room``: by
-    instance. ``avoided``: instances that come last, since they have just failed."""
+    instance. ``avoided``: instances that come last, since they have just failed. ``resident``: those that come first, since they keep the
+    session's keys and values."""
     fitting = [one for one in known if one.version >= min_version and room.get(one.instance, True)]
-    return min(fitting, key=lambda one: (one.instance in avoided, _rank(session, one.instance)), default=None)
+    return min(fitting, key=lambda one: (one.instance in avoided, one.instance not in resident, _rank(session, one.instance)), default=None)
 
 
 def _rank(session: str, instance: str) -> bytes:
@@ -104,11 +125,13 @@ class Replicas:
     """The replicas of a run, by the registry. ``most``: requests that a replica gets at once, at most. ``asleep``: whether replicas sleep
     while a trainer computes on their GPUs."""
 
-    def __init__(self, registry: Registry, most: int) -> None:
-        self._registry, self._most = registry, most
+    def __init__(self, registry: Registry, sessions: SessionStore, most: int) -> None:
+        self._registry, self._sessions, self._most = registry, sessions, most
         self.known: list[GenerationTarget] = []
         self.asleep = False
         self._limits: dict[str, GenerationLimit] = {}
+        self._residents: dict[str, Residents] = {}
+        self.waiting = 0
         self._avoided: dict[str, float] = {}
         self._changed = asyncio.Event()
 
@@ -117,8 +140,11 @@ class Replicas:
         log = structlog.get_logger()
         while True:
             try:
-                statuses = await self._registry.alive("rollout")
-                self.known, self.asleep = targets(statuses), any(one.state == ASLEEP for one in statuses)
+                statuses = await self._registry.alive()
+                self.known = targets(statuses)
+                self.asleep = any(one.state == ASLEEP for one in statuses if one.service == "rollout")
+                self._share_residents(sum(one.service == "gateway" for one in statuses))
+                await self._make_room(time.monotonic())
                 self._wake()
             except (MyxoError, *TRANSIENT) as error:  # the view of before is the best there is
                 log.warning("registry_not_read", error=str(error) or type(error).__name__)
@@ -156,28 +182,60 @@ class Replicas:
             end = await self._change(end, 0)
 
     @asynccontextmanager
-    async def place(self, session: str, min_version: int, seconds: float) -> AsyncIterator[tuple[GenerationTarget, GenerationLimit]]:
-        """Takes a place at a replica for a request; waits for one for so many seconds. Raises TurnRefused."""
-        end = time.monotonic() + seconds
-        while (found := self._choice(session, min_version)) is None:
-            end = await self._change(end, min_version)
-        limit = self._limit(found.instance)
+    async def place(
+        self, log: SessionLog, tokens: int, min_version: int, seconds: float
+    ) -> AsyncIterator[tuple[GenerationTarget, GenerationLimit, Resident]]:
+        """Takes a place at a replica for a request of so many tokens; its session is resident there then, and the caller says how many
+        tokens it has come to. Waits for so many seconds, for half of them until the session has room. Raises TurnRefused."""
+        began, asking = time.monotonic(), Resident.asking(log, tokens)
+        end = began + seconds
+        while (found := self._choice(asking, min_version, began + seconds / 2)) is None:
+            self.waiting += 1
+            try:
+                end = await self._change(end, min_version)
+            finally:
+                self.waiting -= 1
+        limit, residents = self._limit(found.instance), self._residents.setdefault(found.instance, Residents())
+        resident = residents.admit(asking, time.monotonic())
         limit.running += 1
         try:
-            yield found, limit
+            yield found, limit, resident
         finally:
             limit.running -= 1
+            residents.ended(resident, time.monotonic())
             self._wake()
+
+    @property
+    def residents(self) -> int:
+        """Returns how many sessions' keys and values replicas are to keep."""
+        return sum(len(residents.sessions) for residents in self._residents.values())
+
+    async def _make_room(self, now: float) -> None:
+        """Gives the room of sessions that were idle for long, and while turns wait that of sessions that have ended, to others."""
+        idle = [(residents, one) for residents in self._residents.values() for one in residents.idle(now)]
+        ended = await self._sessions.ended([one.session.id for _, one in idle[:ASKED_AT_ONCE]]) if self.waiting else ()
+        for residents, one in idle:
+            if one.session.id in ended or now - one.used > IDLE_SECONDS:
+                residents.leave(one)
+
+    def _share_residents(self, gateways: int) -> None:
+        """Gives this gateway's sessions their share of each replica's tokens."""
+        self._residents = {one.instance: self._residents.get(one.instance, Residents()) for one in self.known}
+        for one in self.known:
+            self._residents[one.instance].capacity = one.kept // max(1, gateways)
 
     def avoid(self, instance: str) -> None:
         """Notes that a replica failed a request."""
         self._avoided[instance] = time.monotonic() + AVOIDED_SECONDS
 
-    def _choice(self, session: str, min_version: int) -> GenerationTarget | None:
-        now = time.monotonic()
+    def _choice(self, asking: Resident, min_version: int, patient_until: float) -> GenerationTarget | None:
+        now, session = time.monotonic(), asking.session.id
         self._avoided = {instance: until for instance, until in self._avoided.items() if until > now}
         room = {one.instance: self._limit(one.instance).has_room for one in self.known}
-        return choose(session, self.known, min_version, room, self._avoided)
+        if now < patient_until:
+            room = {name: free and (name not in self._residents or self._residents[name].fits(asking)) for name, free in room.items()}
+        resident = [name for name, residents in self._residents.items() if session in residents.sessions]
+        return choose(session, self.known, min_version, room, self._avoided, resident)
 
     def _limit(self, instance: str) -> GenerationLimit:
         return self._limits.setdefault(instance, GenerationLimit(self._most))
@@ -192,9 +250,12 @@ class Replicas:
             if not self.known:
                 raise TurnRefused(503, "no replica serves verified weights", code="no_replica", retry_after_s=RETRY_AFTER_S)
             raise TurnRefused(429, "all replicas have as many requests as they can take", code="no_room", retry_after_s=RETRY_AFTER_S)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(left):
-                await self._changed.wait()
+        if any(self._limit(one.instance).has_room for one in self.known):  # what lacks is weights, or room for the session: no request's
+            await asyncio.sleep(min(left, CROWDED_SECONDS))  # end gives those
+        else:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._changed.wait()
         return end + (time.monotonic() - began) * asleep
 
     def _wake(self) -> None:

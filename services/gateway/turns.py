@@ -426,7 +426,7 @@ class Turns:
         wanted = sampling.model_copy(update={"max_new_tokens": most, "min_new_tokens": min(fewest, most)})
         tokens = np.concatenate([pending.prompt, pending.completion])
         while True:
-            async with self._replicas.place(log.session.id, min_version, self._limits.gateway_wait) as (target, limit):
+            async with self._replicas.place(log, len(tokens), min_version, self._limits.gateway_wait) as (target, limit, resident):
                 request = TurnRequest(
                     request=pending.request,
                     input_ids=tokens,
@@ -440,6 +440,7 @@ class Turns:
                 try:
                     generated = await self._client.generate(target.url, request, hear)
                     limit.ended(generated.retractions, time.monotonic())
+                    resident.tokens = len(tokens) + len(generated.completion)
                     return generated, target.instance
                 except ReplicaFailed as error:
                     self._log.warning("replica_failed", replica=target.instance, error=str(error))

@@ -24,7 +24,7 @@ from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.tasks import cancelled
 from shared.runtime.telemetry import declare_metrics
 from shared.service.service_base import Service
-from shared.sessions.session import CONTEXT_GAUGE, VOCABULARY_GAUGE
+from shared.sessions.session import CONTEXT_GAUGE, KEPT_GAUGE, VOCABULARY_GAUGE
 from shared.sessions.session_store import SessionStore
 
 declare_metrics("""
@@ -216,6 +216,7 @@ class Replica:
             self.proxy.renew_key = self._gateway_key
             self._service.metrics.set(CONTEXT_GAUGE, client.capabilities.max_sequence)
             self._service.metrics.set(VOCABULARY_GAUGE, client.capabilities.vocab_size)
+            self._service.metrics.set(KEPT_GAUGE, client.capabilities.kept_tokens)
             await self.proxy.open(own_address())
         if self._routed or hooks.paths(self._service.config, "rollout"):
             await self.open_proxy()

@@ -472,7 +472,7 @@ CONTENT_TYPE = "application/msgpack"
 LENGTH_BYTES = 4  # Before each piece of an answer that is streamed: its length, in network order
 
 # Gauges of a replica's status: the most tokens of one sequence, and the number of token ids
-CONTEXT_GAUGE, VOCABULARY_GAUGE = "engine_context", "engine_vocabulary"
+CONTEXT_GAUGE, VOCABULARY_GAUGE, KEPT_GAUGE = "engine_context", "engine_vocabulary", "engine_kept_tokens"
 
 
 class TurnRequest(Message):

@@ -83,6 +83,13 @@ class SessionStore:
         commands = [("LRANGE", self._names.session_key(session), after, -1) for session, after in sessions]
         return await self._store.commands("the records of sessions", commands, deadline) if commands else []
 
+    async def ended(self, sessions: Sequence[str]) -> set[str]:
+        """Returns those of several sessions that have ended, by their newest record, or expired, in one round trip."""
+        if not sessions:
+            return set()
+        newest = await self._command("the ends of sessions", *(("LRANGE", self._names.session_key(one), -1, -1) for one in sessions))
+        return {one for one, found in zip(sessions, newest, strict=True) if not found or isinstance(Message.decode(found[0]), SessionEnded)}
+
     async def find(self, key: str) -> SessionLog:
         """Returns the state of the session that a key opens. Raises SessionUnknown, in the same words whatever is wrong with the key."""
         session, secret = parts_of_key(key)

@@ -154,7 +154,7 @@ class Capabilities:
     ``release``: SGLang's version, ``0.5.20``. ``vocab_size``: token ids are from 0 to this, exclusive. ``max_sequence``: tokens of one
     request, input and output together. ``weight_sessions``: a push must lie between begin and end. ``overlaps``: a step is computed while
     the results of the one before are processed. A pause in place leaves that step unfinished. ``ranks``: processes that each hold a part of
-    the model (tensor parallelism)."""
+    the model (tensor parallelism). ``kept_tokens``: whose keys and values it keeps for later requests; 0: none."""
 
     release: str
     vocab_size: int
@@ -162,6 +162,7 @@ class Capabilities:
     weight_sessions: bool
     overlaps: bool
     ranks: int = 1
+    kept_tokens: int = 0
 
 
 def parse_generated_tokens(page: str, overlaps: bool) -> int | None:
@@ -212,6 +213,7 @@ async def read_capabilities(transport: EngineTransport, deadline: float) -> Capa
             weight_sessions=await _has_weight_sessions(transport, deadline),
             overlaps=not info["disable_overlap_schedule"],
             ranks=int(info.get("tp_size") or 1),
+            kept_tokens=0 if info.get("disable_radix_cache", True) else int(info["max_total_num_tokens"]) * int(info.get("dp_size") or 1),
         )
     except (KeyError, TypeError, IndexError, AttributeError, OSError, ValueError) as error:
         raise EngineError(transport.url, f"its description lacks something: {type(error).__name__} {error}") from error
