@@ -32,6 +32,7 @@ declare_metrics("""
     engine_start_seconds | s | that its engine took to start
     engine_context | tokens | the most of one sequence
     engine_vocabulary | tokens | of the model's vocabulary
+    engine_kept_tokens | tokens | whose keys and values the engine keeps for later requests; 0: it keeps none
 """)
 
 INITIAL_VERSION = 0  # the version of the policy that an engine loads from `hf_checkpoint` when it starts
