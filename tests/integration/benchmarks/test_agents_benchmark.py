@@ -45,6 +45,8 @@ def test_all_parts_with_real_engines(tmp_path: Path) -> None:
     assert all(rate > 0 for rate in pace["tokens_per_s"].values())
     kept, spread, none = (prefixes[name]["prefill_tokens"] for name in ("cache and affinity", "cache alone", "affinity alone"))
     assert kept <= spread < none == prefixes["affinity alone"]["prompt_tokens"]
+    over = found["oversubscribe"]
+    assert over["kept"] == 640 and over["prefill_tokens_of_sessions"] < 2 * 4 * 256, "each beginning is computed once"
     assert crowd["sessions"] == 16 and crowd["lost"] == 0 and crowd["gateway_mb"] > 10
     assert crowd["cpu_s"]["agents"] > 0 < crowd["cpu_s"]["engine"]
     assert done.returncode == bool(misses(found)), done.stderr
