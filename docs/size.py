@@ -24,8 +24,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = tuple(name for name in ("services", "shared", "myxo") if (ROOT / name).is_dir())
 
 # CONTRIBUTING.md says how these two may move
-MOST_LINES = 87_632
-MOST_FILES = 439
+<<<<<<< HEAD
+MOST_LINES = _
+MOST_FILES = 
+=======
+MOST_LINES = _
+MOST_FILES = 
+>>>>>>> 9374f516 (Raise the bounds by what residents of replicas take)
 MOST_COMPLEXITY = 15
 MEDIAN_FUNCTION = 8  # lines, docstring included
 
