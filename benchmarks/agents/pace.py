@@ -8,6 +8,7 @@ the engine would wait for all their next ones at once. The ways take turns, and 
 import asyncio
 import random
 import string
+import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -74,7 +75,9 @@ async def opened(site: Site, load: Load, number: int = 0) -> str:
     name = uuid.uuid4().hex
     key, digest = new_key(name)
     deadline = time.time() + SESSION_SECONDS
-    session = Session(id=name, group=f"g{number:08}", rollout=0, attempt=0, key_digest=digest, deadline=deadline, sampling=load.sampling)
+    fields = {"key_digest": digest, "deadline": deadline, "sampling": load.sampling}
+    # of an evaluation: in sessions that are trained the task says how few tokens a turn has, and not the client
+    session = Session(id=name, group=f"g{number:08}", rollout=0, attempt=0, evaluation=True, **fields)
     await site.sessions.open(session)
     return key
 
@@ -89,6 +92,7 @@ async def through_gateways(site: Site, load: Load, kind: type[Speaker], *, apart
             for text, speaker.most in zip(load.texts(number), load.answers(number), strict=True):
                 speaker.say(text)
                 said.append(await asked(http, url, key, speaker))
+                assert said[-1].drawn == speaker.most, "each way draws as many tokens"
                 key = await opened(site, load, number) if apart else key
             async with http.post(f"{url}/v1/session/end", json={"reward": 0.0}, headers={"Authorization": f"Bearer {key}"}) as response:
                 response.raise_for_status()
@@ -187,6 +191,11 @@ async def oversubscribed(site: Site, url: str, load: Load, repetitions: int) -> 
                 await engine.transport.post("/flush_cache", None, 30, "nothing is measured")
                 begun = time.monotonic()
                 said = await ways[name]()
+                print(
+                    f"{time.strftime('%H:%M:%S')} {name}: {load.tokens / (time.monotonic() - begun):,.0f} tokens/s",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 if repetition >= 0:
                     paces[name].append(load.tokens / (time.monotonic() - begun))
                     computed += [sum(one.prompt - one.cached for one in said)] if said else []
