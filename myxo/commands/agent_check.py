@@ -161,10 +161,13 @@ class ScriptedModel:
         self.base_url = f"http://{host}:{port}/v1"
         return runner
 
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
+    def script_of(self, request: web.Request) -> Script | None:
+        """Returns the script of a request's key; None where it opens no session."""
         key = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
-        script = self._scripts.get(key) or self._scripts.get("")
-        if script is None:
+        return self._scripts.get(key) or self._scripts.get("")
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if (script := self.script_of(request)) is None:
             return web.json_response({"error": {"message": "this key opens no session", "type": "authentication_error"}}, status=401)
         if request.path == "/v1/models":
             return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})

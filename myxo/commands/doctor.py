@@ -6,6 +6,7 @@ own. With a config the checks of `myxo.preflight` are asked as well, as `myxo up
 
 import argparse
 import asyncio
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -301,24 +302,21 @@ async def _nats(url: str) -> Diagnosis:
     except (BadInput, MyxoError) as error:
         return Diagnosis("nats", "fault", str(error), "docker compose up -d nats, or unset NATS_URL for one that Myxo starts")
     try:
-        account = await asyncio.wait_for(bus.js.account_info(), ANSWER_SECONDS)
+        async with contextlib.aclosing(bus):
+            account = await asyncio.wait_for(bus.js.account_info(), ANSWER_SECONDS)
     except (JetStreamError, nats.errors.Error, *TRANSIENT) as error:
         found = f"{redacted(url)} answers, and its JetStream does not: {str(error) or type(error).__name__}"
         return Diagnosis("nats", "fault", found, "start it with JetStream: nats-server -js -sd DIRECTORY; its account needs it, too")
-    finally:
-        await bus.close()
     return Diagnosis("nats", "ok", f"{redacted(url)}: JetStream with {account.streams} streams, {account.storage >> 20} MiB on disk")
 
 
 async def _store(url: str) -> list[Diagnosis]:
     await check_store(url)
-    store = Store(url)
     try:
-        [server] = await store.commands("the server's state", [("INFO", "everything")], ANSWER_SECONDS)
+        async with contextlib.aclosing(Store(url)) as store:
+            [server] = await store.commands("the server's state", [("INFO", "everything")], ANSWER_SECONDS)
     except (MyxoError, RedisError):  # an account of a service may not ask
         return [Diagnosis("store", "ok", f"{redacted(url)} answers")]
-    finally:
-        await store.close()
     state: dict[str, Any] = server
     name = f"{redacted(url)}: {state.get('server_name', 'redis')} {state.get('valkey_version') or state.get('redis_version', '')}"
     found = [Diagnosis("store", "ok", name)]

@@ -134,7 +134,8 @@ async def _bus(run: str | None, stack: contextlib.AsyncExitStack, reason: str, e
     url = addresses.nats_url()
     if not url:
         raise ConfigError("NATS_URL", url, f"required in the environment {reason}: nats://[user:password@]host:port")
-    return await stack.enter_async_context(await connect(url, run, "give nats://[user:password@]host:port of the run's server"))
+    bus = await connect(url, run, "give nats://[user:password@]host:port of the run's server")
+    return await stack.enter_async_context(contextlib.aclosing(bus))
 
 
 def schemas(parsed: argparse.Namespace, console: Console) -> int:

@@ -4,7 +4,7 @@ import argparse
 import asyncio
 from dataclasses import asdict
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 from rich.console import Console
 from rich.text import Text
@@ -37,8 +37,11 @@ def declare(command: argparse.ArgumentParser) -> None:
 
 
 def _run(parsed: argparse.Namespace, console: Console) -> int:
-    if parsed.engine is not None and urlsplit(parsed.engine).scheme not in ("http", "https"):
-        raise ConfigError("--engine", parsed.engine, "http://host:port of a running SGLang server")
+    try:
+        if parsed.engine is not None:
+            urlopen(f"{parsed.engine.rstrip('/')}/health", timeout=SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError("--engine", parsed.engine, f"http://host:port of a running SGLang server; no reply: {error}") from None
 
     def report(result: Check) -> None:
         if not parsed.json:

@@ -246,7 +246,8 @@ def submit(path: Path, arguments: list[str], console: Console) -> int:
     with contextlib.suppress(MyxoError, *BUS_ERRORS):  # which the checks below report
         reading = config_reading.read(path, source.given.overrides)
         if reading.config is not None and not (reading.problems or source.given.problems):
-            run, asked = reading.config.run.name, hashlib.sha256(f"{__version__} {reading.config.model_dump_json()}".encode()).hexdigest()
+            values = f"{__version__} {redacted(given.redis_url or '')} {reading.config.model_dump_json()}"
+            run, asked = reading.config.run.name, hashlib.sha256(values.encode()).hexdigest()
             if given.nats_url is not None and asyncio.run(_is_made(given.nats_url, run, asked)):
                 console.print(f"Run {run} is on {redacted(given.nats_url)} already, with these values: nothing is to do.", soft_wrap=True)
                 return exit_codes.DONE
@@ -268,14 +269,14 @@ def submit(path: Path, arguments: list[str], console: Console) -> int:
 
 
 async def _is_made(nats_url: str, run: str, asked: str) -> bool:
-    async with await connect(nats_url, run) as bus:
+    async with contextlib.aclosing(await connect(nats_url, run)) as bus:
         return await runs.is_made(bus, run, asked)
 
 
 async def _submit(config: RunConfig, nats_url: str, redis_url: str, vocabulary: int, asked: str) -> None:
     await check_store(redis_url)
     with told_when_lost():
-        async with await connect(nats_url, config.run.name) as bus:
+        async with contextlib.aclosing(await connect(nats_url, config.run.name)) as bus:
             await runs.create(bus, config, redis_url, vocabulary, asked=asked)
 
 

@@ -18,11 +18,8 @@ def lines(inspection: Inspection, tried: Sequence[Check]) -> Iterator[tuple[str,
     """Yields the lines, each with its head. ``tried``: the results of the user's own functions."""
     config, shape = inspection.config, inspection.architecture
     trainer, rollout, steps = config.trainer, config.rollout, config.rollout.num_rollout
-    yield (
-        "run",
-        f"{config.run.name}, in {config.run.root}: {steps} steps"
-        + (f", after {config.sft.sft_steps} of sft" if config.sft.sft_data else ""),
-    )
+    sft = f", after {config.sft.sft_steps} of sft" if config.sft.sft_data else ""
+    yield "run", f"{config.run.name}, in {config.run.root}: {steps} steps{sft}"
     size = "" if shape is None else f", {total_parameters(shape) / 1e9:.3g} billion parameters"
     yield "model", f"{config.model.hf_checkpoint}{size}, trained in {trainer.train_dtype}"
     yield "layout", "; ".join(_layout(inspection))
@@ -31,9 +28,8 @@ def lines(inspection: Inspection, tried: Sequence[Check]) -> Iterator[tuple[str,
     prompts = config.data.data_source or ("none" if inspection.training is None else f"{len(inspection.training):,} prompts")
     yield "data", f"{prompts}{'; held out ' if sets else ''}{', '.join(sets)}"
     samples, prompt = rollout.rollout_batch_size * rollout.n_samples_per_prompt, inspection.longest_prompts.get("data.prompt_data", 0)
-    most = (
-        f"at most {samples * (prompt + rollout.rollout_max_response_len):,} tokens ({prompt} + {rollout.rollout_max_response_len} a sample)"
-    )
+    length = rollout.rollout_max_response_len
+    most = f"at most {samples * (prompt + length):,} tokens ({prompt} + {length} a sample)"
     groups = f"{rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} = {samples:,} samples"
     yield "a step", f"{groups}, {most}, optimizer steps: {trainer.num_steps_per_rollout}"
     yield "reward", config.reward.custom_rm_path or config.reward.rm_type or "of each prompt's own"
@@ -60,11 +56,8 @@ def _layout(inspection: Inspection) -> Iterator[str]:
 
 def _memory(inspection: Inspection) -> Iterator[str]:
     config, gpu_bytes = inspection.config, devices.gpu_bytes()
-    if (
-        "cuda" in map(devices.resolve, (config.trainer.train_device, config.rollout.rollout_device))
-        and gpu_bytes
-        and inspection.architecture
-    ):
+    where = map(devices.resolve, (config.trainer.train_device, config.rollout.rollout_device))
+    if "cuda" in where and gpu_bytes and inspection.architecture:
         for need in RunPlan(config, inspection.architecture, gpu_bytes, inspection.critic).needs:
             yield f"{need.of} {need.total / GB:.1f} of {need.available / GB:.1f} GB"
     elif inspection.model_size is not None:

@@ -254,7 +254,8 @@ class Launch:
         self._log.info("servers_started")
         try:
             inbox = Subjects(self._run).inbox("operator")
-            async with await Bus.connect(self._servers.nats_url, name=f"{self._run}/launcher", inbox=inbox) as bus:
+            bus = await Bus.connect(self._servers.nats_url, name=f"{self._run}/launcher", inbox=inbox)
+            async with contextlib.aclosing(bus):
                 with told_when_lost():
                     return await self._with_bus(bus)
         finally:
@@ -374,8 +375,8 @@ class Launch:
 
     async def _poll(self, bus: Bus, supervisor: Supervisor) -> None:
         """Reads the registry and the run's phase, publishes restarts and waits, notes when bus or store do not answer, until cancelled."""
-        registry, store, renewed = Registry(bus, self._run), Store(self._servers.redis_url), float("-inf")
-        try:
+        registry, renewed = Registry(bus, self._run), float("-inf")
+        async with contextlib.aclosing(Store(self._servers.redis_url)) as store:
             while True:
                 try:
                     if time.monotonic() - renewed >= self._config.bus.registry_ttl / HEARTBEATS:
@@ -397,8 +398,6 @@ class Launch:
                 except (RedisError, *BUS_ERRORS) as error:
                     self._note_gone(STORE, error)
                 await asyncio.sleep(POLL_SECONDS)
-        finally:
-            await store.close()
 
     async def _watch_alarms(self, bus: Bus) -> None:
         """Keeps the alarms that stand, and the size of the logs, until cancelled. A bus that is away is a wait, which others report."""

@@ -1,6 +1,7 @@
 """`myxo up` on a node other than the first: its part of trainer, critic and engines alone, until the run has ended."""
 
 import asyncio
+import contextlib
 import itertools
 import os
 import signal
@@ -118,7 +119,7 @@ class NodeLaunch:
             loop.add_signal_handler(signum, self._signals.append, signum)
         run = self._config.run.name
         name, inbox = f"{run}/node-{self._rank}", Subjects(run).inbox("operator")
-        async with await Bus.connect(self._nats_url, name, inbox=inbox) as bus:
+        async with contextlib.aclosing(await Bus.connect(self._nats_url, name, inbox=inbox)) as bus:
             if not await self._run_is_there(bus):
                 return 128 + self._signals[0]
             await runs.refuse_differences(bus, self._config)

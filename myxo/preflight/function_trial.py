@@ -7,6 +7,7 @@ back is read as a run reads it. ``breakpoint()`` opens the debugger on this term
 import asyncio
 import contextlib
 import importlib.util
+import json
 import os
 import sys
 import tempfile
@@ -88,13 +89,18 @@ class CannedEngine(ScriptedModel):
         return ids[:most], [-0.2 - 0.1 * (at % 7) for at in range(len(ids[:most]))], "stop" if len(ids) <= most else "length"
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        if request.path != "/generate" and (self._url is None or request.path != "/v1/chat/completions"):
+        script = self.script_of(request) if request.path == "/v1/chat/completions" and self._url is not None else None
+        if request.path != "/generate" and script is None:
             return await super()._answer(request)
         asked: dict[str, Any] = await request.json()
         prompt = asked.get("input_ids") or self._tokenizer.encode(str(asked.get("text", ""))).tolist()
         if self._url is not None:
             async with aiohttp.request("POST", self._url.rstrip("/") + request.path, json=asked) as answer:
-                given, status = await answer.json(), answer.status
+                body, status, kind = await answer.read(), answer.status, answer.content_type
+            if script is not None:
+                script.asked += 1
+                return web.Response(body=body, status=status, content_type=kind)
+            given = json.loads(body)
         else:
             ids, log_probs, finish = self.sampled(int((asked.get("sampling_params") or {}).get("max_new_tokens", 1 << 20)))
             meta = {"finish_reason": {"type": finish}, "prompt_tokens": len(prompt), "completion_tokens": len(ids), "cached_tokens": 0}
@@ -257,14 +263,8 @@ class FunctionTrial(CheckSuite):
         label = Reference(prompt.label, prompt.label_json).value
         begun = HookSample(index=index, rollout_id=index, prompt=text, tokens=prompt.tokens.tolist(), label=label, metadata=prompt.metadata)
         self._say(group, group + index)
-        call: dict[str, Any] = {
-            "verb": "generate",
-            "field": GENERATE,
-            "path": self._named[GENERATE],
-            "sample": packed(begun),
-            "token": "try",
-        }
-        call |= {"sampling_params": sampling_params(Arguments(config)), "evaluation": False, "seconds": self._seconds}
+        call: dict[str, Any] = {"verb": "generate", "field": GENERATE, "path": self._named[GENERATE], "sample": packed(begun)}
+        call |= {"token": "try", "sampling_params": sampling_params(Arguments(config)), "evaluation": False, "seconds": self._seconds}
         answer = await self._ask("services.rollout.function_worker", {**call, "engine": [address.hostname, address.port]})
         limits = SampleLimits(shape.vocab_size if shape else 1 << 31, log_probs_reader=config.log_probs_reader)
         for position, fields in enumerate(answer["samples"]):

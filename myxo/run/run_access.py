@@ -83,11 +83,8 @@ async def check_store(url: str) -> None:
     """Refuses a Redis URL without a server."""
     expected = "give redis://[user:password@]host:port or unix:///path/to/socket, or unset it for an embedded Valkey"
     try:
-        store = Store(url)
-        try:
+        async with contextlib.aclosing(Store(url)) as store:
             await store.ping(deadline=ANSWER_SECONDS)
-        finally:
-            await store.close()
     except (ValueError, StoreUnreachable, RedisError) as error:
         raise ConfigError("REDIS_URL", redacted(url), f"{error}; {expected}") from error
 
@@ -105,7 +102,7 @@ def pinned_config(config: RunConfig, hub: Hub, *, fresh: bool) -> RunConfig:
 
 
 async def _pins_on_bus(url: str, run: str) -> dict[str, str]:
-    async with await connect(url, run) as bus:
+    async with contextlib.aclosing(await connect(url, run)) as bus:
         try:
             return hub_resolve.pins(await runs.load(bus, run))
         except runs.NoSuchRun:
@@ -159,7 +156,7 @@ async def _reached(run: str, directory: Path, stack: contextlib.AsyncExitStack) 
     name, files = find(run, directory)
     given = given_servers().nats_url
     if given is not None:
-        bus = await stack.enter_async_context(await connect(given, name))
+        bus = await stack.enter_async_context(contextlib.aclosing(await connect(given, name)))
         if not await streams.exists(bus, name):
             if files is not None and (lost := files.without_streams(name, None)):
                 raise ConfigError("RUN", run, lost)
@@ -177,7 +174,7 @@ async def _reached(run: str, directory: Path, stack: contextlib.AsyncExitStack) 
             raise ConfigError("RUN", run, f"{files.without_streams(name, None) or f'{files.root} holds no streams'}; {elsewhere}")
         stack.enter_context(files.held())
         url, guest_url = _served(EmbeddedNats(files.nats, rights_of(CONSOLE, name)), stack)
-    bus = await stack.enter_async_context(await Bus.connect(url, name="myxo"))
+    bus = await stack.enter_async_context(contextlib.aclosing(await Bus.connect(url, name="myxo")))
     return Access(name, await _config(bus, name, files), bus, files, live=servers is not None, guest_url=guest_url)
 
 
@@ -218,12 +215,8 @@ async def _settled(files: RunDirectory) -> ServerUrls | None:
 @contextlib.asynccontextmanager
 async def payloads(access: Access) -> AsyncIterator[Store]:
     """Opens the store of the run's payloads, for as long as the body runs. Raises as `payload_url` does."""
-    async with payload_url(access) as url:
-        store = Store(url, access.run)
-        try:
-            yield store
-        finally:
-            await store.close()
+    async with payload_url(access) as url, contextlib.aclosing(Store(url, access.run)) as store:
+        yield store
 
 
 @contextlib.asynccontextmanager

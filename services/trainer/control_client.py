@@ -277,13 +277,9 @@ class ControlClient:
     async def _live(self) -> None:
         self.service = service = await connect(self._name, role="trainer")  # before anything that uses it is started
         self._ended = asyncio.Event()
-        try:
-            async with attended(service), service.background(self._look(), self._follow_evaluations()):
-                self._started.set_result(None)
-                await self._ended.wait()
-        finally:
-            await service.store.close()
-            await service.bus.close()
+        async with contextlib.aclosing(service), attended(service), service.background(self._look(), self._follow_evaluations()):
+            self._started.set_result(None)
+            await self._ended.wait()
 
     async def _read_registry(self) -> None:
         service, registry = self.service, self.service.registry

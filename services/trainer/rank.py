@@ -87,12 +87,8 @@ def read_run() -> tuple[RunConfig, str]:
     """Returns the run's config and the store's URL, read from the bus."""
 
     async def read() -> tuple[RunConfig, str]:
-        service = await connect("trainer")
-        try:
+        async with contextlib.aclosing(await connect("trainer")) as service:
             return service.config, service.redis_url
-        finally:
-            await service.store.close()
-            await service.bus.close()
 
     return asyncio.run(read())
 

@@ -1,6 +1,7 @@
 """A node of a trainer over several: its agent (`shared.nodes`) as a service, and the ranks that the agent starts for each attempt."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -102,13 +103,9 @@ async def _serve(name: str, role: str, rank: int, module: str) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, service.stopping.set)
-    try:
-        async with attended(service):
-            trainer = service.config.trainer
-            nodes, share = trainer.nodes(role), trainer.ranks_per_node(role)
-            ranks = NodeRanks(rank, nodes, share, (module, role), rank_environment)
-            job = service.subjects.trainer_nodes(role)
-            return await NodeAgent(service, job, rank, nodes, trainer.node_timeout, ranks).run()
-    finally:
-        await service.store.close()
-        await service.bus.close()
+    async with contextlib.aclosing(service), attended(service):
+        trainer = service.config.trainer
+        nodes, share = trainer.nodes(role), trainer.ranks_per_node(role)
+        ranks = NodeRanks(rank, nodes, share, (module, role), rank_environment)
+        job = service.subjects.trainer_nodes(role)
+        return await NodeAgent(service, job, rank, nodes, trainer.node_timeout, ranks).run()

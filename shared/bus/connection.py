@@ -12,7 +12,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import nats.errors
 import nats.js.errors
@@ -128,16 +128,12 @@ class NatsClient:
         finally:
             await cancelled([asked, restored])
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
     async def close(self) -> None:
         """Closes without waiting for anything in flight. A connection that breaks meanwhile counts as closed."""
         with contextlib.suppress(OSError, nats.errors.Error):
             await self.connection.close()
+
+    aclose = close  # for contextlib.aclosing
 
     def raise_if_refused(self, start: float, *subjects: str) -> None:
         """Raises NotPermitted if the server has refused this client a subject with one of these prefixes since ``start`` (monotonic)."""

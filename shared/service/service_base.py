@@ -73,6 +73,11 @@ class Service:
         self.http = self.engine = self.detail = self.holding = ""
         self._spawned: set[asyncio.Task[None]] = set()
 
+    async def aclose(self) -> None:
+        """Closes its connections."""
+        await self.store.close()
+        await self.bus.close()
+
     def status(self) -> ServiceStatus:
         """Returns what the registry shows of this service now."""
         if self.state != self._stated:
@@ -261,19 +266,15 @@ async def _serve(name: str, body: Callable[[Service], Awaitable[None]], settled:
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, service.stopping.set)
-    try:
-        async with attended(service):
-            work = asyncio.ensure_future(body(service))
-            stop = asyncio.ensure_future(service.stopping.wait())
-            await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({work}, timeout=STOP_SECONDS)
-            work.cancel()
-            stop.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await work
-    finally:
-        await service.store.close()
-        await service.bus.close()
+    async with contextlib.aclosing(service), attended(service):
+        work = asyncio.ensure_future(body(service))
+        stop = asyncio.ensure_future(service.stopping.wait())
+        await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({work}, timeout=STOP_SECONDS)
+        work.cancel()
+        stop.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await work
 
 
 def run(name: str, body: Callable[[Service], Awaitable[None]], settled: Callable[[Service], None] = lambda _: None) -> NoReturn:

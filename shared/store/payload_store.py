@@ -173,6 +173,8 @@ class Store:
                 self._blobs.result().close()
         await self._client.aclose()
 
+    aclose = close  # for contextlib.aclosing
+
     async def _blob_connection(self) -> BlobConnection:
         """Returns the connection for blobs, and makes one where there is none (any more)."""
         opened = self._blobs

@@ -53,7 +53,7 @@ def test_a_run_without_a_trainer_feeds_one_without_engines(small_run: Callable[.
     rest = trained(config, "trains", *dumps, *policies, "--lr", "2e-4", "--eps-clip", "0.1")
     log = (tmp_path / "runs" / "trains" / "logs" / "launcher.log").read_text()
     [change] = [line for line in map(json.loads, log.splitlines()) if line["event"] == "values_changed"]
-    assert (change["step"], change["changed"]) == (2, ["algorithm.eps_clip: 0.2 → 0.1", "trainer.lr: 0.0001 → 0.0002"])
+    assert (change["step"], change["changed"]) == (2, ["trainer.lr: 0.0001 → 0.0002", "algorithm.eps_clip: 0.2 → 0.1"])
     assert [step["lr"] for step in first + rest] == pytest.approx([1e-4, 1e-4, 2e-4])
     assert [step["step"] for step in rest] == [2]  # it continues from its checkpoint
     assert [step["reward"] for step in first + rest] == [mean_reward(file) for file in files]
