@@ -60,7 +60,7 @@ def check_tokenizer(inspection: Inspection) -> Findings:
 
 
 def _unread_variables(tokenizer: Tokenizer, field: str, given: Mapping[str, Any]) -> Iterator[Note]:
-    words = set(re.findall(r"\w+", " ".join([*tokenizer.templates.values(), str(given.get("chat_template"))])))
+    words = tokenizer.template_words | set(re.findall(r"\w+", str(given.get("chat_template"))))
     for name in given:
         if name == "messages" or (name != "chat_template" and name not in words):
             yield Note(f"{field}.{name} changes nothing: the model's chat template reads no such variable")

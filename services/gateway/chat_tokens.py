@@ -80,13 +80,27 @@ class RendererTokenizer:
         return [self._tokenizer.token_id(token) for token in tokens]
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, add_generation_prompt: bool = False, **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Any = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        **variables: Any,
     ) -> list[int]:
-        """Returns the ids of the rendered messages. Raises ConfigError where the template refuses them."""
+        """Returns the ids of the rendered messages; with ``continue_final_message`` up to the end of the last one's content. Raises
+        ConfigError where the template refuses them."""
         for option in ("tokenize", "return_dict"):
             variables.pop(option, None)
         given = {**self._variables, **variables, "tools": tools, "add_generation_prompt": add_generation_prompt}
         text = self._tokenizer.render(in_call_form(self._tokenizer, messages, given), given)
+        if continue_final_message:
+            content = messages[-1]["content"]
+            before, said, _ = text.rpartition(
+                content if content in text else content.strip() or "\0"
+            )  # templates may leave out white space
+            if not said or not content.strip():
+                raise ConfigError("messages", content, "the last message, the assistant's, has no text to continue that the template shows")
+            text = before + said
         return self._control.encode(text).tolist()
 
 
@@ -127,6 +141,8 @@ SYSTEM: tuple[Messages, Messages] = ([_BRIEF, _ASKED], ())
 # Calls as JSON between marks, as most templates have them
 JSON_CALL = re.compile(r'(<[^<>]+>\s*\{"name": ")add(", "arguments": )\{"a": 1, "b": 2\}(\}\s*</[^<>]+>)')
 THINKING, THOUGHT_END = "<think>", "</think>"
+# Names that requests give no template a value for; the most chat forms with variables of requests that are kept
+RESERVED, MOST_VARIED = frozenset({"messages", "tools", "documents", "chat_template", "add_generation_prompt"}), 16
 # What a renderer raises for what it cannot read
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError)
 # Parsers of tool calls for templates of no known family, by what stands in them
@@ -164,7 +180,7 @@ class ChatTokens:
     """The chat form of one model.
 
     Args:
-        model: its checkpoint directory. variables: of the run for the chat template.
+        model: its checkpoint directory, or tokenizer. variables: of the run for the chat template.
         control_tokens: what those are that clients' texts spell: ``text``, or control tokens (``as_written``).
 
     Attributes:
@@ -177,10 +193,14 @@ class ChatTokens:
 
     LETTER = "x"
 
-    def __init__(self, model: Path, variables: Mapping[str, Any], control_tokens: Literal["text", "as_written"] = "text") -> None:
+    def __init__(
+        self, model: Path | Tokenizer, variables: Mapping[str, Any], control_tokens: Literal["text", "as_written"] = "text"
+    ) -> None:
         from renderers import DefaultRendererConfig, create_renderer  # it takes seconds, and only gateways have the package
 
-        self.tokenizer = Tokenizer(model)
+        self.tokenizer = model if isinstance(model, Tokenizer) else Tokenizer(model)
+        self._control_tokens: Literal["text", "as_written"] = control_tokens
+        self._varied, self._varying = OrderedDict[str, ChatTokens](), threading.Lock()
         self.has_template = self.tokenizer.has_chat_template
         self._control = self.tokenizer.control_tokens[control_tokens]
         adapter = RendererTokenizer(self.tokenizer, variables, self._control)
@@ -200,6 +220,23 @@ class ChatTokens:
         self._strips = False
         reasoning = self.parse_tokens([], self.tokenizer.encode(THOUGHT).tolist(), ()).reasoning
         self._strips, self.streams_text = reasoning == "a", reasoning == "a" or self.family == "default"
+
+    def varied(self, variables: Mapping[str, Any]) -> "ChatTokens":
+        """Returns the chat form with a request's variables over the run's; the newest are kept, to make one takes a moment. Raises
+        TurnRefused for one that the template does not read."""
+        if not variables:
+            return self
+        for name in variables:
+            if name in RESERVED or name not in self.tokenizer.template_words:
+                message = "the model's chat template reads no such variable"
+                raise TurnRefused(400, message, field=f"chat_template_kwargs.{name[:80]}", code="invalid_value")
+        key = json.dumps(variables, sort_keys=True)
+        with self._varying:
+            found = self._varied.pop(key, None) or ChatTokens(self.tokenizer, {**self._variables, **variables}, self._control_tokens)
+            self._varied[key] = found
+            if len(self._varied) > MOST_VARIED:
+                self._varied.popitem(last=False)
+            return found
 
     def _differs_with_tools(self) -> bool:
         [messages, _] = PROBES[0]
@@ -224,13 +261,18 @@ class ChatTokens:
 
     def render(self, messages: Messages, tools: Messages, place: str = "messages", turns: Iterable[Turn] = ()) -> NDArray[np.int32]:
         """Returns the prompt of a conversation's next turn: int32 [P]. Raises TurnRefused where the template does not take it. ``place``:
-        the body's field with the conversation. ``turns``: of the session: what they sampled stays in the assistant's messages."""
+        the body's field with the conversation, whose last message is continued where it is the assistant's. ``turns``: of the session: what
+        they sampled stays in the assistant's messages."""
         if not self.has_template:
             raise TurnRefused(400, "the model has no chat template; ask /inference/v1/generate with token ids", code="no_chat_template")
         given = list(tools) or None
         try:
             formed = in_call_form(self.tokenizer, messages, {**self._variables, "tools": given})
-            found = self._render(self._guarded(formed, turns), tools=self._control.guarded(given), add_generation_prompt=True)
+            guarded, shown = self._guarded(formed, turns), self._control.guarded(given)
+            if messages[-1]["role"] == "assistant":
+                found = self._by_template(guarded, tools=shown, continue_final_message=True)
+            else:
+                found = self._render(guarded, tools=shown, add_generation_prompt=True)
         except (ConfigError, *UNREADABLE) as error:
             reason = self._control.plain(str(getattr(error, "expected", error)))  # without the messages themselves, which may be long
             raise TurnRefused(400, f"the model's chat template refuses them: {reason[:300]}", field=place) from None

@@ -35,7 +35,8 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 def digests(messages: Messages, tools: Messages) -> list[str]:
-    """Returns the digest of each beginning of a conversation, by its number of messages: the first is that of none."""
+    """Returns the digest of each beginning of a conversation, by its number of messages: the first is that of none. ``tools``: and what
+    else its prompts depend on (`ChatTurn.setting`)."""
     running = hashlib.sha256(_canonical(list(tools)))
     found = [running.hexdigest()]
     for message in messages:
@@ -180,7 +181,12 @@ class TurnAnswers:
 
     def chat(self, turn: Turn, session: Session, asked: ChatTurn) -> TurnResult:
         """Returns the next message of a conversation."""
-        parsed = self._chat.parse(turn, asked.tools)
+        chat, begun = self._chat.varied(asked.variables), asked.prefill.lstrip()
+        parsed = chat.parse(turn, asked.tools)
+        if begun:  # parsers leave out white space where an answer begins, and there it does not
+            completion = [*self._chat.tokenizer.encode(begun).tolist(), *turn.completion.tolist()]
+            whole = chat.parse_tokens(turn.prompt.tolist(), completion, asked.tools)
+            parsed = replace(whole, content=whole.content[len(begun) :]) if whole.content.startswith(begun) else parsed
         if asked.tool_choice == "none" or not asked.tools:
             parsed = replace(parsed, content=parsed.content + "".join(call.text for call in parsed.calls), calls=())
         return self._answer(turn, parsed, stops_of(session, asked), spelled=asked.logprobs)
@@ -212,7 +218,7 @@ class TurnAnswers:
                 prompt=turn.prompt,
                 completion=turn.completion,
                 logprobs=turn.log_probs,
-                texts=self._chat.tokenizer.pieces(turn.completion) if spelled else (),
+                texts=self._chat.tokenizer.token_bytes(turn.completion) if spelled else (),
             ),
         )
 

@@ -25,9 +25,10 @@ PATIENCE = 1.1
 
 
 class TurnText:
-    """The text of one turn, sent piece by piece. ``prompt``: token ids. ``stops``: strings that end the turn."""
+    """The text of one turn, sent piece by piece. ``prompt``: token ids. ``stops``: strings that end the turn. ``whole``: nothing is
+    sent before its end."""
 
-    def __init__(self, chat: ChatTokens, prompt: Sequence[int], tools: Messages, stops: Sequence[str]) -> None:
+    def __init__(self, chat: ChatTokens, prompt: Sequence[int], tools: Messages, stops: Sequence[str], *, whole: bool = False) -> None:
         self._chat, self._prompt, self._tools, self._stops = chat, list(prompt), tools, stops
         self._ids: list[int] = []
         self._reasoning, self._content = "", ""  # what was sent
@@ -35,7 +36,7 @@ class TurnText:
         self._text = ""  # of the channel that is open
         self._read = 0  # tokens of which the text is made
         self._next_read = 0
-        self._frozen = not chat.streams_text  # nothing is sure any more before the turn's end
+        self._frozen = whole or not chat.streams_text  # nothing is sure any more before the turn's end
 
     def add(self, tokens: Sequence[int]) -> list[TurnDelta]:
         """Returns what is sure by these further tokens, and was not before."""

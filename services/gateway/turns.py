@@ -28,7 +28,7 @@ from services.gateway.turn_decisions import (
     unconstrained,
 )
 from services.gateway.turn_text import TurnText
-from services.gateway.wire.request import ChatTurn, TokenTurn, TurnRefused, TurnResult, assistant_message, overlong_prompt
+from services.gateway.wire.request import ChatTurn, TokenTurn, TurnRefused, TurnResult, overlong_prompt
 from shared.config.service_sections import GatewaySection
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import put_off
@@ -244,7 +244,9 @@ class Turns:
 
     def text(self, log: SessionLog, asked: ChatTurn, live: LiveTurn) -> TurnText:
         """Returns the text of a turn as it is sampled."""
-        return TurnText(self._chat, live.prompt, asked.tools, stops_of(log.session, asked))
+        return TurnText(
+            self._chat.varied(asked.variables), live.prompt, asked.tools, stops_of(log.session, asked), whole=bool(asked.prefill)
+        )
 
     async def tokens(self, log: SessionLog, asked: TokenTurn) -> TurnResult:
         """Returns the tokens that follow a prompt. Raises TurnRefused."""
@@ -273,6 +275,8 @@ class Turns:
 
     async def _prompt(self, log: SessionLog, asked: ChatTurn) -> TurnPrompt:
         """Returns a turn's prompt; other requests do not wait while a long one is made. Raises TurnRefused."""
+        if asked.variables:
+            await asyncio.to_thread(self._chat.varied, asked.variables)
         length = self._chat.text_bytes(asked.messages, asked.tools)
         if length > self._replicas.context * self._chat.tokenizer.longest_token:
             raise overlong_prompt(length, self._replicas.context - 1, asked.place, "bytes of text")
@@ -282,12 +286,18 @@ class Turns:
 
     def _made(self, log: SessionLog, asked: ChatTurn) -> TurnPrompt:
         """Carries on the turn that the conversation continues from, where that can be done with its very ids; else renders it anew."""
-        found = continued(log.turns.values(), asked.messages, asked.tools, lambda turn: self._chat.parse(turn, asked.tools).reasoning)
+        chat, place, turns = self._chat.varied(asked.variables), asked.place, log.turns.values()
+        asking = asked.messages[:-1] if asked.prefill else asked.messages
+        found = continued(turns, asking, asked.setting, lambda turn: chat.parse(turn, asked.tools).reasoning)
         if found is not None:
             turn, further = found
-            if (bridged := self._chat.bridge(turn, further, asked.tools)) is not None:
-                return TurnPrompt(bridged, turn)
-        tokens = self._chat.render(asked.messages, asked.tools, asked.place, log.turns.values())
+            if (bridged := chat.bridge(turn, further, asked.tools)) is not None:
+                if not asked.prefill:
+                    return TurnPrompt(bridged, turn)
+                before, begun = (chat.render(messages, asked.tools, place, turns) for messages in (asking, asked.messages))
+                if np.array_equal(begun[: len(before)], before):
+                    return TurnPrompt(np.concatenate([bridged, begun[len(before) :]]), turn)
+        tokens = chat.render(asked.messages, asked.tools, place, turns)
         return TurnPrompt(tokens, log.extended(tokens))
 
     # --- generating
@@ -299,7 +309,7 @@ class Turns:
             self._chat.stop_ids,
         )
         sampling = turn_sampling(log.session, asked.sampling, len(prompt.tokens), context, stop_ids, asked.place)
-        grammar = self._chat.grammar(asked, prompt.tokens) if isinstance(asked, ChatTurn) else ""
+        grammar = self._chat.varied(asked.variables).grammar(asked, prompt.tokens) if isinstance(asked, ChatTurn) else ""
         try:
             async with self.watch.turn(log, max(seconds, 0.1)):
                 begun = await self._begun(log, asked.request_id, prompt)
@@ -455,7 +465,7 @@ class Turns:
         turn = Turn(whole.request, whole.parent, *generated, finish, cached=cached, replica=whole.replica)
         if isinstance(asked, ChatTurn):
             result = self._answers.chat(turn, log.session, asked)
-            turn = replace(turn, conversation=digests([*asked.messages, assistant_message(result)], asked.tools)[-1])
+            turn = replace(turn, conversation=digests(asked.answered(result), asked.setting)[-1])
         recorded = {name: getattr(turn, name) for name in _RECORDED}
         return await self._sessions.append(log, TurnEnded(holder=self._holder, **recorded))
 

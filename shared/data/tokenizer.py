@@ -1,5 +1,6 @@
 """An HF checkpoint's tokenizer without transformers or torch: `tokenizers` for text, jinja2 for the chat template."""
 
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -74,6 +75,14 @@ class Tokenizer:
         """Returns the text of each token id by itself, special tokens included; part of a character is shown as U+FFFD."""
         return [str(self._tokenizer.decode([int(token)], skip_special_tokens=False)) for token in tokens]
 
+    def token_bytes(self, tokens: Sequence[int] | NDArray[np.int32]) -> list[bytes]:
+        """Returns the bytes of each token id by itself; of a part of a character too, where the vocabulary has letters for bytes."""
+        names = [self._tokenizer.id_to_token(int(token)) or "" for token in tokens]
+        return [
+            text.encode() if "\ufffd" not in text or (raw := _raw_bytes(name)) is None else raw
+            for name, text in zip(names, self.pieces(tokens), strict=True)
+        ]
+
     def shown(self, token: int) -> str:
         """Returns a token for a reader: its text and id."""
         return f"{self._tokenizer.id_to_token(token)} (id {token})"
@@ -115,6 +124,11 @@ class Tokenizer:
         return frozenset(token for token in found if token is not None)
 
     @cached_property
+    def template_words(self) -> frozenset[str]:
+        """Returns the words of the chat templates: a variable that is none of them is not read."""
+        return frozenset(re.findall(r"\w+", " ".join(self.templates.values())))
+
+    @cached_property
     def control_tokens(self) -> dict[str, ControlTokens]:
         """Returns what encodes rendered messages, by what control tokens are there that text of others spells: text, or as_written."""
         return {spelled: ControlTokens(self._tokenizer, spelled == "as_written") for spelled in ("text", "as_written")}
@@ -145,6 +159,18 @@ class Tokenizer:
             if ids:
                 return list(dict.fromkeys(ids))
         return [] if self.eos_id is None else [self.eos_id]
+
+
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+# The letters of byte-level vocabularies (GPT-2's): bytes that print are themselves, the others follow from 256 on
+_BYTES = {chr(one): one for one in _PRINTED} | {chr(256 + at): one for at, one in enumerate(sorted({*range(256)} - {*_PRINTED}))}
+
+
+def _raw_bytes(name: str) -> bytes | None:
+    """Returns the bytes of a token by its name in the vocabulary, ``<0xE2>`` or letters of bytes; None for another name."""
+    if len(name) == 6 and name.startswith("<0x"):
+        return bytes.fromhex(name[3:5])
+    return bytes(_BYTES[letter] for letter in name) if all(letter in _BYTES for letter in name) else None
 
 
 def _cleaned(text: str) -> str:

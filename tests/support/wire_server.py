@@ -20,7 +20,7 @@ TOKENS = TurnTokens(
     prompt=np.arange(5, dtype=np.int32),
     completion=np.asarray([7, 8, 9], np.int32),
     logprobs=np.asarray([-0.5, -1.25, 0.0], np.float32),
-    texts=["The ", "sum\ufffd", "é"],
+    texts=[b"The ", b"sum\xe2\x82", "é".encode()],
 )
 
 PLAIN = TurnResult(

@@ -46,6 +46,12 @@ class _ThinkingBlock(RequestFields):
     thinking: str
 
 
+class _RedactedThinkingBlock(RequestFields):
+    ECHOED = frozenset({"data"})
+
+    type: Literal["redacted_thinking"]
+
+
 class _ToolUseBlock(RequestFields):
     WITHOUT_EFFECT = frozenset({"cache_control"})
     ECHOED = frozenset({"caller", "toolset_name"})
@@ -66,7 +72,7 @@ class _ToolResultBlock(RequestFields):
 
 
 _UserBlock = Annotated[fields.TextPart | _ToolResultBlock, Field(discriminator="type")]
-_AssistantBlock = Annotated[fields.TextPart | _ThinkingBlock | _ToolUseBlock, Field(discriminator="type")]
+_AssistantBlock = Annotated[fields.TextPart | _ThinkingBlock | _RedactedThinkingBlock | _ToolUseBlock, Field(discriminator="type")]
 
 
 class _UserMessage(RequestFields):
@@ -164,9 +170,6 @@ class _MessageBody(_CountBody):
 def parse(body: bytes, request_id: str) -> ChatTurn:
     """Returns the turn that a body asks for. Raises TurnRefused."""
     asked, ignored = read_body(_MessageBody, body)
-    if asked.messages[-1].role == "assistant":
-        message = "the last message is the assistant's: answers begin at their beginning, prefill is not served"
-        raise TurnRefused(400, message, field="messages", code="unsupported_value")
     return ChatTurn(
         request_id=request_id,
         **_conversation(asked),
@@ -193,6 +196,7 @@ def _conversation(asked: _CountBody) -> dict[str, Any]:
     choice = asked.tool_choice or _ToolChoice(type="auto")
     return {
         "model": asked.model,
+        "variables": asked.chat_template_kwargs,
         "messages": messages,
         "tools": tools,
         "tool_choice": "none" if choice.type == "none" else "auto",

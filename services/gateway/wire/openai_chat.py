@@ -190,13 +190,15 @@ def parse(body: bytes, request_id: str) -> ChatTurn:
     messages = [message.chat() for message in asked.messages]
     fields.check_tool_results(messages, "messages")
     used = asked.tool_use([function_tool(tool.function.name, tool.function.description, tool.function.parameters) for tool in asked.tools])
+    most = min((given for given in (asked.max_tokens, asked.max_completion_tokens) if given), default=None)
     used["constraints"] += tuple(asked.response_format.constraint("response_format")) if asked.response_format else ()
     return ChatTurn(
         request_id=request_id,
         model=asked.model,
         messages=messages,
+        variables=asked.chat_template_kwargs,
         **used,
-        sampling=sampling(asked, asked.max_completion_tokens or asked.max_tokens, asked.temperature, asked.top_p, asked.stop),
+        sampling=sampling(asked, most, asked.temperature, asked.top_p, asked.stop),
         stream=asked.stream,
         stream_usage=asked.stream_options is not None and asked.stream_options.include_usage,
         logprobs=asked.logprobs,
@@ -214,7 +216,6 @@ def _check(asked: _ChatBody) -> None:
         (asked.presence_penalty != 0, "presence_penalty", f"expected 0: {UNCONSTRAINED}"),
         (bool(asked.logit_bias), "logit_bias", f"expected none: {UNCONSTRAINED}"),
         (asked.stream_options is not None and not asked.stream, "stream_options", "only with stream = true"),
-        (bool(asked.max_tokens and asked.max_completion_tokens), "max_tokens", "only one of max_tokens and max_completion_tokens"),
     )
 
 
@@ -340,9 +341,9 @@ def token_usage(usage: TurnUsage) -> dict[str, Any]:
 
 
 def token_logprobs(tokens: TurnTokens) -> list[dict[str, Any]]:
-    """Returns the log-prob of each sampled token, with its text; one that is a part of a character has no bytes of its own."""
+    """Returns the log-prob of each sampled token, with its text and bytes."""
     return [
-        {"token": text, "bytes": None if "\ufffd" in text else list(text.encode()), "logprob": logprob, "top_logprobs": []}
+        {"token": text.decode(errors="replace"), "bytes": list(text), "logprob": logprob, "top_logprobs": []}
         for text, logprob in zip(tokens.texts, tokens.logprobs.tolist(), strict=True)
     ]
 

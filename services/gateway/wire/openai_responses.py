@@ -134,6 +134,7 @@ def parse(body: bytes, request_id: str) -> ChatTurn:
         request_id=request_id,
         model=asked.model,
         messages=messages,
+        variables=asked.chat_template_kwargs,
         **used,
         sampling=sampling(asked, asked.max_output_tokens, asked.temperature, asked.top_p, ()),
         stream=asked.stream,

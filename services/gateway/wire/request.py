@@ -9,7 +9,7 @@ with the reasoning where the client keeps it; in Anthropic's with the arguments 
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, Literal
 
@@ -149,6 +149,7 @@ class ChatTurn:
         tools: functions, each ``{"type": "function", "function": {"name", "description", "parameters"}}``; the last two where given.
         tool_choice: ``none``: what looks like a call stays text.
         constraints: what the answer is to be held to.
+        variables: of the chat template, over the run's.
         stream, stream_usage: answered by events; whether chat completions have the usage in a last one.
         logprobs, token_ids, reasoning: the answer reports them. A client that has seen no reasoning sends none back.
         min_version: the least weight version that may sample it.
@@ -162,6 +163,7 @@ class ChatTurn:
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: Literal["auto", "none"] = "auto"
     constraints: tuple[Constraint, ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
     sampling: RequestedSampling = RequestedSampling()
     stream: bool = False
     stream_usage: bool = False
@@ -171,6 +173,24 @@ class ChatTurn:
     min_version: int = 0
     place: str = "messages"
     ignored: tuple[str, ...] = ()
+
+    @property
+    def prefill(self) -> str:
+        """Returns the beginning of the answer that the request gives: its last message, where that is the assistant's."""
+        last = self.messages[-1]
+        return str(last["content"]) if last["role"] == "assistant" else ""
+
+    @property
+    def setting(self) -> list[Any]:
+        """Returns what a prompt depends on beside its messages."""
+        return [*self.tools, *([{"variables": self.variables}] if self.variables else [])]
+
+    def answered(self, result: "TurnResult") -> list[Mapping[str, Any]]:
+        """Returns the conversation with the answer, which continues the assistant's message where that is the last."""
+        said = assistant_message(result)
+        if self.messages[-1]["role"] != "assistant":
+            return [*self.messages, said]
+        return [*self.messages[:-1], {**self.messages[-1], **said, "content": self.prefill + said["content"]}]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,13 +234,13 @@ class TurnUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnTokens:
-    """A turn's tokens. ``prompt``: int32 [P]; ``completion``: int32 [T]; ``logprobs``: float32 [T]; ``texts``: of each token, T strings,
-    where the answer reports log-probs."""
+    """A turn's tokens. ``prompt``: int32 [P]; ``completion``: int32 [T]; ``logprobs``: float32 [T]; ``texts``: the bytes of each token,
+    T of them, where the answer reports log-probs."""
 
     prompt: NDArray[np.int32]
     completion: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    texts: Sequence[str]
+    texts: Sequence[bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

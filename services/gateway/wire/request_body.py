@@ -88,9 +88,10 @@ class SamplingFields(RequestFields):
 
 
 class ChatSamplingFields(SamplingFields):
-    """The same for the chat formats, and by which weights."""
+    """The same for the chat formats, by which weights, and with which variables of the chat template."""
 
     min_version: Version = 0
+    chat_template_kwargs: AnyObject = {}
 
 
 class TextPart(RequestFields):
@@ -185,6 +186,7 @@ def check_tool_results(messages: Iterable[Mapping[str, Any]], field: str) -> Non
             open_calls = [call["id"] for call in message.get("tool_calls", ())]
             if len(set(open_calls)) < len(open_calls):
                 raise _misplaced(field, "two tool calls of one message have the same id")
+    _check_all_answered(open_calls, field)
     _check_all_answered(open_calls, field)
 
 

@@ -13,7 +13,7 @@ from services.gateway.chat_tokens import TOOL, ChatTokens
 from services.gateway.turn_decisions import digests
 from services.gateway.turns import Turns
 from services.gateway.wire import openai_chat
-from services.gateway.wire.request import assistant_message
+from services.gateway.wire.request import TurnRefused, assistant_message
 from shared.config.service_sections import GatewaySection
 from shared.runtime.traces import Traces
 from shared.schema.messages import Sampling
@@ -66,9 +66,9 @@ class Conversation:
         nothing: Any = None
         self._chat, self._turns = chat, Turns(nothing, nothing, nothing, chat, "m", "h", GatewaySection(), Traces())
 
-    def asked(self, messages: list[dict[str, Any]], text: str) -> dict[str, Any]:
+    def asked(self, messages: list[dict[str, Any]], text: str, **more: Any) -> dict[str, Any]:
         """Asks for the next message, for which ``text`` is drawn. Returns it as the client sees it."""
-        body = {"model": "m", "messages": messages, "tools": [TOOL]}
+        body = {"model": "m", "messages": messages, "tools": [TOOL], **more}
         turn = openai_chat.parse(json.dumps(body).encode(), f"r{len(self.log.turns)}")
         prompt = self._turns._made(self.log, turn)
         completion = np.asarray(self._chat.tokenizer.encode(text), np.int32)
@@ -76,7 +76,7 @@ class Conversation:
         parent = None if prompt.parent is None else prompt.parent.request
         whole = Turn(turn.request_id, parent, prompt.tokens, completion, log_probs, ((0, len(completion), 0),), "stop")
         result = self._turns._answers.chat(whole, self.log.session, turn)
-        conversation = digests([*turn.messages, assistant_message(result)], turn.tools)[-1]
+        conversation = digests(turn.answered(result), turn.setting)[-1]
         self.log.turns[whole.request] = Turn(**{**vars(whole), "conversation": conversation})
         return assistant_message(result)
 
@@ -136,3 +136,34 @@ def test_calls_and_their_results_are_one_conversation(chat: ChatTokens, sent_bac
     [found] = trajectories(conversation.log.turns.values())
     assert len(found.turns) == 60
     check(conversation.log.turns, [found])
+
+
+def test_an_answer_that_the_client_has_begun_is_continued(chat: ChatTokens) -> None:
+    """The client joins both parts, and the conversation stays one trajectory."""
+    conversation, messages = Conversation(chat), [{"role": "user", "content": "What is 2 + 2?"}]
+    messages += [conversation.asked(messages, "4<|im_end|>"), {"role": "user", "content": "and 3 + 3?"}]
+    begun = [*messages, {"role": "assistant", "content": "It is"}]
+    rest = conversation.asked(begun, " 6.<|im_end|>")
+    messages += [{"role": "assistant", "content": "It is" + rest["content"]}, {"role": "user", "content": "thanks"}]
+    conversation.asked(messages, "<|im_end|>")
+    [found] = trajectories(conversation.log.turns.values())
+    assert len(found.turns) == 3
+    assert chat.text(list(conversation.log.turns.values())[1].prompt.tolist()).endswith("<|im_start|>assistant\nIt is")
+    check(conversation.log.turns, [found])
+    with pytest.raises(TurnRefused, match="no text to continue"):
+        conversation.asked([*messages, {"role": "assistant", "content": " "}], "")
+
+
+def test_a_request_gives_the_template_its_variables(tmp_path: Path) -> None:
+    template = (Path(__file__).parents[2] / "support" / "qwen3_chat_template.jinja").read_text()
+    conversation = Conversation(chat := ChatTokens(write_qwen3_tokenizer(tmp_path, template), {}))
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "What is 2 + 2?"}]
+    quiet = {"chat_template_kwargs": {"enable_thinking": False}}
+    answers = [conversation.asked(messages, "4<|im_end|>", **more) for more in ({}, quiet)]
+    tails = [chat.text(turn.prompt.tolist()).rpartition("assistant\n")[2] for turn in conversation.log.turns.values()]
+    assert tails == ["", "<think>\n\n</think>\n\n"]
+    conversation.asked([*messages, answers[1], {"role": "user", "content": "and?"}], "6<|im_end|>", **quiet)
+    assert len(trajectories(conversation.log.turns.values())) == 2, "each setting continues its own"
+    for name in ("enable_thinkin", "messages", "chat_template"):
+        with pytest.raises(TurnRefused, match=f"chat_template_kwargs.{name}"):
+            conversation.asked(messages, "", chat_template_kwargs={name: 1})

@@ -55,7 +55,6 @@ FURTHER: dict[str, Any] = {
     "allowed_token_ids": [1],
     "guided_regex": "a+",
     "lora_path": "x",
-    "chat_template_kwargs": {"thinking": True},
 }
 """What servers take beside them."""
 

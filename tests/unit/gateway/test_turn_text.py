@@ -69,7 +69,7 @@ def test_the_deltas_are_the_answer(
     ids, finish = until_stop(chat, ids, stops)
     prompt = chat.tokenizer.encode("<think>\n" if opened else "hi").tolist()
     given_tools = [TOOL] if tools else []
-    asked = ChatTurn(request_id="r", model=None, messages=[], tools=given_tools, sampling=RequestedSampling(stop=tuple(stops)))
+    asked = ChatTurn(request_id="r", model=None, messages=[{"role": "user", "content": ""}], tools=given_tools, sampling=RequestedSampling(stop=tuple(stops)))
     whole = answered(chat, prompt, ids, asked, finish)
     text, told, at = TurnText(chat, prompt, given_tools, stops), list[TurnDelta](), 0
     while at < len(ids):
@@ -95,7 +95,7 @@ def test_plain_text_is_told_at_once_and_a_call_is_held_back(chat: ChatTokens) ->
 
 
 def test_what_does_not_begin_as_it_was_told_is_refused(chat: ChatTokens) -> None:
-    asked = ChatTurn(request_id="r", model=None, messages=[])
+    asked = ChatTurn(request_id="r", model=None, messages=[{"role": "user", "content": ""}])
     text = TurnText(chat, [], [], [])
     assert text.add(chat.tokenizer.encode("Hello").tolist())
     for other in ("Jello", ""):
@@ -105,7 +105,7 @@ def test_what_does_not_begin_as_it_was_told_is_refused(chat: ChatTokens) -> None
 
 def test_a_stop_string_with_a_special_token_in_it_ends_nothing(chat: ChatTokens) -> None:
     """An engine looks for stop strings in the text with its special tokens; a client is told the text without them."""
-    asked = ChatTurn(request_id="r", model=None, messages=[], sampling=RequestedSampling(stop=("STOP",)))
+    asked = ChatTurn(request_id="r", model=None, messages=[{"role": "user", "content": ""}], sampling=RequestedSampling(stop=("STOP",)))
     ids = chat.tokenizer.encode("Say ST<|im_start|>OP to STOP").tolist()
     whole = answered(chat, [], ids, asked, "stop")
     assert whole.stop_text == "STOP" and whole.content.endswith("OP to ")

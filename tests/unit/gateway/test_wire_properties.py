@@ -189,7 +189,7 @@ def results(draw: st.DrawFn) -> TurnResult:
             prompt=np.arange(3, dtype=np.int32),
             completion=np.asarray([token for token, _, _ in drawn], np.int32),
             logprobs=np.asarray([logprob for _, logprob, _ in drawn], np.float32),
-            texts=[text for _, _, text in drawn],
+            texts=[text.encode(errors="replace") for _, _, text in drawn],
         ),
     )
 

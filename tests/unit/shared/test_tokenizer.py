@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
+from tests.support.byte_tokenizer import write_byte_tokenizer
 
 QWEN3 = Path(__file__).parents[2] / "support" / "qwen3_chat_template.jinja"
 
@@ -144,3 +145,10 @@ def test_a_missing_or_broken_tokenizer_is_bad_input(model: Path) -> None:
         Tokenizer(model)
     with pytest.raises(ConfigError, match=r"not a readable tokenizer\.json"):
         Tokenizer(model / "none")
+
+
+def test_a_part_of_a_character_has_its_bytes(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_byte_tokenizer(tmp_path, ""))
+    text = "<think> é\u00ad中\n😀<|im_end|>"
+    found = tokenizer.token_bytes(tokenizer.encode(text))
+    assert b"".join(found) == text.encode() and found[0] == b"<think>" and len(found) > 12
