@@ -349,6 +349,10 @@ class ChatTokens:
         begins = ids is not None and np.array_equal(ids[: len(before) + len(generated)], turn.tokens)
         return ids if begins else None
 
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """Returns the ids of a client's text: int32 [T], behind what the checkpoint puts before texts; control tokens as in messages."""
+        return np.asarray([*self.tokenizer.text_prefix, *self._control.encode(self._control.guarded(text))], np.int32)
+
     def text(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens, special ones included."""
         return self.tokenizer.decode(tokens, skip_special_tokens=False)

@@ -8,7 +8,8 @@ import math
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from http import HTTPStatus
@@ -35,6 +36,8 @@ from services.gateway.wire.request import (
     TurnResult,
     TurnStart,
     aborted,
+    deltas_of,
+    split,
     started,
     unknown_model,
 )
@@ -74,8 +77,8 @@ def request_id(log: SessionLog, prefix: str, path: str, headers: Mapping[str, st
             return prefix + _digest(log.session.id, given, path, body)
     base = f"{prefix}{_digest(path, body)}"
     known = [request for request in [*log.turns, *log.pending] if request.startswith(base)]
-    repeated = headers.get("x-stainless-retry-count", "0") not in ("", "0")
-    return known[-1] if known and repeated else base + uuid.uuid4().hex[:8]
+    repeated, own = headers.get("x-stainless-retry-count", "0") not in ("", "0"), uuid.uuid4().hex[:8]
+    return known[-1][: len(base + own)] if known and repeated else base + own  # without the number of a choice
 
 
 def _digest(*parts: str | bytes) -> str:
@@ -91,7 +94,8 @@ SILENT_SECONDS = 10.0  # the longest silence of a streamed answer; it begins aft
 @dataclass
 class StreamedAnswer:
     """An answer that reports a turn as it is sampled: events as soon as there are tokens, and what was not sure before at the turn's end.
-    ``start``: of a turn of which nothing is known yet. ``events_of``: those of its format. ``text``: makes the turn's text."""
+    ``start``: of a turn of which nothing is known yet, with the request's id. ``events_of``: those of its format. ``text``: makes the text.
+    ``ended``: as a whole, without an error."""
 
     turn: "asyncio.Task[TurnResult]"
     live: LiveTurn
@@ -99,6 +103,7 @@ class StreamedAnswer:
     events_of: Callable[[TurnStart], TurnEvents]
     text: Callable[[], TurnText]
     begun: tuple[TurnEvents, TurnText] | None = None
+    ended: bool = False
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yields the events, and while there are none what keeps the connection alive."""
@@ -126,13 +131,18 @@ class StreamedAnswer:
         """Returns the last events: the rest of a turn that has ended, or why it did not."""
         try:
             result = self.turn.result()
-            if self.begun is None:
-                return b"".join(self.events_of(started(result)).whole(result))
-            events, text = self.begun
             if result.finish == "abort":
                 raise aborted()
-            result = replace(result, created=events.start.created)
-            return b"".join([*(events.delta(piece) for piece in text.finish(result)), events.end(result)])
+            if self.begun is None:
+                begin = (events := self.events_of(replace(started(result), request_id=self.start.request_id))).begin()
+                pieces = deltas_of(result)
+            else:
+                begin, (events, text) = b"", self.begun
+                result = replace(result, created=events.start.created)
+                pieces = text.finish(result)
+            self.start, last = events.start, begin + b"".join([*(events.delta(piece) for piece in pieces), events.end(result)])
+            self.ended = True
+            return last
         except MyxoError as error:
             events = self.begun[0] if self.begun is not None else self.events_of(self.start)
             refused = error if isinstance(error, TurnRefused) else TurnRefused(503, str(error))
@@ -142,19 +152,21 @@ class StreamedAnswer:
 @dataclass(frozen=True, slots=True)
 class WireFormat:
     """The format of a house's clients. ``house``: whose error shape it has. ``parse``: from a body and the turn's
-    request id; raises TurnRefused. ``answer``: the body of a whole answer; raises TurnRefused where the turn was aborted. ``events``: those
-    of a streamed one, of the content type ``text/event-stream``. ``id_prefix``: how the house's request ids begin."""
+    request id, a `ChatTurn` or `TokenTurn`; raises TurnRefused. ``answer``: the body of a whole answer, of a turn and its results; raises
+    TurnRefused where one was aborted. ``events``: those of a streamed one, of the content type ``text/event-stream``. ``id_prefix``: how
+    the house's request ids begin."""
 
     house: House
-    parse: Callable[[bytes, str], ChatTurn]
-    answer: Callable[[ChatTurn, TurnResult], dict[str, Any]]
-    events: Callable[[ChatTurn, TurnStart], TurnEvents]
+    parse: Callable[[bytes, str], Any]
+    answer: Callable[..., dict[str, Any]]
+    events: Callable[[Any, TurnStart], TurnEvents]
     id_prefix: str
 
 
 # By path
 CHAT_FORMATS = {
     "/v1/chat/completions": WireFormat("openai", openai_chat.parse, openai_chat.answer, openai_chat.ChatEvents, "chatcmpl-"),
+    "/v1/completions": WireFormat("openai", openai_chat.parse_completion, openai_chat.answer, openai_chat.CompletionEvents, "cmpl-"),
     "/v1/responses": WireFormat("openai", openai_responses.parse, openai_responses.answer, openai_responses.ResponseEvents, "resp_"),
     "/v1/messages": WireFormat("anthropic", anthropic_messages.parse, anthropic_messages.answer, anthropic_messages.MessageEvents, "msg_"),
 }
@@ -290,46 +302,55 @@ class Api:
             headers = _headers_of(log, asked)
             if asked.stream:
                 return await self._streamed(request, wire, log, asked, headers)
-            turn = asyncio.create_task(self.turns.chat(log, asked))
-            await self._watched(request, turn)
-            return _answered(wire.answer(asked, turn.result()), headers)
+            turns = [asyncio.create_task(self.turns.result(log, one)) for one in split(asked)]
+            await self._watched(request, turns)
+            return _answered(wire.answer(asked, *(turn.result() for turn in turns)), headers)
 
         return route
 
     async def _streamed(self, request: Request, wire: WireFormat, log: SessionLog, asked: ChatTurn, headers: dict[str, str]) -> Response:
         """Returns the answer that reports a turn as it is sampled. Raises TurnRefused where it is refused before its first event."""
-        live, start = LiveTurn(), TurnStart(request_id=asked.request_id, model=self.model, created=int(time.time()), prompt=0)
-        turn = asyncio.create_task(self.turns.chat(log, asked, live))
+        start = TurnStart(request_id=asked.request_id, model=self.model, created=int(time.time()), prompt=0)
+        answers = [self._live_answer(wire, log, one, start) for one in split(asked)]
+        turns = [answer.turn for answer in answers]
+        try:
+            await self._watched(request, [asyncio.create_task(answer.live.news(SILENT_SECONDS)) for answer in answers])
+            for turn in turns:
+                if turn.done():
+                    turn.result()
+        except BaseException:
+            await cancelled(turns)
+            raise
+        return StreamingResponse(self._kept(log.session.id, answers), media_type="text/event-stream", headers=headers)
+
+    def _live_answer(self, wire: WireFormat, log: SessionLog, asked: ChatTurn | TokenTurn, start: TurnStart) -> StreamedAnswer:
+        turn = asyncio.create_task(self.turns.result(log, asked, live := LiveTurn()))
         turn.add_done_callback(lambda _: live.end())
         text = functools.partial(self.turns.text, log, asked, live)
-        answer = StreamedAnswer(turn, live, start, functools.partial(wire.events, asked), text)
-        try:
-            await self._watched(request, asyncio.create_task(live.news(SILENT_SECONDS)))
-            if turn.done():
-                turn.result()
-        except BaseException:
-            await cancelled([turn])
-            raise
-        return StreamingResponse(self._kept(log.session.id, answer, turn), media_type="text/event-stream", headers=headers)
+        return StreamedAnswer(turn, live, start, functools.partial(wire.events, asked), text)
 
-    async def _kept(self, session: str, answer: StreamedAnswer, turn: "asyncio.Task[TurnResult]") -> AsyncIterator[bytes]:
-        """Yields an answer's events; ends the turn where its client is gone, so that the engine samples for no one."""
+    async def _kept(self, session: str, answers: list[StreamedAnswer]) -> AsyncIterator[bytes]:
+        """Yields the answers' events; ends the turns where their client is gone, so that the engine samples for no one."""
+        turns = [answer.turn for answer in answers]
         self.in_hand += 1
         try:
             with _counted(self.of_session, session, math.inf, ""):
-                async for events in answer.events():
-                    yield events
+                async with aclosing(_merged([answer.events() for answer in answers])) as merged:
+                    async for events in merged:
+                        yield events
+                if all(answer.ended for answer in answers):
+                    yield answers[0].events_of(answers[0].start).close([turn.result() for turn in turns])
         finally:
             self.in_hand -= 1
-            if not turn.done():
+            if not all(turn.done() for turn in turns):
                 self.metrics.add("gateway_clients_gone")
-            await cancelled([turn])
+            await cancelled(turns)
 
     async def _generate(self, request: Request, log: SessionLog, body: bytes) -> Response:
         asked: TokenTurn = token_generate.parse(body, request_id(log, "gen-", "generate", request.headers, body))
         self._check_model(asked.model)
         turn = asyncio.create_task(self.turns.tokens(log, asked))
-        await self._watched(request, turn)
+        await self._watched(request, [turn])
         return _answered(token_generate.answer(asked, turn.result()), _headers_of(log, asked))
 
     async def _count(self, request: Request, log: SessionLog, body: bytes) -> Response:
@@ -337,16 +358,19 @@ class Api:
         self._check_model(asked.model)
         return JSONResponse({"input_tokens": await self.turns.count(log, asked)}, headers=answer_headers(asked))
 
-    async def _watched(self, request: Request, turn: "asyncio.Task[Any]") -> None:
-        """Waits for a turn; ends it where its client is gone, so that the engine samples for no one."""
+    async def _watched(self, request: Request, turns: "Sequence[asyncio.Task[Any]]") -> None:
+        """Waits for turns, or until one fails; ends them where their client is gone, so that the engine samples for no one."""
         try:
-            while not turn.done():
-                await asyncio.wait([turn], timeout=GONE_SECONDS)
-                if not turn.done() and await request.is_disconnected():
+            while any(not turn.done() for turn in turns):
+                await asyncio.wait(turns, timeout=GONE_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
+                for turn in turns:
+                    if turn.done():
+                        turn.result()
+                if any(not turn.done() for turn in turns) and await request.is_disconnected():
                     self.metrics.add("gateway_clients_gone")
                     raise TurnRefused(408, "the client is gone")
         except BaseException:
-            await cancelled([turn])
+            await cancelled(turns)
             raise
 
     # --- models and sessions
@@ -392,6 +416,20 @@ class Api:
             return await self.sessions.find(key)
         except SessionUnknown as error:
             raise TurnRefused(401, str(error), code="invalid_api_key") from None
+
+
+async def _merged(streams: Sequence[AsyncIterator[bytes]]) -> AsyncGenerator[bytes]:
+    """Yields what several streams yield, in the order in which it comes."""
+    waiting = {asyncio.ensure_future(anext(stream, None)): stream for stream in streams}
+    try:
+        while waiting:
+            for task in (await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED))[0]:
+                stream = waiting.pop(task)
+                if (found := task.result()) is not None:
+                    yield found
+                    waiting[asyncio.ensure_future(anext(stream, None))] = stream
+    finally:
+        await cancelled(list(waiting))
 
 
 @contextlib.contextmanager

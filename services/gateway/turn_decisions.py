@@ -20,6 +20,7 @@ from services.gateway.wire.request import (
     ChatTurn,
     MalformedCall,
     RequestedSampling,
+    TokenTurn,
     TurnRefused,
     TurnResult,
     TurnTokens,
@@ -191,9 +192,10 @@ class TurnAnswers:
             parsed = replace(parsed, content=parsed.content + "".join(call.text for call in parsed.calls), calls=())
         return self._answer(turn, parsed, stops_of(session, asked), spelled=asked.logprobs)
 
-    def tokens(self, turn: Turn) -> TurnResult:
-        """Returns the tokens that follow a prompt."""
-        return self._answer(turn, ParsedTurn("", "", ()), (), spelled=False)
+    def tokens(self, turn: Turn, session: Session, asked: TokenTurn) -> TurnResult:
+        """Returns the tokens that follow a prompt, and their text where that is asked for."""
+        text = self._chat.tokenizer.decode(turn.completion) if asked.spelled else ""
+        return self._answer(turn, ParsedTurn(text, "", ()), stops_of(session, asked), spelled=asked.logprobs)
 
     def _answer(self, turn: Turn, parsed: ParsedTurn, stops: Sequence[str], *, spelled: bool) -> TurnResult:
         """Returns an answer; ``spelled``: with the text of each token."""
@@ -223,7 +225,7 @@ class TurnAnswers:
         )
 
 
-def stops_of(session: Session, asked: ChatTurn) -> list[str]:
+def stops_of(session: Session, asked: ChatTurn | TokenTurn) -> list[str]:
     """Returns the strings that end a turn: the task's, and the request's own."""
     return [*session.sampling.stop, *asked.sampling.stop]
 

@@ -28,11 +28,12 @@ from services.gateway.turn_decisions import (
     unconstrained,
 )
 from services.gateway.turn_text import TurnText
-from services.gateway.wire.request import ChatTurn, TokenTurn, TurnRefused, TurnResult, overlong_prompt
+from services.gateway.wire.request import AnyTurn, ChatTurn, TokenTurn, TurnRefused, TurnResult, overlong_prompt
 from shared.config.service_sections import GatewaySection
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import put_off
 from shared.runtime.traces import Traces, TraceSpan
+from shared.schema.message import LARGEST
 from shared.schema.messages import Sampling
 from shared.sessions.session import (
     Finish,
@@ -222,9 +223,11 @@ class Turns:
         self._log = structlog.get_logger()
         self._reported = set[str]()  # fields whose constraints are ignored, named in the log once
 
-    def noted(self, log: SessionLog, asked: ChatTurn) -> ChatTurn:
+    def noted(self, log: SessionLog, asked: AnyTurn) -> AnyTurn:
         """Returns a request with what has no effect: constraints that are ignored, tools where the model's chat template shows none. Raises
         TurnRefused for constraints that are not served."""
+        if isinstance(asked, TokenTurn):
+            return asked
         if asked.tools and not self._chat.shows_tools:
             asked = replace(asked, ignored=(*asked.ignored, "tools"))
         mode, fields = self._limits.constraints, {one.field for one in asked.constraints}
@@ -234,6 +237,10 @@ class Turns:
             self._log.warning("constraints_ignored", fields=sorted(new), session=log.session.id)
         return asked
 
+    async def result(self, log: SessionLog, asked: ChatTurn | TokenTurn, live: LiveTurn | None = None) -> TurnResult:
+        """Returns the result of a request for one answer, as `chat` and `tokens` do."""
+        return await (self.chat(log, asked, live) if isinstance(asked, ChatTurn) else self.tokens(log, asked, live))
+
     async def chat(self, log: SessionLog, asked: ChatTurn, live: LiveTurn | None = None) -> TurnResult:
         """Returns the next message of a conversation; ``live`` hears its tokens as they are sampled. Raises TurnRefused."""
         turn = log.turns.get(asked.request_id)
@@ -242,20 +249,25 @@ class Turns:
             turn = await self._turn(log, await self._prompt(log, asked), asked, live)
         return self._answers.chat(turn, log.session, asked)
 
-    def text(self, log: SessionLog, asked: ChatTurn, live: LiveTurn) -> TurnText:
+    def text(self, log: SessionLog, asked: ChatTurn | TokenTurn, live: LiveTurn) -> TurnText:
         """Returns the text of a turn as it is sampled."""
+        if isinstance(asked, TokenTurn):
+            return TurnText(self._chat, live.prompt, (), stops_of(log.session, asked), whole=True)
         return TurnText(
             self._chat.varied(asked.variables), live.prompt, asked.tools, stops_of(log.session, asked), whole=bool(asked.prefill)
         )
 
-    async def tokens(self, log: SessionLog, asked: TokenTurn) -> TurnResult:
+    async def tokens(self, log: SessionLog, asked: TokenTurn, live: LiveTurn | None = None) -> TurnResult:
         """Returns the tokens that follow a prompt. Raises TurnRefused."""
         turn = log.turns.get(asked.request_id)
         if turn is None:
             await self._check(log, asked)
-            check_tokens(int(asked.prompt.max()), self._replicas.vocabulary, asked.place)
-            turn = await self._turn(log, TurnPrompt(asked.prompt, log.extended(asked.prompt)), asked, None)
-        return self._answers.tokens(turn)
+            prompt = asked.prompt
+            if isinstance(prompt, str):
+                prompt = await asyncio.to_thread(self._chat.encode, prompt)
+            check_tokens(int(max(prompt, default=0)), self._replicas.vocabulary, asked.place)
+            turn = await self._turn(log, TurnPrompt(prompt, log.extended(prompt)), asked, live)
+        return self._answers.tokens(turn, log.session, asked)
 
     async def count(self, log: SessionLog, asked: ChatTurn) -> int:
         """Returns how many tokens the prompt of a turn would have. Raises TurnRefused."""
@@ -405,7 +417,7 @@ class Turns:
             tracker = StopStringTracker(pending.completion, sampling.stop, self._chat.text)
             most = left if grammar else min(left, self._limits.gateway_checkpoint_tokens)
             hear = None if live is None or grammar else tracker.hearing(live.hear)
-            found, pending.replica = await self._generate(log, pending, sampling, most, min_version, hear, grammar)
+            found, pending.replica = await self._generate(log, pending, sampling, most, min_version, hear, grammar, asked.choice)
             generated = tracker.whole(found)
             cached = generated.cached if cached is None else cached
             if generated.finish == "stop" or (generated.finish == "length" and len(generated.completion) >= left):
@@ -429,7 +441,15 @@ class Turns:
                 await asyncio.sleep(PAUSE_SECONDS)
 
     async def _generate(
-        self, log: SessionLog, pending: PendingTurn, sampling: Sampling, most: int, min_version: int, hear: Hear | None, grammar: str
+        self,
+        log: SessionLog,
+        pending: PendingTurn,
+        sampling: Sampling,
+        most: int,
+        min_version: int,
+        hear: Hear | None,
+        grammar: str,
+        choice: int,
     ) -> tuple[TurnGeneration, str]:
         """Returns further tokens of a turn, and which replica has given them."""
         fewest = max(0, sampling.min_new_tokens - len(pending.completion))
@@ -441,7 +461,7 @@ class Turns:
                     request=pending.request,
                     input_ids=tokens,
                     sampling=wanted,
-                    seed=log.session.seed,
+                    seed=None if log.session.seed is None else (log.session.seed + choice) & LARGEST,
                     min_version=min_version,
                     seconds=self._limits.gateway_turn_timeout,
                     stream=hear is not None,

@@ -1,12 +1,14 @@
-"""OpenAI's chat completions: ``POST /v1/chat/completions``.
+"""OpenAI's completions: ``POST /v1/chat/completions`` and ``/v1/completions``.
 
 Beside OpenAI's own fields those that its clients send by ``extra_body`` to other servers: ``min_version``, ``top_k``, ``min_tokens``,
 ``repetition_penalty``, ``stop_token_ids``, ``return_token_ids``.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import Field
 
 from services.gateway.wire import request_body as fields
@@ -15,6 +17,7 @@ from services.gateway.wire.request import (
     ChatTurn,
     Constraint,
     RequestedSampling,
+    TokenTurn,
     TurnDelta,
     TurnEvents,
     TurnRefused,
@@ -35,6 +38,7 @@ from services.gateway.wire.request_body import RequestFields, read_body
 
 # Why whatever would have tokens sampled under a constraint is refused
 UNCONSTRAINED = "what is sampled is the policy's own: nothing constrains it, or its log-probs would be another's"
+Choices = Annotated[int, Field(ge=1, le=64)]
 TOP_LOGPROBS = "the log-probs of other tokens than the sampled ones are not stored; expected 0"
 
 
@@ -171,7 +175,7 @@ class _ChatBody(OpenAIBody):
     max_tokens: fields.Positive | None = None
     max_completion_tokens: fields.Positive | None = None
     stop: fields.Stops = []
-    n: int = 1
+    n: Choices = 1
     stream_options: _StreamOptions | None = None
     tools: Annotated[list[_Tool], Field(max_length=fields.MAX_TOOLS, fail_fast=True)] = []
     logprobs: bool = False
@@ -204,18 +208,73 @@ def parse(body: bytes, request_id: str) -> ChatTurn:
         logprobs=asked.logprobs,
         token_ids=asked.return_token_ids,
         min_version=asked.min_version,
+        choices=asked.n,
         ignored=ignored,
+    )
+
+
+class _CompletionBody(fields.ChatSamplingFields):
+    WITHOUT_EFFECT = frozenset({"user"})
+
+    model: str
+    prompt: str | fields.TokenIds
+    max_tokens: fields.Positive = 16
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: fields.TopP | None = None
+    stop: fields.Stops = []
+    n: Choices = 1
+    best_of: int = 1
+    echo: bool = False
+    suffix: str = ""
+    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+    stream: bool = False
+    stream_options: _StreamOptions | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[str, float] = {}
+    return_token_ids: bool = False
+
+
+def parse_completion(body: bytes, request_id: str) -> TokenTurn:
+    """Returns the turn that a body of ``/v1/completions`` asks for. Raises TurnRefused."""
+    asked, ignored = read_body(_CompletionBody, body)
+    check_served(
+        (asked.echo, "echo", "the prompt is not answered with the completion; expected false"),
+        (bool(asked.suffix), "suffix", "nothing is filled in before a text; expected none"),
+        (asked.best_of not in (1, asked.n), "best_of", "all answers are returned: expected n, or 1"),
+        (bool(asked.chat_template_kwargs), "chat_template_kwargs", "no chat template renders a text; expected none"),
+        *_penalties(asked),
+    )
+    return TokenTurn(
+        request_id=request_id,
+        model=asked.model,
+        prompt=asked.prompt if isinstance(asked.prompt, str) else np.asarray(asked.prompt, np.int32),
+        sampling=sampling(asked, asked.max_tokens, asked.temperature, asked.top_p, asked.stop),
+        spelled=True,
+        stream=asked.stream,
+        stream_usage=asked.stream_options is not None and asked.stream_options.include_usage,
+        logprobs=asked.logprobs is not None,
+        token_ids=asked.return_token_ids,
+        min_version=asked.min_version,
+        choices=asked.n,
+        place="prompt",
+        ignored=ignored,
+    )
+
+
+def _penalties(asked: "_ChatBody | _CompletionBody") -> tuple[tuple[bool, str, str], ...]:
+    return (
+        (asked.frequency_penalty != 0, "frequency_penalty", f"expected 0: {UNCONSTRAINED}"),
+        (asked.presence_penalty != 0, "presence_penalty", f"expected 0: {UNCONSTRAINED}"),
+        (bool(asked.logit_bias), "logit_bias", f"expected none: {UNCONSTRAINED}"),
+        (asked.stream_options is not None and not asked.stream, "stream_options", "only with stream = true"),
     )
 
 
 def _check(asked: _ChatBody) -> None:
     check_served(
-        (asked.n != 1, "n", f"{asked.n} choices; one turn of a session has one: ask again for another"),
         *asked.unserved(),
-        (asked.frequency_penalty != 0, "frequency_penalty", f"expected 0: {UNCONSTRAINED}"),
-        (asked.presence_penalty != 0, "presence_penalty", f"expected 0: {UNCONSTRAINED}"),
-        (bool(asked.logit_bias), "logit_bias", f"expected none: {UNCONSTRAINED}"),
-        (asked.stream_options is not None and not asked.stream, "stream_options", "only with stream = true"),
+        *_penalties(asked),
     )
 
 
@@ -258,17 +317,22 @@ def sampling(
     )
 
 
-def answer(turn: ChatTurn, result: TurnResult) -> dict[str, Any]:
-    """Returns the chat completion. Raises TurnRefused where the turn was aborted."""
-    extra = _beside(turn, result)
-    choice = {"index": 0, "message": _message(result), "logprobs": _logprobs(turn, result), "finish_reason": result.finish}
+def answer(turn: ChatTurn | TokenTurn, *results: TurnResult) -> dict[str, Any]:
+    """Returns the completion, of chat or text, with the result of each choice. Raises TurnRefused where a turn was aborted."""
+    [extra, *_] = [_beside(turn, result) for result in results]
+    spelled = isinstance(turn, TokenTurn)
+    choices = [
+        {"index": at, **({"text": result.content} if spelled else {"message": _message(result)}), "logprobs": _logprobs(turn, result)}
+        | {"finish_reason": result.finish, **_token_ids(turn, result)}
+        for at, result in enumerate(results)
+    ]
     return {
-        "id": result.request_id,
-        "object": "chat.completion",
-        "created": result.created,
-        "model": result.model,
-        "choices": [choice | _token_ids(turn, result)],
-        "usage": token_usage(result.usage),
+        "id": results[0].request_id,
+        "object": "text_completion" if spelled else "chat.completion",
+        "created": results[0].created,
+        "model": results[0].model,
+        "choices": choices,
+        "usage": token_usage(*(result.usage for result in results)),
         **extra,
     }
 
@@ -276,6 +340,7 @@ def answer(turn: ChatTurn, result: TurnResult) -> dict[str, Any]:
 class ChatEvents(TurnEvents):
     """The chunks of a streamed chat completion."""
 
+    KIND = "chat.completion.chunk"
     _calls = 0
 
     def begin(self) -> bytes:
@@ -292,9 +357,11 @@ class ChatEvents(TurnEvents):
 
     def end(self, result: TurnResult) -> bytes:
         ids, extra = _token_ids(self.turn, result), _beside(self.turn, result)
-        last = self._chunk(malformed(result), result.finish, _logprobs(self.turn, result), ids, extra)
-        usage = event(self._envelope([], {"usage": token_usage(result.usage)})) if self.turn.stream_usage else b""
-        return last + usage + b"data: [DONE]\n\n"
+        return self._chunk(malformed(result), result.finish, _logprobs(self.turn, result), ids, extra)
+
+    def close(self, results: Sequence[TurnResult]) -> bytes:
+        usage = {"usage": token_usage(*(result.usage for result in results))}
+        return (event(self._envelope([], usage)) if self.turn.stream_usage else b"") + b"data: [DONE]\n\n"
 
     def refused(self, error: TurnRefused) -> bytes:
         return event(error.body("openai"))
@@ -307,13 +374,28 @@ class ChatEvents(TurnEvents):
         in_choice: Mapping[str, Any] = {},
         beside: Mapping[str, Any] = {},
     ) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish, **in_choice}
+        choice = {"index": self.turn.choice, **self._choice(delta), "logprobs": logprobs, "finish_reason": finish, **in_choice}
         return event(self._envelope([choice], {"usage": None, **beside} if self.turn.stream_usage else beside))
+
+    def _choice(self, delta: Mapping[str, Any]) -> dict[str, Any]:
+        return {"delta": delta}
 
     def _envelope(self, choices: list[Any], beside: Mapping[str, Any]) -> dict[str, Any]:
         start = self.start
-        head = {"id": start.request_id, "object": "chat.completion.chunk", "created": start.created, "model": start.model}
+        head = {"id": start.request_id, "object": self.KIND, "created": start.created, "model": start.model}
         return {**head, "choices": choices, **beside}
+
+
+class CompletionEvents(ChatEvents):
+    """The chunks of a streamed text completion."""
+
+    KIND = "text_completion"
+
+    def begin(self) -> bytes:
+        return b""
+
+    def _choice(self, delta: Mapping[str, Any]) -> dict[str, Any]:
+        return {"text": delta.get("content", "")}
 
 
 def _message(result: TurnResult) -> dict[str, Any]:
@@ -330,13 +412,14 @@ def _call(call: CalledTool) -> dict[str, Any]:
     return chat_call(call.id, call.name, call.arguments)
 
 
-def token_usage(usage: TurnUsage) -> dict[str, Any]:
-    """Returns a turn's usage in OpenAI's words."""
+def token_usage(*usages: TurnUsage) -> dict[str, Any]:
+    """Returns the usage of a request in OpenAI's words: of all its answers, whose prompt is one."""
+    prompt, completion = usages[0].prompt, sum(usage.completion for usage in usages)
     return {
-        "prompt_tokens": usage.prompt,
-        "completion_tokens": usage.completion,
-        "total_tokens": usage.prompt + usage.completion,
-        "prompt_tokens_details": {"cached_tokens": usage.cached},
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": usages[0].cached},
     }
 
 
@@ -348,17 +431,21 @@ def token_logprobs(tokens: TurnTokens) -> list[dict[str, Any]]:
     ]
 
 
-def _logprobs(turn: ChatTurn, result: TurnResult) -> dict[str, Any] | None:
+def _logprobs(turn: ChatTurn | TokenTurn, result: TurnResult) -> dict[str, Any] | None:
     if not turn.logprobs or result.tokens is None:
         return None
+    if isinstance(turn, TokenTurn):
+        tokens = [text.decode(errors="replace") for text in result.tokens.texts]
+        offsets = list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)]
+        return {"tokens": tokens, "token_logprobs": result.tokens.logprobs.tolist(), "top_logprobs": None, "text_offset": offsets}
     return {"content": token_logprobs(result.tokens), "refusal": None}
 
 
-def _token_ids(turn: ChatTurn, result: TurnResult) -> dict[str, Any]:
+def _token_ids(turn: ChatTurn | TokenTurn, result: TurnResult) -> dict[str, Any]:
     return {"token_ids": result.tokens.completion.tolist()} if turn.token_ids and result.tokens is not None else {}
 
 
-def _beside(turn: ChatTurn, result: TurnResult) -> dict[str, Any]:
+def _beside(turn: ChatTurn | TokenTurn, result: TurnResult) -> dict[str, Any]:
     """Returns what the answer has beside OpenAI's fields: the weights' versions, and the prompt's tokens where they are asked for."""
     versions = {"weight_versions": beside(result)["weight_versions"]}
     prompt = {"prompt_token_ids": result.tokens.prompt.tolist()} if turn.token_ids and result.tokens is not None else {}

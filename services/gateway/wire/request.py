@@ -9,9 +9,9 @@ with the reasoning where the client keeps it; in Anthropic's with the arguments 
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import orjson
@@ -153,6 +153,7 @@ class ChatTurn:
         stream, stream_usage: answered by events; whether chat completions have the usage in a last one.
         logprobs, token_ids, reasoning: the answer reports them. A client that has seen no reasoning sends none back.
         min_version: the least weight version that may sample it.
+        choice, choices: which of so many answers this is; each is a turn of its own.
         place: the body's field with the conversation.
         ignored: the request's fields that have no effect here, by name.
     """
@@ -171,6 +172,8 @@ class ChatTurn:
     token_ids: bool = False
     reasoning: bool = True
     min_version: int = 0
+    choice: int = 0
+    choices: int = 1
     place: str = "messages"
     ignored: tuple[str, ...] = ()
 
@@ -195,15 +198,31 @@ class ChatTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTurn:
-    """A request for the tokens that follow given ones. ``prompt``: int32 [P]; the rest as in `ChatTurn`."""
+    """A request for the tokens that follow given ones. ``prompt``: int32 [P], or a text. ``spelled``: the answer is a text; the rest as in
+    `ChatTurn`."""
 
     request_id: str
     model: str | None
-    prompt: NDArray[np.int32]
+    prompt: NDArray[np.int32] | str
     sampling: RequestedSampling = RequestedSampling()
+    spelled: bool = False
+    stream: bool = False
+    stream_usage: bool = False
+    logprobs: bool = False
+    token_ids: bool = False
     min_version: int = 0
+    choice: int = 0
+    choices: int = 1
     place: str = "token_ids"
     ignored: tuple[str, ...] = ()
+
+
+AnyTurn = TypeVar("AnyTurn", ChatTurn, TokenTurn)
+
+
+def split(asked: AnyTurn) -> list[AnyTurn]:
+    """Returns a turn for each answer that a request asks for."""
+    return [replace(asked, choice=at, request_id=asked.request_id + (f"n{at}" if at else "")) for at in range(asked.choices)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,7 +358,7 @@ class TurnStart:
 class TurnEvents(ABC):
     """The events of one answer: `begin`, a `delta` for each piece, then `end`, or `refused` where the turn fails."""
 
-    def __init__(self, turn: ChatTurn, start: TurnStart) -> None:
+    def __init__(self, turn: Any, start: TurnStart) -> None:  # a `ChatTurn`, or a `TokenTurn` where that is the format's
         self.turn, self.start = turn, start
 
     @abstractmethod
@@ -358,6 +377,10 @@ class TurnEvents(ABC):
     def refused(self, error: TurnRefused) -> bytes:
         """Returns the event that reports why the turn failed: the status of the answer has been sent."""
 
+    def close(self, results: Sequence[TurnResult]) -> bytes:
+        """Returns what is behind the events of all answers to a request."""
+        return b""
+
     def ping(self) -> bytes:
         """Returns what keeps the connection alive while there is no event."""
         return b": waiting\n\n"
@@ -371,6 +394,7 @@ class TurnEvents(ABC):
         for piece in deltas_of(result):
             yield self.delta(piece)
         yield self.end(result)
+        yield self.close([result])
 
 
 def started(result: TurnResult) -> TurnStart:

@@ -27,6 +27,8 @@ TopK = Annotated[int, Field(ge=-1, le=1 << 30), AfterValidator(lambda count: cou
 StopTexts = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=32, fail_fast=True)]
 Stops = Annotated[StopTexts, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)]
 StopIds = Annotated[list[Annotated[int, Field(ge=0, le=LARGEST)]], Field(max_length=256, fail_fast=True)]
+LONGEST_PROMPT = 1 << 22  # Tokens
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=LARGEST)]], Field(min_length=1, max_length=LONGEST_PROMPT, fail_fast=True)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 # The name in a call: it may be any that was sampled, since what was answered may be sent back
 CalledName = Annotated[str, Field(max_length=1 << 16)]

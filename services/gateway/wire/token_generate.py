@@ -11,10 +11,7 @@ from pydantic import Field
 
 from services.gateway.wire.openai_chat import UNCONSTRAINED, sampling, token_usage
 from services.gateway.wire.request import TokenTurn, TurnRefused, TurnResult, beside
-from services.gateway.wire.request_body import Positive, RequestFields, SamplingFields, Stops, TopP, Version, read_body
-from shared.schema.message import LARGEST
-
-LONGEST_PROMPT = 1 << 22  # Tokens
+from services.gateway.wire.request_body import Positive, RequestFields, SamplingFields, Stops, TokenIds, TopP, Version, read_body
 
 
 class _SamplingFields(SamplingFields):
@@ -42,7 +39,7 @@ class _GenerateBody(RequestFields):
     WITHOUT_EFFECT = frozenset({"cache_salt", "priority", "request_id", "return_token_ids"})
 
     model: str | None = None
-    token_ids: Annotated[list[Annotated[int, Field(ge=0, le=LARGEST)]], Field(min_length=1, max_length=LONGEST_PROMPT, fail_fast=True)]
+    token_ids: TokenIds
     sampling_params: _SamplingFields = _SamplingFields()
     stream: Literal[False] = False
     min_version: Version = 0

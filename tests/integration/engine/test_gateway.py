@@ -210,6 +210,53 @@ async def test_a_trained_turn_is_drawn_by_the_policy_whatever_its_client_asks(ha
     assert ended and all(len(turn.completion) < 20 for turn in ended), "they do end a turn"
 
 
+async def test_several_answers_and_text_completions_are_turns_of_their_own(hall: NewHall, checkpoint: Checkpoints) -> None:
+    """Whole and streamed; a conversation continues from the second of three answers, which continue an earlier turn."""
+    room = await hall()
+    played, texts = await room.session(), await room.session()
+    messages: list[Any] = [{"role": "user", "content": "what is 2+2?"}]
+    async with played.client(room.urls[0]) as client:
+        messages += [(await said(client, messages)).choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and?"}]
+        several = await said(client, messages, n=3)
+        parts = [part async for part in await said(client, messages, n=2, stream=True, stream_options={"include_usage": True})]
+        second = several.choices[1].message.model_dump(exclude_none=True)
+        await said(client, [*messages, second, {"role": "user", "content": "thanks"}])
+    turns = (await played.log()).turns
+    for turn in turns.values():
+        exact(turn, checkpoint(0))
+    own = [turns[several.id + number] for number in ("", "n1", "n2")]
+    assert [choice.index for choice in several.choices] == [0, 1, 2] and len({turn.completion.tobytes() for turn in own}) > 1
+    decode = room.desk.rollout._tokenizer.decode
+    assert [choice.message.content for choice in several.choices] == [decode(turn.completion) for turn in own]
+    assert several.usage is not None and several.usage.completion_tokens == sum(len(turn.completion) for turn in own)
+    assert several.usage.prompt_tokens == len(own[0].prompt)
+    streamed = {0: "", 1: ""}
+    for choice in (choice for part in parts for choice in part.choices):
+        streamed[choice.index] += choice.delta.content or ""
+    assert list(streamed.values()) == [decode(turns[parts[0].id + number].completion) for number in ("", "n1")]
+    assert {part.id for part in parts} == {parts[0].id} and parts[-1].usage is not None and not parts[-1].choices
+    assert len(turns) == 7 and list(turns.values())[-1].parent == several.id + "n1"
+    found = trajectories(turns.values())
+    assert sum(int(one.mask.sum()) for one in found) == sum(len(turn.completion) for turn in turns.values())
+    async with texts.client(room.urls[0]) as client:
+        ids = (await client.completions.create(model="0", prompt=[50, 60, 61], n=2, logprobs=1)).choices
+        whole = await client.completions.create(model="0", prompt="what is", max_tokens=5)
+        streaming = await client.completions.create(model="0", prompt="<|im_end|>", stream=True, stream_options={"include_usage": True})
+        text = [part async for part in streaming]
+    drawn = list((await texts.log()).turns.values())
+    for turn in drawn:
+        exact(turn, checkpoint(0))
+    by_request = (await texts.log()).turns
+    assert len(drawn) == 4 and {tuple(turn.prompt) for turn in drawn[:2]} == {(50, 60, 61)}
+    assert decode(by_request[whole.id].prompt) == "what is" and whole.choices[0].text == decode(by_request[whole.id].completion)
+    assert "".join(part.choices[0].text for part in text if part.choices) == decode(by_request[text[0].id].completion)
+    assert len(by_request[text[0].id].prompt) == len("<|im_end|>"), "a text spells no control token"
+    for choice in ids:
+        told = choice.logprobs
+        assert told is not None and told.tokens is not None and told.text_offset is not None
+        assert told.text_offset[-1] + len(told.tokens[-1]) == len("".join(told.tokens))
+
+
 SUM = {"type": "object", "properties": {"sum": {"enum": [4, 5]}}, "required": ["sum"], "additionalProperties": False}
 
 

@@ -171,7 +171,7 @@ async def test_an_aborted_turn_is_no_answer(server, client) -> None:
 @pytest.mark.parametrize(
     ("more", "param", "code"),
     [
-        ({"n": 2}, "n", "unsupported_value"),
+        ({"n": 0}, "n", "invalid_value"),
         ({"tool_choice": "required", "tools": TOOLS}, "tool_choice", "unsupported_value"),
         ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
         ({"tool_choice": {"type": "function", "function": {"name": "sub"}}, "tools": TOOLS}, "tool_choice", "invalid_value"),
@@ -196,6 +196,22 @@ async def test_what_is_not_served_is_refused_by_its_field(server, client, more, 
     assert raised.value.code == code
     assert raised.value.param == (param or raised.value.param)
     assert not server.turns
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"echo": True}, "echo"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"prompt": ["a", "b"]}, None),
+        ({"logprobs": 5}, "logprobs"),
+    ],
+)
+async def test_what_text_completions_cannot_do_is_refused_by_its_field(server, client, more, param) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        await client.completions.create(**{"model": "tiny", "prompt": "x"} | more)
+    assert raised.value.param == (param or raised.value.param) and not server.turns
 
 
 async def test_an_unanswered_call_is_refused(client) -> None:

@@ -69,7 +69,13 @@ def test_the_deltas_are_the_answer(
     ids, finish = until_stop(chat, ids, stops)
     prompt = chat.tokenizer.encode("<think>\n" if opened else "hi").tolist()
     given_tools = [TOOL] if tools else []
-    asked = ChatTurn(request_id="r", model=None, messages=[{"role": "user", "content": ""}], tools=given_tools, sampling=RequestedSampling(stop=tuple(stops)))
+    asked = ChatTurn(
+        request_id="r",
+        model=None,
+        messages=[{"role": "user", "content": ""}],
+        tools=given_tools,
+        sampling=RequestedSampling(stop=tuple(stops)),
+    )
     whole = answered(chat, prompt, ids, asked, finish)
     text, told, at = TurnText(chat, prompt, given_tools, stops), list[TurnDelta](), 0
     while at < len(ids):

@@ -79,6 +79,7 @@ GOOD: dict[Any, dict[str, Any]] = {
     },
     token_generate.parse: {"model": "m", "token_ids": [1, 2], "sampling_params": {"temperature": 1.0, "stop": ["x"]}},
 }
+GOOD[openai_chat.parse_completion] = {"model": "m", "prompt": "a", "stop": ["x"], "logprobs": 1}
 GOOD[anthropic_messages.parse_count] = {key: value for key, value in GOOD[anthropic_messages.parse].items() if key != "max_tokens"}
 PARSERS = list(GOOD)
 
@@ -198,7 +199,7 @@ TURN = ChatTurn(request_id="id", model="m", messages=[{"role": "user", "content"
 MODELS = {"/v1/chat/completions": ChatCompletion, "/v1/responses": responses.Response, "/v1/messages": Message}
 
 
-@pytest.mark.parametrize("path", list(CHAT_FORMATS))
+@pytest.mark.parametrize("path", list(MODELS))
 @given(result=results())
 def test_an_answer_is_read_by_the_clients_model_and_sent_back_as_it_was(path, result) -> None:
     answer = json.loads(json.dumps(CHAT_FORMATS[path].answer(TURN, result)))
@@ -233,7 +234,7 @@ def _with_read_arguments(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": calls}
 
 
-@pytest.mark.parametrize("path", list(CHAT_FORMATS))
+@pytest.mark.parametrize("path", list(MODELS))
 @given(result=results())
 def test_events_hold_the_whole_answer_whatever_it_is(path, result) -> None:
     wire = CHAT_FORMATS[path]
@@ -251,12 +252,13 @@ def test_events_hold_the_whole_answer_whatever_it_is(path, result) -> None:
 
 def test_the_docs_name_what_has_no_effect() -> None:
     page = (Path(__file__).parents[3] / "docs" / "wire-formats.md").read_text()
-    rows = dict(re.findall(r"^\| (chat completions|responses|messages|tokens) \| (`[^|]*`) \|$", page, re.MULTILINE))
+    rows = dict(re.findall(r"^\| (chat completions|text completions|responses|messages|tokens) \| (`[^|]*`) \|$", page, re.MULTILINE))
     bodies = {
         "chat completions": openai_chat._ChatBody,
         "responses": openai_responses._ResponseBody,
         "messages": anthropic_messages._MessageBody,
         "tokens": token_generate._GenerateBody,
+        "text completions": openai_chat._CompletionBody,
     }
     assert {name: set(re.findall(r"`(\w+)`", row)) for name, row in rows.items()} == {
         name: set(body.WITHOUT_EFFECT) for name, body in bodies.items()
