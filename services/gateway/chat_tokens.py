@@ -137,7 +137,6 @@ PARALLEL: tuple[Messages, Messages] = (
     ],
     (TOOL,),
 )
-SYSTEM: tuple[Messages, Messages] = ([_BRIEF, _ASKED], ())
 # Calls as JSON between marks, as most templates have them
 JSON_CALL = re.compile(r'(<[^<>]+>\s*\{"name": ")add(", "arguments": )\{"a": 1, "b": 2\}(\}\s*</[^<>]+>)')
 THINKING, THOUGHT_END = "<think>", "</think>"
@@ -213,7 +212,7 @@ class ChatTokens:
         self._render: Any = by_template if family is None or self._one_result else family.render_ids
         self.stop_ids = sorted({*self._renderer.get_stop_token_ids(), *self.tokenizer.stop_ids})
         self.shows_tools = self.has_template and self._differs_with_tools()
-        self.shows_system = self.has_template and _rendered(by_template, *SYSTEM) is not None
+        self.shows_system = self.has_template and _rendered(by_template, [_BRIEF, _ASKED], ()) is not None
         self.added_ids, self.byte_ids = self.tokenizer.added_ids, self.tokenizer.byte_ids
         self.letter = self.tokenizer.encode(self.LETTER).tolist()
         self.plain_markers = self.family == "default"
@@ -361,6 +360,15 @@ class ChatTokens:
         """Returns a turn's completion as a message; nothing of it is repaired."""
         return self.parse_tokens(turn.prompt.tolist(), turn.completion.tolist(), tools)
 
+    def _spelled(self, completion: list[int], span: tuple[int, int] | None, content: str) -> str:
+        """Returns a call as it was sampled, with its marks, the white space between it and content, and that at the end; empty without its
+        ``span`` of tokens."""
+        if span is None:
+            return ""
+        parts = completion[: span[0]], completion[slice(*span)], [token for token in completion[span[1] :] if token not in self.stop_ids]
+        before, own, behind = map(self.text, parts)
+        return (before[len(before.rstrip()) :] if content else "") + own + (behind if behind.isspace() else "")
+
     def parse_tokens(self, prompt: list[int], completion: list[int], tools: Messages) -> ParsedTurn:
         """Returns a completion, or its beginning, as a message. Reasoning that was not closed has the form of one that was."""
         try:
@@ -368,7 +376,13 @@ class ChatTokens:
         except UNREADABLE:  # a model samples anything
             return ParsedTurn("", "", (ParsedCall(self.tokenizer.decode(completion), "unreadable"),))
         calls = tuple(
-            ParsedCall(call.raw, call_status(str(call.status.value), call.name, call.arguments), call.name or "", call.arguments, call.id)
+            ParsedCall(
+                self._spelled(completion, call.token_span, found.content) or call.raw,
+                call_status(str(call.status.value), call.name, call.arguments),
+                call.name or "",
+                call.arguments,
+                call.id,
+            )
             for call in found.tool_calls
         )
         reasoning = found.reasoning_content or ""

@@ -223,7 +223,7 @@ class _EndFields(RequestFields):
 @dataclass
 class Api:
     """The state that the routes share. ``names``: those that requests may give the model; ``*``: any. ``most``: requests in hand at once.
-    ``of_session``: how many of each session are being read or answered."""
+    ``of_session``: how many of each session are being read or answered. ``rewards_given``: nothing else scores sessions."""
 
     sessions: SessionStore
     turns: Turns
@@ -235,6 +235,7 @@ class Api:
     started: int = field(default_factory=lambda: int(time.time()))
     in_hand: int = 0
     of_session: Counter[str] = field(default_factory=Counter)
+    rewards_given: bool = False
 
     def app(self) -> FastAPI:
         """Returns the app with all endpoints."""
@@ -398,6 +399,9 @@ class Api:
 
     async def _end(self, request: Request, log: SessionLog, body: bytes) -> Response:
         asked, _ = read_body(_EndFields, body or b"{}")
+        if asked.reward is None and self.rewards_given:
+            message = "expected a number, or numbers by name: nothing else scores this run (reward.rm_type is given)"
+            raise TurnRefused(400, message, field="reward", code="missing_parameter")
         try:
             end = SessionEnded(at=time.time(), reward=asked.reward, reason=asked.reason)
         except ValidationError as error:

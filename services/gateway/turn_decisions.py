@@ -14,20 +14,9 @@ from numpy.typing import NDArray
 
 from services.gateway.chat_tokens import ChatTokens, ParsedCall, ParsedTurn
 from services.gateway.replicas import Hear
+from services.gateway.wire import request as wire
 from services.gateway.wire.openai_chat import UNCONSTRAINED
-from services.gateway.wire.request import (
-    CalledTool,
-    ChatTurn,
-    MalformedCall,
-    RequestedSampling,
-    TokenTurn,
-    TurnRefused,
-    TurnResult,
-    TurnTokens,
-    TurnUsage,
-    overlong_prompt,
-)
-from services.gateway.wire.request_body import shallow
+from services.gateway.wire.request_body import check_tool_results, shallow
 from shared.data.stop_strings import end_across, written
 from shared.schema.messages import Sampling
 from shared.sessions.session import Session, Turn, TurnGeneration
@@ -46,26 +35,47 @@ def digests(messages: Messages, tools: Messages) -> list[str]:
     return found
 
 
-def continued(turns: Iterable[Turn], messages: Messages, tools: Messages, reasoning: Callable[[Turn], str]) -> tuple[Turn, Messages] | None:
+def thought_digest(reasoning: str) -> str:
+    """Returns a digest of an answer's reasoning; empty where it has none."""
+    return hashlib.sha256(found.encode()).hexdigest()[:32] if (found := reasoning.strip()) else ""
+
+
+def continued(turns: Iterable[Turn], messages: Messages, tools: Messages) -> tuple[Turn, Messages] | None:
     """Returns the turn that a conversation continues, with the messages that are new; None where there is no such turn.
 
     Clients send the whole conversation each time. Each turn is stored with the digest of the messages up to its answer; the longest
-    beginning of a request with such a digest is the turn that it continues.
-
-    Args:
-        reasoning: of a turn. Of several that say the same, the one counts whose reasoning the client has sent back, else the newest.
+    beginning of a request with such a digest is the turn that it continues. Of several that say the same, the one counts whose reasoning
+    the client has sent back, else the newest; where it was edited, nothing is continued beyond it.
     """
     known: dict[str, list[Turn]] = {}
     for turn in turns:
         if turn.conversation:
             known.setdefault(turn.conversation, []).append(turn)
     found = digests(messages, tools)
-    for count in range(len(messages) - 1, 0, -1):
+    longest: tuple[Turn, Messages] | None = None
+    for count in range(1, len(messages)):
         if alike := known.get(found[count]):
-            thought = messages[count - 1].get("reasoning_content") if len(alike) > 1 else None
-            fitting = [turn for turn in alike if thought and reasoning(turn) == thought]
-            return (fitting or alike)[-1], messages[count:]
-    return None
+            thought = thought_digest(messages[count - 1].get("reasoning_content", ""))
+            fitting = [turn for turn in alike if thought in ("", turn.thought) or not turn.thought]
+            if not fitting:
+                break
+            longest = fitting[-1], messages[count:]
+    return longest
+
+
+def recalled(turns: Mapping[str, Turn], asked: wire.ChatTurn) -> wire.ChatTurn:
+    """Returns a request with the stored conversation that it continues. Raises TurnRefused where that is not stored in this session."""
+    if not asked.previous:
+        return asked
+    history, name = list[Any](), asked.previous
+    while name:
+        if (turn := turns.get(name)) is None or not turn.messages:
+            message = f"no response {name[:200]!r} is stored in this session"
+            raise wire.TurnRefused(404, message, field="previous_response_id", code="previous_response_not_found")
+        history, name = [*json.loads(turn.messages), *history], turn.after
+    head, new = asked.messages[: asked.head], asked.messages[asked.head :]
+    check_tool_results(messages := [*head, *history, *new], asked.place)
+    return replace(asked, messages=messages, kept=[*history, *new] if asked.kept else ())
 
 
 def _identity(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,7 +108,7 @@ TRAINED = (
 )
 
 
-def unconstrained(asked: ChatTurn, mode: Constraints, *, evaluation: bool, notes: bool) -> ChatTurn:
+def unconstrained(asked: wire.ChatTurn, mode: Constraints, *, evaluation: bool, notes: bool) -> wire.ChatTurn:
     """Returns a request with those of its constraints alone that the engine enforces.
 
     Args:
@@ -111,7 +121,7 @@ def unconstrained(asked: ChatTurn, mode: Constraints, *, evaluation: bool, notes
     fields = [one.field for one in asked.constraints]
     if mode != "ignore":
         why = TRAINED if mode == "enforce" else f'not served: {UNCONSTRAINED}; constraints = "ignore" in [gateway] takes it without effect'
-        raise TurnRefused(400, why, field=fields[0], code="unsupported_value")
+        raise wire.TurnRefused(400, why, field=fields[0], code="unsupported_value")
     ignored = tuple(sorted({*asked.ignored, *fields}))
     head, rest = asked.messages[0], list(asked.messages[1:])
     if head["role"] != "system":
@@ -124,20 +134,20 @@ def unconstrained(asked: ChatTurn, mode: Constraints, *, evaluation: bool, notes
 _DISTRIBUTION = {name: name for name in ("temperature", "top_p", "top_k", "repetition_penalty")} | {"min_tokens": "min_new_tokens"}
 
 
-def fixed_by_task(session: Session, asked: RequestedSampling) -> tuple[str, ...]:
+def fixed_by_task(session: Session, asked: wire.RequestedSampling) -> tuple[str, ...]:
     """Returns the names of the fields that a client asked otherwise, and that stand as the task has them."""
     given = [name for name, field in _DISTRIBUTION.items() if getattr(asked, name) not in (None, getattr(session.sampling, field))]
     stops = ["stop_token_ids"] if asked.stop_token_ids != _further_stops(session, asked) else []
     return (*([] if session.evaluation else given), *stops, *(["seed"] if asked.seed is not None else []))
 
 
-def _further_stops(session: Session, asked: RequestedSampling) -> tuple[int, ...]:
+def _further_stops(session: Session, asked: wire.RequestedSampling) -> tuple[int, ...]:
     """Returns the ids that end a turn by its client: none where the engine would forbid them for the task's ``min_new_tokens``."""
     return () if session.sampling.min_new_tokens and not session.evaluation else asked.stop_token_ids
 
 
 def turn_sampling(
-    session: Session, asked: RequestedSampling, prompt: int, context: int, stop_ids: list[int], place: str = "messages"
+    session: Session, asked: wire.RequestedSampling, prompt: int, context: int, stop_ids: list[int], place: str = "messages"
 ) -> Sampling:
     """Returns how a turn is sampled: by the task where it is trained, and within its limits.
 
@@ -153,7 +163,7 @@ def turn_sampling(
     """
     task = session.sampling
     if prompt >= context:
-        raise overlong_prompt(prompt, context - 1, place)
+        raise wire.overlong_prompt(prompt, context - 1, place)
     given = {field: value for name, field in _DISTRIBUTION.items() if (value := getattr(asked, name)) is not None}
     fields = given if session.evaluation else {}
     most = min(asked.max_tokens or task.max_new_tokens, task.max_new_tokens, context - prompt)
@@ -171,7 +181,7 @@ def turn_sampling(
 def check_tokens(largest: int, vocabulary: int, field: str) -> None:
     """Raises TurnRefused where of ids from 0 to ``largest`` not all are tokens of the model's. ``field``: where they stand."""
     if largest >= vocabulary:
-        raise TurnRefused(400, f"token id {largest} is not in [0, {vocabulary})", field=field, code="invalid_token")
+        raise wire.TurnRefused(400, f"token id {largest} is not in [0, {vocabulary})", field=field, code="invalid_token")
 
 
 class TurnAnswers:
@@ -180,7 +190,7 @@ class TurnAnswers:
     def __init__(self, chat: ChatTokens, model: str) -> None:
         self._chat, self._model = chat, model
 
-    def chat(self, turn: Turn, session: Session, asked: ChatTurn) -> TurnResult:
+    def chat(self, turn: Turn, session: Session, asked: wire.ChatTurn) -> wire.TurnResult:
         """Returns the next message of a conversation."""
         chat, begun = self._chat.varied(asked.variables), asked.prefill.lstrip()
         parsed = chat.parse(turn, asked.tools)
@@ -192,31 +202,31 @@ class TurnAnswers:
             parsed = replace(parsed, content=parsed.content + "".join(call.text for call in parsed.calls), calls=())
         return self._answer(turn, parsed, stops_of(session, asked), spelled=asked.logprobs)
 
-    def tokens(self, turn: Turn, session: Session, asked: TokenTurn) -> TurnResult:
+    def tokens(self, turn: Turn, session: Session, asked: wire.TokenTurn) -> wire.TurnResult:
         """Returns the tokens that follow a prompt, and their text where that is asked for."""
         text = self._chat.tokenizer.decode(turn.completion) if asked.spelled else ""
         return self._answer(turn, ParsedTurn(text, "", ()), stops_of(session, asked), spelled=asked.logprobs)
 
-    def _answer(self, turn: Turn, parsed: ParsedTurn, stops: Sequence[str], *, spelled: bool) -> TurnResult:
+    def _answer(self, turn: Turn, parsed: ParsedTurn, stops: Sequence[str], *, spelled: bool) -> wire.TurnResult:
         """Returns an answer; ``spelled``: with the text of each token."""
         called = [call for call in parsed.calls if call.ok]
         malformed = [call for call in parsed.calls if not call.ok]
         ends = written(turn.completion, stops if turn.finish == "stop" else (), self._chat.text)
         content, stopped = _cut(parsed.content + "".join(call.text for call in malformed), ends)
         versions = [version for _, _, version in turn.spans] or [0]
-        return TurnResult(
+        return wire.TurnResult(
             request_id=turn.request,
             model=self._model,
             created=int(time.time()),
             content=content,
             finish="tool_calls" if called and turn.finish == "stop" else turn.finish,
-            usage=TurnUsage(prompt=len(turn.prompt), completion=len(turn.completion), cached=min(turn.cached, len(turn.prompt))),
+            usage=wire.TurnUsage(prompt=len(turn.prompt), completion=len(turn.completion), cached=min(turn.cached, len(turn.prompt))),
             versions=(min(versions), max(versions)),
             reasoning=parsed.reasoning,
             tool_calls=[_called(call, turn.request, index) for index, call in enumerate(called)],
-            malformed_calls=[MalformedCall(text=call.text, status=call.status) for call in malformed],
+            malformed_calls=[wire.MalformedCall(text=call.text, status=call.status) for call in malformed],
             stop_text=stopped,
-            tokens=TurnTokens(
+            tokens=wire.TurnTokens(
                 prompt=turn.prompt,
                 completion=turn.completion,
                 logprobs=turn.log_probs,
@@ -225,7 +235,7 @@ class TurnAnswers:
         )
 
 
-def stops_of(session: Session, asked: ChatTurn | TokenTurn) -> list[str]:
+def stops_of(session: Session, asked: wire.ChatTurn | wire.TokenTurn) -> list[str]:
     """Returns the strings that end a turn: the task's, and the request's own."""
     return [*session.sampling.stop, *asked.sampling.stop]
 
@@ -236,10 +246,10 @@ def _cut(content: str, stops: Sequence[str]) -> tuple[str, str | None]:
     return (content, None) if found is None else (content[: found[0]], found[1])
 
 
-def _called(call: ParsedCall, request: str, index: int) -> CalledTool:
+def _called(call: ParsedCall, request: str, index: int) -> wire.CalledTool:
     arguments: Mapping[str, Any] | Any = call.arguments
     text = arguments if isinstance(arguments, str) else json.dumps(arguments if arguments is not None else {})
-    return CalledTool(id=call.id or f"call_{request[-24:]}_{index}", name=call.name, arguments=text)
+    return wire.CalledTool(id=call.id or f"call_{request[-24:]}_{index}", name=call.name, arguments=text)
 
 
 class StopStringTracker:

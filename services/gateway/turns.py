@@ -6,10 +6,12 @@ asked for again, here or at another gateway, it is answered with what was sample
 """
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import structlog
@@ -23,12 +25,14 @@ from services.gateway.turn_decisions import (
     check_tokens,
     continued,
     digests,
+    recalled,
     stops_of,
+    thought_digest,
     turn_sampling,
     unconstrained,
 )
 from services.gateway.turn_text import TurnText
-from services.gateway.wire.request import AnyTurn, ChatTurn, TokenTurn, TurnRefused, TurnResult, overlong_prompt
+from services.gateway.wire.request import ChatTurn, TokenTurn, TurnRefused, TurnResult, overlong_prompt
 from shared.config.service_sections import GatewaySection
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import put_off
@@ -36,6 +40,7 @@ from shared.runtime.traces import Traces, TraceSpan
 from shared.schema.message import LARGEST
 from shared.schema.messages import Sampling
 from shared.sessions.session import (
+    RECORDED,
     Finish,
     PendingTurn,
     SessionLog,
@@ -185,15 +190,16 @@ LEASE_SECONDS, RENEWALS = 12.0, 4
 HELD_SECONDS = 0.2  # The interval at which a turn that another gateway generates is read again
 PAUSE_SECONDS = 0.2  # The pause after a replica failed, or an engine aborted a request: the push that caused it is still in progress
 LONG_BYTES = 1 << 15  # The text from which on a prompt is made in another thread: a millisecond and more of work
-_RECORDED = ("request", "completion", "log_probs", "spans", "finish", "conversation", "cached", "replica")  # of a turn that has ended
 
 
 @dataclass(frozen=True)
 class TurnPrompt:
-    """The tokens that a turn begins with: int32 [P]; ``parent``: the turn that it carries on, of which the first ``shared`` tokens are."""
+    """The tokens that a turn begins with: int32 [P]; ``parent``: the turn that it carries on, of which the first ``shared`` tokens are.
+    ``continues``: the turn that its conversation continues, with how many messages."""
 
     tokens: NDArray[np.int32]
     parent: Turn | None
+    continues: tuple[Turn, int] | None = None
 
     @property
     def shared(self) -> int:
@@ -223,11 +229,12 @@ class Turns:
         self._log = structlog.get_logger()
         self._reported = set[str]()  # fields whose constraints are ignored, named in the log once
 
-    def noted(self, log: SessionLog, asked: AnyTurn) -> AnyTurn:
+    def noted(self, log: SessionLog, asked: Any) -> Any:
         """Returns a request with what has no effect: constraints that are ignored, tools where the model's chat template shows none. Raises
         TurnRefused for constraints that are not served."""
         if isinstance(asked, TokenTurn):
             return asked
+        asked = recalled(log.turns, asked)
         if asked.tools and not self._chat.shows_tools:
             asked = replace(asked, ignored=(*asked.ignored, "tools"))
         mode, fields = self._limits.constraints, {one.field for one in asked.constraints}
@@ -246,7 +253,11 @@ class Turns:
         turn = log.turns.get(asked.request_id)
         if turn is None:
             await self._check(log, asked)
-            turn = await self._turn(log, await self._prompt(log, asked), asked, live)
+            prompt = await self._prompt(log, asked)
+            if prompt.continues and prompt.continues[0].messages:  # what is stored of a conversation is stored once
+                before, further = prompt.continues
+                asked = replace(asked, after=before.request, kept=asked.kept[-further:])
+            turn = await self._turn(log, prompt, asked, live)
         return self._answers.chat(turn, log.session, asked)
 
     def text(self, log: SessionLog, asked: ChatTurn | TokenTurn, live: LiveTurn) -> TurnText:
@@ -300,17 +311,19 @@ class Turns:
         """Carries on the turn that the conversation continues from, where that can be done with its very ids; else renders it anew."""
         chat, place, turns = self._chat.varied(asked.variables), asked.place, log.turns.values()
         asking = asked.messages[:-1] if asked.prefill else asked.messages
-        found = continued(turns, asking, asked.setting, lambda turn: chat.parse(turn, asked.tools).reasoning)
+        found = continued(turns, asking, asked.setting)
+        continues = None
         if found is not None:
             turn, further = found
+            continues = turn, len(further) + bool(asked.prefill)
             if (bridged := chat.bridge(turn, further, asked.tools)) is not None:
                 if not asked.prefill:
-                    return TurnPrompt(bridged, turn)
+                    return TurnPrompt(bridged, turn, continues)
                 before, begun = (chat.render(messages, asked.tools, place, turns) for messages in (asking, asked.messages))
                 if np.array_equal(begun[: len(before)], before):
-                    return TurnPrompt(np.concatenate([bridged, begun[len(before) :]]), turn)
+                    return TurnPrompt(np.concatenate([bridged, begun[len(before) :]]), turn, continues)
         tokens = chat.render(asked.messages, asked.tools, place, turns)
-        return TurnPrompt(tokens, log.extended(tokens))
+        return TurnPrompt(tokens, log.extended(tokens), continues)
 
     # --- generating
 
@@ -485,8 +498,16 @@ class Turns:
         turn = Turn(whole.request, whole.parent, *generated, finish, cached=cached, replica=whole.replica)
         if isinstance(asked, ChatTurn):
             result = self._answers.chat(turn, log.session, asked)
-            turn = replace(turn, conversation=digests(asked.answered(result), asked.setting)[-1])
-        recorded = {name: getattr(turn, name) for name in _RECORDED}
+            whole_conversation = asked.answered(result)
+            kept = [*asked.kept[: -1 if asked.prefill else None], whole_conversation[-1]] if asked.kept else []
+            turn = replace(
+                turn,
+                conversation=digests(whole_conversation, asked.setting)[-1],
+                thought=thought_digest(result.reasoning),
+                messages=json.dumps(kept) if kept else "",
+                after=asked.after,
+            )
+        recorded = {name: getattr(turn, name) for name in RECORDED}
         return await self._sessions.append(log, TurnEnded(holder=self._holder, **recorded))
 
 

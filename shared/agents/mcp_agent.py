@@ -1,6 +1,6 @@
 """An agent that lets the model use the tools of MCP servers (https://modelcontextprotocol.io).
 
-It is a chat of OpenAI's form in which each call is made, until an answer has none.
+It is a chat of OpenAI's form in which each call is made, and the model told of each that cannot be read, until an answer has none.
 """
 
 import asyncio
@@ -190,9 +190,13 @@ async def play(data: Mapping[str, Any], base_url: str, api_key: str) -> None:
             answer = await client.chat.completions.create(model=data["model"], messages=messages, tools=tools.offered)
             said = answer.choices[0].message
             calls = [call for call in said.tool_calls or () if call.type == "function"]
-            if not calls:
+            malformed = (said.model_extra or {}).get("malformed_tool_calls", [])
+            if not calls and not malformed:
                 return
             messages.append(said.model_dump(exclude_none=True))
             for call in calls:
                 content = await tools.call(call.function.name, call.function.arguments)
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+            if malformed:
+                wrong = "\n".join(f"error: {one['status']}: this tool call cannot be read: {one['text']}" for one in malformed)
+                messages.append({"role": "user", "content": wrong})

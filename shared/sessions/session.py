@@ -128,8 +128,9 @@ class TurnExtended(TurnRecord):
 
 
 class TurnEnded(TurnRecord):
-    """The whole completion of a turn. ``conversation``: the digest of the messages up to it, its answer among them. ``replica``: the one
-    that generated its last tokens.
+    """The whole completion of a turn. ``conversation``: the digest of the messages up to it, its answer among them; ``thought``: of the
+    answer's reasoning. ``messages``: JSON of what the conversation has behind the turn ``after`` (empty: from its beginning), where it is
+    stored. ``replica``: the one that generated its last tokens.
     """
 
     completion: Tokens
@@ -137,8 +138,14 @@ class TurnEnded(TurnRecord):
     spans: Spans
     finish: Finish
     conversation: str = Field(default="", max_length=64)
+    thought: str = Field(default="", max_length=64)
+    messages: str = ""
+    after: str = ""
     cached: Count = 0
     replica: str = Field(default="", max_length=128)
+
+
+RECORDED = tuple(TurnEnded.model_fields.keys() - {"holder"})  # The fields of a turn that its end has
 
 
 class SessionProlonged(Message):
@@ -161,7 +168,7 @@ class Turn:
 
     prompt: int32 [P], all that the model read; completion: int32 [T]; log_probs: float32 [T], the engine's for exactly those tokens; spans
     tile [0, T). parent: the request id of the turn whose very tokens the prompt begins with. cached: prompt tokens that were not computed
-    anew. replica: which generated its last tokens; empty: not known.
+    anew. replica: which generated its last tokens; empty: not known. conversation, thought, messages, after: as in `TurnEnded`.
     """
 
     request: str
@@ -172,6 +179,9 @@ class Turn:
     spans: tuple[TokenSpan, ...]
     finish: Finish
     conversation: str = ""
+    thought: str = ""
+    messages: str = ""
+    after: str = ""
     cached: int = 0
     replica: str = ""
 
@@ -241,18 +251,8 @@ class SessionLog:
                 pending.until, pending.replica = max(pending.until, record.until), record.replica
         elif isinstance(record, TurnEnded):
             del self.pending[record.request]
-            self.turns[record.request] = Turn(
-                request=record.request,
-                parent=pending.parent,
-                prompt=pending.prompt,
-                completion=record.completion,
-                log_probs=record.log_probs,
-                spans=record.spans,
-                finish=record.finish,
-                conversation=record.conversation,
-                cached=record.cached,
-                replica=record.replica,
-            )
+            own = {name: getattr(record, name) for name in RECORDED}
+            self.turns[record.request] = Turn(parent=pending.parent, prompt=pending.prompt, **own)
 
     def _begin(self, record: TurnBegun, pending: PendingTurn | None) -> None:
         if pending is None:

@@ -11,28 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from services.gateway.wire import request as wire
 from services.gateway.wire import request_body as fields
 from services.gateway.wire.openai_chat import sampling
-from services.gateway.wire.request import (
-    CalledTool,
-    ChatTurn,
-    Constraint,
-    TurnDelta,
-    TurnEvents,
-    TurnRefused,
-    TurnResult,
-    TurnStart,
-    TurnUsage,
-    assistant,
-    beside,
-    call_constraint,
-    chat_call,
-    event,
-    function_tool,
-    json_constraint,
-    single_call,
-    started,
-)
 from services.gateway.wire.request_body import RequestFields, read_body
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -86,7 +67,9 @@ class _UserMessage(RequestFields):
         results = [block for block in self.content if isinstance(block, _ToolResultBlock)]
         texts = [block for block in self.content if isinstance(block, fields.TextPart)]
         if any(isinstance(block, fields.TextPart) for block in self.content[: len(results)]):
-            raise TurnRefused(400, "a tool_result block stands behind another block of its message", field="messages", code="invalid_value")
+            raise wire.TurnRefused(
+                400, "a tool_result block stands behind another block of its message", field="messages", code="invalid_value"
+            )
         messages = [{"role": "tool", "tool_call_id": result.tool_use_id, "content": fields.joined(result.content)} for result in results]
         return messages + ([{"role": "user", "content": fields.joined(texts)}] if texts else [])
 
@@ -98,8 +81,8 @@ class _AssistantMessage(RequestFields):
     def chat(self) -> list[dict[str, Any]]:
         thinking = "\n".join(block.thinking for block in self.content if isinstance(block, _ThinkingBlock))
         texts = [block for block in self.content if isinstance(block, fields.TextPart)]
-        calls = [chat_call(block.id, block.name, block.input) for block in self.content if isinstance(block, _ToolUseBlock)]
-        return [assistant(fields.joined(texts), thinking, calls)]
+        calls = [wire.chat_call(block.id, block.name, block.input) for block in self.content if isinstance(block, _ToolUseBlock)]
+        return [wire.assistant(fields.joined(texts), thinking, calls)]
 
 
 class _SystemMessage(RequestFields):
@@ -167,10 +150,10 @@ class _MessageBody(_CountBody):
     stream: bool = False
 
 
-def parse(body: bytes, request_id: str) -> ChatTurn:
+def parse(body: bytes, request_id: str) -> wire.ChatTurn:
     """Returns the turn that a body asks for. Raises TurnRefused."""
     asked, ignored = read_body(_MessageBody, body)
-    return ChatTurn(
+    return wire.ChatTurn(
         request_id=request_id,
         **_conversation(asked),
         sampling=sampling(asked, asked.max_tokens, asked.temperature, asked.top_p, asked.stop_sequences),
@@ -181,10 +164,10 @@ def parse(body: bytes, request_id: str) -> ChatTurn:
     )
 
 
-def parse_count(body: bytes, request_id: str) -> ChatTurn:
+def parse_count(body: bytes, request_id: str) -> wire.ChatTurn:
     """Returns the turn whose prompt is to be counted. Raises TurnRefused."""
     asked, ignored = read_body(_CountBody, body)
-    return ChatTurn(request_id=request_id, ignored=ignored, **_conversation(asked))
+    return wire.ChatTurn(request_id=request_id, ignored=ignored, **_conversation(asked))
 
 
 def _conversation(asked: _CountBody) -> dict[str, Any]:
@@ -192,7 +175,7 @@ def _conversation(asked: _CountBody) -> dict[str, Any]:
     system = [{"role": "system", "content": fields.joined(asked.system)}] if asked.system else []
     messages = system + [one for message in asked.messages for one in message.chat()]
     fields.check_tool_results(messages, "messages")
-    tools = [function_tool(tool.name, tool.description, tool.input_schema) for tool in asked.tools]
+    tools = [wire.function_tool(tool.name, tool.description, tool.input_schema) for tool in asked.tools]
     choice = asked.tool_choice or _ToolChoice(type="auto")
     return {
         "model": asked.model,
@@ -204,42 +187,42 @@ def _conversation(asked: _CountBody) -> dict[str, Any]:
     }
 
 
-def _constraints(asked: _CountBody, choice: _ToolChoice, tools: list[dict[str, Any]]) -> Iterator[Constraint]:
+def _constraints(asked: _CountBody, choice: _ToolChoice, tools: list[dict[str, Any]]) -> Iterator[wire.Constraint]:
     if choice.type in ("any", "tool"):
-        yield call_constraint("tool_choice", [choice.name] if choice.type == "tool" else [], tools, required=True)
+        yield wire.call_constraint("tool_choice", [choice.name] if choice.type == "tool" else [], tools, required=True)
     if choice.disable_parallel_tool_use and tools:
-        yield single_call("tool_choice.disable_parallel_tool_use")
+        yield wire.single_call("tool_choice.disable_parallel_tool_use")
     if asked.output_format is not None:
-        yield json_constraint("output_format", asked.output_format.definition)
+        yield wire.json_constraint("output_format", asked.output_format.definition)
     if asked.output_config is not None and asked.output_config.format is not None:
-        yield json_constraint("output_config.format", asked.output_config.format.definition)
+        yield wire.json_constraint("output_config.format", asked.output_config.format.definition)
 
 
-def answer(turn: ChatTurn, result: TurnResult) -> dict[str, Any]:
+def answer(turn: wire.ChatTurn, result: wire.TurnResult) -> dict[str, Any]:
     """Returns the message. Raises TurnRefused where the turn was aborted."""
-    extra = beside(result)
+    extra = wire.beside(result)
     content: list[dict[str, Any]] = []
     if result.reasoning and turn.reasoning:
         content.append({"type": "thinking", "thinking": result.reasoning, "signature": _signature(result.reasoning)})
     if result.content:
         content.append({"type": "text", "text": result.content, "citations": None})
     content += [_tool_use(call) | {"input": json.loads(call.arguments)} for call in result.tool_calls]
-    return _head(started(result)) | {"content": content, "usage": _usage(result.usage), **_stopped(result), **extra}
+    return _head(wire.started(result)) | {"content": content, "usage": _usage(result.usage), **_stopped(result), **extra}
 
 
-class MessageEvents(TurnEvents):
+class MessageEvents(wire.TurnEvents):
     """The events of a streamed message."""
 
-    def __init__(self, turn: ChatTurn, start: TurnStart) -> None:
+    def __init__(self, turn: wire.ChatTurn, start: wire.TurnStart) -> None:
         super().__init__(turn, start)
         self._blocks, self._thought = 0, ""
         self._open: Literal["", "thinking", "text"] = ""
 
     def begin(self) -> bytes:
-        usage = _usage(TurnUsage(prompt=self.start.prompt, completion=0, cached=self.start.cached))
+        usage = _usage(wire.TurnUsage(prompt=self.start.prompt, completion=0, cached=self.start.cached))
         return _event("message_start", message=_head(self.start) | {"usage": usage})
 
-    def delta(self, piece: TurnDelta) -> bytes:
+    def delta(self, piece: wire.TurnDelta) -> bytes:
         events = b""
         if piece.reasoning and self.turn.reasoning:
             events += self._opened("thinking", {"type": "thinking", "thinking": "", "signature": ""})
@@ -253,12 +236,12 @@ class MessageEvents(TurnEvents):
             events += self._in_block(type="input_json_delta", partial_json=piece.tool_call.arguments) + self._stop()
         return events
 
-    def end(self, result: TurnResult) -> bytes:
-        delta = _event("message_delta", delta=_stopped(result), usage=_usage(result.usage), **beside(result))
+    def end(self, result: wire.TurnResult) -> bytes:
+        delta = _event("message_delta", delta=_stopped(result), usage=_usage(result.usage), **wire.beside(result))
         return self._close() + delta + _event("message_stop")
 
-    def refused(self, error: TurnRefused) -> bytes:
-        return event(error.body("anthropic"), "error")
+    def refused(self, error: wire.TurnRefused) -> bytes:
+        return wire.event(error.body("anthropic"), "error")
 
     def ping(self) -> bytes:
         return _event("ping")
@@ -290,16 +273,16 @@ class MessageEvents(TurnEvents):
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    return event({"type": kind, **fields}, kind)
+    return wire.event({"type": kind, **fields}, kind)
 
 
-def _head(start: TurnStart) -> dict[str, Any]:
+def _head(start: wire.TurnStart) -> dict[str, Any]:
     """Returns the message as it is before it has content."""
     message = {"id": start.request_id, "type": "message", "role": "assistant", "model": start.model, "content": []}
     return message | {"stop_reason": None, "stop_sequence": None}
 
 
-def _stopped(result: TurnResult) -> dict[str, Any]:
+def _stopped(result: wire.TurnResult) -> dict[str, Any]:
     if result.finish == "stop" and result.stop_text is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": result.stop_text}
     return {"stop_reason": STOP_REASONS[result.finish], "stop_sequence": None}
@@ -310,11 +293,11 @@ def _signature(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _tool_use(call: CalledTool) -> dict[str, Any]:
+def _tool_use(call: wire.CalledTool) -> dict[str, Any]:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
 
 
-def _usage(usage: TurnUsage) -> dict[str, Any]:
+def _usage(usage: wire.TurnUsage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_read_input_tokens": usage.cached,

@@ -11,35 +11,13 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
+from services.gateway.wire import request as wire
 from services.gateway.wire import request_body as fields
-from services.gateway.wire.request import (
-    CalledTool,
-    ChatTurn,
-    Constraint,
-    RequestedSampling,
-    TokenTurn,
-    TurnDelta,
-    TurnEvents,
-    TurnRefused,
-    TurnResult,
-    TurnTokens,
-    TurnUsage,
-    assistant,
-    beside,
-    call_constraint,
-    chat_call,
-    event,
-    function_tool,
-    json_constraint,
-    malformed,
-    single_call,
-)
 from services.gateway.wire.request_body import RequestFields, read_body
 
 # Why whatever would have tokens sampled under a constraint is refused
 UNCONSTRAINED = "what is sampled is the policy's own: nothing constrains it, or its log-probs would be another's"
 Choices = Annotated[int, Field(ge=1, le=64)]
-TOP_LOGPROBS = "the log-probs of other tokens than the sampled ones are not stored; expected 0"
 
 
 class _SystemMessage(RequestFields):
@@ -76,8 +54,8 @@ class _AssistantMessage(RequestFields):
     tool_calls: Annotated[list[_Call], Field(max_length=fields.MAX_CALLS, fail_fast=True)] = []
 
     def chat(self) -> dict[str, Any]:
-        calls = [chat_call(call.id, call.function.name, call.function.arguments) for call in self.tool_calls]
-        return assistant(fields.joined(self.content), self.reasoning_content or self.reasoning, calls)
+        calls = [wire.chat_call(call.id, call.function.name, call.function.arguments) for call in self.tool_calls]
+        return wire.assistant(fields.joined(self.content), self.reasoning_content or self.reasoning, calls)
 
 
 class _ToolMessage(RequestFields):
@@ -122,16 +100,16 @@ class TextFormat(_JsonSchema):
 
     type: Literal["text", "json_object", "json_schema"]
 
-    def constraint(self, field: str) -> list[Constraint]:
+    def constraint(self, field: str) -> list[wire.Constraint]:
         """Returns what holds an answer to it. ``field``: its place in the body."""
-        return [] if self.type == "text" else [json_constraint(field, self.definition if self.type == "json_schema" else None)]
+        return [] if self.type == "text" else [wire.json_constraint(field, self.definition if self.type == "json_schema" else None)]
 
 
 class _ResponseFormat(RequestFields):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _JsonSchema = _JsonSchema()
 
-    def constraint(self, field: str) -> list[Constraint]:
+    def constraint(self, field: str) -> list[wire.Constraint]:
         return TextFormat(type=self.type, definition=self.json_schema.definition).constraint(field)
 
 
@@ -153,19 +131,15 @@ class OpenAIBody(fields.ChatSamplingFields):
     stream: bool = False
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
-    top_logprobs: int = 0
-
-    def unserved(self) -> tuple[tuple[bool, str, str], ...]:
-        """Returns their refusals for `check_served`."""
-        return ((self.top_logprobs != 0, "top_logprobs", TOP_LOGPROBS),)
+    top_logprobs: Literal[0] = 0  # those of other tokens are not stored
 
     def tool_use(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Returns the fields of a turn that say how tools are used. Raises TurnRefused."""
-        single = [] if self.parallel_tool_calls or not tools else [single_call("parallel_tool_calls")]
+        single = [] if self.parallel_tool_calls or not tools else [wire.single_call("parallel_tool_calls")]
         if self.tool_choice in ("auto", "none"):
             return {"tools": tools, "tool_choice": self.tool_choice, "constraints": (*single,)}
         names, required = _chosen(self.tool_choice)
-        return {"tools": tools, "constraints": (call_constraint("tool_choice", names, tools, required=required), *single)}
+        return {"tools": tools, "constraints": (wire.call_constraint("tool_choice", names, tools, required=required), *single)}
 
 
 class _ChatBody(OpenAIBody):
@@ -187,16 +161,18 @@ class _ChatBody(OpenAIBody):
     return_token_ids: bool = False
 
 
-def parse(body: bytes, request_id: str) -> ChatTurn:
+def parse(body: bytes, request_id: str) -> wire.ChatTurn:
     """Returns the turn that a body asks for. Raises TurnRefused."""
     asked, ignored = read_body(_ChatBody, body)
     _check(asked)
     messages = [message.chat() for message in asked.messages]
     fields.check_tool_results(messages, "messages")
-    used = asked.tool_use([function_tool(tool.function.name, tool.function.description, tool.function.parameters) for tool in asked.tools])
+    used = asked.tool_use(
+        [wire.function_tool(tool.function.name, tool.function.description, tool.function.parameters) for tool in asked.tools]
+    )
     most = min((given for given in (asked.max_tokens, asked.max_completion_tokens) if given), default=None)
     used["constraints"] += tuple(asked.response_format.constraint("response_format")) if asked.response_format else ()
-    return ChatTurn(
+    return wire.ChatTurn(
         request_id=request_id,
         model=asked.model,
         messages=messages,
@@ -213,19 +189,20 @@ def parse(body: bytes, request_id: str) -> ChatTurn:
     )
 
 
-class _CompletionBody(fields.ChatSamplingFields):
+class _CompletionBody(fields.SamplingFields):
     WITHOUT_EFFECT = frozenset({"user"})
 
     model: str
+    min_version: fields.Version = 0
     prompt: str | fields.TokenIds
     max_tokens: fields.Positive = 16
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: fields.TopP | None = None
     stop: fields.Stops = []
     n: Choices = 1
-    best_of: int = 1
-    echo: bool = False
-    suffix: str = ""
+    best_of: Literal[1] = 1
+    echo: Literal[False] = False
+    suffix: Literal[""] = ""
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
     stream: bool = False
     stream_options: _StreamOptions | None = None
@@ -235,17 +212,11 @@ class _CompletionBody(fields.ChatSamplingFields):
     return_token_ids: bool = False
 
 
-def parse_completion(body: bytes, request_id: str) -> TokenTurn:
+def parse_completion(body: bytes, request_id: str) -> wire.TokenTurn:
     """Returns the turn that a body of ``/v1/completions`` asks for. Raises TurnRefused."""
     asked, ignored = read_body(_CompletionBody, body)
-    check_served(
-        (asked.echo, "echo", "the prompt is not answered with the completion; expected false"),
-        (bool(asked.suffix), "suffix", "nothing is filled in before a text; expected none"),
-        (asked.best_of not in (1, asked.n), "best_of", "all answers are returned: expected n, or 1"),
-        (bool(asked.chat_template_kwargs), "chat_template_kwargs", "no chat template renders a text; expected none"),
-        *_penalties(asked),
-    )
-    return TokenTurn(
+    check_served(*_penalties(asked))
+    return wire.TokenTurn(
         request_id=request_id,
         model=asked.model,
         prompt=asked.prompt if isinstance(asked.prompt, str) else np.asarray(asked.prompt, np.int32),
@@ -273,7 +244,6 @@ def _penalties(asked: "_ChatBody | _CompletionBody") -> tuple[tuple[bool, str, s
 
 def _check(asked: _ChatBody) -> None:
     check_served(
-        *asked.unserved(),
         *_penalties(asked),
     )
 
@@ -282,7 +252,7 @@ def check_served(*refusals: tuple[bool, str, str]) -> None:
     """Raises TurnRefused for what is read but not served: the first of (whether it is refused, its field, why)."""
     for refused, field, message in refusals:
         if refused:
-            raise TurnRefused(400, message, field=field, code="unsupported_value")
+            raise wire.TurnRefused(400, message, field=field, code="unsupported_value")
 
 
 def _chosen(choice: Any) -> tuple[list[str], bool]:
@@ -297,14 +267,14 @@ def _chosen(choice: Any) -> tuple[list[str], bool]:
         return names, kind == "function" or inner.get("mode") == "required"
     except (KeyError, TypeError, AttributeError):
         message = "expected auto, none, required, a function by its name, or allowed_tools"
-        raise TurnRefused(400, message, field="tool_choice", code="invalid_value") from None
+        raise wire.TurnRefused(400, message, field="tool_choice", code="invalid_value") from None
 
 
 def sampling(
     asked: fields.SamplingFields, max_tokens: int | None, temperature: float | None, top_p: float | None, stop: Sequence[str]
-) -> RequestedSampling:
+) -> wire.RequestedSampling:
     """Returns how a request has its tokens generated."""
-    return RequestedSampling(
+    return wire.RequestedSampling(
         temperature=temperature,
         top_p=top_p,
         top_k=asked.top_k,
@@ -317,10 +287,10 @@ def sampling(
     )
 
 
-def answer(turn: ChatTurn | TokenTurn, *results: TurnResult) -> dict[str, Any]:
+def answer(turn: wire.ChatTurn | wire.TokenTurn, *results: wire.TurnResult) -> dict[str, Any]:
     """Returns the completion, of chat or text, with the result of each choice. Raises TurnRefused where a turn was aborted."""
     [extra, *_] = [_beside(turn, result) for result in results]
-    spelled = isinstance(turn, TokenTurn)
+    spelled = isinstance(turn, wire.TokenTurn)
     choices = [
         {"index": at, **({"text": result.content} if spelled else {"message": _message(result)}), "logprobs": _logprobs(turn, result)}
         | {"finish_reason": result.finish, **_token_ids(turn, result)}
@@ -337,7 +307,7 @@ def answer(turn: ChatTurn | TokenTurn, *results: TurnResult) -> dict[str, Any]:
     }
 
 
-class ChatEvents(TurnEvents):
+class ChatEvents(wire.TurnEvents):
     """The chunks of a streamed chat completion."""
 
     KIND = "chat.completion.chunk"
@@ -346,7 +316,7 @@ class ChatEvents(TurnEvents):
     def begin(self) -> bytes:
         return self._chunk({"role": "assistant", "content": ""})
 
-    def delta(self, piece: TurnDelta) -> bytes:
+    def delta(self, piece: wire.TurnDelta) -> bytes:
         fields: dict[str, Any] = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
         if piece.content:
             fields["content"] = piece.content
@@ -355,16 +325,16 @@ class ChatEvents(TurnEvents):
             self._calls += 1
         return self._chunk(fields)
 
-    def end(self, result: TurnResult) -> bytes:
+    def end(self, result: wire.TurnResult) -> bytes:
         ids, extra = _token_ids(self.turn, result), _beside(self.turn, result)
-        return self._chunk(malformed(result), result.finish, _logprobs(self.turn, result), ids, extra)
+        return self._chunk(wire.malformed(result), result.finish, _logprobs(self.turn, result), ids, extra)
 
-    def close(self, results: Sequence[TurnResult]) -> bytes:
+    def close(self, results: Sequence[wire.TurnResult]) -> bytes:
         usage = {"usage": token_usage(*(result.usage for result in results))}
-        return (event(self._envelope([], usage)) if self.turn.stream_usage else b"") + b"data: [DONE]\n\n"
+        return (wire.event(self._envelope([], usage)) if self.turn.stream_usage else b"") + b"data: [DONE]\n\n"
 
-    def refused(self, error: TurnRefused) -> bytes:
-        return event(error.body("openai"))
+    def refused(self, error: wire.TurnRefused) -> bytes:
+        return wire.event(error.body("openai"))
 
     def _chunk(
         self,
@@ -375,7 +345,7 @@ class ChatEvents(TurnEvents):
         beside: Mapping[str, Any] = {},
     ) -> bytes:
         choice = {"index": self.turn.choice, **self._choice(delta), "logprobs": logprobs, "finish_reason": finish, **in_choice}
-        return event(self._envelope([choice], {"usage": None, **beside} if self.turn.stream_usage else beside))
+        return wire.event(self._envelope([choice], {"usage": None, **beside} if self.turn.stream_usage else beside))
 
     def _choice(self, delta: Mapping[str, Any]) -> dict[str, Any]:
         return {"delta": delta}
@@ -398,21 +368,21 @@ class CompletionEvents(ChatEvents):
         return {"text": delta.get("content", "")}
 
 
-def _message(result: TurnResult) -> dict[str, Any]:
+def _message(result: wire.TurnResult) -> dict[str, Any]:
     content = None if result.tool_calls and not result.content else result.content
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if result.reasoning:
         message["reasoning_content"] = result.reasoning
     if result.tool_calls:
         message["tool_calls"] = [_call(call) for call in result.tool_calls]
-    return message | malformed(result)
+    return message | wire.malformed(result)
 
 
-def _call(call: CalledTool) -> dict[str, Any]:
-    return chat_call(call.id, call.name, call.arguments)
+def _call(call: wire.CalledTool) -> dict[str, Any]:
+    return wire.chat_call(call.id, call.name, call.arguments)
 
 
-def token_usage(*usages: TurnUsage) -> dict[str, Any]:
+def token_usage(*usages: wire.TurnUsage) -> dict[str, Any]:
     """Returns the usage of a request in OpenAI's words: of all its answers, whose prompt is one."""
     prompt, completion = usages[0].prompt, sum(usage.completion for usage in usages)
     return {
@@ -423,7 +393,7 @@ def token_usage(*usages: TurnUsage) -> dict[str, Any]:
     }
 
 
-def token_logprobs(tokens: TurnTokens) -> list[dict[str, Any]]:
+def token_logprobs(tokens: wire.TurnTokens) -> list[dict[str, Any]]:
     """Returns the log-prob of each sampled token, with its text and bytes."""
     return [
         {"token": text.decode(errors="replace"), "bytes": list(text), "logprob": logprob, "top_logprobs": []}
@@ -431,22 +401,22 @@ def token_logprobs(tokens: TurnTokens) -> list[dict[str, Any]]:
     ]
 
 
-def _logprobs(turn: ChatTurn | TokenTurn, result: TurnResult) -> dict[str, Any] | None:
+def _logprobs(turn: wire.ChatTurn | wire.TokenTurn, result: wire.TurnResult) -> dict[str, Any] | None:
     if not turn.logprobs or result.tokens is None:
         return None
-    if isinstance(turn, TokenTurn):
+    if isinstance(turn, wire.TokenTurn):
         tokens = [text.decode(errors="replace") for text in result.tokens.texts]
         offsets = list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)]
         return {"tokens": tokens, "token_logprobs": result.tokens.logprobs.tolist(), "top_logprobs": None, "text_offset": offsets}
     return {"content": token_logprobs(result.tokens), "refusal": None}
 
 
-def _token_ids(turn: ChatTurn | TokenTurn, result: TurnResult) -> dict[str, Any]:
+def _token_ids(turn: wire.ChatTurn | wire.TokenTurn, result: wire.TurnResult) -> dict[str, Any]:
     return {"token_ids": result.tokens.completion.tolist()} if turn.token_ids and result.tokens is not None else {}
 
 
-def _beside(turn: ChatTurn | TokenTurn, result: TurnResult) -> dict[str, Any]:
+def _beside(turn: wire.ChatTurn | wire.TokenTurn, result: wire.TurnResult) -> dict[str, Any]:
     """Returns what the answer has beside OpenAI's fields: the weights' versions, and the prompt's tokens where they are asked for."""
-    versions = {"weight_versions": beside(result)["weight_versions"]}
+    versions = {"weight_versions": wire.beside(result)["weight_versions"]}
     prompt = {"prompt_token_ids": result.tokens.prompt.tolist()} if turn.token_ids and result.tokens is not None else {}
     return versions | prompt

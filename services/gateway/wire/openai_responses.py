@@ -1,31 +1,18 @@
 """OpenAI's responses: ``POST /v1/responses``.
 
-The items of ``input`` are the whole conversation; nothing is stored between requests but the session's turns. What is one message of an
+The items of ``input`` are the whole conversation, or continue one that the session's turns store. What is one message of an
 assistant here is a row of items there: its reasoning, its text, its calls.
 """
 
+import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo
 
+from services.gateway.wire import request as wire
 from services.gateway.wire import request_body as fields
 from services.gateway.wire.openai_chat import OpenAIBody, TextFormat, check_served, sampling, token_logprobs
-from services.gateway.wire.request import (
-    CalledTool,
-    ChatTurn,
-    TurnDelta,
-    TurnEvents,
-    TurnRefused,
-    TurnResult,
-    TurnStart,
-    TurnUsage,
-    assistant,
-    beside,
-    chat_call,
-    event,
-    function_tool,
-)
 from services.gateway.wire.request_body import RequestFields, read_body
 
 LOGPROBS = "message.output_text.logprobs"  # The entry of ``include`` that asks for log-probs
@@ -44,6 +31,7 @@ class _CallItem(RequestFields):
 
     type: Literal["function_call"]
     call_id: fields.CallId
+    namespace: fields.CalledName = ""
     name: fields.CalledName
     arguments: fields.Arguments = "{}"
 
@@ -87,6 +75,23 @@ class _StreamOptions(RequestFields):
     WITHOUT_EFFECT = frozenset({"include_obfuscation"})
 
 
+NAMESPACE = "::"  # Between the namespace and the name of a function, as the model has it
+
+
+def _functions(given: Any, info: ValidationInfo) -> Any:
+    """Returns the functions among tools, those in namespaces by both names; of the others the types are noted as without effect."""
+    found = list[Any]()
+    for tool in given if isinstance(given, list) else [given]:
+        kind = tool.get("type", "") if isinstance(tool, dict) else "function"
+        if kind == "namespace" and isinstance(inner := tool.get("tools"), list):
+            found += [one | {"name": f"{tool.get('name')}{NAMESPACE}{one.get('name')}"} for one in inner if isinstance(one, dict)]
+        elif kind in ("function", "namespace") or not isinstance(kind, str) or info.context is None:
+            found.append(tool)
+        else:
+            info.context.add("tools." + re.sub(r"\W", "_", kind)[: fields.LONGEST_VALUE])
+    return found
+
+
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 
 
@@ -107,30 +112,35 @@ _ITEMS = fields.listed("items", lambda text: {"type": "message", "role": "user",
 
 
 class _ResponseBody(OpenAIBody):
-    WITHOUT_EFFECT = OpenAIBody.WITHOUT_EFFECT | {"client_metadata", "max_tool_calls", "reasoning"}
+    WITHOUT_EFFECT = OpenAIBody.WITHOUT_EFFECT - {"store"} | {"client_metadata", "max_tool_calls", "reasoning"}
 
     input: Annotated[list[_Item], Field(min_length=1, max_length=fields.MAX_MESSAGES, fail_fast=True), _ITEMS]
     instructions: str = ""
     max_output_tokens: fields.Positive | None = None
     stream_options: _StreamOptions | None = None
-    tools: Annotated[list[_FunctionTool], Field(max_length=fields.MAX_TOOLS, fail_fast=True)] = []
+    tools: Annotated[list[_FunctionTool], Field(max_length=fields.MAX_TOOLS, fail_fast=True), BeforeValidator(_functions)] = []
     text: _TextOptions | None = None
     truncation: Literal["disabled"] = "disabled"
     include: Annotated[list[str], Field(max_length=32, fail_fast=True)] = []
     background: Literal[False] = False
     previous_response_id: str | None = None
+    conversation: Any = None
+    store: bool = True
 
 
-def parse(body: bytes, request_id: str) -> ChatTurn:
+def parse(body: bytes, request_id: str) -> wire.ChatTurn:
     """Returns the turn that a body asks for. Raises TurnRefused."""
     asked, ignored = read_body(_ResponseBody, body)
-    _check(asked)
+    check_served((asked.conversation is not None, "conversation", "expected previous_response_id in its place"))
     instructions = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
-    messages = instructions + _messages(asked.input)
-    fields.check_tool_results(messages, "input")
-    used = asked.tool_use([function_tool(tool.name, tool.description, tool.parameters) for tool in asked.tools])
+    if not (said := _messages(asked.input)):
+        raise wire.TurnRefused(400, "expected a message", field="input", code="invalid_value")
+    messages = instructions + said
+    if asked.previous_response_id is None:
+        fields.check_tool_results(messages, "input")
+    used = asked.tool_use([wire.function_tool(tool.name, tool.description, tool.parameters) for tool in asked.tools])
     used["constraints"] += tuple(asked.text.format.constraint("text.format")) if asked.text and asked.text.format else ()
-    return ChatTurn(
+    return wire.ChatTurn(
         request_id=request_id,
         model=asked.model,
         messages=messages,
@@ -140,15 +150,11 @@ def parse(body: bytes, request_id: str) -> ChatTurn:
         stream=asked.stream,
         logprobs=LOGPROBS in asked.include,
         min_version=asked.min_version,
+        previous=asked.previous_response_id or "",
+        head=len(instructions),
+        kept=said if asked.store else (),
         place="input",
         ignored=ignored if set(asked.include) <= {LOGPROBS} else (*ignored, "include"),
-    )
-
-
-def _check(asked: _ResponseBody) -> None:
-    check_served(
-        (asked.previous_response_id is not None, "previous_response_id", "responses are not kept: give the whole conversation as input"),
-        *asked.unserved(),
     )
 
 
@@ -160,12 +166,12 @@ def _messages(items: Iterable[_MessageItem | _CallItem | _CallOutputItem | _Reas
     def end_assistant() -> None:
         nonlocal reasoning, text, calls
         if reasoning or text is not None or calls:
-            messages.append(assistant(text or "", reasoning, calls))
+            messages.append(wire.assistant(text or "", reasoning, calls))
         reasoning, text, calls = "", None, []
 
     for item in items:
         if isinstance(item, _CallItem):
-            calls.append(chat_call(item.call_id, item.name, item.arguments))
+            calls.append(wire.chat_call(item.call_id, f"{item.namespace}{NAMESPACE if item.namespace else ''}{item.name}", item.arguments))
         elif isinstance(item, _ReasoningItem):
             end_assistant()
             reasoning = "\n".join(part.text for part in item.content)
@@ -183,9 +189,9 @@ def _messages(items: Iterable[_MessageItem | _CallItem | _CallOutputItem | _Reas
     return messages
 
 
-def answer(turn: ChatTurn, result: TurnResult) -> dict[str, Any]:
+def answer(turn: wire.ChatTurn, result: wire.TurnResult) -> dict[str, Any]:
     """Returns the response. Raises TurnRefused where the turn was aborted."""
-    extra = beside(result)
+    extra = wire.beside(result)
     cut = result.finish == "length"
     output = [_reasoning_item(result.request_id, result.reasoning)] if result.reasoning else []
     if result.content or not result.tool_calls:
@@ -200,10 +206,10 @@ def answer(turn: ChatTurn, result: TurnResult) -> dict[str, Any]:
     }
 
 
-class ResponseEvents(TurnEvents):
+class ResponseEvents(wire.TurnEvents):
     """The events of a streamed response."""
 
-    def __init__(self, turn: ChatTurn, start: TurnStart) -> None:
+    def __init__(self, turn: wire.ChatTurn, start: wire.TurnStart) -> None:
         super().__init__(turn, start)
         self._number, self._items = 0, 0
         self._open: Literal["", "reasoning", "message"] = ""
@@ -213,7 +219,7 @@ class ResponseEvents(TurnEvents):
         head = self._response("in_progress")
         return self._event("response.created", response=head) + self._event("response.in_progress", response=head)
 
-    def delta(self, piece: TurnDelta) -> bytes:
+    def delta(self, piece: wire.TurnDelta) -> bytes:
         events = b""
         if piece.reasoning:
             events += self._piece("reasoning", piece.reasoning)
@@ -223,7 +229,7 @@ class ResponseEvents(TurnEvents):
             events += self._close() + self._call(piece.tool_call)
         return events
 
-    def end(self, result: TurnResult) -> bytes:
+    def end(self, result: wire.TurnResult) -> bytes:
         events = b""
         if not result.content and not result.tool_calls:
             events += self._piece("message", "")
@@ -231,7 +237,7 @@ class ResponseEvents(TurnEvents):
         events += self._close(result)
         return events + self._event(f"response.{whole['status']}", response=whole)
 
-    def refused(self, error: TurnRefused) -> bytes:
+    def refused(self, error: wire.TurnRefused) -> bytes:
         said = {"code": error.code or "server_error", "message": str(error)}
         return self._event("error", param=error.field, **said) + self._event(
             "response.failed", response=self._response("failed") | {"error": said}
@@ -252,7 +258,7 @@ class ResponseEvents(TurnEvents):
         events = self._event("response.output_item.added", output_index=self._items, item=item)
         return events + self._in_item("response.content_part.added", part=self._part())
 
-    def _close(self, result: TurnResult | None = None) -> bytes:
+    def _close(self, result: wire.TurnResult | None = None) -> bytes:
         """Returns the last events of the item that is open."""
         if not self._open:
             return b""
@@ -268,11 +274,11 @@ class ResponseEvents(TurnEvents):
         self._open, self._items = "", self._items + 1
         return events
 
-    def _call(self, call: CalledTool) -> bytes:
+    def _call(self, call: wire.CalledTool) -> bytes:
         item, place = _call_item(call), {"output_index": self._items, "item_id": _call_item(call)["id"]}
         events = self._event("response.output_item.added", output_index=self._items, item=item | {"arguments": "", "status": "in_progress"})
         events += self._event("response.function_call_arguments.delta", delta=call.arguments, **place)
-        events += self._event("response.function_call_arguments.done", name=call.name, arguments=call.arguments, **place)
+        events += self._event("response.function_call_arguments.done", name=item["name"], arguments=call.arguments, **place)
         events += self._event("response.output_item.done", output_index=self._items, item=item)
         self._items += 1
         return events
@@ -291,7 +297,7 @@ class ResponseEvents(TurnEvents):
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1
-        return event({"type": kind, "sequence_number": self._number - 1, **fields}, kind)
+        return wire.event({"type": kind, "sequence_number": self._number - 1, **fields}, kind)
 
     def _response(self, status: str) -> dict[str, Any]:
         return _head(self.turn, self.start.request_id, self.start.created, self.start.model, status)
@@ -300,7 +306,7 @@ class ResponseEvents(TurnEvents):
 _TOOL = {"type": "function", "description": None, "parameters": None, "strict": False}
 
 
-def _head(turn: ChatTurn, request_id: str, created: int, model: str, status: str) -> dict[str, Any]:
+def _head(turn: wire.ChatTurn, request_id: str, created: int, model: str, status: str) -> dict[str, Any]:
     return {
         "id": request_id,
         "object": "response",
@@ -318,8 +324,8 @@ def _head(turn: ChatTurn, request_id: str, created: int, model: str, status: str
         "temperature": turn.sampling.temperature,
         "top_p": turn.sampling.top_p,
         "max_output_tokens": turn.sampling.max_tokens,
-        "previous_response_id": None,
-        "store": False,
+        "previous_response_id": turn.previous or None,
+        "store": bool(turn.kept),
         "text": {"format": {"type": "text"}},
         "truncation": "disabled",
         "usage": None,
@@ -336,16 +342,17 @@ def _message_item(request_id: str, text: str, status: str, logprobs: list[Any]) 
     return {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "status": status, "content": content}
 
 
-def _call_item(call: CalledTool) -> dict[str, Any]:
-    named = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+def _call_item(call: wire.CalledTool) -> dict[str, Any]:
+    namespace, _, name = call.name.rpartition(NAMESPACE)
+    named = {"call_id": call.id, "name": name, "arguments": call.arguments, **({"namespace": namespace} if namespace else {})}
     return {"id": f"fc_{call.id}", "type": "function_call", "status": "completed", **named}
 
 
-def _logprobs(turn: ChatTurn, result: TurnResult) -> list[dict[str, Any]]:
+def _logprobs(turn: wire.ChatTurn, result: wire.TurnResult) -> list[dict[str, Any]]:
     return token_logprobs(result.tokens) if turn.logprobs and result.tokens is not None else []
 
 
-def _usage(usage: TurnUsage) -> dict[str, Any]:
+def _usage(usage: wire.TurnUsage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt,
         "input_tokens_details": {"cached_tokens": usage.cached},

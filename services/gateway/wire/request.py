@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import orjson
@@ -154,6 +154,8 @@ class ChatTurn:
         logprobs, token_ids, reasoning: the answer reports them. A client that has seen no reasoning sends none back.
         min_version: the least weight version that may sample it.
         choice, choices: which of so many answers this is; each is a turn of its own.
+        previous: the stored response that the messages continue, all but the first ``head``. kept: messages that are stored behind the turn
+            ``after``, with the answer.
         place: the body's field with the conversation.
         ignored: the request's fields that have no effect here, by name.
     """
@@ -174,6 +176,10 @@ class ChatTurn:
     min_version: int = 0
     choice: int = 0
     choices: int = 1
+    previous: str = ""
+    head: int = 0
+    kept: Sequence[Mapping[str, Any]] = ()
+    after: str = ""
     place: str = "messages"
     ignored: tuple[str, ...] = ()
 
@@ -217,11 +223,8 @@ class TokenTurn:
     ignored: tuple[str, ...] = ()
 
 
-AnyTurn = TypeVar("AnyTurn", ChatTurn, TokenTurn)
-
-
-def split(asked: AnyTurn) -> list[AnyTurn]:
-    """Returns a turn for each answer that a request asks for."""
+def split(asked: Any) -> list[Any]:
+    """Returns a `ChatTurn` or `TokenTurn` for each answer that a request asks for."""
     return [replace(asked, choice=at, request_id=asked.request_id + (f"n{at}" if at else "")) for at in range(asked.choices)]
 
 

@@ -88,7 +88,10 @@ async def test_a_server_gets_its_headers_and_its_key(monkeypatch: pytest.MonkeyP
 async def test_the_model_calls_tools_of_servers_of_both_kinds_until_it_has_an_answer() -> None:
     port = free_port()
     shared = await asyncio.create_subprocess_exec(*CALCULATOR, str(port))
+    unread = {"role": "assistant", "content": "<tool_call>{add}</tool_call>"}
+    unread["malformed_tool_calls"] = [{"text": "<tool_call>{add}</tool_call>", "status": "invalid_json"}]  # type: ignore[assignment]
     said = [
+        unread,
         call(("one", "add", '{"a": 1, "b": 2}'), ("two", "add", '{"a": 30, "b": ')),
         call(("three", "add", '{"a": 3, "b": 4}')),
         {"role": "assistant", "content": "It is 7."},
@@ -116,11 +119,13 @@ async def test_the_model_calls_tools_of_servers_of_both_kinds_until_it_has_an_an
                 "options": {"servers": servers, "seconds": SECONDS},
             }
             await play(data, f"{server.url}/v1", "key")
-            assert len(server.asked) == 3
-            last = server.asked[-1]["messages"]
-            assert [message["role"] for message in last] == ["user", "assistant", "tool", "tool", "assistant", "tool"]
+            assert len(server.asked) == 4
+            _, given_back, told, *last = server.asked[-1]["messages"]
+            assert given_back == unread, "the text is given back as it was sampled"
+            assert told["role"] == "user" and told["content"].startswith("error: invalid_json") and "{add}" in told["content"]
+            assert [message["role"] for message in last] == ["assistant", "tool", "tool", "assistant", "tool"]
             assert [message["content"] for message in last if message["role"] == "tool"][::2] == ["3", "7"]
-            assert last[3]["content"].startswith("error: the arguments are no JSON") and last[3]["tool_call_id"] == "two"
+            assert last[2]["content"].startswith("error: the arguments are no JSON") and last[2]["tool_call_id"] == "two"
             assert [tool["function"]["name"] for tool in server.asked[0]["tools"]] == ["add", "divide", "wait", "recite", "leave"]
 
             with pytest.raises(McpServerFailed, match="MCP server own: its tool add has the name of one of http's"):

@@ -1,6 +1,7 @@
 """Clients of an ordinary API play sessions over a real gateway and a real engine: what is recorded of them is what was drawn."""
 
 import asyncio
+import functools
 import json
 import time
 from typing import Any
@@ -264,7 +265,8 @@ SUM = {"type": "object", "properties": {"sum": {"enum": [4, 5]}}, "required": ["
 async def test_a_schema_is_enforced_in_evaluations_or_changes_the_prompt_alone(hall: NewHall, checkpoint: Checkpoints, mode: str) -> None:
     """Streamed as well; a schema that is none is refused by its engine, which goes on."""
     room = await hall(gateway={"constraints": mode})
-    evaluated, trained = await room.session(evaluation=True), await room.session()
+    long = Sampling(temperature=1.0, max_new_tokens=400)  # white space may stand anywhere in JSON
+    evaluated, trained = await room.session(evaluation=True, sampling=long), await room.session()
     question = [{"role": "user", "content": "2+2?"}]
     form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM}}
     async with evaluated.client(room.urls[0], max_retries=0) as client, trained.client(room.urls[0], max_retries=0) as other:
@@ -286,6 +288,34 @@ async def test_a_schema_is_enforced_in_evaluations_or_changes_the_prompt_alone(h
     streamed = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
     for text in (whole.choices[0].message.content, streamed, again.choices[0].message.content):
         assert json.loads(str(text))["sum"] in (4, 5)
+
+
+async def test_a_response_continues_a_stored_one_and_a_run_of_given_rewards_wants_one(hall: NewHall, checkpoint: Checkpoints) -> None:
+    room = await hall(reward={"rm_type": "given"})
+    played = await room.session()
+    async with played.client(room.urls[0], max_retries=0) as client:
+        ask = functools.partial(client.responses.create, model="0", instructions="be brief")
+        first = await ask(input="what is 2+2?")
+        second = await ask(input="and 3+3?", previous_response_id=first.id)
+        other = await ask(input="and 4+4?", previous_response_id=first.id, store=False)
+        events = [event async for event in await ask(input="thanks", previous_response_id=second.id, stream=True)]
+        assert events[-1].type in ("response.completed", "response.incomplete")
+        third = events[-1].response
+        assert third.previous_response_id == second.id
+        for unknown in ("resp_nothing", other.id):
+            with pytest.raises(NotFoundError) as caught:
+                await ask(input="x", previous_response_id=unknown)
+            assert (caught.value.param, caught.value.code) == ("previous_response_id", "previous_response_not_found")
+    turns = (await played.log()).turns
+    for turn in turns.values():
+        exact(turn, checkpoint(0))
+    assert [turns[name].parent for name in (first.id, second.id, other.id, third.id)] == [None, first.id, first.id, second.id]
+    stored = [[message["role"] for message in json.loads(turns[name].messages)] for name in (first.id, second.id, third.id)]
+    assert stored == [["user", "assistant"]] * 3, "each message is stored once"
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {played.key}"}) as http:
+        for body, status in (({}, 400), ({"reward": None}, 400), ({"reward": 0.5}, 200), ({"reward": 0.5}, 200)):
+            async with http.post(f"{room.urls[0]}/v1/session/end", json=body) as answer:
+                assert answer.status == status and (status == 200 or (await answer.json())["error"]["param"] == "reward")
 
 
 async def test_the_other_formats_carry_their_sessions_on_too(hall: NewHall, checkpoint: Checkpoints) -> None:

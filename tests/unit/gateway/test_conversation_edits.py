@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.gateway.chat_tokens import TOOL, ChatTokens
-from services.gateway.turn_decisions import digests
+from services.gateway.turn_decisions import digests, thought_digest
 from services.gateway.turns import Turns
 from services.gateway.wire import openai_chat
 from services.gateway.wire.request import TurnRefused, assistant_message
@@ -77,7 +77,8 @@ class Conversation:
         whole = Turn(turn.request_id, parent, prompt.tokens, completion, log_probs, ((0, len(completion), 0),), "stop")
         result = self._turns._answers.chat(whole, self.log.session, turn)
         conversation = digests(turn.answered(result), turn.setting)[-1]
-        self.log.turns[whole.request] = Turn(**{**vars(whole), "conversation": conversation})
+        thought = thought_digest(result.reasoning)
+        self.log.turns[whole.request] = Turn(**{**vars(whole), "conversation": conversation, "thought": thought})
         return assistant_message(result)
 
 
@@ -167,3 +168,13 @@ def test_a_request_gives_the_template_its_variables(tmp_path: Path) -> None:
     for name in ("enable_thinkin", "messages", "chat_template"):
         with pytest.raises(TurnRefused, match=f"chat_template_kwargs.{name}"):
             conversation.asked(messages, "", chat_template_kwargs={name: 1})
+
+
+@pytest.mark.parametrize("text", [DRAWN[5], "So.\n<tool_call>\n{bad}\n</tool_call>\n<|im_end|>", 'So. <tool_call>{"name": add}<|im_end|>'])
+def test_a_malformed_call_comes_back_with_its_marks(chat: ChatTokens, text: str) -> None:
+    conversation, messages = Conversation(chat), [{"role": "user", "content": "What is 2 + 2?"}]
+    answer = conversation.asked(messages, text)
+    assert answer["content"] == text.removesuffix("<|im_end|>") and "tool_calls" not in answer
+    conversation.asked([*messages, answer, {"role": "user", "content": "error: it cannot be read"}], "4<|im_end|>")
+    [found] = trajectories(conversation.log.turns.values())
+    check(conversation.log.turns, [found])

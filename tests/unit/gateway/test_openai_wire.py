@@ -177,7 +177,7 @@ async def test_an_aborted_turn_is_no_answer(server, client) -> None:
         ({"tool_choice": {"type": "function", "function": {"name": "sub"}}, "tools": TOOLS}, "tool_choice", "invalid_value"),
         ({"parallel_tool_calls": False, "tools": TOOLS}, "parallel_tool_calls", "unsupported_value"),
         ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_value"),
-        ({"logprobs": True, "top_logprobs": 3}, "top_logprobs", "unsupported_value"),
+        ({"logprobs": True, "top_logprobs": 3}, "top_logprobs", "invalid_value"),
         ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_value"),
         ({"logit_bias": {"5": 1.0}}, "logit_bias", "unsupported_value"),
         ({"temperature": 3.0}, "temperature", "invalid_value"),
@@ -275,16 +275,35 @@ async def test_the_answer_tells_which_fields_had_no_effect(client) -> None:
     assert raw.headers["x-myxo-ignored"] == "service_tier, user"
 
 
-async def test_previous_responses_are_not_kept(client) -> None:
+async def test_tools_that_are_no_functions_are_named_and_those_in_namespaces_keep_both_names(server, client) -> None:
+    """As Codex gives them."""
+    inner = {"type": "function", "strict": False, **ADD}
+    tools: Any = [
+        {"type": "namespace", "name": "mcp__calc", "description": "Sums.", "tools": [inner]},
+        {"type": "custom", "name": "apply_patch"},
+    ]
+    server.answers = [replace(CALLS, content="", tool_calls=[replace(CALLS.tool_calls[0], name="mcp__calc::add")]), PLAIN]
+    raw = await client.responses.with_raw_response.create(model="tiny", input="x", tools=[*tools, {"type": "web_search"}], store=False)
+    assert raw.headers["x-myxo-ignored"] == "strict, tools.custom, tools.web_search"
+    response = raw.parse()
+    [call] = [item for item in response.output if item.type == "function_call"]
+    assert (call.name, call.namespace) == ("add", "mcp__calc")
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "4"}
+    await client.responses.create(model="tiny", input=[{"role": "user", "content": "x"}, *response.output, output], tools=tools)
+    first, second = server.turns
+    assert [tool["function"]["name"] for tool in first.tools] == ["mcp__calc::add"] and not first.kept and second.kept
+    assert second.messages[1]["tool_calls"][0]["function"]["name"] == "mcp__calc::add"
+
+
+async def test_a_conversation_of_openais_is_refused_by_its_name(client) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
-        await client.responses.create(model="tiny", input="And now?", previous_response_id="resp_1")
-    assert raised.value.param == "previous_response_id"
+        await client.responses.create(model="tiny", input="And now?", conversation="conv_1")
+    assert raised.value.param == "conversation"
 
 
 @pytest.mark.parametrize(
     ("more", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"truncation": "auto"}, "truncation"),
         ({"background": True}, "background"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format"),

@@ -1,13 +1,23 @@
 """How a turn is drawn, which turn a conversation goes on from, and by which id a request is known."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from services.gateway.routes import request_id
-from services.gateway.turn_decisions import check_tokens, continued, digests, fixed_by_task, turn_sampling, unconstrained
+from services.gateway.turn_decisions import (
+    check_tokens,
+    continued,
+    digests,
+    fixed_by_task,
+    recalled,
+    thought_digest,
+    turn_sampling,
+    unconstrained,
+)
 from services.gateway.wire.request import ChatTurn, RequestedSampling, TurnRefused, chat_call, json_constraint
 from shared.schema.messages import Sampling
 from shared.sessions.session import Session, SessionLog, Turn, TurnBegun, TurnEnded
@@ -50,7 +60,7 @@ def turn(name: str, conversation: str) -> Turn:
 
 
 def goes_on(turns: list[Turn], messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Any:
-    return continued(turns, messages, tools, lambda turn: f"by {turn.request}")
+    return continued(turns, messages, tools)
 
 
 def test_a_conversation_goes_on_from_the_longest_turn_that_it_begins_with() -> None:
@@ -69,11 +79,35 @@ def test_a_conversation_goes_on_from_the_longest_turn_that_it_begins_with() -> N
 
 
 def test_of_turns_that_say_the_same_the_one_goes_on_whose_reasoning_comes_back() -> None:
-    turns = [turn(name, digests([*ASKED, CALLS], [])[-1]) for name in ("r1", "r2", "r3")]
+    known = digests([*ASKED, CALLS], [])[-1]
+    turns = [replace(turn(name, known), thought=thought_digest(f"by {name}")) for name in ("r1", "r2", "r3")]
     result = {"role": "tool", "tool_call_id": "c1", "content": "4"}
-    for thought, name in (("by r2", "r2"), ("by r1", "r1"), ("somebody's", "r3"), ("", "r3")):
+    for thought, name in (("by r2", "r2"), (" by r1\n", "r1"), ("", "r3"), ("somebody's", None)):
         found = goes_on(turns, [*ASKED, {**CALLS, "reasoning_content": thought}, result], [])
-        assert found is not None and found[0].request == name
+        assert (found and found[0].request) == name
+    answered = [{"role": "assistant", "content": "4."}, {"role": "user", "content": "thanks"}]
+    later = turn("r4", digests([*ASKED, CALLS, result, answered[0]], [])[-1])
+    edited = [*ASKED, {**CALLS, "reasoning_content": "edited"}, result, *answered]
+    assert goes_on([*turns, later], edited, []) is None, "later turns followed what was thought"
+    assert goes_on([*turns, later], [*ASKED, CALLS, result, *answered], []) == (later, answered[1:])
+
+
+def test_a_stored_response_is_the_beginning_of_what_continues_it() -> None:
+    said = [{"role": "assistant", "content": "4"}, {"role": "assistant", "content": "6"}]
+    first = replace(turn("r1", ""), messages=json.dumps([*ASKED, said[0]]))
+    second = replace(turn("r2", ""), after="r1", messages=json.dumps([*ASKED, said[1]]))
+    head, new = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "thanks"}
+    asked = ChatTurn(request_id="r3", model=None, messages=[head, new], head=1, kept=[new], previous="r2", place="input")
+    turns = {"r1": first, "r2": second, "r0": turn("r0", "")}
+    found = recalled(turns, asked)
+    assert (found.messages, found.kept) == ([head, *(history := [*ASKED, said[0], *ASKED, said[1], new])], history)
+    for name in ("r9", "r0"):
+        with pytest.raises(TurnRefused, match="previous_response_id: no response .* is stored") as refused:
+            recalled(turns, replace(asked, previous=name))
+        assert refused.value.status == 404
+    result = {"role": "tool", "tool_call_id": "c9", "content": "4"}
+    with pytest.raises(TurnRefused, match="follows no call"):
+        recalled(turns, replace(asked, messages=[result], head=0))
 
 
 def test_a_message_is_the_same_without_its_reasoning_and_with_arguments_written_anew() -> None:
