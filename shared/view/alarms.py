@@ -231,15 +231,15 @@ def _rewards(found: Symptoms, config: RunConfig) -> Iterator[Alarm]:
     """A reward that teaches nothing over the whole run; where teachers do instead, none is raised."""
     if config.algorithm.opd_teachers:
         return
-    run, steps, reward = config.run.argument, found.steps, config.reward
-    by = f"reward.custom_rm_path = {reward.custom_rm_path}" if reward.custom_rm_path else f"reward.rm_type = {reward.rm_type}"
+    run, steps, own, kind = config.run.argument, found.steps, config.reward.custom_rm_path, config.reward.rm_type
+    by = f"reward.custom_rm_path = {own}" if own else f"reward.rm_type = {kind or 'that of each prompt'}"
     rewards = [step.reward for step in steps if math.isfinite(step.reward)]
     if len(steps) >= LEAST_STEPS and len({reward for step in steps for reward in (step.lowest, step.highest)}) == 1 and rewards:
         yield Alarm(
             AlarmKind.SAME_REWARD,
             f"every reward of {len(steps)} steps is {number(steps[0].lowest, '.3g')}",
             "All advantages are 0: nothing is learned, however long the run continues.",
-            f"Compare responses and labels: forms may differ, prompts be too hard, or {by} be at fault: `myxo try CONFIG` calls it.",
+            f"Compare responses and labels: forms may differ, or prompts are too hard. `myxo try CONFIG` calls {by}.",
             f"myxo samples {run} --status trained --responses",
         )
     elif found.finished and len(rewards) >= COMPARED_STEPS and steps[0].step == 0:
