@@ -73,6 +73,7 @@ MUTABLE = {
     "agent_tries",
     "agent_workers",
     "generate_workers",
+    "constraints",
     "gateway_checkpoint_tokens",
     "gateway_host",
     "gateway_models",
