@@ -5,6 +5,11 @@ On one GPU, with engines of the shape of Qwen3-0.6B::
     python -m benchmarks.agents --device cuda --shape 0.6B --sessions 128 --crowd 512 --turns 4 --tokens 256 --crowd-tokens 128 \
         --gateways 4 --agent-workers 8 --at-once 32 --json benchmarks/results/agents_gpu.json
 
+and for sessions that do not all fit::
+
+    python -m benchmarks.agents --device cuda --shape 0.6B --parts oversubscribe --sessions 24 --turns 10 --opening 8000 --further 256 \
+        --tokens 32 --json benchmarks/results/agents_oversubscribe_gpu.json
+
 Every service is the real one, in a process of its own, in a run that trains nothing. Parts (``--parts``):
 
 - ``pace``: tokens per second of conversations by the engine alone, by a replica's door and through a gateway (goal: `PACE` of the engine);
