@@ -249,7 +249,7 @@ def _sample(group: GroupRecord, index: int, sample: Sample, pieces: Pieces | Non
     arrays |= {"versions": sample.versions(), "response_pieces": pieces(sample.response.tolist()) if pieces else None}
     return {
         **_response(group, index, sample),
-        **{name: getattr(sample, name) for name in ("label", "metadata", "prompt_text", "segments")},
+        **{name: getattr(sample, name) for name in ("label", "metadata", "prompt_text", "segments", "turn_rewards")},
         **(arrays if _has_ids(sample) else dict.fromkeys(arrays)),
     }
 

@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import Field, ValidationError
+from pydantic import Field, StrictInt, StrictStr, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -46,7 +46,7 @@ from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import cancelled
 from shared.runtime.telemetry import Metrics, declare_metrics
 from shared.schema.message import Parts, Reason, Reward
-from shared.sessions.session import SessionEnded, SessionLog, SessionUnknown
+from shared.sessions.session import SessionEnded, SessionLog, SessionOver, SessionUnknown, TurnRewarded
 from shared.sessions.session_store import SessionStore
 
 BODY_SECONDS = 60.0  # The time that a body has to come
@@ -220,6 +220,13 @@ class _EndFields(RequestFields):
     reason: Reason = Field(default="")
 
 
+class _TurnRewardFields(RequestFields):
+    """The body of `/v1/session/reward`. ``turn``: the id of its answer, or its number from 0 in the order in which turns ended."""
+
+    turn: StrictInt | StrictStr
+    reward: Reward
+
+
 @dataclass
 class Api:
     """The state that the routes share. ``names``: those that requests may give the model; ``*``: any. ``most``: requests in hand at once.
@@ -248,6 +255,7 @@ class Api:
             ("GET", "/v1/models", "openai", self._models),
             ("GET", "/v1/models/{name:path}", "openai", self._model),
             ("GET", "/v1/session", "openai", self._session),
+            ("POST", "/v1/session/reward", "openai", self._reward),
             ("POST", "/v1/session/end", "openai", self._end),
         ]
         for method, path, house, route in routes:
@@ -411,6 +419,22 @@ class Api:
         if found.reward != asked.reward:
             raise TurnRefused(409, f"the session has ended before, with reward {found.reward}", code="session_ended")
         return JSONResponse({"id": log.session.id, "reward": found.reward})
+
+    async def _reward(self, request: Request, log: SessionLog, body: bytes) -> Response:
+        asked, _ = read_body(_TurnRewardFields, body)
+        names, turn = list(log.turns), asked.turn
+        if isinstance(turn, int):
+            turn = names[turn] if 0 <= turn < len(names) else ""
+        if turn not in log.turns:
+            message = f"{str(asked.turn)[:200]!r} is no turn here that has ended; expected an answer's id, or a number below {len(names)}"
+            raise TurnRefused(400, message, field="turn", code="invalid_value")
+        try:
+            found = await self.sessions.reward(log, TurnRewarded(request=turn, reward=asked.reward))
+        except SessionOver as error:
+            raise TurnRefused(410, str(error), code="session_ended") from None
+        if found != asked.reward:
+            raise TurnRefused(409, f"the turn was rewarded before, with {found}", field="reward", code="turn_rewarded")
+        return JSONResponse({"id": log.session.id, "turn": turn, "reward": found})
 
     async def _log(self, request: Request) -> SessionLog:
         """Returns the session that a request's key opens. Raises TurnRefused."""

@@ -258,4 +258,5 @@ class _AgentRollout(PlayedRollout):
             role=role,
             attributes={"session_id": log.session.id} | ({"role": role} if role else {}),
             turns=turns_of(conversation.sampled, conversation.response, decode),
+            turn_rewards=[(*span, log.rewards.get(turn, 0.0)) for turn, span in zip(conversation.turns, conversation.spans, strict=True)],
         )

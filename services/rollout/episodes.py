@@ -306,6 +306,8 @@ class _Episode:
         outcome = await self._run.asked(f"step {state['turn']}", lambda seconds: self._run.environment.step(request, seconds))
         if outcome.reward is not None:
             state["rewards"].append({"reward": outcome.reward.reward, **outcome.reward.parts})
+        end, reward = self._sample.response_length, 0.0 if outcome.reward is None else outcome.reward.reward
+        state.setdefault("turns", []).append([end - state.get("generated", 0), end, reward])
         state["turn"], state["said"], state["generated"] = state["turn"] + 1, "", 0
         return outcome
 
@@ -326,6 +328,7 @@ class _Episode:
             raise EnvironmentFailed(self._run.environment.label, "done is true and no step had a reward; expected at least one")
         sample.reward = total(state["rewards"], self._run.settings.episode_reward)
         sample.metadata = {**sample.metadata, "turns": state["turn"]}
+        setattr(sample, "turn_rewards", state.get("turns", []))  # noqa: B010  # no field of slime's
         sample.status = Status.COMPLETED if done else Status.TRUNCATED
         return sample
 

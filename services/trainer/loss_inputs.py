@@ -1,10 +1,11 @@
 """The inputs of the loss on one rank: rewards, advantages and importance-weight statistics, or the results of the user's functions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
 import numpy as np
+import structlog
 import torch
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from services.trainer.megatron import runtime
 from services.trainer.megatron.passes import LossFunction
 from services.trainer.objective.advantage import (
     Advantages,
+    discounted_sum,
     distilled,
     less_kl,
     needs,
@@ -28,10 +30,12 @@ from services.trainer.partition import Partition
 from shared.config.algorithm import AlgorithmSection
 from shared.hooks import HookSample
 from shared.hooks.sample_conversion import from_stored
-from shared.rewards.reward_advantage import Rewards, reward_advantages
+from shared.rewards.reward_advantage import Rewards, reward_advantages, turn_advantages
 from shared.schema import sample
-from shared.schema.sample import Score
+from shared.schema.sample import Score, TurnReward
 from shared.store.payload_store import BlockingStore
+
+log = structlog.get_logger()
 
 # Name of an advantage function's input → the field that it is taken from, where the batch has it
 SHOWN = {
@@ -54,6 +58,7 @@ class LossInputs:
         self, objective: AlgorithmSection, custom: CustomFunctions, store: BlockingStore, total: Sum = runtime.sum_over_data_parallel
     ) -> None:
         self._objective, self._custom, self._store, self._total = objective, custom, store, total
+        self._warned = False
 
     def with_advantages(self, batch: TrainBatch) -> TrainBatch:
         """Returns the batch with fields ``advantages`` and, where a critic learns from it, ``returns``. Whitening is a collective.
@@ -103,7 +108,32 @@ class LossInputs:
             raw = [(partition.rewards if batch.raw is None else batch.raw)[index] for index in own]
             return self._custom.advantages(masks, {"rewards": of_sample.tolist(), "raw_reward": raw, **shown})
         values = _in_order(batch, "values") if wanted.values else None
-        return token_advantages(self._objective, of_sample, masks, kl=kl, values=values)
+        found = token_advantages(self._objective, of_sample, masks, kl=kl, values=values)
+        samples = [pair for item in batch.micro_batches for pair in zip(item.indices, item.samples, strict=True)]
+        turns = {index: one.turn_rewards for index, one in sorted(samples, key=lambda pair: pair[0])}
+        if self._objective.turn_advantage_coef:
+            self._add_turns(batch, turns, found.advantages, masks)
+        elif not self._warned and any(reward for given in turns.values() for *_, reward in given):
+            self._warned = True
+            log.warning("turn_rewards_unused", reason="turns have rewards, and algorithm.turn_advantage_coef is 0: they train nothing")
+        return found
+
+    def _add_turns(
+        self, batch: TrainBatch, turns: Mapping[int, list[TurnReward]], advantages: list[Tensor], masks: Sequence[Tensor]
+    ) -> None:
+        """Adds ``turn_advantage_coef`` times each turn's advantage to those of its trained tokens. A collective."""
+        counts = np.zeros(len(batch.partition.items))
+        counts[list(turns)] = [len(given) for given in turns.values()]
+        counts = self._total(counts)
+        returns = np.zeros((len(counts), int(counts.max())))
+        for index, given in turns.items():
+            rewards = torch.tensor([reward for *_, reward in given], dtype=torch.float64)
+            returns[index, : len(given)] = discounted_sum(rewards, self._objective.turn_gamma).numpy()
+        groups, rollouts = baselines_of(batch.partition, batch.sample_stats), rollouts_of(batch.partition, batch.sample_stats)
+        found = turn_advantages(self._objective, self._total(returns), counts.astype(int).tolist(), groups, rollouts)
+        for (index, given), advantage, mask in zip(turns.items(), advantages, masks, strict=True):
+            for turn, (start, end, _) in enumerate(given):
+                advantage[start:end] += self._objective.turn_advantage_coef * found[index, turn] * mask[start:end]
 
     def _post_processed(self, batch: TrainBatch) -> TrainBatch:
         """Returns the batch with the rewards that ``custom_reward_post_process_path`` makes, if no convert function has made some."""

@@ -92,6 +92,13 @@ EFFECTS: tuple[Rule, ...] = (
         "{0.advantage_estimator} has no generalised advantages; ppo has",
         "lambd",
     ),
+    *_where(
+        lambda a: a.loss_type != "sft_loss" and a.advantage_estimator not in ("gspo", "ppo", "reinforce_plus_plus"),
+        "adds to advantages that all tokens of a sample share and that are weighed token by token: grpo, cispo, rloo, "
+        "reinforce_plus_plus_baseline; not {0.advantage_estimator} with loss_type = {0.loss_type}",
+        "turn_advantage_coef",
+    ),
+    *_where(lambda a: a.turn_advantage_coef, "needs turn_advantage_coef", "turn_gamma"),
     *_where(lambda a: a.has_critic, "{0.advantage_estimator} has no critic; ppo has", "num_critic_only_steps", "value_clip"),
     *_where(
         lambda a: a.advantage_estimator not in BY_DEVIATION,
@@ -153,6 +160,13 @@ CONTRADICTIONS: tuple[Rule, ...] = (
         "use_tis",
         lambda a, given: given is not None and not a.use_rollout_logprobs and given != (a.correction == "decoupled"),
         "contradicts off_policy = {0.correction}",
+    ),
+    Rule(
+        "turn_advantage_coef",
+        lambda a, given: (
+            given and (a.custom_advantage_function_path or a.custom_reward_post_process_path or a.custom_convert_samples_to_train_data_path)
+        ),
+        "a function of your own makes rewards or advantages, and would be bypassed; it may read turn_rewards of its samples",
     ),
     Rule("tis_clip", lambda a, given: given <= a.tis_clip_low, "not above tis_clip_low = {0.tis_clip_low}"),
     Rule("tis_clip_low", lambda a, given: given and a.tis_mode == "truncate", "tis_mode = truncate has no lower bound; use clip or mask"),
@@ -232,6 +246,12 @@ class AlgorithmSection(Section):
     normalize_advantages: bool = Field(default=False, description="whiten advantages over the batch")
     gamma: float = Field(default=1.0, ge=0, le=1, description="discount of a token: ppo, reinforce_plus_plus")
     lambd: float = Field(default=1.0, ge=0, le=1, description="λ of generalised advantages: ppo")
+    turn_advantage_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="weight of turns' rewards, compared with the group's of the same turn, in their tokens' advantages",
+    )
+    turn_gamma: float = Field(default=1.0, ge=0, le=1, description="discount of a turn: 1 sums the rewards from a turn on, 0 takes its own")
     rejection_threshold: float = Field(default=0.0, description="loss_type sft_loss trains samples with a reward above it")
 
     eps_clip: float = Field(default=0.2, gt=0, description="PPO clip, lower side", **RECORDED)

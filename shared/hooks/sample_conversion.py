@@ -31,7 +31,7 @@ from shared.rewards.reference import label_text
 from shared.runtime.errors import BadMessage
 from shared.schema import codec
 from shared.schema.ledger import is_evaluation
-from shared.schema.sample import LOG_PROBS, Choices, ExpertChoices, SampleLimits, Score, segments_of
+from shared.schema.sample import LOG_PROBS, Choices, ExpertChoices, SampleLimits, Score, TurnReward, segments_of
 from shared.schema.sample import Sample as StoredSample
 
 log = structlog.get_logger()
@@ -49,7 +49,7 @@ _COUNTERS: dict[str, Any] = {"spec_info": HookSample.SpecInfo, "prefix_cache_inf
 
 _STORED = {
     "group_index", "prompt", "tokens", "response", "response_length", "label", "reward", "loss_mask", "rollout_log_probs",
-    "weight_versions", "remove_sample", "status", "metadata", "rollout_routed_experts", "turns",
+    "weight_versions", "remove_sample", "status", "metadata", "rollout_routed_experts", "turns", "turn_rewards",
 }  # fmt: skip
 """Fields that a stored sample keeps in a form of its own."""
 
@@ -100,6 +100,8 @@ def from_stored(stored: StoredSample, score: Score | None = None, reward_key: st
         metadata=stored.metadata,
     )
     setattr(seen, "turns", list(stored.turns or [stored.text]))  # noqa: B010  # no field of slime's
+    if stored.turn_rewards:
+        setattr(seen, "turn_rewards", list(stored.turn_rewards))  # noqa: B010
     if stored.routed_experts is not None:
         seen.rollout_routed_experts = stored.routed_experts.astype(np.int32)
     for name, value in stored.attributes.items():
@@ -154,6 +156,7 @@ def to_stored(
         segments=segments_of(_versions(given.weight_versions, mask, served, where)),
         attributes=_attributes(given),
         routed_experts=_routed_experts(given, limits.choices, where),
+        turn_rewards=_turn_rewards(given, where),
         **_described(given, where, unfinished),
     )
     stored.check(limits if stored.finish != "abort" else replace(limits, choices=None))
@@ -225,6 +228,13 @@ def _routed_experts(given: HookSample, choices: ExpertChoices | None, where: str
         return choices.taken(values.reshape(-1), len(values))
     except ValueError as error:
         raise BadMessage(f"{where}: rollout_routed_experts: {error}") from None
+
+
+def _turn_rewards(given: HookSample, where: str) -> list[TurnReward]:
+    try:
+        return [tuple(turn) for turn in getattr(given, "turn_rewards", None) or []]
+    except TypeError:
+        raise BadMessage(f"{where}: turn_rewards is no list of turns (start, end, reward)") from None
 
 
 def _log_probs(given: HookSample, mask: NDArray[np.uint8], where: str) -> NDArray[np.float32] | None:

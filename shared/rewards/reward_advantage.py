@@ -84,6 +84,26 @@ def _groups(values: FloatArray, groups: Sequence[Hashable], rollout_ids: Sequenc
             yield _Group(samples, rollout_of, 1.0 / (np.array(sizes)[rollout_of] * len(sizes)), len(sizes))
 
 
+def turn_advantages(
+    config: AlgorithmSection, returns: FloatArray, turns: Sequence[int], groups: Sequence[Hashable], rollout_ids: Sequence[Hashable]
+) -> FloatArray:
+    """Returns of each sample's turn k its return, compared as rewards are, within those of its group that have a turn k: float64 [N, K]. 0
+    for the only rollout with a turn k: nothing is there to compare it with.
+
+    Args:
+        returns: float64 [N, K], ``R_k = sum over l >= k of turn_gamma^(l - k) r_l``. turns: [N], how many turns each sample has.
+
+    Source: MT-GRPO, Zeng et al. 2025 (arXiv:2505.11821): a turn's reward less the group's mean for that turn, by its deviation, beside the
+    outcome's advantage. Discounted returns of steps beside it: GiGPO, Feng et al. 2025 (arXiv:2505.10978), there by equal states.
+    """
+    found = np.zeros_like(returns)
+    for turn in range(returns.shape[1]):
+        there = [index for index, count in enumerate(turns) if count > turn]
+        of = [groups[index] for index in there], [rollout_ids[index] for index in there]
+        found[there, turn] = reward_advantages(config, returns[there, turn], *of)
+    return found
+
+
 def reward_advantages(
     config: AlgorithmSection, rewards: Rewards, groups: Sequence[Hashable], rollout_ids: Sequence[Hashable] | None = None
 ) -> FloatArray:

@@ -146,6 +146,9 @@ def scored_text(text: str, turns: Sequence[str], which: ScoredText) -> str:
 
 
 SCHEMA = 1  # Version of the payload's schema
+MAX_TURNS = 1 << 14  # The most turns of a sample
+
+TurnReward = tuple[int, int, float]  # The reward of the turn that sampled the response's tokens ``start`` to ``end`` (exclusive)
 
 # The range of a trained token's log-prob. It is at most 0, but engines round: 1e-3 changes an importance weight by a thousandth. What is
 # below cannot have been sampled, and its square or its sum over a batch would not be finite any more.
@@ -203,6 +206,7 @@ class Sample:
     role: who of several that play a rollout together it is of, "" where there are no roles: rewards are compared within a role.
     attributes: what such a function set on the sample besides the fields here, for the user's reward function.
     routed_experts: int16 [P + R - 1, layers with experts, experts a token], those that the engine chose; None if not asked for.
+    turn_rewards: of each turn (start, end, reward), in order, without overlap, 0.0 if it was given none; empty if turns are not known.
     """
 
     group: str
@@ -224,6 +228,7 @@ class Sample:
     attributes: dict[str, Any] = field(default_factory=dict)
     routed_experts: Choices | None = None
     turns: list[str] = field(default_factory=list)
+    turn_rewards: list[TurnReward] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.rollout < 0:
@@ -264,7 +269,23 @@ class Sample:
             or self._log_prob_problem(limits.log_probs_reader)
             or self._segment_problem(limits.newest)
             or self._routing_problem(limits.choices)
+            or self._turn_problem()
         )
+
+    def _turn_problem(self) -> str | None:
+        end = 0
+        if not isinstance(self.turn_rewards, list) or len(self.turn_rewards) > MAX_TURNS:
+            return f"turn_rewards is not a list of at most {MAX_TURNS} turns (start, end, reward)"
+        for number, turn in enumerate(self.turn_rewards):
+            problem = f"turn_rewards holds {str(turn)[:80]} at {number}; expected (start, end, reward)"
+            if not isinstance(turn, tuple) or len(turn) != 3 or not type(turn[0]) is type(turn[1]) is int:
+                return problem
+            if not end <= turn[0] <= turn[1] <= len(self.response):
+                return f"{problem}, a span from {end} to {len(self.response)}"
+            if not _is_given_reward(turn[2], False):
+                return f"{problem}, a reward up to {LARGEST_REWARD:g}"
+            end = turn[1]
+        return None
 
     def _field_problem(self) -> str | None:
         for name, (kinds, _) in _ARRAYS.items():
@@ -449,6 +470,7 @@ def encode(samples: Sequence[Sample], blob_bytes: int) -> list[bytes]:
         arrays = {name: None if values is None else codec.array(values, dtype) for name, (values, dtype) in given.items()}
         batches[-1].append(vars(sample) | arrays)
         size += len(sample.prompt) * 4 + len(sample.response) * 9 + len(sample.text) + sum(map(len, sample.turns)) + 200
+        size += 20 * len(sample.turn_rewards)
         size += 0 if sample.routed_experts is None else sample.routed_experts.nbytes
     return [codec.pack({"schema": SCHEMA, "samples": batch}) for batch in batches]
 
@@ -478,7 +500,8 @@ def decode(blobs: Iterable[bytes], limits: SampleLimits = _FORMAT) -> list[Sampl
 def _sample(entry: Any) -> Sample:
     if not isinstance(entry, dict):
         raise TypeError(f"a {type(entry).__name__} where a sample belongs")
-    return Sample(**{**entry, "segments": [_segment(*_list(segment)) for segment in _list(entry["segments"])]})
+    turns = [tuple(_list(turn)) for turn in _list(entry.get("turn_rewards", []))]
+    return Sample(**{**entry, "segments": [_segment(*_list(segment)) for segment in _list(entry["segments"])], "turn_rewards": turns})
 
 
 def _list(value: Any) -> list[Any]:
@@ -529,6 +552,7 @@ def _cut(sample: Sample, longest: int, policy: OverlongPolicy) -> Sample:
         log_probs=None if sample.log_probs is None else sample.log_probs[:room],
         mask=sample.mask[:room] if policy == "truncate" else np.zeros(room, np.uint8),
         segments=[(start, min(end, room), version) for start, end, version in sample.segments if start < room],
+        turn_rewards=[(min(start, room), min(end, room), reward) for start, end, reward in sample.turn_rewards],
         finish="length",
     )
 

@@ -148,6 +148,13 @@ class TurnEnded(TurnRecord):
 RECORDED = tuple(TurnEnded.model_fields.keys() - {"holder"})  # The fields of a turn that its end has
 
 
+class TurnRewarded(Message):
+    """The reward of a turn that has ended, beside that of its session. Of several for a turn the first one counts."""
+
+    request: RequestId
+    reward: Reward
+
+
 class SessionProlonged(Message):
     """A later deadline of a session: engines slept for a trainer on their GPUs, and that is not its rollout's time."""
 
@@ -211,7 +218,7 @@ class SessionLog:
     """The state of a session: the fold of its log.
 
     turns: by request id, in the order of their ends. pending: those that have begun and not ended. length: records that were read.
-    deadline: of its last turn, seconds since the epoch.
+    deadline: of its last turn, seconds since the epoch. rewards: those of turns, by request id.
     """
 
     session: Session
@@ -220,6 +227,7 @@ class SessionLog:
     ended: SessionEnded | None = None
     length: int = 1
     deadline: float = 0.0
+    rewards: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.deadline = max(self.deadline, self.session.deadline)
@@ -234,6 +242,8 @@ class SessionLog:
                 self.ended = record
             elif isinstance(record, SessionProlonged):
                 self.deadline = max(self.deadline, record.deadline)
+            elif isinstance(record, TurnRewarded):
+                self.rewards.setdefault(record.request, record.reward)
             elif isinstance(record, TurnRecord) and record.request not in self.turns:
                 self._apply_turn(record)
 
@@ -384,7 +394,8 @@ class Trajectory:
 
     prompt: int32 [P], that of its first turn; response: int32 [R], all that follows; mask: uint8 [R], 1 where the token was sampled and no
     earlier trajectory trains it; sampled: bool [R]; log_probs: float32 [R], 0 where a token was not sampled; segments tile [0, R):
-    what was not sampled has the version of what was sampled before it. finish: of the last turn. turns: the request ids of its turns.
+    what was not sampled has the version of what was sampled before it. finish: of the last turn. turns: the request ids of its turns;
+    spans: (start, end) of the response's tokens that each of them sampled.
     """
 
     prompt: NDArray[np.int32]
@@ -395,6 +406,7 @@ class Trajectory:
     segments: list[tuple[int, int, int]]
     finish: Finish
     turns: tuple[str, ...]
+    spans: tuple[tuple[int, int], ...]
 
     @property
     def tokens(self) -> NDArray[np.int32]:
@@ -457,6 +469,7 @@ def _trajectory(path: _Path) -> Trajectory:
         segments=segments_of(_filled(versions)),
         finish=last.finish,
         turns=tuple(turn.request for turn in path.turns),
+        spans=tuple((len(turn.prompt) - start, len(turn.prompt) - start + len(turn.completion)) for turn in path.turns),
     )
 
 

@@ -27,6 +27,7 @@ from shared.sessions.session import (
     TurnExtended,
     TurnHeld,
     TurnRecord,
+    TurnRewarded,
     parts_of_key,
 )
 from shared.store.payload_store import Store
@@ -137,6 +138,15 @@ class SessionStore:
         if isinstance(found, PendingTurn):
             raise TurnHeld(turn.request, found.until)
         return found
+
+    async def reward(self, log: SessionLog, rewarded: TurnRewarded) -> float:
+        """Rewards a turn of the log, and returns the reward that counts: its first. Raises SessionOver, SessionUnknown."""
+        if log.ended is None and rewarded.request not in log.rewards:
+            what = f"the reward of turn {rewarded.request} of session {log.session.id}"
+            await self._catch_up(log, what, "RPUSHX", rewarded.encode())
+        if rewarded.request not in log.rewards:
+            raise SessionOver(f"session {log.session.id} has ended: its turns take no more rewards")
+        return log.rewards[rewarded.request]
 
     async def prolong(self, session: str, deadline: float) -> None:
         """Gives a session that has not ended a later deadline, in seconds since the epoch, after which its record goes as before."""

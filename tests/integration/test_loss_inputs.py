@@ -12,17 +12,21 @@ import torch
 
 from services.trainer import batches
 from services.trainer.batches import ShardReader
-from services.trainer.loss_inputs import gathered, scored
+from services.trainer.loss_inputs import LossInputs, gathered, scored
 from services.trainer.objective.custom_objective import CustomFunctions
 from services.trainer.packing import BadSample
 from services.trainer.partition import partition_batch
 from shared.config.algorithm import AlgorithmSection
 from shared.process.embedded_servers import EmbeddedValkey
 from shared.runtime.errors import ConfigError
-from shared.schema.sample import SampleLimits
-from shared.store.payload_store import BlockingStore
+from shared.schema.digests import reference
+from shared.schema.messages import Batch, BatchGroup
+from shared.schema.sample import SampleLimits, encode
+from shared.store.payload_store import BlockingStore, Store
 from tests.integration.test_batches import assemble_all, inputs, read, stored
 from tests.support.run_config import run_config
+from tests.support.tables import table
+from tests.support.train_samples import train_sample
 
 REWARDS = [[1.0, 0.0], [3.0, 2.0, 2.5]]
 
@@ -164,3 +168,93 @@ def test_tensors_of_any_length_are_gathered_in_order() -> None:
     for thread in threads:
         thread.join(60)
     assert [values.tolist() for values in found] == [[1.0, 2.0, 3.0]] * 3
+
+
+def test_rewards_of_turns_become_advantages_of_their_tokens(
+    valkey: EmbeddedValkey, run_name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two groups on two ranks; the mates of a group have one to three turns. A loop over the published formula is the oracle."""
+    given = {0: [(0, 2, 1.0), (3, 4, 0.5), (5, 6, -1.0)], 1: [(0, 2, 0.0), (3, 5, 2.0)], 2: [(0, 6, 3.0)], 3: [(1, 3, 1.0)], 4: []}
+    rewards = [[1.0, 0.0, 0.5], [2.0, 0.0]]
+
+    async def written() -> Batch:
+        store, groups, index = Store(valkey.url), [], 0
+        for number, values in enumerate(rewards):
+            mask, samples = np.array([1, 1, 0, 1, 1, 1], np.uint8), []
+            for position in range(len(values)):
+                fields = {"group": f"g{number:08d}", "index": position, "mask": mask, "turn_rewards": given[index]}
+                samples.append(train_sample([1], range(6), 1, **fields))
+                index += 1
+            blobs = {f"{run_name}:{number}:{part}": blob for part, blob in enumerate(encode(samples, 200))}
+            await store.write(blobs)
+            groups.append(BatchGroup(group=f"g{number:08d}", payload=reference("", blobs, [7] * len(values)), rewards=values))
+        await store.close()
+        return Batch(step=7, version=3, groups=groups)
+
+    batch = asyncio.run(written())
+
+    def compared(values: list[float], by_std: bool) -> list[float]:
+        if len(values) < 2:
+            return [0.0] * len(values)
+        mean = sum(values) / len(values)
+        std = (sum((value - mean) ** 2 for value in values) / (len(values) - 1)) ** 0.5
+        return [0.0 if std == 0 else (value - mean) / ((std + 1e-6) if by_std else 1) for value in values]
+
+    for gamma, by_std in ((1.0, True), (0.5, False), (0.0, True)):
+        expected = {index: np.zeros(6) for index in given}
+        for members, values in (([0, 1, 2], rewards[0]), ([3, 4], rewards[1])):
+            for index, value in zip(members, compared(values, by_std), strict=True):
+                expected[index] += value
+            for turn in range(3):
+                having = [index for index in members if len(given[index]) > turn]
+                returns = [sum(gamma**k * reward for k, (_, _, reward) in enumerate(given[index][turn:])) for index in having]
+                for index, value in zip(having, compared(returns, by_std), strict=True):
+                    start, end, _ = given[index][turn]
+                    expected[index][start:end] += 0.3 * value
+        objective = AlgorithmSection(turn_advantage_coef=0.3, turn_gamma=gamma, disable_grpo_std_normalization=not by_std)
+        for index, values in _of_two_ranks(batch, valkey.url, objective).items():
+            np.testing.assert_allclose(values, expected[index] * np.array([1, 1, 0, 1, 1, 1]), atol=1e-5)
+    assert "turn_rewards_unused" not in capsys.readouterr().out
+    _of_two_ranks(batch, valkey.url, AlgorithmSection())
+    assert "turn_rewards_unused" in capsys.readouterr().out, "what is given and not used is said"
+
+
+def _of_two_ranks(batch: Batch, url: str, objective: AlgorithmSection) -> dict[int, np.ndarray]:
+    """The advantages of all samples, [R] each, by two ranks in threads that add their tables up."""
+    meeting, tables = threading.Barrier(2, timeout=60), [np.zeros(0), np.zeros(0)]
+    found: dict[int, np.ndarray] = {}
+
+    def on(rank: int, item: batches.TrainBatch) -> None:
+        def total(own: np.ndarray) -> np.ndarray:
+            tables[rank] = own
+            meeting.wait()
+            added = tables[0] + tables[1]
+            meeting.wait()
+            return added
+
+        made = LossInputs(objective, CustomFunctions(), BlockingStore(url), total=total).with_advantages(item)
+        found.update({index: values.numpy() for index, values in made.per_sample("advantages").items()})
+
+    threads = [threading.Thread(target=on, args=pair) for pair in enumerate(assemble_all(batch, url, 1, 2, objective))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(found) == [0, 1, 2, 3, 4]
+    return found
+
+
+@table(
+    ("fields", "named"),
+    [
+        ({"turn_advantage_coef": 0.5, "advantage_estimator": "ppo"}, "turn_advantage_coef"),
+        ({"turn_advantage_coef": 0.5, "advantage_estimator": "gspo"}, "turn_advantage_coef"),
+        ({"turn_advantage_coef": 0.5, "loss_type": "sft_loss"}, "turn_advantage_coef"),
+        ({"turn_advantage_coef": 0.5, "custom_advantage_function_path": "a:b"}, "turn_advantage_coef"),
+        ({"turn_advantage_coef": -0.5}, "turn_advantage_coef"),
+        ({"turn_gamma": 0.5}, "turn_gamma"),
+    ],
+)
+def test_rewards_of_turns_that_nothing_would_use_are_refused(fields: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        AlgorithmSection(**fields)  # type: ignore[arg-type]

@@ -124,12 +124,13 @@ _SPREAD = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline")
 
 class SampleTurn(BaseModel):
     """A stretch of the response, tokens [start, end): ``sampled`` by the model and trained here, or ``given``: what tools or users said, or
-    a beginning that another sample of the rollout trains."""
+    a beginning that another sample of the rollout trains. reward: the turn's own, None where no turn of the sample was given one."""
 
     kind: Literal["sampled", "given"]
     start: int
     end: int
     text: str | None
+    reward: float | None = None
 
 
 class TokenWindow(BaseModel):
@@ -187,10 +188,11 @@ def turns(sample: Sample, decode: Callable[[Sequence[int]], str] | None) -> list
     """Returns the turns of a response, in order. decode: None without a tokenizer; then only a response of one turn has its text."""
     edges = [0, *(np.flatnonzero(np.diff(sample.mask)) + 1).tolist(), len(sample.response)] if len(sample.response) else []
     found = []
+    rewards = {start: reward for start, _, reward in sample.turn_rewards} if any(reward for *_, reward in sample.turn_rewards) else {}
     for start, end in pairwise(edges):
         text = decode(sample.response[start:end].tolist()) if decode else sample.text if len(edges) == 2 else None
         kind: Literal["sampled", "given"] = "sampled" if sample.mask[start] else "given"
-        found.append(SampleTurn(kind=kind, start=start, end=end, text=None if text is None else safe(text)))
+        found.append(SampleTurn(kind=kind, start=start, end=end, text=None if text is None else safe(text), reward=rewards.get(start)))
     return found[:MOST_TURNS]
 
 
@@ -269,6 +271,7 @@ def _by_token(config: AlgorithmSection) -> str | None:
         "the KL penalty is in the reward (kl_coef)": config.kl_coef != 0.0,
         "advantages are whitened over the batch (normalize_advantages)": config.normalize_advantages,
         "a teacher's log-probs are in them (use_opd)": config.use_opd,
+        "turns' rewards are in them (turn_advantage_coef)": bool(config.turn_advantage_coef),
         **{f"{name} makes them": bool(getattr(config, name)) for name in custom},
     }
     return next((why for why, holds in reasons.items() if holds), None)

@@ -14,6 +14,7 @@ from shared.sessions.session import (
     TurnBegun,
     TurnEnded,
     TurnExtended,
+    TurnRewarded,
     new_key,
     parts_of_key,
 )
@@ -92,7 +93,10 @@ def test_a_deadline_is_only_put_off() -> None:
 
 def test_nothing_counts_after_the_end_and_the_first_end_counts() -> None:
     state = log()
+    state.apply([TurnRewarded(request="r0", reward=0.5), TurnRewarded(request="r0", reward=0.7)])
     state.apply([begun("r1", 1), SessionEnded(at=1.0, reward=1.0), ended("r1", 3), begun("r2", 1), SessionEnded(at=2.0, reward=0.0)])
+    state.apply([TurnRewarded(request="r1", reward=0.5)])
+    assert state.rewards == {"r0": 0.5}
     assert not state.turns and state.ended is not None and state.ended.reward == 1.0
 
 

@@ -39,7 +39,7 @@ def test_turns_that_extend_each_other_are_one_trajectory() -> None:
     assert found.mask.tolist() == [1, 1, 0, 1]
     assert found.log_probs.tolist() == [-1, -2, 0, -1]
     assert found.segments == [(0, 3, 1), (3, 4, 2)], "what was read has the version of what was drawn before it"
-    assert found.turns == ("r1", "r2")
+    assert found.turns == ("r1", "r2") and found.spans == ((0, 2), (3, 4))
 
 
 def test_a_fork_holds_the_shared_beginning_and_trains_it_not_again() -> None:
@@ -49,7 +49,7 @@ def test_a_fork_holds_the_shared_beginning_and_trains_it_not_again() -> None:
     one, other = trajectories([first, left, right, further])
     assert one.tokens.tolist() == [1, 2, 3, 4] and one.mask.tolist() == [1, 0, 1]
     assert other.tokens.tolist() == [1, 2, 5, 6, 7, 8] and other.mask.tolist() == [0, 0, 1, 0, 1]
-    assert other.log_probs.tolist() == [-1, 0, -1, 0, -1]
+    assert other.log_probs.tolist() == [-1, 0, -1, 0, -1] and other.spans == ((0, 1), (2, 3), (4, 5))
     assert other.sampled.tolist() == [True, False, True, False, True], "the shared beginning is the model's own, too"
 
 

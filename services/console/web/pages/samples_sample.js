@@ -106,7 +106,7 @@ function turns(found) {
     el(
       "div",
       { class: `turn ${turn.kind}` },
-      el("p", { class: "turn-head" }, turn.kind === "sampled" ? "model" : "not trained here: tools, users, or an earlier sample's", ` · tokens ${turn.start}–${turn.end - 1}`),
+      el("p", { class: "turn-head" }, turn.kind === "sampled" ? "model" : "not trained here: tools, users, or an earlier sample's", ` · tokens ${turn.start}–${turn.end - 1}${turn.reward === null ? "" : ` · reward ${shown(turn.reward)}`}`),
       turn.text === null ? el("p", { class: "quiet" }, "its text needs the run's tokenizer") : textBlock(turn.text),
     ),
   );

@@ -43,6 +43,8 @@ OTHERS = {
 """Other values than the default; of switches, the other one."""
 
 ELSEWHERE = {
+    "turn_advantage_coef": "services.trainer.loss_inputs adds turns' advantages",
+    "turn_gamma": "services.trainer.loss_inputs adds turns' advantages",
     "preset": "sets other fields before there is a section",
     "num_critic_only_steps": "services.trainer.loop counts steps",
     "ref_update_interval": "services.trainer.reference_policy counts steps",
