@@ -16,7 +16,7 @@ import pydantic_core
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from shared.runtime.safe_files import parse_json
-from shared.schema.sample import Sample
+from shared.schema.sample import Sample, TurnReward
 
 DIRECTORY = "rollouts"  # The directory of the files in a run's directory
 
@@ -33,6 +33,7 @@ class RolloutSample(BaseModel):
     reward: None where it has none; parts: named rewards. removed: a filter took it out of the loss; stale: so did its age.
     prompt_length, length: tokens of prompt and response. segments: (start, end, weight version) spans of the response's tokens.
     rollout: which of the group's rollouts it comes from, None where that is its index; role: who of several it is of.
+    turn_rewards: (start, end, reward) of its turns, where any has one.
     prompt, label, metadata: where they are not the group's. prompt_ids, response_ids: int [P], [R]; log_probs, mask: [R]; kept only with
     ``keep_rollouts_tokens``.
     """
@@ -51,6 +52,7 @@ class RolloutSample(BaseModel):
     response: str
     rollout: int | None = None
     role: str | None = None
+    turn_rewards: list[TurnReward] = []
     prompt: Any = None
     label: str | None = None
     metadata: dict[str, Any] | None = None
@@ -109,6 +111,7 @@ class RolloutRecord(BaseModel):
             metadata=self.metadata if sample.metadata is None else sample.metadata,
             rollout=-1 if sample.rollout is None else sample.rollout,
             role=sample.role or "",
+            turn_rewards=sample.turn_rewards if sample.response_ids else [],
         )
 
 
@@ -238,6 +241,7 @@ def sample_of(
         response=sample.text,
         rollout=None if sample.rollout == sample.index else sample.rollout,
         role=sample.role or None,
+        turn_rewards=sample.turn_rewards if any(reward for *_, reward in sample.turn_rewards) else None,
         prompt=other("prompt_text"),
         label=other("label"),
         metadata=other("metadata"),

@@ -11,6 +11,7 @@ from examples.environments.guessing.guessing import GuessingGame
 from shared.environment.http_environment import served_over_http
 from shared.environment.serving import ServedEnvironment
 from shared.schema.messages import Failed, Interrupted, Sampling
+from shared.schema.sample import runs
 from tests.integration.engine.bench import PROMPT, Bench, NewBench
 from tests.integration.engine.conftest import Checkpoints
 from tests.integration.engine.reference import log_probs
@@ -65,6 +66,8 @@ async def test_an_episode_to_its_end(new_bench: NewBench, game: tuple[Recording,
     for one in samples:
         assert one.prompt.tolist() == [*PROMPT.tolist(), *desk.rollout._tokenizer.encode("a game:").tolist()]
         assert one.given_reward == {"reward": 0.75, "form": 3.0} and one.metadata == {"level": 3, "turns": 3}
+        assert [reward for *_, reward in one.turn_rewards] == [0.25] * 3
+        assert [(start, end) for start, end, _ in one.turn_rewards] == runs(one.mask != 0)
         assert one.finish == "stop" and "<1>" in one.text and "<2>" in one.text
         masked = desk.rollout._tokenizer.decode(one.response[one.mask == 0])
         assert masked == "<1><2>", "what the environment said, and nothing else, is not trained"
@@ -118,3 +121,4 @@ async def test_an_episode_goes_on_in_its_session_elsewhere(new_bench: NewBench, 
     assert len(made.resets) == 2, "no session was opened anew"
     assert sorted(turn for _, turn in made.steps) == [0, 0, 1, 1, 2, 2]
     assert [one.given_reward for one in samples] == [{"reward": 0.75, "form": 3.0}] * 2
+    assert all([(start, end) for start, end, _ in one.turn_rewards] == runs(one.mask != 0) for one in samples), "of both attempts"

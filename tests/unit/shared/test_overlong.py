@@ -10,8 +10,11 @@ from shared.runtime.errors import BadMessage
 from shared.schema.sample import Sample, fitted, too_long
 from tests.support.train_samples import train_sample
 
+TURNS = [(0, 2, 0.5), (3, 4, 1.0)]
 FITS = train_sample([1, 2], [3, 4], index=0)
-LONG = train_sample([1, 2], [3, 4, 5, 6], [0, 0, 1, 1], index=1, text="all of it", mask=np.array([1, 1, 0, 1], np.uint8), finish="stop")
+LONG = train_sample(
+    [1, 2], [3, 4, 5, 6], [0, 0, 1, 1], index=1, text="all of it", mask=np.array([1, 1, 0, 1], np.uint8), finish="stop", turn_rewards=TURNS
+)
 
 
 def test_what_is_too_long_is_told_with_fields_that_there_are() -> None:
@@ -34,6 +37,7 @@ def test_a_longer_one_is_truncated(longest: int) -> None:
     assert (len(cut.log_probs), cut.mask.tolist()) == (room, [1, 1, 0, 1][:room])
     assert (cut.finish, cut.text, cut.problem()) == ("length", "all of it", None)
     assert cut.versions().tolist() == [0, 0, 1, 1][:room]
+    assert cut.turn_rewards == [(0, min(2, room), 0.5), (min(3, room), room, 1.0)], "the rewards of what was cut off count for what is left"
 
 
 def test_masked_nothing_of_it_is_trained_and_the_others_are() -> None:

@@ -47,6 +47,7 @@ def samples(draw: st.DrawFn) -> Sample:
         text=draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=20)),
         label=draw(st.none() | st.just("4")),
         given_reward=draw(st.none() | st.floats(-1e9, 1e9) | st.dictionaries(st.sampled_from(["score", "acc"]), st.floats(-1, 1))),
+        turn_rewards=[(start, end, draw(st.floats(-1, 1))) for start, end in zip([0, *ends[:-1]], ends, strict=False)],
         attributes=draw(st.dictionaries(st.sampled_from(["turns", "text"]), st.integers(0, 9) | st.just("four"))),
     )
 
@@ -56,7 +57,7 @@ def same(left: Sample, right: Sample) -> bool:
         np.testing.assert_array_equal(getattr(left, name), getattr(right, name))
         assert getattr(left, name).dtype == getattr(right, name).dtype
     rest = ("group", "index", "rollout", "segments", "finish", "text", "prompt_text", "label", "metadata", "given_reward", "attributes")
-    return all(getattr(left, name) == getattr(right, name) for name in rest)
+    return all(getattr(left, name) == getattr(right, name) for name in (*rest, "turn_rewards"))
 
 
 @given(st.lists(samples(), max_size=6), st.integers(1, 2000))
@@ -141,6 +142,12 @@ def test_meta_covers_the_trained_tokens_and_versions_tile_the_response(one: Samp
         ({"given_reward": float("nan")}, "given_reward is 'nan'"),
         ({"given_reward": True}, "given_reward is 'True'"),
         ({"given_reward": {"score": "good"}}, "given_reward is .*good"),
+        ({"turn_rewards": [[0, 1, 0.5]]}, r"turn_rewards holds \[0, 1, 0.5\] at 0; expected \(start, end, reward\)"),
+        ({"turn_rewards": [(0, 2, 0.5), (1, 3, 0.0)]}, "turn_rewards holds .* at 1; .*, a span from 2 to 4"),
+        ({"turn_rewards": [(0, 5, 0.5)]}, "turn_rewards holds .* at 0; .*, a span from 0 to 4"),
+        ({"turn_rewards": [(0, 4, float("nan"))]}, "turn_rewards holds .*, a reward up to 1e"),
+        ({"turn_rewards": [(0, True, 1.0)]}, "turn_rewards holds"),
+        ({"turn_rewards": [(0, 0, 1.0)] * 16385}, "turn_rewards is not a list of at most 16384 turns"),
         ({"mask": "1111"}, "mask is not a one-dimensional array of integers"),
     ],
 )
