@@ -52,7 +52,7 @@ class RolloutSample(BaseModel):
     response: str
     rollout: int | None = None
     role: str | None = None
-    turn_rewards: list[TurnReward] = []
+    turn_rewards: list[TurnReward] | None = None
     prompt: Any = None
     label: str | None = None
     metadata: dict[str, Any] | None = None
@@ -111,7 +111,7 @@ class RolloutRecord(BaseModel):
             metadata=self.metadata if sample.metadata is None else sample.metadata,
             rollout=-1 if sample.rollout is None else sample.rollout,
             role=sample.role or "",
-            turn_rewards=sample.turn_rewards if sample.response_ids else [],
+            turn_rewards=(sample.turn_rewards or []) if sample.response_ids else [],
         )
 
 
