@@ -1,6 +1,6 @@
 """The inputs of the loss on one rank: rewards, advantages and importance-weight statistics, or the results of the user's functions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -32,7 +32,7 @@ from shared.hooks import HookSample
 from shared.hooks.sample_conversion import from_stored
 from shared.rewards.reward_advantage import Rewards, reward_advantages, turn_advantages
 from shared.schema import sample
-from shared.schema.sample import Score, TurnReward
+from shared.schema.sample import Score
 from shared.store.payload_store import BlockingStore
 
 log = structlog.get_logger()
@@ -109,19 +109,18 @@ class LossInputs:
             return self._custom.advantages(masks, {"rewards": of_sample.tolist(), "raw_reward": raw, **shown})
         values = _in_order(batch, "values") if wanted.values else None
         found = token_advantages(self._objective, of_sample, masks, kl=kl, values=values)
-        samples = [pair for item in batch.micro_batches for pair in zip(item.indices, item.samples, strict=True)]
-        turns = {index: one.turn_rewards for index, one in sorted(samples, key=lambda pair: pair[0])}
-        if self._objective.turn_advantage_coef:
-            self._add_turns(batch, turns, found.advantages, masks)
-        elif not self._warned and any(reward for given in turns.values() for *_, reward in given):
-            self._warned = True
-            log.warning("turn_rewards_unused", reason="turns have rewards, and algorithm.turn_advantage_coef is 0: they train nothing")
+        self._add_turns(batch, found.advantages, masks)
         return found
 
-    def _add_turns(
-        self, batch: TrainBatch, turns: Mapping[int, list[TurnReward]], advantages: list[Tensor], masks: Sequence[Tensor]
-    ) -> None:
-        """Adds ``turn_advantage_coef`` times each turn's advantage to those of its trained tokens. A collective."""
+    def _add_turns(self, batch: TrainBatch, advantages: list[Tensor], masks: Sequence[Tensor]) -> None:
+        """Adds ``turn_advantage_coef`` times each turn's advantage to those of its trained tokens. A collective, where it is not 0."""
+        samples = [pair for item in batch.micro_batches for pair in zip(item.indices, item.samples, strict=True)]
+        turns = {index: one.turn_rewards for index, one in sorted(samples, key=lambda pair: pair[0])}
+        if not self._objective.turn_advantage_coef:
+            if not self._warned and any(reward for given in turns.values() for *_, reward in given):
+                self._warned = True
+                log.warning("turn_rewards_unused", reason="turns have rewards, and algorithm.turn_advantage_coef is 0: they train nothing")
+            return
         counts = np.zeros(len(batch.partition.items))
         counts[list(turns)] = [len(given) for given in turns.values()]
         counts = self._total(counts)
@@ -133,7 +132,7 @@ class LossInputs:
         found = turn_advantages(self._objective, self._total(returns), counts.astype(int).tolist(), groups, rollouts)
         for (index, given), advantage, mask in zip(turns.items(), advantages, masks, strict=True):
             for turn, (start, end, _) in enumerate(given):
-                advantage[start:end] += self._objective.turn_advantage_coef * found[index, turn] * mask[start:end]
+                advantage[start:end] += mask[start:end] * (self._objective.turn_advantage_coef * float(found[index, turn]))
 
     def _post_processed(self, batch: TrainBatch) -> TrainBatch:
         """Returns the batch with the rewards that ``custom_reward_post_process_path`` makes, if no convert function has made some."""
