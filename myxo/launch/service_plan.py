@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shared.config import devices
+from shared.config.environment_variables import EVAL_VARIABLE
 from shared.config.run_config import RunConfig
 from shared.process.embedded_servers import hold_port
 from shared.runtime import addresses
@@ -79,6 +80,8 @@ def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
         for index in range(count):
             instance = f"{service}-{index}"
             environment = {devices.VISIBLE: shares[instance]} if instance in shares else {}
+            if service == "rollout" and index >= count - config.rollout.eval_replicas:
+                environment[EVAL_VARIABLE] = "1"
             if http:
                 environment[HTTP_VARIABLE] = str(addresses.parsed(http).next(len(specs)))
             if service == "gateway" and not config.gateway.gateway_port and GATEWAY_VARIABLE not in os.environ:

@@ -43,7 +43,7 @@ async def serve(service: Service) -> None:
     variables, control = config.data.apply_chat_template_kwargs, section.gateway_control_tokens
     chat = await asyncio.to_thread(ChatTokens, Path(config.model.hf_checkpoint), variables, control)
     sessions = SessionStore(service.store, service.run)
-    replicas = Replicas(service.registry, sessions, section.gateway_replica_requests)
+    replicas = Replicas(service.registry, sessions, section.gateway_replica_requests, config.rollout.eval_replicas > 0)
     client = GenerationClient(sessions)
     model = Path(config.model.hf_checkpoint).name
     holder = f"{service.instance}.{service.incarnation}"  # each life is another: what its predecessor generated is taken over, not held

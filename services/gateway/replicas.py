@@ -28,6 +28,7 @@ from shared.schema.service_messages import ServiceStatus
 from shared.sessions.session import (
     CONTENT_TYPE,
     CONTEXT_GAUGE,
+    EVAL_GAUGE,
     GENERATE_PATH,
     KEPT_GAUGE,
     KEY_HEADER,
@@ -51,7 +52,7 @@ ASKED_AT_ONCE = 32  # The idle sessions of which one reading of the store says w
 @dataclass(frozen=True, slots=True)
 class GenerationTarget:
     """A replica that may sample. ``url``: of its endpoint. ``context``: tokens of a sequence; ``vocabulary``: of token ids. ``kept``:
-    tokens whose keys and values it keeps for later turns; 0: none."""
+    tokens whose keys and values it keeps for later turns; 0: none. ``evaluates``: nothing but evaluations."""
 
     instance: str
     url: str
@@ -59,6 +60,7 @@ class GenerationTarget:
     context: int
     vocabulary: int
     kept: int = 0
+    evaluates: bool = False
 
 
 @dataclass
@@ -96,6 +98,7 @@ def targets(statuses: Sequence[ServiceStatus]) -> list[GenerationTarget]:
             context=int(one.gauges[CONTEXT_GAUGE]),
             vocabulary=int(one.gauges[VOCABULARY_GAUGE]),
             kept=int(one.gauges.get(KEPT_GAUGE, 0)),
+            evaluates=bool(one.gauges.get(EVAL_GAUGE, 0)),
         )
         for one in statuses
         if one.service == "rollout" and one.engine and one.version >= 0 and {CONTEXT_GAUGE, VOCABULARY_GAUGE} <= one.gauges.keys()
@@ -123,9 +126,10 @@ def _rank(session: str, instance: str) -> bytes:
 
 class Replicas:
     """The replicas of a run, by the registry. ``most``: requests that a replica gets at once, at most. ``asleep``: whether replicas sleep
-    while a trainer computes on their GPUs."""
+    while a trainer computes on their GPUs. ``apart``: evaluations have replicas of their own (`rollout.eval_replicas`)."""
 
-    def __init__(self, registry: Registry, sessions: SessionStore, most: int) -> None:
+    def __init__(self, registry: Registry, sessions: SessionStore, most: int, apart: bool = False) -> None:
+        self._apart = apart
         self._registry, self._sessions, self._most = registry, sessions, most
         self.known: list[GenerationTarget] = []
         self.asleep = False
@@ -192,7 +196,7 @@ class Replicas:
         while (found := self._choice(asking, min_version, began + seconds / 2)) is None:
             self.waiting += 1
             try:
-                end = await self._change(end, min_version)
+                end = await self._change(end, min_version, log.session.evaluation)
             finally:
                 self.waiting -= 1
         limit, residents = self._limit(found.instance), self._residents.setdefault(found.instance, Residents())
@@ -235,23 +239,30 @@ class Replicas:
         if now < patient_until:
             room = {name: free and (name not in self._residents or self._residents[name].fits(asking)) for name, free in room.items()}
         resident = [name for name, residents in self._residents.items() if session in residents.sessions]
-        return choose(session, self.known, min_version, room, self._avoided, resident)
+        return choose(session, self.fleet(asking.session.evaluation), min_version, room, self._avoided, resident)
+
+    def fleet(self, evaluation: bool) -> list[GenerationTarget]:
+        """Returns the replicas that sample for sessions of evaluations, or for those that are trained."""
+        return [one for one in self.known if not self._apart or one.evaluates == evaluation]
 
     def _limit(self, instance: str) -> GenerationLimit:
         return self._limits.setdefault(instance, GenerationLimit(self._most))
 
-    async def _change(self, end: float, min_version: int) -> float:
+    async def _change(self, end: float, min_version: int, evaluation: bool = False) -> float:
         """Waits for a change of the replicas. Returns ``end``, monotonic, later by the time for which replicas slept for a trainer. Raises
         TurnRefused at ``end``."""
         began, asleep = time.monotonic(), self.asleep
         left = REFRESH_SECONDS if asleep else end - began
         if left <= 0:
+            if self.known and not self.fleet(evaluation):
+                lacks = f"no replica is there for {'evaluations' if evaluation else 'training'} (rollout.eval_replicas)"
+                raise TurnRefused(503, lacks, code="no_replica", retry_after_s=RETRY_AFTER_S)
             self.check_version(min_version)
             if not self.known:
                 raise TurnRefused(503, "no replica serves verified weights", code="no_replica", retry_after_s=RETRY_AFTER_S)
             raise TurnRefused(429, "all replicas have as many requests as they can take", code="no_room", retry_after_s=RETRY_AFTER_S)
-        if any(self._limit(one.instance).has_room for one in self.known):  # what lacks is weights, or room for the session: no request's
-            await asyncio.sleep(min(left, CROWDED_SECONDS))  # end gives those
+        if any(self._limit(one.instance).has_room for one in self.fleet(evaluation)):  # weights lack, or the session's room:
+            await asyncio.sleep(min(left, CROWDED_SECONDS))  # no request's end gives those
         else:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left):

@@ -17,11 +17,13 @@ from aiohttp import web
 
 from services.rollout.engine_proxy import GENERATIONS, RAW, ROUTES, EndpointServer, RequestDenied, body_of
 from services.rollout.replica import Replica
+from services.rollout.request_slots import evaluates
 from shared.bus.connection import TRANSIENT
 from shared.runtime.addresses import LOOPBACK
 from shared.runtime.errors import MyxoError
 from shared.schema.service_messages import ServiceStatus
 from shared.service.service_base import Service
+from shared.sessions.session import EVAL_GAUGE
 
 LOOK_SECONDS = 1.0  # the interval at which the registry is read
 SPARE_SECONDS = 60.0  # the time beyond a generation's own deadline after which a proxy that says nothing is given up
@@ -77,6 +79,8 @@ class EngineSpread(EndpointServer):
         with contextlib.suppress(MyxoError, *TRANSIENT):
             own = self._service.instance
             others = [one for one in await self._service.registry.alive("rollout") if one.instance != own]
+            fleet = bool(evaluates(self._service.config))
+            others = [one for one in others if bool(one.gauges.get(EVAL_GAUGE, 0)) == fleet]
             self._others = reachable_replicas(others, self._service.host, self.least)
 
     @property

@@ -32,6 +32,7 @@ declare_metrics("""
     engine_start_seconds | s | that its engine took to start
     engine_context | tokens | the most of one sequence
     engine_vocabulary | tokens | of the model's vocabulary
+    eval_replica | replicas | whether it takes held-out prompts alone ([`eval_replicas`](evaluation.md#replicas-of-its-own)): 1 or 0
     engine_kept_tokens | tokens | whose keys and values the engine keeps for later requests; 0: it keeps none
 """)
 

@@ -21,11 +21,14 @@ import asyncio
 import contextlib
 import heapq
 import itertools
+import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from shared.bus.subjects import EVAL, TRAIN
+from shared.config.environment_variables import EVAL_VARIABLE
 from shared.config.run_config import RunConfig
+from shared.runtime.errors import ConfigError
 
 LOTS = 32  # the share of the slots that a lot is: so much of the engine is idle at most for the sake of joint prefills
 
@@ -167,6 +170,14 @@ class SlotWaiter:
         return (self.group.place, self.index) < (other.group.place, other.index)
 
 
+def evaluates(config: RunConfig) -> bool | None:
+    """Returns whether this replica takes held-out prompts alone (true) or none (false); None where they take both. Raises ConfigError."""
+    given = os.environ.get(EVAL_VARIABLE, "")
+    if given not in ("", "0", "1") or (given == "1" and not config.rollout.eval_replicas):
+        raise ConfigError(EVAL_VARIABLE, given, f"1 or 0, and 1 only where rollout.eval_replicas = {config.rollout.eval_replicas} is not 0")
+    return given == "1" if config.rollout.eval_replicas else None
+
+
 class RequestSlots:
     """The slots of one replica.
 
@@ -188,8 +199,10 @@ class RequestSlots:
         once that the engine is made for, the bound of slots that the run does not name; None: there is none."""
         rollout = config.rollout
         samples = rollout.n_samples_per_prompt + rollout.surplus_rollouts
-        share = -(-rollout.rollout_batch_size // rollout.rollout_replicas) * samples
-        return cls(SlotLimit(rollout.rollout_concurrency, samples, share, captured or MOST), samples, config.has_steps)
+        share = -(-rollout.rollout_batch_size // (rollout.rollout_replicas - rollout.eval_replicas)) * samples
+        return cls(
+            SlotLimit(rollout.rollout_concurrency, samples, share, captured or MOST), samples, config.has_steps and not evaluates(config)
+        )
 
     @property
     def slots(self) -> int:

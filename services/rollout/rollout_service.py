@@ -20,7 +20,7 @@ from services.rollout.played_group import EngineGroups, GroupPlayer
 from services.rollout.producer import Producer, run_where_active
 from services.rollout.replica import Replica
 from services.rollout.replica_command import FLAG, captured_requests
-from services.rollout.request_slots import GroupSlots, RequestSlots
+from services.rollout.request_slots import GroupSlots, RequestSlots, evaluates
 from services.rollout.router_registration import Router, router_url
 from services.rollout.task_outcomes import TaskOutcomes, handed_back
 from services.rollout.weight_catch_up import WeightCatchUp
@@ -43,6 +43,7 @@ from shared.schema.messages import Generated, Interrupted, Task
 from shared.schema.service_messages import Doing
 from shared.service.activities import WORK
 from shared.service.service_base import Service
+from shared.sessions.session import EVAL_GAUGE
 from shared.store.payload_store import StoreFull
 
 WINDOW_SECONDS = 5.0
@@ -189,6 +190,8 @@ class Rollout:
         self.evaluator = None if eval_function(self._config) is None else Evaluator(service, self.replica)
         self.running: dict[asyncio.Task[None], Task] = {}
         self._taken: dict[asyncio.Task[None], tuple[float, GroupSlots]] = {}  # when each was taken, seconds since the epoch, oldest first
+        self._evaluates = evaluates(service.config)
+        service.metrics.set(EVAL_GAUGE, float(bool(self._evaluates)))
         self._generated = False  # a token of a task has been generated
         self._last_generated = (0.0, time.time())  # tokens of the engine, and when there were more the last time
         service.activities.watch(self.doing)
@@ -200,7 +203,7 @@ class Rollout:
         await self.start_functions()
         await self.weights.listen()
         await self._catch_up.listen()
-        routers = [Router(service, url)] if (url := router_url()) else []
+        routers = [Router(service, url)] if (url := router_url()) and not self._evaluates else []
         work = [self.replica.keep_engine(), self.replica.keep_nodes(), self._catch_up.keep()]
         work += [self.evaluate(), self.measure(), self.stop_stale()]
         if self._config.ingest.ingest_groups != "alone":
@@ -233,11 +236,17 @@ class Rollout:
             await player.close()
 
     async def produce(self) -> None:
-        """Generates training prompts, or has the user's rollout function do it in one of the replicas."""
+        """Generates training prompts, or has the user's rollout function do it in one replica; not where this one only evaluates."""
+        if self._evaluates:
+            await self._service.stopping.wait()
+            return
         await (self.take(TRAIN) if self.producer is None else run_where_active(self._service, self.producer, self.spread))
 
     async def evaluate(self) -> None:
-        """Generates held-out prompts, or has the user's own function do it."""
+        """Generates held-out prompts, or has the user's own function do it; not where other replicas evaluate."""
+        if self._evaluates is False:
+            await self._service.stopping.wait()
+            return
         await (self.take(EVAL) if self.evaluator is None else self.evaluator.run())
 
     async def take(self, task_class: str) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from shared.runtime.safe_text import names_credential
 
+EVAL_VARIABLE = "MYXO_EVAL_REPLICA"  # 1 for a rollout service of `rollout.eval_replicas`
+
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 _CREDENTIAL_VALUE = re.compile(r"\w+://[^/\s]*:[^/\s]*@")

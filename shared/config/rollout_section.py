@@ -72,6 +72,11 @@ class RolloutSection(Section):
             "rollout_replicas x rollout_num_gpus_per_engine = {0.rollout_replicas} x {0.rollout_num_gpus_per_engine}",
         ),
         Rule(
+            "eval_replicas",
+            lambda rollout, given: given and given >= rollout.rollout_replicas,
+            "fewer than rollout_replicas = {0.rollout_replicas}, of which they are a part: the others train",
+        ),
+        Rule(
             "rollout_max_prompt_len",
             lambda rollout, given: None not in (given, rollout.rollout_max_context_len) and given >= rollout.rollout_max_context_len,
             "below rollout_max_context_len = {0.rollout_max_context_len}: a response has a token at least",
@@ -250,6 +255,9 @@ class RolloutSection(Section):
         description="rollout services that `myxo up` starts; default: on a CPU 1, else as many as fill the GPUs that the trainer leaves, "
         "colocated those that it has",
         **MUTABLE,
+    )
+    eval_replicas: int = Field(
+        default=0, ge=0, description="of rollout_replicas, how many take held-out prompts alone, and the others none", **MUTABLE
     )
     rollout_device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the engine runs")
     rollout_num_gpus: int | None = Field(

@@ -184,6 +184,8 @@ class RunConfig(Section):
 
     def _work(self) -> Iterator[str]:
         """Yields what the run lacks for what it is to do."""
+        if (apart := self.rollout.eval_replicas) and not (self.has_steps and self.eval.named):
+            yield f"rollout.eval_replicas: {apart}, but the run does not both train and evaluate (eval_prompt_data); leave it at 0"
         if not self.has_steps:
             if not self.eval.named and self.sft.sft_data is None:
                 yield "rollout.num_rollout: 0, with neither prompts to evaluate on (eval_prompt_data) nor demonstrations (sft_data)"
@@ -257,6 +259,8 @@ class RunConfig(Section):
                 f"weights.join_from: {self.weights.join_from}, but colocated engines get all weights from the trainer, once it has "
                 "trained; use auto or trainer"
             )
+        if rollout.eval_replicas:
+            yield f"rollout.eval_replicas: {rollout.eval_replicas}, but colocated engines sleep while the trainer computes; leave it at 0"
         engines, ranks = rollout.rollout_replicas * rollout.rollout_num_gpus_per_engine, trainer.ranks("actor")
         if engines > ranks:
             field = "rollout_replicas" if rollout.rollout_num_gpus is None else "rollout_num_gpus"

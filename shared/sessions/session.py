@@ -486,6 +486,7 @@ LENGTH_BYTES = 4  # Before each piece of an answer that is streamed: its length,
 
 # Gauges of a replica's status: the most tokens of one sequence, and the number of token ids
 CONTEXT_GAUGE, VOCABULARY_GAUGE, KEPT_GAUGE = "engine_context", "engine_vocabulary", "engine_kept_tokens"
+EVAL_GAUGE = "eval_replica"  # Of a replica's status, too: 1 where it takes held-out prompts alone (`rollout.eval_replicas`)
 
 
 class TurnRequest(Message):

@@ -1,8 +1,11 @@
 """Which replica draws, and how many draws it has at once."""
 
-from services.gateway.replicas import BACKED_OFF, FEWEST, GenerationLimit, GenerationTarget, choose, targets
+import pytest
+
+from services.gateway.replicas import BACKED_OFF, FEWEST, GenerationLimit, GenerationTarget, Replicas, choose, targets
+from services.gateway.wire.request import TurnRefused
 from shared.schema.service_messages import ServiceStatus
-from shared.sessions.session import CONTEXT_GAUGE, VOCABULARY_GAUGE
+from shared.sessions.session import CONTEXT_GAUGE, EVAL_GAUGE, VOCABULARY_GAUGE
 
 
 def target(number: int, version: int = 3) -> GenerationTarget:
@@ -13,6 +16,21 @@ def status(number: int, **changes: object) -> ServiceStatus:
     fields = {"service": "rollout", "instance": f"rollout-{number}", "host": "h", "pid": 1, "http": "", "state": "ready", "at": 0.0}
     gauges = {CONTEXT_GAUGE: 512.0, VOCABULARY_GAUGE: 100.0}
     return ServiceStatus(**{**fields, "engine": f"http://{number}", "version": 3, "gauges": gauges, **changes})
+
+
+def test_evaluations_have_replicas_of_their_own_where_the_run_says_so() -> None:
+    statuses = [status(0), status(1, gauges={**status(1).gauges, EVAL_GAUGE: 1.0})]
+    for apart, expected in ((True, (["rollout-1"], ["rollout-0"])), (False, (["rollout-0", "rollout-1"],) * 2)):
+        replicas = Replicas(None, None, 8, apart)  # type: ignore[arg-type]
+        replicas.known = targets(statuses)
+        assert tuple([one.instance for one in replicas.fleet(evaluation)] for evaluation in (True, False)) == expected
+
+
+async def test_a_turn_whose_fleet_is_gone_is_refused_by_its_deadline_with_the_fleets_name() -> None:
+    replicas = Replicas(None, None, 8, apart=True)  # type: ignore[arg-type]
+    replicas.known = targets([status(0)])
+    with pytest.raises(TurnRefused, match="no replica is there for evaluations .rollout.eval_replicas."):
+        await replicas._change(0.0, 0, evaluation=True)
 
 
 ALL = [target(number) for number in range(4)]

@@ -1,0 +1,48 @@
+"""A replica of `rollout.eval_replicas` takes held-out prompts alone, and the others none."""
+
+from pathlib import Path
+
+import pytest
+
+from myxo.launch.service_plan import plan
+from services.rollout.request_slots import evaluates
+from shared.config.environment_variables import EVAL_VARIABLE
+from shared.runtime.errors import ConfigError
+from tests.integration.engine.bench import NewBench
+from tests.support.run_config import run_config
+
+EVALUATED = "eval.heldout.00000000.00000003"
+SETS = {"eval_prompt_data": {"heldout": "heldout.jsonl"}, "eval_interval": 4}
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+async def test_each_fleet_leaves_the_others_prompts_alone(new_bench: NewBench, monkeypatch: pytest.MonkeyPatch, evaluates: bool) -> None:
+    monkeypatch.setenv(EVAL_VARIABLE, "1" if evaluates else "0")
+    bench = await new_bench(rollout={"rollout_replicas": 2, "eval_replicas": 1}, eval=SETS)
+    assert bench.rollout._slots._trains is not evaluates
+    own, others = ("eval.heldout.00000000.0000000{}", "g0000000{}")[:: 1 if evaluates else -1]
+    for number in range(3):  # the others' come first each time
+        await bench.task(others.format(number))
+        await bench.task(own.format(number))
+        group, _ = await bench.generated()
+        assert group.group == own.format(number)
+    assert not bench.rollout.running
+    assert bench.service.status().gauges["eval_replica"] == float(evaluates)
+
+
+def test_the_last_replicas_evaluate_and_a_variable_that_nothing_reads_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run_config(tmp_path, rollout={"rollout_replicas": 3, "eval_replicas": 1}, eval=SETS)
+    planned = {spec.instance: spec.environment.get(EVAL_VARIABLE) for spec in plan(config, "nats://host:1") if spec.service == "rollout"}
+    assert planned == {"rollout-0": None, "rollout-1": None, "rollout-2": "1"}
+    monkeypatch.setenv(EVAL_VARIABLE, "1")
+    with pytest.raises(ConfigError, match="eval_replicas = 0"):
+        evaluates(run_config(tmp_path))
+
+
+def test_fleets_that_nothing_would_use_are_refused(tmp_path: Path) -> None:
+    for rollout, sets, words in (
+        ({"eval_replicas": 1}, SETS, "fewer than rollout_replicas = 1"),
+        ({"eval_replicas": 1, "rollout_replicas": 2}, {}, "does not both train and evaluate"),
+    ):
+        with pytest.raises((ConfigError, ValueError), match=words):
+            run_config(tmp_path, rollout=rollout, eval=sets)
