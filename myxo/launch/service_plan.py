@@ -75,13 +75,13 @@ def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
     if config.algorithm.has_critic and not config.debug.debug_rollout_only:
         counts["critic"] = 1
     shares = devices.assign_gpus(config)
+    evaluating = {f"rollout-{rollouts - 1 - place}": {EVAL_VARIABLE: "1"} for place in range(config.rollout.eval_replicas)}
     specs: list[ServiceSpec] = []
     for service, count in counts.items():
         for index in range(count):
             instance = f"{service}-{index}"
             environment = {devices.VISIBLE: shares[instance]} if instance in shares else {}
-            if service == "rollout" and index >= count - config.rollout.eval_replicas:
-                environment[EVAL_VARIABLE] = "1"
+            environment |= evaluating.get(instance, {})
             if http:
                 environment[HTTP_VARIABLE] = str(addresses.parsed(http).next(len(specs)))
             if service == "gateway" and not config.gateway.gateway_port and GATEWAY_VARIABLE not in os.environ:

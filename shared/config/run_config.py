@@ -180,12 +180,11 @@ class RunConfig(Section):
         yield from self._shared_gpus()
         yield from self._engines_over_nodes()
         yield from self._rewards_of_sets()
+        yield from self._fleets()
         yield from self._lonely_samples()
 
     def _work(self) -> Iterator[str]:
         """Yields what the run lacks for what it is to do."""
-        if (apart := self.rollout.eval_replicas) and not (self.has_steps and self.eval.named):
-            yield f"rollout.eval_replicas: {apart}, but the run does not both train and evaluate (eval_prompt_data); leave it at 0"
         if not self.has_steps:
             if not self.eval.named and self.sft.sft_data is None:
                 yield "rollout.num_rollout: 0, with neither prompts to evaluate on (eval_prompt_data) nor demonstrations (sft_data)"
@@ -268,6 +267,11 @@ class RunConfig(Section):
                 f"rollout.{field}: {rollout.rollout_replicas} engines of {rollout.rollout_num_gpus_per_engine} GPUs do not fit on "
                 f"the trainer's {ranks} (actor_num_nodes x actor_num_gpus_per_node), which colocate makes them share"
             )
+
+    def _fleets(self) -> Iterator[str]:
+        """Yields that replicas would be kept for evaluations alone where a run does not both train and evaluate."""
+        if (apart := self.rollout.eval_replicas) and not (self.has_steps and self.eval.named):
+            yield f"rollout.eval_replicas: {apart}, but the run does not both train and evaluate (eval_prompt_data); leave it at 0"
 
     def _rewards_of_sets(self) -> Iterator[str]:
         """Yields the rewards of evaluation sets that the run does not have."""
