@@ -54,6 +54,7 @@ MUTABLE = {
     "num_rollout_per_epoch",
     "train_env_vars",
     "rollout_replicas",
+    "eval_replicas",
     "rollout_concurrency",
     "rollout_num_gpus",
     "sglang_server_concurrency",
