@@ -38,7 +38,8 @@ def export(parsed: argparse.Namespace, console: Console) -> int:
     """Exports a checkpoint. Returns the exit code. Raises ConfigError where there is no such run or checkpoint, MyxoError for the rest."""
     config = config_of(parsed.run, parsed.dir, flags.read([]))
     step, target = _exported(config, parsed.step, parsed.target)
-    console.print(f"Step {step} of run {config.run.name} is in {target}.", soft_wrap=True)
+    untrained = "" if step else " These are the weights that it began with."
+    console.print(f"Step {step} of run {config.run.name} is in {target}.{untrained}", soft_wrap=True)
     return exit_codes.DONE
 
 

@@ -145,7 +145,7 @@ def _at_rest(access: Access, phase: str | None, tally: SummaryTally, console: Co
     line = f"Run {run} is finished: {summary.steps} of {of} steps. `myxo summary {run}` tells more."
     if phase != runs.FINISHED:
         line = f"Run {run} is not running: {summary.steps} of {of} steps trained, {groups.in_flight} groups in flight. "
-        line += "`myxo up` with its config continues."
+        line += "It failed; the reason is below." if phase == runs.FAILED else "`myxo up` with its config continues."
     console.print(line, soft_wrap=True)
     for text in alarm_lines(tally.alarms()):
         console.print(text, soft_wrap=True)

@@ -55,5 +55,6 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
         answer = {"config": str(parsed.config), "ok": not failed, "checks": [asdict(result) for result in results]}
         console.file.write(json_text(answer) + "\n")
     elif not results:
-        console.print("This config names no function of yours, and no verifier that can be tried.", soft_wrap=True)
+        named = f"reward.rm_type = {inspection.config.reward.rm_type}"
+        console.print(f"This config names no function of yours, and no verifier that can be tried here ({named}).", soft_wrap=True)
     return exit_codes.BAD_INPUT if failed else exit_codes.DONE

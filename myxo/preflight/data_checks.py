@@ -67,6 +67,8 @@ def check_files(inspection: Inspection) -> Findings:
 
 
 def _suggestion(directory: Path, name: str) -> str:
+    if "~" in directory.parts:
+        return "; ~ is not expanded here: write the whole path"
     try:
         there = sorted(path.name for path in directory.iterdir() if path.suffix in (".jsonl", ".parquet", ".json"))
     except OSError:

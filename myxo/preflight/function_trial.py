@@ -179,7 +179,8 @@ class FunctionTrial(CheckSuite):
         head = f"{self._field} = {self._named[self._field]}: "
         said = error.expected if isinstance(error, ConfigError) else str(error).removeprefix(head)
         if isinstance(error, DeadlineExceeded | TimeoutError):
-            said = f"it did not answer within {self._seconds:g} s (--timeout S gives it more)"
+            seconds, more = self._deadline(self._field == REWARD)
+            said = f"it did not answer within {seconds:g} s ({more} gives it more)"
         return f"{said}; a run calls {SIGNATURES.get(self._field, 'it')}"
 
     async def _ask(self, module: str, request: dict[str, Any], **setup: Any) -> dict[str, Any]:
@@ -189,7 +190,13 @@ class FunctionTrial(CheckSuite):
             pool = WorkerPool(self._named[self._field], 1, setup, module, self._config.reward.worker_environment, self._asleep)
             await pool.start()
             self._pools[module, *setup] = pool
-        return await self._pools[module, *setup].ask(request, "an answer", self._named[self._field], self._seconds)
+        seconds, _ = self._deadline(module == REWARD_SERVICE)
+        return await self._pools[module, *setup].ask(request, "an answer", self._named[self._field], seconds)
+
+    def _deadline(self, scores: bool) -> tuple[float, str]:
+        """Returns the seconds that a call may take, and what sets them."""
+        given = self._config.reward.reward_timeout
+        return (given, "reward.reward_timeout") if scores and given < self._seconds else (self._seconds, "--timeout S")
 
     async def aclose(self) -> None:
         """Ends the processes."""
@@ -247,6 +254,8 @@ class FunctionTrial(CheckSuite):
         for group in range(len(self._prompts)):
             made = [one for index in range(min(GENERATED, self._each)) for one in await self._rollout(group, index, doubts)]
             lengths += [len(sample.response) for sample in made]
+            if not any(lengths):
+                raise ValueError("gave no response token: it adds nothing to sample.tokens and sample.response; a run has nothing to train")
             count = max(self._each, len(made))
             self._samples[group] = [replace(made[index % len(made)], index=index) for index in range(count)]
         detail = f"gave samples with {', '.join(map(str, lengths))} response tokens"

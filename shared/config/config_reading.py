@@ -11,7 +11,7 @@ from shared.config import presets
 from shared.config.config_layers import Layers, in_file, known_fields, lay_custom_config, lay_eval_config, lay_megatron_config
 from shared.config.eval_section import NAME
 from shared.config.run_config import RunConfig, field_sections, section_model
-from shared.config.section import WITHOUT_RULES, ContradictoryFields, Section
+from shared.config.section import HOOK, WITHOUT_RULES, ContradictoryFields, Section
 from shared.config.slime_script import settle_functions
 from shared.runtime.errors import BadInput, ConfigError, problems_of, raise_problems
 from shared.runtime.safe_text import without_credentials
@@ -232,6 +232,8 @@ def _config_error(kind: str, location: list[str], message: str, values: dict[str
         return ConfigError(".".join(location), None, f"required: {description}")
     if value is None:
         value = _default(location)
+    if kind == "string_pattern_mismatch" and HOOK in message:
+        message = "expected package.module:function, a function at a module's top level, in a module as Python imports it"
     return ConfigError(".".join(location), without_credentials(value, free=True), message[0].lower() + message[1:])
 
 

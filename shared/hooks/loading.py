@@ -153,6 +153,8 @@ def load(field: str, path: str) -> Callable[..., Any]:
 def load_object(field: str, value: str, module: str, name: str) -> Any:
     """Returns what a module has under a name. Raises ConfigError for ``field``, whose value is ``value``, as `load` does."""
     advice = "install the package or put its directory on PYTHONPATH"
+    if module.endswith(".py"):
+        advice = f"write {module.removesuffix('.py').replace('/', '.')}:{name}, and put its directory on PYTHONPATH"
     try:
         imported = import_names.import_module(module)
         advice = f"name a function that is in it, or put the directory of the {module} that is meant on PYTHONPATH"

@@ -97,6 +97,12 @@ WRONG = [
         in_run="B",
     ),
     Wrong(
+        "nothing is generated",
+        "--custom-generate-function-path",
+        "async def f(args, sample, sampling_params):\n    return sample",
+        ("no response token", "sample.tokens", "a run calls async f("),
+    ),
+    Wrong(
         "token out of the vocabulary",
         "--custom-generate-function-path",
         GENERATE.replace("CHANGE", "sample.tokens[-1] = 10**6"),

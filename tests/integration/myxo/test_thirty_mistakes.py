@@ -129,6 +129,12 @@ ROWS = [
                      environment={"REDIS_URL": "localhost"}, change=ONE_UNLABELLED),
     NewcomersMistake("an environment without a server", ("reward.environment_url", f"no reply from http://{NO_SERVER}"), runs=True,
                      flags=("--rm-type", "environment", "--environment-url", f"http://{NO_SERVER}")),
+    NewcomersMistake("a reward server that is down", ("reward.rm_url", f"no reply from http://{NO_SERVER}"), runs=True,
+                     flags=("--rm-type", "remote_rm", "--rm-url", f"http://{NO_SERVER}")),
+    NewcomersMistake("a file in the place of a module", ("reward.custom_rm_path", "write rewards:right"),
+                     flags=("--custom-rm-path", "rewards.py:right")),
+    NewcomersMistake("a method", ("rollout.custom_generate_function_path", "expected package.module:function"),
+                     flags=("--custom-generate-function-path", "own:Agent.generate")),
     # commands: flags of slime's, of others, and values
     NewcomersMistake("another project's flags", ("--learning-rate", "did you mean --lr?", "--num-generations", "did you mean --n-samples"),
                      lines=2, flags=("--learning-rate", "1e-5", "--num-generations", "8")),
