@@ -62,7 +62,7 @@ NAMED = re.compile(r"(--[\w-]+|[A-Za-z]\w*(?:\.\w+)?)(?::\w+)?(?: \([\w.]+\))?(?
 AT_LINE = re.compile(r"([\w./-]+\.(?:toml|jsonl|py))(?:': not .*\(at line |:)(\d+)")
 REMEDY = re.compile(
     r"did you mean \S+\?|should be |expected |(?:at most|fewer than) \d|belongs into the section \[|a run calls \w|`myxo try CONFIG` calls|"
-    r"[;,:] (?:or )?(?:give|add|set|put|leave|use|unset|start|check|fetch|correct|a directory with)\b",
+    r"[;,:] (?:or )?(?:give|write|add|set|put|leave|use|unset|start|check|fetch|correct|a directory with)\b",
     re.IGNORECASE,
 )
 """What a message names, with its value behind it; a line of a file; and what is to be done, or what would be right."""
