@@ -1,0 +1,112 @@
+"""Writes what real clients did into ``docs/frameworks.md``: ``python -m docs.frameworks_page [--check | --run [NAME …]]``.
+
+The lines that point a client at Myxo are those between ``# page`` and ``# /page`` of its script in ``tests/clients``, which a test plays.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import textwrap
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from docs.catalogue import settle
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "frameworks.md"
+RESULTS = ROOT / "benchmarks" / "results" / "frameworks.json"
+SCRIPTS = ROOT / "tests" / "clients"
+TEST = "tests/integration/gateway/test_frameworks.py"
+
+FEATURES = {
+    "chat": "chat",
+    "stream": "streamed",
+    "tools": "tools",
+    "parallel": "parallel calls",
+    "required": "required tool",
+    "structured": "structured output",
+    "reasoning": "reasoning",
+    "turns": "several turns",
+}
+
+
+@dataclass(frozen=True)
+class Client:
+    """A client of the matrix. ``packages``: what its environment is installed from; ``npm``: by npm, not by pip. ``gateway``: the section
+    that it needs. ``note``: what a reader has to know besides."""
+
+    name: str
+    script: str
+    packages: tuple[str, ...]
+    npm: bool = False
+    gateway: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+
+CLIENTS = (
+    Client("openai", "openai_sdk.py", ("openai==3.57.0",)),
+    Client("anthropic", "anthropic_sdk.py", ("anthropic==2.14.0",)),
+    Client("openai-agents", "openai_agents.py", ("openai-agents==0.24.0",)),
+    Client("langgraph", "langgraph_agent.py", ("langchain==1.5.2", "langchain-openai==1.7.4", "langgraph==1.2.24")),
+    Client("litellm", "litellm_sdk.py", ("litellm==1.110.2",)),
+    Client("smolagents", "smolagents_agent.py", ("smolagents[openai]==1.26.0",)),
+    Client("pydantic-ai", "pydantic_ai_agent.py", ("pydantic-ai-slim[openai]==2.68.0",)),
+    Client("strands-agents", "strands_agent.py", ("strands-agents[openai]==1.62.0",)),
+    Client("mini-swe-agent", "mini_swe_agent.py", ("mini-swe-agent==2.4.6",)),
+)
+
+_PART = re.compile(r"(<!-- (\w+): python -m docs\.frameworks_page -->\n).*?(<!-- /\2 -->)", re.DOTALL)
+_LINES = re.compile(r"^ *# page\n(.*?)^ *# /page\n", re.DOTALL | re.MULTILINE)
+
+
+def main() -> int:
+    """Writes or checks the page; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m docs.frameworks_page", description="the matrix of clients in docs/frameworks.md")
+    parser.add_argument("--check", action="store_true", help="only compare; exit code 1 where the page is out of date")
+    parser.add_argument("--run", nargs="*", metavar="NAME", help="play all clients, or those named, and note what came of it first")
+    given = parser.parse_args()
+    if given.run is not None and (code := _played(given.run)):
+        return code
+    found = json.loads(RESULTS.read_text())["clients"]
+    parts = {"matrix": _matrix(found), "clients": "\n".join(_section(client, found[client.name]) for client in CLIENTS if client.name in found)}
+    return settle(PAGE, _PART.sub(lambda part: part[1] + parts[part[2]] + part[3], PAGE.read_text()), given.check)
+
+
+def _played(names: list[str]) -> int:
+    with tempfile.TemporaryDirectory() as directory:
+        chosen = [f"{TEST}::test_a_client_plays_and_what_it_samples_is_recorded[{name}]" for name in names] or [TEST]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "extra", *chosen]
+        code = subprocess.run(command, cwd=ROOT, env={**os.environ, "MYXO_FRAMEWORKS": directory}).returncode
+        known = json.loads(RESULTS.read_text())["clients"] if RESULTS.is_file() else {}
+        known |= {path.stem: json.loads(path.read_text()) for path in Path(directory).glob("*.json")}
+        ordered = {client.name: known[client.name] for client in CLIENTS if client.name in known}
+        RESULTS.write_text(json.dumps({"clients": ordered}, indent=2) + "\n")
+    return code
+
+
+def _matrix(found: dict[str, Any]) -> str:
+    lines = ["| client | " + " | ".join(FEATURES.values()) + " |", "|---|" + "---|" * len(FEATURES)]
+    for name, row in found.items():
+        lines.append(f"| [{name}](#{name}) | " + " | ".join(row["cells"].get(feature, "") for feature in FEATURES) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _section(client: Client, row: dict[str, Any]) -> str:
+    script = (SCRIPTS / client.script).read_text()
+    shell = "export " in script
+    lines = "\n".join(textwrap.dedent(block).rstrip() for block in _LINES.findall(script))
+    ignored = ", ".join(f"`{name}`" for name in row["ignored"]) or "nothing"
+    of_task = ", ".join(f"`{name}`" for name in row["of_task"])
+    stands = f" The task's own value stands for {of_task}." if of_task else ""
+    played = ", ".join(package.replace("==", " ") for package in row["packages"])
+    note = f" {client.note}" if client.note else ""
+    return f"### {client.name}\n\n```{'shell' if shell else 'python'}\n{lines}\n```\n\nWith {played}. Ignored: {ignored}.{stands}{note}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

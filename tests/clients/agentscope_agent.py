@@ -1,0 +1,71 @@
+"""The package agentscope."""
+
+import asyncio
+
+from agentscope.agent import Agent
+from agentscope.credential import OpenAICredential
+from agentscope.message import UserMsg
+from agentscope.model import OpenAIChatModel
+from agentscope.permission import PermissionBehavior, PermissionDecision
+from agentscope.tool import FunctionTool, Toolkit
+from pydantic import BaseModel
+
+import play
+from play import AGAIN, ASK
+
+
+class Sum(BaseModel):
+    sum: int
+
+
+def agent_of(base_url, api_key, model, **options):
+    # page
+    llm = OpenAIChatModel(OpenAICredential(base_url=base_url, api_key=api_key), model, stream=False)
+    agent = Agent("solver", "Solve it.", llm, **options)
+    # /page
+    agent.model.stream = options.pop("stream", False)
+    return agent
+
+
+def toolkit():
+    allowed = PermissionDecision(behavior=PermissionBehavior.ALLOW, message="")
+    return Toolkit([FunctionTool(play.add, is_read_only=True, permission=allowed)])
+
+
+def said(message):
+    return [getattr(block, "text", None) or getattr(block, "thinking", "") for block in message.content]
+
+
+def answered(feature, tools=False, **options):
+    def played(*where):
+        agent = agent_of(*where, **({"toolkit": toolkit()} if tools else {}))
+        return said(asyncio.run(agent.reply(UserMsg("user", ASK[feature]), **options)))
+
+    return played
+
+
+def stream(*where):
+    agent = agent_of(*where)
+    agent.model.stream = True
+    return said(asyncio.run(agent.reply(UserMsg("user", ASK["stream"]))))
+
+
+def turns(*where):
+    async def played():
+        agent = agent_of(*where)
+        return [text for question in (ASK["turns"], AGAIN) for text in said(await agent.reply(UserMsg("user", question)))]
+
+    return asyncio.run(played())
+
+
+play.play(
+    {
+        "chat": answered("chat"),
+        "stream": stream,
+        "tools": answered("tools", True),
+        "parallel": answered("parallel", True),
+        "structured": answered("structured", structured_schema=Sum),
+        "reasoning": answered("reasoning", True),
+        "turns": turns,
+    }
+)

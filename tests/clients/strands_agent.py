@@ -1,0 +1,52 @@
+"""The package strands-agents."""
+
+from pydantic import BaseModel
+from strands import Agent, tool
+from strands.models.openai import OpenAIModel
+
+import play
+from play import AGAIN, ASK
+
+add = tool(play.add)
+
+
+class Sum(BaseModel):
+    sum: int
+
+
+def agent_of(base_url, api_key, model, tools=()):
+    # page
+    llm = OpenAIModel({"base_url": base_url, "api_key": api_key}, model_id=model)
+    agent = Agent(llm, tools=list(tools))
+    # /page
+    return agent
+
+
+def answered(feature, tools=()):
+    return lambda *where: [text_of(agent_of(*where, tools)(ASK[feature]))]
+
+
+def text_of(result):
+    return "".join(part.get("text", "") for part in result.message["content"])
+
+
+def turns(*where):
+    agent = agent_of(*where)
+    return [text_of(agent(ASK["turns"])), text_of(agent(AGAIN))]
+
+
+def structured(*where):
+    result = agent_of(*where)(ASK["structured"], structured_output_model=Sum)
+    return [result.structured_output.model_dump_json()]
+
+
+play.play(
+    {
+        "stream": answered("stream"),
+        "tools": answered("tools", [add]),
+        "parallel": answered("parallel", [add]),
+        "structured": structured,
+        "reasoning": answered("reasoning", [add]),
+        "turns": turns,
+    }
+)
