@@ -124,6 +124,7 @@ docs: $(READY)
 	@$(BIN)/python -m docs.errors_page
 	@$(BIN)/python -m docs.metrics_page
 	@$(BIN)/python -m docs.models_page
+	@$(BIN)/python -m docs.frameworks_page
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "myxo: the website is in build/site: $(BIN)/python -m http.server --directory build/site"
 

@@ -54,10 +54,40 @@ CLIENTS = (
     Client("openai-agents", "openai_agents.py", ("openai-agents==0.24.0",)),
     Client("langgraph", "langgraph_agent.py", ("langchain==1.5.2", "langchain-openai==1.7.4", "langgraph==1.2.24")),
     Client("litellm", "litellm_sdk.py", ("litellm==1.110.2",)),
-    Client("smolagents", "smolagents_agent.py", ("smolagents[openai]==1.26.0",)),
+    Client(
+        "smolagents",
+        "smolagents_agent.py",
+        ("smolagents[openai]==1.26.0",),
+        note="It adds its calls to what the model said, as text (`Calling tools: …`): each step begins another sample.",
+    ),
     Client("pydantic-ai", "pydantic_ai_agent.py", ("pydantic-ai-slim[openai]==2.68.0",)),
     Client("strands-agents", "strands_agent.py", ("strands-agents[openai]==1.62.0",)),
-    Client("mini-swe-agent", "mini_swe_agent.py", ("mini-swe-agent==2.4.6",)),
+    Client(
+        "autogen",
+        "autogen_agent.py",
+        ("autogen-agentchat==0.7.5", "autogen-ext[openai]==0.7.5"),
+        note="With `reflect_on_tool_use` the last request has no tools, and so another prompt: it begins another sample.",
+    ),
+    Client("agentscope", "agentscope_agent.py", ("agentscope==2.0.11",)),
+    Client("crewai", "crewai_crew.py", ("crewai==1.15.30",), note="Each `kickoff` writes its prompt anew."),
+    Client(
+        "dspy", "dspy_program.py", ("dspy==3.4.1",), note="Its modules write a prompt of their own for each step, so each step is a sample."
+    ),
+    Client(
+        "claude-code",
+        "claude_code.py",
+        ("@anthropic-ai/claude-code@2.1.197",),
+        npm=True,
+        note="A command for `agent_command`, whose prompt is in the JSON on standard input.",
+    ),
+    Client(
+        "codex",
+        "codex_cli.py",
+        ("@openai/codex@0.171.0",),
+        npm=True,
+        note="A command for `agent_command`. Tools of other types are flattened or left out ([wire formats](wire-formats.md)).",
+    ),
+    Client("mini-swe-agent", "mini_swe_agent.py", ("mini-swe-agent==2.4.6",), note="A command for `agent_command`."),
 )
 
 _PART = re.compile(r"(<!-- (\w+): python -m docs\.frameworks_page -->\n).*?(<!-- /\2 -->)", re.DOTALL)
@@ -73,7 +103,10 @@ def main() -> int:
     if given.run is not None and (code := _played(given.run)):
         return code
     found = json.loads(RESULTS.read_text())["clients"]
-    parts = {"matrix": _matrix(found), "clients": "\n".join(_section(client, found[client.name]) for client in CLIENTS if client.name in found)}
+    parts = {
+        "matrix": _matrix(found),
+        "clients": "\n".join(_section(client, found[client.name]) for client in CLIENTS if client.name in found),
+    }
     return settle(PAGE, _PART.sub(lambda part: part[1] + parts[part[2]] + part[3], PAGE.read_text()), given.check)
 
 

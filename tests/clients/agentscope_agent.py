@@ -2,16 +2,15 @@
 
 import asyncio
 
+import play
 from agentscope.agent import Agent
 from agentscope.credential import OpenAICredential
 from agentscope.message import UserMsg
 from agentscope.model import OpenAIChatModel
 from agentscope.permission import PermissionBehavior, PermissionDecision
 from agentscope.tool import FunctionTool, Toolkit
-from pydantic import BaseModel
-
-import play
 from play import AGAIN, ASK
+from pydantic import BaseModel
 
 
 class Sum(BaseModel):
@@ -23,7 +22,6 @@ def agent_of(base_url, api_key, model, **options):
     llm = OpenAIChatModel(OpenAICredential(base_url=base_url, api_key=api_key), model, stream=False)
     agent = Agent("solver", "Solve it.", llm, **options)
     # /page
-    agent.model.stream = options.pop("stream", False)
     return agent
 
 

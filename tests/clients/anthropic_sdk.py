@@ -1,7 +1,6 @@
 """The package anthropic."""
 
 from anthropic import Anthropic
-
 from play import AGAIN, ANSWER, ASK, SCHEMA, add, play
 
 TOOL = {"name": "add", "description": "Adds two numbers.", "input_schema": SCHEMA}

@@ -2,13 +2,12 @@
 
 import asyncio
 
+import play
 from autogen_agentchat.agents import AssistantAgent
 from autogen_core.models import UserMessage
 from autogen_ext.models.openai import OpenAIChatCompletionClient
-from pydantic import BaseModel
-
-import play
 from play import AGAIN, ASK
+from pydantic import BaseModel
 
 
 class Sum(BaseModel):

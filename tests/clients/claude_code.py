@@ -22,7 +22,13 @@ def run(where, questions):
         for question in questions:
             command = ["sh", "-ec", script]
             done = subprocess.run(
-                command, cwd=directory, env=environment | {"TASK": question}, capture_output=True, text=True, timeout=180, stdin=subprocess.DEVNULL
+                command,
+                cwd=directory,
+                env=environment | {"TASK": question},
+                capture_output=True,
+                text=True,
+                timeout=180,
+                stdin=subprocess.DEVNULL,
             )
             assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]
             seen.append(done.stdout)

@@ -4,12 +4,11 @@ import os
 
 os.environ |= {"CREWAI_DISABLE_TELEMETRY": "true", "OTEL_SDK_DISABLED": "true", "CREWAI_TRACING_ENABLED": "false"}
 
+import play
 from crewai import LLM, Agent
 from crewai.tools import tool
-from pydantic import BaseModel
-
-import play
 from play import AGAIN, ASK
+from pydantic import BaseModel
 
 
 class Sum(BaseModel):

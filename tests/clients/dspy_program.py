@@ -1,7 +1,6 @@
 """The package dspy: its modules write their own form into the prompt, as text."""
 
 import dspy
-
 import play
 from play import ASK
 
@@ -13,6 +12,10 @@ def lm_of(base_url, api_key, model):
     return lm
 
 
+def said(lm):
+    return [str(output) for call in lm.history for output in call["outputs"]]
+
+
 def answered(feature, program):
     def played(*where):
         lm, question = lm_of(*where), ASK[feature]
@@ -20,18 +23,19 @@ def answered(feature, program):
         with dspy.context(lm=lm):
             prediction = program(question=question)
         # /page
-        return [str(value) for value in prediction.values()]
+        assert prediction.values()
+        return said(lm)
 
     return played
 
 
 def turns(*where):
-    program, history = dspy.Predict("question, history: dspy.History -> answer"), []
-    with dspy.context(lm=lm_of(*where)):
+    program, history, lm = dspy.Predict("question, history: dspy.History -> answer"), [], lm_of(*where)
+    with dspy.context(lm=lm):
         for question in (ASK["turns"], play.AGAIN):
             prediction = program(question=question, history=dspy.History(messages=history))
             history.append({"question": question, "answer": prediction.answer})
-    return [one["answer"] for one in history]
+    return said(lm)
 
 
 play.play(

@@ -1,11 +1,10 @@
 """The packages langchain and langgraph, over langchain-openai."""
 
+import play
 from langchain.agents import create_agent
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel
-
-import play
 from play import AGAIN, ASK
+from pydantic import BaseModel
 
 
 class Sum(BaseModel):

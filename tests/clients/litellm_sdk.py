@@ -3,9 +3,8 @@
 import json
 
 import litellm
-from pydantic import BaseModel
-
 from play import AGAIN, ASK, CHAT_TOOL, add, play
+from pydantic import BaseModel
 
 
 class Sum(BaseModel):

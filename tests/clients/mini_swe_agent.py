@@ -27,4 +27,10 @@ def run(where, feature):
     return [done.stdout]
 
 
-play({"tools": lambda *where: run(where, "tools"), "parallel": lambda *where: run(where, "parallel"), "reasoning": lambda *where: run(where, "reasoning")})
+play(
+    {
+        "tools": lambda *where: run(where, "tools"),
+        "parallel": lambda *where: run(where, "parallel"),
+        "reasoning": lambda *where: run(where, "reasoning"),
+    }
+)

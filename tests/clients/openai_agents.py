@@ -2,12 +2,11 @@
 
 import asyncio
 
+import play
 from agents import Agent, ModelSettings, OpenAIResponsesModel, RunConfig, Runner, function_tool, set_tracing_disabled
 from openai import AsyncOpenAI
-from pydantic import BaseModel
-
-import play
 from play import AGAIN, ASK
+from pydantic import BaseModel
 
 set_tracing_disabled(True)
 add = function_tool(play.add)

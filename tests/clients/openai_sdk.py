@@ -3,9 +3,8 @@
 import json
 
 from openai import OpenAI
-from pydantic import BaseModel
-
 from play import AGAIN, ASK, CHAT_TOOL, add, play
+from pydantic import BaseModel
 
 
 class Sum(BaseModel):

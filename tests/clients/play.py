@@ -1,4 +1,4 @@
-"""Plays a client's features, in the client's own environment: standard input says where the gateway is, and a line of output is what each saw.
+"""Plays a client's features in its own environment: standard input says where the gateway is, a line of output what each feature showed.
 
 A feature is a function of (base_url, api_key, model) that returns the texts that the client showed, of answers and of reasoning; calls of
 `add` are noted beside them. What it asks is `ASK`, by which the scripted model knows what it has to say.

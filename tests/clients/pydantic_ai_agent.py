@@ -2,13 +2,12 @@
 
 import asyncio
 
+import play
+from play import AGAIN, ASK
 from pydantic import BaseModel
 from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
-
-import play
-from play import AGAIN, ASK
 
 
 class Sum(BaseModel):

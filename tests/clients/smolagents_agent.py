@@ -1,9 +1,8 @@
 """The package smolagents: `ToolCallingAgent`, whose tools are required, and `CodeAgent`, which writes code as text."""
 
-from smolagents import CodeAgent, OpenAIModel, ToolCallingAgent, tool
-
 import play
 from play import ASK
+from smolagents import CodeAgent, OpenAIModel, ToolCallingAgent, tool
 
 add = tool(play.add)
 
@@ -21,12 +20,16 @@ def code(where, feature, **options):
     agent = CodeAgent(tools=tools, model=llm)
     # /page
     agent.stream_outputs = options.get("stream", False)
-    return [agent.run(ASK[feature])]
+    return [agent.run(ASK[feature]), *said(agent)]
+
+
+def said(agent):
+    return [step.model_output for step in agent.memory.steps if getattr(step, "model_output", None)]
 
 
 def turns(*where):
     agent = CodeAgent(tools=[add], model=llm_of(*where))
-    return [agent.run(ASK["turns"]), agent.run(play.AGAIN, reset=False)]
+    return [agent.run(ASK["turns"]), agent.run(play.AGAIN, reset=False), *said(agent)]
 
 
 def calling(feature):

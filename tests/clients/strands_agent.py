@@ -1,11 +1,10 @@
 """The package strands-agents."""
 
+import play
+from play import AGAIN, ASK
 from pydantic import BaseModel
 from strands import Agent, tool
 from strands.models.openai import OpenAIModel
-
-import play
-from play import AGAIN, ASK
 
 add = tool(play.add)
 
@@ -16,7 +15,7 @@ class Sum(BaseModel):
 
 def agent_of(base_url, api_key, model, tools=()):
     # page
-    llm = OpenAIModel({"base_url": base_url, "api_key": api_key}, model_id=model)
+    llm = OpenAIModel(client_args={"base_url": base_url, "api_key": api_key}, model_id=model)
     agent = Agent(llm, tools=list(tools))
     # /page
     return agent

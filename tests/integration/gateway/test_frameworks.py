@@ -63,22 +63,42 @@ SCRIPT = {
     "reasoning": [f"<think>\n{THOUGHT}\n</think>\n\n{ADD}", SUM],
     "turns": [SUM],
 }
-"""What the model answers to each feature's question, turn by turn. Where a client asks for a form by a tool of its own, the answer is a call
-of that tool; clients with tools of their own have scripts of their own."""
+"""What the model answers to each feature's question, turn by turn. Where a client asks for a form by a tool of its own, it is
+called; clients with tools of their own have scripts of their own."""
 
 
 def bash(name: str, argument: str, end: str = "") -> dict[str, list[str]]:
     """The script for a client with a shell. ``end``: the command that ends it, if one does."""
     first, other = call(name, **{argument: "echo 3"}), call(name, **{argument: "echo 7"})
     last = call(name, **{argument: end}) if end else SUM
-    return {"tools": [first, last], "parallel": [f"{first}\n{other}", last], "reasoning": [f"<think>\n{THOUGHT}\n</think>\n\n{first}", last]}
+    return {
+        "tools": [first, last],
+        "parallel": [f"{first}\n{other}", last],
+        "reasoning": [f"<think>\n{THOUGHT}\n</think>\n\n{first}", last],
+    }
 
 
 def code(text: str) -> str:
     return f"Thought: I know it.\n<code>\n{text}\n</code>"
 
 
+def fields(**values: str) -> str:
+    return "".join(f"[[ ## {name} ## ]]\n{value}\n\n" for name, value in [*values.items(), ("completed", "")]).rstrip()
+
+
 OWN_SCRIPTS: dict[str, dict[str, list[str]]] = {
+    "claude-code": bash("Bash", "command"),
+    "codex": bash("exec_command", "cmd"),
+    "dspy": {
+        **{feature: [fields(answer=SUM)] for feature in ("chat", "turns")},
+        "tools": [
+            fields(next_thought=THOUGHT, next_tool_name="add", next_tool_args='{"a": 1, "b": 2}'),
+            fields(next_thought=THOUGHT, next_tool_name="finish", next_tool_args="{}"),
+            fields(reasoning=THOUGHT, answer=SUM),
+        ],
+        "structured": [fields(sum="3")],
+        "reasoning": [fields(reasoning=THOUGHT, answer=SUM)],
+    },
     "mini-swe-agent": bash("bash", "command", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
     "smolagents": {
         **{feature: [code(f"final_answer({SUM!r})")] for feature in ("chat", "stream", "turns")},
@@ -87,7 +107,7 @@ OWN_SCRIPTS: dict[str, dict[str, list[str]]] = {
         "parallel": [f"{ADD}\n{ADD_TOO}", call("final_answer", answer=SUM)],
     },
 }
-FORM_TOOL = re.compile(r'"name": "(final_result|Sum|StructuredOutput)"')
+FORM_TOOL = re.compile(r'"name": "(final_result|Sum|GenerateStructuredOutput)"')
 
 
 def script_of(own: dict[str, list[str]]) -> Callable[[str], str]:
@@ -107,6 +127,8 @@ def script_of(own: dict[str, list[str]]) -> Callable[[str], str]:
             return "ok"
         if feature == "structured" and (form := FORM_TOOL.search(prompt)) and step == 0:
             return call(form[1], sum=3)
+        if own is OWN_SCRIPTS["dspy"]:  # which shows the model what it did in a user's message
+            step = 2 if "next_tool_name" not in segments[1] else question.count("[[ ## thought_")
         text = steps[min(step, len(steps) - 1)]
         return text.replace(SUM, SECOND) if AGAIN in question else text
 
@@ -125,7 +147,9 @@ class Recorder:
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
-        headers = {name: value for name, value in request.headers.items() if name.lower() not in ("host", "content-length", "accept-encoding")}
+        headers = {
+            name: value for name, value in request.headers.items() if name.lower() not in ("host", "content-length", "accept-encoding")
+        }
         body = await request.read()
         async with self.http.request(request.method, self.gateway + request.path_qs, data=body, headers=headers) as answer:
             given = answer.headers
@@ -187,9 +211,7 @@ def tiny_model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
-async def test_a_client_plays_and_what_it_samples_is_recorded(
-    client: Client, new_run: NewRun, tiny_model: Path, tmp_path: Path
-) -> None:
+async def test_a_client_plays_and_what_it_samples_is_recorded(client: Client, new_run: NewRun, tiny_model: Path, tmp_path: Path) -> None:
     environment = await asyncio.to_thread(environment_of, client)
     player = await new_run(**({"gateway": client.gateway} if client.gateway else {}))
     registry, sessions = Registry(player.bus, player.config.run.name), SessionStore(player.store, player.config.run.name)
@@ -240,7 +262,7 @@ async def output_of(client: Client, environment: Path, asked: str, directory: Pa
 
 
 def captured_exactly(turns: list[Turn], replica: ScriptedReplica) -> None:
-    """Asserts that the session has the tokens, log-probs and versions that the engine gave, for the prompt that it read, each trained once."""
+    """Asserts that the session has the tokens, log-probs and versions that the engine gave, for its prompts, each trained once."""
     for turn in turns:
         asked, given = replica.given[turn.request]
         np.testing.assert_array_equal(turn.prompt, asked.input_ids)
@@ -258,18 +280,23 @@ def cell_of(line: dict[str, Any], turns: list[Turn], recorded: Recorder, key: st
             return f"refused: `{body.get('param') or body['message'].partition(':')[0]}`"
         pytest.fail(f"{line['feature']}: {line['error']}")
     assert turns, f"{line}: nothing was asked"
-    shown = "\n".join(line["seen"])
+    shown = spaceless("\n".join([*line["seen"], *(json.dumps(text)[1:-1] for text in line["seen"])]))
     for turn in turns:
         text = tokenizer.decode(turn.completion)
         said = re.sub(r"<tool_call>.*?</tool_call>|<think>.*?</think>", "", text, flags=re.DOTALL).strip()
         for words in [said] if said and said != "ok" else []:
-            assert words in shown or words.replace('"', '\\"') in shown or json.loads(words) == json.loads(shown), (words, shown)
-        for name, left, right in re.findall(r'"name": "(add)", "arguments": {"a": (\d), "b": (\d)', text):
-            assert f"{name}({left}, {right})" in shown, (text, shown)
+            assert spaceless(words) in shown or spaceless(json.dumps(words)[1:-1]) in shown, (words, line["seen"])
+        assert all(f"echo{number}" in shown for number in re.findall(r"(?:command|cmd)\": \"echo (\d)", text)), (text, line["seen"])
+        for left, right in re.findall(r'"name": "add", "arguments": {"a": (\d), "b": (\d)', text):
+            assert f"add({left},{right})" in shown, (text, line["seen"])
     without = sorted(recorded.ignored.get(key, set()) & CONSTRAINTS)
     count = len(trajectories(turns))
     words = "exact" if count == 1 else f"{count} samples"
     return words + (f", without `{'`, `'.join(without)}`" if without else "")
+
+
+def spaceless(text: str) -> str:
+    return "".join(text.split())
 
 
 CONSTRAINTS = {"tool_choice", "response_format", "parallel_tool_calls", "text.format", "output_config.format", "disable_parallel_tool_use"}
