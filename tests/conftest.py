@@ -44,8 +44,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not (share := config.getoption("extra_share")):
         return
     index, count = map(int, share.split("/"))
-    extra = [item for item in items if item.get_closest_marker("extra")]
-    left_out = {item for item in extra if zlib.crc32(item.location[0].encode()) % count != index % count}
+    marked = [(item, mark) for item in items if (mark := item.get_closest_marker("extra"))]
+    # by file, whose tests share what they set up; where a test has much of its own, each by itself: extra(each=True)
+    names = {item: item.nodeid if mark.kwargs.get("each") else item.location[0] for item, mark in marked}
+    left_out = {item for item, name in names.items() if zlib.crc32(name.encode()) % count != index % count}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 

@@ -41,7 +41,7 @@ from tests.support.service_process import ROOT
 
 __all__ = ["new_run"]
 
-pytestmark = [pytest.mark.extra, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.extra(each=True), pytest.mark.timeout(1800)]
 
 ENVIRONMENTS = ROOT / ".venv" / "clients"
 INSTALL_SECONDS, PLAY_SECONDS = 900, 600
