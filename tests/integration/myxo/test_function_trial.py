@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from myxo.main import main
-from shared.process.embedded_servers import free_port
 from tests.integration.myxo.command import ROOT, Myxo
 from tests.integration.myxo.mistakes import Input, grade
 from tests.support.run_config import write_jsonl
@@ -225,7 +224,7 @@ def test_a_run_that_was_not_tried_says_it_within_seconds(row: Wrong, given: Inpu
     assert grade("\n".join(told), given, [row.flag], told_after) == row.in_run, told
 
 
-@pytest.mark.parametrize("url", [f"http://127.0.0.1:{free_port()}", "localhost:30000"])
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "localhost:30000"])
 def test_an_engine_that_is_not_there_is_refused(url: str, given: Input, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["try", str(given.write()), "--engine", url]) == 2
     assert f"--engine = {url!r}: http://host:port of a running SGLang server; no reply: " in capsys.readouterr().err
