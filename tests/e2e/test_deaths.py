@@ -20,7 +20,7 @@ ONE_BY_ONE = tuple((victim,) for pair in PAIRS for victim in pair)
 @pytest.mark.parametrize(
     ("rounds", "steps"),
     [
-        pytest.param((sum(PAIRS, ()),), 20, id="all at once"),
+        pytest.param((sum(PAIRS, ()),), 100, id="all at once"),
         pytest.param(PAIRS, 40, id="in pairs", marks=pytest.mark.extra),
         pytest.param(ONE_BY_ONE, 120, id="one by one", marks=pytest.mark.extra),
     ],
