@@ -87,6 +87,8 @@ CLIENTS = (
         npm=True,
         note="A command for `agent_command`. Tools of other types are flattened or left out ([wire formats](wire-formats.md)).",
     ),
+    Client("verifiers", "verifiers_tasks.py", ("verifiers==0.4.0", "uv"), note="Into an environment of its own; it asks by token ids."),
+    Client("verifiers 0.1", "verifiers_older.py", ("verifiers==0.1.14",), note="Environments with `load_environment`."),
     Client("mini-swe-agent", "mini_swe_agent.py", ("mini-swe-agent==2.4.6",), note="A command for `agent_command`."),
 )
 
@@ -125,20 +127,21 @@ def _played(names: list[str]) -> int:
 def _matrix(found: dict[str, Any]) -> str:
     lines = ["| client | " + " | ".join(FEATURES.values()) + " |", "|---|" + "---|" * len(FEATURES)]
     for name, row in found.items():
-        lines.append(f"| [{name}](#{name}) | " + " | ".join(row["cells"].get(feature, "") for feature in FEATURES) + " |")
+        anchor, cells = name.replace(" ", "-").replace(".", ""), [row["cells"].get(feature, "") for feature in FEATURES]
+        lines.append(f"| [{name}](#{anchor}) | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def _section(client: Client, row: dict[str, Any]) -> str:
     script = (SCRIPTS / client.script).read_text()
-    shell = "export " in script
+    language = "shell" if "export " in script else "toml" if "agent_service" in script else "python"
     lines = "\n".join(textwrap.dedent(block).rstrip() for block in _LINES.findall(script))
     ignored = ", ".join(f"`{name}`" for name in row["ignored"]) or "nothing"
     of_task = ", ".join(f"`{name}`" for name in row["of_task"])
     stands = f" The task's own value stands for {of_task}." if of_task else ""
     played = ", ".join(package.replace("==", " ") for package in row["packages"])
     note = f" {client.note}" if client.note else ""
-    return f"### {client.name}\n\n```{'shell' if shell else 'python'}\n{lines}\n```\n\nWith {played}. Ignored: {ignored}.{stands}{note}\n"
+    return f"### {client.name}\n\n```{language}\n{lines}\n```\n\nWith {played}. Ignored: {ignored}.{stands}{note}\n"
 
 
 if __name__ == "__main__":

@@ -4,10 +4,12 @@ A feature is a function of (base_url, api_key, model) that returns the texts tha
 `add` are noted beside them. What it asks is `ASK`, by which the scripted model knows what it has to say.
 """
 
+import functools
 import json
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from typing import Any
 
 ASK = {
     "chat": "[chat] What is 1 + 2?",
@@ -19,6 +21,9 @@ ASK = {
     "reasoning": "[reasoning] Think, then use the tool: what is 1 + 2?",
     "turns": "[turns] What is 1 + 2?",
 }
+SUM = "The sum is 3."
+"""The last answer to all of these."""
+
 AGAIN = "[turns] And what is 3 + 4?"
 """The second question of a conversation."""
 
@@ -40,17 +45,23 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
+@functools.cache
+def asked() -> dict[str, Any]:
+    """Returns what standard input says: base_url, model, the directory model_path, and a key for each feature."""
+    return json.load(sys.stdin)
+
+
 def play(features: Mapping[str, Callable[[str, str, str], list[str]]]) -> None:
     """Plays the features that are asked for, one after the other."""
-    asked = json.load(sys.stdin)
-    for name, key in asked["keys"].items():
+    given = asked()
+    for name, key in given["keys"].items():
         if name not in features:
             continue
         calls.clear()
         error = ""
         seen: list[str] = []
         try:
-            seen = [str(text) for text in features[name](asked["base_url"], key, asked["model"])]
+            seen = [str(text) for text in features[name](given["base_url"], key, given["model"])]
         except BaseException as raised:
             traceback.print_exc()
             error = f"{type(raised).__name__}: {raised}"

@@ -10,6 +10,7 @@ Myxo: the two packages' requirements do not fit into one environment.
 
 import argparse
 import asyncio
+import importlib.util
 import itertools
 import json
 import sys
@@ -17,7 +18,8 @@ import threading
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import aiohttp
 import verifiers.v1 as vf
@@ -31,6 +33,87 @@ NO_KEY = "MYXO_NO_KEY"
 
 HOP_HEADERS = {"host", "authorization", "connection", "content-length", "transfer-encoding", "keep-alive"}
 """Those that belong to one connection, or to one side of `Forwarder`."""
+
+
+ADD = {
+    "name": "add",
+    "description": "Adds two numbers.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}, "required": ["a", "b"]},
+}
+CALL = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+ASKED = {"role": "user", "content": "What is 1 + 2?"}
+PROBES: tuple[tuple[list[dict[str, Any]], list[dict[str, Any]]], ...] = (
+    ([{"role": "system", "content": "Be brief."}, ASKED, {"role": "assistant", "content": "3."}, {"role": "user", "content": "Sure?"}], []),
+    ([ASKED], [{"type": "function", "function": ADD}]),
+    (
+        [ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "call_0", "content": "3"}],
+        [{"type": "function", "function": ADD}],
+    ),
+)
+"""Conversations and tools that a renderer and the model's chat template must write alike."""
+
+
+def renderer_of(tokenizer: str, name: str) -> Any:
+    """Returns the configuration of a tokenizer's renderer: the one of that name, or, for ``auto``, the first that writes the probes as the
+    chat template does. For a directory the package itself would take one that has no tools. Raises SystemExit for an unknown name, and
+    for a renderer that writes them otherwise."""
+    from renderers import RendererConfig, create_renderer
+    from renderers.base import load_tokenizer
+
+    known = {one.model_fields["name"].default: one for one in get_args(get_args(RendererConfig)[0])}
+    families = [family for family in known if family not in ("auto", "default", "custom")]
+    if name not in ("auto", "default", *families):
+        sys.exit(f"--renderer {name}: expected auto, default or one of {', '.join(families)}")
+    if name == "default":
+        return known[name]()
+    if not (Path(tokenizer).is_dir() or "/" in tokenizer.lstrip("./")):
+        sys.exit(f"--tokenizer {tokenizer}: expected the directory of a model's tokenizer, or OWNER/NAME on the hub")
+    loaded = load_tokenizer(tokenizer)
+    expected = [written(loaded.apply_chat_template, messages, tools, tokenize=True, return_dict=False) for messages, tools in PROBES]
+    for family in families if name == "auto" else [name]:
+        try:
+            renderer = create_renderer(loaded, known[family]())
+        except Exception as error:  # one for other tokens fails in its own way
+            found: list[Any] = [f"{type(error).__name__}: {error}"]
+        else:
+            found = [written(renderer.render_ids, messages, tools) for messages, tools in PROBES]
+        if found == expected and None not in found:
+            return known[family]()
+    if name == "auto":
+        print("no renderer writes tools as this model's chat template does: harnesses with tools are refused", file=sys.stderr)
+        return known["default"]()
+    different = next((text for text, wanted in zip(found, expected, strict=False) if text != wanted), found[0])
+    said = loaded.decode(different) if isinstance(different, list) else different
+    sys.exit(f"--renderer {name} does not write this model's chat form (auto finds one that does, if any): {said!r}")
+
+
+def written(render: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]], **options: Any) -> list[int] | None:
+    """Returns the ids of a probe; None where it is refused."""
+    try:
+        return list(render(messages, tools=tools or None, add_generation_prompt=True, **options))
+    except Exception:  # templates and renderers raise what they like
+        return None
+
+
+def check_installed(taskset: str) -> None:
+    """Raises SystemExit where a taskset's package is not installed, or is an environment of verifiers before `verifiers.v1`: what
+    verifiers says of them names another cause."""
+    module = taskset.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+    if importlib.util.find_spec(f"verifiers.v1.tasksets.{module}"):
+        return
+    if (spec := importlib.util.find_spec(module)) is None:
+        hub = f"prime env install {taskset}" if "/" in taskset else f"prime env install OWNER/{taskset}"
+        sys.exit(
+            f"{sys.prefix} has no package {module}: install it there with pip, or from the environments hub, where that is reached: {hub}"
+        )
+    directory = Path(spec.origin).parent if spec and spec.origin and spec.submodule_search_locations else None
+    sources = list(directory.rglob("*.py")) if directory else [Path(spec.origin)] if spec and spec.origin else []
+    texts = [source.read_text(errors="replace") for source in sources]
+    if any("def load_environment" in text for text in texts) and not any("verifiers.v1" in text for text in texts):
+        sys.exit(
+            f"{module} is an environment of verifiers 0.1 (load_environment, and no taskset of verifiers.v1), which 0.4 cannot play: "
+            "install it with verifiers<0.2 into a virtual environment of its own, and serve it by serve_older.py beside this file"
+        )
 
 
 @dataclass
@@ -109,13 +192,13 @@ class Episodes:
 
     Args:
         config: the environment's, as verifiers' TOML has it below ``[env]``. tokenizer: directory of the model's. sampling: what the
-            session's own sampling does not say.
+            session's own sampling does not say. renderer: its configuration.
     """
 
-    def __init__(self, config: dict[str, Any], tokenizer: str, sampling: dict[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any], tokenizer: str, sampling: dict[str, Any], renderer: Any = None) -> None:
         self.environment, self.forwarder = vf.load_environment(vf.resolve_env_config(config)), Forwarder()
         self.agents = [name for name, agent in self.environment.config if isinstance(agent, vf.AgentConfig) and agent.client is None]
-        self._tokenizer, self._sampling = tokenizer, sampling
+        self._tokenizer, self._sampling, self._renderer = tokenizer, sampling, renderer
         self._tasks: dict[int, Any] = {}
         self._unread = iter(self.environment.taskset)
         self._reading = threading.Lock()
@@ -148,7 +231,8 @@ class Episodes:
             return self._tasks[index]
 
     async def _episode(self, task: Any, model: str, rollout: Rollout) -> Any:
-        client = vf.TrainClientConfig(base_url=self.forwarder.url, api_key_var=NO_KEY, renderer_model_name=self._tokenizer)
+        own = {"renderer_model_name": self._tokenizer, "renderer": self._renderer}
+        client = vf.TrainClientConfig(base_url=self.forwarder.url, api_key_var=NO_KEY, **own)
         context = vf.ModelContext(model=model, client=client, sampling=vf.SamplingConfig(**self._sampling))
 
         def discard(trace: Any) -> None:
@@ -227,17 +311,21 @@ def main() -> None:
     parser.add_argument("--env", type=json.loads, default={}, help="more of verifiers' [env] section, as JSON")
     parser.add_argument("--count", type=int, default=1000, help="tasks: how many")
     parser.add_argument("--tokenizer", default="", help="serve: the directory of the model's tokenizer")
+    parser.add_argument("--renderer", default="auto", help="serve: which of the package renderers writes the model's chat form")
     parser.add_argument("--sampling", type=json.loads, default={}, help="serve: sampling as JSON, where not the run's")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8600, help="0: one that is free, which is printed")
     given = parser.parse_args()
     config = {**given.env, "taskset": {**given.env.get("taskset", {}), "id": given.taskset}}
-    episodes = Episodes(config, given.tokenizer, given.sampling)
+    check_installed(given.taskset)
+    if given.command == "serve" and not given.tokenizer:
+        sys.exit("serve needs --tokenizer: the directory of the model's tokenizer, from which its renderer is chosen")
+    renderer = renderer_of(given.tokenizer, given.renderer) if given.command == "serve" else None
+    episodes = Episodes(config, given.tokenizer, given.sampling, renderer)
     if given.command == "tasks":
         rows(episodes.environment.taskset, given.count)
-    elif not given.tokenizer:
-        sys.exit("serve needs --tokenizer: the directory of the model's tokenizer, from which its renderer is chosen")
     else:
+        print(f"renderer: {renderer.name}", file=sys.stderr, flush=True)
         asyncio.run(served(episodes, given.host, given.port))
 
 

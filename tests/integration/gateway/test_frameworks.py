@@ -32,7 +32,7 @@ from shared.data.tokenizer import Tokenizer
 from shared.schema.messages import Sampling
 from shared.sessions.session import Turn, trajectories
 from shared.sessions.session_store import SessionStore
-from tests.clients.play import AGAIN, ASK
+from tests.clients.play import AGAIN, ASK, SUM
 from tests.integration.buffer.conftest import NewRun, new_run
 from tests.support.gateways import Played, ready_gateway, started_gateway
 from tests.support.qwen3_tokenizer import write_qwen3_tokenizer
@@ -45,7 +45,10 @@ pytestmark = [pytest.mark.extra(each=True), pytest.mark.timeout(1800)]
 
 ENVIRONMENTS = ROOT / ".venv" / "clients"
 INSTALL_SECONDS, PLAY_SECONDS = 900, 600
-SUM, SECOND, THOUGHT = "The sum is 3.", "It is 7.", "I have to add the two."
+INSTALLERS = ("LANG", "OPENBLAS_", "PIP_", "SSL_", "UV_")
+"""Of this process's variables those that clients get: a harness may install packages."""
+
+SECOND, THOUGHT = "It is 7.", "I have to add the two."
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -222,7 +225,8 @@ async def test_a_client_plays_and_what_it_samples_is_recorded(client: Client, ne
             sampling = Sampling(temperature=1.0, max_new_tokens=4000)
             played = {feature: await Played.opened(sessions, sampling=sampling) for feature in ASK}
             async with recorder(url) as (recorded, through):
-                asked = {"base_url": f"{through}/v1", "model": "policy", "keys": {name: one.key for name, one in played.items()}}
+                keys = {name: one.key for name, one in played.items()}
+                asked = {"base_url": f"{through}/v1", "model": "policy", "model_path": str(tiny_model), "keys": keys}
                 lines = await output_of(client, environment, json.dumps(asked), tmp_path)
             cells = {}
             for feature, line in lines.items():
@@ -235,12 +239,33 @@ async def test_a_client_plays_and_what_it_samples_is_recorded(client: Client, ne
     settle(client, {"packages": list(client.packages), "ignored": ignored, "of_task": sorted(recorded.of_task), "cells": cells})
 
 
+REFUSED = {
+    "tasks --taskset adding_older": "an environment of verifiers 0.1 .* serve_older.py",
+    "tasks --taskset somebody/else": "has no package else: .* prime env install somebody/else",
+    "serve --taskset adding_tasks": "serve needs --tokenizer",
+    "serve --taskset adding_tasks --tokenizer nowhere": "--tokenizer nowhere: expected the directory",
+    "serve --taskset adding_tasks --tokenizer policy --renderer qwen9": "--renderer qwen9: expected auto, default or one of qwen3,",
+    "serve --taskset adding_tasks --tokenizer policy --renderer qwen3.5": "--renderer qwen3.5 does not write this model's chat form",
+}
+
+
+@pytest.mark.usefixtures("tiny_model")
+@pytest.mark.parametrize("words", REFUSED)
+def test_the_server_of_verifiers_names_the_cause(words: str, tmp_path: Path) -> None:
+    python = environment_of(next(client for client in CLIENTS if client.name == "verifiers")) / "bin" / "python"
+    server = ROOT / "examples" / "environments" / "verifiers" / "serve.py"
+    variables = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "clients")}
+    done = subprocess.run([python, server, *words.split()], env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert re.search(REFUSED[words], done.stderr), done.stderr
+
+
 async def output_of(client: Client, environment: Path, asked: str, directory: Path) -> dict[str, dict[str, Any]]:
     """Returns what a client's script printed, by feature."""
     python = sys.executable if client.npm else str(environment / "bin" / "python")
     path = f"{environment / ('node_modules/.bin' if client.npm else 'bin')}:{os.environ['PATH']}"
     variables = {"PATH": path, "HOME": str(directory), "TMPDIR": str(directory), "PYTHONDONTWRITEBYTECODE": "1"}
-    variables |= {name: value for name, value in os.environ.items() if name in ("LANG", "OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")}
+    variables |= {name: value for name, value in os.environ.items() if name.startswith(INSTALLERS)}
     process = await asyncio.create_subprocess_exec(
         python,
         str(ROOT / "tests" / "clients" / client.script),
