@@ -136,7 +136,7 @@ def test_a_set_wins_over_eval_and_that_over_the_run(tmp_path: Path) -> None:
         ({"sets": [{"name": "a", "path": "p"}, {"name": "a", "path": "q"}]}, "eval.sets.name", "['a', 'a']: two sets are called 'a'; "),
         ({"eval_prompt_data": ["a", "p", "a", "q"]}, "eval.eval_prompt_data", "['a', 'p', 'a', 'q']: two sets are called 'a'"),
         ({"eval_prompt_data": ["a", "p"], "sets": [{"name": "a", "path": "q"}]}, "eval.sets.name", "one of them in eval_prompt_data"),
-        ({"sets": [{"name": "a", "path": "p", "custom_rm_path": "no"}]}, "eval.sets.a.custom_rm_path", "pattern"),
+        ({"sets": [{"name": "a", "path": "p", "custom_rm_path": "no"}]}, "eval.sets.a.custom_rm_path", "package.module:function"),
         ({"eval_interval": 3}, "eval.eval_interval", "needs sets of held-out prompts"),
     ],
 )
