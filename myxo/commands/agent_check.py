@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -97,12 +96,30 @@ START_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Said:
-    """One answer. ``text``; ``tool``: the name and the arguments' text of a call; ``status``: a refusal instead. ``seconds``: it takes."""
+    """One answer. ``text``; ``tool``: the name and the arguments' text of a call; ``status``: a refusal instead. ``meeting``: where it
+    waits for those of other rollouts."""
 
     text: str = ""
     tool: tuple[str, str] | None = None
     status: int = 200
-    seconds: float = 0.0
+    meeting: "Meeting | None" = None
+
+
+class Meeting:
+    """Answers that wait until ``count`` are asked for, or one has waited for ``seconds``. ``met``: how many were asked for by then."""
+
+    def __init__(self, count: int, seconds: float) -> None:
+        self._count, self._seconds, self._over, self.met = count, seconds, asyncio.Event(), 0
+
+    async def wait(self) -> None:
+        """Returns once the meeting is over, at once where it was over before."""
+        if self._over.is_set():
+            return
+        self.met += 1
+        if self.met < self._count:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._over.wait(), self._seconds)
+        self._over.set()
 
 
 @dataclass
@@ -176,7 +193,8 @@ class ScriptedModel:
             script.unread = f"{request.method} {request.path}"
             return web.json_response({"error": {"message": f"no {script.unread} here", "type": "not_found_error"}}, status=404)
         asked, said = await request.json(), script.next()
-        await asyncio.sleep(said.seconds)
+        if said.meeting is not None:
+            await said.meeting.wait()
         if said.status != 200:
             error = {"type": "error", "error": {"message": f"a refusal of the check: {said.status}", "type": "check"}}
             return web.json_response(error, status=said.status, headers={"Retry-After": "0"})
@@ -282,7 +300,6 @@ FORMS: dict[str, _Chat | _Responses | _Messages] = {
 
 
 AT_ONCE = 8
-SLOW_SECONDS = 0.3  # how long an answer takes where several rollouts run at once
 
 # What models generate before they have learned anything. Calls that are no calls come as text: a gateway never makes tools of them.
 NONSENSE = (
@@ -357,16 +374,12 @@ class AgentConformance(CheckSuite):
         return shown_reward(result)
 
     async def _together(self) -> str:
-        alone, together = await self._seconds_of(1), await self._seconds_of(AT_ONCE)
-        measured = f"{together:.1f} s, one alone takes {alone:.1f} s"
-        if together > AT_ONCE / 2 * alone + 1:
+        meeting = Meeting(AT_ONCE, self._seconds / 2)
+        await asyncio.gather(*(self._rollout(Said(self._example.responses[0], meeting=meeting)) for _ in range(AT_ONCE)))
+        measured = f"{meeting.met} of {AT_ONCE} asked the model at once"
+        if meeting.met < AT_ONCE / 2:
             raise CheckWarned(f"{measured}: they wait for one another; do not block in an async function")
         return measured
-
-    async def _seconds_of(self, count: int) -> float:
-        begun = time.monotonic()
-        await asyncio.gather(*(self._rollout(Said(self._example.responses[0], seconds=SLOW_SECONDS)) for _ in range(count)))
-        return time.monotonic() - begun
 
     # --- rollouts
 

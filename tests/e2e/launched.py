@@ -1,6 +1,7 @@
 """A run under ``myxo up``, seen from outside: its processes, its ledger, its end."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from myxo.run.run_directory import RunDirectory
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.process.child_process import die_with_parent
+from shared.runtime.errors import DeadlineExceeded
 from shared.schema.service_messages import ServiceStatus
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,16 +115,17 @@ class LaunchedRun:
             if servers is None:
                 await asyncio.sleep(0.2)
                 continue
-            bus = await Bus.connect(servers.nats_url, "test", deadline=30)
-            try:
-                registry = Registry(bus, self.run)
-                while time.monotonic() < end and self.process.poll() is None:
-                    cards = await registry.alive()
-                    if condition(cards):
-                        return cards
-                    await asyncio.sleep(0.2)
-            finally:
-                await bus.close()
+            with contextlib.suppress(DeadlineExceeded):  # of a server that has just died: its next life is asked
+                bus = await Bus.connect(servers.nats_url, "test", deadline=30)
+                try:
+                    registry = Registry(bus, self.run)
+                    while time.monotonic() < end and self.process.poll() is None:
+                        cards = await registry.alive()
+                        if condition(cards):
+                            return cards
+                        await asyncio.sleep(0.2)
+                finally:
+                    await bus.close()
         raise AssertionError(f"{what} did not come within {deadline:g} s\n{self.said()}")
 
 

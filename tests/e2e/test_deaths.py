@@ -20,17 +20,18 @@ ONE_BY_ONE = tuple((victim,) for pair in PAIRS for victim in pair)
 @pytest.mark.parametrize(
     ("rounds", "steps"),
     [
-        pytest.param((sum(PAIRS, ()),), 100, id="all at once"),
-        pytest.param(PAIRS, 40, id="in pairs", marks=pytest.mark.extra),
+        pytest.param((sum(PAIRS, ()),), 60, id="all at once"),
+        pytest.param(PAIRS, 80, id="in pairs", marks=pytest.mark.extra),
         pytest.param(ONE_BY_ONE, 120, id="one by one", marks=pytest.mark.extra),
     ],
 )
 def test_a_run_survives_the_death_of_every_part(
     rounds: tuple[tuple[str, ...], ...], steps: int, small_run: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Buffer, reward, Valkey, NATS, trainer and rollout are killed with SIGKILL, each in the middle of the run."""
-    config = small_run("deaths", steps=steps, staleness=2)
-    with LaunchedRun(config, tmp_path / "runs" / "deaths", "deaths") as run:
+    """Buffer, reward, Valkey, NATS, trainer and rollout are killed with SIGKILL, each in the middle of the run: rewards take their time
+    until the last one has died."""
+    config, hurry = small_run("deaths", steps=steps, staleness=2), tmp_path / "hurry"
+    with LaunchedRun(config, tmp_path / "runs" / "deaths", "deaths", ["--custom-rm-path", "tests.support.reward_hooks:unhurried"]) as run:
         run.until("a first step", lambda cards: trained(cards) >= 1, STEP_SECONDS)
         for victims in rounds:
             pids = [run.child(victim) for victim in victims]
@@ -40,6 +41,7 @@ def test_a_run_survives_the_death_of_every_part(
                 run.kill(pid)
             goal = min(before + 1, steps)
             run.until(f"a step after the death of {victims}", lambda cards, goal=goal: trained(cards) >= goal, STEP_SECONDS)
+        hurry.touch()
         assert run.wait(STEP_SECONDS * 2) == 0, run.said()
     summary = run.summary()
     assert summary["audit"] == "ok"

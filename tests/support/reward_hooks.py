@@ -16,6 +16,14 @@ import numpy as np
 from shared.hooks import Arguments, DynamicFilterOutput, HookSample
 
 
+async def unhurried(args: Arguments, sample: HookSample, **_: Any) -> float:
+    """The length of the text, after some seconds until there is a file ``hurry`` beside the prompts: a run waits for a test."""
+    end = time.monotonic() + 3
+    while time.monotonic() < end and not Path(args.prompt_data).with_name("hurry").exists():
+        await asyncio.sleep(0.1)
+    return float(len(sample.response))
+
+
 async def length(args: Arguments, sample: HookSample, **_: Any) -> float:
     """The reward is the length of the text; some texts misbehave."""
     await asyncio.sleep(0)

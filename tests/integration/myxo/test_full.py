@@ -63,10 +63,12 @@ def test_a_disk_that_is_full_before_services_start_is_waited_for(myxo: Myxo, con
     """One that is full before that is refused."""
     root = tmp_path / "runs" / "test"
     with small_disk(root, "256m") as disk:
+        (root / "pause").write_text("0")
         process = myxo.start("up", config_file(store={"max_bytes": 64 << 20}), standins=True)
         wait_for("the launch", (root / "logs" / "launcher.log").exists)
         disk.fill()
         line_with(process, "for room", "No space left on device")
+        (root / "pause").unlink()
         disk.clear()
         code, out, err = ended(process)
     assert code == 0, f"{out}\n{err}"
