@@ -32,7 +32,7 @@ from shared.data.source_process import RENDERED, SourceProcess
 from shared.data.tokenizer import Tokenizer
 from shared.environment.conformance import Check, CheckSuite, CheckWarned, Example
 from shared.hooks import Arguments, HookSample, paths
-from shared.hooks.loading import AGENT, GENERATE
+from shared.hooks.loading import AGENT, GENERATE, PLAIN, SAMPLE_HOOKS
 from shared.hooks.sample_agreement import compared
 from shared.hooks.sample_conversion import Served, packed, to_stored, unpacked
 from shared.hooks.slime.rollout_loop import sampling_params
@@ -135,6 +135,9 @@ class FunctionTrial(CheckSuite):
         self._named = paths(config)
         # agents of `shared` need services
         self._own = {name for name, path in self._named.items() if name in SIGNATURES and not path.startswith("shared.")}
+        if seen := {name for name in self._named if name.startswith(SAMPLE_HOOKS)}:
+            self._named.setdefault(GENERATE, PLAIN)
+            self._own |= {GENERATE, *seen}
         self._pools: dict[tuple[str, ...], WorkerPool] = {}
         self._prompts: list[Prompt] = []
         self._samples: list[list[Sample]] = []

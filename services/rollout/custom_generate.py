@@ -24,7 +24,7 @@ from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed, HookSample, Status
 from shared.hooks import sample_conversion as sample_message
 from shared.hooks.arguments import FOLLOWING
-from shared.hooks.loading import GENERATE
+from shared.hooks.loading import GENERATE, PLAIN
 from shared.hooks.sample_conversion import Served, from_stored, group_index, to_stored
 from shared.model.families import replayed_choices
 from shared.process.worker_pool import LOOP_SECONDS, CallBlocked, WorkerDied, WorkerFailed, WorkerPool
@@ -62,8 +62,9 @@ class CustomGenerate(GroupPlayer):
         self.log_probs_reader, self.choices = service.config.log_probs_reader, replayed_choices(service.config)
 
     def path(self, task: Task) -> str | None:
-        """Returns the function that generates a task: its own, or the run's; None for the engine alone."""
-        return task.generate_function or self._config.rollout.custom_generate_function_path
+        """Returns the function that generates a task: its own, the run's, or slime's where others see what it gives; None: the engine."""
+        rollout = self._config.rollout
+        return task.generate_function or rollout.custom_generate_function_path or (PLAIN if rollout.rollout_sample_hook_path else None)
 
     def called(self, task: Task) -> str:
         return f"{self.field} = {self.path(task)}"

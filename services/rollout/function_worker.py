@@ -36,6 +36,7 @@ from shared.hooks.hook_sample import status_of
 from shared.hooks.loading import EvaluationLog, agent_paths, eval_function, generate_paths, load_agent
 from shared.hooks.returned_output import ReturnedSet, RolloutFnEvalOutput, eval_metrics, eval_output, returned_sets
 from shared.hooks.slime.http_requests import CallContext, current_call
+from shared.hooks.slime.rollout_loop import apply_rollout_sample_hooks
 from shared.process.call_server import Calls, serve_calls
 from shared.process.running_call import is_blocked
 from shared.runtime.tasks import defined_at, error_text, print_traceback, run_in_thread
@@ -63,6 +64,7 @@ class GenerateCalls:
             evaluation = {"evaluation": request["evaluation"]} if "evaluation" in inspect.signature(function).parameters else {}
             sample = sample_conversion.unpacked(request["sample"])
             given = _samples(await called(functools.partial(function, self._args, sample, request["sampling_params"], **evaluation)))
+            given = _samples(await apply_rollout_sample_hooks(self._args, given, evaluation=request["evaluation"]))
             await self._score(given)
             return {"samples": [sample_conversion.packed(one) for one in given], "defined_at": defined_at(function)}
 

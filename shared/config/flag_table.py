@@ -236,7 +236,6 @@ _REFUSED = {
     "start_rollout_id": "a run continues after its last checkpoint by itself",
     "use_stateless_adam": "Adam keeps its moments",
     "disable_rollout_global_dataset": "prompts come from --prompt-data or --data-source",
-    "rollout_sample_hook_path": "do it at the end of --custom-generate-function-path",
     "rollout_external_engine_addrs": "start a rollout service where the engine is to be: it joins the run (docs/deployment.md)",
     "sglang_router_ip": "MYXO_ROUTER_URL in the environment opens the engines to a router",
     "sglang_router_port": "MYXO_ROUTER_URL in the environment opens the engines to a router",

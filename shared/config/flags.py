@@ -89,7 +89,8 @@ def read(arguments: list[str]) -> CommandLine:
             continue
         words = before[: len(before) - len(rest)]
         flag, _, value = words[0].partition("=")
-        if seen.get(flag, words) != words and not value.startswith("{") and not words[-1].startswith("{"):
+        repeatable = adds(flag.removeprefix("--").replace("-", "_"))
+        if seen.get(flag, words) != words and not repeatable and not value.startswith("{") and not words[-1].startswith("{"):
             last = " ".join([value, *words[1:]]).strip()
             given.notes.append(f"{flag} is given twice: {last} counts, the last")
         seen[flag] = words
@@ -108,7 +109,9 @@ def _read_flag(rest: list[str], owners: dict[str, str], given: CommandLine) -> N
     name = flag.removeprefix("--").replace("-", "_")
     positive = name.removeprefix("no_")
     if name in owners:
-        given.set(owners[name], name, _value(flag, section_model(owners[name]).model_fields[name], own, rest), flag)
+        value = _value(flag, section_model(owners[name]).model_fields[name], own, rest)
+        earlier = given.overrides.get(owners[name], {}).get(name)
+        given.set(owners[name], name, [*earlier, *value] if earlier and adds(name) else value, flag)
     elif flag.startswith(SGLANG) and flag_table.of_slime(name) is None:
         # passed through verbatim: the values that follow, or a switch
         words = _following(rest) if own is None else own
@@ -150,6 +153,13 @@ def _hint(flag: str) -> str:
     slimes, megatrons = ([f"--{name.replace('_', '-')}" for name in names] for names in (flag_table.SLIME, flag_table.names()))
     meant = near(flag, [*flags(), *slimes]) or near(flag, megatrons)
     return f"did you mean {meant}?" if meant else "`myxo up --help` lists all, `myxo flags` Megatron's"
+
+
+def adds(name: str) -> bool:
+    """Returns whether the flag of this name adds to a list each time that it is given; False for those that are no fields."""
+    section = field_sections().get(name)
+    found = [] if section is None else section_model(section).model_fields[name].metadata
+    return any(isinstance(item, Words) and item.adds for item in found)
 
 
 def _value(flag: str, info: FieldInfo, own: list[str] | None, rest: list[str]) -> Any:

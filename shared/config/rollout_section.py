@@ -38,6 +38,9 @@ def _each_once(names: list[str]) -> list[str]:
     return names
 
 
+Hooks = Annotated[list[Annotated[str, StringConstraints(pattern=HOOK)]], Words(list, adds=True)]
+"""Paths of functions that are called one after another: a list, or a flag for each."""
+
 Roles = Annotated[list[Annotated[str, StringConstraints(pattern=ROLE)]], AfterValidator(_each_once)]
 """The names of those that play a rollout together."""
 
@@ -92,6 +95,11 @@ class RolloutSection(Section):
                 given and any(getattr(rollout, name) for name in ("custom_generate_function_path", "rollout_function_path"))
             ),
             "only one of agent, agent_command, custom_generate_function_path and rollout_function_path can generate",
+        ),
+        Rule(
+            "rollout_sample_hook_path",
+            lambda rollout, given: given and (rollout.agent or rollout.agent_command),
+            "samples of agents are those of their sessions, which no function changes; leave it out",
         ),
         Rule("agent_command", lambda rollout, given: given and rollout.agent, "only one of agent and agent_command can generate"),
         Rule(("agent_command", "agent_service"), lambda _, given: given and not given[0], "a program, then its arguments"),
@@ -163,6 +171,11 @@ class RolloutSection(Section):
     buffer_filter_path: str | None = hook("that chooses a batch's groups among those that are ready")
     custom_generate_function_path: str | None = Field(
         default=None, pattern=HOOK, description="package.module:async function that generates one sample, or several out of one rollout"
+    )
+    rollout_sample_hook_path: Hooks = Field(
+        default=[],
+        description="package.module:function(args, sample, *, rollout_id, evaluation), one or several: each sees every generated sample "
+        "before it is scored, and may return another in its place; the flag can be given several times",
     )
     missing_log_probs: Literal["refuse", "recompute"] | None = Field(
         default=None,

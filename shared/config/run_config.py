@@ -73,6 +73,11 @@ class RunConfig(Section):
             "no agent of this run speaks to it; with agent = shared.agents.http_agent:play one does",
         ),
         Rule(
+            "rollout.rollout_sample_hook_path",
+            lambda run, given: given and run.episode.episode_url,
+            "samples of episodes are those of their turns, which no function changes; leave it out",
+        ),
+        Rule(
             "rollout.surplus_rollouts",
             lambda run, given: given and not (set(run.rollout.makers) & set(GENERATORS) or run.episode.episode_url),
             "{1}, but rollouts are aborted one by one only where agents, episodes or custom_generate_function_path make them; use "

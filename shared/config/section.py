@@ -27,10 +27,12 @@ def hook(purpose: str) -> Any:
 class Words(NamedTuple):
     """Marks a field, in the metadata of its type, whose flag takes all words up to the next flag.
 
-    ``read``: takes the words, and returns the field's value as TOML would have it. Raises ValueError: what is expected.
+    ``read``: takes the words, and returns the field's value as TOML would have it. Raises ValueError: what is expected. ``adds``: a list,
+    to which the flag adds each time that it is given.
     """
 
     read: Callable[[list[str]], Any]
+    adds: bool = False
 
 
 class ContradictoryFields(ValueError):

@@ -79,7 +79,6 @@ OTHERS: dict[str, Any] = {
     "train_backend": "megatron",
     "rollout_function_path": EVAL_LOOP,
     "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
-    "rollout_sample_hook_path": [],
     "rollout_task_type": "math",
     "fetch_trajectory_retry_times": -1,
     "min_batch_collection_ratio": 1,

@@ -110,6 +110,7 @@ MODULES = {
     "slime.rollout.rm_hub.ifbench": "shared.rewards.text_rewards",
     "slime.rollout.rm_hub.math_dapo_utils": "shared.rewards.text_rewards",
     "slime.rollout.rm_hub.math_utils": "shared.rewards.boxed_math",
+    "slime.rollout.sample_hooks": "shared.hooks.slime.rollout_loop",
     "slime.rollout.sglang_rollout": "shared.hooks.slime.rollout_loop",
 }
 """slime's module → ours. Those that are `shared.hooks.slime` itself are packages and hold nothing but the others."""

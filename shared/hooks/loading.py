@@ -22,9 +22,13 @@ ROLLOUT_FUNCTION = "rollout.rollout_function_path"
 EVAL_FUNCTION = "eval.eval_function_path"
 EVAL_LOG = "monitoring.custom_eval_rollout_log_function_path"
 AGENT = "rollout.agent"
+SAMPLE_HOOKS = "rollout.rollout_sample_hook_path"
+PLAIN = "slime.rollout.sglang_rollout:generate"
+"""One generation through the engine: what these functions see where no generate function is named."""
 
 RUN_BY = {
     GENERATE: "rollout",
+    SAMPLE_HOOKS: "rollout",
     ROLLOUT_FUNCTION: "rollout",
     AGENT: "rollout",
     EVAL_FUNCTION: "rollout",
@@ -75,12 +79,11 @@ def paths(config: RunConfig, service: str | None = None) -> dict[str, str]:
 
     Built-in filters are not included.
     """
-    found = {}
+    found: dict[str, str] = {}
     moved = {EVAL_LOG: "rollout"} if eval_function(config) is not None else {}
     for field, runs_in in {**RUN_BY, **moved}.items():
-        path = _path(config, field)
-        if path is not None and re.search("[.:]", path) and service in (None, runs_in):
-            found[field] = path
+        if service in (None, runs_in):
+            found |= {place: path for place, path in _named(config, field).items() if re.search("[.:]", path)}
     for runs_in, own in (("reward", reward_functions(config)), ("rollout", generate_functions(config))):
         found |= dict(own) if service in (None, runs_in) else {}
     return found
@@ -94,16 +97,19 @@ def eval_function(config: RunConfig) -> tuple[str, str] | None:
     if not config.eval.named:
         return None
     if config.eval.eval_function_path is not None:
-        path = _path(config, EVAL_FUNCTION)
-        return None if path is None else (EVAL_FUNCTION, path)
+        found = _named(config, EVAL_FUNCTION).get(EVAL_FUNCTION)
+        return None if found is None else (EVAL_FUNCTION, found)
     path = config.rollout.rollout_function_path
     return None if path is None else (ROLLOUT_FUNCTION, path)
 
 
-def _path(config: RunConfig, field: str) -> str | None:
+def _named(config: RunConfig, field: str) -> dict[str, str]:
+    """Returns the paths in a field, one or a list, by the field or its place in it."""
     section, _, name = field.partition(".")
-    path: str | None = getattr(getattr(config, section), name)
-    return None if field == EVAL_FUNCTION and (path or "").replace(":", ".") == EVAL_LOOP else path
+    path: str | list[str] | None = getattr(getattr(config, section), name)
+    if isinstance(path, list):
+        return {f"{field}[{place}]": one for place, one in enumerate(path)}
+    return {} if not path or (field == EVAL_FUNCTION and path.replace(":", ".") == EVAL_LOOP) else {field: path}
 
 
 def shows_samples(config: RunConfig) -> bool:
@@ -112,8 +118,9 @@ def shows_samples(config: RunConfig) -> bool:
 
 
 def generate_paths(config: RunConfig) -> dict[str, str]:
-    """Returns the functions that generate samples, the run's and those of evaluation sets, by field."""
-    return {field: path for field, path in paths(config, "rollout").items() if field.endswith("custom_generate_function_path")}
+    """Returns the functions that generate samples or change generated ones, the run's and those of evaluation sets, by field."""
+    ours = ("custom_generate_function_path", "]")
+    return {field: path for field, path in paths(config, "rollout").items() if field.endswith(ours)}
 
 
 def agent_paths(config: RunConfig) -> dict[str, str]:

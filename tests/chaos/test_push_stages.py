@@ -226,8 +226,8 @@ def test_a_replica_whose_engine_hangs_is_left_out(replicas: Parts, tiny_model: P
         try:
             trainer.next_version()
             trainer.until("two replicas", lambda cards: serve(cards, trainer.version, VICTIM, SURVIVOR))
-            trainer.next_version()
             hung.touch()
+            trainer.next_version()
             trainer.until("the survivor's version", lambda cards: serve(cards, trainer.version, SURVIVOR))
             hung.unlink()
             trainer.until("the other's", lambda cards: serve(cards, trainer.version, VICTIM, SURVIVOR))

@@ -299,3 +299,15 @@ async def without_log_probs(args: Arguments, sample: HookSample, sampling_params
 
 async def nothing(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> None:
     return None
+
+
+def noting_hook(args: Arguments, sample: HookSample, *, rollout_id: int | None = None, evaluation: bool = False) -> None:
+    """Notes what a hook of samples is given."""
+    sample.metadata["seen"] = [rollout_id, evaluation, sample.status.value]
+
+
+async def masking_hook(args: Arguments, sample: HookSample, **_: Any) -> HookSample:
+    """Takes the first token of a sample that the hook before it has seen out of the loss."""
+    assert "seen" in sample.metadata
+    sample.loss_mask = [0, *(sample.loss_mask or [1] * sample.response_length)[1:]]
+    return sample

@@ -125,9 +125,31 @@ async def generate_and_rm(args: Any, sample: HookSample, sampling_params: dict[s
             return sample
         with state.dp_rank_context():
             given = await _by_function(args, sample, sampling_params, evaluation)
+    given = await apply_rollout_sample_hooks(args, given, evaluation=evaluation)
     if not args.group_rm:
         await _score(args, given)
     return given
+
+
+async def apply_rollout_sample_hooks(args: Any, value: Any, **given: Any) -> Any:
+    """Returns a sample, or a list of them, however deep, as the functions of ``args.rollout_sample_hook_path`` leave it, one after another.
+    Each is called with those of ``rollout_id`` and ``evaluation`` that it names. Raises TypeError for one that returns something else than
+    a sample or None, which leaves the sample as it is."""
+    if isinstance(value, list):
+        return [await apply_rollout_sample_hooks(args, one, **given) for one in value]
+    step = {} if given.get("evaluation") else {"rollout_id": (value.group_index or 0) // args.rollout_batch_size}
+    for path in args.rollout_sample_hook_path:
+        function = load_function(path)
+        names = inspect.signature(function).parameters.values()
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names)
+        more = {"rollout_id": None, **step, **given}
+        chosen = more if takes_all else {parameter.name: more[parameter.name] for parameter in names if parameter.name in more}
+        result = function(args, value, **chosen)
+        result = await result if inspect.isawaitable(result) else result
+        if not isinstance(result, HookSample | None):
+            raise TypeError(f"rollout.rollout_sample_hook_path = {path}: gave a {type(result).__name__}; expected a sample or None")
+        value = value if result is None else result
+    return value
 
 
 async def generate_and_rm_group(args: Any, group: list[HookSample], sampling_params: dict[str, Any], evaluation: bool = False) -> list[Any]:
@@ -173,7 +195,8 @@ async def _score(args: Any, given: Generated) -> None:
 
 
 __all__ = [
-    "GenerateState", "eval_rollout", "eval_rollout_single_dataset", "generate", "generate_and_rm", "generate_and_rm_group",
+    "GenerateState", "apply_rollout_sample_hooks",
+    "eval_rollout", "eval_rollout_single_dataset", "generate", "generate_and_rm", "generate_and_rm_group",
     "generate_rollout", "generate_rollout_async", "get_model_url", "sampling_params",
 ]  # fmt: skip
 

@@ -69,6 +69,21 @@ async def test_turns_and_a_tool_between_them(bench: NewBench, checkpoint: Checkp
     assert samples[0].response.tolist() != samples[1].response.tolist()
 
 
+@pytest.mark.parametrize("function", ["two_turns", None])
+async def test_sample_hooks_see_what_was_generated_one_after_another(new_bench: NewBench, function: str | None) -> None:
+    """By the user's function or by the engine alone."""
+    here = "tests.support.generate_hooks"
+    rollout: dict[str, Any] = {"rollout_sample_hook_path": [f"{here}:noting_hook", f"{here}.masking_hook"], "generate_workers": 1}
+    rollout |= {"custom_generate_function_path": f"{here}:{function}"} if function else {}
+    desk = await new_bench(rollout=rollout, reward={"worker_environment": [generate_hooks.DIRECTORY]})
+    await desk.task()
+    _, samples = await desk.generated()
+    seen = [7 // desk.service.config.rollout.rollout_batch_size, False, "truncated" if function else "completed"]
+    for one in samples:
+        assert one.metadata["seen"] == seen
+        assert not one.mask[0] and one.mask[1] and len(one.log_probs) == len(one.response)
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [

@@ -52,6 +52,12 @@ WRONG = [
     Wrong("wrong signature", RM, "def f(sample):\n    return 1.0", ("own.py:1", "takes 1 positional argument but 2", CALLED), in_run="B"),
     Wrong("raises", RM, "def f(args, sample):\n    return sample.nothing", ("own.py:2", "no attribute 'nothing'", CALLED), in_run="B"),
     Wrong("gives text", RM, "def f(args, sample):\n    return 'much'", ("own.py:1", "expected a finite number", CALLED)),
+    Wrong(
+        "a hook of samples gives text",
+        "--rollout-sample-hook-path",
+        "def f(args, sample):\n    return sample.response",
+        ("own:f: gave a str; expected a sample or None", "a run calls async f(args, sample, sampling_params)"),
+    ),
     Wrong("gives nothing", RM, "def f(args, sample):\n    pass", ("own.py:1", "expected a finite number", CALLED)),
     Wrong(
         "no reward among the names",

@@ -13,7 +13,7 @@ import pytest
 
 from shared.config.run_config import RunConfig, field_sections, section_model
 from shared.hooks import Arguments, DynamicFilterOutput, HookSample, arguments, load, nonzero_std, paths
-from shared.hooks.loading import EVAL_LOG, RUN_BY
+from shared.hooks.loading import EVAL_LOG, RUN_BY, SAMPLE_HOOKS
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 from tests.support.service_process import ROOT
@@ -80,15 +80,17 @@ def test_every_field_of_a_function_has_a_service_that_runs_it(tmp_path: Path) ->
     sections: dict[str, dict[str, Any]] = {}
     for field in RUN_BY:
         section, _, name = field.partition(".")
-        sections.setdefault(section, {})[name] = "my.hooks:f"
+        sections.setdefault(section, {})[name] = ["my.hooks:f"] if field == SAMPLE_HOOKS else "my.hooks:f"
     sections["algorithm"]["loss_type"] = "custom_loss"
     config = run_config(tmp_path)
     for section, fields in sections.items():  # not all of them go together
         config = config.model_copy(update={section: getattr(config, section).model_copy(update=fields)})
-    assert paths(config) == dict.fromkeys(RUN_BY, "my.hooks:f")
+    fields = {f"{field}[0]" if field == SAMPLE_HOOKS else field for field in RUN_BY}
+    assert paths(config) == dict.fromkeys(fields, "my.hooks:f")
     assert set(paths(config, "rollout")) == {
         "rollout.custom_generate_function_path",
         "rollout.rollout_function_path",
+        f"{SAMPLE_HOOKS}[0]",
         "rollout.agent",
         "eval.eval_function_path",
     }
@@ -96,7 +98,7 @@ def test_every_field_of_a_function_has_a_service_that_runs_it(tmp_path: Path) ->
     of_trainer = {field for field in RUN_BY if field.startswith(("algorithm.", "trainer.", "monitoring."))} - {EVAL_LOG}
     assert set(paths(config, "trainer")) == of_trainer
     of_services = [set(paths(config, service)) for service in ("buffer", "rollout", "reward", "trainer")]
-    assert set().union(*of_services) == set(RUN_BY)
+    assert set().union(*of_services) == fields
 
 
 def test_what_comes_with_myxo_is_no_function_of_the_users(tmp_path: Path) -> None:

@@ -81,6 +81,8 @@ def test_the_last_of_a_flag_given_twice_counts_and_that_is_told() -> None:
     given = flags.read(["--lr", "1e-5", "--rotary-base", "1", "--lr", "1e-6", "--rotary-base", "2", "--swiglu", "--swiglu"])
     assert given.overrides == {"trainer": {"lr": "1e-6", "megatron": {"rotary_base": 2.0, "swiglu": True}}}
     assert given.notes == ["--lr is given twice: 1e-6 counts, the last", "--rotary-base is given twice: 2 counts, the last"]
+    hooks = flags.read(["--rollout-sample-hook-path", "a:f", "--rollout-sample-hook-path=b.g", "--rollout-sample-hook-path", "c:h", "d:i"])
+    assert (hooks.overrides, hooks.notes) == ({"rollout": {"rollout_sample_hook_path": ["a:f", "b.g", "c:h", "d:i"]}}, [])
 
 
 def test_an_engines_flag_takes_several_values() -> None:
