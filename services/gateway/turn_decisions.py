@@ -231,8 +231,16 @@ class TurnAnswers:
                 completion=turn.completion,
                 logprobs=turn.log_probs,
                 texts=self._chat.tokenizer.token_bytes(turn.completion) if spelled else (),
+                top=self._top(turn) if spelled else (),
             ),
         )
+
+    def _top(self, turn: Turn) -> list[list[tuple[bytes, float]]]:
+        """Returns the likeliest tokens at each place of a turn, most likely first, with their log-probs; none where none were asked for."""
+        count = len(turn.completion)
+        pairs = turn.top_log_probs.reshape(count, -1, 2) if count else np.empty((0, 0, 2))
+        texts = iter(self._chat.tokenizer.token_bytes(pairs[..., 1].ravel().astype(np.int32)))
+        return [[(next(texts), log_prob) for log_prob in row] for row in pairs[..., 0].tolist()]
 
 
 def stops_of(session: Session, asked: wire.ChatTurn | wire.TokenTurn) -> list[str]:

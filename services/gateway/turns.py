@@ -53,7 +53,7 @@ from shared.sessions.session import (
     TurnGeneration,
     TurnHeld,
     TurnRequest,
-    joined,
+    appended,
 )
 from shared.sessions.session_store import SessionStore
 
@@ -430,7 +430,7 @@ class Turns:
             tracker = StopStringTracker(pending.completion, sampling.stop, self._chat.text)
             most = left if grammar else min(left, self._limits.gateway_checkpoint_tokens)
             hear = None if live is None or grammar else tracker.hearing(live.hear)
-            found, pending.replica = await self._generate(log, pending, sampling, most, min_version, hear, grammar, asked.choice)
+            found, pending.replica = await self._generate(log, pending, sampling, most, min_version, hear, grammar, asked)
             generated = tracker.whole(found)
             cached = generated.cached if cached is None else cached
             if generated.finish == "stop" or (generated.finish == "length" and len(generated.completion) >= left):
@@ -442,6 +442,7 @@ class Turns:
                     start=len(pending.completion),
                     completion=generated.completion,
                     log_probs=generated.log_probs,
+                    top_log_probs=generated.top_log_probs,
                     spans=generated.spans,
                     until=time.time() + LEASE_SECONDS,
                     replica=pending.replica,
@@ -462,7 +463,7 @@ class Turns:
         min_version: int,
         hear: Hear | None,
         grammar: str,
-        choice: int,
+        asked: ChatTurn | TokenTurn,
     ) -> tuple[TurnGeneration, str]:
         """Returns further tokens of a turn, and which replica has given them."""
         fewest = max(0, sampling.min_new_tokens - len(pending.completion))
@@ -474,11 +475,12 @@ class Turns:
                     request=pending.request,
                     input_ids=tokens,
                     sampling=wanted,
-                    seed=None if log.session.seed is None else (log.session.seed + choice) & LARGEST,
+                    seed=None if log.session.seed is None else (log.session.seed + asked.choice) & LARGEST,
                     min_version=min_version,
                     seconds=self._limits.gateway_turn_timeout,
                     stream=hear is not None,
                     structural_tag=grammar,
+                    top_log_probs=asked.top_logprobs,
                 )
                 try:
                     generated = await self._client.generate(target.url, request, hear)
@@ -495,7 +497,8 @@ class Turns:
     async def _ended(self, log: SessionLog, whole: PendingTurn, finish: Finish, cached: int, asked: ChatTurn | TokenTurn) -> Turn:
         """Records a turn that has ended, with the digest of its conversation, and returns the turn that counts."""
         generated = (whole.prompt, whole.completion, whole.log_probs, whole.spans)
-        turn = Turn(whole.request, whole.parent, *generated, finish, cached=cached, replica=whole.replica)
+        beside: dict[str, Any] = {"cached": cached, "replica": whole.replica, "top_log_probs": whole.top_log_probs}
+        turn = Turn(whole.request, whole.parent, *generated, finish, **beside)
         if isinstance(asked, ChatTurn):
             result = self._answers.chat(turn, log.session, asked)
             whole_conversation = asked.answered(result)
@@ -518,9 +521,4 @@ def _over(log: SessionLog) -> TurnRefused:
 
 def _extended(pending: PendingTurn, generated: TurnGeneration) -> PendingTurn:
     """Returns a turn with what was sampled last; nothing is recorded."""
-    return replace(
-        pending,
-        completion=np.concatenate([pending.completion, generated.completion]),
-        log_probs=np.concatenate([pending.log_probs, generated.log_probs]),
-        spans=joined(pending.spans, generated.spans, len(pending.completion)),
-    )
+    return replace(pending, **appended(pending, generated))

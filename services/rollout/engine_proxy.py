@@ -285,7 +285,9 @@ class EngineProxy(EndpointServer):
         if client.version < asked.min_version:
             raise RequestDenied(HTTPStatus.CONFLICT, f"this replica serves version {client.version}, older than {asked.min_version}")
         life, limit = self._served.incarnation, asked.sampling.max_new_tokens
-        wanted = GenerationRequest(asked.input_ids, limit, seed=asked.seed, structural_tag=asked.structural_tag)
+        wanted = GenerationRequest(
+            asked.input_ids, limit, seed=asked.seed, structural_tag=asked.structural_tag, top_log_probs=asked.top_log_probs
+        )
         pauses = client.retracting_pauses
         if asked.stream:
             return await self._stream_generation(request, client, wanted, asked)
@@ -395,6 +397,7 @@ def _generation_of(found: Generation, pauses: int) -> TurnGeneration:
         finish=found.finish,
         cached=found.cached_tokens,
         retractions=max(0, found.retractions - pauses),
+        top_log_probs=found.top_log_probs,
     )
 
 

@@ -60,6 +60,15 @@ def _log_prob_array(value: object) -> NDArray[np.float32]:
 
 LogProbs = Annotated[Any, BeforeValidator(_log_prob_array)]  # Log-probs of tokens: float32 [T]
 
+
+def _none() -> NDArray[np.float32]:
+    return np.empty(0, np.float32)
+
+
+# The K likeliest tokens at each of T places, where they are asked for: (log-prob, id) of each, float32 [T K 2], which has ids exactly
+TopLogProbs = LogProbs
+MOST_TOP = 20  # K, as OpenAI has it
+
 # The id of a request for a turn: the client's own, or made from what it asked
 RequestId = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^\P{C}+$")]
 Spans = Annotated[tuple[tuple[Count, Count, Count], ...], Field(max_length=MAX_SPANS)]
@@ -125,6 +134,7 @@ class TurnExtended(TurnRecord):
     spans: Spans
     until: Timestamp
     replica: str = Field(default="", max_length=128)
+    top_log_probs: TopLogProbs = Field(default_factory=_none)
 
 
 class TurnEnded(TurnRecord):
@@ -143,6 +153,7 @@ class TurnEnded(TurnRecord):
     after: str = ""
     cached: Count = 0
     replica: str = Field(default="", max_length=128)
+    top_log_probs: TopLogProbs = Field(default_factory=_none)
 
 
 RECORDED = tuple(TurnEnded.model_fields.keys() - {"holder"})  # The fields of a turn that its end has
@@ -176,6 +187,7 @@ class Turn:
     prompt: int32 [P], all that the model read; completion: int32 [T]; log_probs: float32 [T], the engine's for exactly those tokens; spans
     tile [0, T). parent: the request id of the turn whose very tokens the prompt begins with. cached: prompt tokens that were not computed
     anew. replica: which generated its last tokens; empty: not known. conversation, thought, messages, after: as in `TurnEnded`.
+    top_log_probs: as in `TopLogProbs`; empty: not asked for.
     """
 
     request: str
@@ -191,6 +203,7 @@ class Turn:
     after: str = ""
     cached: int = 0
     replica: str = ""
+    top_log_probs: NDArray[np.float32] = field(default_factory=_none)
 
     @property
     def tokens(self) -> NDArray[np.int32]:
@@ -208,9 +221,10 @@ class PendingTurn:
     parent: str | None
     prompt: NDArray[np.int32]
     completion: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    log_probs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    log_probs: NDArray[np.float32] = field(default_factory=_none)
     spans: tuple[TokenSpan, ...] = ()
     replica: str = ""
+    top_log_probs: NDArray[np.float32] = field(default_factory=_none)
 
 
 @dataclass(eq=False)
@@ -255,9 +269,7 @@ class SessionLog:
             return  # by a gateway that had lost the turn to another
         elif isinstance(record, TurnExtended):
             if record.start == len(pending.completion):  # else it was written twice
-                pending.spans = joined(pending.spans, record.spans, len(pending.completion))
-                pending.completion = np.concatenate([pending.completion, record.completion])
-                pending.log_probs = np.concatenate([pending.log_probs, record.log_probs])
+                vars(pending).update(appended(pending, record))
                 pending.until, pending.replica = max(pending.until, record.until), record.replica
         elif isinstance(record, TurnEnded):
             del self.pending[record.request]
@@ -285,6 +297,13 @@ class SessionLog:
             if length <= len(prompt) and (best is None or length >= len(best.prompt) + len(best.completion)) and extends(prompt, turn):
                 best = turn
         return best
+
+
+def appended(before: Any, further: Any) -> dict[str, Any]:
+    """Returns the sampled tokens of a turn, and what is known of each, with those that continue them."""
+    names = ("completion", "log_probs", "top_log_probs")
+    arrays = {name: np.concatenate([getattr(before, name), getattr(further, name)]) for name in names}
+    return arrays | {"spans": joined(before.spans, further.spans, len(before.completion))}
 
 
 def joined(spans: Iterable[TokenSpan], further: Iterable[TokenSpan], offset: int) -> tuple[TokenSpan, ...]:
@@ -493,7 +512,8 @@ class TurnRequest(Message):
     """Generate the tokens that follow ``input_ids``.
 
     ``seed``: by it and the token's position, in an engine with deterministic inference. ``min_version``: by weights of this version at
-    least. ``structural_tag``: the grammar that holds the tokens, of xgrammar; empty: none. ``seconds``: the most it may take. ``stream``:
+    least. ``structural_tag``: the grammar that holds the tokens, of xgrammar; empty: none. ``top_log_probs``: so many of the likeliest
+    tokens are reported at each place. ``seconds``: the most it may take. ``stream``:
     answered by pieces as they are generated: each is a `TurnGeneration`, and continues where the one before ended; all but the last have
     ``finish`` ``abort``, as which they count where nothing follows.
     """
@@ -506,6 +526,7 @@ class TurnRequest(Message):
     seconds: float = Field(gt=0, le=86400)
     stream: bool = False
     structural_tag: str = ""
+    top_log_probs: int = Field(default=0, ge=0, le=MOST_TOP)
 
 
 class TurnGeneration(Message):
@@ -521,22 +542,17 @@ class TurnGeneration(Message):
     finish: Finish
     cached: Count = 0
     retractions: Count = 0
+    top_log_probs: TopLogProbs = Field(default_factory=_none)
 
     def then(self, piece: "TurnGeneration") -> "TurnGeneration":
         """Returns this with the piece that goes on where it ends."""
-        return TurnGeneration(
-            completion=np.concatenate([self.completion, piece.completion]),
-            log_probs=np.concatenate([self.log_probs, piece.log_probs]),
-            spans=joined(self.spans, piece.spans, len(self.completion)),
-            finish=piece.finish,
-            cached=self.cached,
-            retractions=piece.retractions,
-        )
+        return TurnGeneration(finish=piece.finish, cached=self.cached, retractions=piece.retractions, **appended(self, piece))
 
     def stopped_at(self, count: int) -> "TurnGeneration":
         """Returns its first ``count`` tokens, as a turn that stops there."""
         spans = tuple((start, min(end, count), version) for start, end, version in self.spans if start < count)
-        cut = {"completion": self.completion[:count], "log_probs": self.log_probs[:count], "spans": spans}
+        top = self.top_log_probs[: count * len(self.top_log_probs) // max(1, len(self.completion))]
+        cut = {"completion": self.completion[:count], "log_probs": self.log_probs[:count], "spans": spans, "top_log_probs": top}
         return self.model_copy(update={**cut, "finish": "stop"})
 
     def framed(self) -> bytes:

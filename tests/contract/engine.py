@@ -12,15 +12,21 @@ from tests.support.waiting import until
 from tests.support.weights_group import Pusher, Tensors
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=1)
-SHORT, LONG = 12, 300
+SHORT, LONG, TOP = 12, 300, 5
 
 _NUMBERS = itertools.count()
 
 
-def requests(count: int, new_tokens: int) -> list[GenerationRequest]:
-    """Requests for exactly so many tokens, each with a prompt and an id of its own."""
+def requests(count: int, new_tokens: int, top: int = 0) -> list[GenerationRequest]:
+    """Requests for exactly so many tokens, each with a prompt and an id of its own. ``top``: and the likeliest at each place."""
     return [
-        GenerationRequest(np.arange(10 + index, 18 + index, dtype=np.int32), new_tokens, rid=f"contract-{next(_NUMBERS)}", ignore_eos=True)
+        GenerationRequest(
+            np.arange(10 + index, 18 + index, dtype=np.int32),
+            new_tokens,
+            rid=f"contract-{next(_NUMBERS)}",
+            ignore_eos=True,
+            top_log_probs=top,
+        )
         for index in range(count)
     ]
 
@@ -36,13 +42,18 @@ async def assert_engine(client: EngineClient, weights: Tensors) -> None:
 
 
 async def assert_whole_groups(client: EngineClient, version: int) -> None:
-    """Each request comes back whole, in its place, with a log-prob a token and the version that has drawn it."""
-    asked = requests(3, SHORT)
+    """Each request comes back whole, in its place, with a log-prob a token and the version that has drawn it, and the likeliest tokens."""
+    asked = requests(3, SHORT, TOP)
     for generation in await client.generate_group(asked, SAMPLING):
         assert len(generation.tokens) == len(generation.log_probs) == SHORT
         assert generation.spans == (Span(0, SHORT, version),)
         assert generation.finish == "length"
         assert (generation.log_probs <= 0).all()
+        log_probs, ids = np.moveaxis(generation.top_log_probs.reshape(SHORT, TOP, 2), -1, 0)
+        assert (np.diff(log_probs) <= 0).all() and all(len(set(row)) == TOP for row in ids.tolist())
+        assert (log_probs[:, 0] >= generation.log_probs).all()
+        drawn = ids == generation.tokens[:, None]
+        np.testing.assert_array_equal(log_probs[drawn], generation.log_probs[drawn.any(1)])
         assert ((generation.tokens >= 0) & (generation.tokens < client.capabilities.vocab_size)).all()
 
 

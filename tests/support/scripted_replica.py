@@ -40,7 +40,13 @@ class ScriptedReplica:
         log_probs = -np.random.default_rng(len(self.given)).random(len(ids), np.float32)
         middle, version = (len(ids) + 1) // 2, len(self.given)
         spans = ((0, middle, version), (middle, len(ids), version + 1))[: 1 + (len(ids) > 1)]
-        whole = TurnGeneration(completion=np.asarray(ids, np.int32), log_probs=log_probs, spans=spans, finish=finish)
+        rows = [
+            [(value - rank, (token + rank) % self.tokenizer.vocabulary_size) for rank in range(asked.top_log_probs)]
+            for value, token in zip(log_probs, ids, strict=True)
+        ]
+        top = np.asarray(rows, np.float32).ravel()
+        arrays = {"completion": np.asarray(ids, np.int32), "log_probs": log_probs, "top_log_probs": top}
+        whole = TurnGeneration(**arrays, spans=spans, finish=finish)
         self.given[asked.request] = (asked, whole)
         if not asked.stream:
             return web.Response(body=whole.encode())
@@ -52,6 +58,7 @@ class ScriptedReplica:
             piece = TurnGeneration(
                 completion=whole.completion[start:end],
                 log_probs=log_probs[start:end],
+                top_log_probs=top[2 * asked.top_log_probs * start : 2 * asked.top_log_probs * end],
                 spans=own,
                 finish=finish if end == len(ids) else "abort",
             )

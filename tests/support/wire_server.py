@@ -21,6 +21,7 @@ TOKENS = TurnTokens(
     completion=np.asarray([7, 8, 9], np.int32),
     logprobs=np.asarray([-0.5, -1.25, 0.0], np.float32),
     texts=[b"The ", b"sum\xe2\x82", "é".encode()],
+    top=[[(b"The ", -0.5), (b"A", -1.5)], [(b"\xe2", -0.25), (b"\x82", -2.0)], [("é".encode(), 0.0), (b"no", -9999.0)]],
 )
 
 PLAIN = TurnResult(

@@ -14,10 +14,12 @@ from pydantic import Field
 from services.gateway.wire import request as wire
 from services.gateway.wire import request_body as fields
 from services.gateway.wire.request_body import RequestFields, read_body
+from shared.sessions.session import MOST_TOP
 
 # Why whatever would have tokens sampled under a constraint is refused
 UNCONSTRAINED = "what is sampled is the policy's own: nothing constrains it, or its log-probs would be another's"
 Choices = Annotated[int, Field(ge=1, le=64)]
+TopCount = Annotated[int, Field(ge=0, le=MOST_TOP)]
 
 
 class _SystemMessage(RequestFields):
@@ -131,7 +133,7 @@ class OpenAIBody(fields.ChatSamplingFields):
     stream: bool = False
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
-    top_logprobs: Literal[0] = 0  # those of other tokens are not stored
+    top_logprobs: TopCount = 0
 
     def tool_use(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Returns the fields of a turn that say how tools are used. Raises TurnRefused."""
@@ -182,6 +184,7 @@ def parse(body: bytes, request_id: str) -> wire.ChatTurn:
         stream=asked.stream,
         stream_usage=asked.stream_options is not None and asked.stream_options.include_usage,
         logprobs=asked.logprobs,
+        top_logprobs=asked.top_logprobs,
         token_ids=asked.return_token_ids,
         min_version=asked.min_version,
         choices=asked.n,
@@ -203,7 +206,7 @@ class _CompletionBody(fields.SamplingFields):
     best_of: Literal[1] = 1
     echo: Literal[False] = False
     suffix: Literal[""] = ""
-    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+    logprobs: TopCount | None = None
     stream: bool = False
     stream_options: _StreamOptions | None = None
     frequency_penalty: float = 0.0
@@ -225,6 +228,7 @@ def parse_completion(body: bytes, request_id: str) -> wire.TokenTurn:
         stream=asked.stream,
         stream_usage=asked.stream_options is not None and asked.stream_options.include_usage,
         logprobs=asked.logprobs is not None,
+        top_logprobs=asked.logprobs or 0,
         token_ids=asked.return_token_ids,
         min_version=asked.min_version,
         choices=asked.n,
@@ -243,9 +247,7 @@ def _penalties(asked: "_ChatBody | _CompletionBody") -> tuple[tuple[bool, str, s
 
 
 def _check(asked: _ChatBody) -> None:
-    check_served(
-        *_penalties(asked),
-    )
+    check_served(*_penalties(asked), (asked.top_logprobs > 0 and not asked.logprobs, "top_logprobs", "only with logprobs = true"))
 
 
 def check_served(*refusals: tuple[bool, str, str]) -> None:
@@ -394,11 +396,10 @@ def token_usage(*usages: wire.TurnUsage) -> dict[str, Any]:
 
 
 def token_logprobs(tokens: wire.TurnTokens) -> list[dict[str, Any]]:
-    """Returns the log-prob of each sampled token, with its text and bytes."""
-    return [
-        {"token": text.decode(errors="replace"), "bytes": list(text), "logprob": logprob, "top_logprobs": []}
-        for text, logprob in zip(tokens.texts, tokens.logprobs.tolist(), strict=True)
-    ]
+    """Returns the log-prob of each sampled token, with its text and bytes, and those of the likeliest ones at its place."""
+    named = lambda text, logprob: {"token": text.decode(errors="replace"), "bytes": list(text), "logprob": logprob}  # noqa: E731
+    sampled = zip(tokens.texts, tokens.logprobs.tolist(), tokens.top, strict=True)
+    return [named(text, logprob) | {"top_logprobs": [named(*one) for one in top]} for text, logprob, top in sampled]
 
 
 def _logprobs(turn: wire.ChatTurn | wire.TokenTurn, result: wire.TurnResult) -> dict[str, Any] | None:
@@ -407,7 +408,12 @@ def _logprobs(turn: wire.ChatTurn | wire.TokenTurn, result: wire.TurnResult) -> 
     if isinstance(turn, wire.TokenTurn):
         tokens = [text.decode(errors="replace") for text in result.tokens.texts]
         offsets = list(accumulate(map(len, tokens[:-1]), initial=0))[: len(tokens)]
-        return {"tokens": tokens, "token_logprobs": result.tokens.logprobs.tolist(), "top_logprobs": None, "text_offset": offsets}
+        logprobs = result.tokens.logprobs.tolist()
+        # of several tokens with one text the likeliest counts, and the sampled one, which is there in any case, before all
+        likeliest = ([(text.decode(errors="replace"), logprob) for text, logprob in reversed(row)] for row in result.tokens.top)
+        top = [dict([*row, own]) for row, own in zip(likeliest, zip(tokens, logprobs, strict=True), strict=True)]
+        head = {"tokens": tokens, "token_logprobs": logprobs, "text_offset": offsets}
+        return {**head, "top_logprobs": top if turn.top_logprobs else None}
     return {"content": token_logprobs(result.tokens), "refusal": None}
 
 

@@ -152,6 +152,7 @@ class ChatTurn:
         variables: of the chat template, over the run's.
         stream, stream_usage: answered by events; whether chat completions have the usage in a last one.
         logprobs, token_ids, reasoning: the answer reports them. A client that has seen no reasoning sends none back.
+        top_logprobs: of so many of the likeliest tokens at each place the answer reports log-probs.
         min_version: the least weight version that may sample it.
         choice, choices: which of so many answers this is; each is a turn of its own.
         previous: the stored response that the messages continue, all but the first ``head``. kept: messages that are stored behind the turn
@@ -171,6 +172,7 @@ class ChatTurn:
     stream: bool = False
     stream_usage: bool = False
     logprobs: bool = False
+    top_logprobs: int = 0
     token_ids: bool = False
     reasoning: bool = True
     min_version: int = 0
@@ -215,6 +217,7 @@ class TokenTurn:
     stream: bool = False
     stream_usage: bool = False
     logprobs: bool = False
+    top_logprobs: int = 0
     token_ids: bool = False
     min_version: int = 0
     choice: int = 0
@@ -257,12 +260,13 @@ class TurnUsage:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnTokens:
     """A turn's tokens. ``prompt``: int32 [P]; ``completion``: int32 [T]; ``logprobs``: float32 [T]; ``texts``: the bytes of each token,
-    T of them, where the answer reports log-probs."""
+    T of them, where the answer reports log-probs; ``top``: the likeliest tokens at each place, their bytes and log-probs."""
 
     prompt: NDArray[np.int32]
     completion: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     texts: Sequence[bytes]
+    top: Sequence[Sequence[tuple[bytes, float]]] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ Finish = Literal["stop", "length", "abort"]
 # Ends every request id on the wire. SGLang aborts every request whose id *starts with* the given one; with an end mark no id is a prefix
 # of another.
 RID_END = "$"
+NEVER = -9999.0  # The log-prob of a token that cannot be sampled, as OpenAI has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ class GenerationRequest:
     many are generated now; it replaces the one of the sampling settings. ``rid``: the request's id, unique in the engine;
     ``EngineClient.abort`` takes it. ``ignore_eos``: continue past the model's end token, to ``max_new_tokens``. ``seed``: sample each token
     by it and the token's position, in an engine with deterministic inference; None: at random. ``routed_from``: tells the experts of its
-    tokens from this one on, those of the input too; None: does not tell them. ``structural_tag``: the output's grammar; empty: none."""
+    tokens from this one on, those of the input too; None: does not tell them. ``structural_tag``: the output's grammar; empty: none.
+    ``top_log_probs``: so many of the likeliest tokens at each place."""
 
     tokens: Tokens
     max_new_tokens: int
@@ -50,6 +52,7 @@ class GenerationRequest:
     seed: int | None = None
     routed_from: int | None = None
     structural_tag: str = ""
+    top_log_probs: int = 0
 
 
 class Routed(NamedTuple):
@@ -77,7 +80,8 @@ class Generation:
     ``tokens``: int32 [T]; T may be 0 after an abort. ``log_probs``: float32 [T], of exactly those tokens. ``finish``: ``stop`` (end token
     or stop string), ``length``, ``abort`` (partial: can be continued). ``spans``: cover [0, T) without gap or overlap, versions growing;
     none if T is 0. ``cached_tokens``: input tokens whose keys and values were cached. ``retractions``: times the engine put it back in the
-    queue. ``routed``: the experts of its tokens, where they were asked for; None as well where it was aborted before it ran."""
+    queue. ``routed``: the experts of its tokens, where they were asked for; None as well where it was aborted before it ran.
+    ``top_log_probs``: float32 [T K 2], of the K likeliest tokens at each place, most likely first, (log-prob, id)."""
 
     tokens: NDArray[np.int32]
     log_probs: NDArray[np.float32]
@@ -86,6 +90,7 @@ class Generation:
     cached_tokens: int
     retractions: int = 0
     routed: Routed | None = None
+    top_log_probs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
 
 
 def group_body(requests: Sequence[GenerationRequest], sampling: Sampling, engine: Capabilities, cache_key: str) -> dict[str, Any]:
@@ -120,6 +125,7 @@ def group_body(requests: Sequence[GenerationRequest], sampling: Sampling, engine
             for request in requests
         ],
         "return_logprob": True,
+        **({"top_logprobs_num": most} if (most := max(request.top_log_probs for request in requests)) else {}),
         "extra_key": cache_key,
         **({} if (start := _routed_from(requests)) is None else {"return_routed_experts": True, "routed_experts_start_len": start}),
     }
@@ -167,8 +173,9 @@ def parse_piece(answer: Any, request: GenerationRequest, seen: int, version_befo
         if not 0 <= new <= len(entries):
             raise EngineError(where, f"{request.rid}: {len(entries)} log-probs for {new} new tokens")
         finish = meta["finish_reason"] or {"type": "abort"}
-        told = {**meta, "output_token_logprobs": entries[len(entries) - new :], "weight_versions": None, "finish_reason": finish}
-        ids = answer["output_ids"]
+        ids, top = answer["output_ids"], meta.get("output_top_logprobs") or []
+        told = {**meta, "output_token_logprobs": entries[len(entries) - new :], "output_top_logprobs": top[len(top) - new :]}
+        told |= {"weight_versions": None, "finish_reason": finish}
         piece = _parse_sample({"meta_info": told, "output_ids": ids[len(ids) - new :]}, request, version_before, late, where)
         spans = tuple(Span(max(start, seen) - seen, end - seen, version) for start, end, version in version_spans if end > seen)
         return replace(piece, spans=spans)
@@ -218,6 +225,9 @@ def _parse_sample(
     finish = meta["finish_reason"]["type"]
     if finish not in ("stop", "length", "abort"):
         raise EngineError(where, f"{request.rid}: unknown finish reason {meta['finish_reason']}")
+    top = np.array([[entry[:2] for entry in row] for row in (meta.get("output_top_logprobs") or []) if request.top_log_probs], np.float32)
+    if top.size != count * request.top_log_probs * 2:
+        raise EngineError(where, f"{request.rid}: not {request.top_log_probs} of the likeliest tokens at each of {count} places")
     encoded, start = meta.get("routed_experts"), routed_from or 0
     return Generation(
         tokens=tokens,
@@ -227,6 +237,7 @@ def _parse_sample(
         cached_tokens=int(meta.get("cached_tokens") or 0),
         retractions=int(meta.get("num_retractions") or 0),
         routed=None if encoded is None else Routed(start, len(request.tokens) + count - 1 - start, str(encoded)),
+        top_log_probs=np.nan_to_num(top.ravel(), nan=NEVER, neginf=NEVER),  # forbidden tokens have none
     )
 
 

@@ -53,6 +53,7 @@ class _Request:
     rid: str
     position: int
     room: int
+    top: int = 0
     output: list[int] = field(default_factory=list)
     spans: list[list[int]] = field(default_factory=list)
     finish: str = ""
@@ -142,7 +143,7 @@ class ScriptedScheduler:
         sampling = [body["sampling_params"]] if single else body["sampling_params"]
         rids = body.get("rid") or [f"probe-{time.monotonic_ns()}"]
         requests = [
-            _Request(rid, len(tokens), given["max_new_tokens"])
+            _Request(rid, len(tokens), given["max_new_tokens"], body.get("top_logprobs_num", 0))
             for rid, tokens, given in zip([rids] if isinstance(rids, str) else rids, inputs, sampling, strict=True)
         ]
         for request in requests:
@@ -165,6 +166,10 @@ class ScriptedScheduler:
             "weight_version": self._label,
             "cached_tokens": 0,
         }
+        if request.top:
+            meta["output_top_logprobs"] = [
+                [[LOG_PROB - rank, token + rank, None] for rank in range(request.top)] for token in request.output
+            ]
         return {"output_ids": request.output, "meta_info": meta}
 
     async def _abort(self, body: dict[str, Any]) -> None:

@@ -18,6 +18,14 @@ def log_probs(model: Qwen3ForCausalLM, prompt: Array, output: Array, temperature
     return _of(logits, sequence[0, len(prompt) :], temperature)
 
 
+def top_log_probs(model: Qwen3ForCausalLM, prompt: Array, output: Array, count: int) -> tuple[Array, Array]:
+    """float32 [T, K] and int64 [T, K]: the likeliest tokens at each place of ``output``, after ``prompt``."""
+    with torch.no_grad():
+        logits = model(torch.tensor([*prompt, *output]).long()[None]).logits[0, len(prompt) - 1 : -1]
+    found = logits.float().log_softmax(-1).topk(count)
+    return found.values.numpy(), found.indices.numpy()
+
+
 def log_probs_with_kept_cache(old: Qwen3ForCausalLM, new: Qwen3ForCausalLM, prompt: Array, output: Array, boundary: int) -> Array:
     """float32 [T]: as ``log_probs``, where the weights change in place before ``output[boundary]`` is drawn.
 

@@ -21,7 +21,7 @@ from shared.sessions.session import SessionEnded, Turn, trajectories
 from tests.integration.engine.conftest import Checkpoint, Checkpoints
 from tests.integration.engine.hall import CHUNK, NewHall
 from tests.integration.engine.load import resting
-from tests.integration.engine.reference import log_probs
+from tests.integration.engine.reference import log_probs, top_log_probs
 from tests.support.gateways import Played
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.waiting import until
@@ -59,7 +59,7 @@ async def test_a_conversation_over_a_push_is_recorded_as_it_was_drawn(hall: NewH
         first = await said(client, messages, logprobs=True)
         messages += [first.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and 3+3?"}]
         await room.pushed(checkpoint(1).model, 1)
-        second = await said(client, messages, extra_body={"min_version": 1})
+        second = await said(client, messages, extra_body={"min_version": 1}, logprobs=True, top_logprobs=5)
         messages += [second.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "thanks"}]
         with pytest.raises(ConflictError, match="version 1, older than the 7"):
             await said(client.with_options(max_retries=0), messages, extra_body={"min_version": 7})
@@ -76,6 +76,10 @@ async def test_a_conversation_over_a_push_is_recorded_as_it_was_drawn(hall: NewH
     told = first.choices[0].logprobs
     assert told is not None and told.content is not None
     np.testing.assert_allclose([one.logprob for one in told.content], turns[0].log_probs, atol=1e-6)
+    likeliest = [place.top_logprobs for place in second.choices[0].logprobs.content]
+    expected, ids = top_log_probs(checkpoint(1).model, turns[1].prompt, turns[1].completion, 5)
+    np.testing.assert_allclose([[one.logprob for one in row] for row in likeliest], expected, atol=EXACT)
+    np.testing.assert_array_equal(turns[1].top_log_probs.reshape(-1, 5, 2)[..., 1], ids)
     assert first.usage is not None and (first.usage.prompt_tokens, first.usage.completion_tokens) == (
         len(turns[0].prompt),
         len(turns[0].completion),
@@ -106,18 +110,19 @@ async def test_a_turn_goes_on_over_an_abort_and_another_gateway_takes_it_over(ha
         return found[0] if enough else None
 
     async with played.client(room.urls[0], max_retries=0) as client, played.client(other) as elsewhere:
-        asking = asyncio.create_task(said(client, question, extra_headers=named))
+        asking = asyncio.create_task(said(client, question, extra_headers=named, logprobs=True, top_logprobs=2))
         await until(lambda: drawn(CHUNK, 0), "the first tokens", 120)
         await room.pushed(checkpoint(1).model, 1)
         before = await until(lambda: drawn(3 * CHUNK, 1), "tokens of the new version", 120)
         room.processes[0].kill()
         with pytest.raises(Exception, match="onnection"):
             await asking
-        answered = await said(elsewhere, question, extra_headers=named)
-        again = await said(elsewhere, question, extra_headers=named)
+        answered, again = [await said(elsewhere, question, extra_headers=named, logprobs=True, top_logprobs=2) for _ in range(2)]
     log = await played.log()
     [turn] = log.turns.values()
-    assert answered.id == again.id == turn.request and answered.choices[0].message == again.choices[0].message
+    assert answered.id == again.id == turn.request and answered.choices == again.choices
+    likeliest = [place.top_logprobs for place in answered.choices[0].logprobs.content]
+    assert np.array_equal([[one.logprob for one in row] for row in likeliest], turn.top_log_probs.reshape(600, 2, 2)[..., 0])
     assert len(turn.completion) == 600 and turn.finish == "length"
     assert turn.completion[: len(before.completion)].tolist() == before.completion.tolist()
     assert [version for _, _, version in turn.spans] == [0, 1]
@@ -251,7 +256,7 @@ async def test_several_answers_and_text_completions_are_turns_of_their_own(hall:
     found = trajectories(turns.values())
     assert sum(int(one.mask.sum()) for one in found) == sum(len(turn.completion) for turn in turns.values())
     async with texts.client(room.urls[0]) as client:
-        ids = (await client.completions.create(model="0", prompt=[50, 60, 61], n=2, logprobs=1)).choices
+        ids = (await client.completions.create(model="0", prompt=[50, 60, 61], n=2, logprobs=4)).choices
         whole = await client.completions.create(model="0", prompt="what is", max_tokens=5)
         streaming = await client.completions.create(model="0", prompt="<|im_end|>", stream=True, stream_options={"include_usage": True})
         text = [part async for part in streaming]
@@ -267,6 +272,8 @@ async def test_several_answers_and_text_completions_are_turns_of_their_own(hall:
         told = choice.logprobs
         assert told is not None and told.tokens is not None and told.text_offset is not None
         assert told.text_offset[-1] + len(told.tokens[-1]) == len("".join(told.tokens))
+        for token, log_prob, top in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
+            assert top[token] == log_prob and 1 <= len(top) <= 5
 
 
 SUM = {"type": "object", "properties": {"sum": {"enum": [4, 5]}}, "required": ["sum"], "additionalProperties": False}

@@ -66,6 +66,16 @@ def test_an_engine_whose_receiver_reports_each_tokens_version(case: str) -> None
     assert parse(native).spans == (Span(0, 4, 5),), "the engine's own report counts"
 
 
+def test_the_likeliest_tokens_of_each_place() -> None:
+    """One that a grammar forbids has no log-prob."""
+    asked = GenerationRequest([5, 6], 8, rid="a", top_log_probs=2)
+    rows = [[[-0.5, 7, None], [None, 8, None]], [[-1.0, 1, None], [-2.0, 2, None]]]
+    (generation,) = parse_group(answer(2, output_top_logprobs=rows), [asked], 3, frozenset(), "http://engine/generate")
+    assert generation.top_log_probs.reshape(2, 2, 2).tolist() == [[[-0.5, 7], [-9999.0, 8]], [[-1.0, 1], [-2.0, 2]]]
+    with pytest.raises(EngineError, match="not 2 of the likeliest tokens at each of 2 places"):
+        parse_group(answer(2, output_top_logprobs=rows[:1]), [asked], 3, frozenset(), "http://engine/generate")
+
+
 def test_a_request_that_never_began() -> None:
     reply = answer(0, finish_reason={"type": "abort", "message": "Abort in waiting queue"}, versions=[(0, 0, 3)])
     del reply[0]["meta_info"]["output_token_logprobs"], reply[0]["meta_info"]["cached_tokens"]

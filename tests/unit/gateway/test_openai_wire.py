@@ -44,6 +44,7 @@ async def test_an_answer_with_its_usage_its_logprobs_and_the_weights_versions(se
         max_completion_tokens=9,
         max_tokens=11,
         logprobs=True,
+        top_logprobs=2,
         user="me",
         extra_body={"min_version": 3, "top_k": 5, "return_token_ids": True, "stop_token_ids": [1]},
     )
@@ -59,6 +60,8 @@ async def test_an_answer_with_its_usage_its_logprobs_and_the_weights_versions(se
         ("sum\ufffd", -1.25, list(b"sum\xe2\x82")),
         ("é", 0.0, [195, 169]),
     ]
+    likeliest = [[(bytes(one.bytes), one.logprob) for one in place.top_logprobs] for place in choice.logprobs.content]
+    assert likeliest == [list(place) for place in TOKENS.top] and choice.logprobs.content[1].top_logprobs[0].token == "\ufffd"
     assert (completion.usage.prompt_tokens, completion.usage.completion_tokens, completion.usage.total_tokens) == (5, 3, 8)
     assert completion.usage.prompt_tokens_details.cached_tokens == 2
     assert completion.model_extra["weight_versions"] == {"oldest": 3, "newest": 4}
@@ -67,6 +70,7 @@ async def test_an_answer_with_its_usage_its_logprobs_and_the_weights_versions(se
     [turn] = server.turns
     assert turn.sampling == RequestedSampling(temperature=0.5, top_p=0.9, top_k=5, max_tokens=9, seed=7, stop=("END",), stop_token_ids=(1,))
     assert (turn.model, turn.min_version, turn.ignored, list(turn.messages)) == ("tiny", 3, ("user",), ASK)
+    assert turn.top_logprobs == 2
 
 
 async def test_parallel_tool_calls_come_back_as_the_message_that_they_were(server, client) -> None:
@@ -177,7 +181,8 @@ async def test_an_aborted_turn_is_no_answer(server, client) -> None:
         ({"tool_choice": {"type": "function", "function": {"name": "sub"}}, "tools": TOOLS}, "tool_choice", "invalid_value"),
         ({"parallel_tool_calls": False, "tools": TOOLS}, "parallel_tool_calls", "unsupported_value"),
         ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_value"),
-        ({"logprobs": True, "top_logprobs": 3}, "top_logprobs", "invalid_value"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+        ({"top_logprobs": 2}, "top_logprobs", "unsupported_value"),
         ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_value"),
         ({"logit_bias": {"5": 1.0}}, "logit_bias", "unsupported_value"),
         ({"temperature": 3.0}, "temperature", "invalid_value"),
@@ -205,7 +210,7 @@ async def test_what_is_not_served_is_refused_by_its_field(server, client, more, 
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 3}, "best_of"),
         ({"prompt": ["a", "b"]}, None),
-        ({"logprobs": 5}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
     ],
 )
 async def test_what_text_completions_cannot_do_is_refused_by_its_field(server, client, more, param) -> None:
@@ -236,9 +241,11 @@ async def test_a_response_and_its_items_come_back_as_the_conversation(server, cl
     results: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "13"} for call in calls]
     question: Any = [{"role": "user", "content": "What is 2 + 2?"}]
     again = await client.responses.create(
-        model="tiny", input=[*question, *response.output, *results], include=["message.output_text.logprobs"], store=False
+        model="tiny", input=[*question, *response.output, *results], include=["message.output_text.logprobs"], store=False, top_logprobs=2
     )
-    assert [one.logprob for one in again.output[0].content[0].logprobs] == [-0.5, -1.25, 0.0]
+    logprobs = again.output[0].content[0].logprobs
+    assert [one.logprob for one in logprobs] == [-0.5, -1.25, 0.0] and server.turns[1].top_logprobs == 2
+    assert [[one.logprob for one in place.top_logprobs] for place in logprobs] == [[number for _, number in place] for place in TOKENS.top]
     first, second = server.turns
     assert list(first.messages) == [{"role": "system", "content": "Be brief."}, *question]
     assert (list(first.tools), first.ignored, first.sampling.max_tokens) == (TOOLS, ("reasoning", "strict"), 50)

@@ -191,6 +191,7 @@ def results(draw: st.DrawFn) -> TurnResult:
             completion=np.asarray([token for token, _, _ in drawn], np.int32),
             logprobs=np.asarray([logprob for _, logprob, _ in drawn], np.float32),
             texts=[text.encode(errors="replace") for _, _, text in drawn],
+            top=[[(text.encode(errors="replace"), logprob)] * draw(st.integers(0, 2)) for _, logprob, text in drawn],
         ),
     )
 
