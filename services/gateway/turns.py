@@ -480,7 +480,7 @@ class Turns:
                     seconds=self._limits.gateway_turn_timeout,
                     stream=hear is not None,
                     structural_tag=grammar,
-                    top_log_probs=asked.top_logprobs,
+                    top_count=asked.top_logprobs,
                 )
                 try:
                     generated = await self._client.generate(target.url, request, hear)

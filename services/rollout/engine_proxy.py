@@ -285,9 +285,7 @@ class EngineProxy(EndpointServer):
         if client.version < asked.min_version:
             raise RequestDenied(HTTPStatus.CONFLICT, f"this replica serves version {client.version}, older than {asked.min_version}")
         life, limit = self._served.incarnation, asked.sampling.max_new_tokens
-        wanted = GenerationRequest(
-            asked.input_ids, limit, seed=asked.seed, structural_tag=asked.structural_tag, top_log_probs=asked.top_log_probs
-        )
+        wanted = GenerationRequest(asked.input_ids, limit, seed=asked.seed, structural_tag=asked.structural_tag, top_count=asked.top_count)
         pauses = client.retracting_pauses
         if asked.stream:
             return await self._stream_generation(request, client, wanted, asked)

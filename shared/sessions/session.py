@@ -512,7 +512,7 @@ class TurnRequest(Message):
     """Generate the tokens that follow ``input_ids``.
 
     ``seed``: by it and the token's position, in an engine with deterministic inference. ``min_version``: by weights of this version at
-    least. ``structural_tag``: the grammar that holds the tokens, of xgrammar; empty: none. ``top_log_probs``: so many of the likeliest
+    least. ``structural_tag``: the grammar that holds the tokens, of xgrammar; empty: none. ``top_count``: so many of the likeliest
     tokens are reported at each place. ``seconds``: the most it may take. ``stream``:
     answered by pieces as they are generated: each is a `TurnGeneration`, and continues where the one before ended; all but the last have
     ``finish`` ``abort``, as which they count where nothing follows.
@@ -526,7 +526,7 @@ class TurnRequest(Message):
     seconds: float = Field(gt=0, le=86400)
     stream: bool = False
     structural_tag: str = ""
-    top_log_probs: int = Field(default=0, ge=0, le=MOST_TOP)
+    top_count: int = Field(default=0, ge=0, le=MOST_TOP)
 
 
 class TurnGeneration(Message):

@@ -25,7 +25,7 @@ def requests(count: int, new_tokens: int, top: int = 0) -> list[GenerationReques
             new_tokens,
             rid=f"contract-{next(_NUMBERS)}",
             ignore_eos=True,
-            top_log_probs=top,
+            top_count=top,
         )
         for index in range(count)
     ]

@@ -16,7 +16,7 @@ from shared.sessions import session  # noqa: F401
 
 SPECIAL: dict[str, Any] = {"group": "000007", "digest": "0" * 32, "secret": "0" * 32, "key_digest": "0" * 64}
 SPECIAL |= {name: np.array([1, 2], dtype=np.int32) for name in ("prompt_tokens", "rest", "completion", "input_ids")}
-SPECIAL["log_probs"] = np.array([-1, -2], dtype=np.float32)
+SPECIAL |= {name: np.array([-1, -2], dtype=np.float32) for name in ("log_probs", "top_log_probs")}
 SPECIAL |= {"point": "localhost:1", "points": ["localhost:1"], "silent": ["localhost:1"]}
 """Fields of which not every value of their type is valid."""
 

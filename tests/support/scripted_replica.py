@@ -41,7 +41,7 @@ class ScriptedReplica:
         middle, version = (len(ids) + 1) // 2, len(self.given)
         spans = ((0, middle, version), (middle, len(ids), version + 1))[: 1 + (len(ids) > 1)]
         rows = [
-            [(value - rank, (token + rank) % self.tokenizer.vocabulary_size) for rank in range(asked.top_log_probs)]
+            [(value - rank, (token + rank) % self.tokenizer.vocabulary_size) for rank in range(asked.top_count)]
             for value, token in zip(log_probs, ids, strict=True)
         ]
         top = np.asarray(rows, np.float32).ravel()
@@ -58,7 +58,7 @@ class ScriptedReplica:
             piece = TurnGeneration(
                 completion=whole.completion[start:end],
                 log_probs=log_probs[start:end],
-                top_log_probs=top[2 * asked.top_log_probs * start : 2 * asked.top_log_probs * end],
+                top_log_probs=top[2 * asked.top_count * start : 2 * asked.top_count * end],
                 spans=own,
                 finish=finish if end == len(ids) else "abort",
             )

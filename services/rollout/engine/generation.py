@@ -43,7 +43,7 @@ class GenerationRequest:
     ``EngineClient.abort`` takes it. ``ignore_eos``: continue past the model's end token, to ``max_new_tokens``. ``seed``: sample each token
     by it and the token's position, in an engine with deterministic inference; None: at random. ``routed_from``: tells the experts of its
     tokens from this one on, those of the input too; None: does not tell them. ``structural_tag``: the output's grammar; empty: none.
-    ``top_log_probs``: so many of the likeliest tokens at each place."""
+    ``top_count``: so many of the likeliest tokens at each place."""
 
     tokens: Tokens
     max_new_tokens: int
@@ -52,7 +52,7 @@ class GenerationRequest:
     seed: int | None = None
     routed_from: int | None = None
     structural_tag: str = ""
-    top_log_probs: int = 0
+    top_count: int = 0
 
 
 class Routed(NamedTuple):
@@ -125,7 +125,7 @@ def group_body(requests: Sequence[GenerationRequest], sampling: Sampling, engine
             for request in requests
         ],
         "return_logprob": True,
-        **({"top_logprobs_num": most} if (most := max(request.top_log_probs for request in requests)) else {}),
+        **({"top_logprobs_num": most} if (most := max(request.top_count for request in requests)) else {}),
         "extra_key": cache_key,
         **({} if (start := _routed_from(requests)) is None else {"return_routed_experts": True, "routed_experts_start_len": start}),
     }
@@ -225,9 +225,9 @@ def _parse_sample(
     finish = meta["finish_reason"]["type"]
     if finish not in ("stop", "length", "abort"):
         raise EngineError(where, f"{request.rid}: unknown finish reason {meta['finish_reason']}")
-    top = np.array([[entry[:2] for entry in row] for row in (meta.get("output_top_logprobs") or []) if request.top_log_probs], np.float32)
-    if top.size != count * request.top_log_probs * 2:
-        raise EngineError(where, f"{request.rid}: not {request.top_log_probs} of the likeliest tokens at each of {count} places")
+    top = np.array([[entry[:2] for entry in row] for row in (meta.get("output_top_logprobs") or []) if request.top_count], np.float32)
+    if top.size != count * request.top_count * 2:
+        raise EngineError(where, f"{request.rid}: not {request.top_count} of the likeliest tokens at each of {count} places")
     encoded, start = meta.get("routed_experts"), routed_from or 0
     return Generation(
         tokens=tokens,

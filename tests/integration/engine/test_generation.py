@@ -68,7 +68,7 @@ def test_an_engine_whose_receiver_reports_each_tokens_version(case: str) -> None
 
 def test_the_likeliest_tokens_of_each_place() -> None:
     """One that a grammar forbids has no log-prob."""
-    asked = GenerationRequest([5, 6], 8, rid="a", top_log_probs=2)
+    asked = GenerationRequest([5, 6], 8, rid="a", top_count=2)
     rows = [[[-0.5, 7, None], [None, 8, None]], [[-1.0, 1, None], [-2.0, 2, None]]]
     (generation,) = parse_group(answer(2, output_top_logprobs=rows), [asked], 3, frozenset(), "http://engine/generate")
     assert generation.top_log_probs.reshape(2, 2, 2).tolist() == [[[-0.5, 7], [-9999.0, 8]], [[-1.0, 1], [-2.0, 2]]]
