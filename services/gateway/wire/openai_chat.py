@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from services.gateway.wire import request as wire
 from services.gateway.wire import request_body as fields
@@ -18,7 +18,8 @@ from shared.sessions.session import MOST_TOP
 
 # Why whatever would have tokens sampled under a constraint is refused
 UNCONSTRAINED = "what is sampled is the policy's own: nothing constrains it, or its log-probs would be another's"
-Choices = Annotated[int, Field(ge=1, le=64)]
+MOST_CHOICES = 64
+Choices = Annotated[int, Field(ge=1, le=MOST_CHOICES)]
 TopCount = Annotated[int, Field(ge=0, le=MOST_TOP)]
 
 
@@ -192,12 +193,23 @@ def parse(body: bytes, request_id: str) -> wire.ChatTurn:
     )
 
 
+_Prompt = Annotated[
+    Annotated[str, Tag("text")] | Annotated[fields.TokenIds, Tag("ids")],
+    Discriminator(lambda given: "text" if isinstance(given, str) else "ids"),
+]
+
+
+def _prompts(given: Any) -> list[Any]:
+    """Returns the prompts of a request: a text or a list of token ids is one."""
+    return given if isinstance(given, list) and not (given and isinstance(given[0], int)) else [given]
+
+
 class _CompletionBody(fields.SamplingFields):
     WITHOUT_EFFECT = frozenset({"user"})
 
     model: str
     min_version: fields.Version = 0
-    prompt: str | fields.TokenIds
+    prompt: Annotated[list[_Prompt], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True), BeforeValidator(_prompts)]
     max_tokens: fields.Positive = 16
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: fields.TopP | None = None
@@ -218,11 +230,14 @@ class _CompletionBody(fields.SamplingFields):
 def parse_completion(body: bytes, request_id: str) -> wire.TokenTurn:
     """Returns the turn that a body of ``/v1/completions`` asks for. Raises TurnRefused."""
     asked, ignored = read_body(_CompletionBody, body)
-    check_served(*_penalties(asked))
+    prompts = [one if isinstance(one, str) else np.asarray(one, np.int32) for one in asked.prompt]
+    too_many = f"{len(prompts)} prompts of {asked.n} answers each; expected at most {MOST_CHOICES} answers"
+    check_served(*_penalties(asked), (len(prompts) * asked.n > MOST_CHOICES, "n", too_many))
     return wire.TokenTurn(
         request_id=request_id,
         model=asked.model,
-        prompt=asked.prompt if isinstance(asked.prompt, str) else np.asarray(asked.prompt, np.int32),
+        prompt=prompts[0],
+        further=tuple(prompts[1:]),
         sampling=sampling(asked, asked.max_tokens, asked.temperature, asked.top_p, asked.stop),
         spelled=True,
         stream=asked.stream,
@@ -291,7 +306,7 @@ def sampling(
 
 def answer(turn: wire.ChatTurn | wire.TokenTurn, *results: wire.TurnResult) -> dict[str, Any]:
     """Returns the completion, of chat or text, with the result of each choice. Raises TurnRefused where a turn was aborted."""
-    [extra, *_] = [_beside(turn, result) for result in results]
+    extra = _beside(turn, *results)
     spelled = isinstance(turn, wire.TokenTurn)
     choices = [
         {"index": at, **({"text": result.content} if spelled else {"message": _message(result)}), "logprobs": _logprobs(turn, result)}
@@ -304,7 +319,7 @@ def answer(turn: wire.ChatTurn | wire.TokenTurn, *results: wire.TurnResult) -> d
         "created": results[0].created,
         "model": results[0].model,
         "choices": choices,
-        "usage": token_usage(*(result.usage for result in results)),
+        "usage": token_usage(*(result.usage for result in results), choices=turn.choices),
         **extra,
     }
 
@@ -332,7 +347,7 @@ class ChatEvents(wire.TurnEvents):
         return self._chunk(wire.malformed(result), result.finish, _logprobs(self.turn, result), ids, extra)
 
     def close(self, results: Sequence[wire.TurnResult]) -> bytes:
-        usage = {"usage": token_usage(*(result.usage for result in results))}
+        usage = {"usage": token_usage(*(result.usage for result in results), choices=self.turn.choices)}
         return (wire.event(self._envelope([], usage)) if self.turn.stream_usage else b"") + b"data: [DONE]\n\n"
 
     def refused(self, error: wire.TurnRefused) -> bytes:
@@ -384,14 +399,14 @@ def _call(call: wire.CalledTool) -> dict[str, Any]:
     return wire.chat_call(call.id, call.name, call.arguments)
 
 
-def token_usage(*usages: wire.TurnUsage) -> dict[str, Any]:
-    """Returns the usage of a request in OpenAI's words: of all its answers, whose prompt is one."""
-    prompt, completion = usages[0].prompt, sum(usage.completion for usage in usages)
+def token_usage(*usages: wire.TurnUsage, choices: int = 1) -> dict[str, Any]:
+    """Returns the usage of a request in OpenAI's words: of all its answers, and of its prompts, of which each has ``choices`` of them."""
+    prompt, completion = sum(usage.prompt for usage in usages[::choices]), sum(usage.completion for usage in usages)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": usages[0].cached},
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached for usage in usages[::choices])},
     }
 
 
@@ -418,11 +433,14 @@ def _logprobs(turn: wire.ChatTurn | wire.TokenTurn, result: wire.TurnResult) -> 
 
 
 def _token_ids(turn: wire.ChatTurn | wire.TokenTurn, result: wire.TurnResult) -> dict[str, Any]:
-    return {"token_ids": result.tokens.completion.tolist()} if turn.token_ids and result.tokens is not None else {}
+    if not turn.token_ids or result.tokens is None:
+        return {}
+    prompt = {"prompt_token_ids": result.tokens.prompt.tolist()} if isinstance(turn, wire.TokenTurn) and turn.further else {}
+    return {"token_ids": result.tokens.completion.tolist(), **prompt}
 
 
-def _beside(turn: wire.ChatTurn | wire.TokenTurn, result: wire.TurnResult) -> dict[str, Any]:
+def _beside(turn: wire.ChatTurn | wire.TokenTurn, *results: wire.TurnResult) -> dict[str, Any]:
     """Returns what the answer has beside OpenAI's fields: the weights' versions, and the prompt's tokens where they are asked for."""
-    versions = {"weight_versions": wire.beside(result)["weight_versions"]}
-    prompt = {"prompt_token_ids": result.tokens.prompt.tolist()} if turn.token_ids and result.tokens is not None else {}
-    return versions | prompt
+    found, tokens = [wire.beside(result)["weight_versions"] for result in results], results[0].tokens
+    versions = {"oldest": min(one["oldest"] for one in found), "newest": max(one["newest"] for one in found)}
+    return {"weight_versions": versions, **({"prompt_token_ids": tokens.prompt.tolist()} if turn.token_ids and tokens is not None else {})}

@@ -206,12 +206,13 @@ class ChatTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTurn:
-    """A request for the tokens that follow given ones. ``prompt``: int32 [P], or a text. ``spelled``: the answer is a text; the rest as in
-    `ChatTurn`."""
+    """A request for the tokens that follow given ones. ``prompt``: int32 [P], or a text; ``further``: other prompts, each of which gets as
+    many answers. ``spelled``: the answer is a text; the rest as in `ChatTurn`."""
 
     request_id: str
     model: str | None
     prompt: NDArray[np.int32] | str
+    further: tuple[NDArray[np.int32] | str, ...] = ()
     sampling: RequestedSampling = RequestedSampling()
     spelled: bool = False
     stream: bool = False
@@ -227,8 +228,10 @@ class TokenTurn:
 
 
 def split(asked: Any) -> list[Any]:
-    """Returns a `ChatTurn` or `TokenTurn` for each answer that a request asks for."""
-    return [replace(asked, choice=at, request_id=asked.request_id + (f"n{at}" if at else "")) for at in range(asked.choices)]
+    """Returns a `ChatTurn` or `TokenTurn` for each answer that a request asks for: those of the first prompt come first."""
+    prompts = [{"prompt": one} for one in (asked.prompt, *asked.further)] if isinstance(asked, TokenTurn) else [{}]
+    answers = enumerate(own for own in prompts for _ in range(asked.choices))
+    return [replace(asked, **own, choice=at, request_id=asked.request_id + (f"n{at}" if at else "")) for at, own in answers]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -260,11 +260,25 @@ async def test_several_answers_and_text_completions_are_turns_of_their_own(hall:
         whole = await client.completions.create(model="0", prompt="what is", max_tokens=5)
         streaming = await client.completions.create(model="0", prompt="<|im_end|>", stream=True, stream_options={"include_usage": True})
         text = [part async for part in streaming]
+        lists = [[50, 60], [70, 80, 90]]
+        pairs = await client.completions.create(model="0", prompt=lists, n=2, extra_body={"return_token_ids": True})
+        streamed = [part async for part in await client.completions.create(**{"model": "0", "prompt": ["what", "why"], "stream": True})]
     drawn = list((await texts.log()).turns.values())
     for turn in drawn:
         exact(turn, checkpoint(0))
+    turns = (await texts.log()).turns
+    assert [choice.model_extra["prompt_token_ids"] for choice in pairs.choices] == [lists[0], lists[0], lists[1], lists[1]]
+    for at, choice in enumerate(pairs.choices):
+        turn = turns[pairs.id + (f"n{at}" if at else "")]
+        own = [*lists[at // 2], *choice.model_extra["token_ids"]]
+        assert (choice.index, turn.tokens.tolist(), choice.text) == (at, own, decode(turn.completion))
+    assert pairs.usage.prompt_tokens == 5 and pairs.usage.completion_tokens == sum(
+        len(turns[key].completion) for key in turns if pairs.id in key
+    )
+    assert [decode(turns[streamed[0].id + key].prompt) for key in ("", "n1")] == ["what", "why"]
+    assert {part.choices[0].index for part in streamed} == {0, 1}
     by_request = (await texts.log()).turns
-    assert len(drawn) == 4 and {tuple(turn.prompt) for turn in drawn[:2]} == {(50, 60, 61)}
+    assert len(drawn) == 10 and {tuple(turn.prompt) for turn in drawn[:2]} == {(50, 60, 61)}
     assert decode(by_request[whole.id].prompt) == "what is" and whole.choices[0].text == decode(by_request[whole.id].completion)
     assert "".join(part.choices[0].text for part in text if part.choices) == decode(by_request[text[0].id].completion)
     assert len(by_request[text[0].id].prompt) == len("<|im_end|>"), "a text spells no control token"
