@@ -225,9 +225,6 @@ def _parse_sample(
     finish = meta["finish_reason"]["type"]
     if finish not in ("stop", "length", "abort"):
         raise EngineError(where, f"{request.rid}: unknown finish reason {meta['finish_reason']}")
-    top = np.array([[entry[:2] for entry in row] for row in (meta.get("output_top_logprobs") or []) if request.top_count], np.float32)
-    if top.size != count * request.top_count * 2:
-        raise EngineError(where, f"{request.rid}: not {request.top_count} of the likeliest tokens at each of {count} places")
     encoded, start = meta.get("routed_experts"), routed_from or 0
     return Generation(
         tokens=tokens,
@@ -237,8 +234,17 @@ def _parse_sample(
         cached_tokens=int(meta.get("cached_tokens") or 0),
         retractions=int(meta.get("num_retractions") or 0),
         routed=None if encoded is None else Routed(start, len(request.tokens) + count - 1 - start, str(encoded)),
-        top_log_probs=np.nan_to_num(top.ravel(), nan=NEVER, neginf=NEVER),  # forbidden tokens have none
+        top_log_probs=_top_log_probs(meta, request, count, where),
     )
+
+
+def _top_log_probs(meta: Mapping[str, Any], request: GenerationRequest, count: int, where: str) -> NDArray[np.float32]:
+    if not request.top_count:
+        return np.empty(0, np.float32)
+    top = np.array([[entry[:2] for entry in row] for row in meta.get("output_top_logprobs") or []], np.float32)
+    if top.size != count * request.top_count * 2:
+        raise EngineError(where, f"{request.rid}: not {request.top_count} of the likeliest tokens at each of {count} places")
+    return np.nan_to_num(top.ravel(), nan=NEVER, neginf=NEVER)  # forbidden tokens have none
 
 
 def _spans(meta: Mapping[str, Any], count: int, version_before: int, late: Set[int], where: str) -> tuple[Span, ...]:
