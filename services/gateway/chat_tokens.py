@@ -7,6 +7,7 @@ sampled is seen by comparing ids.
 
 import json
 import re
+import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -92,15 +93,14 @@ class RendererTokenizer:
         for option in ("tokenize", "return_dict"):
             variables.pop(option, None)
         given = {**self._variables, **variables, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        content, end = messages[-1]["content"], secrets.token_hex(12) if continue_final_message else ""
+        if end:  # what the template puts behind the message may hold its text, too
+            messages = [*messages[:-1], {**messages[-1], "content": content + end}]
         text = self._tokenizer.render(in_call_form(self._tokenizer, messages, given), given)
-        if continue_final_message:
-            content = messages[-1]["content"]
-            before, said, _ = text.rpartition(
-                content if content in text else content.strip() or "\0"
-            )  # templates may leave out white space
-            if not said or not content.strip():
+        if end:
+            text, shown, _ = text.rpartition(end)
+            if not shown or not content.strip():
                 raise ConfigError("messages", content, "the last message, the assistant's, has no text to continue that the template shows")
-            text = before + said
         return self._control.encode(text).tolist()
 
 
@@ -290,9 +290,13 @@ class ChatTokens:
 
     def grammar(self, asked: ChatTurn, prompt: NDArray[np.int32]) -> str:
         """Returns the structural tag (of xgrammar) that holds a completion to the request's constraints; empty where it has none. Reasoning
-        is free. Raises TurnRefused where calls are constrained and the model's are not JSON between marks."""
+        is free. Raises TurnRefused where the request begins the answer, or calls are constrained and the model's are not JSON between
+        marks."""
         if not asked.constraints:
             return ""
+        if asked.prefill:
+            message = "an answer that the request begins cannot be held to it: leave out the last message, the assistant's"
+            raise TurnRefused(400, message, field=asked.constraints[0].field, code="unsupported_value")
         schema = next(({"type": "json_schema", "json_schema": one.schema} for one in asked.constraints if one.schema is not None), None)
         required, single = any(one.required for one in asked.constraints), any(one.single for one in asked.constraints)
         answers: list[dict[str, Any]] = [schema] if schema is not None and not required else []
@@ -394,14 +398,22 @@ def call_status(status: str, name: Any, arguments: Any) -> str:
     Infinity, and that a client may send back."""
     if status != "ok":
         return status
-    if not isinstance(name, str):
+    if not isinstance(name, str) or not _can_be_sent(name):
         return "invalid_name"
     try:
         read = json.loads(arguments) if isinstance(arguments, str) else arguments
-        json.dumps(shallow(read), allow_nan=False)
     except (ValueError, RecursionError):
         return "invalid_arguments"
-    return status if read is None or isinstance(read, dict) else "invalid_arguments"
+    return status if (read is None or isinstance(read, dict)) and _can_be_sent(read) else "invalid_arguments"
+
+
+def _can_be_sent(value: Any) -> bool:
+    """Returns whether a value can be JSON in UTF-8: a model may sample half of a surrogate pair, too."""
+    try:
+        json.dumps(shallow(value), allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _family(tokenizer: RendererTokenizer, variables: Mapping[str, Any]) -> Any:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import hashlib
+import json
 import math
 import time
 import uuid
@@ -479,7 +480,11 @@ def _no_room(most: float, what: str) -> TurnRefused:
 
 
 def _answered(answer: dict[str, Any], headers: dict[str, str]) -> Response:
-    return Response(orjson.dumps(answer), media_type="application/json", headers=headers)
+    try:
+        body = orjson.dumps(answer)
+    except orjson.JSONEncodeError:  # a call's arguments have an integer of more than 64 bits
+        body = json.dumps(answer).encode()
+    return Response(body, media_type="application/json", headers=headers)
 
 
 def _headers_of(log: SessionLog, asked: ChatTurn | TokenTurn) -> dict[str, str]:

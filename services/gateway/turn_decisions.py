@@ -16,7 +16,7 @@ from services.gateway.chat_tokens import ChatTokens, ParsedCall, ParsedTurn
 from services.gateway.replicas import Hear
 from services.gateway.wire import request as wire
 from services.gateway.wire.openai_chat import UNCONSTRAINED
-from services.gateway.wire.request_body import check_tool_results, shallow
+from services.gateway.wire.request_body import LONGEST_ID, check_tool_results, shallow
 from shared.data.stop_strings import end_across, written
 from shared.schema.messages import Sampling
 from shared.sessions.session import Session, Turn, TurnGeneration
@@ -159,9 +159,11 @@ def turn_sampling(
         prompt: tokens of the prompt. context: the most tokens of prompt and completion. stop_ids: tokens that end a turn of this model.
         place: the body's field with the prompt.
 
-    Raises TurnRefused where the prompt leaves no room for a token.
+    Raises TurnRefused where the prompt is empty, or leaves no room for a token.
     """
     task = session.sampling
+    if not prompt:
+        raise wire.TurnRefused(400, "expected a prompt of at least one token", field=place, code="invalid_value")
     if prompt >= context:
         raise wire.overlong_prompt(prompt, context - 1, place)
     given = {field: value for name, field in _DISTRIBUTION.items() if (value := getattr(asked, name)) is not None}
@@ -223,7 +225,7 @@ class TurnAnswers:
             usage=wire.TurnUsage(prompt=len(turn.prompt), completion=len(turn.completion), cached=min(turn.cached, len(turn.prompt))),
             versions=(min(versions), max(versions)),
             reasoning=parsed.reasoning,
-            tool_calls=[_called(call, turn.request, index) for index, call in enumerate(called)],
+            tool_calls=_called(called, turn.request),
             malformed_calls=[wire.MalformedCall(text=call.text, status=call.status) for call in malformed],
             stop_text=stopped,
             tokens=wire.TurnTokens(
@@ -254,10 +256,14 @@ def _cut(content: str, stops: Sequence[str]) -> tuple[str, str | None]:
     return (content, None) if found is None else (content[: found[0]], found[1])
 
 
-def _called(call: ParsedCall, request: str, index: int) -> wire.CalledTool:
-    arguments: Mapping[str, Any] | Any = call.arguments
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments if arguments is not None else {})
-    return wire.CalledTool(id=call.id or f"call_{request[-24:]}_{index}", name=call.name, arguments=text)
+def _called(calls: Sequence[ParsedCall], request: str) -> list[wire.CalledTool]:
+    """Returns calls under the ids that the model gave them, or, of those that a client could not send back, under others."""
+    found = dict[str, wire.CalledTool]()
+    for index, call in enumerate(calls):
+        text = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments if call.arguments is not None else {})
+        own = call.id if call.id and call.id not in found and len(call.id) <= LONGEST_ID else f"call_{request[-24:]}_{index}"
+        found[own] = wire.CalledTool(id=own, name=call.name, arguments=text)
+    return list(found.values())
 
 
 class StopStringTracker:

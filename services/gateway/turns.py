@@ -37,7 +37,7 @@ from shared.config.service_sections import GatewaySection
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import put_off
 from shared.runtime.traces import Traces, TraceSpan
-from shared.schema.message import LARGEST
+from shared.schema.message import LARGEST, MAX_SAMPLES
 from shared.schema.messages import Sampling
 from shared.sessions.session import (
     RECORDED,
@@ -475,7 +475,8 @@ class Turns:
                     request=pending.request,
                     input_ids=tokens,
                     sampling=wanted,
-                    seed=None if log.session.seed is None else (log.session.seed + asked.choice) & LARGEST,
+                    # no rollout of the group has the seed of another's choice
+                    seed=None if log.session.seed is None else (log.session.seed + asked.choice * MAX_SAMPLES) & LARGEST,
                     min_version=min_version,
                     seconds=self._limits.gateway_turn_timeout,
                     stream=hear is not None,

@@ -102,7 +102,7 @@ def _chat_route(server: WireServer, wire: WireFormat):
             result = server.answer(turn)
             if turn.stream:
                 return StreamingResponse(wire.events(turn, started(result)).whole(result), media_type="text/event-stream")
-            return JSONResponse(wire.answer(turn, result), headers=routes.answer_headers(turn))
+            return routes._answered(wire.answer(turn, result), routes.answer_headers(turn))
         except TurnRefused as error:
             return JSONResponse(error.body(wire.house), error.status, headers=dict(error.headers))
 

@@ -167,7 +167,7 @@ class _ChatBody(OpenAIBody):
 def parse(body: bytes, request_id: str) -> wire.ChatTurn:
     """Returns the turn that a body asks for. Raises TurnRefused."""
     asked, ignored = read_body(_ChatBody, body)
-    _check(asked)
+    check_served(*_penalties(asked), (asked.top_logprobs > 0 and not asked.logprobs, "top_logprobs", "only with logprobs = true"))
     messages = [message.chat() for message in asked.messages]
     fields.check_tool_results(messages, "messages")
     used = asked.tool_use(
@@ -261,10 +261,6 @@ def _penalties(asked: "_ChatBody | _CompletionBody") -> tuple[tuple[bool, str, s
     )
 
 
-def _check(asked: _ChatBody) -> None:
-    check_served(*_penalties(asked), (asked.top_logprobs > 0 and not asked.logprobs, "top_logprobs", "only with logprobs = true"))
-
-
 def check_served(*refusals: tuple[bool, str, str]) -> None:
     """Raises TurnRefused for what is read but not served: the first of (whether it is refused, its field, why)."""
     for refused, field, message in refusals:
@@ -306,7 +302,6 @@ def sampling(
 
 def answer(turn: wire.ChatTurn | wire.TokenTurn, *results: wire.TurnResult) -> dict[str, Any]:
     """Returns the completion, of chat or text, with the result of each choice. Raises TurnRefused where a turn was aborted."""
-    extra = _beside(turn, *results)
     spelled = isinstance(turn, wire.TokenTurn)
     choices = [
         {"index": at, **({"text": result.content} if spelled else {"message": _message(result)}), "logprobs": _logprobs(turn, result)}
@@ -320,7 +315,7 @@ def answer(turn: wire.ChatTurn | wire.TokenTurn, *results: wire.TurnResult) -> d
         "model": results[0].model,
         "choices": choices,
         "usage": token_usage(*(result.usage for result in results), choices=turn.choices),
-        **extra,
+        **_beside(turn, *results),
     }
 
 

@@ -76,20 +76,27 @@ class _StreamOptions(RequestFields):
 
 
 NAMESPACE = "::"  # Between the namespace and the name of a function, as the model has it
+KINDS, LONGEST_KIND = 16, 40  # The most types of tools without effect, and the characters of one: they are named in a header
 
 
 def _functions(given: Any, info: ValidationInfo) -> Any:
     """Returns the functions among tools, those in namespaces by both names; of the others the types are noted as without effect."""
-    found = list[Any]()
-    for tool in given if isinstance(given, list) else [given]:
+    found, others = list[Any](), set[str]()
+    for tool in given if isinstance(given, list) else ():
         kind = tool.get("type", "") if isinstance(tool, dict) else "function"
-        if kind == "namespace" and isinstance(inner := tool.get("tools"), list):
-            found += [one | {"name": f"{tool.get('name')}{NAMESPACE}{one.get('name')}"} for one in inner if isinstance(one, dict)]
-        elif kind in ("function", "namespace") or not isinstance(kind, str) or info.context is None:
+        if kind == "namespace" and isinstance(inner := tool.get("tools"), list) and isinstance(name := tool.get("name"), str):
+            for one in inner:
+                named = isinstance(one, dict) and bool(one.get("name"))
+                found.append(one | {"name": f"{name}{NAMESPACE}{one['name']}"} if named else one)
+        elif kind in ("function", "namespace") or not isinstance(kind, str):
             found.append(tool)
         else:
-            info.context.add("tools." + re.sub(r"\W", "_", kind)[: fields.LONGEST_VALUE])
-    return found
+            others.add("tools." + re.sub(r"[^A-Za-z0-9_]", "_", kind)[:LONGEST_KIND])
+    if len(others) > KINDS:
+        raise ValueError(f"{len(others)} types beside function; expected at most {KINDS}")
+    if info.context is not None:
+        info.context.update(others)
+    return found if isinstance(given, list) else given
 
 
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
@@ -123,7 +130,7 @@ class _ResponseBody(OpenAIBody):
     truncation: Literal["disabled"] = "disabled"
     include: Annotated[list[str], Field(max_length=32, fail_fast=True)] = []
     background: Literal[False] = False
-    previous_response_id: str | None = None
+    previous_response_id: Annotated[str, Field(min_length=1)] | None = None
     conversation: Any = None
     store: bool = True
 

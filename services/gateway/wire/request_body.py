@@ -32,7 +32,8 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=LARGEST)]], Field(min_le
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 # The name in a call: it may be any that was sampled, since what was answered may be sent back
 CalledName = Annotated[str, Field(max_length=1 << 16)]
-CallId = Annotated[str, Field(min_length=1, max_length=256)]
+LONGEST_ID = 256  # Characters of a call's id
+CallId = Annotated[str, Field(min_length=1, max_length=LONGEST_ID)]
 
 
 def shallow(value: Any) -> Any:

@@ -84,6 +84,12 @@ async def test_thinking_is_told_to_those_alone_who_ask_for_it(server, client) ->
         assert (await stream.get_final_message()).content[0].type == "text"
 
 
+async def test_a_calls_integer_of_any_size_is_answered(server, client) -> None:
+    server.answers = [replace(CALLS, tool_calls=[replace(CALLS.tool_calls[0], arguments='{"a": 1' + "0" * 30 + "}")])]
+    message = await client.messages.create(model="tiny", max_tokens=5, messages=[{"role": "user", "content": "x"}])
+    assert message.content[-1].input == {"a": 10**30}
+
+
 @pytest.mark.parametrize("result", [PLAIN, CALLS, replace(PLAIN, content=""), replace(CALLS, content=""), replace(PLAIN, stop_text="END")])
 async def test_a_streamed_message_is_the_whole_one_in_events(server, client, result) -> None:
     server.answers = [result]

@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +74,7 @@ def test_what_somebody_else_said_for_the_model_is_not_carried_on(chat: ChatToken
         ('<tool_call>\n{"name": "add", "arguments": {"a": 2', "unclosed_block"),
         ('<tool_call>\n{"arguments": {"a": 2}}\n</tool_call>', "missing_name"),
         ('<tool_call>\n{"name": 5, "arguments": {"a": 2}}\n</tool_call>', "invalid_name"),
+        ('<tool_call>\n{"name": "\\ud83d", "arguments": {"a": 2}}\n</tool_call>', "invalid_name"),
         ('<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": ' + '{"c": ' * 3000 + "1" + "}" * 3002 + "\n</tool_call>", "unreadable"),
     ],
 )
@@ -174,6 +176,9 @@ def test_without_a_template_chat_is_refused(tmp_path: Path) -> None:
         ("[1]", "invalid_arguments"),
         ("add 1", "invalid_arguments"),
         ({"a": DEEP}, "invalid_arguments"),
+        ({"a": 10**30}, "ok"),
+        ('{"a": "\\ud83d"}', "invalid_arguments"),
+        ({"\ud83d": 1}, "invalid_arguments"),
         ('{"a":' * 5000 + "1" + "}" * 5000, "invalid_arguments"),
     ],
 )
@@ -230,3 +235,5 @@ def test_a_grammar_takes_what_the_constraints_allow(chat: ChatTokens, constraint
 
     assert [text for text in taken if not whole(text)] == []
     assert [text for text in refused if whole(text)] == []
+    with pytest.raises(TurnRefused, match=f"{constraints[0].field}: an answer that the request begins"):
+        chat.grammar(replace(asked, messages=[*ASK, {"role": "assistant", "content": "{"}]), chat.render(ASK, tools))

@@ -151,8 +151,13 @@ def test_an_answer_that_the_client_has_begun_is_continued(chat: ChatTokens) -> N
     assert len(found.turns) == 3
     assert chat.text(list(conversation.log.turns.values())[1].prompt.tolist()).endswith("<|im_start|>assistant\nIt is")
     check(conversation.log.turns, [found])
-    with pytest.raises(TurnRefused, match="no text to continue"):
-        conversation.asked([*messages, {"role": "assistant", "content": " "}], "")
+    for begun in ("<", "end", "im_end", "_", "|>", "Once ", "a {"):
+        conversation.asked([*messages, {"role": "assistant", "content": begun}], "x<|im_end|>")
+        *_, turn = conversation.log.turns.values()
+        assert chat.text(turn.prompt.tolist()).endswith(f"thanks<|im_end|>\n<|im_start|>assistant\n{begun}"), "though templates end with it"
+    for nothing in ("", " \n"):
+        with pytest.raises(TurnRefused, match="no text to continue"):
+            conversation.asked([*messages, {"role": "assistant", "content": nothing}], "")
 
 
 def test_a_request_gives_the_template_its_variables(tmp_path: Path) -> None:

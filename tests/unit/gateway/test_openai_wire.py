@@ -10,6 +10,7 @@ import openai
 import pytest
 import pytest_asyncio
 
+from services.gateway.wire import openai_chat
 from services.gateway.wire.request import MalformedCall, RequestedSampling, TurnRefused, assistant_message, overlong_prompt, unknown_model
 from tests.support.wire_server import CALLS, PLAIN, TOKENS, WireServer
 
@@ -104,6 +105,13 @@ async def test_a_streamed_answer_is_the_whole_one_in_pieces(server, client) -> N
         assert calls == [(call.id, call.name, call.arguments) for call in result.tool_calls]
         assert (choice.finish_reason, streamed.usage) == (expected.finish_reason, whole.usage)
         assert choice.logprobs.content == expected.logprobs.content
+
+
+async def test_several_answers_are_of_the_versions_of_all_of_them() -> None:
+    turn = openai_chat.parse(json.dumps({"model": "m", "messages": ASK, "n": 2}).encode(), "r")
+    for versions in ((1, 3), (4, 9), (3, 4)):
+        found = openai_chat.answer(turn, PLAIN, replace(PLAIN, versions=versions))["weight_versions"]
+        assert found == {"oldest": min(3, versions[0]), "newest": max(4, versions[1])}
 
 
 async def test_chunks_have_no_usage_where_it_is_not_asked_for(client) -> None:
@@ -292,8 +300,8 @@ async def test_tools_that_are_no_functions_are_named_and_those_in_namespaces_kee
         {"type": "custom", "name": "apply_patch"},
     ]
     server.answers = [replace(CALLS, content="", tool_calls=[replace(CALLS.tool_calls[0], name="mcp__calc::add")]), PLAIN]
-    raw = await client.responses.with_raw_response.create(model="tiny", input="x", tools=[*tools, {"type": "web_search"}], store=False)
-    assert raw.headers["x-myxo-ignored"] == "strict, tools.custom, tools.web_search"
+    raw = await client.responses.with_raw_response.create(model="tiny", input="x", tools=[*tools, {"type": "中文" * 50}], store=False)
+    assert raw.headers["x-myxo-ignored"] == f"strict, tools.{'_' * 40}, tools.custom"
     response = raw.parse()
     [call] = [item for item in response.output if item.type == "function_call"]
     assert (call.name, call.namespace) == ("add", "mcp__calc")
@@ -317,6 +325,12 @@ async def test_a_conversation_of_openais_is_refused_by_its_name(client) -> None:
         ({"background": True}, "background"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"previous_response_id": ""}, "previous_response_id"),
+        ({"tools": {"type": "function", **ADD}}, "tools"),
+        ({"tools": [{"type": f"kind-{number}"} for number in range(17)]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "calc", "tools": [{"type": "function"}]}]}, "tools[0].name"),
+        ({"tools": [{"type": "namespace", "name": "calc", "tools": [5]}]}, "tools[0]"),
+        ({"tools": [{"type": "namespace", "tools": [{"type": "function", **ADD}]}]}, "tools[0].type"),
     ],
 )
 async def test_what_responses_cannot_do_is_refused_by_its_field(client, more, param) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.gateway.chat_tokens import ParsedCall
 from services.gateway.routes import request_id
 from services.gateway.turn_decisions import (
+    _called,
     check_tokens,
     continued,
     digests,
@@ -19,6 +21,7 @@ from services.gateway.turn_decisions import (
     unconstrained,
 )
 from services.gateway.wire.request import ChatTurn, RequestedSampling, TurnRefused, chat_call, json_constraint
+from services.gateway.wire.request_body import LONGEST_ID
 from shared.schema.messages import Sampling
 from shared.sessions.session import Session, SessionLog, Turn, TurnBegun, TurnEnded
 
@@ -47,6 +50,8 @@ def test_a_turn_is_no_longer_than_the_task_and_the_context_let_it() -> None:
     with pytest.raises(TurnRefused, match="maximum context length") as refused:
         turn_sampling(session(), RequestedSampling(), 512, 512, [])
     assert refused.value.status == 400
+    with pytest.raises(TurnRefused, match="prompt: expected a prompt of at least one token"):
+        turn_sampling(session(), RequestedSampling(), 0, 512, [], "prompt")
     with pytest.raises(TurnRefused, match="token id 100 is not in"):
         check_tokens(100, 100, "token_ids")
 
@@ -118,6 +123,13 @@ def test_a_message_is_the_same_without_its_reasoning_and_with_arguments_written_
     deep = {**CALLS, "tool_calls": [chat_call("c1", "add", '{"a":' * 5000 + "1" + "}" * 5000)]}
     assert digests([deep], []), "what cannot be read is text"
     assert found["thought"] == found["anew"] == digests([*ASKED, CALLS], [])[-1] != found["broken"]
+
+
+def test_the_calls_of_an_answer_have_ids_that_may_come_back() -> None:
+    """Some models write their calls' ids."""
+    calls = [ParsedCall("", "ok", "add", None, name) for name in ("functions.add:0", "functions.add:0", None, "", "x" * 300)]
+    ids = [call.id for call in _called(calls, "resp_1")]
+    assert ids[0] == "functions.add:0" and len(set(ids)) == 5 and all(1 <= len(one) <= LONGEST_ID for one in ids)
 
 
 def test_a_request_is_known_by_its_name_or_as_a_repetition() -> None:
