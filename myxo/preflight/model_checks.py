@@ -1,7 +1,6 @@
 """Checks of the models that a config names: their files, their weights, and whether ranks, engines and flags fit them."""
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from shared.config import devices, flag_table, sglang_flags
 from shared.config.engine_limits import context_length
 from shared.config.eval_views import eval_views
 from shared.config.trainer_section import LearningRateSchedule
+from shared.data.chat_template import read_variables
 from shared.data.tokenizer import Tokenizer
 from shared.model import architecture_flags, hf_checkpoint
 from shared.model.architecture import Architecture
@@ -60,9 +60,10 @@ def check_tokenizer(inspection: Inspection) -> Findings:
 
 
 def _unread_variables(tokenizer: Tokenizer, field: str, given: Mapping[str, Any]) -> Iterator[Note]:
-    words = tokenizer.template_words | set(re.findall(r"\w+", str(given.get("chat_template"))))
+    own = given.get("chat_template")
+    variables = tokenizer.template_variables | (read_variables(own) if isinstance(own, str) else set())
     for name in given:
-        if name == "messages" or (name != "chat_template" and name not in words):
+        if name == "messages" or (name != "chat_template" and name not in variables):
             yield Note(f"{field}.{name} changes nothing: the model's chat template reads no such variable")
 
 

@@ -222,20 +222,26 @@ class ChatTokens:
 
     def varied(self, variables: Mapping[str, Any]) -> "ChatTokens":
         """Returns the chat form with a request's variables over the run's; the newest are kept, to make one takes a moment. Raises
-        TurnRefused for one that the template does not read."""
+        TurnRefused for one that the template does not read, or that spells a control token."""
         if not variables:
             return self
-        for name in variables:
-            if name in RESERVED or name not in self.tokenizer.template_words:
-                message = "the model's chat template reads no such variable"
+        for name, value in variables.items():
+            spelled = json.dumps(value, ensure_ascii=False)
+            message = "" if name in self.tokenizer.template_variables - RESERVED else "the model's chat template reads no such variable"
+            if message or any(text in spelled for text in self._control.texts.values()):
+                message = message or "expected no control tokens in it"
                 raise TurnRefused(400, message, field=f"chat_template_kwargs.{name[:80]}", code="invalid_value")
         key = json.dumps(variables, sort_keys=True)
         with self._varying:
-            found = self._varied.pop(key, None) or ChatTokens(self.tokenizer, {**self._variables, **variables}, self._control_tokens)
-            self._varied[key] = found
+            if (known := self._varied.get(key)) is not None:
+                self._varied.move_to_end(key)
+                return known
+        made = ChatTokens(self.tokenizer, {**self._variables, **variables}, self._control_tokens)  # and nobody waits for it meanwhile
+        with self._varying:
+            self._varied[key] = made
             if len(self._varied) > MOST_VARIED:
                 self._varied.popitem(last=False)
-            return found
+        return made
 
     def _differs_with_tools(self) -> bool:
         [messages, _] = PROBES[0]

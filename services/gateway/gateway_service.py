@@ -1,6 +1,7 @@
 """The gateway service: it serves the API to the clients of sessions, and holds nothing that would die with it."""
 
 import asyncio
+import functools
 import os
 import re
 import resource
@@ -11,6 +12,7 @@ from services.gateway.ingest import GroupIntake, add_ingest_routes
 from services.gateway.replicas import GenerationClient, Replicas
 from services.gateway.routes import Api
 from services.gateway.turns import Turns
+from shared.config.eval_views import reward_key
 from shared.config.service_sections import ingest_key
 from shared.rewards.names import GIVEN
 from shared.runtime import addresses, http_endpoints
@@ -50,6 +52,7 @@ async def serve(service: Service) -> None:
     turns = Turns(sessions, replicas, client, chat, model, holder, section, service.traces)
     names = frozenset({model, str(config.model.hf_checkpoint), service.run, *section.gateway_models})
     api = Api(sessions, turns, replicas, service.metrics, model, names, section.gateway_requests)
+    api.reward_key = functools.partial(reward_key, config)
     api.rewards_given = config.reward.rm_type == GIVEN and config.reward.custom_rm_path is None
     service.log.info("gateway_renders", family=chat.family, template=chat.has_template, tools=chat.shows_tools, streams=chat.streams_text)
     app = api.app()

@@ -172,9 +172,9 @@ class Replicas:
         """Returns how many requests the replicas may have at once, as memory was there."""
         return sum(int(self._limit(one.instance).limit) for one in self.known)
 
-    def check_version(self, wanted: int) -> None:
-        """Raises TurnRefused where all replicas are behind the version that a client asks for."""
-        newest = max((one.version for one in self.known), default=None)
+    def check_version(self, wanted: int, evaluation: bool) -> None:
+        """Raises TurnRefused where all replicas of its fleet are behind the version that a client asks for."""
+        newest = max((one.version for one in self.fleet(evaluation)), default=None)
         if newest is not None and newest < wanted:
             message = f"the replicas serve version {newest}, older than the {wanted} that was asked for"
             raise TurnRefused(409, message, field="min_version", code="version_behind", retry_after_s=RETRY_AFTER_S)
@@ -183,7 +183,7 @@ class Replicas:
         """Waits until there is a replica. Raises TurnRefused after so many seconds."""
         end = time.monotonic() + seconds
         while not self.known:
-            end = await self._change(end, 0)
+            end = await self._change(end, 0, evaluation=False)
 
     @asynccontextmanager
     async def place(
@@ -216,10 +216,13 @@ class Replicas:
 
     async def _make_room(self, now: float) -> None:
         """Gives the room of sessions that were idle for long, and while turns wait that of sessions that have ended, to others."""
-        idle = [(residents, one) for residents in self._residents.values() for one in residents.idle(now)]
-        ended = await self._sessions.ended([one.session.id for _, one in idle[:ASKED_AT_ONCE]]) if self.waiting else ()
+        idle = [(residents, one) for residents in self._residents.values() for one in residents.idle()]
+        asked = sorted((one for _, one in idle), key=lambda one: (one.asked, one.used))[:ASKED_AT_ONCE] if self.waiting else []
+        ended = await self._sessions.ended([one.session.id for one in asked])
+        for one in asked:
+            one.asked = now  # others come next
         for residents, one in idle:
-            if one.session.id in ended or now - one.used > IDLE_SECONDS:
+            if one.session.id in ended or (now - one.used > IDLE_SECONDS and not one.running):
                 residents.leave(one)
 
     def _share_residents(self, gateways: int) -> None:
@@ -248,7 +251,7 @@ class Replicas:
     def _limit(self, instance: str) -> GenerationLimit:
         return self._limits.setdefault(instance, GenerationLimit(self._most))
 
-    async def _change(self, end: float, min_version: int, evaluation: bool = False) -> float:
+    async def _change(self, end: float, min_version: int, evaluation: bool) -> float:
         """Waits for a change of the replicas. Returns ``end``, monotonic, later by the time for which replicas slept for a trainer. Raises
         TurnRefused at ``end``."""
         began, asleep = time.monotonic(), self.asleep
@@ -257,7 +260,7 @@ class Replicas:
             if self.known and not self.fleet(evaluation):
                 lacks = f"no replica is there for {'evaluations' if evaluation else 'training'} (rollout.eval_replicas)"
                 raise TurnRefused(503, lacks, code="no_replica", retry_after_s=RETRY_AFTER_S)
-            self.check_version(min_version)
+            self.check_version(min_version, evaluation)
             if not self.known:
                 raise TurnRefused(503, "no replica serves verified weights", code="no_replica", retry_after_s=RETRY_AFTER_S)
             raise TurnRefused(429, "all replicas have as many requests as they can take", code="no_room", retry_after_s=RETRY_AFTER_S)

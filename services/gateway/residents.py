@@ -19,7 +19,8 @@ IDLE_SECONDS = 120.0  # The time without a turn after which others have taken a 
 @dataclass(eq=False)
 class Resident:
     """A session, or one that asks to be resident. tokens: of its newest turn. shared: of them, the leading ones that the other sessions of
-    its group have as well. since, used: when it was admitted, and when its newest turn ended, monotonic seconds. running: its turns now."""
+    its group have as well. since, used: when it was admitted, and when its newest turn ended, monotonic seconds. running: its turns now.
+    asked: when the store was asked last whether it has ended."""
 
     session: Session
     tokens: int
@@ -27,6 +28,7 @@ class Resident:
     since: float = 0.0
     used: float = 0.0
     running: int = 0
+    asked: float = 0.0
 
     @classmethod
     def asking(cls, log: SessionLog, tokens: int) -> "Resident":
@@ -42,12 +44,15 @@ class Residents:
 
     capacity: int = 0
     sessions: dict[str, Resident] = field(default_factory=dict)
+    _kept: tuple[int, dict[str, int]] | None = None  # what `_counted` returns until it changes: those that wait ask again and again
 
     def fits(self, asking: Resident) -> bool:
         """Returns whether a session may have a turn here: it is resident, or there is room for it, or nothing else is here."""
         if not self.capacity or not self.sessions or asking.session.id in self.sessions:
             return True
-        return self._tokens(*self.sessions.values(), asking) <= HELD_SHARE * self.capacity
+        kept, shared = self._counted()
+        further = max(0, asking.shared - shared.get(asking.session.group, 0)) + max(0, asking.tokens - asking.shared)
+        return kept + further <= HELD_SHARE * self.capacity
 
     def admit(self, asking: Resident, now: float) -> Resident:
         """Returns the session as a resident with one more turn. Where it does not fit, those that were admitted first and have no turn make
@@ -57,31 +62,35 @@ class Residents:
             self.leave(leaving.pop())
         found = self.sessions.setdefault(asking.session.id, asking)
         found.since = found.since or now
-        found.tokens, found.running = asking.tokens, found.running + 1
+        found.tokens, found.running, self._kept = asking.tokens, found.running + 1, None
         return found
 
     def ended(self, resident: Resident, now: float) -> None:
         """Notes the end of a resident's turn. Where residents have grown beyond their room, those that were admitted last leave."""
-        resident.running, resident.used = resident.running - 1, now
+        resident.running, resident.used, self._kept = resident.running - 1, now, None
         leaving = self._idle(key=lambda one: one.since) if self.capacity else []
-        while leaving and len(self.sessions) > 1 and self._tokens(*self.sessions.values()) > HELD_SHARE * self.capacity:
+        while leaving and len(self.sessions) > 1 and self._counted()[0] > HELD_SHARE * self.capacity:
             self.leave(leaving.pop())
 
     def leave(self, resident: Resident) -> None:
         """Gives a session's room to others."""
         if self.sessions.get(resident.session.id) is resident:
             del self.sessions[resident.session.id]
+            self._kept = None
 
-    def idle(self, since: float) -> list[Resident]:
-        """Returns the sessions without a turn since then, monotonic seconds, the longest idle first."""
-        return [one for one in self._idle(key=lambda one: one.used) if one.used <= since]
+    def idle(self) -> list[Resident]:
+        """Returns the sessions without a turn, the longest idle first."""
+        return self._idle(key=lambda one: one.used)
 
     def _idle(self, key: Callable[[Resident], float]) -> list[Resident]:
         return sorted((one for one in self.sessions.values() if not one.running), key=key)
 
-    def _tokens(self, *held: Resident) -> int:
-        """Returns the tokens that are kept for sessions, what a group shares counted once."""
-        shared = dict[str, int]()
-        for one in held:
-            shared[one.session.group] = max(shared.get(one.session.group, 0), one.shared)
-        return sum(one.tokens - one.shared for one in held) + sum(shared.values())
+    def _counted(self) -> tuple[int, dict[str, int]]:
+        """Returns the tokens that are kept for sessions, what a group shares counted once, and of them the shared ones of each group."""
+        if self._kept is None:
+            shared, held = dict[str, int](), self.sessions.values()
+            for one in held:
+                shared[one.session.group] = max(shared.get(one.session.group, 0), one.shared)
+            # a turn may begin with less than the group shares
+            self._kept = sum(max(0, one.tokens - one.shared) for one in held) + sum(shared.values()), shared
+        return self._kept

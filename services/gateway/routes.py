@@ -43,6 +43,7 @@ from services.gateway.wire.request import (
     unknown_model,
 )
 from services.gateway.wire.request_body import RequestFields, read_body
+from shared.hooks import reward_values
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import cancelled
 from shared.runtime.telemetry import Metrics, declare_metrics
@@ -231,7 +232,8 @@ class _TurnRewardFields(RequestFields):
 @dataclass
 class Api:
     """The state that the routes share. ``names``: those that requests may give the model; ``*``: any. ``most``: requests in hand at once.
-    ``of_session``: how many of each session are being read or answered. ``rewards_given``: nothing else scores sessions."""
+    ``of_session``: how many of each session are being read or answered. ``rewards_given``: nothing else scores sessions. ``reward_key``: by
+    a group's id, the name of the reward that counts."""
 
     sessions: SessionStore
     turns: Turns
@@ -244,6 +246,7 @@ class Api:
     in_hand: int = 0
     of_session: Counter[str] = field(default_factory=Counter)
     rewards_given: bool = False
+    reward_key: Callable[[str], str | None] = lambda _: None
 
     def app(self) -> FastAPI:
         """Returns the app with all endpoints."""
@@ -411,6 +414,10 @@ class Api:
         if asked.reward is None and self.rewards_given:
             message = "expected a number, or numbers by name: nothing else scores this run (reward.rm_type is given)"
             raise TurnRefused(400, message, field="reward", code="missing_parameter")
+        try:  # the one that counts is there, or the rollout would fail for it
+            reward_values.read(0.0 if asked.reward is None else asked.reward, self.reward_key(log.session.group))
+        except ValueError as error:
+            raise TurnRefused(400, str(error), field="reward", code="invalid_value") from None
         try:
             end = SessionEnded(at=time.time(), reward=asked.reward, reason=asked.reason)
         except ValidationError as error:

@@ -293,7 +293,7 @@ class Turns:
         if time.time() > log.deadline:
             raise TurnRefused(410, "the session's deadline has passed", code="session_ended")
         await self._replicas.present(self._limits.gateway_wait)
-        self._replicas.check_version(asked.min_version)
+        self._replicas.check_version(asked.min_version, log.session.evaluation)
         check_tokens(max(asked.sampling.stop_token_ids, default=0), self._replicas.vocabulary, "stop_token_ids")
 
     async def _prompt(self, log: SessionLog, asked: ChatTurn) -> TurnPrompt:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.sandbox
 
@@ -104,9 +105,21 @@ class _Generation(jinja2.ext.Extension):
         return str(caller())
 
 
+def read_variables(text: str) -> set[str]:
+    """Returns the names of the variables that a template reads; none where it cannot be read."""
+    try:
+        return jinja2.meta.find_undeclared_variables(_environment().parse(text))
+    except jinja2.TemplateSyntaxError:
+        return set()
+
+
 @functools.lru_cache(maxsize=16)
 def _compiled(text: str) -> jinja2.Template:
     """Returns a template, compiled once: that takes a hundred times as long as rendering a chat."""
+    return _environment().from_string(text)
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     extensions = [_Generation, jinja2.ext.loopcontrols]
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
 
@@ -119,4 +132,4 @@ def _compiled(text: str) -> jinja2.Template:
     environment.filters["tojson"] = tojson  # jinja2's own escapes HTML
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
-    return environment.from_string(text)
+    return environment

@@ -1,6 +1,5 @@
 """An HF checkpoint's tokenizer without transformers or torch: `tokenizers` for text, jinja2 for the chat template."""
 
-import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.data.chat_template import DEFAULT, FIELD, ChatTemplates
+from shared.data.chat_template import DEFAULT, FIELD, ChatTemplates, read_variables
 from shared.data.checkpoint_tokenizer import CheckpointTokenizer
 from shared.data.control_tokens import ControlTokens
 from shared.runtime.errors import ConfigError
@@ -124,9 +123,9 @@ class Tokenizer:
         return frozenset(token for token in found if token is not None)
 
     @cached_property
-    def template_words(self) -> frozenset[str]:
-        """Returns the words of the chat templates: a variable that is none of them is not read."""
-        return frozenset(re.findall(r"\w+", " ".join(self.templates.values())))
+    def template_variables(self) -> frozenset[str]:
+        """Returns the names of the variables that the chat templates read."""
+        return frozenset().union(*map(read_variables, self.templates.values()))
 
     @cached_property
     def control_tokens(self) -> dict[str, ControlTokens]:

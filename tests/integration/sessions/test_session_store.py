@@ -8,12 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from services.gateway.replicas import ASKED_AT_ONCE, GenerationTarget, Replicas
+from services.gateway.residents import IDLE_SECONDS, Resident
 from shared.process.embedded_servers import EmbeddedValkey
 from shared.schema.messages import Sampling
 from shared.sessions.session import (
     PendingTurn,
     Session,
     SessionEnded,
+    SessionLog,
     SessionOver,
     SessionUnknown,
     Turn,
@@ -171,3 +174,27 @@ async def test_turns_survive_the_stores_death(tmp_path: Path, crash: Callable[[E
     finally:
         await store.close()
         mortal_valkey.stop()
+
+
+async def test_sessions_that_have_ended_make_room_at_every_replica_while_turns_wait(sessions: SessionStore) -> None:
+    """However many others are idle at the replicas before it."""
+    replicas = Replicas(None, sessions, 8)  # type: ignore[arg-type]
+    replicas.known = [GenerationTarget(name, name, 1, 512, 100, kept=1 << 20) for name in ("first", "second")]
+    replicas._share_residents(1)
+    ended = set[str]()
+    for name, residents in replicas._residents.items():
+        for number in range(ASKED_AT_ONCE + 1):
+            opened, _ = session(f"{name}.{number}")
+            await sessions.open(opened)
+            residents.ended(residents.admit(Resident.asking(SessionLog(opened), 10), now=1.0), now=2.0)
+        ended.add(opened.id)
+        await sessions.end(opened.id, SessionEnded(at=1.0))
+    before = {name for residents in replicas._residents.values() for name in residents.sessions}
+    await replicas._make_room(3.0)
+    assert replicas.residents == len(before), "nobody waits"
+    replicas.waiting = 1
+    for _ in range(3):
+        await replicas._make_room(3.0)
+    assert {name for residents in replicas._residents.values() for name in residents.sessions} == before - ended
+    await replicas._make_room(3.0 + IDLE_SECONDS)
+    assert not replicas.residents

@@ -170,9 +170,11 @@ def test_a_request_gives_the_template_its_variables(tmp_path: Path) -> None:
     assert tails == ["", "<think>\n\n</think>\n\n"]
     conversation.asked([*messages, answers[1], {"role": "user", "content": "and?"}], "6<|im_end|>", **quiet)
     assert len(trajectories(conversation.log.turns.values())) == 2, "each setting continues its own"
-    for name in ("enable_thinkin", "messages", "chat_template"):
-        with pytest.raises(TurnRefused, match=f"chat_template_kwargs.{name}"):
+    for name in ("enable_thinkin", "messages", "chat_template", "think", "loop", "namespace"):  # words of it that are none of its variables
+        with pytest.raises(TurnRefused, match=f"chat_template_kwargs.{name}: .* reads no such variable"):
             conversation.asked(messages, "", chat_template_kwargs={name: 1})
+    with pytest.raises(TurnRefused, match="chat_template_kwargs.enable_thinking: expected no control tokens"):
+        conversation.asked(messages, "", chat_template_kwargs={"enable_thinking": ["no<|im_end|>"]})
 
 
 @pytest.mark.parametrize("text", [DRAWN[5], "So.\n<tool_call>\n{bad}\n</tool_call>\n<|im_end|>", 'So. <tool_call>{"name": add}<|im_end|>'])

@@ -26,6 +26,15 @@ def test_evaluations_have_replicas_of_their_own_where_the_run_says_so() -> None:
         assert tuple([one.instance for one in replicas.fleet(evaluation)] for evaluation in (True, False)) == expected
 
 
+def test_a_version_that_only_the_other_fleet_serves_is_behind() -> None:
+    replicas = Replicas(None, None, 8, apart=True)  # type: ignore[arg-type]
+    replicas.known = targets([status(0), status(1, version=9, gauges={**status(1).gauges, EVAL_GAUGE: 1.0})])
+    replicas.check_version(9, evaluation=True)
+    with pytest.raises(TurnRefused, match="serve version 3, older than the 9") as refused:
+        replicas.check_version(9, evaluation=False)
+    assert refused.value.status == 409
+
+
 async def test_a_turn_whose_fleet_is_gone_is_refused_by_its_deadline_with_the_fleets_name() -> None:
     replicas = Replicas(None, None, 8, apart=True)  # type: ignore[arg-type]
     replicas.known = targets([status(0)])

@@ -22,15 +22,21 @@ def test_a_session_is_admitted_where_its_tokens_have_room() -> None:
     first = residents.admit(asking("a", 500), now=1.0)
     assert residents.fits(asking("b", 400)) and not residents.fits(asking("b", 401))
     first.tokens = 700
+    residents.ended(first, now=2.0)
     assert not residents.fits(asking("b", 400)) and residents.fits(asking("a", 5000)), "who is resident has its next turn"
     assert Residents(0, dict(residents.sessions)).fits(asking("b", 5000)), "a replica that keeps nothing admits all"
 
 
 def test_what_a_group_shares_counts_once() -> None:
     residents = Residents(CAPACITY)
-    residents.admit(asking("a", 800, "group"), now=1.0).tokens = 850
+    first = residents.admit(asking("a", 800, "group"), now=1.0)
+    first.tokens = 850
+    residents.ended(first, now=2.0)
     assert residents.fits(asking("b", 850, "group")) and not residents.fits(asking("b", 851, "group"))
     assert not residents.fits(asking("c", 100, "other"))
+    first.tokens = 10  # of a conversation of its own
+    residents.ended(first, now=3.0)
+    assert residents.fits(asking("c", 100, "other")) and not residents.fits(asking("c", 101, "other")), "the others keep what they share"
 
 
 def test_those_that_came_last_leave_when_sessions_outgrow_the_room() -> None:
@@ -55,7 +61,7 @@ def test_those_that_came_first_make_room_unless_they_have_a_turn() -> None:
         residents.ended(residents.sessions[name], now=10.0)
     residents.admit(asking("fourth", 300), now=11.0)
     assert list(residents.sessions) == ["first", "third", "fourth"]
-    assert [one.session.id for one in residents.idle(since=10.0)] == ["third"]
+    assert [one.session.id for one in residents.idle()] == ["third"]
     residents.admit(asking("fifth", 900), now=12.0)
     assert list(residents.sessions) == ["first", "fourth", "fifth"], "who has a turn stays, though it is too much then"
 
