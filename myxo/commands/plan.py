@@ -69,7 +69,13 @@ def planned(source: Source, gpu_bytes: int) -> PlannedConfig:
             notes.append(f"no run's config: the engine is planned on {gpus} GPU{'s' if gpus > 1 else ''}, the fewest that hold the model")
             config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"rollout_num_gpus_per_engine": gpus})})
     config, engines = filled(config, 0, 0, trains=True)
-    return PlannedConfig(RunPlan(config, architecture, gpu_bytes, own), [*notes, *filter(None, [engines])])
+    models = dict[str, Architecture]()
+    for name in config.rollout.models:
+        try:
+            models[name] = _read_shape(config.of_engines(name).model.hf_checkpoint, f"rollout.models.{name}.hf_checkpoint")
+        except ConfigError as error:  # engines serve families that no trainer has
+            notes.append(f"{name} is left out of the plan: {error}")
+    return PlannedConfig(RunPlan(config, architecture, gpu_bytes, own, models), [*notes, *filter(None, [engines])])
 
 
 def _read(source: Source) -> tuple[RunConfig, dict[str, Any]]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from myxo.launch.service_plan import CRITIC, SERVICE_MODULES, next_nodes
 from myxo.preflight import Source, checked_config
 from shared.config import devices
+from shared.config.devices import EngineInstance
 from shared.config.run_config import RunConfig
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
@@ -53,10 +54,12 @@ def place(config: RunConfig, nodes: int, gpus_per_node: int) -> list[PlacedServi
     for role in ("actor", "critic") if config.algorithm.has_critic and trains else ("actor",):
         on_gpus = trains and devices.resolve(trainer.train_device) == "cuda"
         placed += _trainer_nodes(config, role, free, trainer.ranks_per_node(role) if on_gpus else 0)
+    engines = devices.engine_instances(config)
+    placed += _engines(config, [engine for engine in engines if engine.model], free)
     if trainer.colocate:
         placed += _colocated(config, [service for service in placed if service.instance.startswith("trainer-")])
     elif devices.resolve(rollout.rollout_device) == "cuda":
-        placed += _engines(config, free)
+        placed += _engines(config, [engine for engine in engines if not engine.model], free)
     else:
         placed += _engines_on_cpus(config, nodes)
     return sorted(placed, key=lambda service: service.node)
@@ -84,22 +87,22 @@ def _first_node(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield "console", "console-0", "services.console"
 
 
-def _engine(node: int, index: int, gpus: Sequence[int] = (), rank: int = 0) -> PlacedService:
-    return PlacedService(node, "rollout", f"rollout-{index}", (SERVICE_MODULES["rollout"],), tuple(gpus), rank)
+def _engine(node: int, instance: str, gpus: Sequence[int] = (), rank: int = 0) -> PlacedService:
+    return PlacedService(node, "rollout", instance, (SERVICE_MODULES["rollout"],), tuple(gpus), rank)
 
 
-def _engines(config: RunConfig, free: list[list[int]]) -> Iterator[PlacedService]:
-    rollout, replicas = config.rollout, config.rollout.rollout_replicas
-    size, spans = rollout.rollout_num_gpus_per_engine, rollout.nodes_per_engine
-    share = size // spans
-    for index in range(replicas):
+def _engines(config: RunConfig, engines: Sequence[EngineInstance], free: list[list[int]]) -> Iterator[PlacedService]:
+    """Yields a model's engines where GPUs are left; of a frozen model that computes on a CPU on the first node."""
+    for index, engine in enumerate(engines):
+        spans, share = (1 if engine.model else config.rollout.nodes_per_engine), engine.gpus if engine.on_gpus else 0
         nodes = next_nodes([len(gpus) for gpus in free], spans, share)
         if nodes is None:
-            left = f"{index} engines of {size} GPUs fit on what the trainer leaves of {len(free)} nodes"
-            raise ConfigError("rollout.rollout_replicas", replicas, f"at most {index}: {left}")
+            left = f"{index} engines of {share * spans} GPUs fit on what the trainer leaves of {len(free)} nodes"
+            field = f"rollout.models.{engine.model}.replicas" if engine.model else "rollout.rollout_replicas"
+            raise ConfigError(field, len(engines), f"at most {index}: {left}")
         for rank, node in enumerate(nodes):
             own, free[node] = free[node][:share], free[node][share:]
-            yield _engine(node, index, own, rank)
+            yield _engine(node, engine.instance, own, rank)
 
 
 def _engines_on_cpus(config: RunConfig, nodes: int) -> Iterator[PlacedService]:
@@ -110,14 +113,14 @@ def _engines_on_cpus(config: RunConfig, nodes: int) -> Iterator[PlacedService]:
     turns = itertools.cycle(range(min(config.trainer.nodes("actor"), nodes - spans), nodes))
     for index in range(rollout.rollout_replicas):
         for rank, node in enumerate(sorted(itertools.islice(turns, spans))):
-            yield _engine(node, index, rank=rank)
+            yield _engine(node, f"rollout-{index}", rank=rank)
 
 
 def _colocated(config: RunConfig, trainers: Sequence[PlacedService]) -> Iterator[PlacedService]:
     for trainer in trainers:
         own = list(map(str, trainer.gpus))
         for place, index in enumerate(devices.colocated_engines(config, trainer.rank)):
-            yield _engine(trainer.node, index, [int(gpu) for gpu in devices.shared_gpus(config, own, place)])
+            yield _engine(trainer.node, f"rollout-{index}", [int(gpu) for gpu in devices.shared_gpus(config, own, place)])
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shared.bus.registry import MODEL
 from shared.config import devices
 from shared.config.environment_variables import EVAL_VARIABLE
 from shared.config.run_config import RunConfig
@@ -61,7 +62,7 @@ def run_service(
 
 def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
     """Returns one trainer, its critic where there is one, as many buffers, reward and rollout services and gateways as the config asks for,
-    and the agents' server, where there is one.
+    those of frozen models among them, and the agents' server, where there is one.
 
     Where nothing is trained (`debug_rollout_only`), the trainer's service records what comes in; it has neither model nor GPU.
 
@@ -78,8 +79,8 @@ def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
     evaluating = {f"rollout-{rollouts - 1 - place}": {EVAL_VARIABLE: "1"} for place in range(config.rollout.eval_replicas)}
     specs: list[ServiceSpec] = []
     for service, count in counts.items():
-        for index in range(count):
-            instance = f"{service}-{index}"
+        frozen = [engine.instance for engine in devices.engine_instances(config) if engine.model] if service == "rollout" else []
+        for instance in (*(f"{service}-{index}" for index in range(count)), *frozen):
             environment = {devices.VISIBLE: shares[instance]} if instance in shares else {}
             environment |= evaluating.get(instance, {})
             if http:
@@ -88,7 +89,8 @@ def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
                 # each of its lives listens there: clients that repeat a request know no other address
                 _HELD.append(held := hold_port())
                 environment[GATEWAY_VARIABLE] = str(HttpAddress(config.gateway.gateway_host, held.getsockname()[1]))
-            specs.append(run_service(config, nats_url, service, instance, environment))
+            kind = MODEL if instance in frozen else ""
+            specs.append(run_service(config, nats_url, service, instance, environment, service=kind))
     if config.rollout.agent_service:
         specs.append(ServiceSpec(AGENTS, f"{AGENTS}-0", tuple(config.rollout.agent_service), {"PYTHONUNBUFFERED": "1"}, foreign=True))
     return specs
@@ -119,7 +121,7 @@ def shares_trainer(config: RunConfig) -> bool:
 
 
 def left_gpus(config: RunConfig, nodes: int, gpus_per_node: int, *, on_gpus: bool) -> list[int]:
-    """Returns how many GPUs trainer and critic leave on each node, 0 where they need more than there are.
+    """Returns how many GPUs trainer, critic and frozen models leave on each node, 0 where they need more than there are.
 
     ``on_gpus``: whether they compute on GPUs.
     """
@@ -128,6 +130,9 @@ def left_gpus(config: RunConfig, nodes: int, gpus_per_node: int, *, on_gpus: boo
     for role in roles:
         for node in range(min(trainer.nodes(role), nodes)):
             left[node] = max(0, left[node] - trainer.ranks_per_node(role))
+    for engine in devices.engine_instances(config):
+        if engine.model and engine.on_gpus and (found := next_nodes(left, 1, engine.gpus)) is not None:
+            left[found[0]] -= engine.gpus
     return left
 
 

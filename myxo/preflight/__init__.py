@@ -60,6 +60,7 @@ CHECKS: dict[Check, When] = {
     model_checks.check_training: TRAINS,
     model_checks.check_engine_flags: GENERATES,
     engine_checks.check_engine_model: GENERATES,
+    engine_checks.check_models: GENERATES,
     model_checks.check_engine_backend: STARTS | GENERATES,
     model_checks.check_engine_context: GENERATES,
     machine_checks.check_functions: ALWAYS,

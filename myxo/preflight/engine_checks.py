@@ -8,13 +8,20 @@ it likes: what it may generate has to fit into a micro-batch. Samples that are t
 
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from myxo.preflight.inspection import Findings, Inspection, Note
-from myxo.preflight.model_checks import positive_count
+from myxo.preflight.model_checks import (
+    check_engine_backend,
+    check_engine_context,
+    check_engine_flags,
+    check_engines,
+    check_files,
+    positive_count,
+)
 from shared.config import devices
 from shared.config.engine_limits import CONTEXT_KEPT, context_length, cpu_token_capacity, longest_sequence
 from shared.config.eval_views import eval_views
@@ -51,6 +58,48 @@ def check_engine_model(inspection: Inspection) -> Findings:
             yield Note(f"{field} = {value}: {FEWER_BITS}")
         elif name in ("enable-lora", "lora-paths"):
             yield Note(f"{field} changes nothing: no request names an adapter of the engine's; lora_rank trains one")
+
+
+ENGINE_CHECKS = (check_engine_flags, check_engine_backend, check_engine_context, check_engine_model)
+
+
+def check_models(inspection: Inspection) -> Findings:
+    """Yields what is wrong with frozen models and with groups of the policy's engines, each by the checks of engines that are alike."""
+    config, rollout = inspection.config, inspection.config.rollout
+    for model in ("", *rollout.models):
+        for place, group in enumerate(rollout.engines(model)):
+            field = f"rollout.models.{model}" if model else f"rollout.engine_groups.{place}"
+            if group.worker_type != "regular":
+                where = f"{field}.groups.{place}" if model else field
+                expected = (
+                    f"regular: {model or rollout.policy_name}'s prefill and decode are not divided among engines; make one group of them"
+                )
+                yield ConfigError(f"{where}.worker_type", group.worker_type, expected)
+            own = config.of_engines(model, place)
+            if own.rollout.nodes_per_engine > 1 and (model or rollout.engine_groups):
+                yield ConfigError(
+                    f"{field}.num_gpus_per_engine",
+                    group.num_gpus_per_engine,
+                    f"at most {rollout.gpus_per_node}: such an engine is on one machine",
+                )
+            alone = own.model_copy(update={"debug": own.debug.model_copy(update={"debug_rollout_only": True})})
+            known = not model or model in inspection.frozen_models
+            checks = (*ENGINE_CHECKS, *([check_files] if model else []), *([check_engines] if known else []))
+            yield from _of_group(Inspection(alone, inspection.starts), field, checks) if model or rollout.engine_groups else ()
+    if rollout.engine_groups and config.trainer.colocate:
+        expected = "none with colocate: engines that share the trainer's GPUs are alike"
+        yield ConfigError("rollout.engine_groups", f"{len(rollout.engine_groups)} groups", expected)
+
+
+def _of_group(own: Inspection, field: str, checks: Iterable[Callable[[Inspection], Findings]]) -> Findings:
+    """Yields what the checks of a run's engines find in the config of one group, under the group's own fields."""
+    named = {"model.hf_checkpoint": f"{field}.hf_checkpoint", "rollout.rollout_num_gpus_per_engine": f"{field}.num_gpus_per_engine"}
+    for finding in (finding for check in checks for finding in check(own)):
+        if isinstance(finding, ConfigError):
+            place = named.get(finding.field) or finding.field.replace("rollout.sglang", f"{field}.sglang", 1)
+            yield ConfigError(place, finding.value, finding.expected)
+        elif isinstance(finding, Note):
+            yield Note(f"{field}: {finding.text}")
 
 
 def _has_fewer_bits(name: str, value: Any) -> bool:

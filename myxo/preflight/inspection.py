@@ -1,5 +1,6 @@
 """The input of a run's checks: its config, and the files that several of them read from disk, each loaded once."""
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -129,6 +130,15 @@ class Inspection:
         """Returns the architecture of the critic's own checkpoint; None where it has none, or one that cannot be trained."""
         directory = self.config.trainer.critic_load if self.config.algorithm.has_critic else None
         return self._loaded(lambda: read_architecture(directory), "trainer.critic_load") if directory is not None else None
+
+    @cached_property
+    def frozen_models(self) -> dict[str, Architecture]:
+        """Returns the architectures of frozen models by their names, without those of families that only engines know."""
+        found = {}
+        for name in self.config.rollout.models:
+            with contextlib.suppress(ConfigError, OSError):
+                found[name] = read_architecture(self.config.of_engines(name).model.hf_checkpoint, quantized=True)
+        return found
 
     @cached_property
     def weight_headers(self) -> Headers:

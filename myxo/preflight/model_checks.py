@@ -196,9 +196,6 @@ def check_layout_reach(inspection: Inspection) -> Findings:
     elif rollout.rollout_num_gpus_per_engine > MOST_GPUS * rollout.nodes_per_engine:
         expected = f"at most {MOST_GPUS} on each of the engine's nodes, which --sglang-nnodes counts"
         yield ConfigError("rollout.rollout_num_gpus_per_engine", rollout.rollout_num_gpus_per_engine, expected)
-    if rollout.sglang_config is not None:
-        expected = "none: the engines of a run are alike; give their flags as --sglang-…"
-        yield ConfigError("rollout.sglang_config", str(rollout.sglang_config), expected)
     if trainer.sequence_parallel and trainer.tensor_model_parallel_size == 1:
         yield Note("--sequence-parallel changes nothing: tensor_model_parallel_size is 1")
 

@@ -9,7 +9,7 @@ the limit, on either side, it is noted.
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -63,17 +63,30 @@ class MemoryNeed:
 
 
 @dataclass(frozen=True)
+class PlannedGroup:
+    """A group of engines. ``name``: for people. ``field``: of the config, that an error names. ``engines``: how many. ``plan``: of a GPU.
+    ``alike``: they are all engines of the policy, which the fields of ``[rollout]`` describe."""
+
+    name: str
+    field: str
+    engines: int
+    plan: EnginePlan
+    alike: bool
+
+
+@dataclass(frozen=True)
 class RunPlan:
     """The plan of a run.
 
     ``config``: of the run. ``architecture``: of its policy. ``gpu_bytes``: of each GPU. ``critic``: the architecture of the critic, where
-    it has one of its own.
+    it has one of its own. ``models``: those of frozen models, as far as they are known.
     """
 
     config: RunConfig
     architecture: Architecture
     gpu_bytes: int
     critic: Architecture | None = None
+    models: Mapping[str, Architecture] = field(default_factory=dict)
 
     @cached_property
     def needs(self) -> list[MemoryNeed]:
@@ -86,8 +99,25 @@ class RunPlan:
 
     @cached_property
     def engine(self) -> EnginePlan | None:
-        """Returns the plan of an engine's GPU; None where the run has none."""
-        return None if self.config.debug.trains_only else plan_engine(self.architecture, self.config.rollout, self.gpu_bytes)
+        """Returns the plan of the GPU of one of the policy's engines, of the first group; None where the run has none."""
+        return None if self.config.debug.trains_only else self.engines[0].plan
+
+    @cached_property
+    def engines(self) -> "list[PlannedGroup]":
+        """Returns the plans of all groups of engines, the policy's first, without those of models whose shape is not known."""
+        found, rollout = [], self.config.rollout
+        for model, shape in {"": self.architecture, **self.models}.items():
+            for place in range(len(rollout.engines(model))):
+                own = self.config.of_engines(model, place).rollout
+                name, group = (
+                    f"engine of {model}" if model else "engine",
+                    f"rollout.models.{model}" if model else f"rollout.engine_groups.{place}",
+                )
+                alike = not (model or rollout.engine_groups)
+                name = name if len(rollout.engines(model)) == 1 else f"{name}, group {place}"
+                place_of = "rollout.rollout_num_gpus_per_engine" if alike else f"{group}.num_gpus_per_engine"
+                found.append(PlannedGroup(name, place_of, own.rollout_replicas, plan_engine(shape, own, self.gpu_bytes), alike))
+        return found
 
     def stages(self, role: str) -> list[StagePlan]:
         """Returns the plans of a role's pipeline stages; none where the run has no such role."""
@@ -121,17 +151,20 @@ class RunPlan:
         return awake + ASLEEP_BYTES + count * self.config.weights.update_weight_buffer_size
 
     def _engine(self) -> Iterator[MemoryNeed]:
-        engine, config = self.engine, self.config
-        if engine is None:
-            return
+        for group in self.engines if self.engine is not None else ():
+            engine, parts = group.plan, self._engine_parts(group)
+            role = "engine" if group.alike else "group"
+            yield MemoryNeed(group.name, role, group.engines * engine.gpus, parts, engine.budget, group.field)
+
+    def _engine_parts(self, group: "PlannedGroup") -> dict[str, int]:
+        engine, config = group.plan, self.config
         parts = {"weights": engine.weights, "longest sequence": engine.longest * engine.token_bytes}
-        if config.trainer.colocate and not config.debug.debug_rollout_only:
+        if group.alike and config.trainer.colocate and not config.debug.debug_rollout_only:
             held = [_static(stage) for stage in self.stages("actor")] if config.trainer.offload_train is False else [0]
             kept = max(held) + OUTSIDE_BYTES + 2 * config.weights.update_weight_buffer_size
             beside = max(kept - (self.gpu_bytes - engine.budget), 0)
             parts |= {"colocated": beside} if beside else {}
-        gpus = config.rollout.rollout_replicas * engine.gpus
-        yield MemoryNeed("engine", "engine", gpus, parts, engine.budget, "rollout.rollout_num_gpus_per_engine")
+        return parts
 
 
 def _static(plan: StagePlan) -> int:
@@ -159,7 +192,9 @@ class Remedy:
 
 def remedies(plan: RunPlan, need: MemoryNeed) -> list[Remedy]:
     """Returns what would lower a need: first what is enough, then what saves most."""
-    found, trainer, name = [], plan.config.trainer, "rollout" if need.role == "engine" else "trainer"
+    found, trainer, name = list[Remedy](), plan.config.trainer, "rollout" if need.role == "engine" else "trainer"
+    if need.role == "group":  # its own table says what to change
+        return found
     for flags, update in _engine_flags(plan) if need.role == "engine" else _trainer_flags(trainer, need.role):
         section = getattr(plan.config, name).model_copy(update=update)
         if name == "trainer" and not _divides(plan.architecture, section, need.role):
@@ -234,7 +269,7 @@ LEGEND = "working: logits of a chunk of tokens, or what the backward pass of a l
 
 def trainer_table(plan: RunPlan) -> Table | None:
     """Returns a column for each kind of trainer's rank; None where the run has no trainer."""
-    needs = [need for need in plan.needs if need.role != "engine"]
+    needs = [need for need in plan.needs if need.role not in ("engine", "group")]
     if not needs:
         return None
     table = _table("trainer, a rank", [need.of for need in needs])
@@ -249,18 +284,20 @@ def trainer_table(plan: RunPlan) -> Table | None:
 
 def engine_table(plan: RunPlan) -> Table | None:
     """Returns what is planned of an engine's GPU; None where the run has no engine."""
-    engine = plan.engine
-    if engine is None:
+    if plan.engine is None:
         return None
-    table = _table("engine, a GPU", [])
-    table.add_column("")
-    table.add_row("engines x GPUs", f"{plan.config.rollout.rollout_replicas} x {engine.gpus}")
-    table.add_row("weights", _gb(engine.weights))
-    table.add_row("KV cache", _gb(engine.cache))
-    table.add_row("together, at most", f"{_gb(engine.budget)} = {engine.share:.3g} of a GPU's {_gb(plan.gpu_bytes)}")
-    caches = f" in each of {engine.copies} caches" if engine.copies > 1 else ""
-    table.add_row("tokens in the cache", f"{engine.tokens:,}{caches}, of {engine.token_bytes:,} bytes")
-    table.add_row("longest sequences", f"{engine.tokens // engine.longest:,} of {engine.longest:,} tokens")
+    groups = plan.engines
+    table = _table("engine, a GPU", [group.name.removeprefix("engine of ") for group in groups] if len(groups) > 1 else [""])
+    planned = [group.plan for group in groups]
+    table.add_row("engines x GPUs", *(f"{group.engines} x {group.plan.gpus}" for group in groups))
+    table.add_row("weights", *(_gb(engine.weights) for engine in planned))
+    table.add_row("KV cache", *(_gb(engine.cache) for engine in planned))
+    whole = _gb(plan.gpu_bytes)
+    table.add_row("together, at most", *(f"{_gb(engine.budget)} = {engine.share:.3g} of a GPU's {whole}" for engine in planned))
+    copies = [f" in each of {engine.copies} caches" if engine.copies > 1 else "" for engine in planned]
+    tokens = zip(planned, copies, strict=True)
+    table.add_row("tokens in the cache", *(f"{engine.tokens:,}{caches}, of {engine.token_bytes:,} bytes" for engine, caches in tokens))
+    table.add_row("longest sequences", *(f"{engine.tokens // engine.longest:,} of {engine.longest:,} tokens" for engine in planned))
     return table
 
 
@@ -299,6 +336,7 @@ def as_json(plan: RunPlan, notes: list[str]) -> dict[str, Any]:
         ],
         "stages": {role: [stage.as_json() for stage in plan.stages(role)] for role in ("actor", "critic") if plan.stages(role)},
         "engine": None if engine is None else {**vars(engine), "cache": engine.cache},
+        "groups": [{"of": group.name, "engines": group.engines, **vars(group.plan)} for group in plan.engines] if engine else [],
         "notes": notes,
     }
 
@@ -321,24 +359,32 @@ MOST_NAMED = 3
 def check_gpu_memory(inspection: Inspection) -> Findings:
     """Yields a kind of process whose GPU is surely too small for it; notes one that comes near it."""
     config, architecture = inspection.config, inspection.architecture
-    used = {"actor": config.trainer.train_device, "critic": config.trainer.train_device, "engine": config.rollout.rollout_device}
+    used = dict.fromkeys(("actor", "critic"), config.trainer.train_device) | dict.fromkeys(
+        ("engine", "group"), config.rollout.rollout_device
+    )
     on_gpus = {role for role, device in used.items() if devices.resolve(device) == "cuda"}
     if architecture is None or not on_gpus or (gpu_bytes := devices.gpu_bytes()) is None:
         return
-    plan = RunPlan(config, architecture, gpu_bytes, inspection.critic)
+    on_cpus = {name for name, model in config.rollout.models.items() if model.device == "cpu"}
+    models = {name: shape for name, shape in inspection.frozen_models.items() if name not in on_cpus}
+    plan = RunPlan(config, architecture, gpu_bytes, inspection.critic, models)
     if not _layout_divides(plan):  # another check reports it
         return
     for need in plan.needs:
         if need.role not in on_gpus or need.total <= (1 - NEAR) * need.available:
             continue
         if need.total > (1 + NEAR) * need.available and not config.debug.ignore_memory_plan:
-            section, _, name = need.field.partition(".")
             expected = f"{problem(need)}{_advice(plan, need)}; `myxo plan` shows all of it, and --ignore-memory-plan starts anyway"
-            yield ConfigError(need.field, getattr(getattr(config, section), name), expected)
+            yield ConfigError(need.field, _value_at(config, need.field), expected)
         elif need.fits:
             yield Note(f"memory: {need.of} is near its limit: {need.total / 1e9:.1f} GB of {need.available / 1e9:.1f} by `myxo plan`")
         else:
             yield Note(f"memory: {problem(need)}; it may fail for lack of memory{_advice(plan, need)}")
+
+
+def _value_at(config: RunConfig, field: str) -> Any:
+    section, name, *further = field.split(".")
+    return getattr(getattr(config, section), name) if not further else "…"
 
 
 def _advice(plan: RunPlan, need: MemoryNeed) -> str:

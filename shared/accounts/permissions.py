@@ -182,7 +182,7 @@ def _rollout(names: Subjects) -> BusRights:
         f"$KV.{names.leases_bucket}.engines.{ANY}.{ANY}",  # the nodes of engines over several
         *_read(names.secrets_bucket),  # by which these know each other
         f"$KV.{names.secrets_bucket}.engines.{ANY}.{ANY}",
-        f"$KV.{names.services_bucket}.engine-node.{ANY}",
+        *(f"$KV.{names.services_bucket}.{kind}.{ANY}" for kind in (registry.ENGINE_NODE, registry.MODEL)),
         names.replica_weights(ANY, "transfer"),
         *(names.environment(ANY, verb) for verb in ("describe", "reset", "step", "close")),  # episodes
     )

@@ -16,6 +16,7 @@ ENVIRONMENT = "environment"  # The ``service`` of the status of an environment o
 LAUNCHER = "launcher"  # The ``service`` and the instance of the status of a launch, which supervises services and is none of them
 NODE = "node"  # The kind of service that a trainer's agent is on each of its nodes: rank 0's process is the trainer
 ENGINE_NODE = "engine-node"  # The kind of service that a further node of an engine is; the first one is the rollout service
+MODEL = "model"  # The kind of service that a replica of a frozen model is: the trainer pushes to replicas of kind rollout alone
 WAITING = "waiting"  # The state of a node that waits for another; its detail says which
 STANDBY = "standby"  # The state of a service that waits to replace the active one (`shared.bus.leader_lease`)
 CATCHING_UP = "catching up"  # The state of a replica that is getting its weights from a peer or from disk: the trainer offers it none

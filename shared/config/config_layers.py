@@ -4,6 +4,8 @@ A file names those that it builds on at its top: ``base = "model.toml"``, or a l
 later base overrides an earlier one; tables such as ``[rollout.sglang]`` are merged key by key. A base's path is relative to the file that
 names it.
 
+slime's ``sglang_config`` is a file of models and groups of engines: it becomes ``[rollout.models]`` and ``[[rollout.engine_groups]]``.
+
 slime's ``megatron_config_path`` is a file of what actor and critic have of their own, laid over all values: ``megatron`` is a list with an
 entry for each role, ``role`` and ``overrides`` (flag = value). Its ``custom_config_path`` holds values of any field, also laid over all,
 and what is no field for the user's functions. Its ``eval_config`` holds the tables of ``[[eval.sets]]``: under ``eval``, or at its top,
@@ -305,6 +307,75 @@ def lay_eval_config(layers: Layers) -> None:
         layers.notes.append(f"eval.eval_prompt_data: eval_config = {path} takes its place, as with slime")
     values.update(sets=sets, eval_config=None, eval_prompt_data=None)
     layers.origins["eval.sets"] = path
+
+
+SGLANG_CONFIG = "rollout.sglang_config"
+_GROUPS = ("server_groups", "engine_groups")  # the second is slime's older name
+
+
+def lay_sglang_config(layers: Layers) -> None:
+    """Puts the models and groups of slime's ``sglang_config``, where one is given, into ``[rollout]``. Raises ConfigError."""
+    if (path := layers.file("rollout", "sglang_config")) is None:
+        return
+    rollout, own = layers.values["rollout"], str(layers.values.get("model", {}).get("hf_checkpoint", ""))
+    if besides := [name for name in ("models", "engine_groups") if rollout.get(name)]:
+        raise ConfigError(f"rollout.{besides[0]}", "…", f"given besides sglang_config = {path}; leave one of them out")
+    models = _sglang_models(path, own, rollout.get("rollout_num_gpus_per_engine", 1))
+    trained = [name for name, model in models.items() if model.pop("update_weights")]
+    if len(trained) != 1:
+        expected = "update_weights for one model, which is trained; " + (f"{' and '.join(trained)} have it" if trained else "none has it")
+        raise ConfigError(SGLANG_CONFIG, str(path), f"expected {expected} (a model without it has it where its path is the run's)")
+    policy = models.pop(trained[0])
+    if policy.get("hf_checkpoint", own) != own:
+        wanted = f"{own or 'hf_checkpoint'}, or nothing: the engines of the model that is trained begin with the run's hf_checkpoint"
+        raise ConfigError(SGLANG_CONFIG, f"{path}: {trained[0]}.model_path = {policy['hf_checkpoint']}", f"expected {wanted}")
+    rollout.update(models=models, policy_name=trained[0], sglang_config=None)
+    [first, *others] = policy["groups"]
+    if others or first["sglang"] or first["num_gpus"] % first["num_gpus_per_engine"] or first["worker_type"] != "regular":
+        rollout["engine_groups"] = policy["groups"]
+    else:
+        size = first["num_gpus_per_engine"]
+        rollout.update(rollout_replicas=first["num_gpus"] // size, rollout_num_gpus_per_engine=size)
+    layers.origins |= dict.fromkeys(("rollout.models", "rollout.engine_groups"), path)
+
+
+def _sglang_models(path: Path, own: str, size: Any) -> dict[str, dict[str, Any]]:
+    """Returns the models of a file, by name, in the form of ``[rollout.models]`` with ``update_weights``. ``own``: the run's checkpoint.
+    ``size``: GPUs of an engine, where neither model nor group says."""
+    content, found = _yaml(SGLANG_CONFIG, path, _UniqueKeys), dict[str, dict[str, Any]]()
+    models = content.get("sglang") if isinstance(content, dict) else None
+    if not isinstance(models, list) or not models or not all(isinstance(model, dict) and model.get("name") for model in models):
+        raise ConfigError(SGLANG_CONFIG, str(path), "expected sglang: a list of models, each with name and server_groups")
+    for model in models:
+        name = str(model["name"])
+        _check_sglang(path, name, model, ("name", "model_path", "update_weights", "num_gpus_per_engine", *_GROUPS))
+        given = [key for key in _GROUPS if model.get(key)]
+        if name in found or len(given) != 1 or not all(isinstance(group, dict) for group in model[given[0]]):
+            expected = "two models have this name" if name in found else "expected server_groups, a list of mappings with num_gpus"
+            raise ConfigError(SGLANG_CONFIG, f"{path}: {name}", expected)
+        groups, paths = list[dict[str, Any]](), {str(path) for path in [model.get("model_path")] if path}
+        for group in model[given[0]]:
+            _check_sglang(path, f"{name}.{given[0]}", group, ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides"))
+            flags = dict(group.get("overrides") or {})
+            paths |= {str(flags.pop(key)) for key in ("model_path", "model-path") if key in flags}
+            shape = {"num_gpus_per_engine": group.get("num_gpus_per_engine") or model.get("num_gpus_per_engine") or size}
+            groups.append(
+                {"worker_type": group.get("worker_type", "regular"), "num_gpus": group.get("num_gpus", 0), **shape, "sglang": flags}
+            )
+        if len(paths) > 1:
+            raise ConfigError(
+                SGLANG_CONFIG, f"{path}: {name}", f"expected one model_path for all groups; there are {', '.join(sorted(paths))}"
+            )
+        trained = model.get("update_weights")
+        found[name] = {"groups": groups, "update_weights": paths <= {own} if trained is None else bool(trained)}
+        found[name] |= {"hf_checkpoint": next(iter(paths))} if paths else {}
+    return found
+
+
+def _check_sglang(path: Path, where: str, given: dict[Any, Any], valid: tuple[str, ...]) -> None:
+    for key in given:
+        if key not in valid:
+            raise ConfigError(SGLANG_CONFIG, f"{path}: {where}.{key}", f"unknown key; {nearest(str(key), list(valid))}")
 
 
 _NOTHING_READS = "nothing in slime reads it; leave it out (eval_timeout ends an evaluation that is late)"

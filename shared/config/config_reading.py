@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from shared.config import presets
-from shared.config.config_layers import Layers, in_file, known_fields, lay_custom_config, lay_eval_config, lay_megatron_config
+from shared.config.config_layers import (
+    Layers,
+    in_file,
+    known_fields,
+    lay_custom_config,
+    lay_eval_config,
+    lay_megatron_config,
+    lay_sglang_config,
+)
 from shared.config.eval_section import NAME
 from shared.config.run_config import RunConfig, field_sections, section_model
 from shared.config.section import HOOK, WITHOUT_RULES, ContradictoryFields, Section
@@ -138,6 +146,7 @@ def read(path: Path | None, overrides: dict[str, dict[str, Any]] | None = None, 
     problems = layers.problems
     try:
         lay_eval_config(layers)
+        lay_sglang_config(layers)
         config, found = parse(layers.values).absolute(Path.cwd()), list[BadInput]()
     except BadInput as error:
         config, found = None, _without_consequences(problems_of(error), [*problems, *refused])

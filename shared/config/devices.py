@@ -6,9 +6,11 @@ import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from shared.config.environment_variables import GROUP_VARIABLE, MODEL_VARIABLE
 from shared.config.run_config import RunConfig
-from shared.runtime.errors import ConfigError
+from shared.runtime.errors import ConfigError, nearest
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # The variable with the devices that a process may use; the launcher shares out those of its own
 QUERY_SECONDS = 30.0  # The seconds that nvidia-smi may take: on a machine whose driver sleeps, some
@@ -129,9 +131,50 @@ def _wanted(config: RunConfig) -> Iterator[tuple[str, int]]:
         yield "trainer-0", trainer.ranks_per_node("actor")
         if config.algorithm.has_critic:
             yield "critic-0", trainer.ranks_per_node("critic")
-    if resolve(rollout.rollout_device) == "cuda" and not trainer.colocate and not debug.trains_only:
-        for index in range(rollout.rollout_replicas):
-            yield f"rollout-{index}", rollout.rollout_num_gpus_per_engine // rollout.nodes_per_engine
+    for engine in engine_instances(config) if not debug.trains_only else ():
+        if engine.on_gpus and (engine.model or not trainer.colocate):
+            yield engine.instance, engine.gpus
+    for model, group in rollout.all_groups if not debug.trains_only and resolve(rollout.rollout_device) == "cuda" else ():
+        if group.worker_type == "placeholder":
+            yield f"{model or rollout.policy_name}'s placeholder", group.num_gpus
+
+
+class EngineInstance(NamedTuple):
+    """A rollout service of a run. ``model``: the frozen one that it serves; empty: the policy. ``group``: from 0, among those of its model
+    that have engines. ``gpus``: of its engine on one machine. ``on_gpus``: whether it runs there."""
+
+    instance: str
+    model: str
+    group: int
+    gpus: int
+    on_gpus: bool
+
+
+def engine_instances(config: RunConfig) -> list[EngineInstance]:
+    """Returns the rollout services of all models, the policy's first, each model's in the order of its groups."""
+    found = []
+    for model in ("", *config.rollout.models):
+        sizes = []
+        for place in range(len(config.rollout.engines(model))):
+            own = config.of_engines(model, place).rollout
+            shape = (own.rollout_num_gpus_per_engine // own.nodes_per_engine, resolve(own.rollout_device) == "cuda")
+            sizes += [(place, *shape)] * own.rollout_replicas
+        name = f"model-{model}" if model else "rollout"
+        found += [EngineInstance(f"{name}-{index}", model, *size) for index, size in enumerate(sizes)]
+    return found
+
+
+def engine_of(config: RunConfig, instance: str) -> tuple[str, RunConfig]:
+    """Returns the frozen model that a rollout service serves, empty for the policy, and the config of its engine: by the environment, else
+    by its instance's name. Raises ConfigError for a model or a group that the run does not have."""
+    known = {engine.instance: engine for engine in engine_instances(config)}.get(instance)
+    model = os.environ.get(MODEL_VARIABLE) or (known.model if known is not None else "")
+    if model and model not in config.rollout.models:
+        raise ConfigError(MODEL_VARIABLE, model, f"a model of [rollout.models]; {nearest(model, list(config.rollout.models))}")
+    group = os.environ.get(GROUP_VARIABLE) or str(known.group if known is not None and known.model == model else 0)
+    if not group.isdecimal() or int(group) >= (groups := len(config.rollout.engines(model))):
+        raise ConfigError(GROUP_VARIABLE, group, f"a group of {model or config.rollout.policy_name}, 0 to {groups - 1}")
+    return model, config.of_engines(model, int(group))
 
 
 def check(config: RunConfig) -> None:

@@ -2,16 +2,19 @@
 
 import contextlib
 import json
+import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
 from shared.config.section import HOOK, MUTABLE, RECORDED, Rule, Section, Words, hook
 from shared.config.sglang_flags import plain_name
 from shared.environment import environment_url as address
+from shared.hub import hub_names
+from shared.runtime.errors import nearest
 from shared.runtime.host import Runtime
 from shared.schema.message import MAX_SAMPLES, ROLE
 from shared.schema.sample import OverlongPolicy
@@ -59,6 +62,65 @@ def _preferred(given: Any) -> list[str]:
     return []
 
 
+WorkerType = Literal["regular", "prefill", "decode", "encoder", "placeholder"]
+"""The kinds of groups of engines in slime's words; a placeholder has GPUs and no engines."""
+
+MODEL_NAME = r"^[A-Za-z][A-Za-z0-9_.-]{0,47}$"
+"""The pattern of a model's name: requests, instances and functions know it by that."""
+
+
+class _Table(BaseModel):
+    """A table of the config whose unknown keys are refused with the nearest valid one."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_known_keys(cls, given: Any) -> Any:
+        for key in given if isinstance(given, dict) else ():
+            if key not in cls.model_fields:
+                raise ValueError(f"unknown key {key!r}; {nearest(str(key), list(cls.model_fields))}")
+        return given
+
+
+class EngineGroup(_Table):
+    """Engines of one shape. ``num_gpus``: of all of them, ``replicas`` x ``num_gpus_per_engine``; a CPU's engines count the same."""
+
+    worker_type: WorkerType = "regular"
+    num_gpus: int = Field(default=0, ge=0)
+    replicas: int = Field(default=0, ge=0)
+    num_gpus_per_engine: int = Field(default=1, gt=0)
+    sglang: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        size = 1 if self.worker_type == "placeholder" else self.num_gpus_per_engine
+        if not (self.num_gpus or self.replicas):
+            raise ValueError("expected num_gpus or replicas, at least 1")
+        if self.num_gpus % size or (self.replicas and self.num_gpus not in (0, self.replicas * size)):
+            wanted = f"{self.replicas} x {size}" if self.replicas else f"a multiple of num_gpus_per_engine = {size}"
+            raise ValueError(f"num_gpus = {self.num_gpus}, expected {wanted}")
+        self.num_gpus, self.replicas = self.num_gpus or self.replicas * size, self.replicas or self.num_gpus // size
+        return self
+
+
+class FrozenModel(_Table):
+    """A model that generates for functions, rewards and agents and is never trained."""
+
+    hf_checkpoint: Annotated[Path, AfterValidator(hub_names.checked_model)] | None = None
+    device: Literal["auto", "cpu", "cuda"] | None = None
+    replicas: int = Field(default=1, gt=0)
+    num_gpus_per_engine: int = Field(default=1, gt=0)
+    sglang: dict[str, Any] = {}
+    groups: list[EngineGroup] = []
+
+    @model_validator(mode="after")
+    def _has_one_shape_or_groups(self) -> Self:
+        if self.groups and {"replicas", "num_gpus_per_engine"} & self.model_fields_set:
+            raise ValueError("groups say how many engines there are and of which shape; leave replicas and num_gpus_per_engine out")
+        return self
+
+
 class RolloutSection(Section):
     """Generation, and how far it may run ahead of training."""
 
@@ -71,9 +133,15 @@ class RolloutSection(Section):
         ),
         Rule(
             "rollout_num_gpus",
-            lambda rollout, given: given is not None and given != rollout.rollout_replicas * rollout.rollout_num_gpus_per_engine,
-            "rollout_replicas x rollout_num_gpus_per_engine = {0.rollout_replicas} x {0.rollout_num_gpus_per_engine}",
+            lambda rollout, given: iter(() if given in (None, rollout.all_gpus) else (rollout.gpus_in_words,)),
         ),
+        Rule(
+            "rollout_replicas",
+            lambda rollout, given: rollout.engine_groups and given != sum(group.replicas for group in rollout.engines("")),
+            "{1}, but engine_groups say how many engines there are; leave it out",
+        ),
+        Rule("engine_groups", lambda _, given: given and _unlike(given)),
+        Rule("models", lambda rollout, given: _misfits_of_models(rollout, given)),
         Rule(
             "eval_replicas",
             lambda rollout, given: given and given >= rollout.rollout_replicas,
@@ -294,7 +362,22 @@ class RolloutSection(Section):
         **MUTABLE,
     )
     sglang_server_concurrency: int | None = Field(default=None, gt=0, description="slime's name of rollout_concurrency", **MUTABLE)
-    sglang_config: Path | None = Field(default=None, description="slime's YAML file of groups of engines; every engine is alike today")
+    engine_groups: list[EngineGroup] = Field(
+        default=[],
+        description="tables [[rollout.engine_groups]]: the policy's engines where these are of unlike shape, each group with num_gpus or "
+        "replicas, num_gpus_per_engine, and sglang, flags over the run's (docs/several-models.md)",
+        **MUTABLE,
+    )
+    models: dict[str, FrozenModel] = Field(
+        default={},
+        description="tables [rollout.models.NAME]: models that are never trained and serve functions, rewards and agents by their names "
+        "(docs/several-models.md)",
+        **MUTABLE,
+    )
+    policy_name: str = Field(default="policy", pattern=MODEL_NAME, description="name of the model that is trained, beside the others'")
+    sglang_config: Path | None = Field(
+        default=None, description="slime's YAML file of models and groups of engines; becomes models and engine_groups"
+    )
     in_flight_on_push: Literal["in_place", "retract", "abort"] = Field(
         default="in_place", description="what running generations do across a weight push: keep their KV, recompute it, or stop and resume"
     )
@@ -310,12 +393,62 @@ class RolloutSection(Section):
 
     def _complete(self) -> None:
         given = self.model_fields_set
-        if self.rollout_num_gpus is not None and "rollout_replicas" not in given:
-            self.rollout_replicas = max(1, self.rollout_num_gpus // self.rollout_num_gpus_per_engine)
+        if self.engine_groups and "rollout_replicas" not in given:
+            self.rollout_replicas = max(1, sum(group.replicas for group in self.engines("")))
+        if self.rollout_num_gpus is not None and "rollout_replicas" not in given and not self.engine_groups:
+            frozen = sum(group.num_gpus for name in self.models for group in self.groups_of(name))
+            self.rollout_replicas = max(1, (self.rollout_num_gpus - frozen) // self.rollout_num_gpus_per_engine)
         if self.sglang_server_concurrency is not None and "rollout_concurrency" not in given:
             self.rollout_concurrency = self.sglang_server_concurrency
         if self.rollout_max_context_len is not None and "rollout_max_prompt_len" not in given:
             self.rollout_max_prompt_len = self.rollout_max_context_len - 1
+
+    def groups_of(self, model: str = "") -> list[EngineGroup]:
+        """Returns the groups of a model's engines, with the flags that each has over the run's. ``model``: empty for the policy."""
+        own = self.models.get(model)
+        if own is not None:
+            groups = own.groups or [EngineGroup(replicas=own.replicas, num_gpus_per_engine=own.num_gpus_per_engine)]
+            return [group.model_copy(update={"sglang": {**own.sglang, **group.sglang}}) for group in groups]
+        alike = EngineGroup.model_construct(
+            worker_type="regular",
+            num_gpus=self.rollout_replicas * self.rollout_num_gpus_per_engine,
+            replicas=self.rollout_replicas,
+            num_gpus_per_engine=self.rollout_num_gpus_per_engine,
+            sglang={},
+        )
+        return self.engine_groups or [alike]
+
+    def engines(self, model: str = "") -> list[EngineGroup]:
+        """Returns those of `groups_of` that have engines."""
+        return [group for group in self.groups_of(model) if group.worker_type != "placeholder"]
+
+    @property
+    def all_groups(self) -> list[tuple[str, EngineGroup]]:
+        """Returns each group with its model's name, the policy's first."""
+        return [(name, group) for name in ("", *self.models) for group in self.groups_of(name)]
+
+    @property
+    def all_gpus(self) -> int:
+        """Returns the GPUs of all models' engines, and those that are only reserved."""
+        return sum(group.num_gpus for _, group in self.all_groups)
+
+    @property
+    def gpus_in_words(self) -> str:
+        """Returns what `all_gpus` is the sum of."""
+        if not (self.models or self.engine_groups):
+            return f"rollout_replicas x rollout_num_gpus_per_engine = {self.rollout_replicas} x {self.rollout_num_gpus_per_engine}"
+        parts = (f"{name or self.policy_name} {group.num_gpus} ({group.worker_type})" for name, group in self.all_groups)
+        return f"{self.all_gpus}, the GPUs of all groups: {' + '.join(parts)}"
+
+    def with_checkpoints(self, change: Callable[[str, Path], Path]) -> Self:
+        """Returns the section with ``change`` called for the checkpoint of each frozen model that has one, with the field it stands in."""
+        models = {
+            name: model
+            if (path := model.hf_checkpoint) is None
+            else model.model_copy(update={"hf_checkpoint": change(f"rollout.models.{name}.hf_checkpoint", path)})
+            for name, model in self.models.items()
+        }
+        return self.model_copy(update={"models": models}) if models else self
 
     @property
     def engine_flags(self) -> dict[str, Any]:
@@ -353,6 +486,26 @@ class RolloutSection(Section):
     def may_give_rewards(self) -> bool:
         """Returns whether samples may come with their rewards: something of the user's makes them."""
         return bool(self.makers)
+
+
+def _unlike(groups: list[EngineGroup]) -> str:
+    """Returns what is wrong with the kinds of one model's groups; empty where nothing is."""
+    kinds = {group.worker_type for group in groups} - {"placeholder"}
+    if not kinds:
+        return "a group with engines: placeholders only reserve GPUs"
+    if "regular" in kinds and len(kinds) > 1:
+        return f"regular groups alone, or prefill and decode ones: {', '.join(sorted(kinds))} do not go together in one model"
+    return ""
+
+
+def _misfits_of_models(rollout: RolloutSection, models: dict[str, FrozenModel]) -> Iterator[str]:
+    for name, model in models.items():
+        if not re.match(MODEL_NAME, name):
+            yield f"{name!r}: a name of letters, digits, '-', '_' and '.', which begins with a letter"
+        if name == rollout.policy_name:
+            yield f"{name!r} is policy_name, the model that is trained: give this one another name"
+        if model.groups and (wrong := _unlike(model.groups)):
+            yield f"{name}: {wrong}"
 
 
 class EpisodeSection(Section):

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import ValidationError
 
@@ -370,7 +370,37 @@ class RunConfig(Section):
             # fields that stay as they are must not count as given
             resolved[section] = value.model_copy(update={field: path for field, path in paths.items() if path is not getattr(value, field)})
         absolute = self.model_copy(update=resolved)
-        return absolute.model_copy(update={"eval": absolute.eval.absolute(base)})
+        rollout = absolute.rollout.with_checkpoints(lambda _, path: hub_names.model_path(path, base))
+        return absolute.model_copy(update={"eval": absolute.eval.absolute(base), "rollout": rollout})
+
+    def of_engines(self, model: str = "", group: int = 0) -> "RunConfig":
+        """Returns the config of the engines of one group: their shape, and the run's flags under the model's and the group's own. For a
+        frozen model it is that of a run which trains nothing, with this model's checkpoint.
+
+        ``model``: its name; empty for the policy. ``group``: from 0, among the model's groups that have engines.
+        """
+        shape, own = self.rollout.engines(model)[group], self.rollout.models.get(model)
+        engines = {
+            "rollout_replicas": shape.replicas,
+            "rollout_num_gpus_per_engine": shape.num_gpus_per_engine,
+            "sglang": {**self.rollout.sglang, **shape.sglang},
+        }
+        if own is None:
+            return self.model_copy(update={"rollout": self.rollout.model_copy(update=engines)})
+        unlimited = {"rollout_max_prompt_len": None, "rollout_max_context_len": None, "rollout_max_response_len": 1}
+        unused: dict[str, Any] = {
+            "rollout_device": own.device or self.rollout.rollout_device,
+            "eval_replicas": 0,
+            "models": {},
+            "engine_groups": [],
+        }
+        changed: dict[str, tuple[Section, dict[str, Any]]] = {
+            "model": (self.model, {"hf_checkpoint": own.hf_checkpoint or self.model.hf_checkpoint}),
+            "rollout": (self.rollout, {**engines, **unlimited, **unused}),
+            "trainer": (self.trainer, {"colocate": False, "use_rollout_routing_replay": False}),
+            "debug": (self.debug, {"debug_rollout_only": True}),
+        }
+        return self.model_copy(update={name: section.model_copy(update=update) for name, (section, update) in changed.items()})
 
     def queues(self) -> list[str]:
         """Returns the queues of the environments that prompts of this run may name, those of its evaluation sets among them."""

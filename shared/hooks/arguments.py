@@ -95,7 +95,7 @@ FOLLOWING: dict[str, Callable[[RunConfig], Any]] = {
     "num_gpus_per_node": lambda config: config.rollout.gpus_per_node or 8,
     "partial_rollout": lambda config: config.rollout.staleness_policy in ("continue", "mask"),
     "mask_offpolicy_in_partial_rollout": lambda config: config.rollout.staleness_policy == "mask",
-    "rollout_num_gpus": lambda config: config.rollout.rollout_replicas * config.rollout.rollout_num_gpus_per_engine,
+    "rollout_num_gpus": lambda config: config.rollout.all_gpus,
     "sglang_server_concurrency": lambda config: config.rollout.rollout_concurrency or SLIME_CONCURRENCY,
     "eval_datasets": eval_datasets,
     "eval_function_path": lambda config: config.rollout.rollout_function_path or EVAL_LOOP,

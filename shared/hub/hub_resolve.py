@@ -22,6 +22,8 @@ MODELS = ("model.hf_checkpoint", "trainer.critic_load")
 
 SETS = "eval.sets"  # Stands for all files of evaluation sets, whichever field names them
 
+FROZEN = "rollout.models"  # Stands for the checkpoints of all frozen models
+
 DATA = ("data.prompt_data", SETS, "sft.sft_data")
 
 _NEEDED = {
@@ -50,10 +52,12 @@ def pinned(config: RunConfig, known: Mapping[str, str] | None = None, *, hub: Hu
             name = _read(field, earlier) if earlier is not None else name.pinned(source.commit(name))
         return Path(str(name))
 
-    return _changed(config, (*MODELS, *DATA), change)
+    return _changed(config, (*MODELS, FROZEN, *DATA), change)
 
 
-def local(config: RunConfig, fields: Collection[str] = (*MODELS, *DATA), *, weights: bool = True, hub: Hub | None = None) -> RunConfig:
+def local(
+    config: RunConfig, fields: Collection[str] = (*MODELS, FROZEN, *DATA), *, weights: bool = True, hub: Hub | None = None
+) -> RunConfig:
     """Returns the same config with paths in the place of pinned names; what is not in the cache is downloaded. Raises as `pinned`.
 
     Args:
@@ -64,7 +68,7 @@ def local(config: RunConfig, fields: Collection[str] = (*MODELS, *DATA), *, weig
     def change(field: str, name: HubName) -> Path:
         if name.commit is None:
             raise HubError("has no commit; the config of a run has one with each name")
-        is_model = field in MODELS
+        is_model = _is_model(field)
         path = hub_download.model_directory(source, name, weights=weights) if is_model else hub_datasets.rows_file(source, name)
         source.remember(name)
         return path
@@ -85,7 +89,7 @@ def found(config: RunConfig) -> list[HubName]:
         names.append(name)
         return Path(str(name))
 
-    _changed(config, (*MODELS, *DATA), change)
+    _changed(config, (*MODELS, FROZEN, *DATA), change)
     return names
 
 
@@ -108,6 +112,10 @@ def _changed(config: RunConfig, fields: Collection[str], change: Change) -> RunC
         section, _, field = dotted.partition(".")
         current = sections.get(section, getattr(config, section))
         try:
+            if dotted == FROZEN:
+                if (engines := current.with_checkpoints(partial(_new_value, change=change))) != current:
+                    sections[section] = engines
+                continue
             if dotted == SETS:
                 if (evaluation := current.with_files(partial(_new_file, change=change))) != current:
                     sections[section] = evaluation
@@ -135,7 +143,7 @@ def _new_value(field: str, value: Any, change: Change) -> Any:
 
 def _new_path(field: str, path: Path, change: Change) -> Path:
     name = _read(field, str(path))
-    is_model = field in MODELS
+    is_model = _is_model(field)
     nor = f"; nor is there a directory {name.repo} here" if is_model and not Path(name.repo).exists() else ""
     try:
         return change(field, name)
@@ -149,8 +157,12 @@ def _new_path(field: str, path: Path, change: Change) -> Path:
         raise ConfigError(field, str(path), str(error)) from error
 
 
+def _is_model(field: str) -> bool:
+    return field in MODELS or field.startswith(f"{FROZEN}.")
+
+
 def _read(field: str, text: str) -> HubName:
     try:
-        return hub_names.model(text) if field in MODELS else hub_names.dataset(text)
+        return hub_names.model(text) if _is_model(field) else hub_names.dataset(text)
     except ValueError as error:
         raise ConfigError(field, text, str(error)) from None

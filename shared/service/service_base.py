@@ -25,8 +25,9 @@ from shared import __version__
 from shared.bus import runs, streams
 from shared.bus.bus_errors import TRANSIENT, BusUnreachable
 from shared.bus.connection import Bus
-from shared.bus.registry import Registry
+from shared.bus.registry import MODEL, Registry
 from shared.bus.subjects import RUN_ID, Subjects
+from shared.config import devices
 from shared.config.run_config import RunConfig
 from shared.hub import hub_resolve
 from shared.runtime import addresses, exit_codes, failure_summary, http_endpoints, tasks
@@ -70,7 +71,7 @@ class Service:
         self.incarnation = secrets.token_hex(4)  # not the pid: in a container every life has the same one
         self.ranks = 1
         self.host = own_address()
-        self.http = self.engine = self.detail = self.holding = ""
+        self.http = self.engine = self.detail = self.holding = self.model = ""
         self._spawned: set[asyncio.Task[None]] = set()
 
     async def aclose(self) -> None:
@@ -89,6 +90,7 @@ class Service:
             pid=os.getpid(),
             http=self.http,
             engine=self.engine,
+            model=self.model,
             state=self.state,
             version=self.version,
             incarnation=self.incarnation,
@@ -184,13 +186,17 @@ async def connect(name: str, role: str | None = None) -> Service:
     """
     url, run = environment()
     bus = await Bus.connect(url, name=f"{run}/{name}", inbox=Subjects(run).inbox(role or name))
-    config = await asyncio.to_thread(hub_resolve.for_service, await runs.load(bus, run), name)
+    config, instance, model = await runs.load(bus, run), default_instance(name), ""
+    if name == "rollout":
+        model, config = devices.engine_of(config, instance)
+    config = await asyncio.to_thread(hub_resolve.for_service, config, name)
     if (directory := {"buffer": config.run.root, "trainer": config.trained}.get(role or name)) is not None:
         private_directory(directory, int(config.run.dir_mode, 8))
     redis_url = addresses.redis_url() or await runs.store_url(bus, run)
     if not redis_url:
         raise ConfigError("REDIS_URL", None, "required (or REDIS_URL_FILE): the run does not say where its payloads lie")
-    service = Service(name, default_instance(name), run, bus, config, redis_url)
+    service = Service(MODEL if model else name, instance, run, bus, config, redis_url)
+    service.model = model
     await service.store.ping()
     return service
 

@@ -92,6 +92,6 @@ def test_everything_wrong_is_told_at_once(words: list[str], tmp_path: Path, caps
     for line in (
         "--balance-dat = '': unknown flag; did you mean --balance-data?",
         "did you mean --rollout-max-response-len?",
-        "engines.yaml': none: the engines of a run are alike; give their flags as --sglang-",
+        "engines.yaml': no such file",
     ):
         assert line in told

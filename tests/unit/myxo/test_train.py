@@ -28,7 +28,7 @@ FILES = (
     *("model.hf_checkpoint", "model.ref_load", "data.prompt_data", "sft.sft_data", "algorithm.opd_teacher_load"),
     *("run.dir", "trainer.save", "trainer.load"),
 )
-MACHINE = ["trainer.actor_num_nodes", "rollout.rollout_num_gpus_per_engine", "rollout.rollout_replicas", "rollout.sglang_config"]
+MACHINE = ["trainer.actor_num_nodes", "rollout.rollout_num_gpus_per_engine", "rollout.rollout_replicas", "rollout.engine_groups"]
 """Where a script may ask for files and machines that are not there."""
 
 MISSING = ("Transformer Engine has it, which is not installed", "No module named", "install the package", "is not installed", "needs a GPU")
@@ -49,11 +49,21 @@ tis_batch_normalize: true
 """The file that one of the scripts names: fields, and what only its own function reads."""
 
 
+APART = """sglang:
+  - name: default
+    server_groups:
+      - {worker_type: prefill, num_gpus: 64}
+      - {worker_type: decode, num_gpus: 192, num_gpus_per_engine: 64}
+"""
+"""The groups of engines that another one names."""
+
+
 @pytest.fixture(autouse=True)
 def beside_the_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "examples" / "train_infer_mismatch_helper" / "mis.yaml"
     file.parent.mkdir(parents=True)
     file.write_text(MIS)
+    (tmp_path / "engines.yaml").write_text(APART)
     monkeypatch.chdir(tmp_path)
 
 
@@ -80,7 +90,7 @@ def test_only_files_and_machines_are_missing_for_a_published_script(script: str)
     config = config_of(SCRIPTS[script])
     for problem in inspect(Inspection(config, starts=True)):
         assert isinstance(problem, ConfigError)
-        if problem.field.startswith("eval.") or problem.field in (*FILES, *MACHINE):
+        if problem.field.startswith(("eval.", "rollout.engine_groups.")) or problem.field in (*FILES, *MACHINE):
             continue
         assert any(words in problem.expected for words in MISSING), str(problem)
 

@@ -54,6 +54,8 @@ MUTABLE = {
     "num_rollout_per_epoch",
     "train_env_vars",
     "rollout_replicas",
+    "engine_groups",
+    "models",
     "eval_replicas",
     "rollout_concurrency",
     "rollout_num_gpus",
