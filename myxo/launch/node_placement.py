@@ -47,22 +47,25 @@ class PlacedService:
 
 def place(config: RunConfig, nodes: int, gpus_per_node: int) -> list[PlacedService]:
     """Returns a run's services, those of node 0 first. Raises ConfigError where nodes or GPUs are too few."""
-    trainer, rollout = config.trainer, config.rollout
+    trainer = config.trainer
     free = [list(range(gpus_per_node)) for _ in range(nodes)]
     placed = [PlacedService(0, role, instance, (module,)) for role, instance, module in _first_node(config)]
     trains = not config.debug.debug_rollout_only  # else the trainer's service records what comes in, without model and GPU
     for role in ("actor", "critic") if config.algorithm.has_critic and trains else ("actor",):
         on_gpus = trains and devices.resolve(trainer.train_device) == "cuda"
         placed += _trainer_nodes(config, role, free, trainer.ranks_per_node(role) if on_gpus else 0)
-    engines = devices.engine_instances(config)
-    placed += _engines(config, [engine for engine in engines if engine.model], free)
-    if trainer.colocate:
-        placed += _colocated(config, [service for service in placed if service.instance.startswith("trainer-")])
-    elif devices.resolve(rollout.rollout_device) == "cuda":
-        placed += _engines(config, [engine for engine in engines if not engine.model], free)
+    placed += _engines(config, [engine for engine in devices.engine_instances(config) if engine.model], free)
+    return sorted([*placed, *_policy(config, placed, free)], key=lambda service: service.node)
+
+
+def _policy(config: RunConfig, placed: Sequence[PlacedService], free: list[list[int]]) -> Iterator[PlacedService]:
+    """Yields the engines of the policy."""
+    if config.trainer.colocate:
+        yield from _colocated(config, [service for service in placed if service.instance.startswith("trainer-")])
+    elif devices.resolve(config.rollout.rollout_device) == "cuda":
+        yield from _engines(config, [engine for engine in devices.engine_instances(config) if not engine.model], free)
     else:
-        placed += _engines_on_cpus(config, nodes)
-    return sorted(placed, key=lambda service: service.node)
+        yield from _engines_on_cpus(config, len(free))
 
 
 def _trainer_nodes(config: RunConfig, role: str, free: list[list[int]], share: int) -> Iterator[PlacedService]:

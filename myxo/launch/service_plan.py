@@ -69,31 +69,34 @@ def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
     ``http``: the launcher's own ``MYXO_HTTP``, ``host:port``: the first service serves its metrics there, each other one port further on.
     Empty, or port 0: any free ports. Raises ConfigError where it is no such address.
     """
-    rewards, rollouts = config.reward.reward_replicas, config.rollout.rollout_replicas
-    if config.trainer.colocate and not config.debug.debug_rollout_only:
-        rollouts = len(devices.colocated_engines(config, 0))
-    counts = {"buffer": config.run.buffer_replicas, "reward": rewards, "rollout": rollouts, "gateway": config.gateways, "trainer": 1}
-    if config.algorithm.has_critic and not config.debug.debug_rollout_only:
-        counts["critic"] = 1
-    shares = devices.assign_gpus(config)
-    evaluating = {f"rollout-{rollouts - 1 - place}": {EVAL_VARIABLE: "1"} for place in range(config.rollout.eval_replicas)}
-    specs: list[ServiceSpec] = []
-    for service, count in counts.items():
-        frozen = [engine.instance for engine in devices.engine_instances(config) if engine.model] if service == "rollout" else []
-        for instance in (*(f"{service}-{index}" for index in range(count)), *frozen):
-            environment = {devices.VISIBLE: shares[instance]} if instance in shares else {}
-            environment |= evaluating.get(instance, {})
-            if http:
-                environment[HTTP_VARIABLE] = str(addresses.parsed(http).next(len(specs)))
-            if service == "gateway" and not config.gateway.gateway_port and GATEWAY_VARIABLE not in os.environ:
-                # each of its lives listens there: clients that repeat a request know no other address
-                _HELD.append(held := hold_port())
-                environment[GATEWAY_VARIABLE] = str(HttpAddress(config.gateway.gateway_host, held.getsockname()[1]))
-            kind = MODEL if instance in frozen else ""
-            specs.append(run_service(config, nats_url, service, instance, environment, service=kind))
+    shares, instances, specs = devices.assign_gpus(config), _instances(config), list[ServiceSpec]()
+    rollouts = [instance for kind, instance in instances if kind == "rollout"]
+    evaluating = rollouts[len(rollouts) - config.rollout.eval_replicas :]
+    for kind, instance in instances:
+        environment = {devices.VISIBLE: shares[instance]} if instance in shares else {}
+        environment |= {EVAL_VARIABLE: "1"} if instance in evaluating else {}
+        if http:
+            environment[HTTP_VARIABLE] = str(addresses.parsed(http).next(len(specs)))
+        if kind == "gateway" and not config.gateway.gateway_port and GATEWAY_VARIABLE not in os.environ:
+            # each of its lives listens there: clients that repeat a request know no other address
+            _HELD.append(held := hold_port())
+            environment[GATEWAY_VARIABLE] = str(HttpAddress(config.gateway.gateway_host, held.getsockname()[1]))
+        specs.append(run_service(config, nats_url, "rollout" if kind == MODEL else kind, instance, environment, service=kind))
     if config.rollout.agent_service:
         specs.append(ServiceSpec(AGENTS, f"{AGENTS}-0", tuple(config.rollout.agent_service), {"PYTHONUNBUFFERED": "1"}, foreign=True))
     return specs
+
+
+def _instances(config: RunConfig) -> list[tuple[str, str]]:
+    """Returns the kind and the instance of each of Myxo's own services."""
+    rollouts = config.rollout.rollout_replicas
+    if shares_trainer(config):
+        rollouts = len(devices.colocated_engines(config, 0))
+    counts = {"buffer": config.run.buffer_replicas, "reward": config.reward.reward_replicas, "rollout": rollouts}
+    found = [(kind, f"{kind}-{index}") for kind, count in counts.items() for index in range(count)]
+    found += [(MODEL, engine.instance) for engine in devices.engine_instances(config) if engine.model]
+    trainers = TRAINERS if config.algorithm.has_critic and not config.debug.debug_rollout_only else TRAINERS[:1]
+    return [*found, *(("gateway", f"gateway-{index}") for index in range(config.gateways)), *((kind, f"{kind}-0") for kind in trainers)]
 
 
 @dataclass(frozen=True)

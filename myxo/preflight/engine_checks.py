@@ -66,26 +66,21 @@ ENGINE_CHECKS = (check_engine_flags, check_engine_backend, check_engine_context,
 def check_models(inspection: Inspection) -> Findings:
     """Yields what is wrong with frozen models and with groups of the policy's engines, each by the checks of engines that are alike."""
     config, rollout = inspection.config, inspection.config.rollout
-    for model in ("", *rollout.models):
+    for model in ("", *rollout.models) if rollout.engine_groups else rollout.models:
         for place, group in enumerate(rollout.engines(model)):
             field = f"rollout.models.{model}" if model else f"rollout.engine_groups.{place}"
             if group.worker_type != "regular":
                 where = f"{field}.groups.{place}" if model else field
-                expected = (
-                    f"regular: {model or rollout.policy_name}'s prefill and decode are not divided among engines; make one group of them"
-                )
+                name = model or rollout.policy_name
+                expected = f"regular: {name}'s prefill and decode are not divided among engines; make one group of them"
                 yield ConfigError(f"{where}.worker_type", group.worker_type, expected)
             own = config.of_engines(model, place)
-            if own.rollout.nodes_per_engine > 1 and (model or rollout.engine_groups):
-                yield ConfigError(
-                    f"{field}.num_gpus_per_engine",
-                    group.num_gpus_per_engine,
-                    f"at most {rollout.gpus_per_node}: such an engine is on one machine",
-                )
+            if own.rollout.nodes_per_engine > 1:
+                expected = f"at most gpus_per_node = {rollout.gpus_per_node}: such an engine is on one machine"
+                yield ConfigError(f"{field}.num_gpus_per_engine", group.num_gpus_per_engine, expected)
             alone = own.model_copy(update={"debug": own.debug.model_copy(update={"debug_rollout_only": True})})
-            known = not model or model in inspection.frozen_models
-            checks = (*ENGINE_CHECKS, *([check_files] if model else []), *([check_engines] if known else []))
-            yield from _of_group(Inspection(alone, inspection.starts), field, checks) if model or rollout.engine_groups else ()
+            known = [check_engines] if not model or model in inspection.frozen_models else []
+            yield from _of_group(Inspection(alone, inspection.starts), field, [*ENGINE_CHECKS, *([check_files] if model else []), *known])
     if rollout.engine_groups and config.trainer.colocate:
         expected = "none with colocate: engines that share the trainer's GPUs are alike"
         yield ConfigError("rollout.engine_groups", f"{len(rollout.engine_groups)} groups", expected)

@@ -100,23 +100,21 @@ class RunPlan:
     @cached_property
     def engine(self) -> EnginePlan | None:
         """Returns the plan of the GPU of one of the policy's engines, of the first group; None where the run has none."""
-        return None if self.config.debug.trains_only else self.engines[0].plan
+        return self.engines[0].plan if self.engines else None
 
     @cached_property
     def engines(self) -> "list[PlannedGroup]":
         """Returns the plans of all groups of engines, the policy's first, without those of models whose shape is not known."""
         found, rollout = [], self.config.rollout
-        for model, shape in {"": self.architecture, **self.models}.items():
+        on_gpus = {name: shape for name, shape in self.models.items() if rollout.models[name].device != "cpu"}
+        for model, shape in {"": self.architecture, **on_gpus}.items() if not self.config.debug.trains_only else ():
+            several, alike = len(rollout.engines(model)) > 1, not (model or rollout.engine_groups)
             for place in range(len(rollout.engines(model))):
                 own = self.config.of_engines(model, place).rollout
-                name, group = (
-                    f"engine of {model}" if model else "engine",
-                    f"rollout.models.{model}" if model else f"rollout.engine_groups.{place}",
-                )
-                alike = not (model or rollout.engine_groups)
-                name = name if len(rollout.engines(model)) == 1 else f"{name}, group {place}"
-                place_of = "rollout.rollout_num_gpus_per_engine" if alike else f"{group}.num_gpus_per_engine"
-                found.append(PlannedGroup(name, place_of, own.rollout_replicas, plan_engine(shape, own, self.gpu_bytes), alike))
+                name = ("engine of " + model if model else "engine") + (f", group {place}" if several else "")
+                table = f"models.{model}" if model else f"engine_groups.{place}"
+                field = "rollout.rollout_num_gpus_per_engine" if alike else f"rollout.{table}.num_gpus_per_engine"
+                found.append(PlannedGroup(name, field, own.rollout_replicas, plan_engine(shape, own, self.gpu_bytes), alike))
         return found
 
     def stages(self, role: str) -> list[StagePlan]:
@@ -359,15 +357,12 @@ MOST_NAMED = 3
 def check_gpu_memory(inspection: Inspection) -> Findings:
     """Yields a kind of process whose GPU is surely too small for it; notes one that comes near it."""
     config, architecture = inspection.config, inspection.architecture
-    used = dict.fromkeys(("actor", "critic"), config.trainer.train_device) | dict.fromkeys(
-        ("engine", "group"), config.rollout.rollout_device
-    )
+    train, generate = config.trainer.train_device, config.rollout.rollout_device
+    used = {"actor": train, "critic": train, "engine": generate, "group": generate}
     on_gpus = {role for role, device in used.items() if devices.resolve(device) == "cuda"}
     if architecture is None or not on_gpus or (gpu_bytes := devices.gpu_bytes()) is None:
         return
-    on_cpus = {name for name, model in config.rollout.models.items() if model.device == "cpu"}
-    models = {name: shape for name, shape in inspection.frozen_models.items() if name not in on_cpus}
-    plan = RunPlan(config, architecture, gpu_bytes, inspection.critic, models)
+    plan = RunPlan(config, architecture, gpu_bytes, inspection.critic, inspection.frozen_models)
     if not _layout_divides(plan):  # another check reports it
         return
     for need in plan.needs:

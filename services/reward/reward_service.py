@@ -22,6 +22,7 @@ from shared.config.reward_section import CUSTOM, JUDGE, REMOTE, WEIGHTED
 from shared.environment.environment_client import open_environment
 from shared.rewards.names import QUEUES, queue_of
 from shared.runtime.telemetry import declare_metrics
+from shared.service.engine_load_balancer import model_routers
 from shared.service.service_base import Service
 
 declare_metrics("scoring | groups | what is being scored")
@@ -31,7 +32,7 @@ POLL_INTERVAL_S = 0.5  # The interval at which the gauge of groups in progress i
 
 async def serve(service: Service) -> None:
     """Scores the groups of a run until asked to stop. Raises ConfigError for a function that cannot be imported."""
-    async with AsyncExitStack() as opened:
+    async with model_routers(service), AsyncExitStack() as opened:
         functions = HooksPool(service.config) if hooks.paths(service.config, "reward") else None
         if functions is not None:
             opened.push_async_callback(functions.close)

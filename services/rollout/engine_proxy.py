@@ -35,6 +35,7 @@ from shared.runtime.telemetry import Metrics, declare_metrics
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Task
 from shared.schema.sample import Sample, sampled, token_digest, turns_of
+from shared.service.engine_load_balancer import RAW, ROUTES, EndpointServer, RequestDenied, body_of
 from shared.service.service_base import Service
 from shared.sessions.session import CONTENT_TYPE, GENERATE_PATH, KEY_HEADER, TurnGeneration, TurnRequest
 
@@ -116,17 +117,13 @@ class SampleCheck:
 
 declare_metrics("engine_requests_denied_total | requests | of others to the engine that were not passed on")
 
-# What is passed on, by method and path, to the letter. A path is never decoded or normalised: one that would have to be is not here.
-# Gateways have a route of their own besides, `GENERATE_PATH`, by their key.
+# What of `ROUTES` generates. Gateways have a route of their own besides, `GENERATE_PATH`, by their key.
 GENERATIONS: dict[str, type[PublicRequest]] = {"/generate": GenerateRequest, "/v1/chat/completions": ChatRequest}
-ROUTES = {("GET", "/health"), ("GET", "/v1/models"), *(("POST", path) for path in GENERATIONS)}
-BODY_BYTES, ANSWER_BYTES = 8 * 2**20, 256 * 2**20  # the largest body, of a million tokens, and the largest answer that is not streamed
+ANSWER_BYTES = 256 * 2**20  # the largest answer that is not streamed
 SPARE_CONNECTIONS = 256  # the connections that may be open beyond the limit of requests: the process has descriptors for other things, too
 
-# The deadlines for a request's body, for the engine's answer to a short call, and for the next request's head on a connection.
-BODY_SECONDS, CALL_SECONDS, IDLE_SECONDS = 30.0, 10.0, 60.0
-
-SHUTDOWN_SECONDS = 0.1  # the time in which requests may still end when the proxy is closed
+# The deadlines for the engine's answer to a short call, and for the next request's head on a connection.
+CALL_SECONDS, IDLE_SECONDS = 10.0, 60.0
 POLL_INTERVAL_S = 0.05
 
 # The answer to a generation of a call that was stopped.
@@ -144,47 +141,6 @@ ABORTED = {
 
 # The fields of a model that are shown. The engine's own answer tells where its files lie, too.
 MODEL_FIELDS = ("id", "object", "created", "owned_by", "max_model_len")
-
-
-class RequestDenied(Exception):
-    """A request that is answered here: it is not passed on, or its answer is not."""
-
-    def __init__(self, status: HTTPStatus, reason: str) -> None:
-        self.status, self.reason = status, reason
-        super().__init__(reason)
-
-
-RAW: dict[str, Any] = {"handler_cancellation": True, "access_log": None, "auto_decompress": False}
-
-
-class EndpointServer:
-    """An HTTP server on a free port, which may be opened more than once. ``make``: makes the server. ``address``: host and port, once it is
-    open."""
-
-    def __init__(self, make: Callable[[], web.Server]) -> None:
-        self._make, self._opening = make, asyncio.Lock()
-        self._runner: web.ServerRunner | None = None
-        self.address: tuple[str, int] | None = None
-
-    @property
-    def url(self) -> str:
-        """Returns where it listens; empty while it does not."""
-        return "" if self.address is None else f"http://{self.address[0]}:{self.address[1]}"
-
-    async def open(self, host: str) -> None:
-        """Listens on a free port of ``host``; does nothing if it does so already."""
-        async with self._opening:  # groups ask for it at once
-            if self._runner is None:
-                self._runner = web.ServerRunner(self._make(), shutdown_timeout=SHUTDOWN_SECONDS)
-                await self._runner.setup()
-                await web.TCPSite(self._runner, host, 0).start()
-                self.address = self._runner.addresses[0][:2]
-
-    async def close(self) -> None:
-        """Ends what is being passed on, and listens no more."""
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = self.address = None
 
 
 class _BoundedServer(web.Server):
@@ -422,24 +378,6 @@ async def _whole(answer: ClientResponse) -> bytes:
                 HTTPStatus.BAD_GATEWAY, f"the answer has more than {ANSWER_BYTES} bytes: ask for less at once, or for a stream"
             )
     return bytes(whole)
-
-
-async def body_of(request: web.BaseRequest, kind: str = "application/json") -> bytes:
-    """Returns the whole body. A form of another site's cannot be sent as JSON, so no browser is made to ask an engine on loopback."""
-    if request.content_type != kind or request.headers.get("Content-Encoding", "identity") != "identity":
-        raise RequestDenied(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"expected a body of {kind}, not compressed")
-    if (request.content_length or 0) > BODY_BYTES:
-        raise RequestDenied(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"expected a body of at most {BODY_BYTES} bytes")
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for chunk in request.content.iter_any():
-                body += chunk
-                if len(body) > BODY_BYTES:
-                    raise RequestDenied(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"expected a body of at most {BODY_BYTES} bytes")
-    except TimeoutError:
-        raise RequestDenied(HTTPStatus.REQUEST_TIMEOUT, f"the body did not come within {BODY_SECONDS:g} s") from None
-    return bytes(body)
 
 
 def _refusal(status: HTTPStatus, reason: str) -> web.Response:

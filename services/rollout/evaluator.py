@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from services.rollout.engine_load_balancer import EngineSpread
 from services.rollout.replica import Replica
+from services.rollout.request_slots import evaluates
 from shared.bus.streams import task_consumer
 from shared.bus.subjects import EVAL, ROLLOUT
 from shared.bus.work_queue import MessageLease, WorkQueue
@@ -23,6 +23,7 @@ from shared.runtime.errors import DeadlineExceeded
 from shared.runtime.tasks import cancelled
 from shared.schema.ledger import eval_group_id
 from shared.schema.messages import EvalResult, Evaluate, Evaluated
+from shared.service.engine_load_balancer import EngineSpread
 from shared.service.service_base import Service
 
 MODULE = "services.rollout.function_worker"
@@ -43,7 +44,7 @@ class Evaluator:
         self._named = " = ".join(named)
         setup, variables = {"config": service.config.model_dump_json(), "verb": "evaluate"}, service.config.reward.worker_environment
         self._pool = WorkerPool("the evaluation function", 1, setup, MODULE, variables)
-        self._spread = EngineSpread(service, replica)
+        self._spread = EngineSpread(service, replica, fleet=bool(evaluates(service.config)))
         self._queue = WorkQueue(service.bus, task_consumer(service.run, service.config.bus, EVAL), Evaluate)
 
     async def run(self) -> None:

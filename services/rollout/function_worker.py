@@ -57,7 +57,7 @@ class GenerateCalls:
     async def answer(self, request: dict[str, Any]) -> dict[str, object]:
         """Returns the samples of one rollout, or why there are none."""
         host, port = request["engine"]
-        self._args.sglang_router_ip, self._args.sglang_router_port = host, port
+        self._args.point_at(host, port)
         current_call.set(CallContext(request["token"], f"{host}:{port}", time.monotonic() + request["seconds"]))
 
         async def samples(function: Any) -> dict[str, object]:
@@ -195,7 +195,7 @@ class EvaluationCalls:
 
     async def answer(self, request: dict[str, Any]) -> dict[str, object]:
         """Returns the results of one evaluation, or why there are none."""
-        self._args.sglang_router_ip, self._args.sglang_router_port = request["engine"]
+        self._args.point_at(*request["engine"])
         self._args.rollout_num_engines = request["engines"]
         # a thread of its own: functions in slime's manner start event loops, which none may in one that runs
         return await asyncio.wrap_future(run_in_thread(functools.partial(self._evaluated, request["rollout_id"]), "evaluation"))

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from services.rollout.engine_load_balancer import EngineSpread
 from services.rollout.engine_proxy import SampleCheck
 from services.rollout.producer_process import FIELD
 from services.rollout.replica import Replica
@@ -43,6 +42,7 @@ from shared.schema.ledger import group_number
 from shared.schema.messages import Discarded, Generated, Outcome, Task, Wanted
 from shared.schema.sample import Sample, SampleLimits
 from shared.schema.versions import is_lost
+from shared.service.engine_load_balancer import EngineSpread
 from shared.service.service_base import Service
 
 

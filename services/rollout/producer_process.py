@@ -358,6 +358,7 @@ def main() -> None:
     while True:
         order = calls.call("next")
         vars(args).update(order["args"])
+        args.point_at(args.sglang_router_ip, args.sglang_router_port)
         groups.in_call = True
         try:
             returned = function(args, order["rollout_id"], groups, evaluation=False)

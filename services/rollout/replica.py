@@ -17,6 +17,7 @@ from services.rollout.request_slots import MOST
 from services.rollout.router_registration import router_url
 from services.rollout.served_version import ServedVersion
 from shared import hooks
+from shared.bus.registry import MODEL
 from shared.config import devices
 from shared.process.child_process import ProcessEnded
 from shared.runtime.addresses import LOOPBACK, own_address
@@ -65,7 +66,7 @@ class Replica:
         self.before_start: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
         self.after_start: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
         self._routed, self._for_gateways = bool(router_url()), service.config.gateways > 0
-        self._exposed = self._routed or self._for_gateways
+        self._exposed = self._routed or self._for_gateways or service.name == MODEL
         rollout = self._rollout
         limit = SPARE_REQUESTS + (rollout.rollout_concurrency or MOST)
         wait = service.config.weights.push_timeout
@@ -220,7 +221,7 @@ class Replica:
             self._service.metrics.set(VOCABULARY_GAUGE, client.capabilities.vocab_size)
             self._service.metrics.set(KEPT_GAUGE, client.capabilities.kept_tokens)
             await self.proxy.open(own_address())
-        if self._routed or hooks.paths(self._service.config, "rollout"):
+        if self._routed or self._service.name == MODEL or hooks.paths(self._service.config, "rollout"):
             await self.open_proxy()
         self.served.engine_started()
         self._tell_of_last("")

@@ -13,6 +13,7 @@ from typing import Any
 from services.rollout.engine.engine_process import EngineCommand, EngineMeeting, engine_command
 from services.rollout.router_registration import router_url
 from shared import hooks
+from shared.bus.registry import MODEL
 from shared.config import devices, sglang_flags
 from shared.config.engine_limits import PREFILL_GRAPHS, captures_prefill
 from shared.config.run_config import RunConfig
@@ -119,7 +120,7 @@ def replica_command(service: Service, name: str, meeting: EngineMeeting | None =
     flags: dict[str, Any] = {"tp-size": rollout.rollout_num_gpus_per_engine} if tensor_parallel else {}
     own = hooks.paths(config, "rollout").keys() - agent_paths(config).keys()  # agents ask gateways, and these the replica
     answers_are_read = not (bool(router_url()) or own)
-    flags["disable-radix-cache"] = not keeps_prefixes(config, device, answers_are_read=answers_are_read)
+    flags["disable-radix-cache"] = service.name != MODEL and not keeps_prefixes(config, device, answers_are_read=answers_are_read)
     # others expect SGLang's own way: each part of a stream repeats all tokens before it
     flags["incremental-streaming-output"] = config.gateways > 0 and answers_are_read
     flags["trust-remote-code"] = config.model.trust_remote_code

@@ -11,7 +11,6 @@ from services.rollout.agent_groups import AgentGroups, Gateways
 from services.rollout.custom_generate import CustomGenerate
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.transport import EngineError, InvalidRequest
-from services.rollout.engine_load_balancer import EngineSpread
 from services.rollout.engine_nodes import follow
 from services.rollout.episodes import EpisodeGenerate
 from services.rollout.evaluator import Evaluator
@@ -27,7 +26,7 @@ from services.rollout.weight_catch_up import WeightCatchUp
 from services.rollout.weight_receiver import WeightsReceiver
 from shared.bus.bus_errors import StreamFull
 from shared.bus.connection import TRANSIENT
-from shared.bus.registry import ENGINE_NODE
+from shared.bus.registry import ENGINE_NODE, MODEL
 from shared.bus.streams import task_consumer
 from shared.bus.subjects import EVAL, TRAIN
 from shared.bus.work_queue import MessageLease, WorkQueue
@@ -42,6 +41,7 @@ from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Generated, Interrupted, Task
 from shared.schema.service_messages import Doing
 from shared.service.activities import WORK
+from shared.service.engine_load_balancer import EngineSpread, model_routers
 from shared.service.service_base import Service
 from shared.sessions.session import EVAL_GAUGE
 from shared.store.payload_store import StoreFull
@@ -184,7 +184,7 @@ class Rollout:
         self._players: list[GroupPlayer] = [self._custom, self._agents, *([self._episodes] if self._episodes is not None else [])]
         self._outcomes = TaskOutcomes(service)
         function = self._config.rollout.rollout_function_path
-        self.spread = EngineSpread(service, self.replica)
+        self.spread = EngineSpread(service, self.replica, fleet=bool(evaluates(service.config)))
         parts = (self.replica, self.spread, self._outcomes, self._tokenizer)
         self.producer = None if function is None else Producer(service, *parts)
         self.evaluator = None if eval_function(self._config) is None else Evaluator(service, self.replica)
@@ -399,13 +399,36 @@ class Rollout:
             await asyncio.sleep(RATE_SECONDS if self._generated or not self.replica.serving else FIRST_SECONDS)
 
 
+async def serve_model(service: Service) -> None:
+    """Serves a frozen model until asked to stop: to functions and gateways, by its engine's proxy. It takes no tasks, and no trainer knows
+    of it."""
+    replica, generated, rate = Replica(service), GeneratedTokens(), TokenRate()
+
+    async def measure() -> None:
+        while True:
+            tokens = rate.note(time.monotonic(), await generated.read(replica.client, 0))
+            running = 0 if replica.client is None or replica.client.load is None else replica.client.load.running
+            service.metrics.set("generated_tokens_per_s", tokens)
+            service.metrics.set("running_requests", running)
+            if replica.serving:
+                service.detail = f"{service.model}: {running} requests, {tokens:.0f} tokens/s"
+            await asyncio.sleep(RATE_SECONDS)
+
+    async with service.background(replica.keep_engine(), measure()):
+        await service.stopping.wait()
+
+
 async def serve(service: Service) -> None:
-    """Runs the rollout service, or a further node of its engine. Raises ConfigError, or Problems, for flags that the installed SGLang does
-    not take."""
+    """Runs the rollout service, or a further node of its engine, or serves a frozen model. Raises ConfigError, or Problems, for flags that
+    the installed SGLang does not take."""
     if given := service.config.rollout.sglang:
         try:
             flags = await asyncio.to_thread(sglang_flags.of_installed)
             raise_problems([] if flags is None else list(flags.problems(given)))
         except sglang_flags.NoCatalogue as error:
             service.log.warning("engine_flags_not_checked", error=str(error))
-    await (follow(service) if service.name == ENGINE_NODE else Rollout(service).run())
+    if service.name in (ENGINE_NODE, MODEL):
+        await (follow(service) if service.name == ENGINE_NODE else serve_model(service))
+        return
+    async with model_routers(service):
+        await Rollout(service).run()

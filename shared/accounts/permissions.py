@@ -196,6 +196,7 @@ def _reward(names: Subjects) -> BusRights:
         names.scored(REWARD),
         *(names.environment(ANY, verb) for verb in ("describe", "score")),
         *_read(names.weights_bucket),  # to learn the live version: no sample is of a much newer one
+        f"{API}.STREAM.MSG.GET.KV_{names.services_bucket}",  # to learn which engines serve frozen models
         f"$KV.{names.services_bucket}.{registry.ENVIRONMENT}.{ANY}",  # the statuses of the environments that it scores with
     )
     return BusRights(publish, (_inbox(names, REWARD),))

@@ -17,14 +17,17 @@ import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import yaml
+from pydantic import Field, ValidationError, model_validator
 
 from shared.config import flag_table
 from shared.config.eval_section import EvalSet
 from shared.config.flag_table import Fields
+from shared.config.rollout_section import ConfigTable, WorkerType
 from shared.config.run_config import RunConfig, field_sections, section_model
+from shared.config.sglang_flags import plain_name
 from shared.runtime.errors import BadInput, ConfigError, near, nearest, shown
 
 BASE = "base"
@@ -310,7 +313,51 @@ def lay_eval_config(layers: Layers) -> None:
 
 
 SGLANG_CONFIG = "rollout.sglang_config"
-_GROUPS = ("server_groups", "engine_groups")  # the second is slime's older name
+
+
+class _SlimeGroup(ConfigTable):
+    worker_type: WorkerType = "regular"
+    num_gpus: int
+    num_gpus_per_engine: int | None = None
+    overrides: dict[str, Any] = {}
+
+
+class _SlimeModel(ConfigTable):
+    name: str
+    model_path: str | None = None
+    update_weights: bool | None = None
+    num_gpus_per_engine: int | None = None
+    server_groups: list[_SlimeGroup] = []
+    engine_groups: list[_SlimeGroup] = []  # slime's older name
+
+    @model_validator(mode="after")
+    def _has_groups(self) -> Self:
+        if bool(self.server_groups) == bool(self.engine_groups):
+            raise ValueError("expected server_groups, a list of mappings with num_gpus")
+        return self
+
+    def table(self, size: int) -> dict[str, Any]:
+        """Returns the model in the form of ``[rollout.models]``. ``size``: GPUs of an engine, where neither model nor group says."""
+        groups, paths = [], {path for path in [self.model_path] if path}
+        for group in self.server_groups or self.engine_groups:
+            shape = {"num_gpus": group.num_gpus, "num_gpus_per_engine": group.num_gpus_per_engine or self.num_gpus_per_engine or size}
+            paths |= {str(value) for key, value in group.overrides.items() if plain_name(key) == "model-path"}
+            flags = {key: value for key, value in group.overrides.items() if plain_name(key) != "model-path"}
+            groups.append({"worker_type": group.worker_type, **shape, "sglang": flags})
+        if len(paths) > 1:
+            raise ValueError(f"{self.name}: expected one model_path for all groups; there are {', '.join(sorted(paths))}")
+        return {"groups": groups, **dict.fromkeys(["hf_checkpoint"] * len(paths), *paths)}
+
+
+class _SlimeFile(ConfigTable):
+    sglang: list[_SlimeModel] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _names_each_once(self) -> Self:
+        names = [model.name for model in self.sglang]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two models have one name: {', '.join(names)}")
+        return self
 
 
 def lay_sglang_config(layers: Layers) -> None:
@@ -320,62 +367,40 @@ def lay_sglang_config(layers: Layers) -> None:
     rollout, own = layers.values["rollout"], str(layers.values.get("model", {}).get("hf_checkpoint", ""))
     if besides := [name for name in ("models", "engine_groups") if rollout.get(name)]:
         raise ConfigError(f"rollout.{besides[0]}", "…", f"given besides sglang_config = {path}; leave one of them out")
-    models = _sglang_models(path, own, rollout.get("rollout_num_gpus_per_engine", 1))
-    trained = [name for name, model in models.items() if model.pop("update_weights")]
+    models, wishes = _sglang_models(path, rollout.get("rollout_num_gpus_per_engine", 1))
+    trained = [name for name, wish in wishes.items() if (models[name].get("hf_checkpoint", own) == own if wish is None else wish)]
     if len(trained) != 1:
         expected = "update_weights for one model, which is trained; " + (f"{' and '.join(trained)} have it" if trained else "none has it")
         raise ConfigError(SGLANG_CONFIG, str(path), f"expected {expected} (a model without it has it where its path is the run's)")
     policy = models.pop(trained[0])
-    if policy.get("hf_checkpoint", own) != own:
+    if (other := policy.get("hf_checkpoint", own)) != own:
         wanted = f"{own or 'hf_checkpoint'}, or nothing: the engines of the model that is trained begin with the run's hf_checkpoint"
-        raise ConfigError(SGLANG_CONFIG, f"{path}: {trained[0]}.model_path = {policy['hf_checkpoint']}", f"expected {wanted}")
-    rollout.update(models=models, policy_name=trained[0], sglang_config=None)
-    [first, *others] = policy["groups"]
-    if others or first["sglang"] or first["num_gpus"] % first["num_gpus_per_engine"] or first["worker_type"] != "regular":
-        rollout["engine_groups"] = policy["groups"]
-    else:
-        size = first["num_gpus_per_engine"]
-        rollout.update(rollout_replicas=first["num_gpus"] // size, rollout_num_gpus_per_engine=size)
+        raise ConfigError(SGLANG_CONFIG, f"{path}: {trained[0]}.model_path = {other}", f"expected {wanted}")
+    rollout.update(models=models, policy_name=trained[0], sglang_config=None, **_policy_engines(policy["groups"]))
     layers.origins |= dict.fromkeys(("rollout.models", "rollout.engine_groups"), path)
 
 
-def _sglang_models(path: Path, own: str, size: Any) -> dict[str, dict[str, Any]]:
-    """Returns the models of a file, by name, in the form of ``[rollout.models]`` with ``update_weights``. ``own``: the run's checkpoint.
-    ``size``: GPUs of an engine, where neither model nor group says."""
-    content, found = _yaml(SGLANG_CONFIG, path, _UniqueKeys), dict[str, dict[str, Any]]()
-    models = content.get("sglang") if isinstance(content, dict) else None
-    if not isinstance(models, list) or not models or not all(isinstance(model, dict) and model.get("name") for model in models):
-        raise ConfigError(SGLANG_CONFIG, str(path), "expected sglang: a list of models, each with name and server_groups")
-    for model in models:
-        name = str(model["name"])
-        _check_sglang(path, name, model, ("name", "model_path", "update_weights", "num_gpus_per_engine", *_GROUPS))
-        given = [key for key in _GROUPS if model.get(key)]
-        if name in found or len(given) != 1 or not all(isinstance(group, dict) for group in model[given[0]]):
-            expected = "two models have this name" if name in found else "expected server_groups, a list of mappings with num_gpus"
-            raise ConfigError(SGLANG_CONFIG, f"{path}: {name}", expected)
-        groups, paths = list[dict[str, Any]](), {str(path) for path in [model.get("model_path")] if path}
-        for group in model[given[0]]:
-            _check_sglang(path, f"{name}.{given[0]}", group, ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides"))
-            flags = dict(group.get("overrides") or {})
-            paths |= {str(flags.pop(key)) for key in ("model_path", "model-path") if key in flags}
-            shape = {"num_gpus_per_engine": group.get("num_gpus_per_engine") or model.get("num_gpus_per_engine") or size}
-            groups.append(
-                {"worker_type": group.get("worker_type", "regular"), "num_gpus": group.get("num_gpus", 0), **shape, "sglang": flags}
-            )
-        if len(paths) > 1:
-            raise ConfigError(
-                SGLANG_CONFIG, f"{path}: {name}", f"expected one model_path for all groups; there are {', '.join(sorted(paths))}"
-            )
-        trained = model.get("update_weights")
-        found[name] = {"groups": groups, "update_weights": paths <= {own} if trained is None else bool(trained)}
-        found[name] |= {"hf_checkpoint": next(iter(paths))} if paths else {}
-    return found
+def _sglang_models(path: Path, size: int) -> tuple[dict[str, dict[str, Any]], dict[str, bool | None]]:
+    """Returns the models of a file, in the form of ``[rollout.models]``, and what each says of ``update_weights``. Raises ConfigError."""
+    try:
+        given = _SlimeFile.model_validate(_yaml(SGLANG_CONFIG, path, _UniqueKeys)).sglang
+        return {model.name: model.table(size) for model in given}, {model.name: model.update_weights for model in given}
+    except ValidationError as error:
+        found = error.errors()[0]
+        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in found["loc"])
+        raise ConfigError(
+            SGLANG_CONFIG, f"{path}: {place.removeprefix('.') or 'its top'}", found["msg"].removeprefix("Value error, ")
+        ) from None
+    except ValueError as error:
+        raise ConfigError(SGLANG_CONFIG, str(path), str(error)) from None
 
 
-def _check_sglang(path: Path, where: str, given: dict[Any, Any], valid: tuple[str, ...]) -> None:
-    for key in given:
-        if key not in valid:
-            raise ConfigError(SGLANG_CONFIG, f"{path}: {where}.{key}", f"unknown key; {nearest(str(key), list(valid))}")
+def _policy_engines(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the fields of ``[rollout]`` for the policy's groups: the ordinary ones where engines are alike and have the run's flags."""
+    size, count = groups[0]["num_gpus_per_engine"], groups[0]["num_gpus"]
+    if len(groups) > 1 or groups[0]["worker_type"] != "regular" or groups[0]["sglang"] or count % size:
+        return {"engine_groups": groups}
+    return {"rollout_replicas": count // size, "rollout_num_gpus_per_engine": size}
 
 
 _NOTHING_READS = "nothing in slime reads it; leave it out (eval_timeout ends an evaluation that is late)"

@@ -9,6 +9,7 @@ from shared.runtime.safe_text import names_credential
 
 EVAL_VARIABLE = "MYXO_EVAL_REPLICA"  # 1 for a rollout service of `rollout.eval_replicas`
 MODEL_VARIABLE = "MYXO_MODEL"  # The name of the frozen model that a rollout service serves
+ROUTERS_VARIABLE = "MYXO_MODEL_ROUTERS"  # JSON: name of each frozen model → host and port at which this machine's functions ask it
 GROUP_VARIABLE = "MYXO_ENGINE_GROUP"  # Which of its model's groups of engines a rollout service's engine is of, from 0
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")

@@ -69,7 +69,7 @@ MODEL_NAME = r"^[A-Za-z][A-Za-z0-9_.-]{0,47}$"
 """The pattern of a model's name: requests, instances and functions know it by that."""
 
 
-class _Table(BaseModel):
+class ConfigTable(BaseModel):
     """A table of the config whose unknown keys are refused with the nearest valid one."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
@@ -83,7 +83,7 @@ class _Table(BaseModel):
         return given
 
 
-class EngineGroup(_Table):
+class EngineGroup(ConfigTable):
     """Engines of one shape. ``num_gpus``: of all of them, ``replicas`` x ``num_gpus_per_engine``; a CPU's engines count the same."""
 
     worker_type: WorkerType = "regular"
@@ -104,7 +104,7 @@ class EngineGroup(_Table):
         return self
 
 
-class FrozenModel(_Table):
+class FrozenModel(ConfigTable):
     """A model that generates for functions, rewards and agents and is never trained."""
 
     hf_checkpoint: Annotated[Path, AfterValidator(hub_names.checked_model)] | None = None

@@ -1,11 +1,14 @@
 """``args`` as hooks get it: the run's whole config, flat, under the flags' names, and slime's other attributes with this run's values."""
 
+import json
+import os
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+from shared.config.environment_variables import ROUTERS_VARIABLE
 from shared.config.eval_section import EVAL_LOOP
 from shared.config.eval_views import EvalView, eval_views
 from shared.config.run_config import RunConfig, field_sections
@@ -34,6 +37,11 @@ def eval_prompt_data(config: RunConfig) -> list[str] | None:
     return [word for view in eval_views(config) for word in (view.name, str(view.files[0]))] or None
 
 
+def model_addresses() -> dict[str, tuple[str, int]]:
+    """Returns the host and port at which this machine's functions ask each frozen model, by its name."""
+    return {name: (host, port) for name, (host, port) in json.loads(os.environ.get(ROUTERS_VARIABLE) or "{}").items()}
+
+
 def _dataset(view: EvalView) -> EvalDatasetConfig:
     rollout, data, files = view.config.rollout, view.config.data, [str(file) for file in view.files]
     left = {
@@ -59,7 +67,7 @@ NOT_SET = """
     custom_model_provider_path custom_update_weight_post_write_path http_proxy
     load_forge_rollout_data log_probs_max_tokens_per_gpu log_reward_category megatron_config_path model_name
     multimodal_keys opd_teacher_ckpt_step ref_ckpt_step rollout_buffer_url rollout_external_engine_addrs router_policy
-    sglang_model_routers sglang_speculative_algorithm start_rollout_id tb_experiment_name tb_project_name
+    sglang_speculative_algorithm start_rollout_id tb_experiment_name tb_project_name
     update_weight_local_checkpoint_dir wandb_key wandb_run_id
 """
 
@@ -96,6 +104,7 @@ FOLLOWING: dict[str, Callable[[RunConfig], Any]] = {
     "partial_rollout": lambda config: config.rollout.staleness_policy in ("continue", "mask"),
     "mask_offpolicy_in_partial_rollout": lambda config: config.rollout.staleness_policy == "mask",
     "rollout_num_gpus": lambda config: config.rollout.all_gpus,
+    "sglang_model_routers": lambda config: model_addresses() or None,
     "sglang_server_concurrency": lambda config: config.rollout.rollout_concurrency or SLIME_CONCURRENCY,
     "eval_datasets": eval_datasets,
     "eval_function_path": lambda config: config.rollout.rollout_function_path or EVAL_LOOP,
@@ -164,6 +173,12 @@ class Arguments(Namespace):
         unset = {name: others[name] for name, value in shown.items() if value is None and name in others}
         model_processors.RUN["trust_remote_code"] = config.model.trust_remote_code
         super().__init__(**{**config.run.custom_args, **others, **shown, **unset, **config.trainer.megatron, **engine, **more})
+
+    def point_at(self, host: str, port: int) -> None:
+        """Names the policy's address: ``sglang_router_ip`` and ``_port``, and under its name beside those of frozen models."""
+        self.sglang_router_ip, self.sglang_router_port = host, port
+        if self.sglang_model_routers:
+            self.sglang_model_routers[self.policy_name] = (host, port)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"args has no {name}; {nearest(name, list(self.__dict__))}")

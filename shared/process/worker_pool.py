@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from shared.config.environment_variables import ROUTERS_VARIABLE
 from shared.process import frames, running_call
 from shared.process.child_process import STOPPED_STATE, ChildProcess, seen
 from shared.runtime.errors import TASK, BadMessage, ConfigError, DeadlineExceeded, MyxoError
@@ -44,6 +45,7 @@ ENVIRONMENT = (
     "LD_LIBRARY_PATH",
     "CUDA_VISIBLE_DEVICES",
     "MYXO_RUN",
+    ROUTERS_VARIABLE,
 )
 """The variables that every worker gets. The code in it, which may be a model's, needs no more to start; keys of the bus, the store, W&B,
 the hub or a cloud are not its business. What a user's function needs besides is named in ``reward.worker_environment``."""

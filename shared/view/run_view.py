@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from shared.bus.registry import ENGINE_NODE, ENVIRONMENT, NODE, STANDBY
+from shared.bus.registry import ENGINE_NODE, ENVIRONMENT, MODEL, NODE, STANDBY
 from shared.config.run_config import RunConfig
 from shared.process.child_process import cause
 from shared.runtime.safe_text import number, shortened_line
@@ -243,7 +243,7 @@ def _line(status: ServiceStatus, restarts: int | None) -> InstanceLine:
 def _detail(status: ServiceStatus) -> str:
     gauges = status.gauges
     match status.service:
-        case kind if kind in (NODE, ENGINE_NODE):
+        case kind if kind in (NODE, ENGINE_NODE, MODEL):
             return status.detail
         case "rollout" if status.state != "ready" and status.detail:  # other nodes of its engine are not there
             return status.detail

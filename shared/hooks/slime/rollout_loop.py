@@ -19,6 +19,7 @@ from shared.hooks.loading import SingletonMeta, load_function
 from shared.hooks.returned_output import RolloutFnEvalOutput, RolloutFnTrainOutput
 from shared.hooks.slime import http_requests, model_processors, reward_dispatch
 from shared.hooks.slime.prompt_sources import Dataset
+from shared.runtime.errors import nearest
 
 Generated = HookSample | list[HookSample]
 """What one rollout gives: a sample, or several."""
@@ -81,8 +82,11 @@ def sampling_params(args: Any) -> dict[str, Any]:
 
 
 def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
-    """Returns the address of a model's router: the policy's for a name that is not among ``args.sglang_model_routers``."""
+    """Returns the address of a model's router: the policy's where the run has no other models. Raises ValueError for a name that is not
+    among ``args.sglang_model_routers``."""
     routers = getattr(args, "sglang_model_routers", None) or {}
+    if routers and model_name not in (*routers, "", "default"):
+        raise ValueError(f"no model {model_name!r} in args.sglang_model_routers; {nearest(model_name, list(routers))}")
     host, port = routers.get(model_name, (args.sglang_router_ip, args.sglang_router_port))
     return f"http://{host}:{port}{endpoint}"
 

@@ -117,18 +117,18 @@ def test_the_flags_of_a_group_stand_over_those_of_its_model_and_the_runs(tmp_pat
 @table(
     ("text", "said"),
     [
-        ("models: []", "sglang: a list of models"),
-        ("sglang: [{name: a}]", "a': expected server_groups"),
-        ("sglang: [{name: a, groups: []}]", "a.groups.*unknown key"),
-        ("sglang: [{name: a, server_groups: [{num_gpu: 1}]}]", "num_gpu.*unknown key; did you mean num_gpus"),
-        ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: reguler}]}]", "engine_groups.*'regular'"),
+        ("models: []", "unknown key 'models'; valid are sglang"),
+        ("sglang: [{name: a}]", "sglang.0.': expected server_groups"),
+        ("sglang: [{name: a, groups: []}]", "sglang.0.': unknown key 'groups'"),
+        ("sglang: [{name: a, server_groups: [{num_gpu: 1}]}]", "unknown key 'num_gpu'; did you mean num_gpus"),
+        ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: reguler}]}]", "worker_type.*'regular'"),
         (
             "sglang: [{name: a, server_groups: [{num_gpus: 3, num_gpus_per_engine: 2}]}]",
             "num_gpus = 3, expected a multiple of num_gpus_per_",
         ),
         ("sglang: [{name: a, server_groups: [{num_gpus: 1}]}, {name: b, server_groups: [{num_gpus: 1}]}]", "a and b have it"),
         ("sglang: [{name: a, update_weights: false, server_groups: [{num_gpus: 1}]}]", "none has it"),
-        ("sglang: [{name: a, server_groups: [{num_gpus: 1}]}, {name: a, server_groups: [{num_gpus: 1}]}]", "two models have this name"),
+        ("sglang: [{name: a, server_groups: [{num_gpus: 1}]}, {name: a, server_groups: [{num_gpus: 1}]}]", "two models have one name"),
         ("sglang: [{name: a, update_weights: true, model_path: /m/other, server_groups: [{num_gpus: 1}]}]", "begin with the run's"),
         (
             "sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: {model_path: /x}}, {num_gpus: 1, overrides: {model_path: /y}}]}]",
@@ -238,7 +238,7 @@ def test_a_service_that_is_told_of_an_engine_that_is_not_there_ends(given: dict[
             {"models": {"judge": {"num_gpus_per_engine": 16}}, "gpus_per_node": 8},
             {},
             "rollout.models.judge.num_gpus_per_engine",
-            "at most 8",
+            "at most gpus_per_node = 8",
         ),
         (
             {"engine_groups": [{"num_gpus": 1}, {"num_gpus": 1}]},
