@@ -102,6 +102,18 @@ class LaunchedRun:
             raise AssertionError(f"the launcher has no process {program} below it\n{self.said()}")
         return found
 
+    def engine_of(self, service: int) -> int:
+        """The pid of the child of a rollout service that is its engine."""
+        for entry in (entry for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                words = (entry / "cmdline").read_bytes()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if parent == service and b"launcher" in words:
+                return int(entry.name)
+        raise AssertionError(f"service {service} has no engine\n{self.said()}")
+
     def summary(self) -> dict[str, object]:
         content: dict[str, object] = json.loads((self.root / "summary.json").read_text())
         return content

@@ -84,6 +84,7 @@ def buckets(run: str) -> Table:
     for role in sorted(SERVICES):
         table[f"$KV.{names.services_bucket}.{role}.{role}-0"] = ({role} | PEOPLE, NOBODY)
     table[f"$KV.{names.services_bucket}.critic.critic-0"] = ({TRAINER} | PEOPLE, NOBODY)
+    table[f"$KV.{names.services_bucket}.model.model-judge-0"] = ({ROLLOUT} | PEOPLE, NOBODY)
     return table
 
 
@@ -108,7 +109,7 @@ def interface(run: str) -> Table:
         f"STREAM.INFO.{names.task_stream}": {CONSOLE},
         f"STREAM.MSG.GET.{names.ledger_stream}": {BUFFER, CONSOLE},
         f"STREAM.MSG.GET.KV_{names.config_bucket}": SERVICES | {CONSOLE},
-        f"STREAM.MSG.GET.KV_{names.services_bucket}": {ROLLOUT, TRAINER, GATEWAY, CONSOLE},
+        f"STREAM.MSG.GET.KV_{names.services_bucket}": {ROLLOUT, REWARD, TRAINER, GATEWAY, CONSOLE},
         f"STREAM.MSG.GET.KV_{names.weights_bucket}": {BUFFER, ROLLOUT, REWARD, TRAINER, GATEWAY, CONSOLE},
         f"STREAM.MSG.GET.KV_{names.leases_bucket}": {BUFFER, ROLLOUT, TRAINER, CONSOLE},
         f"STREAM.MSG.GET.{names.task_stream}": NOBODY,

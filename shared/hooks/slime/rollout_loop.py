@@ -87,7 +87,7 @@ def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> st
     routers = getattr(args, "sglang_model_routers", None) or {}
     if routers and model_name not in (*routers, "", "default"):
         raise ValueError(f"no model {model_name!r} in args.sglang_model_routers; {nearest(model_name, list(routers))}")
-    host, port = routers.get(model_name, (args.sglang_router_ip, args.sglang_router_port))
+    host, port = routers.get(model_name) or (args.sglang_router_ip, args.sglang_router_port)
     return f"http://{host}:{port}{endpoint}"
 
 

@@ -1,0 +1,44 @@
+"""Two models under one run: the policy is trained, and a judge stays as it was, asked by rewards and agents."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shared.schema.service_messages import ServiceStatus
+from tests.e2e.launched import LaunchedRun
+from tests.support.model_hooks import ANSWERS
+
+RUN_SECONDS, STEPS = 900, 12
+
+
+def models(statuses: list[ServiceStatus], state: str = "ready") -> list[ServiceStatus]:
+    return [status for status in statuses if status.service == "model" and status.state == state]
+
+
+@pytest.mark.timeout(RUN_SECONDS + 300)
+def test_a_frozen_judge_answers_rewards_and_agents_over_its_engines_death(
+    small_run: Callable[..., Path], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = tmp_path / "answers.jsonl"
+    monkeypatch.setenv(ANSWERS, str(answers))
+    judge = tmp_path / "judge"
+    shutil.copytree(tiny_model, judge)
+    config = small_run("judged", steps=STEPS, staleness=1)
+    flags = ["--models", json.dumps({"judge": {"hf_checkpoint": str(judge)}}), "--custom-rm-path", "tests.support.model_hooks:judged"]
+    flags += ["--worker-environment", ANSWERS, "--lr", "1e-2", "--reward-timeout", "400"]
+    with LaunchedRun(config, tmp_path / "runs" / "judged", "judged", flags) as run:
+        [status] = models(run.until("the judge's first answer", lambda cards: bool(models(cards)) and answers.exists(), RUN_SECONDS))
+        assert (status.instance, status.model, status.version) == ("model-judge-0", "judge", 0)
+        run.kill(run.engine_of(status.pid))
+        run.until("its engine's return", lambda cards: any(one.incarnation != status.incarnation for one in models(cards)), RUN_SECONDS)
+        assert run.wait(RUN_SECONDS) == 0, run.said()
+        summary = run.summary()
+    assert (summary["audit"], summary["steps"]) == ("ok", STEPS)
+    assert summary["groups"]["dead"] == {}, summary  # type: ignore[index]
+    told = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert all(answer["names"] == ["judge"] for answer in told if answer["asker"] == "reward")
+    spread = [answer["log_prob"] for answer in told if "log_prob" in answer]
+    assert len(spread) >= 16 * STEPS and max(spread) - min(spread) < 1e-3, "the judge's weights have changed"
