@@ -236,3 +236,20 @@ async def three_turns(data: dict[str, Any], base_url: str, api_key: str) -> floa
             newest = completion.model_extra["weight_versions"]["newest"]
             messages += [completion.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and 3+3?"}]
     return float(len(completion.choices[0].message.content or "") % 2)
+
+
+OUTCOMES, TURN_REWARDS = [0.25, 1.0, 0.0], [[0.5], [1.0, -1.0], [None, 2.0, 0.25]]
+"""The reward of each rollout of `rewards_its_turns`, and those of its turns; None: none is posted."""
+
+
+async def rewards_its_turns(data: dict[str, Any], base_url: str, api_key: str) -> float:
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        messages: list[Any] = data["messages"]
+        for number, reward in enumerate(TURN_REWARDS[data["rollout"]]):
+            answer = await client.chat.completions.create(model=data["model"], messages=messages)
+            if reward is not None:
+                turn = answer.id if number % 2 else number  # by its id, or by its number
+                await client.post("/session/reward", body={"turn": turn, "reward": reward}, cast_to=object)
+            again = {"role": "user", "content": "Again."}
+            messages = [*messages, answer.choices[0].message.model_dump(exclude_none=True), again]
+    return OUTCOMES[data["rollout"]]

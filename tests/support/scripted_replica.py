@@ -26,10 +26,12 @@ PIECE = 7
 
 @dataclass
 class ScriptedReplica:
-    """``script``: the text that follows a prompt's text, without the token that ends a turn; ``given``: what it sampled, by the request."""
+    """``script``: the text that follows a prompt's text, without the token that ends a turn; ``version``: of all tokens, else of a push
+    in each turn; ``given``: what it sampled, by the request."""
 
     tokenizer: Tokenizer
     script: Callable[[str], str]
+    version: int | None = None
     given: dict[str, tuple[TurnRequest, TurnGeneration]] = field(default_factory=dict)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -40,6 +42,7 @@ class ScriptedReplica:
         log_probs = -np.random.default_rng(len(self.given)).random(len(ids), np.float32)
         middle, version = (len(ids) + 1) // 2, len(self.given)
         spans = ((0, middle, version), (middle, len(ids), version + 1))[: 1 + (len(ids) > 1)]
+        spans = spans if self.version is None else ((0, len(ids), self.version),)
         rows = [
             [(value - rank, (token + rank) % self.tokenizer.vocabulary_size) for rank in range(asked.top_count)]
             for value, token in zip(log_probs, ids, strict=True)
@@ -67,9 +70,11 @@ class ScriptedReplica:
 
 
 @asynccontextmanager
-async def scripted_replica(registry: Registry, tokenizer: Tokenizer, script: Callable[[str], str]) -> AsyncIterator[ScriptedReplica]:
+async def scripted_replica(
+    registry: Registry, tokenizer: Tokenizer, script: Callable[[str], str], version: int | None = None
+) -> AsyncIterator[ScriptedReplica]:
     """Serves on loopback, and stands in the registry while the body runs."""
-    replica, app = ScriptedReplica(tokenizer, script), web.Application(client_max_size=64 << 20)
+    replica, app = ScriptedReplica(tokenizer, script, version), web.Application(client_max_size=64 << 20)
     app.router.add_post(GENERATE_PATH, replica.generate)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()

@@ -120,6 +120,10 @@ class Player:
             )
             for index in range(task.n)
         ]
+        return await self.scored(task, samples, [float(index % 2) for index in range(task.n)])
+
+    async def scored(self, task: Task, samples: list[Sample], rewards: list[float]) -> Scored:
+        """Writes the samples of a task's group, and returns what a reward service would say of them."""
         metas, lengths = [one.meta(one.token_digest()) for one in samples], [one.length for one in samples]
         blobs = spoilt(samples) if (spoilt := self.spoil(task.group)) else sample.encode(samples, self.config.store.blob_bytes)
         generation = uuid.uuid4().hex
@@ -130,7 +134,7 @@ class Player:
             attempt=task.attempt,
             payload=reference(self.names.run, written, lengths),
             samples=metas,
-            rewards=[float(index % 2) for index in range(task.n)],
+            rewards=rewards,
             replica="replica-1",
             environment=task.environment,
             started=time.time(),

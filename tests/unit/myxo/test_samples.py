@@ -297,9 +297,12 @@ def gone(life: GroupProvenance) -> str | None:
 
 
 def test_a_samples_page_has_all_of_it() -> None:
-    text = printed(2, [sample(), sample(1)], 0)
+    text = printed(2, [sample(), sample(1, turn_rewards=[(0, 2, 0.5), (3, 5, 0.0)])], 0)
     for part in ("g00000002/0 of run r", "2+3=", "in batch of step 1", "reward", "level"):
         assert part in text
+    assert "rewards of turns" not in text
+    text = printed(2, [sample(turn_rewards=[(0, 2, 0.5), (2, 3, 0.0), (3, 5, -1.25)]), sample(1)], 0)
+    assert " ".join(text.split()).count("rewards of turns 0.5 (tokens 0–1), -1.25 (tokens 3–4)") == 1
     assert "tokens 0–2 under version 0, tokens 3–4 under version 1" in text
     assert "admitted while version 0 was live" in text
     assert "fünf\\x1b[2J" in text
