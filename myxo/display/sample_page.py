@@ -335,12 +335,11 @@ def _in_full(sample: Sample, group: GroupRecord, index: int, width: int, pieces:
     trained = 0 if index in group.removed else int(np.count_nonzero(sample.mask[sample.versions() >= group.mask_below]))
     tokens = f"{len(sample.prompt)} prompt, {len(sample.response)} response, {trained} of them trained"
     ids = " ".join(str(token) for token in sample.prompt)
-    turns = ", ".join(f"{value:g} (tokens {start}–{end - 1})" for start, end, value in sample.turn_rewards if value)
     figures = {
         "reward": "none" if reward is None else f"{reward:g}",
         **({"unread": group.unread_of(index)} if group.unread_of(index) else {}),
         **{f"reward {name}": f"{value:g}" for name, value in group.parts_of(index).items()},
-        **({"rewards of turns": turns} if turns else {}),
+        **_rewards_of_turns(sample),
         "label": "none" if sample.label is None else str(sample.label),
         "finish": sample.finish,
         "tokens": tokens if there else f"{_length(group, index, sample)} response",
@@ -355,6 +354,11 @@ def _in_full(sample: Sample, group: GroupRecord, index: int, width: int, pieces:
         *(_titled("prompt tokens", ids) if there else ()),
         *_titled("response tokens", "\n".join(token_lines(sample, width, pieces)).rstrip("\n") if there else NOT_KEPT),
     ]
+
+
+def _rewards_of_turns(sample: Sample) -> dict[str, str]:
+    turns = ", ".join(f"{value:g} (tokens {start}–{end - 1})" for start, end, value in sample.turn_rewards if value)
+    return {"rewards of turns": turns} if turns else {}
 
 
 def _provenance(steps: Sequence[ProvenanceStep]) -> Table:
