@@ -63,9 +63,8 @@ class RendererTokenizer:
     name_or_path = ""
     unk_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any], control: ControlTokens) -> None:
-        self._tokenizer, self._variables, self._control = tokenizer, dict(variables), control
-        self._encoded = EncodedTexts(control)
+    def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any], control: ControlTokens, encoded: EncodedTexts) -> None:
+        self._tokenizer, self._variables, self._control, self._encoded = tokenizer, dict(variables), control, encoded
         self.eos_token_id = tokenizer.eos_id
         self.all_special_tokens = tokenizer.skipped_tokens
 
@@ -180,7 +179,8 @@ class ChatTokens:
 
     Args:
         model: its checkpoint directory, or tokenizer. variables: of the run for the chat template.
-        control_tokens: what those are that clients' texts spell: ``text``, or control tokens (``as_written``).
+        control_tokens: what those are that clients' texts spell: ``text``, or control tokens (``as_written``). encoded: ids that are
+            remembered, also for others.
 
     Attributes:
         family: the renderer's name; ``default``: the model's own template. stop_ids: tokens that end a turn.
@@ -193,7 +193,11 @@ class ChatTokens:
     LETTER = "x"
 
     def __init__(
-        self, model: Path | Tokenizer, variables: Mapping[str, Any], control_tokens: Literal["text", "as_written"] = "text"
+        self,
+        model: Path | Tokenizer,
+        variables: Mapping[str, Any],
+        control_tokens: Literal["text", "as_written"] = "text",
+        encoded: EncodedTexts | None = None,
     ) -> None:
         from renderers import DefaultRendererConfig, create_renderer  # it takes seconds, and only gateways have the package
 
@@ -202,7 +206,8 @@ class ChatTokens:
         self._varied, self._varying = OrderedDict[str, ChatTokens](), threading.Lock()
         self.has_template = self.tokenizer.has_chat_template
         self._control = self.tokenizer.control_tokens[control_tokens]
-        adapter = RendererTokenizer(self.tokenizer, variables, self._control)
+        self._encoded = encoded or EncodedTexts(self._control)
+        adapter = RendererTokenizer(self.tokenizer, variables, self._control, self._encoded)
         family = _family(adapter, variables) if self.has_template else None
         self.family = "default" if family is None else str(family.config.name)
         self._renderer: Any = family or create_renderer(adapter, DefaultRendererConfig(tool_parser=self._tool_parser()))
@@ -236,7 +241,8 @@ class ChatTokens:
             if (known := self._varied.get(key)) is not None:
                 self._varied.move_to_end(key)
                 return known
-        made = ChatTokens(self.tokenizer, {**self._variables, **variables}, self._control_tokens)  # and nobody waits for it meanwhile
+        # nobody waits for it meanwhile
+        made = ChatTokens(self.tokenizer, {**self._variables, **variables}, self._control_tokens, self._encoded)
         with self._varying:
             self._varied[key] = made
             if len(self._varied) > MOST_VARIED:

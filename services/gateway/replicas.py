@@ -191,9 +191,8 @@ class Replicas:
     ) -> AsyncIterator[tuple[GenerationTarget, GenerationLimit, Resident]]:
         """Takes a place at a replica for a request of so many tokens; its session is resident there then, and the caller says how many
         tokens it has come to. Waits for so many seconds, for half of them until the session has room. Raises TurnRefused."""
-        began, asking = time.monotonic(), Resident.asking(log, tokens)
-        end = began + seconds
-        while (found := self._choice(asking, min_version, began + seconds / 2)) is None:
+        asking, end = Resident.asking(log, tokens), time.monotonic() + seconds
+        while (found := self._choice(asking, min_version, end - seconds / 2)) is None:
             self.waiting += 1
             try:
                 end = await self._change(end, min_version, log.session.evaluation)

@@ -167,7 +167,8 @@ def parse(body: bytes, request_id: str) -> wire.ChatTurn:
 def parse_count(body: bytes, request_id: str) -> wire.ChatTurn:
     """Returns the turn whose prompt is to be counted. Raises TurnRefused."""
     asked, ignored = read_body(_CountBody, body)
-    return wire.ChatTurn(request_id=request_id, ignored=ignored, **_conversation(asked))
+    sampled = asked.model_fields_set & {"min_version", *fields.SamplingFields.model_fields}
+    return wire.ChatTurn(request_id=request_id, ignored=tuple(sorted({*ignored, *sampled})), **_conversation(asked))
 
 
 def _conversation(asked: _CountBody) -> dict[str, Any]:

@@ -95,7 +95,7 @@ class _JsonSchema(RequestFields):
     name: str = ""
     description: str | None = None
     strict: bool = False
-    definition: fields.AnyObject = Field(default={}, alias="schema")
+    definition: fields.AnyObject | None = Field(default=None, alias="schema")
 
 
 class TextFormat(_JsonSchema):
@@ -104,7 +104,9 @@ class TextFormat(_JsonSchema):
     type: Literal["text", "json_object", "json_schema"]
 
     def constraint(self, field: str) -> list[wire.Constraint]:
-        """Returns what holds an answer to it. ``field``: its place in the body."""
+        """Returns what holds an answer to it. ``field``: its place in the body. Raises TurnRefused without a schema where one is needed."""
+        if self.type == "json_schema" and self.definition is None:
+            raise wire.TurnRefused(400, "expected a schema for json_schema", field=field, code="missing_parameter")
         return [] if self.type == "text" else [wire.json_constraint(field, self.definition if self.type == "json_schema" else None)]
 
 
@@ -277,8 +279,8 @@ def _chosen(choice: Any) -> tuple[list[str], bool]:
         inner = choice.get(kind, choice)  # chat completions have an object of the type's name inside
         named = {"function": lambda: [inner], "allowed_tools": lambda: inner["tools"]}[kind]()
         names = [str(one.get("function", one)["name"]) for one in named]
-        return names, kind == "function" or inner.get("mode") == "required"
-    except (KeyError, TypeError, AttributeError):
+        return [names[0], *names[1:]], kind == "function" or {"auto": False, "required": True}[inner.get("mode", "auto")]
+    except (LookupError, TypeError, AttributeError):
         message = "expected auto, none, required, a function by its name, or allowed_tools"
         raise wire.TurnRefused(400, message, field="tool_choice", code="invalid_value") from None
 

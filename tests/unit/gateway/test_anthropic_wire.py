@@ -182,7 +182,9 @@ async def test_a_result_stands_in_front_of_what_the_user_says(client) -> None:
 
 
 async def test_tokens_are_counted_without_a_limit(server, client) -> None:
-    count = await client.messages.count_tokens(model="tiny", messages=ASK, system="Be brief.", tools=TOOLS)
+    more = {"top_k": 5, "min_version": 3}
+    count = await client.messages.count_tokens(model="tiny", messages=ASK, system="Be brief.", tools=TOOLS, extra_body=more)
+    assert server.turns[-1].ignored == ("cache_control", "min_version", "top_k"), "they change nothing of a count"
     assert count.input_tokens == 11
     assert list(server.turns[0].messages) == [{"role": "system", "content": "Be brief."}, *ASK]
 

@@ -170,6 +170,7 @@ def test_a_request_gives_the_template_its_variables(tmp_path: Path) -> None:
     assert tails == ["", "<think>\n\n</think>\n\n"]
     conversation.asked([*messages, answers[1], {"role": "user", "content": "and?"}], "6<|im_end|>", **quiet)
     assert len(trajectories(conversation.log.turns.values())) == 2, "each setting continues its own"
+    assert chat.varied(quiet["chat_template_kwargs"])._encoded is chat._encoded, "the texts that are remembered are few in all"
     for name in ("enable_thinkin", "messages", "chat_template", "think", "loop", "namespace"):  # words of it that are none of its variables
         with pytest.raises(TurnRefused, match=f"chat_template_kwargs.{name}: .* reads no such variable"):
             conversation.asked(messages, "", chat_template_kwargs={name: 1})

@@ -1,11 +1,15 @@
 """Which replica draws, and how many draws it has at once."""
 
+import asyncio
+from dataclasses import replace
+
 import pytest
 
 from services.gateway.replicas import BACKED_OFF, FEWEST, GenerationLimit, GenerationTarget, Replicas, choose, targets
 from services.gateway.wire.request import TurnRefused
 from shared.schema.service_messages import ServiceStatus
-from shared.sessions.session import CONTEXT_GAUGE, EVAL_GAUGE, VOCABULARY_GAUGE
+from shared.sessions.session import CONTEXT_GAUGE, EVAL_GAUGE, VOCABULARY_GAUGE, SessionLog
+from tests.unit.gateway.test_residents import asking
 
 
 def target(number: int, version: int = 3) -> GenerationTarget:
@@ -40,6 +44,25 @@ async def test_a_turn_whose_fleet_is_gone_is_refused_by_its_deadline_with_the_fl
     replicas.known = targets([status(0)])
     with pytest.raises(TurnRefused, match="no replica is there for evaluations .rollout.eval_replicas."):
         await replicas._change(0.0, 0, evaluation=True)
+
+
+async def test_the_time_for_which_replicas_sleep_takes_nothing_from_the_wait_for_room() -> None:
+    replicas = Replicas(None, None, 8)  # type: ignore[arg-type]
+    replicas.known = [replace(target(0), kept=100)]
+    replicas._share_residents(1)
+    [residents] = replicas._residents.values()
+    residents.admit(asking("first", 80), now=0.0)
+
+    async def placed() -> None:
+        async with replicas.place(SessionLog(asking("second", 80).session), 80, 0, 0.4):
+            pass
+
+    replicas.asleep = True
+    waiting = asyncio.create_task(placed())
+    assert not (await asyncio.wait([waiting], timeout=1.0))[0]
+    replicas.asleep = False
+    async with asyncio.timeout(60):
+        await waiting
 
 
 ALL = [target(number) for number in range(4)]
