@@ -40,6 +40,7 @@ from services.gateway.wire.request import (
     deltas_of,
     split,
     started,
+    unknown_conversation,
     unknown_model,
 )
 from services.gateway.wire.request_body import RequestFields, read_body
@@ -48,7 +49,7 @@ from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import cancelled
 from shared.runtime.telemetry import Metrics, declare_metrics
 from shared.schema.message import Parts, Reason, Reward
-from shared.sessions.session import SessionEnded, SessionLog, SessionOver, SessionUnknown, TurnRewarded
+from shared.sessions.session import SessionEnded, SessionLog, SessionOver, SessionUnknown, ThreadExtended, TurnRewarded
 from shared.sessions.session_store import SessionStore
 
 BODY_SECONDS = 60.0  # The time that a body has to come
@@ -258,6 +259,8 @@ class Api:
             ("POST", "/inference/v1/generate", "openai", self._generate),
             ("GET", "/v1/models", "openai", self._models),
             ("GET", "/v1/models/{name:path}", "openai", self._model),
+            ("POST", "/v1/conversations", "openai", self._conversation),
+            ("POST", "/v1/conversations/{name}/items", "openai", self._conversation),
             ("GET", "/v1/session", "openai", self._session),
             ("POST", "/v1/session/reward", "openai", self._reward),
             ("POST", "/v1/session/end", "openai", self._end),
@@ -297,6 +300,8 @@ class Api:
                         self.in_hand -= 1
             except TurnRefused as error:
                 return self._refusal(error, house)
+            except SessionOver as error:
+                return self._refusal(TurnRefused(410, str(error), code="session_ended"), house)
             except MyxoError as error:  # the store is away
                 return self._refusal(TurnRefused(503, str(error), retry_after_s=RETRY_AFTER_S), house)
 
@@ -428,6 +433,17 @@ class Api:
             raise TurnRefused(409, f"the session has ended before, with reward {found.reward}", code="session_ended")
         return JSONResponse({"id": log.session.id, "reward": found.reward})
 
+    async def _conversation(self, request: Request, log: SessionLog, body: bytes) -> Response:
+        """Begins a stored conversation, or adds items to one."""
+        (items, messages), name = openai_responses.parse_items(body), request.path_params.get("name", "")
+        if name and name not in log.threads:
+            raise unknown_conversation(name, "conversation_id")
+        record = ThreadExtended(name=name or f"conv_{uuid.uuid4().hex}", messages=orjson.dumps(messages).decode())
+        await self.sessions.extend_thread(log, record)
+        if name:
+            return JSONResponse({"object": "list", "data": items, "first_id": "", "last_id": "", "has_more": False})
+        return JSONResponse({"id": record.name, "object": "conversation", "created_at": int(time.time()), "metadata": {}})
+
     async def _reward(self, request: Request, log: SessionLog, body: bytes) -> Response:
         asked, _ = read_body(_TurnRewardFields, body)
         names, turn = list(log.turns), asked.turn
@@ -436,10 +452,7 @@ class Api:
         if turn not in log.turns:
             message = f"{str(asked.turn)[:200]!r} is no turn here that has ended; expected an answer's id, or a number below {len(names)}"
             raise TurnRefused(400, message, field="turn", code="invalid_value")
-        try:
-            found = await self.sessions.reward(log, TurnRewarded(request=turn, reward=asked.reward))
-        except SessionOver as error:
-            raise TurnRefused(410, str(error), code="session_ended") from None
+        found = await self.sessions.reward(log, TurnRewarded(request=turn, reward=asked.reward))
         if found != asked.reward:
             raise TurnRefused(409, f"the turn was rewarded before, with {found}", field="reward", code="turn_rewarded")
         return JSONResponse({"id": log.session.id, "turn": turn, "reward": found})

@@ -19,7 +19,7 @@ from services.gateway.wire.openai_chat import UNCONSTRAINED
 from services.gateway.wire.request_body import LONGEST_ID, check_tool_results, shallow
 from shared.data.stop_strings import end_across, written
 from shared.schema.messages import Sampling
-from shared.sessions.session import Session, Turn, TurnGeneration
+from shared.sessions.session import Session, SessionLog, Turn, TurnGeneration
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -63,11 +63,16 @@ def continued(turns: Iterable[Turn], messages: Messages, tools: Messages) -> tup
     return longest
 
 
-def recalled(turns: Mapping[str, Turn], asked: wire.ChatTurn) -> wire.ChatTurn:
+def recalled(log: SessionLog, asked: wire.ChatTurn) -> wire.ChatTurn:
     """Returns a request with the stored conversation that it continues. Raises TurnRefused where that is not stored in this session."""
-    if not asked.previous:
+    turns, history, name = log.turns, list[Any](), asked.previous
+    if not (name or asked.thread) or asked.request_id in turns:  # one that is repeated is answered as it was
         return asked
-    history, name = list[Any](), asked.previous
+    if asked.thread:
+        if asked.thread not in log.threads:
+            raise wire.unknown_conversation(asked.thread, "conversation")
+        name, further = log.threads[asked.thread]
+        history = [message for messages in further for message in json.loads(messages)]
     while name:
         if (turn := turns.get(name)) is None or not turn.messages:
             message = f"no response {name[:200]!r} is stored in this session"

@@ -234,7 +234,7 @@ class Turns:
         TurnRefused for constraints that are not served."""
         if isinstance(asked, TokenTurn):
             return asked
-        asked = recalled(log.turns, asked)
+        asked = recalled(log, asked)
         if asked.tools and not self._chat.shows_tools:
             asked = replace(asked, ignored=(*asked.ignored, "tools"))
         mode, fields = self._limits.constraints, {one.field for one in asked.constraints}
@@ -510,6 +510,7 @@ class Turns:
                 thought=thought_digest(result.reasoning),
                 messages=json.dumps(kept) if kept else "",
                 after=asked.after,
+                thread=asked.thread if kept else "",
             )
         recorded = {name: getattr(turn, name) for name in RECORDED}
         return await self._sessions.append(log, TurnEnded(holder=self._holder, **recorded))

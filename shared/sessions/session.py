@@ -140,7 +140,7 @@ class TurnExtended(TurnRecord):
 class TurnEnded(TurnRecord):
     """The whole completion of a turn. ``conversation``: the digest of the messages up to it, its answer among them; ``thought``: of the
     answer's reasoning. ``messages``: JSON of what the conversation has behind the turn ``after`` (empty: from its beginning), where it is
-    stored. ``replica``: the one that generated its last tokens.
+    stored; ``thread``: under which name. ``replica``: the one that generated its last tokens.
     """
 
     completion: Tokens
@@ -151,6 +151,7 @@ class TurnEnded(TurnRecord):
     thought: str = Field(default="", max_length=64)
     messages: str = ""
     after: str = ""
+    thread: str = Field(default="", max_length=64)
     cached: Count = 0
     replica: str = Field(default="", max_length=128)
     top_log_probs: TopLogProbs = Field(default_factory=_none)
@@ -164,6 +165,14 @@ class TurnRewarded(Message):
 
     request: RequestId
     reward: Reward
+
+
+class ThreadExtended(Message):
+    """Messages behind a stored conversation's last turn, as JSON, and the name by which requests continue it: its first record, or further
+    ones."""
+
+    name: str = Field(min_length=1, max_length=64)
+    messages: str
 
 
 class SessionProlonged(Message):
@@ -186,7 +195,7 @@ class Turn:
 
     prompt: int32 [P], all that the model read; completion: int32 [T]; log_probs: float32 [T], the engine's for exactly those tokens; spans
     tile [0, T). parent: the request id of the turn whose very tokens the prompt begins with. cached: prompt tokens that were not computed
-    anew. replica: which generated its last tokens; empty: not known. conversation, thought, messages, after: as in `TurnEnded`.
+    anew. replica: which generated its last tokens; empty: not known. conversation, thought, messages, after, thread: as in `TurnEnded`.
     top_log_probs: as in `TopLogProbs`; empty: not asked for.
     """
 
@@ -201,6 +210,7 @@ class Turn:
     thought: str = ""
     messages: str = ""
     after: str = ""
+    thread: str = ""
     cached: int = 0
     replica: str = ""
     top_log_probs: NDArray[np.float32] = field(default_factory=_none)
@@ -232,7 +242,8 @@ class SessionLog:
     """The state of a session: the fold of its log.
 
     turns: by request id, in the order of their ends. pending: those that have begun and not ended. length: records that were read.
-    deadline: of its last turn, seconds since the epoch. rewards: those of turns, by request id.
+    deadline: of its last turn, seconds since the epoch. rewards: those of turns, by request id. threads: by the name of a stored
+    conversation its last turn, if there is one, and the JSON of the messages behind that.
     """
 
     session: Session
@@ -242,6 +253,7 @@ class SessionLog:
     length: int = 1
     deadline: float = 0.0
     rewards: dict[str, float] = field(default_factory=dict)
+    threads: dict[str, tuple[str, list[str]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.deadline = max(self.deadline, self.session.deadline)
@@ -258,6 +270,9 @@ class SessionLog:
                 self.deadline = max(self.deadline, record.deadline)
             elif isinstance(record, TurnRewarded):
                 self.rewards.setdefault(record.request, record.reward)
+            elif isinstance(record, ThreadExtended):
+                turn, further = self.threads.get(record.name, ("", []))
+                self.threads[record.name] = turn, [*further, record.messages]
             elif isinstance(record, TurnRecord) and record.request not in self.turns:
                 self._apply_turn(record)
 
@@ -275,6 +290,8 @@ class SessionLog:
             del self.pending[record.request]
             own = {name: getattr(record, name) for name in RECORDED}
             self.turns[record.request] = Turn(parent=pending.parent, prompt=pending.prompt, **own)
+            if record.thread:
+                self.threads[record.thread] = record.request, []
 
     def _begin(self, record: TurnBegun, pending: PendingTurn | None) -> None:
         if pending is None:

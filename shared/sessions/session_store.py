@@ -21,6 +21,7 @@ from shared.sessions.session import (
     SessionOver,
     SessionProlonged,
     SessionUnknown,
+    ThreadExtended,
     Turn,
     TurnBegun,
     TurnEnded,
@@ -147,6 +148,13 @@ class SessionStore:
         if rewarded.request not in log.rewards:
             raise SessionOver(f"session {log.session.id} has ended: its turns take no more rewards")
         return log.rewards[rewarded.request]
+
+    async def extend_thread(self, log: SessionLog, record: ThreadExtended) -> None:
+        """Records messages of a stored conversation. Raises SessionOver, SessionUnknown."""
+        if log.ended is None:
+            await self._catch_up(log, f"conversation {record.name} of session {log.session.id}", "RPUSHX", record.encode())
+        if log.ended is not None:
+            raise SessionOver(f"session {log.session.id} has ended: it stores no more messages")
 
     async def prolong(self, session: str, deadline: float) -> None:
         """Gives a session that has not ended a later deadline, in seconds since the epoch, after which its record goes as before."""

@@ -5,6 +5,7 @@ assistant here is a row of items there: its reasoning, its text, its calls.
 """
 
 import re
+import uuid
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
@@ -118,6 +119,16 @@ _Item = Annotated[
 _ITEMS = fields.listed("items", lambda text: {"type": "message", "role": "user", "content": text})
 
 
+class _ConversationId(RequestFields):
+    id: Annotated[str, Field(min_length=1, max_length=64)]
+
+
+class _ItemsBody(RequestFields):
+    WITHOUT_EFFECT = frozenset({"metadata"})
+
+    items: Annotated[list[_Item], Field(max_length=fields.MAX_MESSAGES, fail_fast=True), _ITEMS] = []
+
+
 class _ResponseBody(OpenAIBody):
     WITHOUT_EFFECT = OpenAIBody.WITHOUT_EFFECT - {"store"} | {"client_metadata", "max_tool_calls", "reasoning"}
 
@@ -131,14 +142,17 @@ class _ResponseBody(OpenAIBody):
     include: Annotated[list[str], Field(max_length=32, fail_fast=True)] = []
     background: Literal[False] = False
     previous_response_id: Annotated[str, Field(min_length=1)] | None = None
-    conversation: Any = None
+    conversation: Annotated[_ConversationId, BeforeValidator(lambda given: {"id": given} if isinstance(given, str) else given)] | None = (
+        None
+    )
     store: bool = True
 
 
 def parse(body: bytes, request_id: str) -> wire.ChatTurn:
     """Returns the turn that a body asks for. Raises TurnRefused."""
     asked, ignored = read_body(_ResponseBody, body)
-    check_served((asked.conversation is not None, "conversation", "expected previous_response_id in its place"))
+    thread = asked.conversation.id if asked.conversation else ""
+    check_served((bool(thread and asked.previous_response_id), "conversation", "expected either previous_response_id or this"))
     instructions = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
     if not (said := _messages(asked.input)):
         raise wire.TurnRefused(400, "expected a message", field="input", code="invalid_value")
@@ -159,11 +173,18 @@ def parse(body: bytes, request_id: str) -> wire.ChatTurn:
         top_logprobs=asked.top_logprobs,
         min_version=asked.min_version,
         previous=asked.previous_response_id or "",
+        thread=thread,
         head=len(instructions),
         kept=said if asked.store else (),
         place="input",
         ignored=ignored if set(asked.include) <= {LOGPROBS} else (*ignored, "include"),
     )
+
+
+def parse_items(body: bytes) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Returns the items in a body of ``/v1/conversations``, and their messages. Raises TurnRefused."""
+    items = read_body(_ItemsBody, body or b"{}")[0].items
+    return [{"id": uuid.uuid4().hex, "status": "completed", **item.model_dump()} for item in items], _messages(items)
 
 
 def _messages(items: Iterable[_MessageItem | _CallItem | _CallOutputItem | _ReasoningItem]) -> list[dict[str, Any]]:
@@ -333,6 +354,7 @@ def _head(turn: wire.ChatTurn, request_id: str, created: int, model: str, status
         "top_p": turn.sampling.top_p,
         "max_output_tokens": turn.sampling.max_tokens,
         "previous_response_id": turn.previous or None,
+        "conversation": {"id": turn.thread} if turn.thread else None,
         "store": bool(turn.kept),
         "text": {"format": {"type": "text"}},
         "truncation": "disabled",

@@ -77,6 +77,11 @@ def unknown_model(model: str, served: str) -> TurnRefused:
     return TurnRefused(404, f"the model {model[:200]!r} does not exist here; served is {served!r}", code="model_not_found")
 
 
+def unknown_conversation(name: str, place: str) -> TurnRefused:
+    """Returns the refusal of a name that no conversation of the session has. ``place``: the field or path that gives it."""
+    return TurnRefused(404, f"no conversation {name[:200]!r} is stored in this session", field=place, code="conversation_not_found")
+
+
 def overlong_prompt(length: int, most: int, place: str = "messages", unit: str = "tokens") -> TurnRefused:
     """Returns the refusal of a prompt of a ``length`` where ``most`` tokens fit. ``place``: its field in the body."""
     message = f"the prompt has {length} {unit}, more than the model's maximum context length of {most} leaves for it"
@@ -155,8 +160,8 @@ class ChatTurn:
         top_logprobs: of so many of the likeliest tokens at each place the answer reports log-probs.
         min_version: the least weight version that may sample it.
         choice, choices: which of so many answers this is; each is a turn of its own.
-        previous: the stored response that the messages continue, all but the first ``head``. kept: messages that are stored behind the turn
-            ``after``, with the answer.
+        previous: the stored response that the messages continue, all but the first ``head``; or thread: the name of the conversation that
+            they continue and extend. kept: messages that are stored behind the turn ``after``, with the answer.
         place: the body's field with the conversation.
         ignored: the request's fields that have no effect here, by name.
     """
@@ -179,6 +184,7 @@ class ChatTurn:
     choice: int = 0
     choices: int = 1
     previous: str = ""
+    thread: str = ""
     head: int = 0
     kept: Sequence[Mapping[str, Any]] = ()
     after: str = ""

@@ -338,6 +338,31 @@ async def test_a_response_continues_a_stored_one_and_a_run_of_given_rewards_want
             with pytest.raises(NotFoundError) as caught:
                 await ask(input="x", previous_response_id=unknown)
             assert (caught.value.param, caught.value.code) == ("previous_response_id", "previous_response_not_found")
+    named = await room.session()
+    async with named.client(room.urls[0], max_retries=0) as client:
+        said: list[Any] = [{"role": "user", "content": text} for text in ("a", "b", "c", "d")]
+        conversation = await client.conversations.create(items=said[:1])
+        ask = functools.partial(client.responses.create, model="0", instructions="be brief", conversation=conversation.id)
+        answers = [await ask(input=said[1:2])]
+        items = await client.conversations.items.create(conversation.id, items=said[2:3])
+        assert [(item.role, item.content[0].text) for item in items.data] == [("user", "c")]
+        once = {"Idempotency-Key": "once"}
+        answers += [await ask(input=said[3:], extra_headers=once) for _ in range(2)]
+        assert answers[1].id == answers[2].id and answers[1].output == answers[2].output, "a repetition continues nothing"
+        await ask(input="x", store=False)
+        answers.append(await ask(input="e"))
+        whole = [said[0], said[1], *answers[0].output, *said[2:], *answers[1].output, {"role": "user", "content": "e"}]
+        told = await client.responses.create(model="0", instructions="be brief", input=whole)
+        for conversations in (
+            client.responses.create(model="0", input="x", conversation="c"),
+            client.conversations.items.create("c", items=said),
+        ):
+            with pytest.raises(NotFoundError) as caught:
+                await conversations
+            assert caught.value.code == "conversation_not_found"
+    by_request = (await named.log()).turns
+    assert by_request[answers[-1].id].prompt.tolist() == by_request[told.id].prompt.tolist(), "as a client that sends all of it has it"
+    assert by_request[answers[-1].id].conversation and len(by_request) == 5
     turns = (await played.log()).turns
     for turn in turns.values():
         exact(turn, checkpoint(0))

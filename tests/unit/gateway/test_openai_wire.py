@@ -315,9 +315,12 @@ async def test_tools_that_are_no_functions_are_named_and_those_in_namespaces_kee
     assert second.messages[1]["tool_calls"][0]["function"]["name"] == "mcp__calc::add"
 
 
-async def test_a_conversation_of_openais_is_refused_by_its_name(client) -> None:
+async def test_a_conversation_is_named_by_its_id_or_by_an_object(server, client) -> None:
+    for named in ("conv_1", {"id": "conv_1"}):
+        response = await client.responses.create(model="tiny", input="And now?", conversation=named)
+        assert (response.conversation.id, server.turns[-1].thread) == ("conv_1", "conv_1")
     with pytest.raises(openai.BadRequestError) as raised:
-        await client.responses.create(model="tiny", input="And now?", conversation="conv_1")
+        await client.responses.create(model="tiny", input="And now?", conversation="conv_1", previous_response_id="resp_1")
     assert raised.value.param == "conversation"
 
 

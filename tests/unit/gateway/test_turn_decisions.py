@@ -104,15 +104,21 @@ def test_a_stored_response_is_the_beginning_of_what_continues_it() -> None:
     head, new = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "thanks"}
     asked = ChatTurn(request_id="r3", model=None, messages=[head, new], head=1, kept=[new], previous="r2", place="input")
     turns = {"r1": first, "r2": second, "r0": turn("r0", "")}
-    found = recalled(turns, asked)
+    log = SessionLog(session(), turns=turns)
+    found = recalled(log, asked)
     assert (found.messages, found.kept) == ([head, *(history := [*ASKED, said[0], *ASKED, said[1], new])], history)
     for name in ("r9", "r0"):
         with pytest.raises(TurnRefused, match="previous_response_id: no response .* is stored") as refused:
-            recalled(turns, replace(asked, previous=name))
+            recalled(log, replace(asked, previous=name))
         assert refused.value.status == 404
     result = {"role": "tool", "tool_call_id": "c9", "content": "4"}
     with pytest.raises(TurnRefused, match="follows no call"):
-        recalled(turns, replace(asked, messages=[result], head=0))
+        recalled(log, replace(asked, messages=[result], head=0))
+    log.threads["c"] = "r2", [json.dumps([further := {"role": "user", "content": "by the way"}])]
+    named = recalled(log, replace(asked, previous="", thread="c"))
+    assert (named.messages, named.kept) == ([head, *history[:-1], further, new], [*history[:-1], further, new])
+    repeated = replace(asked, request_id="r2", previous="", thread="c")
+    assert recalled(log, repeated) is repeated, "its own answer is no part of what it asked"
 
 
 def test_a_message_is_the_same_without_its_reasoning_and_with_arguments_written_anew() -> None:
