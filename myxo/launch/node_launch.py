@@ -73,11 +73,12 @@ def node_plan(config: RunConfig, nats_url: str, rank: int) -> list[ServiceSpec]:
         if (trainer.colocate or len(roles) > 1 or rollout.nodes_per_engine > rank) and on_gpus:
             own[devices.VISIBLE] = _next_gpus(free, share, f"trainer.{role}_num_gpus_per_node", rank)
         specs.append(run_service(config, nats_url, service, instance, own, service=NODE))
-    if trainer.colocate:  # engines share the GPUs of the node's part of the trainer: each is a replica of its own
+    if trainer.colocate:  # engines share the GPUs of the node's part of the trainer
         shared = devices.visible_gpus()[: trainer.ranks_per_node("actor")]
-        for place, index in enumerate(devices.colocated_engines(config, rank)):
+        for place, (index, part) in enumerate(devices.colocated_engines(config, rank)):
             own = {devices.VISIBLE: ",".join(devices.shared_gpus(config, shared, place))} if on_gpus else {}
-            specs.append(run_service(config, nats_url, "rollout", f"rollout-{index}", own))
+            engine, further = f"rollout-{index}", {"service": ENGINE_NODE, "name": f"rollout-{index}-node-{part}"} if part else {}
+            specs.append(run_service(config, nats_url, "rollout", engine, {**own, NODE_RANK: str(part)}, **further))
         return specs
     for index in range(rollout.rollout_replicas if rank < rollout.nodes_per_engine else 0):
         engine, share, own = f"rollout-{index}", rollout.rollout_num_gpus_per_engine // rollout.nodes_per_engine, {}

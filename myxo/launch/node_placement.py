@@ -122,8 +122,8 @@ def _engines_on_cpus(config: RunConfig, nodes: int) -> Iterator[PlacedService]:
 def _colocated(config: RunConfig, trainers: Sequence[PlacedService]) -> Iterator[PlacedService]:
     for trainer in trainers:
         own = list(map(str, trainer.gpus))
-        for place, index in enumerate(devices.colocated_engines(config, trainer.rank)):
-            yield _engine(trainer.node, f"rollout-{index}", [int(gpu) for gpu in devices.shared_gpus(config, own, place)])
+        for place, (index, part) in enumerate(devices.colocated_engines(config, trainer.rank)):
+            yield _engine(trainer.node, f"rollout-{index}", [int(gpu) for gpu in devices.shared_gpus(config, own, place)], part)
 
 
 def main(arguments: Sequence[str]) -> int:

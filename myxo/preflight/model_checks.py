@@ -190,9 +190,11 @@ def check_layout_reach(inspection: Inspection) -> Findings:
             words = f"tensor_model_parallel_size {trainer.tensor_model_parallel_size} is more than the {role}'s {share} ranks of a node"
             yield Note(f"{words}: every layer waits for the network between machines")
     nodes, share, size = trainer.nodes("actor"), trainer.ranks_per_node("actor"), rollout.rollout_num_gpus_per_engine
-    if trainer.colocate and nodes > 1 and rollout.rollout_replicas > (room := nodes * (share // size)):
-        expected = f"with colocate an engine has the GPUs of one machine: {nodes} of {share} ranks have room for {room} such engines, "
-        yield ConfigError("rollout.rollout_num_gpus_per_engine", size, f"{expected}rollout_replicas is {rollout.rollout_replicas}")
+    room = nodes * (share // size) if (spans := rollout.nodes_per_engine) == 1 else nodes // spans
+    if trainer.colocate and nodes > 1 and rollout.rollout_replicas > room:
+        expected = f"with colocate {nodes} machines of {share} ranks have room for {room} such engines, each on {spans} of them (by "
+        expected += f"gpus_per_node or --sglang-nnodes); rollout_replicas is {rollout.rollout_replicas}"
+        yield ConfigError("rollout.rollout_num_gpus_per_engine", size, expected)
     elif rollout.rollout_num_gpus_per_engine > MOST_GPUS * rollout.nodes_per_engine:
         expected = f"at most {MOST_GPUS} on each of the engine's nodes, which --sglang-nnodes counts"
         yield ConfigError("rollout.rollout_num_gpus_per_engine", rollout.rollout_num_gpus_per_engine, expected)

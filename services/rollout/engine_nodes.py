@@ -237,9 +237,10 @@ ATTEMPT_POLL_INTERVAL_S = 0.1
 
 
 class EngineLeader:
-    """Leads one engine's nodes. ``agent``: begins attempt after attempt. ``tunnels``: to the ranks on the other nodes."""
+    """Leads one engine's nodes. ``before``: awaited before each attempt. ``agent``: begins attempt after attempt. ``tunnels``: to the ranks
+    on the other nodes."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, before: Callable[[], Awaitable[None]]) -> None:
         rollout, patience = service.config.rollout, service.config.trainer.node_timeout
         nodes, name = rollout.nodes_per_engine, engine_name(service.config)
         self._service = service
@@ -256,6 +257,7 @@ class EngineLeader:
             stopping=asyncio.Event(),
             secret=secret,  # for the followers: no one comes in here
             show=self._show,
+            before=before,
             healthy=rollout.engine_start_timeout + HEALTHY_SECONDS,  # it has served for so long, then
         )
         self.tunnels = RankTunnels(lambda: self.agent.seen, self.agent.secret_of, rollout.rollout_num_gpus_per_engine // nodes)
@@ -264,6 +266,11 @@ class EngineLeader:
     def ended(self) -> str:
         """Returns why this node's part of the last attempt has ended."""
         return self._ranks.own.reason
+
+    @property
+    def further_nodes(self) -> list[str]:
+        """Returns the addresses of the other nodes, as far as they are known, in order."""
+        return [node.point.rpartition(":")[0] for _, node in sorted(self.agent.seen.items()) if node.point]
 
     async def begun(self, last: EngineProcess | None) -> EngineProcess:
         """Returns this node's part of the engine once an attempt other than ``last``'s has begun. The agent has the deadline."""

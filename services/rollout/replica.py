@@ -56,7 +56,7 @@ class Replica:
     def __init__(self, service: Service) -> None:
         self._service, self._rollout = service, service.config.rollout
         spans_nodes = self._rollout.nodes_per_engine > 1
-        self._leader = EngineLeader(service) if spans_nodes else None
+        self._leader = EngineLeader(service, lambda: self.before_start()) if spans_nodes else None
         if spans_nodes or devices.resolve(self._rollout.rollout_device) == "cuda":
             service.ranks = self._rollout.rollout_num_gpus_per_engine
         self.client: EngineClient | None = None
@@ -137,6 +137,11 @@ class Replica:
         self._service.log.warning("fenced", reason=reason)
         await self.publish()
         await self._service.publish_event("fenced", reason)
+
+    @property
+    def further_nodes(self) -> list[str]:
+        """Returns the addresses of the engine's further nodes, in order."""
+        return [] if self._leader is None else self._leader.further_nodes
 
     # --- the engine
 

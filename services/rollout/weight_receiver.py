@@ -310,7 +310,7 @@ class WeightsReceiver:
             if channels != self._joined():
                 self._channels = frozenset()
                 own = own_seconds(request.deadline)
-                await client.join_channels(request.channels, request.rank, timeout=request.deadline, deadline=own)
+                await client.join_channels(request.channels, request.rank, request.machines, timeout=request.deadline, deadline=own)
                 self._channels, self._joined_by = channels, self._replica.incarnation
             self._prepared = request.version
             self._agree(request.deadline)  # its receive comes when all the others have joined
@@ -400,7 +400,8 @@ class WeightsReceiver:
 
     def _ready(self) -> WeightsReady:
         served = self._served
-        return WeightsReady(replica=self._service.instance, version=served.version, digest=served.digest, address=own_address())
+        known = {"version": served.version, "digest": served.digest}
+        return WeightsReady(replica=self._service.instance, **known, address=own_address(), further=self._replica.further_nodes)
 
     def _client(self) -> EngineClient:
         if self._replica.client is None:

@@ -74,18 +74,21 @@ def engines_back_up(config: RunConfig) -> bool:
     return engines_release(config) and config.weights.update_weights_interval > 1
 
 
-def colocated_engines(config: RunConfig, node: int) -> range:
-    """Returns the indexes of the engines on one of the trainer's nodes, where they share its GPUs: those of node 0 come first.
+def colocated_engines(config: RunConfig, node: int) -> list[tuple[int, int]]:
+    """Returns the engines on one of the trainer's nodes, where they share its GPUs: the index of each, and this node's rank in it, 0 but
+    for one over several nodes. Those of node 0 come first.
 
-    On CPUs, where an engine has one process, its size counts all the same.
+    On CPUs, where an engine has one process on a node, its size counts all the same.
     """
     trainer, rollout = config.trainer, config.rollout
     if node >= trainer.nodes("actor"):
-        return range(0)
+        return []
+    if (spans := rollout.nodes_per_engine) > 1:
+        return [divmod(node, spans)] if node // spans < rollout.rollout_replicas else []
     a_node = max(1, trainer.ranks_per_node("actor") // rollout.rollout_num_gpus_per_engine)
     every = range(rollout.rollout_replicas)
     last = None if trainer.nodes("actor") == 1 else (node + 1) * a_node
-    return every[node * a_node : last]
+    return [(index, 0) for index in every[node * a_node : last]]
 
 
 def shared_gpus(config: RunConfig, own: Sequence[str], index: int) -> list[str]:
@@ -119,7 +122,7 @@ def assign_gpus(config: RunConfig) -> dict[str, str]:
     if trainer.colocate:
         if (train := resolve(trainer.train_device)) != (generate := resolve(rollout.rollout_device)):
             raise ConfigError("rollout.rollout_device", generate, f"{train}, where the trainer it is colocated with computes")
-        for index in colocated_engines(config, 0) if "trainer-0" in assigned else ():
+        for index, _ in colocated_engines(config, 0) if "trainer-0" in assigned else ():
             assigned[f"rollout-{index}"] = shared_gpus(config, assigned["trainer-0"], index)
     return {instance: ",".join(devices) for instance, devices in assigned.items()}
 

@@ -238,8 +238,11 @@ class RunConfig(Section):
             return
         if rollout.rollout_num_gpus_per_engine % nodes:
             yield f"{field}: {nodes} nodes do not share rollout_num_gpus_per_engine = {rollout.rollout_num_gpus_per_engine} GPUs evenly"
-        if self.trainer.colocate and "nnodes" in rollout.engine_flags:
-            yield f"{field}: with colocate an engine shares the GPUs of one machine; leave it out"
+        if self.trainer.colocate and rollout.rollout_num_gpus_per_engine != nodes * (ranks := self.trainer.ranks_per_node("actor")):
+            yield (
+                f"{field}: with colocate an engine on {nodes} nodes has all of the trainer's {ranks} GPUs of each, {nodes * ranks}, not "
+                f"rollout_num_gpus_per_engine = {rollout.rollout_num_gpus_per_engine}"
+            )
 
     def _shared_gpus(self) -> Iterator[str]:
         """Yields the settings of colocated services that contradict each other."""

@@ -15,7 +15,7 @@ import itertools
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol
 
 import structlog
@@ -199,8 +199,9 @@ class NodeAgent:
     ``patience``: seconds that missing nodes are waited for. ``ranks``: what runs here. ``leave_seconds``: that ranks which are to leave
     have, before they are killed. ``stopping``: set once this node is asked to stop; default: the service's. ``command_port``: returns
     the port of the way to this node's ranks, for the first node's service; see `NodeState`. ``secret``: this node's (`NodeSecret`), for
-    an engine's other nodes; empty: it has none. ``show``: shows state and reason; default: as the service's own. ``healthy``: of an
-    attempt, see `FirstNode`. ``seen``: the nodes that it watches, by rank, as they were seen last.
+    an engine's other nodes; empty: it has none. ``show``: shows state and reason; default: as the service's own. ``before``: awaited
+    before ranks are begun here. ``healthy``: of an attempt, see `FirstNode`. ``seen``: the nodes that it watches, by rank, as they were
+    seen last.
     """
 
     def __init__(
@@ -217,12 +218,13 @@ class NodeAgent:
         command_port: Callable[[], int] = lambda: 0,
         secret: str = "",
         show: Callable[[str, str], None] | None = None,
+        before: Callable[[], Awaitable[None]] | None = None,
         healthy: float = HEALTHY_SECONDS,
     ) -> None:
         self._service, self._job, self._rank, self._nodes, self._patience = service, job, rank, nodes, patience
         self._leave_seconds, self._stopping, self._command_port = leave_seconds, stopping or service.stopping, command_port
         self._secret = secret
-        self._healthy = healthy
+        self._healthy, self._before = healthy, before
         self._show, self._shown = show or self._show_as_service, ("", "")
         self._timing = LeaseTiming(service.config.bus.lease_duration)
         self._links = NodeLinks(nodes, SILENCE * self._timing.duration)
@@ -360,6 +362,8 @@ class NodeAgent:
             case BeginRanks(number=number, address=address, port=port):
                 log.info("ranks_begun", attempt=number, node=self._rank, nodes=self._nodes, address=address)
                 self._kill_reason = ""
+                if self._before is not None:
+                    await self._before()
                 await asyncio.to_thread(self._ranks.begin, number, address, port)
             case AnnounceAttempt(attempt=attempt):
                 await self._announce(attempt)

@@ -40,24 +40,28 @@ class WeightsReady(Message):
     """Replica's answer: it holds ``version`` now (-1: none yet) and can take part; to a `WeightsPrepare`: its engine joins the channels.
 
     ``digest``: of the version that it holds, as its engine knows it; empty where it does not know every tensor's. ``address``: of its
-    machine.
+    machine. ``further``: the addresses of its engine's further nodes.
     """
 
     replica: str
     version: int
     digest: str = ""
     address: str = ""
+    further: list[str] = []
 
 
 class WeightsPrepare(Message):
     """Trainer names the channels that will carry ``version``, and the replica's ``rank`` in all of them, of its engine's first process.
 
-    The engine joins in the background and continues generating. Subject ``<run>.rollout.<replica>.weights.prepare``.
+    ``machines``: for an engine over several machines with channels of their own, the addresses of its nodes in order, and the rank of each
+    one's first process in those of its machine. The engine joins in the background and continues generating.
+    Subject ``<run>.rollout.<replica>.weights.prepare``.
     """
 
     version: int
     channels: list[WeightChannelAddress] = Field(min_length=1)
     rank: int = Field(ge=1)
+    machines: dict[str, int] = {}
     deadline: float = Field(gt=0)
 
 

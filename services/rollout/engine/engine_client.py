@@ -305,12 +305,20 @@ class EngineClient:
         await self.receivers.wait_open(deadline)
 
     async def join_channels(
-        self, channels: Sequence[WeightChannelAddress], rank: int, *, timeout: float = WEIGHTS_SECONDS, deadline: float = CONTROL_SECONDS
+        self,
+        channels: Sequence[WeightChannelAddress],
+        rank: int,
+        machines: Mapping[str, int] = {},
+        *,
+        timeout: float = WEIGHTS_SECONDS,
+        deadline: float = CONTROL_SECONDS,
     ) -> None:
         """Has the engine leave the channels that it is in and join these. It continues to generate; ``receive`` waits for them. ``rank``:
-        the rank of the engine's first process in all channels. ``timeout``: seconds for joining."""
-        fields = [channel.model_dump(mode="json") for channel in channels]
-        await self.receivers.ask({"verb": "join", "channels": fields, "rank": rank, "timeout": timeout}, deadline)
+        the rank of the engine's first process in all channels. ``machines``: see `WeightsPrepare`. ``timeout``: seconds for joining."""
+        fields = {"channels": [channel.model_dump(mode="json") for channel in channels], "rank": rank, "timeout": timeout}
+        if machines:
+            fields |= {"machines": list(machines.items()), "ranks": self.receivers.ranks // len(machines)}
+        await self.receivers.ask({"verb": "join", **fields}, deadline)
 
     async def leave_channels(self, *, deadline: float = CONTROL_SECONDS) -> None:
         """Has the engine leave all channels."""

@@ -58,13 +58,18 @@ class PushResult:
 
 @dataclass(frozen=True, order=True)
 class Target:
-    """A replica to push to: its name, the incarnation of its engine's weights, and the engine's ranks in a channel. ``machine``: its
-    address, where each machine has channels of its own; else empty."""
+    """A replica to push to: its name, the incarnation of its engine's weights, and the engine's ranks in all. ``machines``: the addresses
+    of its nodes, each with as many of the ranks, where each machine has channels of its own; else empty."""
 
     instance: str
     incarnation: str
     ranks: int
-    machine: str = ""
+    machines: tuple[str, ...] = ()
+
+    @property
+    def ranks_by_machine(self) -> dict[str, int]:
+        """Returns its ranks in the channels of each machine, of its nodes in order; under an empty name where all share the channels."""
+        return dict.fromkeys(self.machines or ("",), self.ranks // max(1, len(self.machines)))
 
 
 class PushSchedule:
@@ -88,16 +93,22 @@ class PushSchedule:
         return tuple(sorted(Target(status.instance, status.incarnation, status.ranks) for status in found))
 
     def next_push(
-        self, version: int, targets: Sequence[Target], digests: Mapping[str, str], *, skip_unchanged: bool, machines: Mapping[str, str] = {}
+        self,
+        version: int,
+        targets: Sequence[Target],
+        digests: Mapping[str, str],
+        *,
+        skip_unchanged: bool,
+        machines: Mapping[str, Sequence[str]] = {},
     ) -> Push | None:
         """Returns the push to begin, to those targets that have accepted it; they are the members from now on.
 
         Args:
             digests: of the weights that each of these holds, by instance. skip_unchanged: leave out frozen parameters where all have them.
-            machines: by instance, where each machine has channels of its own.
+            machines: by instance, the addresses of its nodes, where each machine has channels of its own.
         """
         accepted = [target for target in targets if target.instance in digests]
-        members = tuple(replace(target, machine=machines.get(target.instance, "")) for target in accepted)
+        members = tuple(replace(target, machines=tuple(machines.get(target.instance, ()))) for target in accepted)
         if not members:
             return None
         renewed, self.members = members != self.members, members
@@ -109,10 +120,10 @@ class PushSchedule:
             partial=skip_unchanged and self._digests.issuperset(digests.values()),
         )
 
-    def first_rank(self, target: Target) -> int:
-        """Returns the rank in a channel of a member's first engine process; rank 0 is the source."""
-        before = self.members[: self.members.index(target)]
-        return 1 + sum(other.ranks for other in before if other.machine == target.machine)
+    def first_ranks(self, target: Target) -> dict[str, int]:
+        """Returns by machine the rank in its channels of the first process that a member's engine has there; rank 0 is the source."""
+        before = _ranks_by_machine(self.members[: self.members.index(target)])
+        return {machine: 1 + before.get(machine, 0) for machine in target.ranks_by_machine}
 
     def confirmed(self, targets: Iterable[Target], version: int, digest: str) -> None:
         """Records that these targets serve a version."""
@@ -152,23 +163,25 @@ class PushSchedule:
 def _ranks_by_machine(members: Iterable[Target]) -> dict[str, int]:
     found: dict[str, int] = {}
     for target in members:
-        found[target.machine] = found.get(target.machine, 0) + target.ranks
+        for machine, ranks in target.ranks_by_machine.items():
+            found[machine] = found.get(machine, 0) + ranks
     return found
 
 
-def replicas_without_rank(machines: Mapping[str, str], trainers: Sequence[str]) -> dict[str, str]:
+def replicas_without_rank(machines: Mapping[str, Sequence[str]], trainers: Sequence[str]) -> dict[str, str]:
     """Returns the replicas that no rank of the trainer has a machine in common with, and why that is a fault.
 
     Args:
-        machines: by instance, the address of its machine. trainers: the addresses of the ranks' machines; none: that does not matter.
+        machines: by instance, the addresses of its nodes. trainers: the addresses of the ranks' machines; none: that does not matter.
     """
     if not trainers:
         return {}
     places = ", ".join(dict.fromkeys(trainers))
+    alone = {name: next((address for address in given if address not in trainers), None) for name, given in machines.items()}
     return {
         name: f"it shares its GPUs with the trainer, of which no rank is on its machine ({address or 'not told'}; ranks are on {places})"
-        for name, address in machines.items()
-        if address not in trainers
+        for name, address in alone.items()
+        if address is not None
     }
 
 

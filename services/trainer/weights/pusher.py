@@ -204,7 +204,7 @@ class Pusher:
             offered.wait()  # only replicas that answer join a channel: its members would wait for a dead one
         except PeerFailure as error:
             self._declined = dict(error.failures)
-        machines = {name: answer.address for name, answer in offered.answers.items()} if self._sender.machines else {}
+        machines = {name: [answer.address, *answer.further] for name, answer in offered.answers.items()} if self._sender.machines else {}
         self._declined |= replicas_without_rank(machines, self._sender.machines)
         if self._declined:
             self._log.warning("offer_declined", version=version, replicas=self._declined)
@@ -340,14 +340,15 @@ class Pusher:
         """Has the engines begin to join the channels, on rank 0. Raises PeerFailure."""
 
         def message(target: Target) -> WeightsPrepare:
-            channels, rank = self._channels_of(target), self.schedule.first_rank(target)
-            return WeightsPrepare(version=version, channels=channels, rank=rank, deadline=seconds)
+            channels, first = self._channels_of(target), self.schedule.first_ranks(target)
+            machines = first if len(first) > 1 else {}
+            return WeightsPrepare(version=version, channels=channels, rank=next(iter(first.values())), machines=machines, deadline=seconds)
 
         if self._link is not None:
             self._ask(self.schedule.members, "prepare", message, WeightsReady, seconds).wait()
 
     def _channels_of(self, target: Target) -> list[WeightChannelAddress]:
-        return [channel for channel in self._channels if target.machine in ("", channel.address)]
+        return [channel for channel in self._channels if not target.machines or channel.address in target.machines]
 
     @contextlib.contextmanager
     def _watched_members(self) -> Iterator[None]:

@@ -56,6 +56,26 @@ async def test_each_machine_has_the_weights_of_all_stages_in_its_memory(
     assert any([replica.replica for replica in push.replicas if not replica.failure] == list(prepared) for push in pushes), pushes
 
 
+@pytest.mark.extra
+@pytest.mark.timeout(2 * RUN_SECONDS)
+async def test_an_engine_on_both_machines_reads_each_ones_memory(
+    network: NodeNetwork, watched: tuple[HeadNats, Bus], valkey: EmbeddedValkey, tiny_model: Path, tmp_path: Path, run_name: str
+) -> None:
+    """One engine has a rank beside each of the trainer's."""
+    (server, bus), subjects, told = watched, Subjects(run_name), list[WeightsPrepare]()
+    await bus.connection.subscribe(subjects.replica_weights("rollout-0", "prepare"), cb=noted(told, WeightsPrepare))
+    config = write_small_run(tmp_path, tiny_model, run_name, steps=STEPS, staleness=0)
+    binding = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"}  # SGLang wants to be told the core of each rank where there is one NUMA node
+    servers = {"NATS_URL": server.url, "REDIS_URL": valkey.url, **binding}
+    flags = (*FLAGS, "--rollout-replicas", "1", "--rollout-num-gpus-per-engine", "2", "--num-gpus-per-node", "1")
+    summary = await summary_of_run(network, servers, config, flags, tmp_path / "runs" / run_name, RUN_SECONDS)
+    assert (summary["audit"], summary["steps"]) == ("ok", STEPS)
+    assert summary["mean_abs_logprob_diff"] < 1e-3, "the engine drew by other weights than the trainer's"
+    addresses = [network.addresses[node] for node in range(2)]
+    assert told and all(request.machines == dict.fromkeys(addresses, 1) for request in told)
+    assert all({channel.address for channel in request.channels} == set(addresses) for request in told)
+
+
 def noted(found: list, kind: type) -> object:
     async def note(message: object) -> None:
         found.append(kind.decode(message.data))

@@ -44,7 +44,7 @@ class RecordedReplica:
 
     def __init__(self, engine: Engine) -> None:
         self.served, self.client, self.update_lock = ServedVersion(), engine, asyncio.Lock()
-        self.fences = list[str]()
+        self.fences, self.further_nodes = list[str](), list[str]()
         self.served.engine_started()
 
     @property

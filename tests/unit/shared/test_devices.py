@@ -37,6 +37,13 @@ def test_colocated_engines_have_the_trainers_gpus_their_own_first(tmp_path: Path
     assert not devices.engines_back_up(config)
 
 
+def test_an_engine_over_several_of_the_trainers_machines_has_a_part_on_each(tmp_path: Path) -> None:
+    rollout = {"rollout_replicas": 2, "rollout_num_gpus_per_engine": 8, "gpus_per_node": 4, "rollout_batch_size": 20}
+    trainer = {"actor_num_nodes": 5, "actor_num_gpus_per_node": 4, "colocate": True}
+    config = run_config(tmp_path, rollout=rollout, trainer=trainer)
+    assert [devices.colocated_engines(config, node) for node in range(6)] == [[(0, 0)], [(0, 1)], [(1, 0)], [(1, 1)], [], []]
+
+
 @pytest.mark.parametrize(
     ("replicas", "shares"),
     [(4, [[0, 1], [2, 3], []]), (3, [[0, 1], [2], []]), (1, [[0], [], []])],
@@ -47,7 +54,7 @@ def test_each_of_the_trainers_machines_has_the_engines_that_share_its_gpus(repli
         rollout={"rollout_replicas": replicas, "rollout_num_gpus_per_engine": 2, "rollout_batch_size": 8},
         trainer={"actor_num_nodes": 2, "actor_num_gpus_per_node": 4, "colocate": True},
     )
-    assert [list(devices.colocated_engines(config, node)) for node in range(3)] == shares
+    assert [devices.colocated_engines(config, node) for node in range(3)] == [[(index, 0) for index in share] for share in shares]
     assert devices.shared_gpus(config, ["4", "5", "6", "7"], 1) == ["6", "7", "4", "5"]
 
 

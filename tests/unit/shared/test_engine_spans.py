@@ -38,7 +38,7 @@ def test_nodes_follow_from_the_gpus_of_a_machine_as_with_slime(
         (
             {"rollout_num_gpus_per_engine": 2},
             {"colocate": True, "actor_num_gpus_per_node": 2},
-            r"with colocate an engine shares the GPUs of one machine",
+            r"on 2 nodes has all of the trainer's 2 GPUs of each, 4, not rollout_num_gpus_per_engine = 2",
         ),
     ],
 )

@@ -76,7 +76,7 @@ def test_channels_are_made_anew_only_for_other_members() -> None:
     assert schedule.next_push(1, [ONE, TWO], {}, skip_unchanged=True) is None
     first = schedule.next_push(1, [ONE, TWO], {"one": "", "two": ""}, skip_unchanged=True)
     assert first is not None and (first.number, first.engine_ranks, first.partial) == (2, {"": 2}, False)
-    assert [schedule.first_rank(target) for target in schedule.members] == [1, 2]
+    assert [schedule.first_ranks(target) for target in schedule.members] == [{"": 1}, {"": 2}]
     schedule.confirmed([ONE, TWO], 1, "d1")
     second = schedule.next_push(2, [ONE, TWO], {"one": "d1", "two": "d1"}, skip_unchanged=True)
     assert second is not None and (second.number, second.engine_ranks, second.partial) == (4, {}, True)
@@ -87,18 +87,17 @@ def test_channels_are_made_anew_only_for_other_members() -> None:
 
 def test_each_machine_counts_its_own_engines_in_channels_of_its_own() -> None:
     schedule = PushSchedule()
-    wide = Target("wide", "a", 2)
-    push = schedule.next_push(
-        1, [ONE, TWO, wide], dict.fromkeys(("one", "two", "wide"), ""), skip_unchanged=False, machines={"one": "A", "two": "B", "wide": "B"}
-    )
-    assert push is not None and push.engine_ranks == {"A": 1, "B": 3}
-    assert [(target.machine, schedule.first_rank(target)) for target in schedule.members] == [("A", 1), ("B", 1), ("B", 2)]
+    wide, across = Target("wide", "a", 2), Target("across", "a", 4)
+    machines = {"one": ["A"], "two": ["B"], "wide": ["B"], "across": ["B", "C"]}
+    push = schedule.next_push(1, [ONE, TWO, wide, across], dict.fromkeys(machines, ""), skip_unchanged=False, machines=machines)
+    assert push is not None and push.engine_ranks == {"A": 1, "B": 5, "C": 2}
+    assert [schedule.first_ranks(target) for target in schedule.members] == [{"A": 1}, {"B": 1}, {"B": 2}, {"B": 4, "C": 1}]
 
 
 def test_an_engine_without_a_rank_of_the_trainer_on_its_machine_is_told_so() -> None:
-    assert replicas_without_rank({"one": "A", "two": "C"}, ["A", "B"]).keys() == {"two"}
-    assert "(C; ranks are on A, B)" in replicas_without_rank({"two": "C"}, ["A", "B"])["two"]
-    assert replicas_without_rank({"two": "C"}, []) == {}, "where machines have no channels of their own, all will do"
+    assert replicas_without_rank({"one": ["A"], "two": ["C"], "across": ["A", "B"]}, ["A", "B"]).keys() == {"two"}
+    assert "(C; ranks are on A, B)" in replicas_without_rank({"two": ["A", "C"]}, ["A", "B"])["two"]
+    assert replicas_without_rank({"two": ["C"]}, []) == {}, "where machines have no channels of their own, all will do"
 
 
 @pytest.mark.parametrize(

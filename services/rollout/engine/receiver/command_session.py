@@ -98,9 +98,17 @@ def prepare(receiver: Receiver, command: Fields, deadline: TransferDeadline) -> 
 
 
 def join(receiver: Receiver, command: Fields, deadline: TransferDeadline) -> dict[str, Any]:
-    """Begins to join ``channels``; ``rank``: of the engine's first process, see `Receiver.join`; ``timeout``: for all of it."""
-    addresses = [WeightChannelAddress.model_validate(address) for address in command["channels"]]
-    receiver.join(addresses, int(command["rank"]), float(command["timeout"]))
+    """Begins to join ``channels``; ``rank``: of the engine's first process, see `Receiver.join`; ``timeout``: for all of it.
+
+    ``machines``: of an engine over several with channels of their own, address and rank of the first of each one's ``ranks`` processes."""
+    addresses, first = [WeightChannelAddress.model_validate(address) for address in command["channels"]], int(command["rank"])
+    elsewhere: list[str] = []
+    if machines := command.get("machines"):
+        node, size = receiver.rank // int(command["ranks"]), int(command["ranks"])
+        machine, first = str(machines[node][0]), int(machines[node][1]) - node * size
+        elsewhere = [address.name for address in addresses if address.address != machine]
+        addresses = [address for address in addresses if address.address == machine]
+    receiver.join(addresses, first, float(command["timeout"]), elsewhere)
     return {}
 
 

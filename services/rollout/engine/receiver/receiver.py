@@ -300,6 +300,7 @@ class Receiver:
         self.before_change: set[Callable[[str], None]] = set()  # callbacks of threads that read parameters; called with the reason to stop
         self._digest: str | None = ""
         self._channels: _JoinedChannels | None = None
+        self._elsewhere: frozenset[str] = frozenset()
         self._called_off: frozenset[str] = frozenset()  # channels that were left by an abort while they were being joined
         self._rings: list[BucketRing] = []
         self._layouts: dict[str, ManifestLayout] = {}  # by manifest
@@ -337,10 +338,11 @@ class Receiver:
         """Returns the channels that it has joined, or is joining."""
         return [] if self._channels is None else [channel.name for channel in self._channels.all]
 
-    def join(self, addresses: Sequence[WeightChannelAddress], first_rank: int, seconds: float) -> None:
+    def join(self, addresses: Sequence[WeightChannelAddress], first_rank: int, seconds: float, elsewhere: Sequence[str] = ()) -> None:
         """Leaves its present channels and joins these on a thread; `receive` waits for it. ``first_rank``: of the engine's first process,
-        in all channels. ``seconds``: for joining."""
+        in all channels. ``seconds``: for joining. ``elsewhere``: channels with the same weights, for the processes on other machines."""
         self.leave()
+        self._elsewhere = frozenset(elsewhere)
         while len(self._rings) < len(addresses):
             self._rings.append(BucketRing(self.device))
         rank = first_rank + self.rank
@@ -445,7 +447,7 @@ class Receiver:
         channels = self._channels
         if channels is None and self._called_off.issuperset(names):  # the abort came before its command
             raise TransferAborted(f"the joining of channels {sorted(names)} was called off")
-        if channels is None or set(names) - set(self.channels):
+        if channels is None or set(names) - set(self.channels) - self._elsewhere:
             raise BadMessage(f"channels {sorted(names)} are to be received from; this engine has joined {self.channels or 'none'}")
         channels.wait(deadline)
         return [channel for channel in channels.all if channel.name in names]
