@@ -1,5 +1,9 @@
 """Trainer and engines share two machines: each of these has an engine, which reads the weights of both pipeline stages from its memory."""
 
+import asyncio
+import os
+import signal
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,6 +16,7 @@ from shared.schema.weight_messages import WeightsPrepare, WeightsPushed
 from tests.e2e.conftest import write_small_run
 from tests.integration.nodes.whole_run import summary_of_run
 from tests.support.network_nodes import HeadNats, NodeNetwork
+from tests.support.waiting import until
 
 RUN_SECONDS = 1500.0
 STEPS = 3
@@ -61,19 +66,31 @@ async def test_each_machine_has_the_weights_of_all_stages_in_its_memory(
 async def test_an_engine_on_both_machines_reads_each_ones_memory(
     network: NodeNetwork, watched: tuple[HeadNats, Bus], valkey: EmbeddedValkey, tiny_model: Path, tmp_path: Path, run_name: str
 ) -> None:
-    """One engine has a rank beside each of the trainer's."""
+    """One engine has a rank beside each of the trainer's. Its part on the second machine dies once, and the run continues."""
     (server, bus), subjects, told = watched, Subjects(run_name), list[WeightsPrepare]()
     await bus.connection.subscribe(subjects.replica_weights("rollout-0", "prepare"), cb=noted(told, WeightsPrepare))
-    config = write_small_run(tmp_path, tiny_model, run_name, steps=STEPS, staleness=0)
+    config = write_small_run(tmp_path, tiny_model, run_name, steps=3 * STEPS, staleness=0)
     binding = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"}  # SGLang wants to be told the core of each rank where there is one NUMA node
     servers = {"NATS_URL": server.url, "REDIS_URL": valkey.url, **binding}
     flags = (*FLAGS, "--rollout-replicas", "1", "--rollout-num-gpus-per-engine", "2", "--num-gpus-per-node", "1")
-    summary = await summary_of_run(network, servers, config, flags, tmp_path / "runs" / run_name, RUN_SECONDS)
-    assert (summary["audit"], summary["steps"]) == ("ok", STEPS)
+    run = asyncio.create_task(summary_of_run(network, servers, config, flags, tmp_path / "runs" / run_name, RUN_SECONDS))
+    await until(lambda: told or run.done(), "a first push", RUN_SECONDS)
+    parts = engine_pids(network.names[1])
+    assert parts
+    for pid in parts:
+        os.kill(pid, signal.SIGKILL)
+    summary = await run
+    assert (summary["audit"], summary["steps"]) == ("ok", 3 * STEPS)
     assert summary["mean_abs_logprob_diff"] < 1e-3, "the engine drew by other weights than the trainer's"
     addresses = [network.addresses[node] for node in range(2)]
     assert told and all(request.machines == dict.fromkeys(addresses, 1) for request in told)
     assert all({channel.address for channel in request.channels} == set(addresses) for request in told)
+
+
+def engine_pids(node: str) -> list[int]:
+    """Returns the processes of the engine's part in a namespace."""
+    listed = subprocess.run(["ip", "netns", "pids", node], capture_output=True, text=True, check=True)
+    return [pid for pid in map(int, listed.stdout.split()) if b"engine/cpu_launcher" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def noted(found: list, kind: type) -> object:
