@@ -194,7 +194,7 @@ async def test_tokens_in_tokens_out_and_no_door_without_its_key(hall: NewHall, c
             async with http.post(f"{room.urls[0]}/v1/session/reward", json={"turn": turn, "reward": reward}) as answer:
                 assert answer.status == status, await answer.text()
                 assert status != 400 or (await answer.json())["error"]["param"].split(".")[0] in ("turn", "reward")
-        async with http.post(f"{room.urls[0]}/v1/session/end", json={"reward": {"exact": 0.5}}) as answer:
+        async with http.post(f"{room.urls[0]}/v1/session/end", json={"reward": {"reward": 0.5, "exact": 1.0}}) as answer:
             assert answer.status == 200, await answer.text()
         for turn, status in ((1, 410), (0, 200)):  # what is known already is answered as before
             async with http.post(f"{room.urls[0]}/v1/session/reward", json={"turn": turn, "reward": 0.5}) as answer:
@@ -204,7 +204,7 @@ async def test_tokens_in_tokens_out_and_no_door_without_its_key(hall: NewHall, c
     [found] = trajectories(log.turns.values())
     assert found.tokens.tolist() == prompt and len(log.turns) == 3, "each turn carries the one before on"
     assert [found.response[slice(*span)].tolist() for span in found.spans] == [turn.completion.tolist() for turn in log.turns.values()]
-    assert log.ended is not None and log.ended.reward == {"exact": 0.5}
+    assert log.ended is not None and log.ended.reward == {"reward": 0.5, "exact": 1.0}
     for turn in log.turns.values():
         exact(turn, checkpoint(0))
 
