@@ -11,7 +11,7 @@ from services.gateway.chat_tokens import ChatTokens
 from services.gateway.ingest import GroupIntake, add_ingest_routes
 from services.gateway.replicas import GenerationClient, Replicas
 from services.gateway.routes import Api
-from services.gateway.turns import Turns
+from services.gateway.turns import Turns, UnrecordedSessions
 from shared.config.eval_views import reward_key
 from shared.config.service_sections import ingest_key
 from shared.rewards.names import GIVEN
@@ -44,14 +44,20 @@ async def serve(service: Service) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each client's connection is one
     variables, control = config.data.apply_chat_template_kwargs, section.gateway_control_tokens
     chat = await asyncio.to_thread(ChatTokens, Path(config.model.hf_checkpoint), variables, control)
-    sessions = SessionStore(service.store, service.run)
-    replicas = Replicas(service.registry, sessions, section.gateway_replica_requests, config.rollout.eval_replicas > 0)
+    sessions, most_each = SessionStore(service.store, service.run), section.gateway_replica_requests
+    replicas = Replicas(service.registry, sessions, most_each, config.rollout.eval_replicas > 0)
     client = GenerationClient(sessions)
     model = Path(config.model.hf_checkpoint).name
     holder = f"{service.instance}.{service.incarnation}"  # each life is another: what its predecessor generated is taken over, not held
     turns = Turns(sessions, replicas, client, chat, model, holder, section, service.traces)
-    names = frozenset({model, str(config.model.hf_checkpoint), service.run, *section.gateway_models})
-    api = Api(sessions, turns, replicas, service.metrics, model, names, section.gateway_requests)
+    names = frozenset({model, str(config.model.hf_checkpoint), service.run, config.rollout.policy_name, *section.gateway_models})
+    frozen = dict[str, Turns]()
+    for name in config.rollout.models:
+        own = await asyncio.to_thread(ChatTokens, Path(config.of_engines(name).model.hf_checkpoint), {}, control)
+        places = Replicas(service.registry, sessions, most_each, model=name)
+        unrecorded = UnrecordedSessions(service.store, service.run)
+        frozen[name] = Turns(unrecorded, places, client, own, name, holder, section, service.traces)
+    api = Api(sessions, turns, replicas, service.metrics, model, names, section.gateway_requests, frozen=frozen)
     api.reward_key = functools.partial(reward_key, config)
     api.rewards_given = config.reward.rm_type == GIVEN and config.reward.custom_rm_path is None
     service.log.info("gateway_renders", family=chat.family, template=chat.has_template, tools=chat.shows_tools, streams=chat.streams_text)
@@ -62,9 +68,12 @@ async def serve(service: Service) -> None:
         async with http_endpoints.serving(app, _address(service), grace_s=STOP_SECONDS) as address:
             service.engine, service.state = gateway_url(address), "ready"
             await service.announce()
-            async with service.background(replicas.keep(), turns.watch.keep(), _count(service, api)):
+            served = [turns, *frozen.values()]
+            kept = [work for one in served for work in (one.replicas.keep(), one.watch.keep())]
+            async with service.background(*kept, _count(service, api)):
                 await service.stopping.wait()
-                turns.watch.stop()
+                for one in served:
+                    one.watch.stop()
     finally:
         await client.close()
 

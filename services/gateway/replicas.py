@@ -22,7 +22,7 @@ import structlog
 from services.gateway.residents import IDLE_SECONDS, Resident, Residents
 from services.gateway.wire.request import TurnRefused
 from shared.bus.bus_errors import TRANSIENT
-from shared.bus.registry import ASLEEP, Registry
+from shared.bus.registry import ASLEEP, MODEL, Registry
 from shared.runtime.errors import BadMessage, MyxoError
 from shared.schema.service_messages import ServiceStatus
 from shared.sessions.session import (
@@ -88,8 +88,10 @@ class GenerationLimit:
             self.limit = min(self.most, self.limit + 1.0 / self.limit)
 
 
-def targets(statuses: Sequence[ServiceStatus]) -> list[GenerationTarget]:
-    """Returns the replicas that may sample: those with verified weights, whose endpoints are open to gateways."""
+def targets(statuses: Sequence[ServiceStatus], model: str = "") -> list[GenerationTarget]:
+    """Returns the replicas that may sample: those with verified weights, whose endpoints are open to gateways. ``model``: a frozen one;
+    empty: the policy."""
+    kind = MODEL if model else "rollout"
     return [
         GenerationTarget(
             one.instance,
@@ -101,7 +103,8 @@ def targets(statuses: Sequence[ServiceStatus]) -> list[GenerationTarget]:
             evaluates=bool(one.gauges.get(EVAL_GAUGE, 0)),
         )
         for one in statuses
-        if one.service == "rollout" and one.engine and one.version >= 0 and {CONTEXT_GAUGE, VOCABULARY_GAUGE} <= one.gauges.keys()
+        if (one.service, one.model) == (kind, model) and one.engine and one.version >= 0
+        if {CONTEXT_GAUGE, VOCABULARY_GAUGE} <= one.gauges.keys()
     ]
 
 
@@ -126,10 +129,11 @@ def _rank(session: str, instance: str) -> bytes:
 
 class Replicas:
     """The replicas of a run, by the registry. ``most``: requests that a replica gets at once, at most. ``asleep``: whether replicas sleep
-    while a trainer computes on their GPUs. ``apart``: evaluations have replicas of their own (`rollout.eval_replicas`)."""
+    while a trainer computes on their GPUs. ``apart``: evaluations have replicas of their own (`rollout.eval_replicas`). ``model``: the
+    frozen one that they serve; empty: the policy."""
 
-    def __init__(self, registry: Registry, sessions: SessionStore, most: int, apart: bool = False) -> None:
-        self._apart = apart
+    def __init__(self, registry: Registry, sessions: SessionStore, most: int, apart: bool = False, model: str = "") -> None:
+        self._apart, self._model = apart, model
         self._registry, self._sessions, self._most = registry, sessions, most
         self.known: list[GenerationTarget] = []
         self.asleep = False
@@ -145,8 +149,8 @@ class Replicas:
         while True:
             try:
                 statuses = await self._registry.alive()
-                self.known = targets(statuses)
-                self.asleep = any(one.state == ASLEEP for one in statuses if one.service == "rollout")
+                self.known = targets(statuses, self._model)
+                self.asleep = any(one.state == ASLEEP for one in statuses if one.service == "rollout" and not self._model)
                 self._share_residents(sum(one.service == "gateway" for one in statuses))
                 await self._make_room(time.monotonic())
                 self._wake()

@@ -26,7 +26,7 @@ from starlette.requests import ClientDisconnect
 from services.gateway.replicas import Replicas
 from services.gateway.turn_decisions import fixed_by_task
 from services.gateway.turn_text import TurnText
-from services.gateway.turns import LiveTurn, Turns
+from services.gateway.turns import LiveTurn, Turns, UnrecordedSessions
 from services.gateway.wire import anthropic_messages, openai_chat, openai_responses, token_generate
 from services.gateway.wire.request import (
     ChatTurn,
@@ -194,10 +194,10 @@ def model_entry(model: str, created: int, context_length: int) -> dict[str, Any]
     }
 
 
-def model_list(model: str, created: int, context_length: int) -> dict[str, Any]:
-    """Returns the answer of ``/v1/models``: clients of either house read their own fields of it."""
-    entry = model_entry(model, created, context_length)
-    return {"object": "list", "data": [entry], "has_more": False, "first_id": model, "last_id": model}
+def model_list(contexts: Mapping[str, int], created: int) -> dict[str, Any]:
+    """Returns the answer of ``/v1/models``: clients of either house read their own fields of it. ``contexts``: of each model, in tokens."""
+    data = [model_entry(model, created, context) for model, context in contexts.items()]
+    return {"object": "list", "data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}
 
 
 declare_metrics("""
@@ -232,7 +232,8 @@ class _TurnRewardFields(RequestFields):
 
 @dataclass
 class Api:
-    """The state that the routes share. ``names``: those that requests may give the model; ``*``: any. ``most``: requests in hand at once.
+    """The state that the routes share. ``names``: those that requests may give the model; ``*``: any. ``frozen``: the turns of the run's
+    frozen models by name, which are not recorded. ``most``: requests in hand at once.
     ``of_session``: how many of each session are being read or answered. ``rewards_given``: nothing else scores sessions. ``reward_key``: by
     a group's id, the name of the reward that counts."""
 
@@ -247,6 +248,7 @@ class Api:
     in_hand: int = 0
     of_session: Counter[str] = field(default_factory=Counter)
     rewards_given: bool = False
+    frozen: Mapping[str, Turns] = field(default_factory=dict)
     reward_key: Callable[[str], str | None] = lambda _: None
 
     def app(self) -> FastAPI:
@@ -315,21 +317,24 @@ class Api:
 
     def _chat(self, path: str, wire: WireFormat) -> Route:
         async def route(request: Request, log: SessionLog, body: bytes) -> Response:
-            asked = self.turns.noted(log, wire.parse(body, request_id(log, wire.id_prefix, path, request.headers, body)))
-            self._check_model(asked.model)
+            parsed = wire.parse(body, request_id(log, wire.id_prefix, path, request.headers, body))
+            model, log = self._model_of(log, parsed.model)
+            asked = model.noted(log, parsed)
             headers = _headers_of(log, asked)
             if asked.stream:
-                return await self._streamed(request, wire, log, asked, headers)
-            turns = [asyncio.create_task(self.turns.result(log, one)) for one in split(asked)]
+                return await self._streamed(request, wire, model, log, asked, headers)
+            turns = [asyncio.create_task(model.result(log, one)) for one in split(asked)]
             await self._watched(request, turns)
             return _answered(wire.answer(asked, *(turn.result() for turn in turns)), headers)
 
         return route
 
-    async def _streamed(self, request: Request, wire: WireFormat, log: SessionLog, asked: ChatTurn, headers: dict[str, str]) -> Response:
+    async def _streamed(
+        self, request: Request, wire: WireFormat, model: Turns, log: SessionLog, asked: ChatTurn, headers: dict[str, str]
+    ) -> Response:
         """Returns the answer that reports a turn as it is sampled. Raises TurnRefused where it is refused before its first event."""
-        start = TurnStart(request_id=asked.request_id, model=self.model, created=int(time.time()), prompt=0)
-        answers = [self._live_answer(wire, log, one, start) for one in split(asked)]
+        start = TurnStart(request_id=asked.request_id, model=model.model, created=int(time.time()), prompt=0)
+        answers = [self._live_answer(wire, model, log, one, start) for one in split(asked)]
         turns = [answer.turn for answer in answers]
         try:
             await self._watched(request, [asyncio.create_task(answer.live.news(SILENT_SECONDS)) for answer in answers])
@@ -341,10 +346,12 @@ class Api:
             raise
         return StreamingResponse(self._kept(log.session.id, answers), media_type="text/event-stream", headers=headers)
 
-    def _live_answer(self, wire: WireFormat, log: SessionLog, asked: ChatTurn | TokenTurn, start: TurnStart) -> StreamedAnswer:
-        turn = asyncio.create_task(self.turns.result(log, asked, live := LiveTurn()))
+    def _live_answer(
+        self, wire: WireFormat, model: Turns, log: SessionLog, asked: ChatTurn | TokenTurn, start: TurnStart
+    ) -> StreamedAnswer:
+        turn = asyncio.create_task(model.result(log, asked, live := LiveTurn()))
         turn.add_done_callback(lambda _: live.end())
-        text = functools.partial(self.turns.text, log, asked, live)
+        text = functools.partial(model.text, log, asked, live)
         return StreamedAnswer(turn, live, start, functools.partial(wire.events, asked), text)
 
     async def _kept(self, session: str, answers: list[StreamedAnswer]) -> AsyncIterator[bytes]:
@@ -366,15 +373,16 @@ class Api:
 
     async def _generate(self, request: Request, log: SessionLog, body: bytes) -> Response:
         asked: TokenTurn = token_generate.parse(body, request_id(log, "gen-", "generate", request.headers, body))
-        self._check_model(asked.model)
-        turn = asyncio.create_task(self.turns.tokens(log, asked))
+        model, log = self._model_of(log, asked.model)
+        turn = asyncio.create_task(model.tokens(log, asked))
         await self._watched(request, [turn])
         return _answered(token_generate.answer(asked, turn.result()), _headers_of(log, asked))
 
     async def _count(self, request: Request, log: SessionLog, body: bytes) -> Response:
-        asked = self.turns.noted(log, anthropic_messages.parse_count(body, "count"))
-        self._check_model(asked.model)
-        return JSONResponse({"input_tokens": await self.turns.count(log, asked)}, headers=answer_headers(asked))
+        parsed = anthropic_messages.parse_count(body, "count")
+        model, log = self._model_of(log, parsed.model)
+        asked = model.noted(log, parsed)
+        return JSONResponse({"input_tokens": await model.count(log, asked)}, headers=answer_headers(asked))
 
     async def _watched(self, request: Request, turns: "Sequence[asyncio.Task[Any]]") -> None:
         """Waits for turns, or until one fails; ends them where their client is gone, so that the engine samples for no one."""
@@ -394,19 +402,25 @@ class Api:
     # --- models and sessions
 
     async def _models(self, request: Request, log: SessionLog, body: bytes) -> Response:
-        return JSONResponse(model_list(self.model, self.started, await self._context()))
+        contexts = {self.model: await self._context()} | {name: turns.replicas.context for name, turns in self.frozen.items()}
+        return JSONResponse(model_list(contexts, self.started))
 
     async def _model(self, request: Request, log: SessionLog, body: bytes) -> Response:
-        self._check_model(request.path_params["name"])
-        return JSONResponse(model_entry(self.model, self.started, await self._context()))
+        model, _ = self._model_of(log, request.path_params["name"])
+        context = model.replicas.context if model.model in self.frozen else await self._context()
+        return JSONResponse(model_entry(model.model, self.started, context))
 
     async def _context(self) -> int:
         await self.replicas.present(SILENT_SECONDS)
         return self.replicas.context
 
-    def _check_model(self, name: str | None) -> None:
+    def _model_of(self, log: SessionLog, name: str | None) -> tuple[Turns, SessionLog]:
+        """Returns the turns of the model that a request names, the policy's where it names none, with the log of its session."""
+        if name is not None and name in self.frozen:
+            return self.frozen[name], UnrecordedSessions.log_for(log)
         if name is not None and name not in self.names and "*" not in self.names:
-            raise unknown_model(name, self.model)
+            raise unknown_model(name, self.model, *self.frozen)
+        return self.turns, log
 
     async def _session(self, request: Request, log: SessionLog, body: bytes) -> Response:
         ended = None if log.ended is None else {"reward": log.ended.reward, "reason": log.ended.reason}

@@ -8,7 +8,7 @@ asked for again, here or at another gateway, it is answered with what was sample
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,6 +52,7 @@ from shared.sessions.session import (
     TurnExtended,
     TurnGeneration,
     TurnHeld,
+    TurnRecord,
     TurnRequest,
     appended,
 )
@@ -145,6 +146,29 @@ class SessionWatch:
                 limit.reschedule(now)
 
 
+LONGEST_ANSWER = 1 << 20  # tokens that a frozen model may generate where its client does not say: its context ends them
+
+
+class UnrecordedSessions(SessionStore):
+    """Sessions of frozen models: each request has a log of its own, of which nothing is stored and nothing is trained."""
+
+    async def _append(self, log: SessionLog, record: TurnRecord) -> Turn | PendingTurn:
+        log.apply([record])
+        return log.turns.get(record.request) or log.pending[record.request]
+
+    async def refresh(self, log: SessionLog) -> None:
+        """Does nothing: there is no other record of the log."""
+
+    async def refresh_all(self, logs: Collection[SessionLog]) -> None:
+        """Does nothing, as `refresh`."""
+
+    @staticmethod
+    def log_for(log: SessionLog) -> SessionLog:
+        """Returns the log of a request that a session's client makes to a frozen model, whose answer it samples as it likes."""
+        free = {"evaluation": True, "seed": None, "min_version": 0, "deadline": log.deadline}
+        return SessionLog(log.session.model_copy(update={**free, "sampling": Sampling(temperature=1.0, max_new_tokens=LONGEST_ANSWER)}))
+
+
 def turn_span(
     log: SessionLog, begun: PendingTurn, turn: Turn | None, times: tuple[float, float], before: int = 0, error: str = ""
 ) -> TraceSpan:
@@ -207,8 +231,8 @@ class TurnPrompt:
 
 
 class Turns:
-    """The turns of this gateway. ``holder``: its name in sessions' records. ``watch``: ends those of sessions that have ended.
-    ``traces``: take a span of each.
+    """The turns of this gateway with one ``model``, at its ``replicas``. ``holder``: its name in sessions' records. ``watch``: ends those
+    of sessions that have ended. ``traces``: take a span of each.
     """
 
     def __init__(
@@ -223,6 +247,7 @@ class Turns:
         traces: Traces,
     ) -> None:
         self._sessions, self._replicas, self._client, self._chat = sessions, replicas, client, chat
+        self.model, self.replicas = model, replicas
         self._holder, self._limits, self._traces = holder, limits, traces
         self._answers = TurnAnswers(chat, model)
         self.watch = SessionWatch(sessions, lambda: replicas.asleep)

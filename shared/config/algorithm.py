@@ -6,6 +6,7 @@ A user's own function gets the whole config as ``args`` and may read any field, 
 ``kl_loss_type`` alone is accepted without a KL to estimate: scripts name it beside a coefficient of 0.
 """
 
+import re
 from collections.abc import Callable
 from math import exp
 from pathlib import Path
@@ -15,6 +16,7 @@ from pydantic import BeforeValidator, Field
 
 from shared.config import presets
 from shared.config.environment_variables import VARIABLE
+from shared.config.rollout_section import MODEL_NAME
 from shared.config.section import MUTABLE, RECORDED, Rule, Section, hook
 from shared.environment import environment_url
 
@@ -189,8 +191,8 @@ CONTRADICTIONS: tuple[Rule, ...] = (
     ),
     Rule(
         "opd_teachers",
-        lambda a, given: any(_address_problem(url) for url in given.values()),
-        "expected name = http://host:port of an SGLang server",
+        lambda a, given: any(_address_problem(url) for url in given.values() if not re.match(MODEL_NAME, url)),
+        "expected name = http://host:port of an SGLang server, or a model of [rollout.models]",
     ),
     Rule(
         "opd_teacher_key_variable",
@@ -301,7 +303,10 @@ class AlgorithmSection(Section):
     opd_teacher_load: Path | None = Field(default=None, description="HF checkpoint of a teacher that runs in the trainer")
 
     opd_teachers: dict[str, str] = Field(
-        default={}, description="teachers of opd_type = sglang, SGLang servers: name = http://host:port", **MUTABLE
+        default={},
+        description="teachers of opd_type = sglang, SGLang servers or frozen models: name = http://host:port, or a name of "
+        "[rollout.models]",
+        **MUTABLE,
     )
     opd_teacher_weights: dict[str, float] = Field(
         default={}, description="the teachers of a prompt that names none, with their weights; default: all alike"

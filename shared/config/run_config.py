@@ -8,7 +8,8 @@ services read it from there.
 import json
 import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ from shared.config.data_sections import REASONING_GYM_SOURCE, CurriculumSection,
 from shared.config.debug_section import STEP, DebugSection
 from shared.config.eval_section import EvalSection
 from shared.config.reward_section import CUSTOM, TOURNAMENT, RewardSection
-from shared.config.rollout_section import GENERATORS, EpisodeSection, RolloutSection
+from shared.config.rollout_section import GENERATORS, MODEL_NAME, EpisodeSection, RolloutSection
 from shared.config.section import Rule, Section
 from shared.config.service_sections import (
     BusSection,
@@ -35,6 +36,7 @@ from shared.config.trainer_section import TrainerSection, WeightsSection
 from shared.data import data_files
 from shared.hub import hub_names
 from shared.rewards.names import GIVEN, REASONING_GYM
+from shared.runtime.errors import nearest
 from shared.runtime.safe_text import without_credentials
 from shared.schema.sample import NO_LIMIT
 
@@ -46,6 +48,13 @@ CORES_OF_GATEWAY, MOST_GATEWAYS = 8, 8
 
 
 _REPLAYS = ("trainer.use_rollout_routing_replay", "trainer.use_routing_replay")
+
+
+def _unknown_teachers(teachers: Mapping[str, str], models: list[str]) -> Iterator[str]:
+    for name, given in teachers.items():
+        if re.match(MODEL_NAME, given) and given not in models:
+            known = nearest(given, models) if models else "there is none"
+            yield f"{name}: {given!r} is neither http://host:port nor a model of [rollout.models]; {known}"
 
 
 class RunConfig(Section):
@@ -113,6 +122,7 @@ class RunConfig(Section):
             lambda run, given: given and run.rollout.engine_flags.get("enable-return-routed-experts") is False,
             "true, but rollout.sglang.enable-return-routed-experts is false; leave it out",
         ),
+        Rule("algorithm.opd_teachers", lambda run, given: _unknown_teachers(given, list(run.rollout.models))),
         Rule(
             "ingest.ingest_groups",
             lambda run, given: given != "off" and run.algorithm.opd_teachers,

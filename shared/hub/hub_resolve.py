@@ -20,19 +20,21 @@ from shared.runtime.errors import BadInput, ConfigError, raise_problems
 
 MODELS = ("model.hf_checkpoint", "trainer.critic_load")
 
+FROZEN = "rollout.models"  # Stands for the checkpoints of all frozen models
+
 SETS = "eval.sets"  # Stands for all files of evaluation sets, whichever field names them
 
-FROZEN = "rollout.models"  # Stands for the checkpoints of all frozen models
 
 DATA = ("data.prompt_data", SETS, "sft.sft_data")
 
 _NEEDED = {
     "buffer": ("model.hf_checkpoint", "data.prompt_data", SETS),
     "rollout": ("model.hf_checkpoint",),
+    "gateway": ("model.hf_checkpoint", FROZEN),
     "trainer": ("model.hf_checkpoint", "trainer.critic_load", "sft.sft_data"),
     "critic": ("model.hf_checkpoint", "trainer.critic_load"),
 }
-"""The fields whose files each service reads; the buffer reads no weights."""
+"""The fields whose files each service reads; buffer and gateway read no weights."""
 
 Change = Callable[[str, HubName], Path]
 
@@ -78,7 +80,7 @@ def local(
 
 def for_service(config: RunConfig, service: str) -> RunConfig:
     """Returns `local` for the fields that a service reads. Raises ConfigError."""
-    return local(config, _NEEDED.get(service, ()), weights=service != "buffer")
+    return local(config, _NEEDED.get(service, ()), weights=service not in ("buffer", "gateway"))
 
 
 def found(config: RunConfig) -> list[HubName]:

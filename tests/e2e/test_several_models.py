@@ -9,6 +9,7 @@ import pytest
 
 from shared.schema.service_messages import ServiceStatus
 from tests.e2e.launched import LaunchedRun
+from tests.e2e.test_agents import drawn_turns, dumped
 from tests.support.model_hooks import ANSWERS
 
 RUN_SECONDS, STEPS = 900, 12
@@ -29,6 +30,8 @@ def test_a_frozen_judge_answers_rewards_and_agents_over_its_engines_death(
     config = small_run("judged", steps=STEPS, staleness=1)
     flags = ["--models", json.dumps({"judge": {"hf_checkpoint": str(judge)}}), "--custom-rm-path", "tests.support.model_hooks:judged"]
     flags += ["--worker-environment", ANSWERS, "--lr", "1e-2", "--reward-timeout", "400"]
+    flags += ["--use-opd", "--opd-type", "sglang", "--opd-kl-coef", "0.05", "--opd-teachers", "{'first': 'judge'}"]
+    flags += ["--agent", "tests.support.model_hooks:advised", "--save-debug-rollout-data", f"{tmp_path}/dumps/{{rollout_id}}"]
     with LaunchedRun(config, tmp_path / "runs" / "judged", "judged", flags) as run:
         [status] = models(run.until("the judge's first answer", lambda cards: bool(models(cards)) and answers.exists(), RUN_SECONDS))
         assert (status.instance, status.model, status.version) == ("model-judge-0", "judge", 0)
@@ -38,7 +41,13 @@ def test_a_frozen_judge_answers_rewards_and_agents_over_its_engines_death(
         summary = run.summary()
     assert (summary["audit"], summary["steps"]) == ("ok", STEPS)
     assert summary["groups"]["dead"] == {}, summary  # type: ignore[index]
+    samples = [sample for step in range(STEPS) for sample in dumped(tmp_path / "dumps" / str(step))]
+    assert len(samples) == 16 * STEPS and all(len(list(drawn_turns(sample))) == 1 for sample in samples), "the judge's turns are trained"
+    assert all("teacher_log_probs" in sample.attributes for sample in samples)
     told = [json.loads(line) for line in answers.read_text().splitlines()]
     assert all(answer["names"] == ["judge"] for answer in told if answer["asker"] == "reward")
+    heard = [answer for answer in told if answer["asker"] == "agent"]
+    assert len(heard) >= 16 * STEPS and {answer["model"] for answer in heard} == {"judge"} and all(answer["alike"] for answer in heard)
+    assert heard[0]["served"] == [tiny_model.name, "judge"] and "did you mean judge" in heard[0]["refusal"]
     spread = [answer["log_prob"] for answer in told if "log_prob" in answer]
     assert len(spread) >= 16 * STEPS and max(spread) - min(spread) < 1e-3, "the judge's weights have changed"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import openai
 
 from shared.hooks import Arguments, HookSample
 from shared.hooks.slime.rollout_loop import get_model_url
@@ -38,3 +39,25 @@ async def judged(args: Arguments, sample: HookSample, **_: Any) -> float:
     log_probs = [entry[0] for entry in found["input_token_logprobs"][1:]]
     note("reward", log_prob=sum(log_probs), names=sorted(args.sglang_model_routers))
     return float(zlib.crc32(sample.response.encode()) % 2)
+
+
+async def advised(data: dict[str, Any], base_url: str, api_key: str) -> None:
+    """An agent that has the judge comment on the policy's answer; the run's reward function scores it."""
+    async with openai.AsyncOpenAI(base_url=f"{base_url.removesuffix('/v1')}/v1", api_key=api_key, timeout=300) as client:
+        question = [{"role": "user", "content": data["prompt"]}]
+        answer = await client.chat.completions.create(model="policy", messages=question)  # type: ignore[call-overload]
+        asked = [
+            *question,
+            {"role": "assistant", "content": answer.choices[0].message.content or "."},
+            {"role": "user", "content": "Good?"},
+        ]
+        comment = await client.chat.completions.create(model="judge", messages=asked, temperature=0, max_tokens=9)
+        whole, streamed = "", await client.chat.completions.create(model="judge", messages=asked, temperature=0, max_tokens=9, stream=True)
+        async for part in streamed:
+            whole += (part.choices[0].delta.content or "") if part.choices else ""
+        served = [model.id async for model in client.models.list()]
+        try:
+            await client.chat.completions.create(model="jugde", messages=question)
+        except openai.NotFoundError as error:
+            refusal = str(error)
+        note("agent", model=comment.model, alike=whole == comment.choices[0].message.content, served=served, refusal=refusal)

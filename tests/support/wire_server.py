@@ -85,7 +85,7 @@ async def wire_server() -> AsyncIterator[WireServer]:
             return JSONResponse(error.body("openai"), error.status, headers=dict(error.headers))
 
     async def models() -> Response:
-        return JSONResponse(routes.model_list("tiny", PLAIN.created, 512))
+        return JSONResponse(routes.model_list({"tiny": 512}, PLAIN.created))
 
     app.add_api_route("/v1/messages/count_tokens", count, methods=["POST"])
     app.add_api_route("/inference/v1/generate", generate, methods=["POST"])

@@ -17,7 +17,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from shared.runtime.errors import MyxoError
+from shared.runtime.errors import MyxoError, nearest
 
 # Whose error shape an endpoint answers with. ``/inference/v1/generate`` and ``/groups`` have OpenAI's.
 House = Literal["openai", "anthropic"]
@@ -72,9 +72,10 @@ class TurnRefused(MyxoError):
         return {"error": {"message": str(self), "type": kind, "param": self.field, "code": self.code}}
 
 
-def unknown_model(model: str, served: str) -> TurnRefused:
+def unknown_model(model: str, *served: str) -> TurnRefused:
     """Returns the refusal of a request for a model that is not served."""
-    return TurnRefused(404, f"the model {model[:200]!r} does not exist here; served is {served!r}", code="model_not_found")
+    known = f"served is {served[0]!r}" if len(served) == 1 else nearest(model[:200], list(served))
+    return TurnRefused(404, f"the model {model[:200]!r} does not exist here; {known}", code="model_not_found")
 
 
 def unknown_conversation(name: str, place: str) -> TurnRefused:

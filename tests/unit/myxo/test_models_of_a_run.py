@@ -161,6 +161,12 @@ def test_tables_that_do_not_add_up_are_refused(rollout: dict[str, Any], said: st
         parse(values(tmp_path, rollout={**RUN, **rollout}))
 
 
+def test_a_teacher_that_the_run_does_not_have_is_refused(tmp_path: Path) -> None:
+    teaching = {"use_opd": True, "opd_type": "sglang", "opd_teachers": {"first": "jugde"}}
+    with pytest.raises(BadInput, match="neither http://host:port nor a model of .rollout.models.; did you mean judge"):
+        parse(values(tmp_path, rollout={**RUN, "models": {"judge": JUDGE}}, algorithm=teaching))
+
+
 def several(tmp_path: Path, rollout: dict[str, Any], **trainer: Any) -> RunConfig:
     for name in ("model", "judge"):
         (tmp_path / name).mkdir()
