@@ -25,6 +25,7 @@ from myxo.preflight.model_checks import (
 from shared.config import devices
 from shared.config.engine_limits import CONTEXT_KEPT, context_length, cpu_token_capacity, longest_sequence
 from shared.config.eval_views import eval_views
+from shared.config.external_server import EngineAway, ExternalServer
 from shared.config.rollout_section import GENERATORS
 from shared.config.sglang_flags import plain_name
 from shared.runtime.errors import ConfigError, nearest
@@ -95,6 +96,17 @@ def _of_group(own: Inspection, field: str, checks: Iterable[Callable[[Inspection
             yield ConfigError(place, finding.value, finding.expected)
         elif isinstance(finding, Note):
             yield Note(f"{field}: {finding.text}")
+
+
+def check_external_engines(inspection: Inspection) -> Findings:
+    """Yields the external engines that the run cannot use; notes those that do not answer: their replicas wait for them."""
+    for url in inspection.config.rollout.external_engines:
+        try:
+            ExternalServer(inspection.config, url).describe()
+        except EngineAway as error:
+            yield Note(f"rollout.external_engines: {error}; its replica waits for it, and the run continues with others")
+        except ConfigError as error:
+            yield error
 
 
 def _has_fewer_bits(name: str, value: Any) -> bool:

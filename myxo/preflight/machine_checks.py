@@ -226,9 +226,9 @@ def disk_bytes(config: RunConfig, size: ModelSize) -> int:
         return 0
     weights = size.parameters * _weight_bytes(config)
     here = config.weights.update_weight_disk_dir is None
-    taken = config.weights.update_weight_transport == "disk" or config.weights.snapshot_interval > 0
+    taken = config.engines_read_snapshots or config.weights.snapshot_interval > 0
     snapshots = config.weights.keep_snapshots + 1 if here and taken else 0
-    if config.weights.update_weight_transport != "disk" and config.weights.snapshot_interval > 0:
+    if not config.engines_read_snapshots and config.weights.snapshot_interval > 0:
         snapshots = min(snapshots, 1 + config.rollout.num_rollout // config.weights.snapshot_interval)
     checkpoints = checkpoints_at_once(config) * checkpoint_bytes(config, size)
     exports = config.rollout.num_rollout // config.trainer.save_interval + 1 if config.trainer.save_hf is not None else 0
@@ -244,7 +244,7 @@ def memory_bytes(config: RunConfig, size: ModelSize) -> int:
         held = _weight_bytes(config) + (0 if _trains_part(config) else MASTER_BYTES)
         state = 0 if _trains_part(config) else OPTIMIZER_BYTES + (MASTER_BYTES if trainer.train_dtype == "bfloat16" else 0)
         needed += size.parameters * (copies * held + (1 if trainer.use_distributed_optimizer else copies) * state)
-    if devices.resolve(config.rollout.rollout_device) == "cpu" and not config.debug.trains_only:
+    if devices.resolve(config.rollout.rollout_device) == "cpu" and not (config.debug.trains_only or config.rollout.external_engines):
         needed += config.rollout.rollout_replicas * size.bytes
     return needed
 

@@ -10,9 +10,12 @@ from collections.abc import Awaitable, Callable
 
 from services.rollout.engine.engine_client import EngineClient, patience, until_hung
 from services.rollout.engine.engine_process import EngineProcess
+from services.rollout.engine.external_engine import ExternalClient, ExternalEngine
+from services.rollout.engine.transport import EngineError
 from services.rollout.engine_nodes import EngineLeader
 from services.rollout.engine_proxy import EngineProxy
-from services.rollout.replica_command import engine_log, replica_command
+from services.rollout.in_flight import Stopped
+from services.rollout.replica_command import engine_log, external_engine, replica_command
 from services.rollout.request_slots import MOST
 from services.rollout.router_registration import router_url
 from services.rollout.served_version import ServedVersion
@@ -54,7 +57,7 @@ class Replica:
     routers, gateways and generate functions of the user's reach the engine; open if there are any."""
 
     def __init__(self, service: Service) -> None:
-        self._service, self._rollout = service, service.config.rollout
+        self._service, self._rollout, self._external = service, service.config.rollout, external_engine(service)
         spans_nodes = self._rollout.nodes_per_engine > 1
         self._leader = EngineLeader(service, lambda: self.before_start()) if spans_nodes else None
         if spans_nodes or devices.resolve(self._rollout.rollout_device) == "cuda":
@@ -74,7 +77,7 @@ class Replica:
         self.proxy.public = False  # gateways have their own way in
         self._life = service.incarnation
         self._shown = asyncio.Event()
-        self._process: EngineProcess | None = None
+        self._process: EngineProcess | ExternalEngine | None = None
         self._killed = ""  # why this service has killed its engine, if it has
         self._last: EngineProcess | None = None  # of several nodes: the part that was begun last
 
@@ -93,10 +96,13 @@ class Replica:
         return self.served.serving
 
     async def wait_serving(self, min_version: int, deadline: float) -> EngineClient:
-        """Waits until the replica serves ``min_version`` or newer. Raises DeadlineExceeded."""
+        """Waits until the replica serves ``min_version`` or newer. Raises DeadlineExceeded; Stopped where its engine is an external one and
+        away: nobody knows for how long, and others can do the work."""
         loop = asyncio.get_running_loop()
         end = loop.time() + deadline
         while not self.serving or self.version < min_version or self.client is None:
+            if self._external and not self.served.engine_is_up:
+                raise Stopped("work on an external engine that is away", stale=False)
             if self.served.asleep:  # no deadline runs while the trainer computes on the same GPUs
                 end = loop.time() + deadline
             if (remaining := end - loop.time()) <= 0:
@@ -149,7 +155,14 @@ class Replica:
         """Starts the engine, watches it, and restarts it when it dies. Runs until cancelled; then it stops the engine."""
         try:
             while True:
-                engine = await self._start_on_all_nodes(self._leader) if self._leader is not None else await self._start(None)
+                try:
+                    engine = await self._start_on_all_nodes(self._leader) if self._leader is not None else await self._start(None)
+                except (EngineError, DeadlineExceeded) as error:
+                    if not self._external:
+                        raise
+                    await self._report_away(str(error), False)  # it went away again at once
+                    await self._close()
+                    continue
                 cause = await self._fault(engine)
                 self.engine_up.clear()
                 self.served.engine_died()
@@ -168,7 +181,7 @@ class Replica:
         if self._leader is not None:
             await self._leader.agent.run()
 
-    async def _fault(self, engine: EngineProcess) -> str:
+    async def _fault(self, engine: EngineProcess | ExternalEngine) -> str:
         """Returns why the engine cannot be used any more, once it cannot."""
         self._killed, client = "", self.client
         assert client is not None  # it has started
@@ -182,7 +195,9 @@ class Replica:
         finally:
             await cancelled([probing])
         ended = self._leader.ended if self._leader is not None else ""
-        return self._killed or ended or (f"it {fault}" if engine.running() else engine.last_words())
+        if isinstance(engine, EngineProcess) and not engine.running():
+            return self._killed or ended or engine.last_words()
+        return self._killed or ended or f"it {fault}"
 
     def _can_be_asked(self) -> tuple[int, int] | None:
         """Returns what the engine serves; None while it is being loaded, sleeps or is paused."""
@@ -195,7 +210,7 @@ class Replica:
         if self._leader is None:
             self._service.detail = f"the one before: {cause}" if cause else ""
 
-    async def _start_on_all_nodes(self, leader: EngineLeader) -> EngineProcess:
+    async def _start_on_all_nodes(self, leader: EngineLeader) -> EngineProcess | ExternalEngine:
         """Starts the engine in an attempt of all nodes, or in the next where one ends before the engine is ready."""
         while True:
             begun = await leader.begun(self._last)
@@ -232,6 +247,7 @@ class Replica:
         self._tell_of_last("")
         self.engine_up.set()
         if self._service.config.debug.debug_rollout_only:
+            await client.set_weight_version(INITIAL_VERSION)
             await self.serve(INITIAL_VERSION)
         else:
             await self.publish()
@@ -244,24 +260,44 @@ class Replica:
         self.proxy.public = True
         await self.proxy.open(own_address() if self._exposed else LOOPBACK)
 
-    async def _start(self, begun: EngineProcess | None) -> EngineProcess:
-        """Starts an engine, or takes the one that the nodes have begun, and returns once it serves requests and takes weights."""
+    async def _start(self, begun: EngineProcess | None) -> EngineProcess | ExternalEngine:
+        """Starts an engine, or takes the one that the nodes have begun or somebody else runs, and returns once it serves requests and takes
+        weights."""
         service = self._service
         self.show()
         await self.before_start()
-        self._process = engine = begun or EngineProcess(replica_command(service, service.instance), engine_log(service))
+        external = ExternalEngine(service.config, self._external, self._report_away) if self._external else None
+        engine = external or begun or EngineProcess(replica_command(service, service.instance), engine_log(service))
+        self._process = engine
         service.log.info("engine_starting", pid=engine.pid)
         seconds = await engine.ready(self._rollout.engine_start_timeout)
-        self.client = client = await EngineClient.connect(engine.receiver, deadline=60)
-        if self._leader is not None:
+        if isinstance(engine, ExternalEngine):
+            self.client = ExternalClient(engine)
+        else:
+            self.client = await EngineClient.connect(engine.receiver, deadline=60)
+        client = self.client
+        if self._leader is not None and isinstance(engine, EngineProcess):
             await self._leader.tunnels.open(engine.receiver)
         await client.freeze_gc(deadline=60)
         await client.open_receivers(deadline=60)
         service.log.info("engine_ready", seconds=round(seconds, 1), url=client.url, release=client.capabilities.release)
         service.metrics.set("engine_start_seconds", seconds)
+        if external is not None and not external.says_token_versions:
+            service.log.warning("no_token_versions", reason="the engine names a version for each answer: all tokens count as the oldest's")
         await self.attach(client)
         await self.after_start()
         return engine
+
+    async def _report_away(self, reason: str, late: bool) -> None:
+        """Reports why an external engine cannot be used; as an event where it is awaited for longer than its deadline."""
+        self._service.detail = f"waits for its engine: {reason}"
+        self._service.log.warning("external_engine_awaited", reason=reason, late=late)
+        await self.publish()
+        if late:
+            seconds = self._rollout.engine_start_timeout
+            await self._service.publish_event(
+                "external_engine_away", f"{reason}; awaited for {seconds:g} s and on, the run goes on with others"
+            )
 
     async def _close(self) -> None:
         self._service.engine = ""

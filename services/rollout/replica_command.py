@@ -104,6 +104,15 @@ def engine_name(config: RunConfig) -> str:
     return default_instance("rollout")
 
 
+def external_engine(service: Service) -> str:
+    """Returns the URL of the external engine that this service takes, by its own number; empty in a run of its own engines. Raises
+    ConfigError."""
+    urls, number = service.config.rollout.external_engines, service.instance.removeprefix("rollout-")
+    if not urls or (number.isdecimal() and int(number) < len(urls)):
+        return urls[int(number)] if urls else ""
+    raise ConfigError(INSTANCE, service.instance, f"rollout-0 to rollout-{len(urls) - 1}: each takes its one of rollout.external_engines")
+
+
 def engine_log(service: Service) -> Path:
     """Returns the log of this service's engine."""
     directory = os.environ.get("MYXO_LOG_DIR")

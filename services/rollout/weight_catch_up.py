@@ -85,7 +85,7 @@ class WeightCatchUp:
     def __init__(self, service: Service, replica: Replica, busy: Callable[[], bool]) -> None:
         self._service, self._replica, self._busy = service, replica, busy
         self._config = service.config.weights
-        self._pushes = self._config.update_weight_transport != "disk"
+        self._pushes, self._external = not service.config.engines_read_snapshots, bool(service.config.rollout.external_engines)
         self._checkpoints = WeightCheckpoints.of_run(service.config)
         self._cache: LocalCheckpoint | None = None
         self._pulling: asyncio.Future[WeightCheckpoint] | None = None
@@ -157,7 +157,7 @@ class WeightCatchUp:
         """Returns the replicas that this new one may ask for ``version``: those that serve it on as many ranks. New replicas get them in
         different orders, so that not all ask the same one first."""
         own = self._service
-        if version == NO_WEIGHTS or self._replica.served.has_weights or self._config.join_from not in ("auto", "peer"):
+        if version == NO_WEIGHTS or self._external or self._replica.served.has_weights or self._config.join_from not in ("auto", "peer"):
             return ()
         fit = [
             status.instance
@@ -281,6 +281,8 @@ class WeightCatchUp:
         if self._cache is None:
             given, instance = os.environ.get(CACHE_VARIABLE), self._service.instance
             made = Path(given) / self._service.run / instance if given else Path(tempfile.mkdtemp(prefix=f"myxo-{instance}-weights-"))
+            if self._external and not given and self._config.update_weight_transport == "disk":  # the engine's machine reads it, too
+                made = self._checkpoints.directory / f".{instance}"
             self._cache = LocalCheckpoint(made)
         if self._pulling is not None and not self._pulling.done():
             raise DeadlineExceeded("the end of an earlier pull", directory, seconds, "a file system that does not answer")
@@ -294,6 +296,7 @@ class WeightCatchUp:
     async def _load(self, client: EngineClient, checkpoint: WeightCheckpoint) -> None:
         """Loads a checkpoint directory while nothing is generated; where that fails, the replica is fenced."""
         seconds, replica, digest = self._config.push_timeout, self._replica, ""
+        await client.prepare_load(checkpoint, deadline=seconds)
         replica.served.begin_update(checkpoint.version)
         replica.show()
         try:

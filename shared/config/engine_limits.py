@@ -1,6 +1,7 @@
 """The longest sequence that an engine generates: its limits before the engine runs, and for a request."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 CPU_KV_BYTES = 512 * 2**20
@@ -15,6 +16,26 @@ CPU_MIN_TOKENS = 4_096
 
 CONTEXT_KEPT = 2
 """Tokens of its context that SGLang keeps for itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """The capabilities that an engine has reported.
+
+    ``release``: SGLang's version, ``0.5.20``. ``vocab_size``: token ids are from 0 to this, exclusive. ``max_sequence``: tokens of one
+    request, input and output together. ``weight_sessions``: a push must lie between begin and end. ``overlaps``: a step is computed while
+    the results of the one before are processed. A pause in place leaves that step unfinished. ``ranks``: processes that each hold a part of
+    the model (tensor parallelism). ``kept_tokens``: whose keys and values it keeps for later requests; 0: none. ``device``: of an external
+    engine."""
+
+    release: str
+    vocab_size: int
+    max_sequence: int
+    weight_sessions: bool
+    overlaps: bool
+    ranks: int = 1
+    kept_tokens: int = 0
+    device: str = ""
 
 
 def longest_sequence(context: int, cache_tokens: int, page: int = 1) -> int:

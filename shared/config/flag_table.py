@@ -177,6 +177,12 @@ _RENAMED = (
         sets=lambda given: {"keep_snapshots": 1_000_000} if given else {},
     ),
     Flag(
+        "rollout_external_engine_addrs",
+        "texts",
+        "--external-engines: SGLang servers of somebody else's, a rollout service for each",
+        sets=lambda addresses: {"external_engines": addresses},
+    ),
+    Flag(
         "data_source_path",
         "text",
         "--data-source, and nothing where it is slime's own: prompts are read from --prompt-data",
@@ -236,7 +242,6 @@ _REFUSED = {
     "start_rollout_id": "a run continues after its last checkpoint by itself",
     "use_stateless_adam": "Adam keeps its moments",
     "disable_rollout_global_dataset": "prompts come from --prompt-data or --data-source",
-    "rollout_external_engine_addrs": "start a rollout service where the engine is to be: it joins the run (docs/deployment.md)",
     "sglang_router_ip": "MYXO_ROUTER_URL in the environment opens the engines to a router",
     "sglang_router_port": "MYXO_ROUTER_URL in the environment opens the engines to a router",
     "ci_test": "it is for slime's own tests; see --check-weight-update-equal and --logprob-alarm",

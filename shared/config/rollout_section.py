@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
@@ -43,6 +44,19 @@ def _each_once(names: list[str]) -> list[str]:
 
 Hooks = Annotated[list[Annotated[str, StringConstraints(pattern=HOOK)]], Words(list, adds=True)]
 """Paths of functions that are called one after another: a list, or a flag for each."""
+
+
+def _engine_url(given: str) -> str:
+    """Returns ``http://host:port`` of an address; slime's have no scheme. Raises ValueError."""
+    parts = urlsplit(given if "://" in given else f"http://{given}")
+    further = parts.path.strip("/") or parts.username or parts.query
+    if parts.scheme not in ("http", "https") or not parts.hostname or not parts.port or further:
+        raise ValueError("http://host:port of an SGLang server, without a path or a password")
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+EngineUrls = Annotated[list[Annotated[str, AfterValidator(_engine_url)]], AfterValidator(_each_once)]
+"""The addresses of external engines."""
 
 Roles = Annotated[list[Annotated[str, StringConstraints(pattern=ROLE)]], AfterValidator(_each_once)]
 """The names of those that play a rollout together."""
@@ -139,6 +153,16 @@ class RolloutSection(Section):
             "rollout_replicas",
             lambda rollout, given: rollout.engine_groups and given != sum(group.replicas for group in rollout.engines("")),
             "{1}, but engine_groups say how many engines there are; leave it out",
+        ),
+        Rule(
+            "rollout_replicas",
+            lambda rollout, given: rollout.external_engines and given != len(rollout.external_engines),
+            "one for each of external_engines; leave it out",
+        ),
+        Rule(
+            ("engine_groups", "models"),
+            lambda rollout, given: given and rollout.external_engines,
+            "leave it out with external_engines, beside which a run starts no engine",
         ),
         Rule("engine_groups", lambda _, given: given and _unlike(given)),
         Rule("models", lambda rollout, given: _misfits_of_models(rollout, given)),
@@ -340,6 +364,17 @@ class RolloutSection(Section):
     eval_replicas: int = Field(
         default=0, ge=0, description="of rollout_replicas, how many take held-out prompts alone, and the others none", **MUTABLE
     )
+    external_engines: EngineUrls = Field(
+        default=[],
+        description="http://host:port of SGLang servers that somebody else runs; `myxo up` starts a rollout service for each and no engine",
+        **MUTABLE,
+    )
+    external_engine_key_variable: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+        description="the environment variable of rollout services that holds the API key of external_engines",
+        **MUTABLE,
+    )
     rollout_device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the engine runs")
     rollout_num_gpus: int | None = Field(
         default=None,
@@ -393,6 +428,10 @@ class RolloutSection(Section):
 
     def _complete(self) -> None:
         given = self.model_fields_set
+        if self.external_engines:
+            self.rollout_num_gpus, self.rollout_device = None, "cpu"  # they take no GPU of the run's machines
+            if "rollout_replicas" not in given:
+                self.rollout_replicas = len(self.external_engines)
         if self.engine_groups and "rollout_replicas" not in given:
             self.rollout_replicas = max(1, sum(group.replicas for group in self.engines("")))
         if self.rollout_num_gpus is not None and "rollout_replicas" not in given and not self.engine_groups:
@@ -458,6 +497,8 @@ class RolloutSection(Section):
     @property
     def nodes_per_engine(self) -> int:
         """Returns the number of nodes that one engine is on: SGLang's ``nnodes``, which follows from its GPUs as with slime."""
+        if self.external_engines:
+            return 1
         derived = max(1, self.rollout_num_gpus_per_engine // (self.gpus_per_node or self.rollout_num_gpus_per_engine))
         given = self.engine_flags.get("nnodes", derived)
         return int(given) if str(given).isdecimal() and int(given) > 0 else 1  # the flags' own check refuses anything else

@@ -62,6 +62,11 @@ class RunConfig(Section):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
+            "rollout.external_engines",
+            lambda run, given: given and run.trainer.colocate,
+            "with colocate = true engines share the trainer's GPUs: leave one of them out",
+        ),
+        Rule(
             "rollout.missing_log_probs",
             lambda run, given: given == "recompute" and run.log_probs_reader,
             "recompute, but {2}; the trainer's own stand in for them with max_staleness = 0 or off_policy = none, and no use_tis",
@@ -345,6 +350,11 @@ class RunConfig(Section):
     def longest_sample(self) -> int:
         """Returns the most tokens of a sample that is trained."""
         return NO_LIMIT if self.rollout.overlong_samples == "alone" else self.trainer.micro_batch_tokens
+
+    @property
+    def engines_read_snapshots(self) -> bool:
+        """Returns whether every version is written to disk and none is pushed: replicas read it there, those of external engines too."""
+        return self.weights.update_weight_transport == "disk" or bool(self.rollout.external_engines)
 
     @property
     def gateways(self) -> int:

@@ -402,6 +402,11 @@ class WeightsSection(Section):
             lambda weights, given: not given and (weights.update_weight_transport, weights.join_from) == ("nccl", "disk"),
             "join_from = disk needs snapshots; give how many versions lie between two",
         ),
+        Rule(
+            "update_weight_engine_dir",
+            lambda weights, given: given is not None and (weights.update_weight_disk_dir is None or not given.is_absolute()),
+            "an absolute path, beside update_weight_disk_dir, in whose place it is on engines' machines",
+        ),
     )
 
     update_weights_interval: int = Field(default=1, gt=0, description="training steps between pushes")
@@ -417,6 +422,16 @@ class WeightsSection(Section):
     update_weight_transport: Literal["nccl", "disk"] = Field(
         default="nccl",
         description="how versions reach the engines: pushed over process groups (gloo on CPUs), or read by every engine from disk",
+    )
+    update_weight_engine_dir: Path | None = Field(
+        default=None,
+        description="where the machines of external engines find update_weight_disk_dir; default: under the same path",
+        **MUTABLE,
+    )
+    external_group_backend: Literal["auto", "nccl", "gloo"] = Field(
+        default="auto",
+        description="of the groups over which external engines get weights, with nccl; auto: nccl if both sides have GPUs",
+        **MUTABLE,
     )
     update_weight_mode: Literal["full", "delta"] = Field(
         default="full", description="snapshots on disk: whole checkpoints, or what changed since the one before", **MUTABLE

@@ -98,7 +98,7 @@ def token_versions(meta: Mapping[str, Any], count: int) -> list[int | None]:
     found: list[int | None] = [*[None] * (count - len(told)), *told[:count]]
     for span in meta.get("weight_versions") or ():
         for at in range(span["start"], min(span["end"], count)):
-            found[at] = int(span["version"])
+            found[at] = int(str(span["version"]).partition("@")[0])  # an external engine's has a mark
     return found
 
 

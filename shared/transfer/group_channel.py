@@ -3,16 +3,22 @@
 Two broadcasts are on their way while a bucket is being filled at the one end and loaded at the other. A collective that a member's death
 has left hanging does not end by itself with NCCL, nor can gloo call one off: both ends only check whether it is done, until their
 deadline.
+
+As a program (``python -m shared.transfer.group_channel``, settings as a line of JSON on its input) it sends a checkpoint in a weight group
+of SGLang's own (`send_checkpoint`), to an engine without a reader's end of ours. A process can be killed, whatever a collective waits for.
 """
 
 import concurrent.futures
 import contextlib
 import datetime
+import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,9 +30,11 @@ from shared.runtime.addresses import address_towards
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.tasks import SupervisedThread, run_in_thread
 from shared.schema.weight_messages import WeightChannelAddress
+from shared.transfer import digest
 from shared.transfer.bucket_ring import BUFFERS, BucketRing
-from shared.transfer.channel_store import StoreFollower
+from shared.transfer.channel_store import BoundStore, StoreFollower
 from shared.transfer.manifest import Manifest
+from shared.transfer.tensor_file import TensorFiles
 from shared.transfer.weight_channel import (
     POLL_INTERVAL_S,
     ChannelBroken,
@@ -35,6 +43,7 @@ from shared.transfer.weight_channel import (
     TransferDeadline,
     breaking,
 )
+from shared.transfer.weight_checkpoint import load_checkpoint
 
 # the longest that a push which has begun may wait until somebody asks for it: a rollout service has as long for a step of its own
 CLAIM_SECONDS = 10.0
@@ -51,11 +60,18 @@ class BroadcastGroup:
     """A process group in which rank 0 broadcasts bytes, and which can be given up at any moment.
 
     The constructor blocks until every member is in it, and raises RuntimeError.
+
+    Args:
+        stock: it is a weight group of SGLang's own: torch's names in the store, and nothing is sent before the first tensor.
     """
 
-    def __init__(self, address: WeightChannelAddress, store: Store, rank: int, device: torch.device, seconds: float) -> None:
+    def __init__(
+        self, address: WeightChannelAddress, store: Store, rank: int, device: torch.device, seconds: float, *, stock: bool = False
+    ) -> None:
         self._name, self._device = address.name, device
-        prefixed, size = PrefixStore(f"{address.name}/group/", store), address.world_size
+        kind = "cpu" if address.backend == "gloo" else "cuda"
+        prefix = f"{address.name}/{address.name}//{kind}/" if stock else f"{address.name}/group/"
+        prefixed, size = PrefixStore(prefix, store), address.world_size
         self._group: Any
         if address.backend == "gloo":
             gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -71,6 +87,8 @@ class BroadcastGroup:
                 options._timeout = datetime.timedelta(seconds=GROUP_SECONDS)
                 self._group = dist.ProcessGroupNCCL(prefixed, rank, size, options)
         self._group._set_sequence_number_for_group()
+        if stock:
+            return
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         with on_stream(stream):  # NCCL makes its communicator at the first collective
             self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), seconds).wait()
@@ -384,3 +402,31 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
         for name in settings.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
+
+
+def send_checkpoint(settings: dict[str, Any]) -> None:
+    """Sends a checkpoint's tensors, each by a broadcast, in the order of its ``checkpoint.json``, as rank 0 of a group that it forms.
+
+    The group's port is printed first. Each tensor's digest is compared before it is sent. It ends with its input, since what was sent may
+    be in transit. Raises BrokenCheckpoint; RuntimeError, torch's.
+    """
+    path, seconds = Path(settings["checkpoint"]), float(settings["seconds"])
+    checkpoint, files = load_checkpoint(path), TensorFiles(sorted(path.glob("*.safetensors")))
+    host, size, backend = str(settings["master_address"]), int(settings["world_size"]), str(settings["backend"])
+    device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
+    store = BoundStore(host, 0, size, True, datetime.timedelta(seconds=seconds), wait_for_workers=False)
+    print(store.port, flush=True)
+    name, secret = str(settings["group_name"]), "0" * 32  # SGLang's groups know none
+    place = {"kind": "group", "address": host, "port": store.port, "backend": backend, "world_size": size}
+    address = WeightChannelAddress.model_validate({**place, "name": name, "secret": secret})
+    group = BroadcastGroup(address, store, 0, device, seconds, stock=True)
+    for tensor, known in checkpoint.tensors.items():
+        if digest.of_bytes(files[tensor]) != known.digest:
+            raise checkpoint.broken(f"{tensor} is not what it was written as")
+        group.broadcast(torch.from_numpy(files[tensor]).view(getattr(torch, known.dtype)).to(device), seconds).wait()
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    if line := sys.stdin.readline():
+        send_checkpoint(json.loads(line))

@@ -17,13 +17,13 @@ import torch
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.receiver.command_session import CommandSession
 from services.rollout.engine.receiver.receiver import Receiver
-from services.rollout.engine.transport import Capabilities
 from services.rollout.replica import Replica
 from services.rollout.weight_receiver import WeightsReceiver
 from services.trainer.actor import Actor
 from services.trainer.control_client import ControlClient
 from services.trainer.megatron.trainer_settings import TrainerSettings
 from services.trainer.weights.pusher import Pusher
+from shared.config.engine_limits import Capabilities
 from shared.config.trainer_section import TrainerSection
 from shared.service.service_base import attended, connect
 from tests.support.engine_process import serve

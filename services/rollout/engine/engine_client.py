@@ -28,7 +28,6 @@ from services.rollout.engine.generation import (
 )
 from services.rollout.engine.receiver_client import ReceiverClient, report_of
 from services.rollout.engine.transport import (
-    Capabilities,
     EngineError,
     EngineTransport,
     parse_generated_tokens,
@@ -36,11 +35,13 @@ from services.rollout.engine.transport import (
     read_capabilities,
 )
 from services.rollout.request_slots import EngineLoad
+from shared.config.engine_limits import Capabilities
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.tasks import log_failure
 from shared.schema.messages import Sampling
 from shared.schema.weight_messages import WeightChannelAddress, WeightsReceived
 from shared.transfer.digest import TensorDigest
+from shared.transfer.weight_checkpoint import WeightCheckpoint
 
 # The parts that an engine launched with ``--enable-memory-saver`` can release, by SGLang's names.
 WEIGHTS, CACHE, GRAPHS = "weights", "kv_cache", "cuda_graph"
@@ -202,7 +203,7 @@ class EngineClient:
             raise
         finally:
             self.generating -= 1
-        generations = parse_group(answer, requests, version, self.late_versions, f"{self.url}/generate")
+        generations = parse_group(self._checked(answer), requests, version, self.late_versions, f"{self.url}/generate")
         self._retractions += sum(generation.retractions for generation in generations)
         return [without_older_prefix(generation, version) for generation in generations]
 
@@ -219,7 +220,7 @@ class EngineClient:
         try:
             async with asyncio.timeout(deadline), self.transport.events("/generate", single | {"stream": True}) as answers:
                 async for answer in answers:
-                    piece = parse_piece(answer, request, seen, version, self.late_versions, where)
+                    piece = parse_piece(self._checked(answer), request, seen, version, self.late_versions, where)
                     fresh = piece if seen else without_older_prefix(piece, version)
                     ended, seen = answer["meta_info"]["finish_reason"] is not None, seen + len(piece.tokens)
                     self._retractions += piece.retractions if ended else 0
@@ -233,6 +234,10 @@ class EngineClient:
             self.generating -= 1
             if not ended:
                 self._abandon([request])
+
+    def _checked(self, answer: Any) -> Any:
+        """Returns an answer of ``/generate`` with versions that are integers. Raises EngineError for one by other weights."""
+        return answer
 
     async def abort(self, rids: Sequence[str], *, deadline: float = CONTROL_SECONDS) -> None:
         """Ends these requests; each returns to its caller with its partial output. Unknown ids are ignored."""
@@ -375,6 +380,9 @@ class EngineClient:
         if self._session_open:
             await self.transport.post("/end_weight_update", {}, deadline, "the engine may serve unfinished weights")
             self._session_open = False
+
+    async def prepare_load(self, checkpoint: WeightCheckpoint, *, deadline: float = WEIGHTS_SECONDS) -> None:
+        """Prepares `update_weights_from_disk` of this checkpoint, while the engine generates."""
 
     async def update_weights_from_disk(self, path: str, version: int, *, deadline: float = WEIGHTS_SECONDS) -> None:
         """Loads a Hugging Face checkpoint directory that the engine can read, of the same architecture.

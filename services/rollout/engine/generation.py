@@ -19,7 +19,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from services.rollout.engine.transport import Capabilities, EngineError, InvalidRequest
+from services.rollout.engine.transport import EngineError, InvalidRequest
+from shared.config.engine_limits import Capabilities
 from shared.hooks.hook_sample import token_versions
 from shared.schema.messages import Sampling
 from shared.schema.sample import segments_of

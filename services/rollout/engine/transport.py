@@ -7,7 +7,6 @@ refused outside; before, there are no such endpoints.
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import orjson
 
 from services.rollout.engine.private_endpoints import SOCKET
 from services.rollout.request_slots import EngineLoad
-from shared.config.engine_limits import longest_sequence
+from shared.config.engine_limits import Capabilities, longest_sequence
 from shared.runtime.errors import INFRASTRUCTURE, DeadlineExceeded, MyxoError
 from shared.runtime.safe_files import parse_json
 
@@ -46,17 +45,25 @@ class InvalidRequest(MyxoError):
 
 # The time after which idle connections are closed. SGLang closes its side after 5 s; a request sent then would look like a dead engine.
 IDLE_SECONDS = 3.0
+CONNECT_SECONDS = 10.0  # the deadline for a connection to an external engine: a machine that is off answers nothing at all
 
 
 class EngineTransport:
-    """One HTTP session to one engine. Must be made, used and closed in one event loop. ``directory``: `EngineProcess.receiver`, in which
-    the engine's server listens."""
+    """One HTTP session to one engine. Must be made, used and closed in one event loop. ``where``: `EngineProcess.receiver`, in which
+    the engine's server listens, or the URL of an external engine. ``key``: its API key; empty: it has none."""
 
-    def __init__(self, directory: Path) -> None:
-        self.url = f"unix:{directory / SOCKET}"
+    def __init__(self, where: Path | str, key: str = "") -> None:
         # the service bounds the number of requests in flight
-        connector = aiohttp.UnixConnector(str(directory / SOCKET), limit=0, keepalive_timeout=IDLE_SECONDS)
-        self._session = aiohttp.ClientSession("http://engine", connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        options: dict[str, Any] = {"limit": 0, "keepalive_timeout": IDLE_SECONDS}
+        connector: aiohttp.BaseConnector
+        if isinstance(where, Path):
+            self.url, base, connecting = f"unix:{where / SOCKET}", "http://engine", None
+            connector = aiohttp.UnixConnector(str(where / SOCKET), **options)
+        else:
+            self.url = base = where
+            connector, connecting = aiohttp.TCPConnector(**options), CONNECT_SECONDS
+        headers, timeout = {"Authorization": f"Bearer {key}"} if key else {}, aiohttp.ClientTimeout(total=None, sock_connect=connecting)
+        self._session = aiohttp.ClientSession(base, connector=connector, timeout=timeout, headers=headers)
 
     async def close(self) -> None:
         """Closes the session and its connections."""
@@ -145,24 +152,6 @@ DRAWN, BEGUN = "sglang:realtime_tokens_total", "sglang:queue_time_seconds_count"
 # Metrics of its load: requests that run and that wait, the share of its memory for keys and values, requests taken back for want of it.
 RUNNING, QUEUED = "sglang:num_running_reqs", "sglang:num_queue_reqs"
 USAGE, RETRACTED = "sglang:token_usage", "sglang:num_retracted_requests_total"
-
-
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """The capabilities that an engine has reported.
-
-    ``release``: SGLang's version, ``0.5.20``. ``vocab_size``: token ids are from 0 to this, exclusive. ``max_sequence``: tokens of one
-    request, input and output together. ``weight_sessions``: a push must lie between begin and end. ``overlaps``: a step is computed while
-    the results of the one before are processed. A pause in place leaves that step unfinished. ``ranks``: processes that each hold a part of
-    the model (tensor parallelism). ``kept_tokens``: whose keys and values it keeps for later requests; 0: none."""
-
-    release: str
-    vocab_size: int
-    max_sequence: int
-    weight_sessions: bool
-    overlaps: bool
-    ranks: int = 1
-    kept_tokens: int = 0
 
 
 def parse_generated_tokens(page: str, overlaps: bool) -> int | None:

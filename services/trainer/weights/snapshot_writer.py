@@ -174,7 +174,7 @@ class SnapshotWriter:
 
     def __init__(self, config: RunConfig, link: ControlClient | None, actor: Actor) -> None:
         self._config, self._weights, self._client, self._actor = config, config.weights, link, actor
-        self.instead_of_pushes = self._weights.update_weight_transport == "disk"
+        self.instead_of_pushes = config.engines_read_snapshots
         self._log: Any = structlog.get_logger()
         if link is None:
             return

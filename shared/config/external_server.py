@@ -1,0 +1,169 @@
+"""What an external engine says of itself, compared with the run's config.
+
+The launcher asks before anything starts, and the engine's rollout service each time that the engine comes.
+"""
+
+import http.client
+import json
+import os
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from shared.config.engine_limits import Capabilities, longest_sequence
+from shared.config.run_config import RunConfig
+from shared.runtime.addresses import address_towards
+from shared.runtime.errors import INFRASTRUCTURE, ConfigError, MyxoError
+from shared.runtime.safe_files import parse_json
+
+FIELD = "rollout.external_engines"
+ASK_SECONDS = 10.0  # the deadline for one answer of an external engine about itself
+
+# SGLang's routes that every external engine must have, and those by which it takes weights.
+ROUTES = ("/pause_generation", "/continue_generation", "/abort_request")
+WEIGHT_ROUTES = {
+    "disk": ("/update_weights_from_disk",),
+    "nccl": ("/init_weights_update_group", "/update_weights_from_distributed", "/destroy_weights_update_group"),
+}
+
+# Keys of ``config.json`` by which two checkpoints of one architecture differ.
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_experts")
+
+
+class EngineAway(MyxoError):
+    """An external engine does not answer. ``late``: it was asked, and only the answer did not come in time."""
+
+    fault = INFRASTRUCTURE
+
+    def __init__(self, url: str, error: Exception) -> None:
+        reason = getattr(error, "reason", error)
+        self.late = isinstance(reason, TimeoutError)
+        super().__init__(f"{url} does not answer: {reason or type(error).__name__}")
+
+
+class ExternalServer:
+    """Asks an external engine about itself, each time over a connection of its own; it blocks. ``url``: ``http://host:port``."""
+
+    def __init__(self, config: RunConfig, url: str) -> None:
+        """Raises ConfigError where the variable of its key is not set."""
+        self.url, self._config = url, config
+        variable = config.rollout.external_engine_key_variable
+        self.key = "" if variable is None else os.environ.get(variable, "")
+        if variable is not None and not self.key:
+            raise ConfigError("rollout.external_engine_key_variable", variable, "a variable that is set where rollout services start")
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def ask(self, path: str, body: Any = None, seconds: float = ASK_SECONDS) -> Any:
+        """Returns the answer to a GET, or to a POST of ``body``. Raises EngineAway; ConfigError where it has no such route, or refuses."""
+        status, answer = self._asked(path, body, seconds)
+        if status != HTTPStatus.OK:
+            raise ConfigError(FIELD, self.url, f"{path} was answered with {status} {answer!s:.300}{self._hint(status)}")
+        return answer
+
+    def model_info(self, seconds: float = ASK_SECONDS) -> dict[str, Any]:
+        """Returns its ``/model_info``, which has the version of its weights. Raises as `ask`."""
+        return self._described("model_info", seconds)
+
+    def describe(self) -> Capabilities:
+        """Returns what it can do. Raises EngineAway; ConfigError for an engine that the run cannot use."""
+        info, model, own = self._described("server_info"), self.model_info(), self._own_model()
+        try:
+            tokens = int(info["max_total_num_tokens"])
+            context = int(self.ask("/v1/models")["data"][0]["max_model_len"])
+            found = Capabilities(
+                release=str(info["version"]),
+                vocab_size=int((own if "vocab_size" in own else own["text_config"])["vocab_size"]),
+                max_sequence=longest_sequence(context, tokens, int(info.get("page_size") or 1)),
+                weight_sessions=self._has("/begin_weight_update"),
+                overlaps=not info.get("disable_overlap_schedule", False),
+                ranks=int(info["tp_size"]),
+                kept_tokens=0 if info.get("disable_radix_cache") else tokens,
+                device=str(info.get("device") or "cuda"),
+            )
+            model["weight_version"], model["model_path"]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ConfigError(FIELD, self.url, f"its description lacks {error} or has another form: it is no SGLang server") from error
+        for problem in (*self._model_problems(model, own), *self._problems(info, found)):
+            raise ConfigError(FIELD, self.url, problem)
+        return found
+
+    def _problems(self, info: Mapping[str, Any], found: Capabilities) -> Iterator[str]:
+        """Yields what the run needs and the engine has not, or has otherwise."""
+        rollout, part = self._config.rollout, "embeddings" if info.get("is_embedding") else info.get("disaggregation_mode") or "null"
+        if part != "null":
+            yield f"it does {part} alone; give an engine that generates by itself"
+        yield from self._missing_routes(found.release)
+        pipeline, replicas = (int(info.get(name) or 1) for name in ("pp_size", "dp_size"))
+        apart = pipeline > 1 or (replicas > 1 and not info.get("enable_dp_attention"))
+        if apart and self._config.weights.update_weight_transport == "nccl":
+            sizes = f"pp_size = {pipeline} and dp_size = {replicas}"
+            yield f"SGLang's weight groups do not reach engines of {sizes}: update_weight_transport = disk does"
+        needed = rollout.rollout_max_context_len or rollout.rollout_max_response_len + 1
+        if found.max_sequence < needed:
+            yield f"it holds sequences of {found.max_sequence} tokens, and the run's have up to {needed}"
+        routed = {"enable-return-routed-experts": True} if self._config.trainer.use_rollout_routing_replay else {}
+        for name, value in (rollout.engine_flags | routed).items():
+            if str(has := info.get(name.replace("-", "_"), value)) != str(value):
+                yield f"it runs with {name} = {has}, and the run needs {value}"
+
+    def _missing_routes(self, release: str) -> Iterator[str]:
+        transport = self._config.weights.update_weight_transport
+        for path in (*ROUTES, *WEIGHT_ROUTES[transport]):
+            if self._has(path):
+                continue
+            others = [name for name in WEIGHT_ROUTES.keys() - {transport} if all(map(self._has, WEIGHT_ROUTES[name]))]
+            instead = f"; update_weight_transport = {others[0]} would do" if others and path not in ROUTES else ""
+            yield f"SGLang {release} there has no {path}, which update_weight_transport = {transport} needs{instead}"
+
+    def _model_problems(self, model: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
+        """Yields how its model is not the run's: by its architecture, and where the engine is on this machine by its ``config.json``."""
+        ours = f"the run's ({self._config.model.hf_checkpoint})"
+        if (named := model.get("architectures")) and own.get("architectures") and named != own["architectures"]:
+            yield f"it serves {named[0]} ({model['model_path']}), not {own['architectures'][0]}, {ours}"
+            return
+        host, path = urlsplit(self.url).hostname or "", Path(str(model["model_path"]), "config.json")
+        try:
+            here = socket.gethostbyname(host) == address_towards(host)
+            theirs = parse_json(path.read_bytes()) if here else {}
+        except (OSError, ValueError):
+            return
+        for key in SIZES:
+            if key in theirs and key in own and theirs[key] != own[key]:
+                yield f"it serves {model['model_path']} with {key} = {theirs[key]}; {ours} has {own[key]}"
+
+    def _own_model(self) -> dict[str, Any]:
+        return dict(parse_json(Path(self._config.model.hf_checkpoint, "config.json").read_bytes()))
+
+    def _described(self, name: str, seconds: float = ASK_SECONDS) -> dict[str, Any]:
+        try:
+            return dict(self.ask(f"/{name}", None, seconds))
+        except ConfigError:  # older releases have another name for it
+            return dict(self.ask(f"/get_{name}", None, seconds))
+
+    def _has(self, path: str) -> bool:
+        """Returns whether it has a route that takes POST alone: a GET does nothing, and is answered with 404 only where there is none."""
+        status, _ = self._asked(path, None, ASK_SECONDS)
+        if hint := self._hint(status):
+            raise ConfigError(FIELD, self.url, f"{path} was answered with {status}{hint}")
+        return status != HTTPStatus.NOT_FOUND
+
+    def _hint(self, status: int) -> str:
+        refused = status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+        return ": it wants another API key than that of rollout.external_engine_key_variable" if refused else ""
+
+    def _asked(self, path: str, body: Any, seconds: float) -> tuple[int, Any]:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with self._opener.open(urllib.request.Request(self.url + path, data, headers), timeout=seconds) as answer:
+                return answer.status, json.loads(answer.read() or b"null")
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read(1000).decode(errors="replace")
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise EngineAway(self.url, error) from error
