@@ -96,8 +96,7 @@ class Replica:
         return self.served.serving
 
     async def wait_serving(self, min_version: int, deadline: float) -> EngineClient:
-        """Waits until the replica serves ``min_version`` or newer. Raises DeadlineExceeded; Stopped where its engine is an external one and
-        away: nobody knows for how long, and others can do the work."""
+        """Waits until the replica serves ``min_version`` or newer. Raises DeadlineExceeded; Stopped where its external engine is away."""
         loop = asyncio.get_running_loop()
         end = loop.time() + deadline
         while not self.serving or self.version < min_version or self.client is None:
@@ -261,8 +260,7 @@ class Replica:
         await self.proxy.open(own_address() if self._exposed else LOOPBACK)
 
     async def _start(self, begun: EngineProcess | None) -> EngineProcess | ExternalEngine:
-        """Starts an engine, or takes the one that the nodes have begun or somebody else runs, and returns once it serves requests and takes
-        weights."""
+        """Starts an engine, or takes that of the nodes or of somebody else, and returns once it serves requests and takes weights."""
         service = self._service
         self.show()
         await self.before_start()
@@ -294,10 +292,7 @@ class Replica:
         self._service.log.warning("external_engine_awaited", reason=reason, late=late)
         await self.publish()
         if late:
-            seconds = self._rollout.engine_start_timeout
-            await self._service.publish_event(
-                "external_engine_away", f"{reason}; awaited for {seconds:g} s and on, the run goes on with others"
-            )
+            await self._service.publish_event("external_engine_away", f"{reason}; the run waits for it, and continues with others")
 
     async def _close(self) -> None:
         self._service.engine = ""

@@ -3,6 +3,7 @@
 The launcher asks before anything starts, and the engine's rollout service each time that the engine comes.
 """
 
+import contextlib
 import http.client
 import json
 import os
@@ -62,7 +63,7 @@ class ExternalServer:
         """Returns the answer to a GET, or to a POST of ``body``. Raises EngineAway; ConfigError where it has no such route, or refuses."""
         status, answer = self._asked(path, body, seconds)
         if status != HTTPStatus.OK:
-            raise ConfigError(FIELD, self.url, f"{path} was answered with {status} {answer!s:.300}{self._hint(status)}")
+            raise ConfigError(FIELD, self.url, f"{path} was answered with {status} {answer!s:.300}")
         return answer
 
     def model_info(self, seconds: float = ASK_SECONDS) -> dict[str, Any]:
@@ -71,7 +72,8 @@ class ExternalServer:
 
     def describe(self) -> Capabilities:
         """Returns what it can do. Raises EngineAway; ConfigError for an engine that the run cannot use."""
-        info, model, own = self._described("server_info"), self.model_info(), self._own_model()
+        info, model = self._described("server_info"), self.model_info()
+        own = parse_json(Path(self._config.model.hf_checkpoint, "config.json").read_bytes())
         try:
             tokens = int(info["max_total_num_tokens"])
             context = int(self.ask("/v1/models")["data"][0]["max_model_len"])
@@ -113,7 +115,7 @@ class ExternalServer:
 
     def _missing_routes(self, release: str) -> Iterator[str]:
         transport = self._config.weights.update_weight_transport
-        for path in (*ROUTES, *WEIGHT_ROUTES[transport]):
+        for path in (*ROUTES, *(() if self._config.debug.debug_rollout_only else WEIGHT_ROUTES[transport])):
             if self._has(path):
                 continue
             others = [name for name in WEIGHT_ROUTES.keys() - {transport} if all(map(self._has, WEIGHT_ROUTES[name]))]
@@ -126,18 +128,13 @@ class ExternalServer:
         if (named := model.get("architectures")) and own.get("architectures") and named != own["architectures"]:
             yield f"it serves {named[0]} ({model['model_path']}), not {own['architectures'][0]}, {ours}"
             return
-        host, path = urlsplit(self.url).hostname or "", Path(str(model["model_path"]), "config.json")
-        try:
-            here = socket.gethostbyname(host) == address_towards(host)
-            theirs = parse_json(path.read_bytes()) if here else {}
-        except (OSError, ValueError):
-            return
+        host, theirs = urlsplit(self.url).hostname or "", {}
+        with contextlib.suppress(OSError, ValueError):
+            if socket.gethostbyname(host) == address_towards(host):
+                theirs = parse_json(Path(str(model["model_path"]), "config.json").read_bytes())
         for key in SIZES:
             if key in theirs and key in own and theirs[key] != own[key]:
                 yield f"it serves {model['model_path']} with {key} = {theirs[key]}; {ours} has {own[key]}"
-
-    def _own_model(self) -> dict[str, Any]:
-        return dict(parse_json(Path(self._config.model.hf_checkpoint, "config.json").read_bytes()))
 
     def _described(self, name: str, seconds: float = ASK_SECONDS) -> dict[str, Any]:
         try:
@@ -147,14 +144,7 @@ class ExternalServer:
 
     def _has(self, path: str) -> bool:
         """Returns whether it has a route that takes POST alone: a GET does nothing, and is answered with 404 only where there is none."""
-        status, _ = self._asked(path, None, ASK_SECONDS)
-        if hint := self._hint(status):
-            raise ConfigError(FIELD, self.url, f"{path} was answered with {status}{hint}")
-        return status != HTTPStatus.NOT_FOUND
-
-    def _hint(self, status: int) -> str:
-        refused = status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
-        return ": it wants another API key than that of rollout.external_engine_key_variable" if refused else ""
+        return self._asked(path, None, ASK_SECONDS)[0] != HTTPStatus.NOT_FOUND
 
     def _asked(self, path: str, body: Any, seconds: float) -> tuple[int, Any]:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
@@ -164,6 +154,9 @@ class ExternalServer:
                 return answer.status, json.loads(answer.read() or b"null")
         except urllib.error.HTTPError as error:
             with error:
+                if error.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+                    expected = f"{path} wants another API key than that of rollout.external_engine_key_variable"
+                    raise ConfigError(FIELD, self.url, expected) from error
                 return error.code, error.read(1000).decode(errors="replace")
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise EngineAway(self.url, error) from error

@@ -155,14 +155,9 @@ class RolloutSection(Section):
             "{1}, but engine_groups say how many engines there are; leave it out",
         ),
         Rule(
-            "rollout_replicas",
-            lambda rollout, given: rollout.external_engines and given != len(rollout.external_engines),
-            "one for each of external_engines; leave it out",
-        ),
-        Rule(
-            ("engine_groups", "models"),
-            lambda rollout, given: given and rollout.external_engines,
-            "leave it out with external_engines, beside which a run starts no engine",
+            ("engine_groups", "models", "rollout_replicas"),
+            lambda rollout, given: rollout.external_engines and given and given != len(rollout.external_engines),
+            "{1}, but external_engines say which engines there are, and none is started beside them; leave it out",
         ),
         Rule("engine_groups", lambda _, given: given and _unlike(given)),
         Rule("models", lambda rollout, given: _misfits_of_models(rollout, given)),

@@ -62,11 +62,6 @@ class RunConfig(Section):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            "rollout.external_engines",
-            lambda run, given: given and run.trainer.colocate,
-            "with colocate = true engines share the trainer's GPUs: leave one of them out",
-        ),
-        Rule(
             "rollout.missing_log_probs",
             lambda run, given: given == "recompute" and run.log_probs_reader,
             "recompute, but {2}; the trainer's own stand in for them with max_staleness = 0 or off_policy = none, and no use_tis",
@@ -269,6 +264,8 @@ class RunConfig(Section):
                 if getattr(trainer, field):
                     yield f"trainer.{field}: belongs to colocate = true: only what shares a GPU has to make room on it"
             return
+        if rollout.external_engines:
+            yield "rollout.external_engines: with colocate = true engines share the trainer's GPUs; leave one of them out"
         if "auto" not in (trainer.train_device, rollout.rollout_device) and trainer.train_device != rollout.rollout_device:
             yield (
                 f"rollout.rollout_device: {rollout.rollout_device}, but train_device is {trainer.train_device}; colocated services "

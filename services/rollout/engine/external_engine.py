@@ -1,9 +1,8 @@
 """An external engine: a stock SGLang server that somebody else runs (`rollout.external_engines`), used by one replica.
 
-`ExternalEngine` stands where `EngineProcess` does: it is awaited and watched, but neither started nor ended. `ExternalClient` stands where
-`EngineClient` does. It has no receivers in the engine: a version is verified here, in a directory of this service's, and loaded by what
-SGLang's API offers, `update_weights_from_disk` or a weight group. What is known of the engine afterwards is its own answer, and the name of
-the version, which it repeats in each answer.
+It is awaited and watched, but neither started nor ended. A version is verified here, in a directory of this service's, and loaded by what
+SGLang's API offers: `update_weights_from_disk`, or a weight group. What is known afterwards is the engine's own answer, and the name of the
+version, which it repeats in each later one.
 """
 
 import asyncio
@@ -166,8 +165,10 @@ class ExternalClient(EngineClient):
         """As `EngineClient.generate_group`. An aborted request comes back without its last token, after which a stock engine has not looked
         whether it ends there."""
         found = await super().generate_group(requests, sampling, deadline=deadline)
-        cut = {index for index, one in enumerate(found) if one.finish == "abort" and len(one.tokens)}
-        return [replace(first_tokens(one, len(one.tokens) - 1), finish="abort") if index in cut else one for index, one in enumerate(found)]
+        for index, one in enumerate(found):
+            if one.finish == "abort" and len(one.tokens):
+                found[index] = replace(first_tokens(one, len(one.tokens) - 1), finish="abort")
+        return found
 
     def _checked(self, answer: Any) -> Any:
         for one in answer if isinstance(answer, list) else [answer]:
