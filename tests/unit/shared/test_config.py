@@ -57,6 +57,10 @@ MUTABLE = {
     "engine_groups",
     "models",
     "eval_replicas",
+    "external_engine_key_variable",
+    "external_engines",
+    "external_group_backend",
+    "update_weight_engine_dir",
     "rollout_concurrency",
     "rollout_num_gpus",
     "sglang_server_concurrency",
@@ -224,6 +228,30 @@ def test_an_unknown_section_is_refused_with_the_nearest_one(tmp_path: Path) -> N
 
 def test_a_section_that_is_no_section_is_refused(tmp_path: Path) -> None:
     assert "expected a section [rollout]" in str(refused({**values(tmp_path), "rollout": 3}))
+
+
+def test_external_engines_are_all_the_engines_that_there_are(tmp_path: Path) -> None:
+    config = run_config(tmp_path, rollout={"external_engines": ["h1:30000", "https://h2:30001/"], "rollout_num_gpus": 16})
+    rollout, again = config.rollout, RunConfig.model_validate_json(config.model_dump_json())
+    assert rollout.external_engines == ["http://h1:30000", "https://h2:30001"]
+    assert (rollout.rollout_replicas, rollout.rollout_num_gpus, config.engines_read_snapshots) == (2, None, True)
+    assert again == config
+
+
+@table(
+    ("sections", "field"),
+    [
+        ({"rollout": {"external_engines": ["h1"]}}, "rollout.external_engines.0"),
+        ({"rollout": {"external_engines": ["http://user:word@h1:1"]}}, "rollout.external_engines.0"),
+        ({"rollout": {"external_engines": ["h1:1", "http://h1:1"]}}, "rollout.external_engines"),
+        ({"rollout": {"external_engines": ["h1:1"], "rollout_replicas": 2}}, "rollout.rollout_replicas"),
+        ({"rollout": {"external_engines": ["h1:1"], "models": {"judge": {"hf_checkpoint": "/m"}}}}, "rollout.models"),
+        ({"rollout": {"external_engines": ["h1:1"]}, "trainer": {"colocate": True}}, "rollout.external_engines"),
+        ({"weights": {"update_weight_engine_dir": "/mnt/weights"}}, "weights.update_weight_engine_dir"),
+    ],
+)
+def test_what_does_not_go_with_external_engines_is_refused(sections: dict[str, Any], field: str, tmp_path: Path) -> None:
+    assert refused(values(tmp_path, **sections)).field == field
 
 
 @pytest.mark.parametrize(

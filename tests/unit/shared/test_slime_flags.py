@@ -19,7 +19,7 @@ def test_no_flag_of_the_table_is_a_field_or_megatrons() -> None:
 
 def test_what_the_table_says_names_flags_and_fields_that_there_are() -> None:
     known = {*flags.flags(), *(f"--{spelling.replace('_', '-')}" for spelling in flag_table.spellings())}
-    values = {"switch": True, "int": 3, "float": 2.5, "text": "x"}
+    values = {"switch": True, "int": 3, "float": 2.5, "text": "x", "texts": ["x"]}
     wrong = []
     for name, flag in flag_table.SLIME.items():
         named = {word.strip(".,:;") for word in flag.reason.split() if word.startswith("--")}
@@ -36,6 +36,11 @@ def test_what_the_table_says_names_flags_and_fields_that_there_are() -> None:
         ("--offload", {"trainer": {"offload_train": True, "offload_rollout": True}}, "--offload is --offload-train --offload-rollout"),
         ("--partial-rollout", {"rollout": {"staleness_policy": "continue"}}, "--partial-rollout is --staleness-policy continue"),
         ("--distributed-timeout-minutes 3", {"trainer": {"collective_timeout": 180.0}}, "is --collective-timeout, in seconds"),
+        (
+            "--rollout-external-engine-addrs h1:30000 h2:30000",
+            {"rollout": {"external_engines": ["h1:30000", "h2:30000"]}},
+            "is --external-engines: SGLang servers of somebody else's",
+        ),
         ("--bf16", {"trainer": {"train_dtype": "bfloat16"}}, "--bf16 is --train-dtype bfloat16"),
         ("--deterministic-mode", {"trainer": {"deterministic": True}}, "--deterministic-mode is --deterministic"),
         ("--balance-data", {}, "--balance-data changes nothing: batches are always balanced"),
