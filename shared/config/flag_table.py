@@ -150,6 +150,12 @@ _RENAMED = (
         sets=lambda given: {"offload_train": True, "offload_rollout": True} if given else {},
     ),
     Flag(
+        "release_train",
+        "switch",
+        "--offload-train: the trainer gives its GPUs' memory back between steps, and stays alive",
+        sets=lambda given: {"offload_train": True} if given else {},
+    ),
+    Flag(
         "partial_rollout",
         "switch",
         "--staleness-policy continue: generation continues under the next weights, up to --max-staleness; --off-policy corrects the loss",
@@ -234,7 +240,6 @@ _REFUSED = {
     "get_mismatch_metrics": "slime then calls --custom-tis-function-path, and what it makes of the loss counts; --use-tis calls it here. "
     "Leave it out otherwise: the distance of trainer and rollout is always measured",
     "load_forge_rollout_data": "use `myxo replay CONFIG TEMPLATE` on batches that --save-debug-rollout-data has written",
-    "release_train": "use --offload-train: a trainer that gives its memory back stays alive",
     "custom_update_weight_post_write_path": "snapshots lie on a file system that trainer and engines see alike",
     "custom_model_provider_path": "the model is built from --hf-checkpoint; docs/models.md lists the families",
     "ref_ckpt_step": "the reference policy starts from --hf-checkpoint, or from an HF checkpoint in --ref-load",
