@@ -166,7 +166,8 @@ class UnrecordedSessions(SessionStore):
     def log_for(log: SessionLog) -> SessionLog:
         """Returns the log of a request that a session's client makes to a frozen model, whose answer it samples as it likes."""
         free = {"evaluation": True, "seed": None, "min_version": 0, "deadline": log.deadline}
-        return SessionLog(log.session.model_copy(update={**free, "sampling": Sampling(temperature=1.0, max_new_tokens=LONGEST_ANSWER)}))
+        sampling = Sampling(temperature=1.0, max_new_tokens=LONGEST_ANSWER)
+        return SessionLog(log.session.model_copy(update={**free, "sampling": sampling}), ended=log.ended)
 
 
 def turn_span(

@@ -20,10 +20,11 @@ from services.gateway.turn_decisions import (
     turn_sampling,
     unconstrained,
 )
+from services.gateway.turns import UnrecordedSessions
 from services.gateway.wire.request import ChatTurn, RequestedSampling, TurnRefused, chat_call, json_constraint
 from services.gateway.wire.request_body import LONGEST_ID
 from shared.schema.messages import Sampling
-from shared.sessions.session import Session, SessionLog, Turn, TurnBegun, TurnEnded
+from shared.sessions.session import Session, SessionEnded, SessionLog, Turn, TurnBegun, TurnEnded
 
 TASK = Sampling(temperature=0.8, top_p=0.9, max_new_tokens=100, stop=["END"], stop_token_ids=[7])
 
@@ -54,6 +55,11 @@ def test_a_turn_is_no_longer_than_the_task_and_the_context_let_it() -> None:
         turn_sampling(session(), RequestedSampling(), 0, 512, [], "prompt")
     with pytest.raises(TurnRefused, match="token id 100 is not in"):
         check_tokens(100, 100, "token_ids")
+
+
+def test_a_session_that_has_ended_asks_frozen_models_for_nothing_more() -> None:
+    log = SessionLog(session(), ended=SessionEnded(at=1.0))
+    assert UnrecordedSessions.log_for(log).ended == log.ended and UnrecordedSessions.log_for(SessionLog(session())).ended is None
 
 
 ASKED = [{"role": "user", "content": "2+2?"}]
