@@ -26,7 +26,7 @@ from shared.config import devices
 from shared.config.engine_limits import CONTEXT_KEPT, context_length, cpu_token_capacity, longest_sequence
 from shared.config.eval_views import eval_views
 from shared.config.external_server import EngineAway, ExternalServer
-from shared.config.rollout_section import GENERATORS
+from shared.config.rollout_section import GENERATORS, GPUS_OF_MACHINE
 from shared.config.sglang_flags import plain_name
 from shared.runtime.errors import ConfigError, nearest
 
@@ -77,7 +77,7 @@ def check_models(inspection: Inspection) -> Findings:
                 yield ConfigError(f"{where}.worker_type", group.worker_type, expected)
             own = config.of_engines(model, place)
             if own.rollout.nodes_per_engine > 1:
-                expected = f"at most gpus_per_node = {rollout.gpus_per_node}: such an engine is on one machine"
+                expected = f"at most gpus_per_node = {rollout.gpus_per_node or GPUS_OF_MACHINE}: such an engine is on one machine"
                 yield ConfigError(f"{field}.num_gpus_per_engine", group.num_gpus_per_engine, expected)
             alone = own.model_copy(update={"debug": own.debug.model_copy(update={"debug_rollout_only": True})})
             known = [check_engines] if not model or model in inspection.frozen_models else []

@@ -9,6 +9,7 @@ from myxo.preflight.inspection import Findings, Headers, Inspection, Note
 from shared.config import devices, flag_table, sglang_flags
 from shared.config.engine_limits import context_length
 from shared.config.eval_views import eval_views
+from shared.config.rollout_section import GPUS_OF_MACHINE
 from shared.config.trainer_section import LearningRateSchedule
 from shared.data.chat_template import read_variables
 from shared.data.tokenizer import Tokenizer
@@ -22,7 +23,6 @@ from shared.model.tensor_table import hf_tensors, megatron_parameters
 from shared.model.trainable_parameters import Freezing, Lora
 from shared.runtime.errors import ConfigError
 
-MOST_GPUS = 8  # most GPUs of one machine
 MEGATRON_LATEST = "latest_checkpointed_iteration.txt"  # file that Megatron keeps beside its checkpoints
 
 # Attention backends that need a GPU.
@@ -195,9 +195,10 @@ def check_layout_reach(inspection: Inspection) -> Findings:
         expected = f"with colocate {nodes} machines of {share} ranks have room for {room} such engines, each on {spans} of them (by "
         expected += f"gpus_per_node or --sglang-nnodes); rollout_replicas is {rollout.rollout_replicas}"
         yield ConfigError("rollout.rollout_num_gpus_per_engine", size, expected)
-    elif rollout.rollout_num_gpus_per_engine > MOST_GPUS * rollout.nodes_per_engine:
-        expected = f"at most {MOST_GPUS} on each of the engine's nodes, which --sglang-nnodes counts"
-        yield ConfigError("rollout.rollout_num_gpus_per_engine", rollout.rollout_num_gpus_per_engine, expected)
+    elif size > (each := rollout.gpus_per_node or GPUS_OF_MACHINE) * spans:
+        expected = f"at most {each * spans}: gpus_per_node = {each} on each of its {spans} nodes (--sglang-nnodes), over several "
+        expected += f"a multiple of {each}"
+        yield ConfigError("rollout.rollout_num_gpus_per_engine", size, expected)
     if trainer.sequence_parallel and trainer.tensor_model_parallel_size == 1:
         yield Note("--sequence-parallel changes nothing: tensor_model_parallel_size is 1")
 

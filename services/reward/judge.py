@@ -30,6 +30,7 @@ from shared.config.reward_section import JUDGE, TOURNAMENT, RewardSection
 from shared.environment.environment_url import without_credentials
 from shared.environment.protocol import EnvironmentFailed, shown, words
 from shared.hooks import reward_values
+from shared.hooks.arguments import model_addresses
 from shared.runtime.errors import ConfigError
 from shared.schema.messages import Generated
 from shared.schema.sample import Sample, Score
@@ -92,7 +93,8 @@ class JudgeCalls:
 
     def __init__(self, config: RewardSection) -> None:
         assert config.judge_url is not None  # the run has this environment
-        url = f"{config.judge_url.rstrip('/')}/chat/completions"
+        model = model_addresses().get(config.judge_url)
+        url = (f"http://{model[0]}:{model[1]}/v1" if model else config.judge_url.rstrip("/")) + "/chat/completions"
         headers = {}
         if config.judge_key_variable is not None:
             if not (key := os.environ.get(config.judge_key_variable)):
@@ -108,7 +110,7 @@ class JudgeCalls:
     async def said(self, question: str) -> str:
         """Returns what the judge says to a question: now, or when it was asked before. Raises EnvironmentFailed or DeadlineExceeded."""
         messages = [{"role": "user", "content": question}]
-        body = {"model": self._config.judge_model, "messages": messages, **self._config.judge_sampling}
+        body = {"model": self._config.judge_model or self._config.judge_url, "messages": messages, **self._config.judge_sampling}
         asked = hashlib.sha256(json.dumps([self._config.judge_url, body], sort_keys=True).encode()).hexdigest()
         if (known := await asyncio.to_thread(self._verdicts.get, asked)) is not None:
             return known

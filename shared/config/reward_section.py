@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from shared.config.environment_variables import VARIABLE
+from shared.config.rollout_section import MODEL_NAME
 from shared.config.section import MUTABLE, Rule, Section, hook
 from shared.environment import environment_url as address
 from shared.rewards.names import GIVEN, QUEUES, VERIFIERS, queue_of
@@ -109,9 +110,12 @@ class RewardSection(Section):
     rm_timeout: float = Field(default=120, gt=0, description="seconds for each request to rm_url", **MUTABLE)
     rm_tries: int = Field(default=10, gt=0, description="how often a sample is sent to rm_url at most, with growing pauses", **MUTABLE)
     judge_url: str | None = Field(
-        default=None, description="the endpoint of rm_type = judge, which speaks OpenAI's chat completions: http://host:port/v1", **MUTABLE
+        default=None,
+        description="the endpoint of rm_type = judge, which speaks OpenAI's chat completions: http://host:port/v1, or the name of a frozen "
+        "model of [rollout.models]",
+        **MUTABLE,
     )
-    judge_model: str | None = Field(default=None, description="the judge's model, as its endpoint calls it")
+    judge_model: str | None = Field(default=None, description="the judge's model, as its endpoint calls it; of a frozen model its own name")
     judge_prompt: str = Field(default=JUDGE_PROMPT, description="what the judge is asked, with {prompt}, {response} and {label} in it")
     judge_sampling: dict[str, Any] = Field(
         default={"temperature": 0.0, "max_tokens": 1024}, description="more fields of the request to the judge"
@@ -182,8 +186,8 @@ class RewardSection(Section):
         yield from self._missing()
         if self.environment_url is not None:
             yield from _url_problems("reward.environment_url", self.environment_url)
-        for name in ("rm_url", "judge_url"):
-            if (url := getattr(self, name)) is not None:
+        for name, url in {"rm_url": self.rm_url, "judge_url": self._judge_server}.items():
+            if url is not None:
                 yield from _url_problems(f"reward.{name}", url, address.check_server)
         for name in ("answer_pattern", "judge_pattern", "judge_pair_pattern"):
             if (pattern := getattr(self, name)) is not None:
@@ -197,7 +201,7 @@ class RewardSection(Section):
             yield f"reward.reward_weights: is for rm_type = {WEIGHTED}"
         if not self.reward_weights and self.rm_type == WEIGHTED:
             yield f"reward.reward_weights: required with rm_type = {WEIGHTED}: name = weight"
-        if self.judge_url is not None and self.judge_model is None:
+        if self._judge_server is not None and self.judge_model is None:
             yield "reward.judge_model: required with judge_url: the model's name at that endpoint"
         if self._replaced:
             return
@@ -209,6 +213,11 @@ class RewardSection(Section):
                     yield f"reward.{needed}: required with {field} = {name}: {expected}"
                 elif name not in (*names, WEIGHTED) or (field == "reward_weights" and name in (WEIGHTED, GIVEN)):
                     yield f"reward.{field}: no such verifier or environment; {nearest(name, names)}"
+
+    @property
+    def _judge_server(self) -> str | None:
+        """Returns the judge's address; None where there is no judge, or it is a frozen model."""
+        return None if self.judge_url is None or re.match(MODEL_NAME, self.judge_url) else self.judge_url
 
     @property
     def _replaced(self) -> bool:

@@ -4,7 +4,7 @@ import contextlib
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
@@ -75,6 +75,9 @@ def _preferred(given: Any) -> list[str]:
         return [f"{name} = {values[name]}" for name, neutral in _RESHAPING.items() if values.get(name, neutral) not in (None, neutral)]
     return []
 
+
+GPUS_OF_MACHINE = 8
+"""GPUs of a machine where a run does not say how many: slime's number, too."""
 
 WorkerType = Literal["regular", "prefill", "decode", "encoder", "placeholder"]
 """The kinds of groups of engines in slime's words; a placeholder has GPUs and no engines."""
@@ -382,7 +385,7 @@ class RolloutSection(Section):
         default=None,
         gt=0,
         description="GPUs of a machine, by which an engine's nodes are counted where sglang.nnodes is not given: "
-        "rollout_num_gpus_per_engine // gpus_per_node, at least 1; default: an engine is on one; slime's is 8",
+        f"rollout_num_gpus_per_engine // gpus_per_node, at least 1; default: {GPUS_OF_MACHINE}",
     )
     rollout_concurrency: int | None = Field(
         default=None,
@@ -442,7 +445,7 @@ class RolloutSection(Section):
         own = self.models.get(model)
         if own is not None:
             groups = own.groups or [EngineGroup(replicas=own.replicas, num_gpus_per_engine=own.num_gpus_per_engine)]
-            return [group.model_copy(update={"sglang": {**own.sglang, **group.sglang}}) for group in groups]
+            return [group.model_copy(update={"sglang": flags_over(own.sglang, group.sglang)}) for group in groups]
         alike = EngineGroup.model_construct(
             worker_type="regular",
             num_gpus=self.rollout_replicas * self.rollout_num_gpus_per_engine,
@@ -494,7 +497,7 @@ class RolloutSection(Section):
         """Returns the number of nodes that one engine is on: SGLang's ``nnodes``, which follows from its GPUs as with slime."""
         if self.external_engines:
             return 1
-        derived = max(1, self.rollout_num_gpus_per_engine // (self.gpus_per_node or self.rollout_num_gpus_per_engine))
+        derived = max(1, self.rollout_num_gpus_per_engine // (self.gpus_per_node or GPUS_OF_MACHINE))
         given = self.engine_flags.get("nnodes", derived)
         return int(given) if str(given).isdecimal() and int(given) > 0 else 1  # the flags' own check refuses anything else
 
@@ -522,6 +525,12 @@ class RolloutSection(Section):
     def may_give_rewards(self) -> bool:
         """Returns whether samples may come with their rewards: something of the user's makes them."""
         return bool(self.makers)
+
+
+def flags_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns SGLang's flags with others over them, however each is spelled."""
+    given = {plain_name(name) for name in above}
+    return {**{name: value for name, value in below.items() if plain_name(name) not in given}, **above}
 
 
 def _unlike(groups: list[EngineGroup]) -> str:

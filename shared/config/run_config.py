@@ -19,8 +19,8 @@ from shared.config.algorithm import AlgorithmSection
 from shared.config.data_sections import REASONING_GYM_SOURCE, CurriculumSection, DataSection, ModelSection, SftSection
 from shared.config.debug_section import STEP, DebugSection
 from shared.config.eval_section import EvalSection
-from shared.config.reward_section import CUSTOM, TOURNAMENT, RewardSection
-from shared.config.rollout_section import GENERATORS, MODEL_NAME, EpisodeSection, RolloutSection
+from shared.config.reward_section import CUSTOM, JUDGE, TOURNAMENT, RewardSection
+from shared.config.rollout_section import GENERATORS, MODEL_NAME, EpisodeSection, RolloutSection, flags_over
 from shared.config.section import Rule, Section
 from shared.config.service_sections import (
     BusSection,
@@ -50,8 +50,8 @@ CORES_OF_GATEWAY, MOST_GATEWAYS = 8, 8
 _REPLAYS = ("trainer.use_rollout_routing_replay", "trainer.use_routing_replay")
 
 
-def _unknown_teachers(teachers: Mapping[str, str], models: list[str]) -> Iterator[str]:
-    for name, given in teachers.items():
+def _unknown_models(servers: Mapping[str, str], models: list[str]) -> Iterator[str]:
+    for name, given in servers.items():
         if re.match(MODEL_NAME, given) and given not in models:
             known = nearest(given, models) if models else "there is none"
             yield f"{name}: {given!r} is neither http://host:port nor a model of [rollout.models]; {known}"
@@ -122,7 +122,8 @@ class RunConfig(Section):
             lambda run, given: given and run.rollout.engine_flags.get("enable-return-routed-experts") is False,
             "true, but rollout.sglang.enable-return-routed-experts is false; leave it out",
         ),
-        Rule("algorithm.opd_teachers", lambda run, given: _unknown_teachers(given, list(run.rollout.models))),
+        Rule("algorithm.opd_teachers", lambda run, given: _unknown_models(given, list(run.rollout.models))),
+        Rule("reward.judge_url", lambda run, given: _unknown_models({JUDGE: given or ""}, list(run.rollout.models))),
         Rule(
             "ingest.ingest_groups",
             lambda run, given: given != "off" and run.algorithm.opd_teachers,
@@ -403,7 +404,7 @@ class RunConfig(Section):
         engines = {
             "rollout_replicas": shape.replicas,
             "rollout_num_gpus_per_engine": shape.num_gpus_per_engine,
-            "sglang": {**self.rollout.sglang, **shape.sglang},
+            "sglang": flags_over(self.rollout.sglang, shape.sglang),
         }
         if own is None:
             return self.model_copy(update={"rollout": self.rollout.model_copy(update=engines)})

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shared.bus.registry import ENVIRONMENT, STANDBY
+from shared.bus.registry import ENVIRONMENT, MODEL, STANDBY
 from shared.config.run_config import RunConfig
 from shared.runtime.safe_text import duration, number, printable_line
 from shared.schema.service_messages import Doing, ServiceStatus
@@ -71,7 +71,8 @@ def present(services: Sequence[ServiceStatus], instances: Sequence[InstanceStatu
 def needed(config: RunConfig) -> tuple[str, ...]:
     """Returns the kinds of services that a run cannot do without."""
     critic = config.algorithm.has_critic and not config.debug.debug_rollout_only  # then nothing is trained
-    return ("buffer", "reward", "rollout", "trainer", *(("critic",) if critic else ()), *(("gateway",) if config.gateways else ()))
+    models = (MODEL,) if config.rollout.models else ()
+    return ("buffer", "reward", "rollout", *models, "trainer", *(("critic",) if critic else ()), *(("gateway",) if config.gateways else ()))
 
 
 def newest_status(services: Sequence[ServiceStatus], service: str) -> ServiceStatus | None:

@@ -1,5 +1,6 @@
 """Rewards by name in the real service: slime's verifiers, its remote reward, a model as judge, and several with weights."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 from aiohttp import web
 
 from services.reward.judge import JudgeCalls
+from shared.config.environment_variables import ROUTERS_VARIABLE
 from shared.config.reward_section import RewardSection
 from shared.runtime.errors import ConfigError
 from shared.schema.messages import Scored
@@ -151,6 +153,18 @@ async def test_a_judge_is_asked_once_for_the_same_and_by_the_next_service_not_at
         await desk.generated("g1", "42", "{label}")
         assert (await scored(desk, "g1")).rewards == [1.0, 0.25]
         assert len(server.asked) == 4
+
+
+async def test_a_judge_may_be_a_frozen_model_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with http_server(lambda asked, number: verdict("Score: 1")) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        monkeypatch.setenv(ROUTERS_VARIABLE, json.dumps({"grader": [host, int(port)]}))
+        calls = JudgeCalls(RewardSection(rm_type="judge", judge_url="grader"))
+        try:
+            assert await calls.said("good?") == "Score: 1"
+        finally:
+            await calls.close()
+        assert server.asked[0]["model"] == "grader"
 
 
 async def test_a_judge_may_answer_in_words_and_one_that_fails_is_named(bench: NewBench) -> None:

@@ -108,7 +108,7 @@ def test_slimes_files_come_to_the_same_form(
 def test_the_flags_of_a_group_stand_over_those_of_its_model_and_the_runs(tmp_path: Path) -> None:
     config = of_yaml(tmp_path, TEACHERS, "[rollout.sglang]\nmem-fraction-static = 0.5\npage-size = 16")
     [policy, code] = [config.of_engines(model) for model in ("", "code")]
-    assert policy.rollout.sglang == {"mem-fraction-static": 0.5, "page-size": 16, "mem_fraction_static": 0.82}
+    assert policy.rollout.sglang == {"page-size": 16, "mem_fraction_static": 0.82}
     assert (code.rollout.rollout_num_gpus_per_engine, str(code.model.hf_checkpoint)) == (2, "/m/code")
     assert code.rollout.sglang == {"mem-fraction-static": 0.5, "page-size": 16, "disable_cuda_graph": True}
     assert code.debug.debug_rollout_only and not policy.debug.debug_rollout_only
@@ -163,8 +163,10 @@ def test_tables_that_do_not_add_up_are_refused(rollout: dict[str, Any], said: st
 
 def test_a_teacher_that_the_run_does_not_have_is_refused(tmp_path: Path) -> None:
     teaching = {"use_opd": True, "opd_type": "sglang", "opd_teachers": {"first": "jugde"}}
-    with pytest.raises(BadInput, match="neither http://host:port nor a model of .rollout.models.; did you mean judge"):
-        parse(values(tmp_path, rollout={**RUN, "models": {"judge": JUDGE}}, algorithm=teaching))
+    wrong = "neither http://host:port nor a model of .rollout.models.; did you mean judge"
+    for section in ({"algorithm": teaching}, {"reward": {"rm_type": "judge", "judge_url": "jugde"}}):
+        with pytest.raises(BadInput, match=wrong):
+            parse(values(tmp_path, rollout={**RUN, "models": {"judge": JUDGE}}, **section))
 
 
 def several(tmp_path: Path, rollout: dict[str, Any], **trainer: Any) -> RunConfig:

@@ -5,18 +5,20 @@ from typing import Any
 
 import pytest
 
+from myxo.preflight.inspection import Inspection
+from myxo.preflight.model_checks import check_layout_reach
 from shared.bus.subjects import Subjects
 from shared.config.sglang_flags import CATALOGUE, EngineFlags
 from shared.runtime.addresses import node_rank
-from shared.runtime.errors import MyxoError
+from shared.runtime.errors import ConfigError, MyxoError
 from tests.support.run_config import run_config
 
 GPUS = {"rollout_num_gpus_per_engine": 16}
 SHARED = {"colocate": True, "actor_num_gpus_per_node": 2}
 
 
-@pytest.mark.parametrize(("given", "nodes"), [({}, 1), ({"nnodes": 2}, 2), ({"--nnodes": "4"}, 4), ({"nnodes": 1}, 1)])
-def test_the_nodes_of_an_engine_are_those_of_sglangs_flag(tmp_path: Path, given: dict[str, Any], nodes: int) -> None:
+@pytest.mark.parametrize(("given", "nodes"), [({}, 2), ({"nnodes": 2}, 2), ({"--nnodes": "4"}, 4), ({"nnodes": 1}, 1)])
+def test_the_nodes_of_an_engine_are_sglangs_flag_or_machines_of_eight(tmp_path: Path, given: dict[str, Any], nodes: int) -> None:
     assert run_config(tmp_path, rollout={**GPUS, "sglang": given}).rollout.nodes_per_engine == nodes
 
 
@@ -45,6 +47,17 @@ def test_nodes_follow_from_the_gpus_of_a_machine_as_with_slime(
 def test_what_does_not_go_with_several_nodes_is_named(tmp_path: Path, rollout: dict[str, Any], trainer: dict[str, Any], said: str) -> None:
     with pytest.raises(MyxoError, match=rf"rollout.sglang.nnodes = 2: .*{said}"):
         run_config(tmp_path, rollout={"sglang": {"nnodes": 2}, **rollout}, trainer=trainer)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "most"),
+    [({"rollout_num_gpus_per_engine": 12}, 8), ({**GPUS, "sglang": {"nnodes": 1}}, 8), ({**GPUS, "gpus_per_node": 6}, 12)],
+)
+def test_an_engine_with_more_gpus_than_its_machines_have_is_refused_with_the_numbers(
+    tmp_path: Path, rollout: dict[str, Any], most: int
+) -> None:
+    [problem] = check_layout_reach(Inspection(run_config(tmp_path, rollout=rollout)))
+    assert isinstance(problem, ConfigError) and f"at most {most}: gpus_per_node = " in problem.expected
 
 
 @pytest.mark.parametrize("flag", ["node-rank", "dist_init_addr", "nccl-init-addr"])
