@@ -186,9 +186,9 @@ class RewardSection(Section):
         yield from self._missing()
         if self.environment_url is not None:
             yield from _url_problems("reward.environment_url", self.environment_url)
-        for name, url in {"rm_url": self.rm_url, "judge_url": self._judge_server}.items():
-            if url is not None:
-                yield from _url_problems(f"reward.{name}", url, address.check_server)
+        for name, server in {"rm_url": self.rm_url, "judge_url": self._judge_server}.items():
+            if server is not None:
+                yield from _url_problems(f"reward.{name}", server, address.check_server)
         for name in ("answer_pattern", "judge_pattern", "judge_pair_pattern"):
             if (pattern := getattr(self, name)) is not None:
                 yield from _pattern_problems(f"reward.{name}", pattern)

@@ -51,3 +51,23 @@ def test_a_frozen_judge_answers_rewards_and_agents_over_its_engines_death(
     assert heard[0]["served"] == [tiny_model.name, "judge"] and "did you mean judge" in heard[0]["refusal"]
     spread = [answer["log_prob"] for answer in told if "log_prob" in answer]
     assert len(spread) >= 16 * STEPS and max(spread) - min(spread) < 1e-3, "the judge's weights have changed"
+
+
+@pytest.mark.extra
+@pytest.mark.timeout(RUN_SECONDS + 300)
+def test_engines_of_unlike_groups_get_the_same_pushes(small_run: Callable[..., Path], tmp_path: Path) -> None:
+    config, groups = small_run("unlike", steps=4, staleness=1), tmp_path / "engines.yaml"
+    own = "{mem_fraction_static: 0.5, max_running_requests: 9}"
+    groups.write_text(
+        "sglang: [{name: default, server_groups: [{worker_type: regular, num_gpus: 1}, {num_gpus: 1, overrides: " + own + "}]}]"
+    )
+    with LaunchedRun(config, tmp_path / "runs" / "unlike", "unlike", ["--sglang-config", str(groups)]) as run:
+        run.until(
+            "both engines with pushed weights",
+            lambda cards: sum(card.service == "rollout" and card.version >= 1 for card in cards) == 2,
+            RUN_SECONDS,
+        )
+        assert run.wait(RUN_SECONDS) == 0, run.said()
+    assert run.summary()["audit"] == "ok"
+    logs = [(run.root / "logs" / f"rollout-{index}-engine.log").read_text() for index in range(2)]
+    assert ["max_running_requests=9" in log for log in logs] == [False, True]
