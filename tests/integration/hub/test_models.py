@@ -18,7 +18,7 @@ from shared.process.embedded_servers import free_port
 from shared.runtime.errors import ConfigError
 from tests.integration.hub.conftest import MODEL
 from tests.support.hub_server import HubServer
-from tests.support.run_config import run_config
+from tests.support.run_config import run_config, values
 
 
 def named(tmp_path: Path, name: str = "org/model") -> RunConfig:
@@ -53,6 +53,20 @@ def test_only_what_is_needed_is_downloaded_and_only_once(hub: HubServer, tmp_pat
     assert hub_resolve.for_service(config, "trainer").model.hf_checkpoint == directory
     assert hub_resolve.for_service(config, "reward") is config
     assert hub.asked == []
+
+
+def test_a_frozen_models_service_downloads_its_model_alone_and_a_gateway_no_weights(hub: HubServer, tmp_path: Path) -> None:
+    commits = {name: hub.commit("models", f"org/{name}", MODEL) for name in ("model", "judge")}
+    models = {"judge": {"hf_checkpoint": "org/judge"}}
+    given = run_config(tmp_path, model={"hf_checkpoint": "org/model"}, rollout={**values(tmp_path)["rollout"], "models": models})
+    config = hub_resolve.pinned(given.absolute(tmp_path))
+    assert str(config.rollout.models["judge"].hf_checkpoint) == f"hf:org/judge@main={commits['judge']}"
+    gateway = hub_resolve.for_service(config, "gateway")
+    found = [gateway.model.hf_checkpoint, gateway.rollout.models["judge"].hf_checkpoint]
+    assert [path is not None and path.is_dir() and not (path / "model.safetensors").exists() for path in found] == [True, True]
+    directory = hub_resolve.for_service(config.of_engines("judge"), "rollout").model.hf_checkpoint
+    assert (directory / "model.safetensors").is_file() and commits["judge"] in str(directory)
+    assert not list((tmp_path / "hf").rglob("models--org--model/**/model.safetensors"))
 
 
 def test_chat_templates_of_a_folder_are_downloaded_too(hub: HubServer, tmp_path: Path) -> None:
