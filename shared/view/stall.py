@@ -431,7 +431,9 @@ def _untaken(now: RunSituation) -> list[str]:
     for queue, service, gauge, verb in UNTAKEN:
         workers = [status for status in now.statuses if status.service == service]
         busy = sum(status.gauges.get(gauge, 0.0) for status in workers)
-        if gauges.get(queue, 0.0) > 0 and not busy and workers:
+        if service == "rollout" and now.config.ingest.ingest_groups == "alone" and gauges.get(queue, 0.0) > 0:
+            found.append(f"{number(gauges[queue])} groups are to be handed in from outside (POST /groups at a gateway)")
+        elif gauges.get(queue, 0.0) > 0 and not busy and workers:
             states = ", ".join(f"{status.instance} {status.state}" for status in workers[:NAMES_SHOWN])
             found.append(f"{number(gauges[queue])} groups to {verb} are not taken by any service ({states})")
     return found

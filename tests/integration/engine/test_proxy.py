@@ -15,10 +15,11 @@ import pytest
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess
-from services.rollout.engine_proxy import BODY_BYTES, SPARE_CONNECTIONS, EngineProxy
+from services.rollout.engine_proxy import SPARE_CONNECTIONS, EngineProxy
 from services.rollout.served_version import ServedVersion
 from shared.runtime.addresses import LOOPBACK
 from shared.runtime.telemetry import Metrics
+from shared.service.engine_load_balancer import BODY_BYTES
 from tests.integration.engine.load import load
 from tests.support.waiting import until
 
@@ -276,7 +277,7 @@ async def test_a_body_that_is_too_large_is_not_read(framing: str, door: Door) ->
 
 
 async def test_a_body_that_does_not_come_has_a_deadline(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.rollout.engine_proxy.BODY_SECONDS", 0.3)
+    monkeypatch.setattr("shared.service.engine_load_balancer.BODY_SECONDS", 0.3)
     said = await door.said(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{")
     assert b" 408 " in said.split(b"\r\n")[0]
 

@@ -223,6 +223,13 @@ def test_every_stall_is_named(
         assert part in found.words(NOW), found.words(NOW)
 
 
+def test_groups_from_outside_alone_are_not_waited_for_of_a_service(tmp_path: Path) -> None:
+    config = run_config(tmp_path, ingest={"ingest_groups": "alone"})
+    statuses = [*everybody(buffer=service("buffer", gauges={"live_version": 1, "ready": 1, "queue_task": 1})), service("gateway")]
+    words = run_stall(RunSituation.of(config, statuses, ())).words(NOW)
+    assert "1 groups are to be handed in from outside (POST /groups at a gateway)" in words and "not taken" not in words
+
+
 def test_who_has_somebody_to_stand_in_is_not_waited_for(config: RunConfig) -> None:
     """The trainer trains, and another replica generates."""
     two = [*trainer(does("loop", "training step 3")), service("rollout", number=1)]
