@@ -158,7 +158,8 @@ def evaluating(config: RunConfig, version: int, model: Path) -> RunConfig:
         "rollout": {"num_rollout": 0, "num_epoch": None, "num_rollout_per_epoch": None},
         "sft": {"sft_data": None},
         "trainer": {"critic_load": None, "save_hf": None},
-        "weights": {"update_weight_transport": "nccl", "update_weight_disk_dir": None, "join_from": "auto"},
+        "weights": {"update_weight_transport": "nccl", "join_from": "auto"}
+        | dict.fromkeys(("update_weight_disk_dir", "update_weight_engine_dir")),
         "debug": {"save_debug_rollout_data": None, "save_debug_train_data": None, "dump_details": None},
     }
     return config.model_copy(update={name: getattr(config, name).model_copy(update=given) for name, given in changes.items()})

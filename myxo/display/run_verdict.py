@@ -50,9 +50,8 @@ def _layout(inspection: Inspection) -> Iterator[str]:
     if not config.debug.trains_only:
         rollout, where = config.rollout, ", colocated" if config.trainer.colocate else ""
         engines = f"{rollout.rollout_replicas} engines of {rollout.rollout_num_gpus_per_engine} GPUs"
-        device = devices.resolve(rollout.rollout_device)
-        others = f"{rollout.rollout_replicas} engines on {device}" if not rollout.external_engines else "external engines"
-        yield f"{engines}{where}" if device == "cuda" else others
+        device = "servers of somebody else's" if rollout.external_engines else devices.resolve(rollout.rollout_device)
+        yield f"{engines}{where}" if device == "cuda" else f"{rollout.rollout_replicas} engines on {device}"
 
 
 def _memory(inspection: Inspection) -> Iterator[str]:

@@ -194,9 +194,8 @@ class Replica:
         finally:
             await cancelled([probing])
         ended = self._leader.ended if self._leader is not None else ""
-        if isinstance(engine, EngineProcess) and not engine.running():
-            return self._killed or ended or engine.last_words()
-        return self._killed or ended or f"it {fault}"
+        words = engine.last_words() if isinstance(engine, EngineProcess) and not engine.running() else f"it {fault}"
+        return self._killed or ended or words
 
     def _can_be_asked(self) -> tuple[int, int] | None:
         """Returns what the engine serves; None while it is being loaded, sleeps or is paused."""

@@ -48,10 +48,9 @@ class EngineAway(MyxoError):
 
 
 class ExternalServer:
-    """Asks an external engine about itself, each time over a connection of its own; it blocks. ``url``: ``http://host:port``."""
+    """Asks an external engine about itself; it blocks. ``url``: ``http://host:port``. Raises ConfigError where its key is not set."""
 
     def __init__(self, config: RunConfig, url: str) -> None:
-        """Raises ConfigError where the variable of its key is not set."""
         self.url, self._config = url, config
         variable = config.rollout.external_engine_key_variable
         self.key = "" if variable is None else os.environ.get(variable, "")
@@ -66,13 +65,9 @@ class ExternalServer:
             raise ConfigError(FIELD, self.url, f"{path} was answered with {status} {answer!s:.300}")
         return answer
 
-    def model_info(self, seconds: float = ASK_SECONDS) -> dict[str, Any]:
-        """Returns its ``/model_info``, which has the version of its weights. Raises as `ask`."""
-        return self._described("model_info", seconds)
-
     def describe(self) -> Capabilities:
         """Returns what it can do. Raises EngineAway; ConfigError for an engine that the run cannot use."""
-        info, model = self._described("server_info"), self.model_info()
+        info, model = self.described("server_info"), self.described("model_info")
         own = parse_json(Path(self._config.model.hf_checkpoint, "config.json").read_bytes())
         try:
             tokens = int(info["max_total_num_tokens"])
@@ -136,7 +131,8 @@ class ExternalServer:
             if key in theirs and key in own and theirs[key] != own[key]:
                 yield f"it serves {model['model_path']} with {key} = {theirs[key]}; {ours} has {own[key]}"
 
-    def _described(self, name: str, seconds: float = ASK_SECONDS) -> dict[str, Any]:
+    def described(self, name: str, seconds: float = ASK_SECONDS) -> dict[str, Any]:
+        """Returns ``server_info`` or ``model_info``, which has the version of its weights. Raises as `ask`."""
         try:
             return dict(self.ask(f"/{name}", None, seconds))
         except ConfigError:  # older releases have another name for it

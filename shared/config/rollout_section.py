@@ -55,9 +55,6 @@ def _engine_url(given: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
-EngineUrls = Annotated[list[Annotated[str, AfterValidator(_engine_url)]], AfterValidator(_each_once)]
-"""The addresses of external engines."""
-
 Roles = Annotated[list[Annotated[str, StringConstraints(pattern=ROLE)]], AfterValidator(_each_once)]
 """The names of those that play a rollout together."""
 
@@ -362,7 +359,7 @@ class RolloutSection(Section):
     eval_replicas: int = Field(
         default=0, ge=0, description="of rollout_replicas, how many take held-out prompts alone, and the others none", **MUTABLE
     )
-    external_engines: EngineUrls = Field(
+    external_engines: Annotated[list[Annotated[str, AfterValidator(_engine_url)]], AfterValidator(_each_once)] = Field(
         default=[],
         description="http://host:port of SGLang servers that somebody else runs; `myxo up` starts a rollout service for each and no engine",
         **MUTABLE,

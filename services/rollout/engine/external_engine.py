@@ -50,12 +50,10 @@ class ExternalEngine:
     Attributes: ``can``: its capabilities, once it is ready. ``says_token_versions``: it names the version of each token. ``expected``: the
     name of its weights that it has to report; empty: any."""
 
-    pid = 0
-
     def __init__(self, config: RunConfig, url: str, report: Callable[[str, bool], Awaitable[None]]) -> None:
         self.config, self.server, self._report = config, ExternalServer(config, url), report
         self.can: Capabilities | None = None
-        self.says_token_versions, self.expected, self._given_up = True, "", ""
+        self.pid, self.says_token_versions, self.expected, self._given_up = 0, True, "", ""
 
     async def ready(self, deadline: float) -> float:
         """Returns the seconds until it was there, with the run's model, and has generated a token. It is awaited for as long as it takes;
@@ -87,7 +85,7 @@ class ExternalEngine:
         if self._given_up:
             return self._given_up
         try:
-            found = self.server.model_info(WATCH_SECONDS).get("weight_version")
+            found = self.server.described("model_info", WATCH_SECONDS).get("weight_version")
         except (EngineAway, ConfigError) as error:
             return "" if isinstance(error, EngineAway) and error.late else f"is away: {error}"
         if expected and expected == self.expected and found != expected:
@@ -173,7 +171,8 @@ class ExternalClient(EngineClient):
     def _checked(self, answer: Any) -> Any:
         for one in answer if isinstance(answer, list) else [answer]:
             if isinstance(meta := one.get("meta_info") if isinstance(one, dict) else None, dict):
-                meta["weight_version"] = self._number(meta.get("weight_version"))
+                if (name := meta.get("weight_version")) is not None:  # one that was aborted before it ran may have none
+                    meta["weight_version"] = self._number(name)
                 for span in meta.get("weight_versions") or ():
                     span["version"] = self._number(span["version"])
         return answer
@@ -245,7 +244,7 @@ class ExternalClient(EngineClient):
         self._loaded(version)
 
     async def _named(self, deadline: float) -> Any:
-        return (await asyncio.to_thread(self._engine.server.model_info, deadline)).get("weight_version")
+        return (await asyncio.to_thread(self._engine.server.described, "model_info", deadline)).get("weight_version")
 
     def _path_there(self, path: Path) -> Path:
         """Returns a path below `update_weight_disk_dir` as the engine's machine has it."""

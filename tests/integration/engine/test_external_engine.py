@@ -125,6 +125,8 @@ async def test_updates_in_the_middle_of_requests(transport: str, stock: StockEng
         [after] = await client.generate_group([GenerationRequest(PROMPT, 20, ignore_eos=True)], SAMPLING)
         np.testing.assert_allclose(after.log_probs, log_probs(checkpoint(2).model, PROMPT, after.tokens), atol=2e-5)
         assert (after.cached_tokens, engine.fault()) == (0, "")
+        pieces = [piece async for piece in client.generate_live(GenerationRequest(PROMPT, 20, ignore_eos=True), SAMPLING)]
+        assert {span.version for piece in pieces for span in piece.spans} == {2}
         body = {"model_path": str(checkpoint(0).path), "weight_version": "2", "load_format": "auto"}
         await client.transport.post("/update_weights_from_disk", body, 60, "")  # as another run would
         assert "not '2@" in engine.fault()
