@@ -49,6 +49,8 @@ def _value(value: Any) -> str:
         case dict():
             items = (f"{_key(key)} = {_value(item)}" for key, item in value.items() if item is not None)
             return "{ " + ", ".join(items) + " }" if value else "{}"
+        case BaseModel():
+            return _value(value.model_dump(mode="json"))
         case _:
             raise TypeError(f"{type(value).__name__} has no form in TOML")
 

@@ -130,7 +130,7 @@ class FrozenModel(ConfigTable):
 
     @model_validator(mode="after")
     def _has_one_shape_or_groups(self) -> Self:
-        if self.groups and {"replicas", "num_gpus_per_engine"} & self.model_fields_set:
+        if self.groups and (self.replicas, self.num_gpus_per_engine) != (1, 1):
             raise ValueError("groups say how many engines there are and of which shape; leave replicas and num_gpus_per_engine out")
         return self
 

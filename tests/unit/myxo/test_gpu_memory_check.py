@@ -1,6 +1,7 @@
 """What `myxo up` says of GPUs that are too small for a config, by the memory that nvidia-smi tells of."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,3 +59,9 @@ def test_an_engine_is_looked_at_too_and_processes_on_cpus_are_not(found: Callabl
     (problem,) = found(143_771, rollout={"sglang": {"mem-fraction-static": 0.04}})
     assert isinstance(problem, ConfigError) and problem.field == "rollout.rollout_num_gpus_per_engine"
     assert found(2_000, train_device="cpu", rollout={"rollout_device": "cpu"}) == []
+
+
+def test_a_frozen_model_that_a_gpu_cannot_hold_is_named_with_the_numbers(found: Callable[..., Findings]) -> None:
+    (problem,) = found(143_771, rollout={"models": {"judge": {"sglang": {"mem-fraction-static": 0.04}}, "user": {"device": "cpu"}}})
+    assert isinstance(problem, ConfigError) and problem.field == "rollout.models.judge.num_gpus_per_engine"
+    assert re.search(r"engine of judge: needs [\d.]+ GB of a GPU, there are [\d.]+", str(problem))

@@ -11,6 +11,7 @@ from myxo.launch.service_plan import filled, plan
 from myxo.preflight.engine_checks import check_models
 from myxo.preflight.inspection import Inspection, Note
 from myxo.preflight.run_plan import RunPlan, engine_table
+from myxo.run import config_toml
 from shared.config import devices
 from shared.config.config_reading import load, parse
 from shared.config.run_config import RunConfig
@@ -273,3 +274,12 @@ def test_a_plan_has_each_group_and_names_the_one_that_lacks_memory(tmp_path: Pat
     assert needs["engine of judge"].field == "rollout.models.judge.num_gpus_per_engine"
     shown = engine_table(planned)
     assert shown is not None and [column.header for column in shown.columns][1:] == ["engine, group 0", "engine, group 1", "judge"]
+
+
+@table("text", [TEACHERS, PLACEHOLDER, BOTH, PLAIN])
+def test_a_config_is_the_same_after_the_bus_and_as_printed(text: str, tmp_path: Path) -> None:
+    config = of_yaml(tmp_path, text)
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+    printed = tmp_path / "printed.toml"
+    printed.write_text(config_toml.dump(config))
+    assert load(printed) == config
