@@ -38,13 +38,14 @@ FEATURES = {
 @dataclass(frozen=True)
 class Client:
     """A client of the matrix. ``packages``: what its environment is installed from; ``npm``: by npm, not by pip. ``gateway``: the section
-    that it needs. ``note``: what a reader has to know besides."""
+    that it needs. ``evaluation``: its sessions are of held-out prompts. ``note``: what a reader has to know besides."""
 
     name: str
     script: str
     packages: tuple[str, ...]
     npm: bool = False
     gateway: dict[str, Any] = field(default_factory=dict)
+    evaluation: bool = False
     note: str = ""
 
 
@@ -61,7 +62,12 @@ CLIENTS = (
         note="It adds its calls to what the model said, as text (`Calling tools: …`): each step begins another sample.",
     ),
     Client("pydantic-ai", "pydantic_ai_agent.py", ("pydantic-ai-slim[openai]==2.68.0",)),
-    Client("strands-agents", "strands_agent.py", ("strands-agents[openai]==1.62.0",)),
+    Client(
+        "strands-agents",
+        "strands_agent.py",
+        ("strands-agents[openai]==1.62.0",),
+        note="[strands_agent.py](../examples/agents/README.md) is one as a command.",
+    ),
     Client(
         "autogen",
         "autogen_agent.py",
@@ -89,7 +95,19 @@ CLIENTS = (
     ),
     Client("verifiers", "verifiers_tasks.py", ("verifiers==0.4.0", "uv"), note="Into an environment of its own; it asks by token ids."),
     Client("verifiers 0.1", "verifiers_older.py", ("verifiers==0.1.14",), note="Environments with `load_environment`."),
-    Client("mini-swe-agent", "mini_swe_agent.py", ("mini-swe-agent==2.4.6",), note="A command for `agent_command`."),
+    Client(
+        "mini-swe-agent",
+        "mini_swe_agent.py",
+        ("mini-swe-agent==2.4.6",),
+        note="A command for `agent_command`; [mini_swe_agent.py](../examples/agents/README.md) gives the reward as well.",
+    ),
+    Client(
+        "inspect-ai",
+        "inspect_tasks.py",
+        ("inspect-ai==0.3.285", "openai==3.57.0"),
+        evaluation=True,
+        note="Its tasks evaluate ([example](../examples/environments/inspect/README.md)); nothing that they ask is trained.",
+    ),
 )
 
 _PART = re.compile(r"(<!-- (\w+): python -m docs\.frameworks_page -->\n).*?(<!-- /\2 -->)", re.DOTALL)
@@ -134,7 +152,7 @@ def _matrix(found: dict[str, Any]) -> str:
 
 def _section(client: Client, row: dict[str, Any]) -> str:
     script = (SCRIPTS / client.script).read_text()
-    language = "shell" if "export " in script else "toml" if "agent_service" in script else "python"
+    language = "shell" if "export " in script else "toml" if "agent_service" in script or "agent_command = " in script else "python"
     lines = "\n".join(textwrap.dedent(block).rstrip() for block in _LINES.findall(script))
     ignored = ", ".join(f"`{name}`" for name in row["ignored"]) or "nothing"
     of_task = ", ".join(f"`{name}`" for name in row["of_task"])

@@ -4,7 +4,7 @@ import verifiers as vf
 from datasets import Dataset
 from play import ASK, SUM, add
 
-FEATURES = ("chat", "tools", "parallel", "reasoning")
+FEATURES = ("chat", "tools", "parallel", "reasoning", "required")
 
 
 def load_environment() -> vf.Environment:

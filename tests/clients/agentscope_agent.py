@@ -8,7 +8,7 @@ from agentscope.credential import OpenAICredential
 from agentscope.message import UserMsg
 from agentscope.model import OpenAIChatModel
 from agentscope.permission import PermissionBehavior, PermissionDecision
-from agentscope.tool import FunctionTool, Toolkit
+from agentscope.tool import FunctionTool, ToolChoice, Toolkit
 from play import AGAIN, ASK
 from pydantic import BaseModel
 
@@ -48,6 +48,22 @@ def stream(*where):
     return said(asyncio.run(agent.reply(UserMsg("user", ASK["stream"]))))
 
 
+def required(*where):
+    async def played():
+        agent = agent_of(*where, toolkit=toolkit())
+        model = agent.model
+
+        class Required(type(model)):
+            async def __call__(self, messages, tools=None, tool_choice=None, **more):
+                first = not any(message.get_content_blocks("tool_result") for message in messages)
+                return await super().__call__(messages, tools, ToolChoice(mode="required") if first else tool_choice, **more)
+
+        model.__class__ = Required
+        return said(await agent.reply(UserMsg("user", ASK["required"])))
+
+    return asyncio.run(played())
+
+
 def turns(*where):
     async def played():
         agent = agent_of(*where)
@@ -62,6 +78,7 @@ play.play(
         "stream": stream,
         "tools": answered("tools", True),
         "parallel": answered("parallel", True),
+        "required": required,
         "structured": answered("structured", structured_schema=Sum),
         "reasoning": answered("reasoning", True),
         "turns": turns,

@@ -1,10 +1,13 @@
 """The packages autogen-agentchat and autogen-ext."""
 
 import asyncio
+import json
 
 import play
 from autogen_agentchat.agents import AssistantAgent
-from autogen_core.models import UserMessage
+from autogen_core import CancellationToken
+from autogen_core.models import AssistantMessage, FunctionExecutionResult, FunctionExecutionResultMessage, UserMessage
+from autogen_core.tools import FunctionTool
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 from play import AGAIN, ASK
 from pydantic import BaseModel
@@ -46,6 +49,20 @@ def stream(*where):
     return asyncio.run(played())
 
 
+def required(*where):
+    async def played():
+        client, tool = client_of(*where), FunctionTool(play.add, "Adds two numbers.")
+        messages = [UserMessage(content=ASK["required"], source="user")]
+        [call] = (await client.create(messages, tools=[tool], tool_choice="required")).content
+        result = str(await tool.run_json(json.loads(call.arguments), CancellationToken()))
+        messages.append(AssistantMessage(content=[call], source="solver"))
+        results = [FunctionExecutionResult(call_id=call.id, name=call.name, content=result, is_error=False)]
+        messages.append(FunctionExecutionResultMessage(content=results))
+        return [(await client.create(messages, tools=[tool])).content]
+
+    return asyncio.run(played())
+
+
 def turns(*where):
     async def played():
         agent = agent_of(*where)
@@ -62,6 +79,7 @@ play.play(
         "stream": stream,
         "tools": answered("tools", **tools),
         "parallel": answered("parallel", **tools),
+        "required": required,
         "structured": answered("structured", output_content_type=Sum),
         "reasoning": answered("reasoning", **tools),
         "turns": turns,

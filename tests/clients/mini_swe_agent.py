@@ -11,12 +11,12 @@ from play import ASK, play
 MINI = str(Path(sys.executable).parent / "mini")
 
 
-def run(where, feature):
+def run(where, feature, more=""):
     base_url, api_key, model = where
     script = f"""
     # page
     export OPENAI_BASE_URL={base_url} OPENAI_API_KEY={api_key} MSWEA_COST_TRACKING=ignore_errors MSWEA_CONFIGURED=true
-    {MINI} --model openai/{model} --yolo --exit-immediately --task "$TASK" --output trajectory.json
+    {MINI} --model openai/{model} --yolo --exit-immediately --task "$TASK" --output trajectory.json {more}
     # /page
     cat trajectory.json
     """
@@ -31,6 +31,7 @@ play(
     {
         "tools": lambda *where: run(where, "tools"),
         "parallel": lambda *where: run(where, "parallel"),
+        "required": lambda *where: run(where, "required", "-c mini.yaml -c model.model_kwargs.tool_choice=required"),
         "reasoning": lambda *where: run(where, "reasoning"),
     }
 )

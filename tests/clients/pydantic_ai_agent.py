@@ -6,12 +6,18 @@ import play
 from play import AGAIN, ASK
 from pydantic import BaseModel
 from pydantic_ai import Agent
+from pydantic_ai.capabilities import AbstractCapability
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 
 class Sum(BaseModel):
     sum: int
+
+
+class RequiredAtFirst(AbstractCapability):
+    def get_model_settings(self):
+        return lambda context: {"tool_choice": "required"} if context.run_step == 1 else {}
 
 
 def agent_of(base_url, api_key, model, **options):
@@ -52,6 +58,7 @@ play.play(
         "stream": stream,
         "tools": answered("tools", tools=[play.add]),
         "parallel": answered("parallel", tools=[play.add]),
+        "required": answered("required", tools=[play.add], capabilities=[RequiredAtFirst()]),
         "structured": lambda *where: [agent_of(*where, output_type=Sum).run_sync(ASK["structured"]).output.model_dump_json()],
         "reasoning": reasoning,
         "turns": turns,

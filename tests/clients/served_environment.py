@@ -13,10 +13,10 @@ import play
 
 HERE = Path(__file__).parent
 SERVERS = HERE.parents[1] / "examples" / "environments" / "verifiers"
-FEATURES = ("chat", "tools", "parallel", "reasoning")
+FEATURES = ("chat", "tools", "parallel", "reasoning", "required")
 
 
-def played(server: str, own: Sequence[str], serving: Sequence[str] = ()) -> None:
+def played(server: str, own: Sequence[str], serving: Sequence[str] = (), features: Sequence[str] = FEATURES[:-1]) -> None:
     """Serves an environment while its features are played. ``own``: the arguments that name it; ``serving``: those of ``serve``."""
     environment = {**os.environ, "PYTHONPATH": str(HERE)}
     command = [sys.executable, str(SERVERS / server)]
@@ -42,7 +42,7 @@ def played(server: str, own: Sequence[str], serving: Sequence[str] = ()) -> None
 
             return run
 
-        play.play({name: feature(name) for name in FEATURES})
+        play.play({name: feature(name) for name in features})
     finally:
         process.terminate()
         process.wait(30)

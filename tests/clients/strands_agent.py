@@ -13,16 +13,16 @@ class Sum(BaseModel):
     sum: int
 
 
-def agent_of(base_url, api_key, model, tools=()):
+def agent_of(base_url, api_key, model, tools=(), **options):
     # page
-    llm = OpenAIModel(client_args={"base_url": base_url, "api_key": api_key}, model_id=model)
+    llm = OpenAIModel(client_args={"base_url": base_url, "api_key": api_key}, model_id=model, **options)
     agent = Agent(llm, tools=list(tools))
     # /page
     return agent
 
 
-def answered(feature, tools=()):
-    return lambda *where: [text_of(agent_of(*where, tools)(ASK[feature]))]
+def answered(feature, tools=(), **options):
+    return lambda *where: [text_of(agent_of(*where, tools, **options)(ASK[feature]))]
 
 
 def text_of(result):
@@ -44,6 +44,7 @@ play.play(
         "stream": answered("stream"),
         "tools": answered("tools", [add]),
         "parallel": answered("parallel", [add]),
+        "required": answered("required", [add], params={"tool_choice": "required"}),
         "structured": structured,
         "reasoning": answered("reasoning", [add]),
         "turns": turns,

@@ -9,3 +9,4 @@ agent_service = ["envs/bin/python", "examples/environments/verifiers/serve_older
 # /page
 """
 played("serve_older.py", ["--environment", "adding_older"])
+played("serve_older.py", ["--environment", "adding_older"], ["--sampling", '{"tool_choice": "required"}'], features=("required",))

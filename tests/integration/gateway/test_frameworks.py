@@ -8,6 +8,7 @@ Each client has a virtual environment of its own in `.venv/clients`, made where 
 """
 
 import asyncio
+import functools
 import hashlib
 import json
 import os
@@ -70,6 +71,10 @@ SCRIPT = {
 called; clients with tools of their own have scripts of their own."""
 
 
+SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+"""The command by which mini-swe-agent's model ends its work."""
+
+
 def bash(name: str, argument: str, end: str = "") -> dict[str, list[str]]:
     """The script for a client with a shell. ``end``: the command that ends it, if one does."""
     first, other = call(name, **{argument: "echo 3"}), call(name, **{argument: "echo 7"})
@@ -78,6 +83,7 @@ def bash(name: str, argument: str, end: str = "") -> dict[str, list[str]]:
         "tools": [first, last],
         "parallel": [f"{first}\n{other}", last],
         "reasoning": [f"<think>\n{THOUGHT}\n</think>\n\n{first}", last],
+        "required": [first, last],
     }
 
 
@@ -102,7 +108,7 @@ OWN_SCRIPTS: dict[str, dict[str, list[str]]] = {
         "structured": [fields(sum="3")],
         "reasoning": [fields(reasoning=THOUGHT, answer=SUM)],
     },
-    "mini-swe-agent": bash("bash", "command", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
+    "mini-swe-agent": bash("bash", "command", SUBMIT),
     "smolagents": {
         **{feature: [code(f"final_answer({SUM!r})")] for feature in ("chat", "stream", "turns")},
         "tools": [code("print(add(1, 2))"), code(f"final_answer({SUM!r})")],
@@ -223,7 +229,8 @@ async def test_a_client_plays_and_what_it_samples_is_recorded(client: Client, ne
         with started_gateway(0, tmp_path, player.environment("gateway-0")) as process:
             url = await ready_gateway(registry, 0, process)
             sampling = Sampling(temperature=1.0, max_new_tokens=4000)
-            played = {feature: await Played.opened(sessions, sampling=sampling) for feature in ASK}
+            opened = {"sampling": sampling, "evaluation": client.evaluation}
+            played = {feature: await Played.opened(sessions, **opened) for feature in ASK}
             async with recorder(url) as (recorded, through):
                 keys = {name: one.key for name, one in played.items()}
                 asked = {"base_url": f"{through}/v1", "model": "policy", "model_path": str(tiny_model), "keys": keys}
@@ -237,6 +244,35 @@ async def test_a_client_plays_and_what_it_samples_is_recorded(client: Client, ne
                 cells[feature] = cell_of(line, turns, recorded, played[feature].key, tokenizer)
     ignored = sorted(set().union(*recorded.ignored.values()))
     settle(client, {"packages": list(client.packages), "ignored": ignored, "of_task": sorted(recorded.of_task), "cells": cells})
+
+
+EXAMPLES = {
+    "strands-agents": ("strands_agent.py", call("calculate", expression="1+2"), SUM),
+    "mini-swe-agent": ("mini_swe_agent.py", call("bash", command="ls"), call("bash", command=f"{SUBMIT} && echo 3")),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+async def test_an_example_of_a_framework_plays_as_a_command(name: str, new_run: NewRun, tiny_model: Path, tmp_path: Path) -> None:
+    script, *answers = EXAMPLES[name]
+    environment = await asyncio.to_thread(environment_of, next(client for client in CLIENTS if client.name == name))
+    player = await new_run()
+    registry, sessions = Registry(player.bus, player.config.run.name), SessionStore(player.store, player.config.run.name)
+    answered = lambda prompt: answers[min(prompt.count("<|im_start|>assistant\n"), 2) - 1]  # noqa: E731
+    async with scripted_replica(registry, Tokenizer(tiny_model), answered) as replica:
+        with started_gateway(0, tmp_path, player.environment("gateway-0")) as process:
+            url = await ready_gateway(registry, 0, process)
+            played = await Played.opened(sessions, sampling=Sampling(temperature=1.0, max_new_tokens=4000))
+            asked = {"model": "policy", "messages": [{"role": "user", "content": "1+2="}], "label": "3"}
+            variables = {**os.environ, "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": played.key, "HOME": str(tmp_path)}
+            command = [str(environment / "bin" / "python"), str(ROOT / "examples" / "agents" / script)]
+            run = functools.partial(subprocess.run, capture_output=True, text=True, timeout=PLAY_SECONDS)
+            done = await asyncio.to_thread(run, command, input=json.dumps(asked), env=variables, cwd=tmp_path)
+            turns = list((await played.log()).turns.values())
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {"reward": 0.9, "right": 1.0, "turns": 2.0}
+    captured_exactly(turns, replica)
+    assert len(turns) == 2 and len(trajectories(turns)) == 1
 
 
 REFUSED = {
@@ -305,6 +341,7 @@ def cell_of(line: dict[str, Any], turns: list[Turn], recorded: Recorder, key: st
             return f"refused: `{body.get('param') or body['message'].partition(':')[0]}`"
         pytest.fail(f"{line['feature']}: {line['error']}")
     assert turns, f"{line}: nothing was asked"
+    assert not any("hello, world" in tokenizer.decode(turn.prompt) for turn in turns), "a probe is a turn of the session"
     shown = spaceless("\n".join([*line["seen"], *(json.dumps(text)[1:-1] for text in line["seen"])]))
     for turn in turns:
         text = tokenizer.decode(turn.completion)
