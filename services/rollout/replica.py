@@ -280,7 +280,7 @@ class Replica:
         service.log.info("engine_ready", seconds=round(seconds, 1), url=client.url, release=client.capabilities.release)
         service.metrics.set("engine_start_seconds", seconds)
         if external is not None and not external.says_token_versions:
-            service.log.warning("no_token_versions", reason="the engine names a version for each answer: all tokens count as the oldest's")
+            service.log.warning("no_token_versions", reason="the staleness bound holds for each request, not for each of its tokens")
         await self.attach(client)
         await self.after_start()
         return engine

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from services.rollout.engine.external_engine import ExternalClient, ExternalEngine
-from services.rollout.engine.generation import GenerationRequest
+from services.rollout.engine.generation import GenerationRequest, Span
 from services.rollout.engine.transport import EngineError
 from services.rollout.rollout_service import Rollout
 from services.trainer.weights.snapshot_writer import WeightCheckpointWriter
@@ -34,6 +34,7 @@ from shared.transfer.weight_checkpoint import WeightCheckpoint, WeightCheckpoint
 from tests.integration.engine.conftest import Checkpoint, Checkpoints
 from tests.integration.engine.reference import log_probs, log_probs_over_pushes
 from tests.support.run_config import run_config
+from tests.support.service_process import ROOT
 from tests.support.stock_engine import START_SECONDS, StockEngine
 from tests.support.tables import table
 from tests.support.tiny_model import TinyModelShape, write_tiny_model
@@ -134,6 +135,29 @@ async def test_updates_in_the_middle_of_requests(transport: str, stock: StockEng
             await client.generate_group([GenerationRequest(PROMPT, 4)], SAMPLING)
     finally:
         await client.close()
+
+
+async def test_an_older_engine_names_one_version_for_an_answer(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tokens of a request that ran across an update count as the older version's."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/support/older_engine"))
+    with StockEngine(checkpoint(0).path, tmp_path / "engine.log") as stock:
+        stock.wait_ready()
+        monkeypatch.undo()
+        config = config_of(tmp_path, checkpoint(0).path, stock.url, "disk")
+        engine, client = await connected(config, [])
+        try:
+            await load(client, written(config, 1, checkpoint(1)))
+            second = written(config, 2, checkpoint(2))
+            running = asyncio.create_task(client.generate_group([GenerationRequest(PROMPT, TOKENS, ignore_eos=True)], SAMPLING))
+            await until(lambda: client.generating, "a request on its way")
+            await load(client, second)
+            [across] = await running
+            assert not engine.says_token_versions
+            assert across.spans == (Span(0, TOKENS, 1),)
+        finally:
+            await client.close()
 
 
 class Altered(http.server.BaseHTTPRequestHandler):
