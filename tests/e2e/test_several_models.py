@@ -56,17 +56,18 @@ def test_a_frozen_judge_answers_rewards_and_agents_over_its_engines_death(
 @pytest.mark.extra
 @pytest.mark.timeout(RUN_SECONDS + 300)
 def test_engines_of_unlike_groups_get_the_same_pushes(small_run: Callable[..., Path], tmp_path: Path) -> None:
-    config, groups = small_run("unlike", steps=4, staleness=1), tmp_path / "engines.yaml"
+    config, groups = small_run("unlike", steps=30, staleness=1), tmp_path / "engines.yaml"
     own = "{mem_fraction_static: 0.5, max_running_requests: 9}"
     groups.write_text(
-        "sglang: [{name: default, server_groups: [{worker_type: regular, num_gpus: 1}, {num_gpus: 1, overrides: " + own + "}]}]"
+        f"""sglang:
+  - {{name: default, server_groups: [{{worker_type: regular, num_gpus: 1}}, {{num_gpus: 1, overrides: {own}}}]}}
+  - {{name: ref, update_weights: false, server_groups: [{{num_gpus: 1}}, {{worker_type: placeholder, num_gpus: 2}}]}}
+"""
     )
     with LaunchedRun(config, tmp_path / "runs" / "unlike", "unlike", ["--sglang-config", str(groups)]) as run:
-        run.until(
-            "both engines with pushed weights",
-            lambda cards: sum(card.service == "rollout" and card.version >= 1 for card in cards) == 2,
-            RUN_SECONDS,
-        )
+        served = lambda cards: [one.version >= 1 for one in cards if one.service == "rollout"] == [True] * 2 and bool(models(cards))  # noqa: E731
+        cards = run.until("both engines with pushed weights, and the frozen one", served, RUN_SECONDS)
+        assert [(one.instance, one.model, one.version) for one in models(cards)] == [("model-ref-0", "ref", 0)]
         assert run.wait(RUN_SECONDS) == 0, run.said()
     assert run.summary()["audit"] == "ok"
     logs = [(run.root / "logs" / f"rollout-{index}-engine.log").read_text() for index in range(2)]
