@@ -51,7 +51,14 @@ def _layout(inspection: Inspection) -> Iterator[str]:
         rollout, where = config.rollout, ", colocated" if config.trainer.colocate else ""
         engines = f"{rollout.rollout_replicas} engines of {rollout.rollout_num_gpus_per_engine} GPUs"
         device = "servers of somebody else's" if rollout.external_engines else devices.resolve(rollout.rollout_device)
+        if rollout.engine_groups:
+            engines = " and ".join(f"{group.replicas} engines of {group.num_gpus_per_engine} GPUs" for group in rollout.engines())
         yield f"{engines}{where}" if device == "cuda" else f"{rollout.rollout_replicas} engines on {device}"
+        for name in rollout.models:
+            found = [own.rollout for own in (config.of_engines(name, place) for place in range(len(rollout.engines(name))))]
+            shapes = " and ".join(f"{own.rollout_replicas} of {own.rollout_num_gpus_per_engine} GPUs" for own in found)
+            on = devices.resolve(found[0].rollout_device)
+            yield f"{name}, frozen: {shapes if on == 'cuda' else sum(own.rollout_replicas for own in found)} on {on}"
 
 
 def _memory(inspection: Inspection) -> Iterator[str]:
