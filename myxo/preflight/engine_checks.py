@@ -100,7 +100,8 @@ def _of_group(own: Inspection, field: str, checks: Iterable[Callable[[Inspection
 
 def check_external_engines(inspection: Inspection) -> Findings:
     """Yields the external engines that the run cannot use; notes those that do not answer: their replicas wait for them."""
-    for url in inspection.config.rollout.external_engines:
+    urls = inspection.config.rollout.external_engines
+    for url in urls if inspection.model_config is not None else ():  # else the check of the model's files reports it
         try:
             ExternalServer(inspection.config, url).describe()
         except EngineAway as error:

@@ -291,6 +291,7 @@ class EngineProxy(EndpointServer):
                 if not parsed.stream:
                     whole = await _whole(answer)
                     self._still(life)
+                    client.check_text(whole)
                     if self.answers is not None and answer.status == HTTPStatus.OK:
                         self.answers.add(parsed, whole)
                     return web.Response(status=answer.status, body=whole, headers=headers)
@@ -298,6 +299,7 @@ class EngineProxy(EndpointServer):
                 await response.prepare(request)
                 async for chunk in answer.content.iter_any():
                     self._still(life)
+                    client.check_text(chunk)
                     await response.write(chunk)
                 await response.write_eof()
                 return response

@@ -22,6 +22,7 @@ from services.rollout.served_version import ServedVersion
 from shared import hooks
 from shared.bus.registry import MODEL
 from shared.config import devices
+from shared.config.external_server import EngineAway
 from shared.process.child_process import ProcessEnded
 from shared.runtime.addresses import LOOPBACK, own_address
 from shared.runtime.errors import DeadlineExceeded, MyxoError
@@ -156,11 +157,12 @@ class Replica:
             while True:
                 try:
                     engine = await self._start_on_all_nodes(self._leader) if self._leader is not None else await self._start(None)
-                except (EngineError, DeadlineExceeded) as error:
+                except (EngineError, EngineAway, DeadlineExceeded) as error:
                     if not self._external:
                         raise
                     await self._report_away(str(error), False)  # it went away again at once
                     await self._close()
+                    await asyncio.sleep(RESTART_SECONDS)
                     continue
                 cause = await self._fault(engine)
                 self.engine_up.clear()

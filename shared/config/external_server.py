@@ -5,9 +5,11 @@ The launcher asks before anything starts, and the engine's rollout service each 
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -31,6 +33,15 @@ WEIGHT_ROUTES = {
     "disk": ("/update_weights_from_disk",),
     "nccl": ("/init_weights_update_group", "/update_weights_from_distributed", "/destroy_weights_update_group"),
 }
+
+# SGLang's flags that change what is sampled, by its names for them → the values that change nothing. The run has to have the same.
+CHANGING: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("preferred_sampling_params", "torchao_config", "enable_deterministic_inference", "rl_on_policy_target"), ()),
+    **{"speculative_algorithm": ("NONE",), "quantization": ("unquant",), "json_model_override_args": ("{}",), "enable_strict_thinking": ()},
+    **dict.fromkeys(("speculative_accept_threshold_single", "speculative_accept_threshold_acc"), (1,)),
+    **{"dtype": ("auto", "bfloat16", "float32", "float"), "kv_cache_dtype": ("auto", "bf16", "bfloat16")},
+}
+STAYING: Any = type("Staying", (urllib.request.HTTPRedirectHandler,), {"redirect_request": lambda *_: None})  # the key would go along
 
 # Keys of ``config.json`` by which two checkpoints of one architecture differ.
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_experts")
@@ -56,7 +67,7 @@ class ExternalServer:
         self.key = "" if variable is None else os.environ.get(variable, "")
         if variable is not None and not self.key:
             raise ConfigError("rollout.external_engine_key_variable", variable, "a variable that is set where rollout services start")
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), STAYING)
 
     def ask(self, path: str, body: Any = None, seconds: float = ASK_SECONDS) -> Any:
         """Returns the answer to a GET, or to a POST of ``body``. Raises EngineAway; ConfigError where it has no such route, or refuses."""
@@ -83,13 +94,13 @@ class ExternalServer:
                 device=str(info.get("device") or "cuda"),
             )
             model["weight_version"], model["model_path"]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+            for problem in (*self._model_problems(model, own), *self._problems(info, found, "quantization_config" in own)):
+                raise ConfigError(FIELD, self.url, problem)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ConfigError(FIELD, self.url, f"its description lacks {error} or has another form: it is no SGLang server") from error
-        for problem in (*self._model_problems(model, own), *self._problems(info, found)):
-            raise ConfigError(FIELD, self.url, problem)
         return found
 
-    def _problems(self, info: Mapping[str, Any], found: Capabilities) -> Iterator[str]:
+    def _problems(self, info: Mapping[str, Any], found: Capabilities, quantized: bool) -> Iterator[str]:
         """Yields what the run needs and the engine has not, or has otherwise."""
         rollout, part = self._config.rollout, "embeddings" if info.get("is_embedding") else info.get("disaggregation_mode") or "null"
         if part != "null":
@@ -103,16 +114,25 @@ class ExternalServer:
         needed = rollout.rollout_max_context_len or rollout.rollout_max_response_len + 1
         if found.max_sequence < needed:
             yield f"it holds sequences of {found.max_sequence} tokens, and the run's have up to {needed}"
+        if rollout.in_flight_on_push == "retract" and found.kept_tokens:
+            yield "it keeps prefixes of older weights, and in_flight_on_push = retract needs --disable-radix-cache; or take in_place"
+        yield from self._other_flags(info, quantized)
+
+    def _other_flags(self, info: Mapping[str, Any], quantized: bool) -> Iterator[str]:
         routed = {"enable-return-routed-experts": True} if self._config.trainer.use_rollout_routing_replay else {}
-        for name, value in (rollout.engine_flags | routed).items():
+        flags = self._config.rollout.engine_flags | routed
+        for name, value in flags.items():
             if str(has := info.get(name.replace("-", "_"), value)) != str(value):
                 yield f"it runs with {name} = {has}, and the run needs {value}"
+        known = {*flags, *(["quantization"] if quantized else [])}
+        for name, neutral in CHANGING.items():
+            if (has := info.get(name)) and has not in neutral and name.replace("_", "-") not in known:
+                yield f"it runs with {name} = {has}, which changes what is sampled: start it without, or give rollout.sglang.{name}, too"
 
     def _missing_routes(self, release: str) -> Iterator[str]:
         transport = self._config.weights.update_weight_transport
-        for path in (*ROUTES, *(() if self._config.debug.debug_rollout_only else WEIGHT_ROUTES[transport])):
-            if self._has(path):
-                continue
+        needed = (*ROUTES, *(() if self._config.debug.debug_rollout_only else WEIGHT_ROUTES[transport]))
+        for path in itertools.filterfalse(self._has, needed):
             others = [name for name in WEIGHT_ROUTES.keys() - {transport} if all(map(self._has, WEIGHT_ROUTES[name]))]
             instead = f"; update_weight_transport = {others[0]} would do" if others and path not in ROUTES else ""
             yield f"SGLang {release} there has no {path}, which update_weight_transport = {transport} needs{instead}"
@@ -134,9 +154,12 @@ class ExternalServer:
     def described(self, name: str, seconds: float = ASK_SECONDS) -> dict[str, Any]:
         """Returns ``server_info`` or ``model_info``, which has the version of its weights. Raises as `ask`."""
         try:
-            return dict(self.ask(f"/{name}", None, seconds))
+            found = self.ask(f"/{name}", None, seconds)
         except ConfigError:  # older releases have another name for it
-            return dict(self.ask(f"/get_{name}", None, seconds))
+            found = self.ask(f"/get_{name}", None, seconds)
+        if not isinstance(found, dict):
+            raise ConfigError(FIELD, self.url, f"/{name} was answered with {found!s:.80}: it is no SGLang server")
+        return found
 
     def _has(self, path: str) -> bool:
         """Returns whether it has a route that takes POST alone: a GET does nothing, and is answered with 404 only where there is none."""
@@ -147,7 +170,7 @@ class ExternalServer:
         data = None if body is None else json.dumps(body).encode()
         try:
             with self._opener.open(urllib.request.Request(self.url + path, data, headers), timeout=seconds) as answer:
-                return answer.status, json.loads(answer.read() or b"null")
+                return answer.status, _value(answer, time.monotonic() + seconds)
         except urllib.error.HTTPError as error:
             with error:
                 if error.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
@@ -156,3 +179,16 @@ class ExternalServer:
                 return error.code, error.read(1000).decode(errors="replace")
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise EngineAway(self.url, error) from error
+
+
+def _value(answer: http.client.HTTPResponse, end: float) -> Any:
+    """Returns an answer's JSON, or the text of what is none. Raises OSError for one that is too large or does not end by then."""
+    data = bytearray()
+    while chunk := answer.read1(1 << 16):
+        data += chunk
+        if len(data) > 1 << 24 or time.monotonic() > end:
+            raise TimeoutError(f"its answer has not ended after {len(data)} bytes")
+    try:
+        return parse_json(bytes(data) or b"null")
+    except ValueError:
+        return data.decode(errors="replace")

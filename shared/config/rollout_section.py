@@ -49,10 +49,10 @@ Hooks = Annotated[list[Annotated[str, StringConstraints(pattern=HOOK)]], Words(l
 def _engine_url(given: str) -> str:
     """Returns ``http://host:port`` of an address; slime's have no scheme. Raises ValueError."""
     parts = urlsplit(given if "://" in given else f"http://{given}")
-    further = parts.path.strip("/") or parts.username or parts.query
-    if parts.scheme not in ("http", "https") or not parts.hostname or not parts.port or further:
+    host, further = parts.hostname or "", parts.path.strip("/") or parts.query or parts.fragment or re.search(r"[@\s]", parts.netloc)
+    if parts.scheme not in ("http", "https") or not host or not parts.port or further:
         raise ValueError("http://host:port of an SGLang server, without a path or a password")
-    return f"{parts.scheme}://{parts.netloc}"
+    return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port}"
 
 
 Roles = Annotated[list[Annotated[str, StringConstraints(pattern=ROLE)]], AfterValidator(_each_once)]

@@ -62,6 +62,11 @@ class RunConfig(Section):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
+            ("rollout.external_engine_key_variable", "weights.update_weight_engine_dir", "weights.external_group_backend"),
+            lambda run, given: given not in (None, "auto") and not run.rollout.external_engines,
+            "belongs to rollout.external_engines, and there are none; leave it out",
+        ),
+        Rule(
             "rollout.missing_log_probs",
             lambda run, given: given == "recompute" and run.log_probs_reader,
             "recompute, but {2}; the trainer's own stand in for them with max_staleness = 0 or off_policy = none, and no use_tis",

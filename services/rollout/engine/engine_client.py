@@ -239,6 +239,9 @@ class EngineClient:
         """Returns an answer of ``/generate`` with versions that are integers. Raises EngineError for one by other weights."""
         return answer
 
+    def check_text(self, data: bytes) -> None:
+        """Raises EngineError for a text or part of an answer by other weights."""
+
     async def abort(self, rids: Sequence[str], *, deadline: float = CONTROL_SECONDS) -> None:
         """Ends these requests; each returns to its caller with its partial output. Unknown ids are ignored."""
         await asyncio.gather(*(self._abort({"rid": wire_rid(rid)}, deadline) for rid in rids))

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import secrets
 import sys
 import time
@@ -38,6 +39,7 @@ AWAY_SECONDS = 2.0  # the interval at which an external engine that is away is a
 WATCH_SECONDS = 5.0  # the deadline for its answers while it is watched: one that is only late is `until_hung`'s matter
 TRY_SECONDS = 30.0  # the deadline for its first token
 HALF_LOADED = "the engine may be half-loaded"
+NAMES = re.compile(rb'"(?:weight_)?version":\s*("[^"]*"|[^\s,}\]]+)')  # of weights in an answer; texts within it have their quotes escaped
 MARK = "@"  # between version and mark in the name by which an external engine knows its weights
 ONE_TOKEN = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}, "return_logprob": True}
 NEEDED = ("id", "finish_reason", "completion_tokens", "output_token_logprobs", "weight_version")  # in the meta_info of its answers
@@ -74,7 +76,8 @@ class ExternalEngine:
     def _try(self) -> None:
         """Raises ConfigError where an answer lacks what samples need."""
         self.server.ask("/continue_generation", {})  # whoever had it before may have paused it
-        meta = self.server.ask("/generate", ONE_TOKEN, TRY_SECONDS)["meta_info"]
+        answer = self.server.ask("/generate", ONE_TOKEN, TRY_SECONDS)
+        meta = answer["meta_info"] if isinstance(answer, dict) and isinstance(answer.get("meta_info"), dict) else {}
         if missing := [name for name in NEEDED if name not in meta]:
             raise ConfigError(FIELD, self.server.url, f"the meta_info of its answers lacks {', '.join(missing)}")
         self.says_token_versions = "weight_versions" in meta
@@ -137,6 +140,9 @@ class ExternalClient(EngineClient):
     async def close(self) -> None:
         try:
             await self._leave_group(ABANDON_SECONDS)
+            for step in (self.end_weight_update, self.resume):  # what was cut short would leave it paused for others
+                with contextlib.suppress(MyxoError):
+                    await step(deadline=ABANDON_SECONDS)
             if self._sender is not None:
                 await asyncio.to_thread(self._sender.stop, 0)
         finally:
@@ -152,6 +158,8 @@ class ExternalClient(EngineClient):
     async def open_receivers(self, *, deadline: float = CONTROL_SECONDS) -> None:
         """Ends what another client has left in the engine; it has no receivers."""
         await self.abort_all(deadline=deadline)
+        with contextlib.suppress(EngineError):  # refused where no push is open, and by releases that have none
+            await self.transport.post("/end_weight_update", {}, deadline, "the next update is refused")
 
     async def adopt(self, version: int, tensors: Mapping[str, TensorDigest], *, deadline: float = CONTROL_SECONDS) -> str:
         """Returns the digest of what was sent: a stock engine tells none of what it holds."""
@@ -173,9 +181,15 @@ class ExternalClient(EngineClient):
             if isinstance(meta := one.get("meta_info") if isinstance(one, dict) else None, dict):
                 if (name := meta.get("weight_version")) is not None:  # one that was aborted before it ran may have none
                     meta["weight_version"] = self._number(name)
-                for span in meta.get("weight_versions") or ():
-                    span["version"] = self._number(span["version"])
+                spans = meta.get("weight_versions")
+                for span in filter(lambda span: isinstance(span, dict), spans if isinstance(spans, list) else ()):
+                    span["version"] = self._number(span.get("version"))
         return answer
+
+    def check_text(self, data: bytes) -> None:
+        for found in NAMES.findall(data):
+            if (name := found.decode(errors="replace").strip('"')) != "null":
+                self._number(name)
 
     def _number(self, name: Any) -> str:
         number, _, mark = str(name).partition(MARK)

@@ -110,7 +110,7 @@ class EngineTransport:
             *whole, rest = (rest + chunk).split(b"\n\n")
             for event in whole:
                 if event.startswith(b"data: {"):
-                    data = orjson.loads(event[len(b"data: ") :])
+                    data = _parsed(event[len(b"data: ") :])
                     if "error" in data:
                         raise EngineError(self.url + path, message_of(data))
                     yield data

@@ -243,7 +243,12 @@ def test_external_engines_are_all_the_engines_that_there_are(tmp_path: Path) -> 
     [
         ({"rollout": {"external_engines": ["h1"]}}, "rollout.external_engines.0"),
         ({"rollout": {"external_engines": ["http://user:word@h1:1"]}}, "rollout.external_engines.0"),
-        ({"rollout": {"external_engines": ["h1:1", "http://h1:1"]}}, "rollout.external_engines"),
+        ({"rollout": {"external_engines": ["http://:word@h1:1"]}}, "rollout.external_engines.0"),
+        ({"rollout": {"external_engines": ["http://h1:1#part"]}}, "rollout.external_engines.0"),
+        ({"rollout": {"external_engines": ["http://h1 :1"]}}, "rollout.external_engines.0"),
+        ({"rollout": {"external_engine_key_variable": "KEY"}}, "rollout.external_engine_key_variable"),
+        ({"weights": {"external_group_backend": "gloo"}}, "weights.external_group_backend"),
+        ({"rollout": {"external_engines": ["H1:1", "http://h1:1"]}}, "rollout.external_engines"),
         ({"rollout": {"external_engines": ["h1:1"], "rollout_replicas": 2}}, "rollout.rollout_replicas"),
         ({"rollout": {"external_engines": ["h1:1"], "models": {"judge": {"hf_checkpoint": "/m"}}}}, "rollout.models"),
         ({"rollout": {"external_engines": ["h1:1"]}, "trainer": {"colocate": True}}, "rollout.external_engines"),
