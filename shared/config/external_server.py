@@ -142,7 +142,6 @@ class ExternalServer:
         ours = f"the run's ({self._config.model.hf_checkpoint})"
         if (named := model.get("architectures")) and own.get("architectures") and named != own["architectures"]:
             yield f"it serves {named[0]} ({model['model_path']}), not {own['architectures'][0]}, {ours}"
-            return
         host, theirs = urlsplit(self.url).hostname or "", {}
         with contextlib.suppress(OSError, ValueError):
             if socket.gethostbyname(host) == address_towards(host):
@@ -182,7 +181,6 @@ class ExternalServer:
 
 
 def _value(answer: http.client.HTTPResponse, end: float) -> Any:
-    """Returns an answer's JSON, or the text of what is none. Raises OSError for one that is too large or does not end by then."""
     data = bytearray()
     while chunk := answer.read1(1 << 16):
         data += chunk

@@ -39,7 +39,9 @@ AWAY_SECONDS = 2.0  # the interval at which an external engine that is away is a
 WATCH_SECONDS = 5.0  # the deadline for its answers while it is watched: one that is only late is `until_hung`'s matter
 TRY_SECONDS = 30.0  # the deadline for its first token
 HALF_LOADED = "the engine may be half-loaded"
-NAMES = re.compile(rb'"(?:weight_)?version":\s*("[^"]*"|[^\s,}\]]+)')  # of weights in an answer; texts within it have their quotes escaped
+NAMES = re.compile(
+    rb'"(?:weight_)?version":\s*(?!null)("[^"]*"|[^\s,}\]]+)'
+)  # of weights in an answer; texts within it have their quotes escaped
 MARK = "@"  # between version and mark in the name by which an external engine knows its weights
 ONE_TOKEN = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}, "return_logprob": True}
 NEEDED = ("id", "finish_reason", "completion_tokens", "output_token_logprobs", "weight_version")  # in the meta_info of its answers
@@ -187,9 +189,8 @@ class ExternalClient(EngineClient):
         return answer
 
     def check_text(self, data: bytes) -> None:
-        for found in NAMES.findall(data):
-            if (name := found.decode(errors="replace").strip('"')) != "null":
-                self._number(name)
+        for name in NAMES.findall(data):
+            self._number(name.decode(errors="replace").strip('"'))
 
     def _number(self, name: Any) -> str:
         number, _, mark = str(name).partition(MARK)

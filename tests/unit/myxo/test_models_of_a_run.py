@@ -162,6 +162,18 @@ def test_tables_that_do_not_add_up_are_refused(rollout: dict[str, Any], said: st
         parse(values(tmp_path, rollout={**RUN, **rollout}))
 
 
+def test_no_frozen_model_has_a_name_of_the_trained_one_at_gateways(tmp_path: Path) -> None:
+    for name in ("named", "alias", "model", "judge"):
+        (tmp_path / name).mkdir()
+        config = several(tmp_path / name, {"models": {name: JUDGE}})
+        gateway = config.gateway.model_copy(update={"gateway_replicas": 1, "gateway_models": ["alias"]})
+        config = config.model_copy(update={"gateway": gateway, "run": config.run.model_copy(update={"name": "named"})})
+        found = [
+            one for one in check_models(Inspection(config)) if isinstance(one, ConfigError) and "is trained by this one" in one.expected
+        ]
+        assert [one.field for one in found] == ([] if name == "judge" else [f"rollout.models.{name}"])
+
+
 def test_a_teacher_that_the_run_does_not_have_is_refused(tmp_path: Path) -> None:
     teaching = {"use_opd": True, "opd_type": "sglang", "opd_teachers": {"first": "jugde"}}
     wrong = "neither http://host:port nor a model of .rollout.models.; did you mean judge"

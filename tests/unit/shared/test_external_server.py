@@ -169,4 +169,4 @@ async def test_others_get_nothing_by_weights_of_somebody_else(url: str, tmp_path
     finally:
         await proxy.close()
         await client.close()
-    assert asked[-1] == "/continue_generation"
+    assert "/continue_generation" in asked
