@@ -67,9 +67,6 @@ ENGINE_CHECKS = (check_engine_flags, check_engine_backend, check_engine_context,
 def check_models(inspection: Inspection) -> Findings:
     """Yields what is wrong with frozen models and with groups of the policy's engines, each by the checks of engines that are alike."""
     config, rollout = inspection.config, inspection.config.rollout
-    taken = {config.run.name, config.model.hf_checkpoint.name, *config.gateway.gateway_models} if config.gateways else set()
-    for model in sorted(taken & rollout.models.keys()):
-        yield ConfigError(f"rollout.models.{model}", model, "another name: agents ask for the model that is trained by this one")
     for model in ("", *rollout.models) if rollout.engine_groups else rollout.models:
         for place, group in enumerate(rollout.engines(model)):
             field = f"rollout.models.{model}" if model else f"rollout.engine_groups.{place}"

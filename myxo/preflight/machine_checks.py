@@ -309,11 +309,14 @@ def check_commands(inspection: Inspection) -> Findings:
 
 
 def check_gateways(inspection: Inspection) -> Findings:
-    """Raises where gateways are to start that cannot."""
-    if inspection.config.gateways and importlib.util.find_spec("renderers") is None:
+    """Raises where gateways are to start that cannot; yields frozen models that have a name of the trained one's there."""
+    config = inspection.config
+    taken = {config.run.name, config.model.hf_checkpoint.name, *config.gateway.gateway_models} if config.gateways else set()
+    for model in sorted(taken & config.rollout.models.keys()):
+        yield ConfigError(f"rollout.models.{model}", model, "another name: agents ask for the model that is trained by this one")
+    if config.gateways and importlib.util.find_spec("renderers") is None:
         expected = "gateways need the package renderers: pip install 'myxo[gateway]', or 0 where they run on other machines"
-        raise ConfigError("gateway.gateway_replicas", inspection.config.gateways, expected)
-    yield from ()
+        raise ConfigError("gateway.gateway_replicas", config.gateways, expected)
 
 
 def check_rewards(inspection: Inspection) -> Findings:

@@ -10,6 +10,7 @@ from myxo.launch.node_placement import place
 from myxo.launch.service_plan import filled, plan
 from myxo.preflight.engine_checks import check_models
 from myxo.preflight.inspection import Inspection, Note
+from myxo.preflight.machine_checks import check_gateways
 from myxo.preflight.run_plan import RunPlan, engine_table
 from myxo.run import config_toml
 from shared.config import devices
@@ -169,7 +170,7 @@ def test_no_frozen_model_has_a_name_of_the_trained_one_at_gateways(tmp_path: Pat
         gateway = config.gateway.model_copy(update={"gateway_replicas": 1, "gateway_models": ["alias"]})
         config = config.model_copy(update={"gateway": gateway, "run": config.run.model_copy(update={"name": "named"})})
         found = [
-            one for one in check_models(Inspection(config)) if isinstance(one, ConfigError) and "is trained by this one" in one.expected
+            one for one in check_gateways(Inspection(config)) if isinstance(one, ConfigError) and "is trained by this one" in one.expected
         ]
         assert [one.field for one in found] == ([] if name == "judge" else [f"rollout.models.{name}"])
 
