@@ -94,15 +94,22 @@ class Running:
 
 @asynccontextmanager
 async def generating(client: EngineClient, count: int) -> AsyncIterator[Running]:
-    """``count`` long requests that the engine is decoding when the body begins."""
-    asked = requests(count)
-    await until(lambda: resting(client), "an engine without requests")
-    task = asyncio.create_task(client.generate_group(asked, SAMPLING))
+    """``count`` long requests that the engine is decoding when the body begins; made anew where they end before they are seen running."""
+    running: list[Running] = []
+
+    async def seen() -> bool:
+        if not running or running[-1].task.done():
+            await until(lambda: resting(client), "an engine without requests")
+            asked = requests(count)
+            running.append(Running(asked, asyncio.create_task(client.generate_group(asked, SAMPLING))))
+        return await decoding(client, count)
+
     try:
-        await until(lambda: decoding(client, count, task), f"{count} requests in decode")
-        yield Running(asked, task)
+        await until(seen, f"{count} requests in decode")
+        yield running[-1]
     finally:
-        task.cancel()
+        for one in running:
+            one.task.cancel()
 
 
 async def resting(client: EngineClient) -> bool:
@@ -110,8 +117,7 @@ async def resting(client: EngineClient) -> bool:
     return now.running == now.waiting == 0
 
 
-async def decoding(client: EngineClient, count: int, task: asyncio.Task[list[Generation]]) -> bool:
+async def decoding(client: EngineClient, count: int) -> bool:
     """Whether ``count`` requests are running, and some tokens long beyond their prompts of 12."""
-    assert not task.done(), "the requests ended before they were seen running"
     now = await load(client)
     return now.running == count and now.used_tokens > count * 16
