@@ -240,23 +240,27 @@ class ReceiverClient:
                 everything.discard(waking)
                 return [task.result() for task in ranks]
             seconds = LATE_SECONDS if isinstance(first, NotBegun) else ABORT_SECONDS
+            heard = False
             with contextlib.suppress(MyxoError):
                 await self.abort(seconds)
+                heard = True
             await asyncio.wait(everything, timeout=seconds)
-            raise self._failure(first, ranks, deadline)
+            raise self._failure(first, ranks, deadline, heard)
         finally:
             await _ended(everything)
 
-    def _failure(self, first: BaseException | None, ranks: Sequence[asyncio.Task[Fields]], deadline: float) -> BaseException:
-        """Returns the error to raise for a command that has failed. ``first``: the first error; None: the deadline has passed."""
+    def _failure(self, first: BaseException | None, ranks: Sequence[asyncio.Task[Fields]], deadline: float, heard: bool) -> BaseException:
+        """Returns the error to raise for a command that has failed. ``first``: the first error; None: the deadline has passed. ``heard``:
+        whether all ranks have been called off."""
         silent = [rank for rank, task in enumerate(ranks) if not task.done()]
         if first is None:
             first = DeadlineExceeded("the answer", f"ranks {silent} of the engine", deadline, "it is fenced")
         if not isinstance(first, MyxoError):
             return first
         failures = [task.exception() for task in ranks if task.done()]
-        if isinstance(first, NotBegun):  # ranks that are silent have not begun
-            first.touched = any(isinstance(error, ReceiverError) and error.touched for error in failures)
+        if isinstance(first, NotBegun):  # one that is called off before it began says so; others have begun since, or still may
+            off = [isinstance(error, ReceiverError) and not error.touched for error in failures]
+            first.touched = not heard or len(off) < len(ranks) or not all(off)
             return first
         touched = bool(silent) or any(not isinstance(error, ReceiverError) or error.touched for error in failures)
         where, reason = (first.where, first.reason) if isinstance(first, ReceiverError) else (str(self.directory), str(first))

@@ -78,9 +78,10 @@ async def test_sample_hooks_see_what_was_generated_one_after_another(new_bench: 
     desk = await new_bench(rollout=rollout, reward={"worker_environment": [generate_hooks.DIRECTORY]})
     await desk.task()
     _, samples = await desk.generated()
-    seen = [7 // desk.service.config.rollout.rollout_batch_size, False, "truncated" if function else "completed"]
+    step = 7 // desk.service.config.rollout.rollout_batch_size
     for one in samples:
-        assert one.metadata["seen"] == seen
+        ended = "truncated" if one.finish == "length" else "completed"
+        assert one.metadata["seen"] == [step, False, ended]
         assert not one.mask[0] and one.mask[1] and len(one.log_probs) == len(one.response)
 
 

@@ -193,6 +193,30 @@ async def test_a_rank_that_does_not_begin_is_named_and_does_nothing_later(direct
     session.close()
 
 
+async def test_a_rank_that_begins_as_it_is_called_off_may_hold_other_weights(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replica would serve them under the version before."""
+    model, group = Model(0), WeightsGroup("late", 2)
+    session = CommandSession(directory, Receiver(model, 0, "cpu"))
+    session.open()
+    receivers = ReceiverClient(directory, 1)
+    channel = group.address.model_dump(mode="json")
+    await receivers.ask({"verb": "join", "channels": [channel], "rank": 1, "timeout": SECONDS}, SECONDS)
+    await asyncio.to_thread(group.join, SECONDS)
+    send(group, 1, tensors(1))
+    in_time = receivers.abort
+
+    async def abort(deadline: float) -> None:
+        await asyncio.to_thread(session.work)
+        await in_time(deadline)
+
+    monkeypatch.setattr(receivers, "abort", abort)
+    command = {"verb": "receive", "version": 1, "push": 1, "channels": [group.name]}
+    with pytest.raises(NotBegun) as late:
+        await receivers.have_done(command, SECONDS, wake_nobody, begin=2.0)
+    assert model.loads and late.value.touched
+    session.close()
+
+
 async def test_a_command_that_was_called_off_unwoken_does_not_take_the_wake_of_the_next(directory: Path) -> None:
     """Neither while a wake may still come for it, which then ends with it."""
     session = CommandSession(directory, Receiver(Model(0), 0, "cpu"))
@@ -215,7 +239,7 @@ async def test_a_command_that_was_called_off_unwoken_does_not_take_the_wake_of_t
     with pytest.raises(ReceiverError, match="this engine has joined none"):
         await receivers.have_done(command, SECONDS, wake)
     with pytest.raises(NotBegun):
-        await receivers.have_done(command, SECONDS, wake_late, begin=0.2)
+        await receivers.have_done(command, SECONDS, wake_late, begin=2.0)
     following = asyncio.create_task(receivers.have_done(command, SECONDS, wake, ready=late.wait))
     await asyncio.sleep(0)
     late.set()
