@@ -257,17 +257,22 @@ class ReceiverClient:
             first = DeadlineExceeded("the answer", f"ranks {silent} of the engine", deadline, "it is fenced")
         if not isinstance(first, MyxoError):
             return first
-        failures = [task.exception() for task in ranks if task.done()]
-        if isinstance(first, NotBegun):  # one that is called off before it began says so; others have begun since, or still may
-            off = [isinstance(error, ReceiverError) and not error.touched for error in failures]
-            first.touched = not heard or len(off) < len(ranks) or not all(off)
+        if isinstance(first, NotBegun):
+            first.touched = not heard or not all(map(_was_called_off, ranks))
             return first
+        failures = [task.exception() for task in ranks if task.done()]
         touched = bool(silent) or any(not isinstance(error, ReceiverError) or error.touched for error in failures)
         where, reason = (first.where, first.reason) if isinstance(first, ReceiverError) else (str(self.directory), str(first))
         kind = EngineGone if isinstance(first, EngineGone | EngineUnreachable) else ReceiverError
         failure = kind(where, reason, touched)
         failure.__cause__ = first
         return failure
+
+
+def _was_called_off(rank: asyncio.Task[Fields]) -> bool:
+    """Returns whether a rank has said that it did not begin its command: one that does not say so has begun since, or still may."""
+    error = rank.exception() if rank.done() else None
+    return isinstance(error, ReceiverError) and not error.touched
 
 
 class _Connection:
