@@ -150,7 +150,7 @@ MISTAKES = [
             sections=ranks(2, expert_model_parallel_size=2)),
     Mistake("an engine over GPUs that cannot share its heads", ("rollout.rollout_num_gpus_per_engine = 8", "4 attention heads"),
             flags=("--rollout-num-gpus-per-engine", "8")),
-    Mistake("a colocated engine larger than a machine", ("rollout.rollout_num_gpus_per_engine = 2", "2 machines of 1 ranks have room for 0"),
+    Mistake("a colocated engine larger than a machine", ("rollout.rollout_num_gpus_per_engine = 2", "machines of 1 ranks have room for 0"),
             flags=("--colocate", "--actor-num-nodes", "2", "--rollout-num-gpus-per-engine", "2", "--rollout-replicas", "1")),
     # lengths
     Mistake("responses longer than the context", ("rollout.rollout_max_response_len = 8192", "at most 1018", "config.json"),
