@@ -99,9 +99,11 @@ class Architecture:
 
     Args:
         head_dim: width of a query head (under latent attention, both of its parts).
-        qk_norm: RMS norm over each query and key head. qkv_bias: biases on the q, k and v projections.
+        qk_norm: RMS norm over each query and key head. joint_qk_norm: one over all query heads together, and one over all key heads.
+        qkv_bias: biases on the q, k and v projections.
         post_norms: RMS norms after attention and MLP as well, before the residual sums.
         fused_gate_up: Hugging Face keeps the two halves of a gated MLP in one tensor.
+        mixtral_names: it names experts and routers as Mixtral's are.
         draft_layers: layers behind the last that only guess further tokens; in the checkpoint, never in the model.
     """
 
@@ -120,9 +122,11 @@ class Architecture:
     experts: Experts | None = None
     latent: LatentAttention | None = None
     qk_norm: bool = False
+    joint_qk_norm: bool = False
     qkv_bias: bool = False
     post_norms: bool = False
     fused_gate_up: bool = False
+    mixtral_names: bool = False
     draft_layers: int = 0
 
     def is_moe_layer(self, layer: int) -> bool:

@@ -29,7 +29,7 @@ def flags_of(architecture: Architecture) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "norm_epsilon": a.norm_eps,
         "apply_layernorm_1p": False,
-        "qk_layernorm": a.qk_norm or a.latent is not None,
+        "qk_layernorm": a.qk_norm or a.joint_qk_norm or a.latent is not None,
         "post_self_attn_layernorm": a.post_norms,
         "post_mlp_layernorm": a.post_norms,
         "add_qkv_bias": a.qkv_bias,

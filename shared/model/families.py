@@ -23,17 +23,19 @@ class Family:
 
     Args:
         experts: how the router scores them; None for a family without. ``softmax`` and ``sigmoid`` also tell two dialects of
-            ``config.json`` apart. latent: multi-head latent attention.
+            ``config.json`` apart; ``minimax`` is a third one, of sigmoid scores. latent: multi-head latent attention.
         rotary_fraction: default of ``partial_rotary_factor``; None if the family has no such entry.
     """
 
     qk_norm: Trait = False
+    joint_qk_norm: bool = False
     qkv_bias: Trait = False
     post_norms: bool = False
     fused_gate_up: bool = False
+    mixtral_names: bool = False
     interleaved_rope: bool = False
     rotary_fraction: float | None = None
-    experts: Literal["softmax", "sigmoid"] | None = None
+    experts: Literal["softmax", "sigmoid", "minimax"] | None = None
     latent: bool = False
 
 
@@ -48,6 +50,8 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Family(qk_norm=("use_qk_norm", False), qkv_bias=("attention_bias", False), rotary_fraction=0.5, experts="sigmoid"),
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": _DEEPSEEK,
+    "mimo": Family(qkv_bias=("attention_bias", True)),
+    "minimax_m2": Family(joint_qk_norm=True, experts="minimax", mixtral_names=True),
 }
 
 
@@ -145,10 +149,12 @@ class _Entries:
             experts=self.experts(family.experts, layers),
             latent=latent,
             qk_norm=self.trait(family.qk_norm),
+            joint_qk_norm=family.joint_qk_norm,
             qkv_bias=self.trait(family.qkv_bias),
             post_norms=family.post_norms,
             fused_gate_up=family.fused_gate_up,
-            draft_layers=self.integer("num_nextn_predict_layers", default=0, least=0) if family.experts else 0,
+            mixtral_names=family.mixtral_names,
+            draft_layers=self.integer("num_nextn_predict_layers", default=0, least=0) if family.experts or model_type == "mimo" else 0,
         )
 
     def latent(self) -> LatentAttention:
@@ -166,6 +172,8 @@ class _Entries:
         nested = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
         theta = float(nested.get("rope_theta", self.raw.get("rope_theta", 10000.0)))
         fraction = 1.0
+        if family.experts == "minimax":
+            fraction = self.rotary_share(nested)
         if family.rotary_fraction is not None:
             outside = self.raw.get("partial_rotary_factor", family.rotary_fraction)
             fraction = float(nested.get("partial_rotary_factor", outside))
@@ -180,10 +188,19 @@ class _Entries:
             raise ConfigError(f"{self.path}:rope_scaling", nested, f"valid entries for rope type {kind!r}: {error}") from error
         return Rope(theta=theta, fraction=fraction, interleaved=family.interleaved_rope, scaling=scaling)
 
+    def rotary_share(self, nested: dict[str, Any]) -> float:
+        """Returns the rotated share of a head, for MiniMax: engines read ``rotary_dim``, transformers ``rope_parameters``."""
+        head = self.integer("head_dim")
+        share = self.integer("rotary_dim", default=head) / head
+        if share > 1 or float(nested.get("partial_rotary_factor", share)) != share:
+            stated = nested.get("partial_rotary_factor", "at most 1")
+            raise self.error("rotary_dim", f"head_dim, {head}, times partial_rotary_factor, {stated}: engines read this one alone")
+        return share
+
     def experts(self, score: str | None, layers: int) -> Experts | None:
         if score is None:
             return None
-        return self.softmax_experts(layers) if score == "softmax" else self.sigmoid_experts(layers)
+        return {"softmax": self.softmax_experts, "sigmoid": self.sigmoid_experts, "minimax": self.minimax_experts}[score](layers)
 
     def softmax_experts(self, layers: int) -> Experts:
         step = self.integer("decoder_sparse_step", default=1)
@@ -223,6 +240,22 @@ class _Entries:
             raise self.error("topk_group", f"{found.per_token / 2:g}: Megatron ranks groups by num_experts_per_tok / topk_group "
                              "experts, and the model by two")  # fmt: skip
         return found
+
+    def minimax_experts(self, layers: int) -> Experts:
+        """Returns MiniMax-M2's experts: no shared ones, no groups, ``intermediate_size`` the width of one. SGLang takes an entry that is
+        missing here for false, so each must be there."""
+        entries = {"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True, "scoring_func": "sigmoid"}
+        for key, wanted in entries.items():
+            if self.raw.get(key) != wanted:
+                raise self.error(key, f"{wanted!r}, stated; MiniMax-M2 is implemented with it, and engines take other defaults")
+        self.require("shared_intermediate_size", 0, "shared experts are not implemented for this family")
+        return Experts(
+            count=self.integer("num_local_experts"),
+            per_token=self.integer("num_experts_per_tok", least=2),
+            ffn_hidden_size=self.integer("intermediate_size"),
+            normalize=True,
+            score="sigmoid",
+        )
 
 
 def _llama3(entries: dict[str, Any]) -> Llama3Scaling:

@@ -140,7 +140,7 @@ def attention_parameters(a: Architecture, tensor: int) -> int:
     hidden, heads = a.hidden_size, a.num_attention_heads
     if a.latent is None:
         width = (heads + 2 * a.num_key_value_heads) * a.head_dim
-        norms = 2 * a.head_dim if a.qk_norm else 0
+        norms = 2 * a.head_dim if a.qk_norm else (heads + a.num_key_value_heads) * a.head_dim // tensor if a.joint_qk_norm else 0
         return (hidden * width + (width if a.qkv_bias else 0) + heads * a.head_dim * hidden) // tensor + norms
     m = a.latent
     query = m.qk_head_dim + m.qk_pos_emb_head_dim
@@ -179,7 +179,8 @@ def layer_activations(a: Architecture, layout: ParallelLayout, layer: int, token
     whole = tokens // tensor if layout.sequence_parallel else tokens  # tokens of what the ranks do not divide by channels
     if a.latent is None:
         queries, keys = a.num_attention_heads * a.head_dim // tensor, a.num_key_value_heads * a.head_dim // tensor
-        normed = queries if a.qk_norm else 0  # a norm keeps its input: keys are a view of the projection, queries are a copy
+        # a norm keeps its input: keys are a view of the projection, queries are a copy; one over all heads keeps it in float32 as well
+        normed = queries if a.qk_norm else 3 * (queries + keys) if a.joint_qk_norm else 0
         attention = tokens * width * ((queries + 2 * keys) + normed + queries + keys + 4 * a.head_dim)  # projected; rotated; cosines
         core = tokens * (width * queries + 4 * a.num_attention_heads // tensor)
     else:

@@ -13,7 +13,10 @@ from shared.runtime.errors import ConfigError
 FIELD = "trainer.spec"
 
 _SLIME = "slime_plugins."
-_OF_SLIME = {"slime_plugins.models.glm4": "glm4"}  # slime's modules of layers → the family here that has the same
+_OF_SLIME = {
+    "slime_plugins.models.glm4": "glm4",
+    "slime_plugins.models.minimax_m2": "minimax_m2",
+}  # slime's modules of layers → the family here that has the same
 
 _MEGATRON = "megatron.core."
 _OF_MEGATRON = "megatron.core.models.gpt.gpt_layer_specs"

@@ -70,6 +70,9 @@ def _qkv(kind: str, columns: str = "") -> dict[str, str]:
     return {f"self_attn.{name}_proj.{kind}": f"{rows}{columns}" for name, rows in (("q", "queries"), ("k", "keys"), ("v", "keys"))}
 
 
+_EXPERT_UP = "mlp.experts.local_experts.{expert}.linear_fc1.weight mlp.experts.linear_fc1.weight{expert}"
+_EXPERT_DOWN = "mlp.experts.local_experts.{expert}.linear_fc2.weight mlp.experts.linear_fc2.weight{expert}"
+
 TABLE: tuple[NameRow, ...] = (
     _row("input_layernorm.weight self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": "hidden"}),
     # attention with grouped keys and values
@@ -77,6 +80,8 @@ TABLE: tuple[NameRow, ...] = (
     _row("self_attention.linear_qkv.bias", _qkv("bias"), "qkv", "grouped qkv_bias"),
     _row("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "head"}, when="grouped qk_norm"),
     _row("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "head"}, when="grouped qk_norm"),
+    _row("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "queries"}, when="grouped joint_qk_norm"),
+    _row("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "keys"}, when="grouped joint_qk_norm"),
     # latent attention
     _row("self_attention.linear_q_proj.weight", {"self_attn.q_proj.weight": "queries hidden"}, when="latent full_queries"),
     _row("self_attention.linear_q_down_proj.weight", {"self_attn.q_a_proj.weight": "query_rank hidden"}, when="low_queries"),
@@ -97,21 +102,26 @@ TABLE: tuple[NameRow, ...] = (
     _row("mlp.linear_fc1.weight", {"mlp.gate_up_proj.weight": "2*ffn hidden"}, "glu", "dense gate_up_fused"),
     _row("mlp.linear_fc2.weight", {"mlp.down_proj.weight": "hidden ffn"}, when="dense"),
     # mixture of experts
-    _row("mlp.router.weight", {"mlp.gate.weight": "experts hidden"}, when="moe"),
-    _row("mlp.router.expert_bias", {"mlp.gate.e_score_correction_bias": "experts"}, when="moe expert_bias", float32=True),
+    _row("mlp.router.weight", {"mlp.gate.weight": "experts hidden"}, when="moe own_names"),
+    _row("mlp.router.expert_bias", {"mlp.gate.e_score_correction_bias": "experts"}, when="moe own_names expert_bias", float32=True),
+    _row("mlp.router.weight", {"block_sparse_moe.gate.weight": "experts hidden"}, when="moe mixtral_names"),
+    _row(
+        "mlp.router.expert_bias",
+        {"block_sparse_moe.e_score_correction_bias": "experts"},
+        when="moe mixtral_names expert_bias",
+        float32=True,
+    ),
     _row("mlp.shared_experts.linear_fc1.weight", _glu("mlp.shared_experts", "shared_ffn"), "glu", "moe shared"),
     _row("mlp.shared_experts.linear_fc2.weight", {"mlp.shared_experts.down_proj.weight": "hidden shared_ffn"}, when="moe shared"),
+    _row(_EXPERT_UP, _glu("mlp.experts.{expert}", "expert_ffn"), "glu", "moe own_names"),
+    _row(_EXPERT_DOWN, {"mlp.experts.{expert}.down_proj.weight": "hidden expert_ffn"}, when="moe own_names"),
     _row(
-        "mlp.experts.local_experts.{expert}.linear_fc1.weight mlp.experts.linear_fc1.weight{expert}",
-        _glu("mlp.experts.{expert}", "expert_ffn"),
+        _EXPERT_UP,
+        {f"block_sparse_moe.experts.{{expert}}.{name}.weight": "expert_ffn hidden" for name in ("w1", "w3")},
         "glu",
-        "moe",
+        "moe mixtral_names",
     ),
-    _row(
-        "mlp.experts.local_experts.{expert}.linear_fc2.weight mlp.experts.linear_fc2.weight{expert}",
-        {"mlp.experts.{expert}.down_proj.weight": "hidden expert_ffn"},
-        when="moe",
-    ),
+    _row(_EXPERT_DOWN, {"block_sparse_moe.experts.{expert}.w2.weight": "hidden expert_ffn"}, when="moe mixtral_names"),
     _row("mlp_bda.norm.weight", {"post_mlp_layernorm.weight": "hidden"}, when="post_norms"),
 )
 
@@ -121,13 +131,14 @@ def features(architecture: Architecture, layer: int) -> frozenset[str]:
     a = architecture
     found = {"latent" if a.latent else "grouped", "moe" if a.is_moe_layer(layer) else "dense"}
     found.add("gate_up_fused" if a.fused_gate_up else "gate_up_apart")
+    found.add("mixtral_names" if a.mixtral_names else "own_names")
     if a.latent:
         found.add("full_queries" if a.latent.q_lora_rank is None else "low_queries")
     if a.experts and a.experts.score == "sigmoid":
         found.add("expert_bias")
     if a.experts and a.experts.shared_ffn_hidden_size:
         found.add("shared")
-    return frozenset(found | {name for name in ("qk_norm", "qkv_bias", "post_norms") if getattr(a, name)})
+    return frozenset(found | {name for name in ("qk_norm", "joint_qk_norm", "qkv_bias", "post_norms") if getattr(a, name)})
 
 
 def sizes(architecture: Architecture) -> dict[str, int]:

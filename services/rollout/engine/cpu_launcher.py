@@ -163,6 +163,26 @@ def absorb_latent_attention(model_path: str) -> None:
     AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
 
 
+def norm_heads_jointly(model_path: str) -> None:
+    """Gives MiniMax-M2 its norms over all heads of queries and of keys in plain torch; SGLang has kernels for GPUs and AMX only."""
+    config = Path(model_path, "config.json")
+    if not config.is_file() or json.loads(config.read_text()).get("model_type") != "minimax_m2":
+        return
+    from sglang.srt.models import minimax_m2
+
+    def squares(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return torch.cat([states.float().square().sum(-1) for states in (queries, keys)])
+
+    def normed(states: torch.Tensor, weight: torch.Tensor, summed: torch.Tensor, tp_world: int, eps: float) -> torch.Tensor:
+        scale = torch.rsqrt(summed[:, None] / (states.shape[1] * tp_world) + eps)
+        return (states.float() * scale * weight.float()).to(states.dtype)
+
+    def apply(queries: torch.Tensor, keys: torch.Tensor, q: torch.Tensor, k: torch.Tensor, summed: torch.Tensor, *scale: Any) -> Any:
+        return normed(queries, q, summed[: len(queries)], *scale), normed(keys, k, summed[len(queries) :], *scale)
+
+    minimax_m2.rms_sumsq_serial, minimax_m2.rms_apply_serial = squares, apply
+
+
 def sample_by_seeds() -> torch.library.Library:
     """Lets torch's native attention sample by seeds (``--enable-deterministic-inference``), which SGLang has for GPUs and AMX only.
 
@@ -253,6 +273,7 @@ if __name__ == "__main__":
         leave_out_far_experts()
     arguments = prepare_server_args(sys.argv[1:])
     absorb_latent_attention(arguments.model_path)
+    norm_heads_jointly(arguments.model_path)
     try:
         run_server(arguments)
     finally:

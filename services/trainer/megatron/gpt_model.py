@@ -217,6 +217,8 @@ def _architecture_fields(a: Architecture, kind: type[TransformerConfig]) -> dict
         "kv_channels": a.head_dim,
         "layernorm_epsilon": a.norm_eps,
         "add_bias_linear": False,
+        # where it is true Megatron sums the gradients of these norms over ranks that hold different heads, as if they held the same weights
+        "qk_layernorm": a.qk_norm or a.latent is not None,
         "gated_linear_unit": True,
         "activation_func": F.silu,
     }

@@ -26,10 +26,16 @@ from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from services.trainer.megatron.attention import PackedCausalAttention
@@ -70,6 +76,37 @@ class RMSNorm(torch.nn.Module):
             return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
         normed: Tensor = _RmsNorm.apply(hidden, self.weight, self.eps)
         return normed
+
+
+class JointHeadNorm(torch.nn.Module):
+    """One RMS norm over all heads of the queries, or of the keys, which tensor-parallel ranks share: each has the weights of its heads.
+
+    Args:
+        heads: of the whole model. hidden_size: width of a head.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, heads: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__()
+        self.eps, self.width = eps, heads * hidden_size
+        self.weight = shared_weight(torch.ones(self.width // config.tensor_model_parallel_size), config)
+        self.weight.sequence_parallel = False  # type: ignore[attr-defined]
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Takes [..., heads of this rank, head width] and returns the same shape and dtype."""
+        wide = states.flatten(-2).float()
+        group = parallel_state.get_tensor_model_parallel_group()
+        # every rank's heads are divided by the sum over all ranks, so that its gradient is summed as well
+        squares = reduce_from_tensor_model_parallel_region(wide.square().sum(-1, keepdim=True), group=group)
+        squares = copy_to_tensor_model_parallel_region(squares, group=group)
+        normed = (wide * torch.rsqrt(squares / self.width + self.eps)).to(states.dtype)
+        return (self.weight * normed).view_as(states)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Returns Megatron's sharded state: the weight is split by heads."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+        return sharded
 
 
 class LatentNorm(RMSNorm):
@@ -236,7 +273,7 @@ def check_engine(architecture: Architecture, config: TransformerConfig) -> None:
     field, given = "trainer.megatron.transformer_impl", config.transformer_impl
     if not HAVE_TE:
         raise ConfigError(field, given, "local; Transformer Engine is not installed")
-    if architecture.latent is not None or architecture.post_norms:
+    if architecture.latent is not None or architecture.post_norms or architecture.joint_qk_norm:
         raise ConfigError(field, given, f"local; {architecture.model_type} has layers that are made for it only")
     if config.context_parallel_size > 1:
         raise ConfigError(field, given, "local with context parallelism, which is Myxo's own")
@@ -275,6 +312,9 @@ def layer_spec(architecture: Architecture, config: TransformerConfig, experts: i
         attention.q_layernorm = attention.kv_layernorm = LatentNorm
     elif architecture.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    elif architecture.joint_qk_norm:
+        heads = architecture.num_attention_heads, architecture.num_key_value_heads
+        attention.q_layernorm, attention.k_layernorm = (ModuleSpec(module=JointHeadNorm, params={"heads": count}) for count in heads)
     if architecture.post_norms:
         after = ModuleSpec(module=NormedResidual, params={"config": config})
         layer.self_attn_bda = layer.mlp_bda = after

@@ -50,7 +50,7 @@ PARAMETERS = {
 WITH_DRAFT_LAYER = {"glm-4.5-air": 110_468_824_832, "glm-4.5": 358_337_791_296}
 """As published, with the layer that guesses a further token."""
 
-WITHOUT_EMBEDDINGS = {"moonlight-16b-a3b": 15.29e9}
+WITHOUT_EMBEDDINGS = {"moonlight-16b-a3b": 15.29e9, "minimax-m2": 227.5e9}
 """As published, to four digits."""
 
 SHAPED_AS = {"deepseek-v3.1": "deepseek-v3", "glm-4.6": "glm-4.5", "glm-4.7": "glm-4.5"}

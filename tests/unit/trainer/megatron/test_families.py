@@ -17,7 +17,7 @@ from tests.unit.trainer.megatron.rank_steps import actor
 from tests.unit.trainer.megatron.tiny import not_refused
 
 KINDS = ["qwen3", "qwen3_tied", "qwen2", "llama", "llama3_rope", "qwen3_moe", "qwen3_moe_mixed"]
-KINDS += ["glm4", "glm4_moe", "glm4_moe_air", "deepseek_v3", "moonlight"]
+KINDS += ["glm4", "glm4_moe", "glm4_moe_air", "deepseek_v3", "moonlight", "minimax_m2"]
 
 
 @pytest.fixture
@@ -103,6 +103,11 @@ def test_a_config_that_cannot_be_reproduced_is_refused(copy_of):
             ("glm4_moe", {name: None}, [name, "required"])
             for name in ("routed_scaling_factor", "first_k_dense_replace", "n_shared_experts")
         ),
+        *(("minimax_m2", {name: None}, [name, "stated"]) for name in ("use_qk_norm", "use_routing_bias", "scoring_func", "qk_norm_type")),
+        ("minimax_m2", {"rotary_dim": None}, ["rotary_dim", "16", "0.5"]),
+        ("minimax_m2", {"rotary_dim": 4}, ["rotary_dim", "4", "0.5"]),
+        ("minimax_m2", {"shared_intermediate_size": 8}, ["shared_intermediate_size"]),
+        ("minimax_m2", {"num_experts_per_tok": 1}, ["num_experts_per_tok", "at least 2"]),
         ("glm4", {"rope_parameters": YARN}, ["rope_type", "llama3"]),
         ("glm4_moe", {"first_k_dense_replace": -1}, ["first_k_dense_replace"]),
     ]
@@ -112,6 +117,11 @@ def test_a_config_that_cannot_be_reproduced_is_refused(copy_of):
 def test_kimi_k2_is_deepseek_v3_by_another_name(copy_of, hf):
     other = read_architecture(copy_of("deepseek_v3", model_type="kimi_k2"))
     assert dataclasses.replace(other, model_type="deepseek_v3") == read_architecture(hf("deepseek_v3"))
+
+
+def test_mimo_is_qwen2_by_another_name(copy_of, hf):
+    other = read_architecture(copy_of("qwen2", model_type="mimo", attention_bias=True, num_nextn_predict_layers=1))
+    assert dataclasses.replace(other, model_type="qwen2", draft_layers=0) == read_architecture(hf("qwen2"))
 
 
 def test_older_glm_configs_rotate_half_of_each_head(copy_of):

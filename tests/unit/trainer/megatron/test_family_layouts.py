@@ -11,9 +11,23 @@ TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PIPELINE = {"pipeline_model_parallel_size": 2}
 EXPERT = {"expert_model_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}
-CASES = [("glm4", TENSOR), ("glm4_moe", PIPELINE), ("deepseek_v3", EXPERT), ("deepseek_v3", CONTEXT), ("moonlight", TENSOR)]
+CASES = [
+    ("glm4", TENSOR),
+    ("glm4_moe", PIPELINE),
+    ("deepseek_v3", EXPERT),
+    ("deepseek_v3", CONTEXT),
+    ("moonlight", TENSOR),
+    ("minimax_m2", TENSOR),
+]
 MORE = [("glm4", PIPELINE), ("glm4", CONTEXT), ("glm4_moe", TENSOR), ("glm4_moe", EXPERT), ("deepseek_v3", TENSOR)]
-MORE += [("deepseek_v3", PIPELINE), ("moonlight", PIPELINE), ("moonlight", EXPERT)]
+MORE += [
+    ("deepseek_v3", PIPELINE),
+    ("moonlight", PIPELINE),
+    ("moonlight", EXPERT),
+    ("minimax_m2", PIPELINE),
+    ("minimax_m2", EXPERT),
+    ("minimax_m2", CONTEXT),
+]
 
 
 def export_and_train(hf_dir, config):

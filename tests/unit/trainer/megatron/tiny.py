@@ -87,6 +87,8 @@ def make_checkpoint(kind: str, directory: Path) -> None:
         ),
         "moonlight": lambda: t.DeepseekV3Config(**latent, **sigmoid, **deepseek, q_lora_rank=None, n_group=1, topk_group=1),
     }
+    minimax = {"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True, "scoring_func": "sigmoid", "rotary_dim": 8}
+    half = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5}
     deep = {**sizes, "num_hidden_layers": 4}  # for pipelines of several chunks a stage, or of stages that differ
     configs |= {
         "deep": lambda: t.Qwen3Config(**deep, head_dim=16, tie_word_embeddings=True),
@@ -94,6 +96,9 @@ def make_checkpoint(kind: str, directory: Path) -> None:
             **deep, **experts, head_dim=16, norm_topk_prob=True, mlp_only_layers=[0], tie_word_embeddings=False
         ),
     }
+    configs["minimax_m2"] = lambda: t.MiniMaxM2Config(
+        **sizes, **minimax, head_dim=16, num_local_experts=8, num_experts_per_tok=4, rope_parameters=half, bos_token_id=1, eos_token_id=2
+    )
     torch.manual_seed(list(configs).index(kind))
     model = transformers.AutoModelForCausalLM.from_config(configs[kind]()).float()
     with torch.no_grad():
