@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import Generation, GenerationRequest
 from services.rollout.engine.public_requests import ChatRequest, GenerateRequest, PublicRequest, engine_body, parse_request
-from services.rollout.engine.transport import EngineError, InvalidRequest
+from services.rollout.engine.transport import EngineError, InvalidRequest, whole_events
 from services.rollout.in_flight import Requests
 from services.rollout.served_version import ServedVersion
 from shared.data.tokenizer import Tokenizer
@@ -297,10 +297,10 @@ class EngineProxy(EndpointServer):
                     return web.Response(status=answer.status, body=whole, headers=headers)
                 response = web.StreamResponse(status=answer.status, headers=headers)
                 await response.prepare(request)
-                async for chunk in answer.content.iter_any():
+                async for event in whole_events(answer):
                     self._still(life)
-                    client.check_text(chunk)
-                    await response.write(chunk)
+                    client.check_text(event)
+                    await response.write(event)
                 await response.write_eof()
                 return response
         except BaseException as error:

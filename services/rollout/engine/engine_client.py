@@ -240,7 +240,7 @@ class EngineClient:
         return answer
 
     def check_text(self, data: bytes) -> None:
-        """Raises EngineError for a text or part of an answer by other weights."""
+        """Raises EngineError for an answer, or a whole event of a streamed one, by other weights."""
 
     async def abort(self, rids: Sequence[str], *, deadline: float = CONTROL_SECONDS) -> None:
         """Ends these requests; each returns to its caller with its partial output. Unknown ids are ignored."""

@@ -45,6 +45,7 @@ class InvalidRequest(MyxoError):
 
 # The time after which idle connections are closed. SGLang closes its side after 5 s; a request sent then would look like a dead engine.
 IDLE_SECONDS = 3.0
+EVENT_END = b"\n\n"  # of a stream of server-sent events, as SGLang writes it
 CONNECT_SECONDS = 10.0  # the deadline for a connection to an external engine: a machine that is off answers nothing at all
 
 
@@ -105,15 +106,12 @@ class EngineTransport:
             yield self._data(path, response)
 
     async def _data(self, path: str, response: aiohttp.ClientResponse) -> AsyncIterator[Any]:
-        rest = b""
-        async for chunk in response.content.iter_any():
-            *whole, rest = (rest + chunk).split(b"\n\n")
-            for event in whole:
-                if event.startswith(b"data: {"):
-                    data = _parsed(event[len(b"data: ") :])
-                    if "error" in data:
-                        raise EngineError(self.url + path, message_of(data))
-                    yield data
+        async for event in whole_events(response):
+            if event.startswith(b"data: {") and event.endswith(EVENT_END):
+                data = _parsed(event[len(b"data: ") :])
+                if "error" in data:
+                    raise EngineError(self.url + path, message_of(data))
+                yield data
 
     async def _call(self, method: str, path: str, body: Any, deadline: float, next_action: str) -> Any:
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -125,6 +123,17 @@ class EngineTransport:
         if not response.ok:
             raise EngineError(self.url + path, message_of(answer), response.status)
         return answer
+
+
+async def whole_events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Yields an answer event by event, each with the empty line that ends it, then what follows the last: all of one that is no stream."""
+    rest = b""
+    async for chunk in response.content.iter_any():
+        *events, rest = (rest + chunk).split(EVENT_END)
+        for event in events:
+            yield event + EVENT_END
+    if rest:
+        yield rest
 
 
 def message_of(answer: Any) -> str:

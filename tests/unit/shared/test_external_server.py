@@ -76,6 +76,16 @@ def endless(out: Any) -> None:
         out.write(b" " * 2**20)
 
 
+def in_pieces(*pieces: bytes) -> Any:
+    def write(out: Any) -> None:
+        for piece in pieces:
+            out.write(piece)
+            out.flush()
+            time.sleep(0.05)
+
+    return write
+
+
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("/server_info was answered with <html>", {"/server_info": b"<html>hello</html>"}, {}),
     (r"/server_info was answered with \[1\]", {"/server_info": [1]}, {}),
@@ -166,6 +176,14 @@ async def test_others_get_nothing_by_weights_of_somebody_else(url: str, tmp_path
                     answers["/generate"] = {"text": '"version": "1"', "output_ids": [1], "meta_info": meta}
                     async with session.post("/generate", json={"input_ids": [1], "sampling_params": {}}) as answer:
                         assert answer.status == status, (meta, await answer.text())
+            for name, whole in [(own, True), ("3@abcdef", False), (None, True)]:
+                given = json.dumps({"text": '"version": "1"', "meta_info": {"weight_version": name}}).encode()
+                for ending in (b"\n\n", b""):
+                    for cut in (given.index(b"_version"), given.index(b"version") + len('version": "3@a'), len(given) - 2):
+                        answers["/generate"] = in_pieces(b"data: " + given[:cut], given[cut:] + ending)
+                        async with session.post("/generate", json={"input_ids": [1], "sampling_params": {}, "stream": True}) as answer:
+                            with contextlib.nullcontext() if whole else pytest.raises(aiohttp.ClientPayloadError):
+                                assert (await answer.read() == b"data: " + given + ending) and whole
     finally:
         await proxy.close()
         await client.close()
