@@ -272,7 +272,8 @@ class WeightCatchUp:
             raise
         self._service.metrics.set(BROKEN_SNAPSHOT, -1)
         timing = {"pull_seconds": round(pulled, 3), "load_seconds": round(time.monotonic() - started - pulled, 3)}
-        self._service.log.info("caught_up", source="disk", version=checkpoint.version, **timing)
+        about = {"version": checkpoint.version, "digest": checkpoint.digest, "bytes": checkpoint.bytes}
+        self._service.log.info("caught_up", source="disk", **about, **timing)
         await self._service.publish_event("caught_up", f"version {checkpoint.version} from disk in {time.monotonic() - started:.1f} s")
 
     async def _pulled(self, snapshot: WeightsSnapshot) -> WeightCheckpoint:

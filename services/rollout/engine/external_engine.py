@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from services.rollout.engine.engine_client import ABANDON_SECONDS, CONTROL_SECONDS, GENERATE_SECONDS, WEIGHTS_SECONDS, EngineClient
+from services.rollout.engine.engine_process import CUDA_VARIABLES
 from services.rollout.engine.generation import Generation, GenerationRequest, first_tokens
 from services.rollout.engine.transport import EngineError, EngineTransport
 from services.rollout.served_version import NO_WEIGHTS
@@ -106,7 +107,8 @@ class WeightSender(ChildProcess):
     """A process that sends one version in a weight group; it imports torch before it is told which one."""
 
     def __init__(self) -> None:
-        super().__init__("the sender of weights", [sys.executable, "-m", "shared.transfer.group_channel"], None)
+        command = [sys.executable, "-m", "shared.transfer.group_channel"]
+        super().__init__("the sender of weights", command, None, CUDA_VARIABLES | os.environ)  # as SGLang's own defaults
 
     def begin(self, settings: Mapping[str, Any]) -> int:
         """Returns the port at which its group meets. Raises MyxoError where the process has ended."""
