@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Container, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -25,6 +25,7 @@ from shared.bus.bus_errors import TRANSIENT
 from shared.bus.registry import ASLEEP, MODEL, Registry
 from shared.runtime.errors import BadMessage, MyxoError
 from shared.schema.service_messages import ServiceStatus
+from shared.service.engine_load_balancer import FailedReplicas
 from shared.sessions.session import (
     CONTENT_TYPE,
     CONTEXT_GAUGE,
@@ -41,7 +42,6 @@ from shared.sessions.session import (
 from shared.sessions.session_store import SessionStore
 
 REFRESH_SECONDS = 0.5  # The interval at which the registry is read
-AVOIDED_SECONDS = 2.0  # How long a replica that failed a request gets no other, while there are others
 BACKED_OFF = 0.75  # The share of its requests that a replica keeps when its engine had to take requests back
 FEWEST = 4  # The least number of requests at once that a replica is given
 RETRY_AFTER_S = 2.0
@@ -113,7 +113,7 @@ def choose(
     known: Sequence[GenerationTarget],
     min_version: int,
     room: Mapping[str, bool],
-    avoided: Collection[str],
+    avoided: Container[str],
     resident: Collection[str] = (),
 ) -> GenerationTarget | None:
     """Returns the replica that samples for a session: the first in the session's own order that is new enough and has room. ``room``: by
@@ -140,7 +140,7 @@ class Replicas:
         self._limits: dict[str, GenerationLimit] = {}
         self._residents: dict[str, Residents] = {}
         self.waiting = 0
-        self._avoided: dict[str, float] = {}
+        self.failed = FailedReplicas()
         self._changed = asyncio.Event()
 
     async def keep(self) -> None:
@@ -176,9 +176,10 @@ class Replicas:
         """Returns how many requests the replicas may have at once, as memory was there."""
         return sum(int(self._limit(one.instance).limit) for one in self.known)
 
-    def check_version(self, wanted: int, evaluation: bool) -> None:
-        """Raises TurnRefused where all replicas of its fleet are behind the version that a client asks for."""
-        newest = max((one.version for one in self.fleet(evaluation)), default=None)
+    @staticmethod
+    def check_version(wanted: int, fleet: Sequence[GenerationTarget]) -> None:
+        """Raises TurnRefused where all replicas of a fleet are behind the version that a client asks for."""
+        newest = max((one.version for one in fleet), default=None)
         if newest is not None and newest < wanted:
             message = f"the replicas serve version {newest}, older than the {wanted} that was asked for"
             raise TurnRefused(409, message, field="min_version", code="version_behind", retry_after_s=RETRY_AFTER_S)
@@ -234,18 +235,13 @@ class Replicas:
         for one in self.known:
             self._residents[one.instance].capacity = one.kept // max(1, gateways)
 
-    def avoid(self, instance: str) -> None:
-        """Notes that a replica failed a request."""
-        self._avoided[instance] = time.monotonic() + AVOIDED_SECONDS
-
     def _choice(self, asking: Resident, min_version: int, patient_until: float) -> GenerationTarget | None:
         now, session = time.monotonic(), asking.session.id
-        self._avoided = {instance: until for instance, until in self._avoided.items() if until > now}
-        room = {one.instance: self._limit(one.instance).has_room for one in self.known}
+        room = {one.instance: self._limit(one.instance).has_room and not self.failed.pausing(one.instance) for one in self.known}
         if now < patient_until:
             room = {name: free and (name not in self._residents or self._residents[name].fits(asking)) for name, free in room.items()}
         resident = [name for name, residents in self._residents.items() if session in residents.sessions]
-        return choose(session, self.fleet(asking.session.evaluation), min_version, room, self._avoided, resident)
+        return choose(session, self.fleet(asking.session.evaluation), min_version, room, self.failed, resident)
 
     def fleet(self, evaluation: bool) -> list[GenerationTarget]:
         """Returns the replicas that sample for sessions of evaluations, or for those that are trained."""
@@ -257,17 +253,16 @@ class Replicas:
     async def _change(self, end: float, min_version: int, evaluation: bool) -> float:
         """Waits for a change of the replicas. Returns ``end``, monotonic, later by the time for which replicas slept for a trainer. Raises
         TurnRefused at ``end``."""
-        began, asleep = time.monotonic(), self.asleep
+        began, asleep, fleet = time.monotonic(), self.asleep, self.fleet(evaluation)
         left = REFRESH_SECONDS if asleep else end - began
         if left <= 0:
-            if self.known and not self.fleet(evaluation):
-                lacks = f"no replica is there for {'evaluations' if evaluation else 'training'} (rollout.eval_replicas)"
+            self.check_version(min_version, fleet)
+            if not fleet:
+                purpose = f"is there for {'evaluations' if evaluation else 'training'} (rollout.eval_replicas)"
+                lacks = f"no replica {purpose if self.known else 'serves verified weights'}"
                 raise TurnRefused(503, lacks, code="no_replica", retry_after_s=RETRY_AFTER_S)
-            self.check_version(min_version, evaluation)
-            if not self.known:
-                raise TurnRefused(503, "no replica serves verified weights", code="no_replica", retry_after_s=RETRY_AFTER_S)
             raise TurnRefused(429, "all replicas have as many requests as they can take", code="no_room", retry_after_s=RETRY_AFTER_S)
-        if any(self._limit(one.instance).has_room for one in self.fleet(evaluation)):  # weights lack, or the session's room:
+        if any(self._limit(one.instance).has_room for one in fleet):  # weights lack, or the session's room:
             await asyncio.sleep(min(left, CROWDED_SECONDS))  # no request's end gives those
         else:
             with contextlib.suppress(TimeoutError):

@@ -213,7 +213,7 @@ def _why(log: SessionLog, raised: BaseException) -> str:
 # For how long a turn is its gateway's after its last sign of life, and how often it gives one in that time
 LEASE_SECONDS, RENEWALS = 12.0, 4
 HELD_SECONDS = 0.2  # The interval at which a turn that another gateway generates is read again
-PAUSE_SECONDS = 0.2  # The pause after a replica failed, or an engine aborted a request: the push that caused it is still in progress
+PAUSE_SECONDS = 0.2  # The pause after an engine aborted a request: the push that caused it is still in progress
 LONG_BYTES = 1 << 15  # The text from which on a prompt is made in another thread: a millisecond and more of work
 
 
@@ -319,7 +319,7 @@ class Turns:
         if time.time() > log.deadline:
             raise TurnRefused(410, "the session's deadline has passed", code="session_ended")
         await self._replicas.present(self._limits.gateway_wait)
-        self._replicas.check_version(asked.min_version, log.session.evaluation)
+        self._replicas.check_version(asked.min_version, self._replicas.fleet(log.session.evaluation))
         check_tokens(max(asked.sampling.stop_token_ids, default=0), self._replicas.vocabulary, "stop_token_ids")
 
     async def _prompt(self, log: SessionLog, asked: ChatTurn) -> TurnPrompt:
@@ -512,14 +512,14 @@ class Turns:
                 try:
                     generated = await self._client.generate(target.url, request, hear)
                     limit.ended(generated.retractions, time.monotonic())
+                    self._replicas.failed.answered(target.instance)
                     resident.tokens = len(tokens) + len(generated.completion)
                     return generated, target.instance
                 except ReplicaFailed as error:
                     self._log.warning("replica_failed", replica=target.instance, error=str(error))
                     if error.busy:
                         limit.ended(1, time.monotonic())  # it had no room
-                    self._replicas.avoid(target.instance)
-            await asyncio.sleep(PAUSE_SECONDS)
+                    self._replicas.failed.avoid(target.instance)
 
     async def _ended(self, log: SessionLog, whole: PendingTurn, finish: Finish, cached: int, asked: ChatTurn | TokenTurn) -> Turn:
         """Records a turn that has ended, with the digest of its conversation, and returns the turn that counts."""

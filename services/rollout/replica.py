@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 from services.rollout.engine.engine_client import EngineClient, patience, until_hung
 from services.rollout.engine.engine_process import EngineProcess
-from services.rollout.engine.external_engine import ExternalClient, ExternalEngine
+from services.rollout.engine.external_engine import ExternalEngine
 from services.rollout.engine.transport import EngineError
 from services.rollout.engine_nodes import EngineLeader
 from services.rollout.engine_proxy import EngineProxy
@@ -196,8 +196,7 @@ class Replica:
         finally:
             await cancelled([probing])
         ended = self._leader.ended if self._leader is not None else ""
-        words = engine.last_words() if isinstance(engine, EngineProcess) and not engine.running() else f"it {fault}"
-        return self._killed or ended or words
+        return self._killed or ended or engine.last_words(fault)
 
     def _can_be_asked(self) -> tuple[int, int] | None:
         """Returns what the engine serves; None while it is being loaded, sleeps or is paused."""
@@ -270,18 +269,14 @@ class Replica:
         self._process = engine
         service.log.info("engine_starting", pid=engine.pid)
         seconds = await engine.ready(self._rollout.engine_start_timeout)
-        if isinstance(engine, ExternalEngine):
-            self.client = ExternalClient(engine)
-        else:
-            self.client = await EngineClient.connect(engine.receiver, deadline=60)
-        client = self.client
-        if self._leader is not None and isinstance(engine, EngineProcess):
-            await self._leader.tunnels.open(engine.receiver)
+        client = self.client = await engine.client()
+        if self._leader is not None and begun is not None:
+            await self._leader.tunnels.open(begun.receiver)
         await client.freeze_gc(deadline=60)
         await client.open_receivers(deadline=60)
         service.log.info("engine_ready", seconds=round(seconds, 1), url=client.url, release=client.capabilities.release)
         service.metrics.set("engine_start_seconds", seconds)
-        if external is not None and not external.says_token_versions:
+        if not client.capabilities.token_versions:
             service.log.warning("no_token_versions", reason="the staleness bound holds for each request, not for each of its tokens")
         await self.attach(client)
         await self.after_start()

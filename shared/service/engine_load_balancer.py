@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
@@ -87,6 +88,34 @@ class EndpointServer:
             self._runner = self.address = None
 
 
+PAUSE_SECONDS, LONGEST_PAUSE = 0.2, 2.0  # after a replica's first failure, and after many in a row
+
+
+class FailedReplicas:
+    """Replicas that have just failed a request: each comes last, and pauses for a time that doubles with each failure that follows, so that
+    an engine that has died is asked once in a while until its replica is fenced, however many requests wait for it."""
+
+    def __init__(self) -> None:
+        self._pauses: dict[str, tuple[float, float]] = {}  # replica → when its pause ends, monotonic, and how long it is
+
+    def avoid(self, replica: str) -> None:
+        """Notes that it has failed. Requests that fail within its pause were sent before, and count once."""
+        now, (end, pause) = time.monotonic(), self._pauses.get(replica, (0.0, 0.0))
+        if now >= end:
+            self._pauses[replica] = now + (longer := min(max(PAUSE_SECONDS, 2 * pause), LONGEST_PAUSE)), longer
+
+    def answered(self, replica: str) -> None:
+        """Notes that it has answered."""
+        self._pauses.pop(replica, None)
+
+    def pausing(self, replica: str) -> bool:
+        """Returns whether it is to get no request at all."""
+        return time.monotonic() < self._pauses.get(replica, (0.0, 0.0))[0]
+
+    def __contains__(self, replica: object) -> bool:
+        return time.monotonic() < self._pauses.get(str(replica), (0.0, 0.0))[0] + LONGEST_PAUSE
+
+
 class OwnReplica(Protocol):
     """The replica that an address is in. ``proxy``: where its engine is asked; ``serving``, ``version``: of its weights."""
 
@@ -115,6 +144,7 @@ class EngineSpread(EndpointServer):
         self._session: aiohttp.ClientSession | None = None
         self._others: list[ServiceStatus] = []
         self._in_hand: Counter[str] = Counter()
+        self._failed = FailedReplicas()
         self.sent: Counter[str] = Counter()
 
     async def keep(self) -> None:
@@ -163,11 +193,12 @@ class EngineSpread(EndpointServer):
         return min(found), max(found)
 
     def _choice(self, but: set[str]) -> str | None:
-        """Returns the proxy with the fewest requests in hand, this replica's own only while it serves or nothing else is there."""
+        """Returns the proxy with the fewest requests in hand, those that have just failed last, for they have none; this replica's own only
+        while it serves or nothing else is there."""
         replica, others = self._replica, [other.engine for other in self._others if other.engine not in but]
         own = [replica.proxy.url] if replica is not None and replica.proxy.url and (replica.serving or not others) else []
         there = others + [url for url in own if url not in but]
-        return min(there, key=lambda url: self._in_hand[url], default=None)
+        return min(there, key=lambda url: (url in self._failed, self._in_hand[url]), default=None)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
@@ -201,10 +232,13 @@ class EngineSpread(EndpointServer):
                 async with self._asked(request, url, body) as answer:
                     if answer.status in PASSED_ON:
                         denied = RequestDenied(HTTPStatus(answer.status), (await answer.text())[:1000])
+                        self._failed.avoid(url)
                         continue
+                    self._failed.answered(url)
                     return await _copied(request, answer)
             except (aiohttp.ClientError, TimeoutError) as error:
                 denied = RequestDenied(HTTPStatus.BAD_GATEWAY, f"{url}: {str(error) or type(error).__name__}")
+                self._failed.avoid(url)
         raise denied
 
     @contextlib.asynccontextmanager

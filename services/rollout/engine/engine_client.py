@@ -15,7 +15,6 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from services.rollout.engine.engine_process import RECEIVER_LOADER
 from services.rollout.engine.generation import (
     Generation,
     GenerationRequest,
@@ -109,6 +108,9 @@ class EngineMemory:
 # where they are and continue with their keys and values, computed by the old weights. ``retract``: they go back to the queue, and their
 # keys and values are computed anew.
 PauseMode = Literal["abort", "in_place", "retract"]
+
+# The function that an engine calls, in each of its schedulers, to receive weights.
+RECEIVER_LOADER = "services.rollout.engine.receiver.loader.load"
 
 # Deadlines where the caller gives none: for control calls, for one group, for one push or one load from disk.
 CONTROL_SECONDS = 30.0

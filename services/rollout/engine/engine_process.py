@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import shared
+from services.rollout.engine.engine_client import RECEIVER_LOADER, EngineClient
 from services.rollout.engine.private_endpoints import ADDRESS_VARIABLE, DIRECTORY_VARIABLE, SECRET_VARIABLE, SOCKET
 from shared.config.engine_limits import cpu_token_capacity
 from shared.config.sglang_flags import plain_name
@@ -41,9 +42,6 @@ FlagValue = bool | int | float | str | list[str] | list[int] | None
 ENGINE_SITE_VARIABLE = "MYXO_ENGINE_SITE"
 CPU_LAUNCHER = Path(__file__).with_name("cpu_launcher.py")
 GPU_LAUNCHER = Path(__file__).with_name("gpu_launcher.py")
-
-# The function that an engine calls, in each of its schedulers, to receive weights.
-RECEIVER_LOADER = "services.rollout.engine.receiver.loader.load"
 
 CPU_FLAGS: dict[str, FlagValue] = {
     "attention-backend": "torch_native",  # the default, intel_amx, fails on CPUs without AMX
@@ -247,13 +245,17 @@ class EngineProcess(ChildProcess):
         """Returns the seconds until the engine has answered a real generation. Raises as `ChildProcess.wait_ready`."""
         return await asyncio.to_thread(self.wait_ready, self._answers, "a first generation", deadline)
 
+    async def client(self) -> EngineClient:
+        """Returns a connection to it, once it is ready. Raises as `EngineClient.connect`."""
+        return await EngineClient.connect(self.receiver, deadline=60)
+
     def fault(self) -> str:
         """Returns in words why this engine cannot be used any more; empty while it can.
 
         It cannot without one of its processes. SGLang finds that out as well, but first waits a minute for dumps of its GPUs' memory; and
         it waits for ever for a process that is stopped."""
         if (code := self.exit_code()) is not None:
-            return f"ended with {cause(code)}: {self.last_words()}"
+            return f"ended with {cause(code)}: {engine_end(self.last_lines())}"
         now = time.monotonic()
         if not self._searched or now - self._searched > SEARCH_SECONDS:
             self._searched = now
@@ -267,9 +269,9 @@ class EngineProcess(ChildProcess):
             return f"is ending: {missed}"
         return f"{fault}, after {raised}" if (raised := raised_in(lines)) else fault
 
-    def last_words(self) -> str:
-        """Returns why an engine has ended, by its log: the last exception, or which of its processes SGLang has missed."""
-        return engine_end(self.last_lines())
+    def last_words(self, fault: str) -> str:
+        """Returns why it cannot be used: its fault, once it has ended its log's last exception or which of its processes SGLang missed."""
+        return f"it {fault}" if self.running() else engine_end(self.last_lines())
 
     def _answers(self) -> bool:
         connection = UnixConnection(self.receiver / SOCKET, PROBE_SECONDS)

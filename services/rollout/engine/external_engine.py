@@ -49,16 +49,15 @@ NEEDED = ("id", "finish_reason", "completion_tokens", "output_token_logprobs", "
 
 
 class ExternalEngine:
-    """An engine that somebody else runs.
+    """An engine that somebody else runs. It is used as `EngineProcess` is.
 
     ``report``: is awaited with each new reason why it cannot be used, and whether that is so for longer than the deadline already.
-    Attributes: ``can``: its capabilities, once it is ready. ``says_token_versions``: it names the version of each token. ``expected``: the
-    name of its weights that it has to report; empty: any."""
+    Attributes: ``can``: its capabilities, once it is ready. ``expected``: the name of its weights that it has to report; empty: any."""
 
     def __init__(self, config: RunConfig, url: str, report: Callable[[str, bool], Awaitable[None]]) -> None:
         self.config, self.server, self._report = config, ExternalServer(config, url), report
         self.can: Capabilities | None = None
-        self.pid, self.says_token_versions, self.expected, self._given_up = 0, True, "", ""
+        self.pid, self.expected, self._given_up = 0, "", ""
 
     async def ready(self, deadline: float) -> float:
         """Returns the seconds until it was there, with the run's model, and has generated a token. It is awaited for as long as it takes;
@@ -66,8 +65,8 @@ class ExternalEngine:
         began, reported, late = time.monotonic(), "", 0
         while True:
             try:
-                self.can = await asyncio.to_thread(self.server.describe)
-                await asyncio.to_thread(self._try)
+                can = await asyncio.to_thread(self.server.describe)
+                self.can = replace(can, token_versions=await asyncio.to_thread(self._try))
                 return time.monotonic() - began
             except (EngineAway, ConfigError) as error:
                 times = int((time.monotonic() - began) / deadline)
@@ -76,14 +75,18 @@ class ExternalEngine:
                 reported, late = str(error), times
             await asyncio.sleep(AWAY_SECONDS)
 
-    def _try(self) -> None:
-        """Raises ConfigError where an answer lacks what samples need."""
+    def _try(self) -> bool:
+        """Returns whether an answer names the version of each token. Raises ConfigError where it lacks what samples need."""
         self.server.ask("/continue_generation", {})  # whoever had it before may have paused it
         answer = self.server.ask("/generate", ONE_TOKEN, TRY_SECONDS)
         meta = answer["meta_info"] if isinstance(answer, dict) and isinstance(answer.get("meta_info"), dict) else {}
         if missing := [name for name in NEEDED if name not in meta]:
             raise ConfigError(FIELD, self.server.url, f"the meta_info of its answers lacks {', '.join(missing)}")
-        self.says_token_versions = "weight_versions" in meta
+        return "weight_versions" in meta
+
+    async def client(self) -> "ExternalClient":
+        """Returns a connection to it, once it is ready."""
+        return ExternalClient(self)
 
     def fault(self) -> str:
         """Returns in words why it cannot be used any more; empty while it can."""
@@ -97,6 +100,10 @@ class ExternalEngine:
         if expected and expected == self.expected and found != expected:
             return f"has weights of version {found!r}, not {expected!r}: it was started anew, or somebody else has changed them"
         return ""
+
+    def last_words(self, fault: str) -> str:
+        """Returns why it cannot be used, with its fault: nothing more is known of it."""
+        return f"it {fault}"
 
     def stop(self, _grace_s: float) -> None:
         """Gives it up; it runs on."""

@@ -146,7 +146,7 @@ async def test_an_older_engine_names_one_version_for_an_answer(
         stock.wait_ready()
         monkeypatch.undo()
         config = config_of(tmp_path, checkpoint(0).path, stock.url, "disk")
-        engine, client = await connected(config, [])
+        _, client = await connected(config, [])
         try:
             await load(client, written(config, 1, checkpoint(1)))
             second = written(config, 2, checkpoint(2))
@@ -154,7 +154,7 @@ async def test_an_older_engine_names_one_version_for_an_answer(
             await until(lambda: client.generating, "a request on its way")
             await load(client, second)
             [across] = await running
-            assert not engine.says_token_versions
+            assert not client.capabilities.token_versions
             assert across.spans == (Span(0, TOKENS, 1),)
         finally:
             await client.close()

@@ -1,14 +1,24 @@
 """Which replica draws, and how many draws it has at once."""
 
 import asyncio
+import time
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
 
 from services.gateway.replicas import BACKED_OFF, FEWEST, GenerationLimit, GenerationTarget, Replicas, choose, targets
+from services.gateway.residents import Resident
 from services.gateway.wire.request import TurnRefused
 from shared.schema.service_messages import ServiceStatus
+from shared.service.engine_load_balancer import EngineSpread
 from shared.sessions.session import CONTEXT_GAUGE, EVAL_GAUGE, VOCABULARY_GAUGE, SessionLog
+from tests.support.http_server import http_server
+from tests.support.run_config import run_config
 from tests.unit.gateway.test_residents import asking
 
 
@@ -33,9 +43,9 @@ def test_evaluations_have_replicas_of_their_own_where_the_run_says_so() -> None:
 def test_a_version_that_only_the_other_fleet_serves_is_behind() -> None:
     replicas = Replicas(None, None, 8, apart=True)  # type: ignore[arg-type]
     replicas.known = targets([status(0), status(1, version=9, gauges={**status(1).gauges, EVAL_GAUGE: 1.0})])
-    replicas.check_version(9, evaluation=True)
+    replicas.check_version(9, replicas.fleet(evaluation=True))
     with pytest.raises(TurnRefused, match="serve version 3, older than the 9") as refused:
-        replicas.check_version(9, evaluation=False)
+        replicas.check_version(9, replicas.fleet(evaluation=False))
     assert refused.value.status == 409
 
 
@@ -93,6 +103,41 @@ def test_one_that_failed_comes_last() -> None:
     assert first is not None
     assert choose("s", ALL, 0, {}, {first.instance}) != first
     assert choose("s", [first], 0, {}, {first.instance}) == first
+
+
+async def test_the_only_replica_is_asked_once_in_a_while_when_its_engine_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns that wait for it take no place at it in its pauses, which grow; an answer ends them."""
+    now, moments = 0.0, set[float]()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    replicas = Replicas(None, None, 8)  # type: ignore[arg-type]
+    replicas.known = [target(0)]
+    turns = [Resident.asking(SessionLog(asking(f"session-{number}", 8).session), 8) for number in range(4)]
+    while now < 10.0:
+        for turn in turns:
+            if found := replicas._choice(turn, 0, now):
+                moments.add(now)
+                replicas.failed.avoid(found.instance)
+        now += 0.05
+    assert len(moments) == 8 and target(0).instance in replicas.failed
+    replicas.failed.answered(target(0).instance)
+    assert all(replicas._choice(turn, 0, now) for turn in turns)
+
+
+async def test_an_address_of_several_engines_asks_one_that_has_failed_last(tmp_path: Path) -> None:
+    """It has the fewest requests in hand, since it refuses each at once."""
+    async with http_server(lambda _asked, _number: web.Response(status=502)) as dead, http_server(lambda _asked, _number: {}) as there:
+        service: Any = SimpleNamespace(config=run_config(tmp_path), instance="rollout-9")
+        spread = EngineSpread(service, None)
+        spread._others = [status(number, engine=server.url) for number, server in enumerate((dead, there))]
+        await spread.open()
+        try:
+            async with aiohttp.ClientSession(spread.url) as session:
+                for _ in range(8):
+                    async with session.post("/generate", json={}) as answer:
+                        assert answer.status == 200
+        finally:
+            await spread.close()
+        assert (len(dead.asked), len(there.asked)) == (1, 8)
 
 
 def test_a_replica_without_verified_weights_or_a_door_is_none() -> None:
