@@ -25,6 +25,12 @@ ARCHITECTURE: dict[str, tuple[str, Any]] = {
     "add_qkv_bias": ("switch", False),
     "disable_bias_linear": ("switch", False),
     "swiglu": ("switch", False),
+    "quick_geglu": ("switch", False),
+    "glu_linear_offset": ("float", 0.0),
+    "activation_func_clamp_value": ("float", None),
+    "softmax_type": ("text", "vanilla"),
+    "window_size": ("ints", None),
+    "window_attn_skip_freq": ("int or ints", None),
     "vocab_size": ("int", None),
     "max_position_embeddings": ("int", None),
     "untie_embeddings_and_output_weights": ("switch", False),
@@ -65,7 +71,8 @@ ARCHITECTURE: dict[str, tuple[str, Any]] = {
 
 CHOICES: dict[str, list[str]] = {
     "normalization": ["LayerNorm", "RMSNorm"],
-    "position_embedding_type": ["learned_absolute", "rope", "mrope", "relative", "none"],
+    "position_embedding_type": ["learned_absolute", "rope", "yarn", "mrope", "relative", "none"],
+    "softmax_type": ["vanilla", "off-by-one", "learnable"],
     "rope_type": ["rope", "yarn"],
     "moe_router_score_function": ["softmax", "sigmoid"],
     "moe_router_load_balancing_type": ["none", "aux_loss", "seq_aux_loss", "global_aux_loss"],
@@ -196,14 +203,14 @@ _REASONS = {
         "inference_fuse_tp_communication mlp_chunks_for_prefill cache_mla_latents batch_invariant_mode"
     ),
     "no model family of Myxo has it; docs/models.md lists them": (
-        "mtp_num_layers mtp_loss_scaling_factor mtp_standalone softmax_type qk_l2_norm "
-        "apply_residual_connection_post_layernorm activation_func_clamp_value glu_linear_offset no_rope_freq window_size "
-        "window_attn_skip_freq softmax_scale experimental_attention_variant dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk "
+        "mtp_num_layers mtp_loss_scaling_factor mtp_standalone qk_l2_norm "
+        "apply_residual_connection_post_layernorm no_rope_freq "
+        "softmax_scale experimental_attention_variant dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk "
         "dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss linear_attention_freq linear_conv_kernel_dim linear_key_head_dim "
         "linear_value_head_dim linear_num_key_heads linear_num_value_heads mrope_section is_hybrid_model mamba_state_dim "
         "mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path heterogeneous_block_specs "
         "hetereogenous_dist_checkpoint moe_latent_size moe_apply_probs_on_input use_fused_weighted_squared_relu squared_relu "
-        "quick_geglu openai_gelu"
+        "openai_gelu"
     ),
     "use use_distributed_optimizer; there is no FSDP": (
         "use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy outer_dp_sharding_strategy preserve_fp32_weights "

@@ -37,6 +37,22 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
+class GroupedYarn:
+    """YaRN for attention with grouped keys and values, whose logits grow with the factor alone.
+
+    Args:
+        factor: of the context's length over the original one. beta_fast, beta_slow: rotations over the original context that bound the
+            blend. truncate: whether its bounds are whole dimensions.
+    """
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
 class Rope:
     """Rotary position embedding.
 
@@ -48,7 +64,7 @@ class Rope:
     theta: float
     fraction: float = 1.0
     interleaved: bool = False
-    scaling: Llama3Scaling | YarnScaling | None = None
+    scaling: Llama3Scaling | YarnScaling | GroupedYarn | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +95,7 @@ class Experts:
         shared_ffn_hidden_size: width of the experts that see every token, together; 0 for none.
         groups, groups_per_token: experts are chosen from this many of the groups, which are ranked by their best two.
         scaling: factor on the routed experts' sum.
+        swiglu_limit: bound of gate and linear part of the clamped SwiGLU, x sigmoid(1.702 x) (y + 1); None for the usual one.
     """
 
     count: int
@@ -91,6 +108,7 @@ class Experts:
     groups: int = 1
     groups_per_token: int = 1
     scaling: float = 1.0
+    swiglu_limit: float | None = None
 
 
 @dataclass(frozen=True)
@@ -100,10 +118,12 @@ class Architecture:
     Args:
         head_dim: width of a query head (under latent attention, both of its parts).
         qk_norm: RMS norm over each query and key head. joint_qk_norm: one over all query heads together, and one over all key heads.
-        qkv_bias: biases on the q, k and v projections.
+        qkv_bias: biases on the q, k and v projections. biases: on attention's output, routers and experts as well.
+        sinks: a learned logit of each head joins its softmax, and takes no value.
+        windows: for each layer the tokens that a query sees, itself included; 0 for all. Empty: all, in every layer.
         post_norms: RMS norms after attention and MLP as well, before the residual sums.
         fused_gate_up: Hugging Face keeps the two halves of a gated MLP in one tensor.
-        mixtral_names: it names experts and routers as Mixtral's are.
+        mixtral_names: it names experts and routers as Mixtral's are. stacked_experts: it keeps a matrix of all experts in one tensor.
         draft_layers: layers behind the last that only guess further tokens; in the checkpoint, never in the model.
     """
 
@@ -124,13 +144,21 @@ class Architecture:
     qk_norm: bool = False
     joint_qk_norm: bool = False
     qkv_bias: bool = False
+    biases: bool = False
+    sinks: bool = False
+    windows: tuple[int, ...] = ()
     post_norms: bool = False
     fused_gate_up: bool = False
     mixtral_names: bool = False
+    stacked_experts: bool = False
     draft_layers: int = 0
 
     def is_moe_layer(self, layer: int) -> bool:
         return self.experts is not None and layer not in self.experts.dense_layers
+
+    def window(self, layer: int) -> int:
+        """Returns the tokens that a query of a layer sees, itself included; 0 for all."""
+        return self.windows[layer] if self.windows else 0
 
     def as_json(self) -> dict[str, Any]:
         """Returns plain values, flat (``rope.theta``), equal after a round trip through JSON, for a checkpoint."""

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from shared.config import flag_table
-from shared.model.architecture import Architecture, Experts, LatentAttention, Llama3Scaling, Rope, YarnScaling
+from shared.model.architecture import Architecture, Experts, GroupedYarn, LatentAttention, Llama3Scaling, Rope, YarnScaling
 from shared.runtime.errors import ConfigError
 
 
@@ -33,8 +33,10 @@ def flags_of(architecture: Architecture) -> dict[str, Any]:
         "post_self_attn_layernorm": a.post_norms,
         "post_mlp_layernorm": a.post_norms,
         "add_qkv_bias": a.qkv_bias,
-        "disable_bias_linear": True,
-        "swiglu": True,
+        "disable_bias_linear": not a.biases,
+        **_activation_flags(a.experts),
+        "softmax_type": "learnable" if a.sinks else "vanilla",
+        **({"window_size": [max(a.windows), 0], "window_attn_skip_freq": [int(w > 0) for w in a.windows]} if any(a.windows) else {}),
         "vocab_size": a.vocab_size,
         "max_position_embeddings": a.max_positions,
         "untie_embeddings_and_output_weights": not a.tied_embeddings,
@@ -44,9 +46,16 @@ def flags_of(architecture: Architecture) -> dict[str, Any]:
     }
 
 
+def _activation_flags(experts: Experts | None) -> dict[str, Any]:
+    if experts is None or experts.swiglu_limit is None:
+        return {"swiglu": True, "quick_geglu": False}
+    clamped = {"glu_linear_offset": 1.0, "activation_func_clamp_value": experts.swiglu_limit}
+    return {"swiglu": False, "quick_geglu": True, **clamped}
+
+
 def _rope_flags(rope: Rope) -> dict[str, Any]:
     flags: dict[str, Any] = {
-        "position_embedding_type": "rope",
+        "position_embedding_type": "yarn" if isinstance(rope.scaling, GroupedYarn) else "rope",
         "use_rotary_position_embeddings": True,
         "rotary_base": rope.theta,
         "rotary_percent": rope.fraction,
@@ -55,6 +64,9 @@ def _rope_flags(rope: Rope) -> dict[str, Any]:
     }
     if isinstance(rope.scaling, Llama3Scaling):
         flags["rope_scaling_factor"] = rope.scaling.factor
+    if isinstance(s := rope.scaling, GroupedYarn):
+        flags |= {"rotary_scaling_factor": s.factor, "original_max_position_embeddings": s.original_max_positions}
+        flags |= {"beta_fast": s.beta_fast, "beta_slow": s.beta_slow}
     return flags
 
 
@@ -111,6 +123,7 @@ def differences(given: Mapping[str, Any], architecture: Architecture) -> Iterato
         if name in own:
             wanted = own[name]
             value = expert_layers(value, architecture.num_layers) if name == "moe_layer_freq" else value
+            value = windowed_layers(value, architecture.num_layers) if name == "window_attn_skip_freq" else value
             if value != wanted:
                 yield ConfigError(f"trainer.megatron.{name}", given[name], f"{wanted!r}, as the checkpoint has")
         elif value is not None and value != default_of(name):
@@ -139,6 +152,11 @@ def expert_layers(frequency: int | Sequence[int], layers: int) -> list[int]:
     if isinstance(frequency, int):
         return [int(layer % frequency == 0) for layer in range(layers)]
     return list(frequency)
+
+
+def windowed_layers(frequency: int | Sequence[int], layers: int) -> list[int]:
+    """Returns Megatron's ``window_attn_skip_freq`` as a list, 1 for a layer with a window; n stands for all but every n-th layer."""
+    return [int((layer + 1) % frequency != 0) for layer in range(layers)] if isinstance(frequency, int) else list(frequency)
 
 
 LEAST = ("num_layers", "hidden_size", "num_attention_heads")  # The flags without which there is no shape
@@ -183,6 +201,8 @@ def described_shape(given: Mapping[str, Any]) -> Architecture | None:
         latent=latent,
         qk_norm=bool(given.get("qk_layernorm")) and latent is None,
         qkv_bias=bool(given.get("add_qkv_bias")),
+        biases=given.get("disable_bias_linear") is False,
+        sinks=given.get("softmax_type") == "learnable",
         post_norms=bool(given.get("post_self_attn_layernorm")),
     )
 
@@ -237,4 +257,5 @@ def _experts(given: Mapping[str, Any]) -> Experts | None:
         dense_layers=tuple(layer for layer, sparse in enumerate(layers) if not sparse),
         score=given.get("moe_router_score_function") or "softmax",
         shared_ffn_hidden_size=given.get("moe_shared_expert_intermediate_size") or 0,
+        swiglu_limit=given.get("activation_func_clamp_value"),
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shared.config.run_config import RunConfig
-from shared.model.architecture import Architecture, Experts, LatentAttention, Llama3Scaling, Rope, YarnScaling
+from shared.model.architecture import Architecture, Experts, GroupedYarn, LatentAttention, Llama3Scaling, Rope, YarnScaling
 from shared.runtime.errors import ConfigError
 from shared.runtime.safe_files import parse_json
 from shared.schema.sample import ExpertChoices
@@ -23,7 +23,10 @@ class Family:
 
     Args:
         experts: how the router scores them; None for a family without. ``softmax`` and ``sigmoid`` also tell two dialects of
-            ``config.json`` apart; ``minimax`` is a third one, of sigmoid scores. latent: multi-head latent attention.
+            ``config.json`` apart; ``minimax`` is a third one, of sigmoid scores, ``gpt_oss`` a fourth. latent: multi-head latent
+            attention.
+        window_pattern: of so many layers the last one sees all tokens and the others ``sliding_window``, where ``layer_types`` does not
+            say which; 0 for a family without windows.
         rotary_fraction: default of ``partial_rotary_factor``; None if the family has no such entry.
     """
 
@@ -33,9 +36,13 @@ class Family:
     post_norms: bool = False
     fused_gate_up: bool = False
     mixtral_names: bool = False
+    stacked_experts: bool = False
+    biases: bool = False
+    sinks: bool = False
+    window_pattern: int = 0
     interleaved_rope: bool = False
     rotary_fraction: float | None = None
-    experts: Literal["softmax", "sigmoid", "minimax"] | None = None
+    experts: Literal["softmax", "sigmoid", "minimax", "gpt_oss"] | None = None
     latent: bool = False
 
 
@@ -52,6 +59,7 @@ FAMILIES: dict[str, Family] = {
     "kimi_k2": _DEEPSEEK,
     "mimo": Family(qkv_bias=("attention_bias", True)),
     "minimax_m2": Family(joint_qk_norm=True, experts="minimax", mixtral_names=True),
+    "gpt_oss": Family(qkv_bias=True, biases=True, sinks=True, window_pattern=2, experts="gpt_oss", stacked_experts=True),
 }
 
 
@@ -126,7 +134,7 @@ class _Entries:
         self.require("mlp_bias", False, "biases in the MLP are not implemented")
         self.require("use_sliding_window", False, "sliding windows are not implemented")
         if "quantization_config" in self.raw:
-            raise self.error("quantization_config", "no such entry; `myxo convert` makes bfloat16 weights of 8-bit ones")
+            raise self.error("quantization_config", "no such entry; `myxo convert` makes bfloat16 weights of 8-bit and MXFP4 ones")
         if family.qkv_bias is False:
             self.require("attention_bias", False, f"{model_type} with attention biases is not implemented")
         heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
@@ -151,11 +159,26 @@ class _Entries:
             qk_norm=self.trait(family.qk_norm),
             joint_qk_norm=family.joint_qk_norm,
             qkv_bias=self.trait(family.qkv_bias),
+            biases=family.biases,
+            sinks=family.sinks,
+            windows=self.windows(family.window_pattern, layers),
             post_norms=family.post_norms,
             fused_gate_up=family.fused_gate_up,
             mixtral_names=family.mixtral_names,
+            stacked_experts=family.stacked_experts,
             draft_layers=self.integer("num_nextn_predict_layers", default=0, least=0) if family.experts or model_type == "mimo" else 0,
         )
+
+    def windows(self, pattern: int, layers: int) -> tuple[int, ...]:
+        """Returns the window of each layer; nothing for a family without."""
+        if not pattern:
+            return ()
+        kinds = self.raw.get("layer_types")
+        if kinds is None:
+            kinds = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
+        if len(kinds) != layers or not {*kinds} <= {"sliding_attention", "full_attention"}:
+            raise self.error("layer_types", f"sliding_attention or full_attention for each of the {layers} layers")
+        return tuple(self.integer("sliding_window") if kind == "sliding_attention" else 0 for kind in kinds)
 
     def latent(self) -> LatentAttention:
         self.require("rope_interleave", True, "latent attention is implemented with interleaved rotary dimensions")
@@ -178,12 +201,13 @@ class _Entries:
             outside = self.raw.get("partial_rotary_factor", family.rotary_fraction)
             fraction = float(nested.get("partial_rotary_factor", outside))
         kind = nested.get("rope_type", nested.get("type", "default"))
-        known = "yarn" if family.latent else "llama3"
+        known = "yarn" if family.latent or family.experts == "gpt_oss" else "llama3"
         if kind not in ("default", known):
             expected = f"'default' or '{known}'; other rope scalings are not implemented for this family"
             raise ConfigError(f"{self.path}:rope_type", kind, expected)
         try:
-            scaling = {"default": lambda _: None, "llama3": _llama3, "yarn": _yarn}[kind](nested)
+            yarn = _yarn if family.latent else _grouped_yarn
+            scaling = {"default": lambda _: None, "llama3": _llama3, "yarn": yarn}[kind](nested)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{self.path}:rope_scaling", nested, f"valid entries for rope type {kind!r}: {error}") from error
         return Rope(theta=theta, fraction=fraction, interleaved=family.interleaved_rope, scaling=scaling)
@@ -200,7 +224,8 @@ class _Entries:
     def experts(self, score: str | None, layers: int) -> Experts | None:
         if score is None:
             return None
-        return {"softmax": self.softmax_experts, "sigmoid": self.sigmoid_experts, "minimax": self.minimax_experts}[score](layers)
+        return {"softmax": self.softmax_experts, "sigmoid": self.sigmoid_experts, "minimax": self.minimax_experts,
+                "gpt_oss": self.gpt_oss_experts}[score](layers)  # fmt: skip
 
     def softmax_experts(self, layers: int) -> Experts:
         step = self.integer("decoder_sparse_step", default=1)
@@ -257,6 +282,21 @@ class _Entries:
             score="sigmoid",
         )
 
+    def gpt_oss_experts(self, layers: int) -> Experts:
+        """Returns gpt-oss' experts, ``intermediate_size`` the width of one. transformers computes with a limit of 7 whatever is stated,
+        SGLang with what is."""
+        self.require("attention_bias", True, "gpt-oss has biases on all of attention's projections")
+        self.require("hidden_act_alpha", 1.702, "the clamped SwiGLU is implemented with it")
+        if self.raw.get("swiglu_limit") != 7:
+            raise self.error("swiglu_limit", "7.0, stated; engines read it, and transformers computes with it")
+        return Experts(
+            count=self.integer("num_local_experts"),
+            per_token=self.integer("num_experts_per_tok"),
+            ffn_hidden_size=self.integer("intermediate_size"),
+            normalize=True,
+            swiglu_limit=self.number("swiglu_limit"),
+        )
+
 
 def _llama3(entries: dict[str, Any]) -> Llama3Scaling:
     return Llama3Scaling(
@@ -279,6 +319,18 @@ def _yarn(entries: dict[str, Any]) -> YarnScaling:
         beta_slow=float(entries.get("beta_slow") or 1.0),
         mscale=float(mscale) if all_dim else 1.0,
         mscale_all_dim=float(all_dim),
+    )
+
+
+def _grouped_yarn(entries: dict[str, Any]) -> GroupedYarn:
+    if stated := [name for name in ("attention_factor", "attn_factor", "mscale", "mscale_all_dim") if entries.get(name) is not None]:
+        raise ValueError(f"{stated[0]} is not implemented; logits grow with the factor alone")
+    return GroupedYarn(
+        factor=float(entries["factor"]),
+        original_max_positions=int(entries["original_max_position_embeddings"]),
+        beta_fast=float(entries.get("beta_fast") or 32.0),
+        beta_slow=float(entries.get("beta_slow") or 1.0),
+        truncate=bool(entries.get("truncate", True)),
     )
 
 

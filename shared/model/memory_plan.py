@@ -130,6 +130,8 @@ def stage_parameters(
             e = a.experts
             dense += e.count * hidden + (e.count if e.score == "sigmoid" else 0) + 3 * hidden * e.shared_ffn_hidden_size // tensor
             experts += e.count // layout.expert * 3 * hidden * e.ffn_hidden_size // layout.expert_tensor_size
+            if a.biases:
+                dense, experts = dense + e.count, experts + e.count // layout.expert * (2 * e.ffn_hidden_size + hidden)
         else:
             dense += 3 * hidden * a.ffn_hidden_size // tensor
     return dense, experts
@@ -141,7 +143,8 @@ def attention_parameters(a: Architecture, tensor: int) -> int:
     if a.latent is None:
         width = (heads + 2 * a.num_key_value_heads) * a.head_dim
         norms = 2 * a.head_dim if a.qk_norm else (heads + a.num_key_value_heads) * a.head_dim // tensor if a.joint_qk_norm else 0
-        return (hidden * width + (width if a.qkv_bias else 0) + heads * a.head_dim * hidden) // tensor + norms
+        divided = hidden * width + (width if a.qkv_bias else 0) + (heads if a.sinks else 0) + heads * a.head_dim * hidden
+        return divided // tensor + norms + (hidden if a.biases else 0)
     m = a.latent
     query = m.qk_head_dim + m.qk_pos_emb_head_dim
     if m.q_lora_rank:
@@ -198,6 +201,8 @@ def layer_activations(a: Architecture, layout: ParallelLayout, layer: int, token
         mlp = row * (h + 2 * inner) + 32 * routed + tokens * width * 2 * shared + whole * 5 * e.count  # ordered, projected; indices; scores
         mlp += row * h if layout.expert > 1 else 0  # what was exchanged between the ranks, beside its order by experts
         act = row * inner + tokens * width * shared
+        # the clamped projection, and the products that added biases to it
+        mlp += 0 if e.swiglu_limit is None else row * 2 * inner
         matrices = e.count // layout.expert * h * inner // layout.expert_tensor_size * width
         # the second product's backward pass: gradients of its output, input and matrices; the first one's, whose output is gone
         working = max(row * (h + inner) + matrices, row * (h - inner) + 2 * matrices) + whole * width * h

@@ -141,6 +141,8 @@ def _expert_problems(a: Architecture, layout: ParallelLayout) -> Iterator[Config
         return
     if a.experts.count % layout.expert:
         yield ConfigError(size, layout.expert, f"a divisor of its {a.experts.count} experts")
+    if a.biases and layout.expert_tensor_size > 1:
+        yield ConfigError(tensor_size, layout.expert_tensor_size, f"1; each expert of {a.model_type} has biases, and is whole on a rank")
     if a.experts.ffn_hidden_size % layout.expert_tensor_size:
         wanted = f"a divisor of the {a.experts.ffn_hidden_size} MLP channels of an expert"
         yield ConfigError(tensor_size, layout.expert_tensor_size, wanted)

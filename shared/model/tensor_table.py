@@ -12,7 +12,7 @@ from typing import Literal
 from shared.model.architecture import Architecture
 
 Shape = tuple[int, ...]
-Layout = Literal["plain", "vocabulary", "qkv", "glu"]
+Layout = Literal["plain", "vocabulary", "qkv", "glu", "transposed", "interleaved"]
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,16 @@ class TensorSource:
 
     Args:
         tensors: their names and shapes. layout: ``plain`` as it is; ``vocabulary`` with rows of zeros below; ``qkv`` interleaved by
-            key/value group; ``glu`` one above the other, and each half split over the ranks for itself.
+            key/value group; ``glu`` one above the other, and each half split over the ranks for itself; ``transposed``; ``interleaved``
+            transposed, with the rows of the two halves in turn.
         float32: whether it stays float32 in a model of another dtype.
+        expert: the one whose part it is of a tensor of all experts, along the first dimension; None for whole tensors.
     """
 
     tensors: tuple[tuple[str, Shape], ...]
     layout: Layout = "plain"
     float32: bool = False
+    expert: int | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -43,7 +46,7 @@ class NameRow:
         tensors: name below ``model.layers.N.`` and sizes of each Hugging Face tensor it is made of.
         layout, float32: see :class:`TensorSource`. when: features that the layer must have.
 
-    In names ``{expert}`` stands for an expert's number.
+    In names ``{expert}`` stands for an expert's number; without it in Hugging Face's, a tensor is of all experts.
     """
 
     megatron: tuple[str, ...]
@@ -54,7 +57,11 @@ class NameRow:
 
     @property
     def per_expert(self) -> bool:
-        return "{expert}" in self.tensors[0][0]
+        return "{expert}" in self.megatron[0]
+
+    @property
+    def stacked(self) -> bool:
+        return self.per_expert and "{expert}" not in self.tensors[0][0]
 
 
 def _row(megatron: str, tensors: dict[str, str], layout: Layout = "plain", when: str = "", float32: bool = False) -> NameRow:
@@ -70,6 +77,8 @@ def _qkv(kind: str, columns: str = "") -> dict[str, str]:
     return {f"self_attn.{name}_proj.{kind}": f"{rows}{columns}" for name, rows in (("q", "queries"), ("k", "keys"), ("v", "keys"))}
 
 
+_EXPERT_UP_BIAS = "mlp.experts.local_experts.{expert}.linear_fc1.bias mlp.experts.linear_fc1.bias{expert}"
+_EXPERT_DOWN_BIAS = "mlp.experts.local_experts.{expert}.linear_fc2.bias mlp.experts.linear_fc2.bias{expert}"
 _EXPERT_UP = "mlp.experts.local_experts.{expert}.linear_fc1.weight mlp.experts.linear_fc1.weight{expert}"
 _EXPERT_DOWN = "mlp.experts.local_experts.{expert}.linear_fc2.weight mlp.experts.linear_fc2.weight{expert}"
 
@@ -95,6 +104,8 @@ TABLE: tuple[NameRow, ...] = (
     _row("self_attention.kv_layernorm.weight", {"self_attn.kv_a_layernorm.weight": "kv_rank"}, when="latent"),
     _row("self_attention.linear_kv_up_proj.weight", {"self_attn.kv_b_proj.weight": "keys+values kv_rank"}, when="latent"),
     _row("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "hidden values"}),
+    _row("self_attention.linear_proj.bias", {"self_attn.o_proj.bias": "hidden"}, when="biases"),
+    _row("self_attention.core_attention.softmax_offset", {"self_attn.sinks": "heads"}, when="grouped sinks"),
     _row("self_attn_bda.norm.weight", {"post_self_attn_layernorm.weight": "hidden"}, when="post_norms"),
     # MLP
     _row("pre_mlp_layernorm.weight mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": "hidden"}),
@@ -122,6 +133,12 @@ TABLE: tuple[NameRow, ...] = (
         "moe mixtral_names",
     ),
     _row(_EXPERT_DOWN, {"block_sparse_moe.experts.{expert}.w2.weight": "hidden expert_ffn"}, when="moe mixtral_names"),
+    _row("mlp.router.weight", {"mlp.router.weight": "experts hidden"}, when="moe stacked_experts"),
+    _row("mlp.router.bias", {"mlp.router.bias": "experts"}, when="moe stacked_experts biases"),
+    _row(_EXPERT_UP, {"mlp.experts.gate_up_proj": "experts hidden 2*expert_ffn"}, "interleaved", "moe stacked_experts"),
+    _row(_EXPERT_UP_BIAS, {"mlp.experts.gate_up_proj_bias": "experts 2*expert_ffn"}, "interleaved", "moe stacked_experts biases"),
+    _row(_EXPERT_DOWN, {"mlp.experts.down_proj": "experts expert_ffn hidden"}, "transposed", "moe stacked_experts"),
+    _row(_EXPERT_DOWN_BIAS, {"mlp.experts.down_proj_bias": "experts hidden"}, when="moe stacked_experts biases"),
     _row("mlp_bda.norm.weight", {"post_mlp_layernorm.weight": "hidden"}, when="post_norms"),
 )
 
@@ -131,14 +148,15 @@ def features(architecture: Architecture, layer: int) -> frozenset[str]:
     a = architecture
     found = {"latent" if a.latent else "grouped", "moe" if a.is_moe_layer(layer) else "dense"}
     found.add("gate_up_fused" if a.fused_gate_up else "gate_up_apart")
-    found.add("mixtral_names" if a.mixtral_names else "own_names")
+    found.add("mixtral_names" if a.mixtral_names else "stacked_experts" if a.stacked_experts else "own_names")
     if a.latent:
         found.add("full_queries" if a.latent.q_lora_rank is None else "low_queries")
     if a.experts and a.experts.score == "sigmoid":
         found.add("expert_bias")
     if a.experts and a.experts.shared_ffn_hidden_size:
         found.add("shared")
-    return frozenset(found | {name for name in ("qk_norm", "joint_qk_norm", "qkv_bias", "post_norms") if getattr(a, name)})
+    flags = ("qk_norm", "joint_qk_norm", "qkv_bias", "biases", "sinks", "post_norms")
+    return frozenset(found | {name for name in flags if getattr(a, name)})
 
 
 def sizes(architecture: Architecture) -> dict[str, int]:
@@ -147,6 +165,7 @@ def sizes(architecture: Architecture) -> dict[str, int]:
     known = {
         "hidden": a.hidden_size,
         "head": a.head_dim,
+        "heads": heads,
         "queries": heads * a.head_dim,
         "keys": a.num_key_value_heads * a.head_dim,
         "values": heads * (a.latent.v_head_dim if a.latent else a.head_dim),
@@ -161,6 +180,7 @@ def sizes(architecture: Architecture) -> dict[str, int]:
     if a.experts:
         known["experts"] = a.experts.count
         known["expert_ffn"] = a.experts.ffn_hidden_size
+        known["2*expert_ffn"] = 2 * a.experts.ffn_hidden_size
         known["shared_ffn"] = a.experts.shared_ffn_hidden_size
     return known
 
@@ -193,7 +213,7 @@ def _parameters(architecture: Architecture) -> Iterator[tuple[tuple[str, ...], T
             for expert in range(a.experts.count) if a.experts and row.per_expert else (0,):
                 tensors = tuple((f"model.layers.{layer}.{name.format(expert=expert)}", shape) for name, shape in shapes)
                 names = tuple(f"decoder.layers.{layer}.{name.format(expert=expert)}" for name in row.megatron)
-                yield names, TensorSource(tensors, row.layout, row.float32)
+                yield names, TensorSource(tensors, row.layout, row.float32, expert if row.stacked else None)
     yield ("decoder.final_layernorm.weight",), TensorSource((("model.norm.weight", (a.hidden_size,)),))
     if not a.tied_embeddings:
         yield ("output_layer.weight",), TensorSource((("lm_head.weight", vocabulary),), "vocabulary")

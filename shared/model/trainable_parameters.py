@@ -103,6 +103,9 @@ class Lora:
         if overrides.get("transformer_impl") == "transformer_engine":
             raise ConfigError("trainer.lora_rank", self.rank, "none; Transformer Engine's layers take no adapters here")
         known, of_experts = _projections(architecture)
+        if architecture.stacked_experts and ALL_LINEAR in self.targets:
+            wanted = f"some of {', '.join(known)}; {architecture.model_type} keeps its experts in tensors of all of them, without adapters"
+            raise ConfigError(field, given, wanted)
         for name in self.targets:
             if name != ALL_LINEAR and name not in known:
                 raise ConfigError(field, name, f"a matrix of {architecture.model_type}: {nearest(name, known)}")
@@ -149,7 +152,7 @@ def _projections(architecture: Architecture) -> tuple[list[str], set[str]]:
     of_experts: set[str] = set()
     for layer in range(architecture.num_layers):
         for row in layer_rows(architecture, layer):
-            if _ADAPTABLE.fullmatch(row.megatron[0]):
+            if _ADAPTABLE.fullmatch(row.megatron[0]) and not row.stacked:
                 names = [projection(name) for name, _ in row.tensors]
                 known.update(dict.fromkeys(names))
                 of_experts.update(names if "experts" in row.megatron[0] else ())

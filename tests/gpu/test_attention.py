@@ -5,19 +5,30 @@ By hand: ``PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 python -m pytest -c /dev/null --noco
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 pytestmark = pytest.mark.gpu
 
 HEADS, GROUPS, WIDTH = 8, 2, 128
 
 
-@pytest.mark.parametrize("lengths", [[2048], [300, 2500, 17, 40, 4096, 2, 3000], [5, 700, 64]], ids=["one long", "mixed", "short"])
-def test_packs_equal_the_reference(lengths: list[int]) -> None:
+def attention(window: int = 0, sinks: bool = False) -> Any:
     from services.trainer.megatron.attention import PackedCausalAttention
+
+    module = PackedCausalAttention.__new__(PackedCausalAttention)
+    torch.nn.Module.__init__(module)
+    module.scale, module.dense, module.window, module.softmax_offset = None, False, window, None
+    if sinks:
+        module.softmax_offset = torch.nn.Parameter(torch.linspace(-2, 3, HEADS, dtype=torch.bfloat16, device="cuda"))
+    return module
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(0, False), (128, False), (0, True), (128, True)])
+@pytest.mark.parametrize("lengths", [[2048], [300, 2500, 17, 40, 4096, 2, 3000], [5, 700, 64]], ids=["one long", "mixed", "short"])
+def test_packs_equal_the_reference(lengths: list[int], window: int, sinks: bool) -> None:
     from services.trainer.megatron.packed_sequences import PackedSequences, long_sequences
 
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
@@ -33,28 +44,36 @@ def test_packs_equal_the_reference(lengths: list[int]) -> None:
         max_seqlen_kv=max(lengths),
         long=long_sequences(starts, torch.device("cuda")),
     )
-    module = PackedCausalAttention.__new__(PackedCausalAttention)
-    torch.nn.Module.__init__(module)
-    module.scale, module.dense = None, False
+    module = attention(window, sinks)
 
     narrow = [tensor.bfloat16().requires_grad_() for tensor in wide]
     output = module(*narrow, packed_seq_params=sequences)
     output.backward(upstream.bfloat16())
     exact = [tensor.bfloat16().float().requires_grad_() for tensor in wide]
-    expected = reference(*exact, starts)
+    offset = module.softmax_offset.detach().float().requires_grad_() if sinks else None
+    expected = reference(*exact, starts, window, offset)
     expected.backward(upstream.bfloat16().float())
     assert relative(output, expected) < 1e-2
     for ours, theirs in zip(narrow, exact, strict=True):
         assert ours.grad is not None and theirs.grad is not None
         assert relative(ours.grad, theirs.grad) < 2e-2
+    assert offset is None or relative(module.softmax_offset.grad, offset.grad) < 2e-2
 
 
-def reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: list[int]) -> torch.Tensor:
+def reference(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: list[int], window: int = 0, offset: torch.Tensor | None = None
+) -> torch.Tensor:
     """Sequence by sequence, in float32."""
     outputs = []
     for start, stop in pairwise(starts):
-        q, k, v = (tensor[start:stop].transpose(0, 1)[None] for tensor in (query, key, value))
-        outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1))
+        q, k, v = (tensor[start:stop].transpose(0, 1) for tensor in (query, key, value))
+        k, v = (tensor.repeat_interleave(HEADS // GROUPS, 0) for tensor in (k, v))
+        seen = torch.ones(stop - start, stop - start, device=q.device).tril()
+        seen = seen.triu(1 - window) if window else seen
+        scores = (q @ k.mT * WIDTH**-0.5).masked_fill(seen == 0, -torch.inf)
+        if offset is not None:
+            scores = torch.cat([scores, offset[:, None, None].expand(-1, stop - start, 1)], -1)
+        outputs.append((scores.softmax(-1)[..., : stop - start] @ v).transpose(0, 1).flatten(1))
     return torch.cat(outputs)
 
 
@@ -64,7 +83,6 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 def test_shared_beginnings_equal_the_reference() -> None:
     """Forks of a long sequence, of a short one, and of forks."""
-    from services.trainer.megatron.attention import PackedCausalAttention
     from services.trainer.megatron.packed_sequences import model_input
     from services.trainer.packing import shared_prefixes
     from shared.model.parallel_layout import ParallelLayout
@@ -81,9 +99,7 @@ def test_shared_beginnings_equal_the_reference() -> None:
     given = model_input(batch, ParallelLayout(), dense=False, device=torch.device("cuda"), least_saved=0.1)
     found = shared_prefixes(batch.tokens.numpy(), batch.cu_seqlens.tolist())
     assert given.back is not None and given.tokens.numel() == len(found.computed) < 0.5 * batch.tokens.numel()
-    module = PackedCausalAttention.__new__(PackedCausalAttention)
-    torch.nn.Module.__init__(module)
-    module.scale, module.dense = None, False
+    module = attention()
     wide = [torch.randn(len(found.computed), heads, WIDTH, generator=generator).cuda() for heads in (HEADS, GROUPS, GROUPS)]
     upstream = torch.randn(len(found.computed), HEADS * WIDTH, generator=generator).cuda()
     narrow = [tensor.bfloat16().requires_grad_() for tensor in wide]

@@ -130,11 +130,13 @@ def waits(checkpoint: Path, layout: dict[str, Any]) -> float:
     return (counts[1] - counts[0]) / 4
 
 
-@pytest.mark.parametrize("layout", [{}, {"lora_rank": 8}], ids=["experts", "adapters"])
-def test_a_layer_of_experts_waits_for_nothing(layout: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("qwen3_moe", {}), ("qwen3_moe", {"lora_rank": 8}), ("gpt_oss", {})], ids=["experts", "adapters", "biases"]
+)
+def test_a_layer_of_experts_waits_for_nothing(kind: str, layout: dict[str, Any], tmp_path: Path) -> None:
     from tests.unit.trainer.megatron.tiny import make_checkpoint
 
-    make_checkpoint("qwen3_moe", tmp_path)
+    make_checkpoint(kind, tmp_path)
     assert waits(tmp_path, layout) == 0
 
 
@@ -152,7 +154,7 @@ def test_with_expert_parallelism_it_waits_once_for_the_sizes(tmp_path: Path) -> 
         two.stop()
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_experts_and_latent_attention_in_bfloat16(kind: str, tmp_path: Path) -> None:
     """The same experts on both sides: a choice that flips by rounding would hide all else."""
     from services.trainer.megatron import runtime

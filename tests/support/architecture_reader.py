@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shared.config import flag_table
-from shared.model.architecture import Architecture, Experts, LatentAttention, Llama3Scaling, Rope, YarnScaling
-from shared.model.architecture_flags import default_of, expert_layers
+from shared.model.architecture import Architecture, Experts, GroupedYarn, LatentAttention, Llama3Scaling, Rope, YarnScaling
+from shared.model.architecture_flags import default_of, expert_layers, windowed_layers
 from shared.model.families import FAMILIES, Family
 from shared.runtime.errors import ConfigError
 
@@ -52,9 +52,13 @@ class _Reader:
             raise ConfigError(f"trainer.megatron.{name}", self.get(name), f"{wanted!r}; no known family has another")
 
     def architecture(self) -> Architecture:
-        for name, wanted in {"normalization": "RMSNorm", "disable_bias_linear": True, "swiglu": True}.items():
-            self.fixed(name, wanted)
-        self.fixed("position_embedding_type", "rope")
+        clamped = bool(self.get("quick_geglu"))
+        self.fixed("normalization", "RMSNorm")
+        self.fixed("disable_bias_linear", not clamped)
+        self.fixed("swiglu", not clamped)
+        self.fixed("glu_linear_offset", float(clamped))
+        self.fixed("position_embedding_type", "yarn" if clamped else "rope")
+        self.fixed("softmax_type", "learnable" if clamped else "vanilla")
         self.fixed("apply_layernorm_1p", False)
         self.fixed("moe_shared_expert_gate", False)
         heads = self.required("num_attention_heads")
@@ -86,6 +90,10 @@ class _Reader:
             latent=latent,
             qk_norm=qk_norm,
             qkv_bias=bool(self.get("add_qkv_bias")),
+            biases=clamped,
+            sinks=clamped,
+            windows=self.windows(),
+            stacked_experts=FAMILIES[model_type].stacked_experts,
             post_norms=post_norms,
             fused_gate_up=FAMILIES[model_type].fused_gate_up,
         )
@@ -94,7 +102,7 @@ class _Reader:
         def fits(family: Family) -> bool:
             return (
                 family.latent == (latent is not None)
-                and family.experts == (experts.score if experts else None)
+                and family.experts == ("gpt_oss" if self.get("quick_geglu") else experts.score if experts else None)
                 and family.post_norms == post_norms
                 and (family.qk_norm == qk_norm or not isinstance(family.qk_norm, bool))
                 and (family.qkv_bias == bool(self.get("add_qkv_bias")) or not isinstance(family.qkv_bias, bool))
@@ -105,8 +113,18 @@ class _Reader:
                 return name
         raise ConfigError("trainer.megatron", dict(self.flags), f"the shape of one of {', '.join(FAMILIES)}")
 
+    def windows(self) -> tuple[int, ...]:
+        if self.get("window_size") is None:
+            return ()
+        kinds = windowed_layers(self.required("window_attn_skip_freq"), self.required("num_layers"))
+        return tuple(self.required("window_size")[0] * kind for kind in kinds)
+
     def rope(self) -> Rope:
-        scaling: Llama3Scaling | YarnScaling | None = None
+        scaling: Llama3Scaling | YarnScaling | GroupedYarn | None = None
+        if self.get("position_embedding_type") == "yarn":
+            bounds = {name: float(self.get(name)) for name in ("beta_fast", "beta_slow")}
+            positions = int(self.get("original_max_position_embeddings"))
+            scaling = GroupedYarn(float(self.required("rotary_scaling_factor")), positions, **bounds, truncate=False)
         if self.get("use_rope_scaling"):
             scaling = Llama3Scaling(factor=float(self.get("rope_scaling_factor")), **_LLAMA3)  # type: ignore[arg-type]
         if self.get("rope_type") == "yarn":
@@ -154,4 +172,5 @@ class _Reader:
             groups=self.get("moe_router_num_groups") or 1,
             groups_per_token=self.get("moe_router_group_topk") or 1,
             scaling=float(self.get("moe_router_topk_scaling_factor") or 1.0),
+            swiglu_limit=self.get("activation_func_clamp_value"),
         )

@@ -183,6 +183,47 @@ def norm_heads_jointly(model_path: str) -> None:
     minimax_m2.rms_sumsq_serial, minimax_m2.rms_apply_serial = squares, apply
 
 
+def attend_with_sinks(model_path: str) -> bool:
+    """Gives gpt-oss to torch's native attention, which SGLang refuses for it: it applies windows, and sinks here. Returns whether this
+    is such a model; its cache then has one part, for layers with windows and without."""
+    config = Path(model_path, "config.json")
+    if not config.is_file() or json.loads(config.read_text()).get("model_type") != "gpt_oss":
+        return False
+    from sglang.srt.arg_groups import model_hook
+    from sglang.srt.layers.attention import torch_native_backend
+
+    model_hook.attention_backends_of = lambda _: ("triton", "triton")  # what it compares with those that it knows
+    backend, plain = torch_native_backend.TorchNativeAttnBackend, torch_native_backend.scaled_dot_product_attention
+    now: list[torch.Tensor | None] = [None]
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, **options: Any) -> Any:
+        if (sinks := now[0]) is None:
+            return plain(query, key, value, attn_mask=attn_mask, **options)
+        if attn_mask is None:  # decoding sees all
+            attn_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool)
+            attn_mask = attn_mask.tril() if options.pop("is_causal") else attn_mask
+        options["is_causal"] = False
+        mask = torch.zeros(1, query.shape[1], *attn_mask.shape, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+        mask = torch.cat([mask, sinks.to(query.dtype)[:, None, None].expand(*mask.shape[:-1], 1)], -1)
+        key, value = (torch.nn.functional.pad(tensor, (0, 0, 0, 1)) for tensor in (key, value))
+        return plain(query, key, value, attn_mask=mask, **options)
+
+    def with_sinks(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*arguments: Any, sinks: torch.Tensor | None = None, **options: Any) -> Any:
+            now[0] = sinks
+            try:
+                return forward(*arguments, **options)
+            finally:
+                now[0] = None
+
+        return called
+
+    torch_native_backend.scaled_dot_product_attention = attend
+    for name in ("forward_extend", "forward_decode"):
+        setattr(backend, name, with_sinks(getattr(backend, name)))
+    return True
+
+
 def sample_by_seeds() -> torch.library.Library:
     """Lets torch's native attention sample by seeds (``--enable-deterministic-inference``), which SGLang has for GPUs and AMX only.
 
@@ -274,6 +315,8 @@ if __name__ == "__main__":
     arguments = prepare_server_args(sys.argv[1:])
     absorb_latent_attention(arguments.model_path)
     norm_heads_jointly(arguments.model_path)
+    if attend_with_sinks(arguments.model_path):
+        arguments.disable_hybrid_swa_memory = True
     try:
         run_server(arguments)
     finally:

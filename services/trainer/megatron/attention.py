@@ -16,14 +16,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from services.trainer.megatron import DEVICE_TYPE
 from services.trainer.megatron.packed_sequences import PackedSequences, gather_keys_and_values
-from services.trainer.megatron.runtime import round_up
+from services.trainer.megatron.runtime import device, round_up
 from shared.runtime.errors import MyxoError
 
 GRID = 256
@@ -47,14 +49,33 @@ class PackedCausalAttention(MegatronModule):
     """Causal self-attention over packed sequences; grouped key/value heads are shared, not copied, where possible.
 
     Args:
-        config: the model's. softmax_scale: factor on the logits; None for ``head_dim ** -0.5``. Megatron gives every core attention
-            more arguments, which have no meaning here.
+        config: the model's. softmax_scale: factor on the logits; None for ``head_dim ** -0.5``. window: tokens that a query sees,
+            itself included; 0 for all. sinks: whether each head has a learned logit that joins its softmax. Megatron gives every core
+            attention more arguments, which have no meaning here.
+
+    Attributes:
+        softmax_offset: the logits of this rank's heads, [heads], or None.
     """
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: object) -> None:
+    softmax_offset: torch.nn.Parameter | None
+
+    def __init__(
+        self, config: TransformerConfig, softmax_scale: float | None = None, window: int = 0, sinks: bool = False, **_: object
+    ) -> None:
         super().__init__(config=config)
-        self.scale = softmax_scale
+        self.scale, self.window = softmax_scale, window
         self.dense = uses_dense_batches(config.params_dtype)
+        self.softmax_offset = None
+        if sinks:
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device()))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Returns Megatron's sharded state: the logits of sinks are split by heads."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
+        return sharded
 
     def forward(
         self,
@@ -91,12 +112,32 @@ class PackedCausalAttention(MegatronModule):
                 .transpose(1, 2)
                 for tensor, rows in ((query, group.rows), (key, group.keys), (value, group.keys))
             )
-            attended = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=group.seen, is_causal=group.seen is None, scale=self.scale, enable_gqa=query.size(1) != key.size(1)
-            )
+            attended = self._masked(q, k, v, group.seen)
             outputs.append(attended.transpose(1, 2).flatten(0, 1))
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined if sequences.restore is None else joined.index_select(0, sequences.restore)
+
+    def _masked(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Tensor:
+        """Attends in dense batches [n, heads, tokens, width].
+
+        Args:
+            seen: bool [n or 1, 1, queries, keys], or [queries, keys]: for each query the keys from the sequence's first to its own; None
+                where those are all that are not later.
+        """
+        if seen is None and (self.window or self.softmax_offset is not None):
+            seen = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device).tril()
+        if self.window and seen is not None:
+            own = seen.sum(-1, keepdim=True) - 1
+            seen = seen & (torch.arange(key.size(2), device=query.device) > own - self.window)
+        gqa = query.size(1) != key.size(1)
+        if self.softmax_offset is None or seen is None:
+            return F.scaled_dot_product_attention(query, key, value, seen, is_causal=seen is None, scale=self.scale, enable_gqa=gqa)
+        # one more key, of zeros, whose score is the mask's: SDPA adds masks of numbers to the logits
+        mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill(~seen, -torch.inf)
+        mask = mask.expand(*torch.broadcast_shapes(mask.shape, (1, query.size(1), 1, 1)))
+        mask = torch.cat([mask, self.softmax_offset.to(query.dtype)[:, None, None].expand(*mask.shape[:-1], 1)], -1)
+        key, value = (F.pad(tensor, (0, 0, 0, 1)) for tensor in (key, value))
+        return F.scaled_dot_product_attention(query, key, value, mask, scale=self.scale, enable_gqa=gqa)
 
     def _dense_chunks(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
         """Attends chunk by chunk under context parallelism, each chunk with the keys up to its own last."""
@@ -106,14 +147,14 @@ class PackedCausalAttention(MegatronModule):
         for q, k, v in zip(query.split(queries), key.split(keys), value.split(keys), strict=True):
             seen = torch.ones(q.size(0), k.size(0), dtype=torch.bool, device=q.device).tril(k.size(0) - q.size(0))
             q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=self.scale, enable_gqa=q.size(1) != k.size(1))
+            attended = self._masked(q, k, v, seen)
             outputs.append(attended[0].transpose(0, 1))
         return torch.cat(outputs)
 
     def _by_length(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
         """Attends to long sequences one by one, and to the others together."""
         found = sequences.long
-        if found is None or not fits(query, value):
+        if found is None or self.window or self.softmax_offset is not None or not fits(query, value):
             return self._varlen(query, key, value, sequences)
         parts = [tensor.split([stop - start for start, stop, _ in found.runs]) for tensor in (query, key, value)]
         runs = list(zip(*parts, strict=True))
@@ -154,15 +195,42 @@ class PackedCausalAttention(MegatronModule):
                 key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
         # the kernel wants one width, a multiple of 8: columns of zeros change no score, and come out as zeros
         padded = round_up(query.size(2), 8)
-        attended = varlen_attn(
-            *(F.pad(tensor, (0, padded - tensor.size(2))).contiguous() for tensor in (query, key, value)),
-            *lengths,
-            scale=query.size(2) ** -0.5 if self.scale is None else self.scale,
-            window_size=(-1, 0),  # nothing ahead: causal
-            **more,
-        )
+        given = [F.pad(tensor, (0, padded - tensor.size(2))).contiguous() for tensor in (query, key, value)]
+        scale, left = query.size(2) ** -0.5 if self.scale is None else self.scale, self.window - 1
+        if self.softmax_offset is None:
+            attended = varlen_attn(*given, *lengths, scale=scale, window_size=(left, 0), **more)  # nothing ahead: causal
+        else:
+            attended = _WithSinks.apply(*given, self.softmax_offset, lengths, scale, left)
         assert isinstance(attended, Tensor)
         return attended[..., : value.size(2)]
+
+
+class _WithSinks(torch.autograd.Function):
+    """Variable-length attention whose softmax has one more logit a head: the kernel's output, scaled by what the sink leaves of it.
+
+    With the larger sum the kernel's backward pass computes the very gradients of queries, keys and values: the sink's value is zero.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, lengths: Any, scale: float, left: int) -> Tensor:
+        options = {"scale": scale, "window_size_left": left, "window_size_right": 0}
+        kernel = torch.ops.aten._flash_attention_forward
+        output, lse, state, unused, _ = kernel(query, key, value, *lengths, 0.0, left < 0, False, **options)
+        total = torch.logaddexp(lse, sinks.float()[:, None])  # [heads, T]
+        output = (output * torch.exp(lse - total).T[..., None]).to(output.dtype)
+        ctx.save_for_backward(query, key, value, sinks, output, total, state, unused)
+        ctx.lengths, ctx.options = lengths, options
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, output, total, state, unused = ctx.saved_tensors
+        causal, gradient = ctx.options["window_size_left"] < 0, gradient.contiguous()
+        kernel = torch.ops.aten._flash_attention_backward
+        found = kernel(gradient, query, key, value, output, total, *ctx.lengths, 0.0, causal, state, unused, **ctx.options)
+        along = (gradient.float() * output.float()).sum(-1).T
+        of_sinks = -(torch.exp(sinks.float()[:, None] - total) * along).sum(1).to(sinks.dtype)
+        return (*found, of_sinks, None, None, None)
 
 
 def fits(query: Tensor, value: Tensor) -> bool:

@@ -92,7 +92,8 @@ def files_of(plan: GatherPlan, file_bytes: int, places: Places) -> list[HfFile]:
     dtype, writers = plan.model.config.params_dtype, places.directories[0]
     held: list[dict[str, HeldPart]] = [{} for _ in places.leaders]
     for unit in plan.units:
-        for rank in [rank for rank in plan.holders[unit.name] if rank in writers] or writers:
+        holders = {rank for one in unit.parameters for rank in plan.holders[one.name]}
+        for rank in sorted(holders & set(writers)) or writers:
             held[rank][unit.name] = HeldPart(unit.nbytes(dtype))
     elected = elect(held, [writers])
     divided = [(rank, units) for rank in writers for units in plan.divided(file_bytes, elected[rank].main)]

@@ -1,7 +1,7 @@
 """The plan of gathering: which rank sends which parameter, and how it is made whole. Every export of the model uses it."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from math import prod
 from typing import Any
@@ -22,17 +22,24 @@ Bucket = list[tuple[str, Tensor | None]]
 
 @dataclass(frozen=True)
 class GatherUnit:
-    """One Megatron parameter, or one matrix of an adapter, in an export.
+    """One Megatron parameter, one matrix of an adapter, or the parameters of all experts that one tensor holds, in an export.
 
     Args:
         name: the parameter's global name. owner: global rank that gathers it: the lowest that holds a part.
         tensors: Hugging Face names and shapes that it becomes. float32: whether it stays float32 in a model of another dtype.
+        experts: the units of a tensor of all experts, in their order; each becomes a part of it along the first dimension. ``name`` and
+            ``owner`` are then the first one's.
     """
 
     name: str
     owner: int
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     float32: bool = False
+    experts: tuple["GatherUnit", ...] = ()
+
+    @property
+    def parameters(self) -> tuple["GatherUnit", ...]:
+        return self.experts or (self,)
 
     def dtype(self, model: torch.dtype) -> torch.dtype:
         return torch.float32 if self.float32 else model
@@ -135,6 +142,9 @@ class GatherPlan:
         units = self.units if self.model.lora is None else self.adapter_units
         return [unit for unit in units if self._stage_of[unit.owner] == self.stage]
 
+    def is_frozen(self, unit: GatherUnit) -> bool:
+        return all(one.name in self.frozen for one in unit.parameters)
+
     def buckets(self, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
         """Yields the whole model in its dtype (routers' biases in float32), in the order of its layers; tied embeddings come once.
 
@@ -181,11 +191,22 @@ class GatherPlan:
 
         Returns them on the destination, None elsewhere. Without ``targets`` they may be views of the live parameter.
         """
+        if not unit.experts:
+            return self._deliver(unit, destination, dtypes, targets)
+        if targets is None and dist.get_rank() == destination:
+            targets = _empty(unit, dtypes)
+        for index, one in enumerate(unit.experts):
+            self._deliver(one, destination, dtypes, None if targets is None else [target[index] for target in targets])
+        return targets
+
+    def _deliver(
+        self, unit: GatherUnit, destination: int, dtypes: Sequence[torch.dtype], targets: list[Tensor] | None
+    ) -> list[Tensor] | None:
+        is_destination = dist.get_rank() == destination
         owner = destination if destination in self.holders[unit.name] else unit.owner
-        parts, is_destination = self.parts(unit, owner), dist.get_rank() == destination
+        parts = self.parts(unit, owner)
         if parts is None and is_destination:
-            if targets is None:
-                targets = [torch.empty(shape, dtype=dtype, device=device()) for (_, shape), dtype in zip(unit.tensors, dtypes, strict=True)]
+            targets = _empty(unit, dtypes) if targets is None else targets
             for target in targets:
                 dist.recv(target, src=owner, group=self.groups.world)
         elif parts is not None and is_destination:
@@ -223,7 +244,7 @@ class GatherPlan:
     def is_whole(self, unit: GatherUnit) -> bool:
         """Returns whether this rank owns a parameter and need not gather it: `parts` are then views that stay valid."""
         local = self.local.get(unit.name)
-        if local is None or any(name in self._adapters for name, _ in unit.tensors):
+        if local is None or unit.experts or any(name in self._adapters for name, _ in unit.tensors):
             return False
         return unit.owner == dist.get_rank() and local.split_dimension is None
 
@@ -237,6 +258,10 @@ class GatherPlan:
         shards = [torch.empty_like(shard) for _ in range(group.size())] if is_owner else None
         dist.gather(shard.contiguous(), shards, group=group, group_dst=dist.get_group_rank(group, owner))
         return local.recipe.unshard(shards, dimension) if shards is not None else None
+
+
+def _empty(unit: GatherUnit, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    return [torch.empty(shape, dtype=dtype, device=device()) for (_, shape), dtype in zip(unit.tensors, dtypes, strict=True)]
 
 
 def _holders(reported: Sequence[Sequence[Any]]) -> dict[str, list[int]]:
@@ -266,7 +291,11 @@ def gather_units(sources: Mapping[str, TensorSource], held: Sequence[Sequence[st
                 # the last pipeline stage's copy of a tied embedding becomes the same tensors as the first stage's
                 chosen.setdefault(sources[name], name)
                 owners[name] = rank
-    return [
-        GatherUnit(name, owners[name], made.tensors, made.float32)
-        for made, name in sorted(chosen.items(), key=lambda item: position[item[1]])
-    ]
+    units: dict[Any, list[GatherUnit]] = {}
+    for made, name in sorted(chosen.items(), key=lambda item: position[item[1]]):
+        if made.expert is None:
+            units[name] = [GatherUnit(name, owners[name], made.tensors, made.float32)]
+        else:
+            part = tuple((tensor, shape[1:]) for tensor, shape in made.tensors)
+            units.setdefault(made.tensors, []).append(GatherUnit(name, owners[name], part, made.float32))
+    return [found[0] if isinstance(key, str) else replace(found[0], tensors=key, experts=tuple(found)) for key, found in units.items()]

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -25,7 +26,7 @@ from services.trainer.megatron.moe import DISPATCHER, dispatcher_of
 from services.trainer.megatron.runtime import device
 from services.trainer.megatron.spec import ValueHead, decoder_spec, rotate_by_place
 from shared.config.flag_table import OF_DEEPEP
-from shared.model.architecture import Architecture, Llama3Scaling, Rope
+from shared.model.architecture import Architecture, GroupedYarn, Llama3Scaling, Rope
 from shared.model.architecture_flags import flags_of
 from shared.model.parallel_layout import ParallelLayout
 from shared.model.trainable_parameters import Freezing, Lora
@@ -202,6 +203,8 @@ def transformer_config(
         overrides = {name: value for name, value in overrides.items() if name not in {DISPATCHER, *OF_DEEPEP}}
     config = laid_over(kind, {**fields, **_architecture_fields(architecture, kind)}, overrides, "transformer")
     config.moe_token_dispatcher_type = dispatcher
+    if isinstance(architecture.rope.scaling, GroupedYarn):  # no field: the attention looks for it, and scales cosines and sines by it
+        config.yarn_rotary_scaling_factor = architecture.rope.scaling.factor
     return config
 
 
@@ -216,7 +219,7 @@ def _architecture_fields(a: Architecture, kind: type[TransformerConfig]) -> dict
         "num_query_groups": a.num_key_value_heads,
         "kv_channels": a.head_dim,
         "layernorm_epsilon": a.norm_eps,
-        "add_bias_linear": False,
+        "add_bias_linear": a.biases,
         # where it is true Megatron sums the gradients of these norms over ranks that hold different heads, as if they held the same weights
         "qk_layernorm": a.qk_norm or a.latent is not None,
         "gated_linear_unit": True,
@@ -233,6 +236,8 @@ def _architecture_fields(a: Architecture, kind: type[TransformerConfig]) -> dict
             # unless the user says so the biases stay as loaded: pre-training balanced the experts with them
             "moe_router_bias_update_rate": 0.0,
         }
+        if a.experts.swiglu_limit is not None:
+            fields |= {"activation_func": quick_gelu, "glu_linear_offset": 1.0, "activation_func_clamp_value": a.experts.swiglu_limit}
     return fields
 
 
@@ -303,10 +308,28 @@ def _build_chunk(
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Returns the frequencies of a rotary position embedding: float32 [rotated dimensions / 2], for every scaling but YaRN's."""
+    """Returns the frequencies of a rotary position embedding: float32 [rotated dimensions / 2]; latent attention has its own."""
     rotated = int(head_dim * rope.fraction)
+    if isinstance(rope.scaling, GroupedYarn):
+        return _blended(rope.scaling, rope.theta, rotated)
     frequencies = 1.0 / (rope.theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated))
     return _stretched(rope.scaling, frequencies) if isinstance(rope.scaling, Llama3Scaling) else frequencies
+
+
+def _blended(scaling: GroupedYarn, theta: float, rotated: int) -> Tensor:
+    """Blends frequencies with those of the longer context as YaRN does, in the order of operations of the Hugging Face implementation."""
+
+    def bound(rotations: float) -> float:
+        return rotated * math.log(scaling.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = bound(scaling.beta_fast), bound(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotated - 1)
+    wavelengths = theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
+    high += 0.001 if low == high else 0
+    kept = 1 - torch.clamp((torch.arange(rotated // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
+    return 1.0 / (scaling.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
 
 
 def _stretched(scaling: Llama3Scaling, frequencies: Tensor) -> Tensor:

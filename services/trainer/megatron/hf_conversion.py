@@ -4,8 +4,9 @@ Both directions build the model in one process without initialising it: its para
 take addresses and no memory, and give the name and offset in the format of each of them. Every bucket is written when it is read.
 A model may be larger than the machine's memory.
 
-DeepSeek-V3 and Kimi-K2 are published with 8-bit weights: a matrix is float8 (e4m3), with a float32 factor for each of its blocks. Only
-the conversion reads them. A run needs a copy in bfloat16, since its engines would take the pushed weights for 8-bit ones.
+DeepSeek-V3 and Kimi-K2 are published with 8-bit weights: a matrix is float8 (e4m3), with a float32 factor for each of its blocks. gpt-oss
+has experts in MXFP4: 32 numbers of four bits share a power of two. Only the conversion reads them. A run needs a copy in bfloat16, since
+its engines would take the pushed weights for quantized ones.
 """
 
 import json
@@ -63,7 +64,7 @@ def to_torch_dist(source: Path, target: Path, dtype: str | None, progress: Progr
     """Converts a Hugging Face checkpoint into a checkpoint directory of the trainer, with weights only.
 
     Args:
-        source: its weights may be 8-bit ones, which become bfloat16, or float32 where asked for.
+        source: its weights may be 8-bit or MXFP4 ones, which become bfloat16, or float32 where asked for.
         target: must not exist; it appears complete or not at all, and holds one checkpoint, of step 0.
         dtype: ``float32`` or ``bfloat16``; None for that of the source.
 
@@ -74,12 +75,12 @@ def to_torch_dist(source: Path, target: Path, dtype: str | None, progress: Progr
         ConfigError: the source is not what its config says, or of an unknown family, or the target exists.
     """
     architecture = read_architecture(source, quantized=True)
-    block = block_size(source)
     _check_target(target)
-    reader = SafetensorsReader(source) if block is None else BlockwiseReader(source, block)
+    reader = reader_of(source)
     reader.check(architecture)
     found = json.loads((source / "config.json").read_text())
-    name = dtype or found.get("dtype") or found.get("torch_dtype")
+    quantized = found.get("quantization_config") is not None
+    name = dtype or found.get("dtype") or found.get("torch_dtype") or ("bfloat16" if quantized else None)
     if name not in DTYPES:
         raise ConfigError("--dtype", name, f"one of {', '.join(DTYPES)}, where config.json says neither")
     with _skeleton(architecture, DTYPES[name]) as model:
@@ -92,7 +93,7 @@ def to_torch_dist(source: Path, target: Path, dtype: str | None, progress: Progr
         kept = step / _HF_FILES
         kept.mkdir()
         copy_beside_weights(source, kept)
-        if block is not None:
+        if quantized:
             config = json.loads((kept / "config.json").read_text())
             del config["quantization_config"]
             write_json(kept / "config.json", config)
@@ -188,7 +189,8 @@ class StoredModel(GatherPlan):
 
     def bucket(self, units: Sequence[GatherUnit], dtype: torch.dtype | None = None, destination: int = 0) -> Bucket:
         base = [unit for unit in units if unit.name in self._sharded]  # the adapters have been read
-        read = _read_tensors(self._path, {unit.name: self._sharded[unit.name] for unit in base}) if base else {}
+        names = [one.name for unit in base for one in unit.parameters]
+        read = _read_tensors(self._path, {name: self._sharded[name] for name in names}) if base else {}
         for name, tensor in read.items():
             self.local[name].parameter.data = tensor
         bucket = super().bucket(units, dtype, destination)
@@ -222,7 +224,8 @@ class _StreamedShards(StagedShards):
             self._last = None
             made = self._reader.parameter(local, self._architecture)
             self._last = local.name, made.to(local.parameter.dtype).contiguous()
-        return self._last[1].as_strided(target.size(), target.stride(), target.storage_offset())
+        made = self._last[1]
+        return made.as_strided(target.size(), target.stride(), made.storage_offset() + target.storage_offset())
 
 
 @contextmanager
@@ -246,8 +249,8 @@ def _check_target(target: Path) -> None:
         raise ConfigError("TARGET", str(target), "a path where nothing is yet")
 
 
-def block_size(hf_dir: Path) -> tuple[int, int] | None:
-    """Returns the rows and columns of a block; None for a checkpoint that is not quantized.
+def reader_of(hf_dir: Path) -> SafetensorsReader:
+    """Returns a reader that makes plain numbers of a checkpoint's.
 
     Raises:
         ConfigError: it is quantized in another format.
@@ -255,11 +258,13 @@ def block_size(hf_dir: Path) -> tuple[int, int] | None:
     path = hf_dir / "config.json"
     found: Any = json.loads(path.read_text()).get("quantization_config")
     if found is None:
-        return None
+        return SafetensorsReader(hf_dir)
+    if found.get("quant_method") == "mxfp4":
+        return Mxfp4Reader(hf_dir)
     size = found.get("weight_block_size")
     if found.get("quant_method") != "fp8" or found.get("fmt", "e4m3") != "e4m3" or not isinstance(size, list) or len(size) != 2:
-        raise ConfigError(f"{path}:quantization_config", found, "8-bit floats (e4m3) in blocks, or no such entry")
-    return int(size[0]), int(size[1])
+        raise ConfigError(f"{path}:quantization_config", found, "8-bit floats (e4m3) in blocks, mxfp4, or no such entry")
+    return BlockwiseReader(hf_dir, (int(size[0]), int(size[1])))
 
 
 class BlockwiseReader(SafetensorsReader):
@@ -276,8 +281,8 @@ class BlockwiseReader(SafetensorsReader):
     def names(self) -> set[str]:
         return {name for name in super().names() if not name.endswith(_FACTORS)}
 
-    def read(self, name: str) -> Tensor:
-        tensor = super().read(name)
+    def read(self, name: str, expert: int | None = None) -> Tensor:
+        tensor = super().read(name, expert)
         if name + _FACTORS not in self.files:
             return tensor
         factors = super().read(name + _FACTORS).float()
@@ -287,3 +292,30 @@ class BlockwiseReader(SafetensorsReader):
             raise ConfigError(f"{self.hf_dir}:{name}{_FACTORS}", tuple(factors.shape), f"shape {wanted}, a factor for each block")
         spread = factors.repeat_interleave(rows, 0)[: tensor.size(0)].repeat_interleave(columns, 1)[:, : tensor.size(1)]
         return (tensor.float() * spread).to(torch.bfloat16)
+
+
+FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # the numbers of e2m1, by their bits
+
+
+class Mxfp4Reader(SafetensorsReader):
+    """Makes bfloat16 tensors of all experts, [experts, inputs, outputs], of MXFP4 ones.
+
+    Those are ``_blocks``, uint8 [experts, outputs, inputs / 32, 16], two numbers in a byte, the lower bits first, and ``_scales``, uint8
+    [experts, outputs, inputs / 32], exponents of two above -127.
+    """
+
+    def names(self) -> set[str]:
+        return {name.removesuffix("_blocks") for name in super().names() if not name.endswith("_scales")}
+
+    def shape(self, name: str) -> Sequence[int]:
+        if name in self.files:
+            return super().shape(name)
+        experts, outputs, blocks, nbytes = super().shape(f"{name}_blocks")
+        return experts, 2 * blocks * nbytes, outputs
+
+    def read(self, name: str, expert: int | None = None) -> Tensor:
+        if name in self.files:
+            return super().read(name, expert)
+        packed, scales = (super(Mxfp4Reader, self).read(f"{name}_{part}", expert) for part in ("blocks", "scales"))
+        numbers = torch.tensor(FOUR_BITS)[torch.stack([packed & 15, packed >> 4], -1).int()].flatten(-2)
+        return torch.ldexp(numbers, scales.int()[..., None] - 127).flatten(-2).transpose(-1, -2).to(torch.bfloat16)

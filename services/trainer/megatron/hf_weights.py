@@ -40,7 +40,9 @@ class Recipe(TensorSource):
         if self.layout == "vocabulary" and rows > tensors[0].size(0):
             below = tensors[0].new_zeros(rows - tensors[0].size(0), *tensors[0].shape[1:])
             return torch.cat([tensors[0], below])
-        return tensors[0]
+        if self.layout == "interleaved":
+            return tensors[0].unflatten(-1, (-1, 2)).permute(*reversed(range(tensors[0].dim() + 1))).flatten(0, 1)
+        return tensors[0].T if self.layout == "transposed" else tensors[0]
 
     def parts(self, parameter: Tensor, architecture: Architecture) -> list[Tensor]:
         """Inverts :meth:`fuse`: returns views in the order of ``tensors``, elements in the tensors' order, maybe of more dimensions."""
@@ -52,7 +54,9 @@ class Recipe(TensorSource):
             return list(parameter.unflatten(0, (groups, -1)).split([queries, width, width], 1))
         if self.layout == "vocabulary":
             return [parameter[: architecture.vocab_size]]
-        return [parameter]
+        if self.layout == "interleaved":
+            return [parameter.unflatten(0, (2, -1)).permute(*reversed(range(parameter.dim() + 1)))]
+        return [parameter.T if self.layout == "transposed" else parameter]
 
     def shard(self, full: Tensor, dimension: int, rank: int, size: int) -> Tensor:
         """Returns what tensor-parallel rank ``rank`` of ``size`` holds of the unsplit parameter."""
@@ -172,7 +176,7 @@ class SafetensorsReader:
         Returns the number of tensors in the latter. Raises the first ConfigError of `shared.model.hf_checkpoint.tensor_problems`.
         """
         unread = draft_prefixes(architecture)
-        shapes = {name: self.files[name].get_slice(name).get_shape() for name in self.names()}
+        shapes = {name: self.shape(name) for name in self.names()}
         for problem in tensor_problems(self.hf_dir, shapes, hf_tensors(architecture), unread, "model.hf_checkpoint"):
             raise problem
         return sum(name.startswith(unread) for name in self.names())
@@ -181,13 +185,22 @@ class SafetensorsReader:
         """Returns the tensors that are part of a model."""
         return set(self.files)
 
-    def read(self, name: str) -> Tensor:
-        return self.files[name].get_tensor(name)
+    def shape(self, name: str) -> Sequence[int]:
+        shape: Sequence[int] = self.files[name].get_slice(name).get_shape()
+        return shape
+
+    def read(self, name: str, expert: int | None = None) -> Tensor:
+        """Returns a tensor, or an expert's part of one of all experts."""
+        if expert is None:
+            return self.files[name].get_tensor(name)
+        part: Tensor = self.files[name].get_slice(name)[expert]
+        return part
 
     def parameter(self, local: LocalParameter, architecture: Architecture) -> Tensor:
         """Returns the unsplit parameter, in the checkpoint's dtype."""
         parts = local.group.size() if local.split_dimension == 0 else 1
-        return local.recipe.fuse([self.read(name) for name in local.recipe.names], architecture, local.parameter.size(0) * parts)
+        tensors = [self.read(name, local.recipe.expert) for name in local.recipe.names]
+        return local.recipe.fuse(tensors, architecture, local.parameter.size(0) * parts)
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.fusions.fused_bias_geglu import weighted_bias_quick_geglu_impl
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -130,6 +131,10 @@ class GroupedExperts(SequentialMLP):
         self.local_experts._modules.clear()
         self.local_experts._modules.update(reversed(experts))
         self._experts: list[MLP] = [expert for _, expert in experts]
+        for expert in self._experts if self.config.add_bias_linear else ():
+            # no other rank of the tensor-parallel group has it: its gradient is summed over none, and counts in the norm on every rank
+            expert.linear_fc2.bias.sequence_parallel = False
+            tensor_parallel.set_tensor_model_parallel_attributes(expert.linear_fc2.bias, True, 0, 1)
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
@@ -146,13 +151,26 @@ class GroupedExperts(SequentialMLP):
             output: tuple[Tensor, Tensor | None] = self._looped(hidden, tokens_per_expert, permuted_probs)
             return output
         ends = tokens_per_expert.to(hidden.device, non_blocking=True).cumsum(0).int()
-        wide = _outputs(hidden, ends, up)
-        if self.config.bias_activation_fusion:
-            gated = weighted_bias_swiglu_impl(wide, None, permuted_probs.unsqueeze(-1), False)
-        else:
-            gate, linear = wide.chunk(2, -1)
-            gated = (F.silu(gate) * linear * permuted_probs.unsqueeze(-1)).to(wide.dtype)
-        return _outputs(gated, ends, down), None
+        if not self.config.add_bias_linear:
+            return _outputs(self._gated(_outputs(hidden, ends, up), permuted_probs), ends, down), None
+        numbers = torch.searchsorted(ends, torch.arange(len(hidden), device=ends.device, dtype=ends.dtype), right=True)
+        own = numbers[:, None] == torch.arange(len(self._experts), device=ends.device)
+        own = own.to(hidden.dtype)  # [rows, experts]: a product adds the gradients of biases in float32
+        gated = self._gated(torch.addmm(_outputs(hidden, ends, up), own, torch.stack([layer.bias for layer in up])), permuted_probs)
+        weighted = own * permuted_probs.unsqueeze(-1).to(own.dtype)
+        return torch.addmm(_outputs(gated, ends, down), weighted, torch.stack([layer.bias for layer in down])), None
+
+    def _gated(self, wide: Tensor, probs: Tensor) -> Tensor:
+        """Returns the second matrix's input of the first one's output, weighted."""
+        config, weights = self.config, probs.unsqueeze(-1)
+        if config.bias_activation_fusion:
+            if config.activation_func is F.silu:
+                return weighted_bias_swiglu_impl(wide, None, weights, False)
+            return weighted_bias_quick_geglu_impl(wide, None, weights, False, config.glu_linear_offset, config.activation_func_clamp_value)
+        gate, linear = wide.chunk(2, -1)
+        if (limit := config.activation_func_clamp_value) is not None:
+            gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
+        return (config.activation_func(gate) * (linear + config.glu_linear_offset) * weights).to(wide.dtype)
 
     @torch.no_grad()
     def lay_together(self) -> None:
@@ -179,7 +197,14 @@ class GroupedExperts(SequentialMLP):
     def _looped(self, hidden: Tensor, counts: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | None]:
         sizes = counts.tolist()
         pieces = zip(self._experts, hidden.split(sizes), probs.split(sizes), strict=True)
-        return torch.cat([expert(rows, weights)[0] for expert, rows, weights in pieces]), None
+        one = self._biased if self.config.add_bias_linear else lambda expert, rows, weights: expert(rows, weights)[0]
+        return torch.cat([one(*piece) for piece in pieces]), None
+
+    def _biased(self, expert: Any, rows: Tensor, weights: Tensor) -> Tensor:
+        """Computes one expert with biases, as Megatron's does; that adds one in place to what may be a view (0.16)."""
+        wide, bias = expert.linear_fc1(rows)
+        output, bias_after = expert.linear_fc2(self._gated(wide + bias, weights))
+        return output + bias_after * weights.unsqueeze(-1).to(output.dtype)
 
 
 def _rank(*layers: Any) -> int:

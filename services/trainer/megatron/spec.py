@@ -263,8 +263,8 @@ def decoder_spec(architecture: Architecture, config: TransformerConfig, vp_stage
         check_engine(architecture, config)
     make = engine_layer_spec if engine else layer_spec
     experts = architecture.experts.count if architecture.experts else None
-    moe = [architecture.is_moe_layer(index) for index in range(first, first + count)]
-    layers = [make(architecture, config, experts if has_experts else None) for has_experts in moe]
+    numbers = range(first, first + count)
+    layers = [make(architecture, config, experts if architecture.is_moe_layer(n) else None, architecture.window(n)) for n in numbers]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TENorm if engine else RMSNorm)
 
 
@@ -273,13 +273,14 @@ def check_engine(architecture: Architecture, config: TransformerConfig) -> None:
     field, given = "trainer.megatron.transformer_impl", config.transformer_impl
     if not HAVE_TE:
         raise ConfigError(field, given, "local; Transformer Engine is not installed")
-    if architecture.latent is not None or architecture.post_norms or architecture.joint_qk_norm:
+    a = architecture
+    if a.latent is not None or a.post_norms or a.joint_qk_norm or a.sinks or a.biases or any(a.windows):
         raise ConfigError(field, given, f"local; {architecture.model_type} has layers that are made for it only")
     if config.context_parallel_size > 1:
         raise ConfigError(field, given, "local with context parallelism, which is Myxo's own")
 
 
-def engine_layer_spec(architecture: Architecture, config: TransformerConfig, experts: int | None) -> ModuleSpec:
+def engine_layer_spec(architecture: Architecture, config: TransformerConfig, experts: int | None, _window: int = 0) -> ModuleSpec:
     """Returns one layer of Transformer Engine's modules, which take packed sequences as they are."""
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=architecture.qk_norm
@@ -290,8 +291,12 @@ def engine_layer_spec(architecture: Architecture, config: TransformerConfig, exp
     return spec
 
 
-def layer_spec(architecture: Architecture, config: TransformerConfig, experts: int | None) -> ModuleSpec:
-    """Returns one layer: Megatron's local spec with the packed attention and a norm that knows sequence parallelism."""
+def layer_spec(architecture: Architecture, config: TransformerConfig, experts: int | None, window: int = 0) -> ModuleSpec:
+    """Returns one layer: Megatron's local spec with the packed attention and a norm that knows sequence parallelism.
+
+    Args:
+        window: tokens that a query of the layer sees, itself included; 0 for all.
+    """
     latent = architecture.latent is not None
     spec = get_gpt_layer_local_spec(
         num_experts=experts,
@@ -306,7 +311,7 @@ def layer_spec(architecture: Architecture, config: TransformerConfig, experts: i
         layer.mlp.submodules.router = BalancedRouter
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
-    attention.core_attention = PackedCausalAttention
+    attention.core_attention = ModuleSpec(module=PackedCausalAttention, params={"window": window, "sinks": architecture.sinks})
     if latent:
         attention.linear_q_down_proj = attention.linear_kv_down_proj = multi_latent_attention.Linear
         attention.q_layernorm = attention.kv_layernorm = LatentNorm

@@ -56,7 +56,7 @@ class StageExport:
 
     def __init__(self, plan: GatherPlan, bucket_bytes: int, *, dtype: str | None = None, skip_frozen: bool = False) -> None:
         self._plan = plan
-        held = [unit for unit in plan.of_stage() if not (skip_frozen and unit.name in plan.frozen)]
+        held = [unit for unit in plan.of_stage() if not (skip_frozen and plan.is_frozen(unit))]
         lora = plan.model.lora
         sent = (dtype if lora is None else None) or str(plan.model.config.params_dtype).removeprefix("torch.")
 

@@ -18,7 +18,7 @@ from tests.unit.trainer.megatron.tiny import not_refused
 
 CONFIGS = Path(__file__).parents[4] / "configs" / "models"
 KINDS = ["qwen3", "qwen3_tied", "qwen2", "llama", "qwen3_moe", "qwen3_moe_mixed", "glm4", "glm4_moe", "glm4_moe_air"]
-KINDS += ["deepseek_v3", "moonlight"]
+KINDS += ["deepseek_v3", "moonlight", "gpt_oss"]
 
 PARAMETERS = {
     "qwen2.5-0.5b": 494_032_768,
@@ -44,6 +44,8 @@ PARAMETERS = {
     "glm-4-32b": 32_566_081_536,
     "deepseek-v3": 671_026_419_200,
     "kimi-k2": 1_026_408_232_448,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
 """As published, tied embeddings once."""
 
@@ -148,6 +150,11 @@ def test_flags_of_another_shape_are_refused(hf):
         ("qwen3_moe_mixed", {"moe_layer_freq": 1}, ["moe_layer_freq", "[0, 1]"]),
         ("deepseek_v3", {"mscale": 1.0}, ["mscale", "0.7"]),
         ("glm4", {"post_mlp_layernorm": False}, ["post_mlp_layernorm", "True"]),
+        ("gpt_oss", {"swiglu": True}, ["swiglu", "False"]),
+        ("gpt_oss", {"window_size": [128, 0]}, ["window_size", "[7, 0]"]),
+        ("gpt_oss", {"window_attn_skip_freq": 3}, ["window_attn_skip_freq", "[1, 0]"]),
+        ("qwen3", {"window_size": [128, 0]}, ["window_size", "not given"]),
+        ("qwen3", {"softmax_type": "learnable"}, ["softmax_type", "vanilla"]),
     ]
     assert not not_refused(lambda kind, flags: check(flags, read_architecture(hf(kind))), cases)
 
@@ -156,6 +163,7 @@ def test_flags_that_say_nothing_are_accepted(hf):
     check({"num_experts": None, "mscale": 1.0, "moe_router_topk": 2}, read_architecture(hf("qwen3")))
     check({"moe_router_pre_softmax": True}, read_architecture(hf("deepseek_v3")))
     check({"moe_layer_freq": 1}, read_architecture(hf("qwen3_moe")))
+    check({"window_attn_skip_freq": 2, "glu_linear_offset": 1.0}, read_architecture(hf("gpt_oss")))
 
 
 def test_flags_of_no_known_shape_are_refused():

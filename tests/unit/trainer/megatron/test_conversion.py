@@ -18,6 +18,7 @@ from shared.model.families import read_architecture
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron import rank_steps
+from tests.unit.trainer.megatron.tiny import make_checkpoint
 
 STEP = "step_00000000"
 
@@ -38,7 +39,7 @@ def loaded(hf):
 MORE_KINDS = [pytest.param(kind, marks=pytest.mark.extra) for kind in ("qwen2", "llama3_rope", "glm4", "glm4_moe")]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_tied", "qwen3_moe_mixed", "deepseek_v3", "minimax_m2", *MORE_KINDS])
+@pytest.mark.parametrize("kind", ["qwen3_tied", "qwen3_moe_mixed", "deepseek_v3", "minimax_m2", "gpt_oss", *MORE_KINDS])
 def test_there_and_back_is_bit_equal(kind, hf, loaded, tmp_path):
     seen = []
     made = hf_conversion.to_torch_dist(hf(kind), tmp_path / "dist", None, lambda *progress: seen.append(progress))
@@ -79,9 +80,9 @@ def test_little_is_in_memory_at_a_time(hf, tmp_path, monkeypatch):
     read, alive = SafetensorsReader.read, []
     most = 0
 
-    def counted(self, name):
+    def counted(self, *given):
         nonlocal most
-        tensor = read(self, name)
+        tensor = read(self, *given)
         alive.append(weakref.ref(tensor))
         most = max(most, sum(one() is not None for one in alive))
         return tensor
@@ -123,6 +124,7 @@ def load_and_export(hf_dir, config, root):
         pytest.param("glm4", {"tensor_model_parallel_size": 2}, marks=pytest.mark.extra),
         pytest.param("deepseek_v3", {"expert_model_parallel_size": 2}, marks=pytest.mark.extra),
         ("deepseek_v3", {"pipeline_model_parallel_size": 2}),
+        ("gpt_oss", {"expert_model_parallel_size": 2}),
     ],
 )
 def test_a_trainer_of_two_ranks_starts_from_it(kind, config, hf, loaded, two_ranks, tmp_path):
@@ -193,6 +195,37 @@ def test_8_bit_weights_become_what_they_stand_for(hf, loaded, tmp_path):
     (source / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
     with pytest.raises(ConfigError, match="quantization_config"):
         hf_conversion.to_torch_dist(source, tmp_path / "other", None, quiet)
+
+
+def packed_in_four_bits(tensors, generator):
+    """Matrices of experts as random numbers of four bits with exponents, and what they stand for."""
+    made, wanted = dict(tensors), {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = made.pop(name).shape
+        codes = torch.randint(0, 16, (experts, outputs, inputs), generator=generator)
+        scales = torch.randint(115, 130, (experts, outputs, -(-inputs // 32)), generator=generator)
+        numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes % 8] * torch.where(codes < 8, 1.0, -1.0)
+        wanted[name] = (numbers * 2.0 ** (scales.repeat_interleave(32, -1) - 127)).transpose(1, 2).bfloat16()
+        made[f"{name}_blocks"] = (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8).unflatten(-1, (-1, 16))
+        made[f"{name}_scales"] = scales.to(torch.uint8)
+    return made, wanted
+
+
+def test_mxfp4_experts_become_what_they_stand_for(tmp_path):
+    source = tmp_path / "source"
+    make_checkpoint("gpt_oss", source, intermediate_size=64)
+    before = load_file(source / "model.safetensors")
+    tensors, wanted = packed_in_four_bits(before, torch.Generator().manual_seed(1))
+    save_file(tensors, source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    config |= {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    (source / "config.json").write_text(json.dumps({name: value for name, value in config.items() if name != "dtype"}))
+    hf_conversion.to_torch_dist(source, tmp_path / "dist", None, quiet)
+    hf_conversion.to_hf(tmp_path / "dist", tmp_path / "hf", None, None, quiet)
+    out = load_file(tmp_path / "hf" / "model.safetensors")
+    assert same(out, {name: tensor.bfloat16() for name, tensor in before.items()} | wanted) and len(wanted) == 4
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["swiglu_limit"] == 7 and "quantization_config" not in config
 
 
 def test_what_fails_leaves_nothing_behind(hf, tmp_path, monkeypatch):

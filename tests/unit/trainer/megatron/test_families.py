@@ -17,7 +17,7 @@ from tests.unit.trainer.megatron.rank_steps import actor
 from tests.unit.trainer.megatron.tiny import not_refused
 
 KINDS = ["qwen3", "qwen3_tied", "qwen2", "llama", "llama3_rope", "qwen3_moe", "qwen3_moe_mixed"]
-KINDS += ["glm4", "glm4_moe", "glm4_moe_air", "deepseek_v3", "moonlight", "minimax_m2"]
+KINDS += ["glm4", "glm4_moe", "glm4_moe_air", "deepseek_v3", "moonlight", "minimax_m2", "gpt_oss"]
 
 
 @pytest.fixture
@@ -109,6 +109,14 @@ def test_a_config_that_cannot_be_reproduced_is_refused(copy_of):
         ("minimax_m2", {"shared_intermediate_size": 8}, ["shared_intermediate_size"]),
         ("minimax_m2", {"num_experts_per_tok": 1}, ["num_experts_per_tok", "at least 2"]),
         ("glm4", {"rope_parameters": YARN}, ["rope_type", "llama3"]),
+        ("gpt_oss", {"swiglu_limit": None}, ["swiglu_limit", "stated"]),
+        ("gpt_oss", {"swiglu_limit": 8.0}, ["swiglu_limit", "7.0"]),
+        ("gpt_oss", {"attention_bias": False}, ["attention_bias"]),
+        ("gpt_oss", {"sliding_window": None}, ["sliding_window", "positive integer"]),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, ["layer_types", "2 layers"]),
+        ("gpt_oss", {"rope_parameters": {**YARN, "attention_factor": 1.2}}, ["attention_factor"]),
+        ("gpt_oss", {"rope_parameters": {**YARN, "rope_type": "llama3"}}, ["rope_type", "yarn"]),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, ["quantization_config", "myxo convert"]),
         ("glm4_moe", {"first_k_dense_replace": -1}, ["first_k_dense_replace"]),
     ]
     assert not not_refused(lambda kind, change: read_architecture(copy_of(kind, **change)), cases)
@@ -122,6 +130,12 @@ def test_kimi_k2_is_deepseek_v3_by_another_name(copy_of, hf):
 def test_mimo_is_qwen2_by_another_name(copy_of, hf):
     other = read_architecture(copy_of("qwen2", model_type="mimo", attention_bias=True, num_nextn_predict_layers=1))
     assert dataclasses.replace(other, model_type="qwen2", draft_layers=0) == read_architecture(hf("qwen2"))
+
+
+def test_windows_alternate_where_no_layer_types_are_stated(copy_of, hf):
+    stated = read_architecture(hf("gpt_oss"))
+    assert stated.windows == (7, 0) == read_architecture(copy_of("gpt_oss", layer_types=None)).windows
+    assert [stated.window(layer) for layer in range(2)] == [7, 0] and read_architecture(hf("qwen3")).window(1) == 0
 
 
 def test_older_glm_configs_rotate_half_of_each_head(copy_of):

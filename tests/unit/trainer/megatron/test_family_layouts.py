@@ -10,6 +10,7 @@ from tests.unit.trainer.megatron import rank_steps
 TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PIPELINE = {"pipeline_model_parallel_size": 2}
 EXPERT = {"expert_model_parallel_size": 2}
+WHOLE_EXPERTS = {**TENSOR, "expert_tensor_parallel_size": 1}
 CONTEXT = {"context_parallel_size": 2}
 CASES = [
     ("glm4", TENSOR),
@@ -18,6 +19,9 @@ CASES = [
     ("deepseek_v3", CONTEXT),
     ("moonlight", TENSOR),
     ("minimax_m2", TENSOR),
+    ("gpt_oss", WHOLE_EXPERTS),
+    ("gpt_oss", EXPERT),
+    ("gpt_oss", CONTEXT),
 ]
 MORE = [("glm4", PIPELINE), ("glm4", CONTEXT), ("glm4_moe", TENSOR), ("glm4_moe", EXPERT), ("deepseek_v3", TENSOR)]
 MORE += [
@@ -27,6 +31,7 @@ MORE += [
     ("minimax_m2", PIPELINE),
     ("minimax_m2", EXPERT),
     ("minimax_m2", CONTEXT),
+    ("gpt_oss", PIPELINE),
 ]
 
 
@@ -62,7 +67,7 @@ def test_a_layout_changes_nothing(kind, config, hf, two_ranks, one_process):
         assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-5)
         assert norm == pytest.approx(expected_norm, rel=1e-4)
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in biases.items())
-    assert bool(biases) == (kind != "glm4")
+    assert bool(biases) == (kind not in ("glm4", "gpt_oss"))
 
 
 def test_router_biases_keep_float32_in_a_bfloat16_model(hf, make_actor):

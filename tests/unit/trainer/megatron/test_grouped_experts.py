@@ -27,6 +27,8 @@ def trained(hf_dir, loops, monkeypatch, **trainer):
         ("qwen3_moe", False, {}),
         ("deepseek_v3", True, {}),
         ("deepseek_v3", False, {}),
+        ("gpt_oss", True, {}),
+        ("gpt_oss", False, {}),
         ("qwen3_moe", True, {"lora_rank": 4}),
         ("deepseek_v3", True, {"lora_rank": 8, "target_modules": ("up_proj", "down_proj")}),
     ],

@@ -4,11 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.trainer.megatron import passes
+from services.trainer.megatron.hf_weights import parameters
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.tiny import VOCAB, pack, sequences
 
 KINDS = ["qwen3", "qwen3_tied", "qwen2", "llama", "llama3_rope", "qwen3_moe", "qwen3_moe_mixed"]
-KINDS += ["glm4", "glm4_moe", "glm4_moe_air", "deepseek_v3", "moonlight", "minimax_m2"]
+KINDS += ["glm4", "glm4_moe", "glm4_moe_air", "deepseek_v3", "moonlight", "minimax_m2", "gpt_oss"]
 
 
 @pytest.fixture
@@ -36,6 +38,27 @@ def test_packed_log_probs_equal_hugging_face_ones(kind, make_actor, reference):
     assert torch.allclose(packed.exp() <= 1, torch.tensor(True))
     for ours, theirs in zip(per_sequence(packed, seqs), reference(kind, seqs), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def test_gradients_equal_hugging_face_ones(hf, make_actor):
+    """Those of sinks, biases and stacked experts among them, tensor by tensor."""
+    import transformers
+
+    model, theirs = make_actor("gpt_oss").model, transformers.AutoModelForCausalLM.from_pretrained(hf("gpt_oss")).float()
+    batch = pack(sequences(6, longest=60))
+    passes.forward_backward(model, [batch], rank_steps.weighted_loss, 1.0, True)
+    lengths = batch.cu_seqlens.diff().tolist()
+    rows = torch.cat([theirs(input_ids=tokens[None]).logits[0].log_softmax(-1) for tokens in batch.tokens.split(lengths)])
+    loss, _ = rank_steps.weighted_loss(rows.gather(1, batch.labels[:, None]).squeeze(1), -(rows.exp() * rows).sum(1), batch)
+    loss.backward()
+    expected, seen = dict(theirs.named_parameters()), set()
+    for local in parameters(model.modules, model.config, model.architecture):
+        parts = local.recipe.parts(local.parameter.main_grad, model.architecture)
+        for name, ours in zip(local.recipe.names, parts, strict=True):
+            gradient = expected[name].grad if local.recipe.expert is None else expected[name].grad[local.recipe.expert]
+            assert (ours.reshape(gradient.shape) - gradient).norm() <= 1e-5 * gradient.norm() + 1e-9, name
+            seen.add(name)
+    assert seen == expected.keys()
 
 
 MORE_KINDS = [pytest.param(kind, marks=pytest.mark.extra) for kind in ("llama3_rope", "qwen2", "qwen3", "glm4", "moonlight")]

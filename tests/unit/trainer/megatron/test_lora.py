@@ -82,7 +82,7 @@ def adapt_experts(model, tensors, scale):
         path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
         found[path] = Pair(tensors[name], tensors[name.replace("lora_A", "lora_B")])
     for path, module in model.named_modules():
-        if path.endswith(".mlp.experts"):
+        if path.endswith(".mlp.experts") and found:
             for whole, parts in {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.items():
                 pairs = [[found[f"{path}.{number}.{part}"] for part in parts] for number in range(module.num_experts)]
                 torch.nn.utils.parametrize.register_parametrization(module, whole, Merged(pairs, scale))
@@ -108,6 +108,7 @@ def adapt(model, tensors, scale):
         ("qwen3", ("all-linear",)),
         ("qwen2", ("q_proj", "v_proj", "up_proj")),
         ("qwen3_moe", ("all-linear",)),
+        ("gpt_oss", ("q_proj", "v_proj")),
         pytest.param("glm4", ("all-linear",), marks=pytest.mark.extra),
     ],
 )
@@ -340,6 +341,8 @@ def test_what_cannot_be_adapted_is_refused_with_the_fields_name(make_actor):
             {"lora_rank": 4, "target_modules": ("up_proj",), "megatron": {"moe_shared_expert_overlap": True}},
             ["moe_shared_expert_overlap", "adapters on shared experts"],
         ),
+        ("gpt_oss", {"lora_rank": 4}, ["target_modules", "all-linear", "some of q_proj, k_proj, v_proj, o_proj"]),
+        ("gpt_oss", {"lora_rank": 4, "target_modules": ("gate_up_proj",)}, ["target_modules", "gate_up_proj", "q_proj"]),
         ("glm4", {"lora_rank": 4, "target_modules": ("gate_up_proj",), **TP2}, ["target_modules", "one matrix", "down_proj"]),
     ]
     assert not not_refused(lambda kind, config: make_actor(kind, **config), cases)

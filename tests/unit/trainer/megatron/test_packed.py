@@ -69,25 +69,36 @@ def attention(make_actor):
     return core
 
 
-@pytest.mark.parametrize("lengths", [[5], [12, 12, 12], [1, 40, 3, 17, 40, 2, 9, 33], [60, 1, 1, 1]])
-def test_attention_equals_one_sequence_at_a_time(lengths, attention):
+PACKS = [[5], [12, 12, 12], [1, 40, 3, 17, 40, 2, 9, 33], [60, 1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "sinks"), [*((pack, 0, False) for pack in PACKS), (PACKS[1], 5, False), (PACKS[2], 1, False), (PACKS[2], 7, True)]
+)
+def test_attention_equals_one_sequence_at_a_time(lengths, window, sinks, attention):
     generator = torch.Generator().manual_seed(1)
+    attention.window, offset = window, torch.nn.Parameter(torch.randn(4, generator=generator))
+    attention.softmax_offset = offset if sinks else None
+    taken = (offset,) if sinks else ()
     total = sum(lengths)
     query, key, value = (torch.randn(total, heads, 16, generator=generator, dtype=torch.float32).requires_grad_() for heads in (4, 2, 2))
     upstream = torch.randn(total, 64, generator=generator)
     batch = pack([torch.zeros(n, dtype=torch.int64) for n in lengths])
     sequences = model_input(batch, ParallelLayout(), dense=True, device=CPU).sequences
     packed = attention(query, key, value, packed_seq_params=sequences)
-    packed_gradients = torch.autograd.grad((packed * upstream).sum(), (query, key, value))
+    packed_gradients = torch.autograd.grad((packed * upstream).sum(), (query, key, value, *taken))
     parts = []
     for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
         k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
         scores = torch.einsum("thd,shd->hts", q, k) * 16**-0.5
-        mask = torch.ones(scores.shape[1:]).triu(1).bool()
-        weights = F.softmax(scores.masked_fill(mask, -torch.inf), -1)
+        seen = torch.ones(scores.shape[1:]).tril()
+        seen = seen.triu(1 - window) if window else seen
+        scores = scores.masked_fill(seen == 0, -torch.inf)
+        scores = torch.cat([scores, offset[:, None, None].expand(-1, len(q), 1)], -1) if sinks else scores
+        weights = F.softmax(scores, -1)[..., : len(k)]
         parts.append(torch.einsum("hts,shd->thd", weights, v).flatten(1))
     single = torch.cat(parts)
-    gradients = torch.autograd.grad((single * upstream).sum(), (query, key, value))
+    gradients = torch.autograd.grad((single * upstream).sum(), (query, key, value, *taken))
     torch.testing.assert_close(packed, single, atol=2e-6, rtol=1e-5)
     for ours, theirs in zip(packed_gradients, gradients, strict=True):
         torch.testing.assert_close(ours, theirs, atol=5e-6, rtol=1e-5)

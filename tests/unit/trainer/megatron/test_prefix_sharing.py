@@ -67,7 +67,9 @@ def of_kind(hf):
 FAMILIES = ("llama3_rope", "glm4", "qwen3_moe_mixed", "moonlight")
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "deepseek_v3", *(pytest.param(kind, marks=pytest.mark.extra) for kind in FAMILIES)])
+@pytest.mark.parametrize(
+    "kind", ["qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", *(pytest.param(kind, marks=pytest.mark.extra) for kind in FAMILIES)]
+)
 def test_log_probs_and_gradients_are_those_of_the_sequences_apart(of_kind, kind):
     model = of_kind(kind)
 

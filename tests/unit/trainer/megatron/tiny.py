@@ -14,7 +14,7 @@ VOCAB = 67
 """A prime, so that no tensor-parallel size divides it."""
 
 
-def make_checkpoint(kind: str, directory: Path) -> None:
+def make_checkpoint(kind: str, directory: Path, **changed: int) -> None:
     """Write a random Hugging Face checkpoint of ``kind``, with norms and biases that are not trivial."""
     import transformers
 
@@ -28,6 +28,7 @@ def make_checkpoint(kind: str, directory: Path) -> None:
         "max_position_embeddings": 512,
         "rms_norm_eps": 1e-6,
         "initializer_range": 0.15,
+        **changed,
     }
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
     llama3 = {
@@ -99,14 +100,28 @@ def make_checkpoint(kind: str, directory: Path) -> None:
     configs["minimax_m2"] = lambda: t.MiniMaxM2Config(
         **sizes, **minimax, head_dim=16, num_local_experts=8, num_experts_per_tok=4, rope_parameters=half, bos_token_id=1, eos_token_id=2
     )
+    gpt_oss = {**{name: size for name, size in sizes.items() if name != "rms_norm_eps"}, "rms_norm_eps": 1e-5}
+    grouped_yarn = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+    configs["gpt_oss"] = lambda: t.GptOssConfig(
+        **gpt_oss,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=7,
+        swiglu_limit=7.0,
+        rope_parameters={**grouped_yarn, "beta_fast": 4.0, "beta_slow": 1.0, "truncate": False},
+        attn_implementation="eager",
+    )
     torch.manual_seed(list(configs).index(kind))
     model = transformers.AutoModelForCausalLM.from_config(configs[kind]()).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "sinks")):
                 parameter.normal_(std=0.1)
+            elif name.endswith("gate_up_proj"):
+                parameter.mul_(6)  # beyond the limits of a clamped activation
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.1)
