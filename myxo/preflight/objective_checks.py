@@ -22,10 +22,14 @@ def check_presets(inspection: Inspection) -> Findings:
 
 def check_support(inspection: Inspection) -> Findings:
     """Yields a note where samples come from another distribution than the one that is trained."""
-    if found := inspection.config.support_mismatch:
+    config = inspection.config
+    if found := config.support_mismatch:
+        wanted = config.trainer.support_replay != "off" and bool(config.rollout.truncates)
+        obstacle = next(config.support_obstacles, None) if wanted else None
+        why = "" if obstacle is None else f" (no support_replay: {obstacle})"
         yield Note(
-            f"{', '.join(found)}: this run trains another distribution than it samples: log-probs and ratios are those of softmax(logits / "
-            "rollout_temperature) over the whole vocabulary, and train/support_mismatch is 1 in each step's metrics"
+            f"{', '.join(found)}: this run trains another distribution than it samples{why}: log-probs and ratios are those of softmax("
+            "logits / rollout_temperature) over the whole vocabulary, and train/support_mismatch is 1 in each step's metrics"
         )
 
 

@@ -24,6 +24,7 @@ from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed, HookSample, Status
 from shared.hooks import sample_conversion as sample_message
 from shared.hooks.arguments import FOLLOWING
+from shared.hooks.hook_sample import ASKS_KEPT
 from shared.hooks.loading import GENERATE, PLAIN
 from shared.hooks.sample_conversion import Served, from_stored, group_index, to_stored
 from shared.model.families import replayed_choices
@@ -45,7 +46,7 @@ class CustomGenerate(GroupPlayer):
     """Generates groups by functions in worker processes, which start with `start` or the first group.
 
     ``field``: of the config, that says who generates. ``check``: of the samples. ``goes_on``: an aborted rollout continues from its tokens.
-    ``seconds``: that a rollout has. ``log_probs_reader``, ``choices``: as in `SampleLimits`."""
+    ``seconds``: that a rollout has. ``log_probs_reader``, ``choices``, ``kept``: as in `SampleLimits`."""
 
     field = GENERATE
     losing = (HookFailed, DeadlineExceeded, BadMessage)
@@ -60,6 +61,7 @@ class CustomGenerate(GroupPlayer):
         self._started: asyncio.Task[None] | None = None
         self.seconds = rollout.generate_timeout
         self.log_probs_reader, self.choices = service.config.log_probs_reader, replayed_choices(service.config)
+        self.kept = service.config.kept_top_k > 0
 
     def path(self, task: Task) -> str | None:
         """Returns the function that generates a task: its own, the run's, or slime's where others see what it gives; None: the engine."""
@@ -97,7 +99,7 @@ class CustomGenerate(GroupPlayer):
             "field": GENERATE,
             "path": path,
             "sample": sample_message.packed(sample),
-            "sampling_params": parameters(task.sampling) | self.seeds.parameters(index),
+            "sampling_params": self.parameters(task) | self.seeds.parameters(index),
             "evaluation": is_evaluation(task.group),
             "engine": self.replica.proxy.address,
             "token": token,
@@ -115,6 +117,10 @@ class CustomGenerate(GroupPlayer):
             raise HookFailed(GENERATE, path, f"its process gave an answer that cannot be read ({type(error).__name__}: {error})") from None
         finally:
             del self.replica.proxy.calls[token]
+
+    def parameters(self, task: Task) -> dict[str, Any]:
+        """Returns the sampling parameters of a task, which ask for the kept tokens where these are trained."""
+        return parameters(task.sampling) | (ASKS_KEPT if self.kept and not is_evaluation(task.group) else {})
 
     def begun(self, task: Task, index: int) -> HookSample:
         """Returns the sample of a rollout that has generated nothing yet."""
@@ -150,8 +156,8 @@ class _Rollout(PlayedRollout):
         self._sample = None if self._partial is None else _gone_on(self._partial)
         self._aborted: HookSample | None = None
         self._served = Served(0, 0)
-        choices = None if is_evaluation(task.group) else functions.choices
-        self._limits = SampleLimits(log_probs_reader=functions.log_probs_reader, choices=choices)
+        choices, kept = (None, False) if is_evaluation(task.group) else (functions.choices, functions.kept)
+        self._limits = SampleLimits(log_probs_reader=functions.log_probs_reader, choices=choices, kept=kept)
 
     def oldest(self, version: int) -> int:
         return version if self._sample is None else min([version, *_versions(self._sample)])

@@ -22,7 +22,7 @@ from aiohttp import ClientError, ClientResponse, web
 from numpy.typing import NDArray
 
 from services.rollout.engine.engine_client import EngineClient
-from services.rollout.engine.generation import Generation, GenerationRequest
+from services.rollout.engine.generation import Generation, GenerationRequest, with_nuclei
 from services.rollout.engine.public_requests import ChatRequest, GenerateRequest, PublicRequest, engine_body, parse_request
 from services.rollout.engine.transport import EngineError, InvalidRequest, whole_events
 from services.rollout.in_flight import Requests
@@ -171,6 +171,7 @@ class EngineProxy(EndpointServer):
         calls: requests of the user's generate functions by the token of their call (`shared.hooks.slime.http_requests`); a request of a
             call that was stopped is answered as one that the engine has aborted.
         answers: remembers what the engine answered, where samples are checked by it.
+        most_kept: the ``top_k`` of requests that ask for the tokens that the sampler kept and have none.
     """
 
     def __init__(
@@ -191,6 +192,7 @@ class EngineProxy(EndpointServer):
         self.renew_key: Callable[[], Awaitable[str]] | None = None
         self.calls: dict[str, Requests] = {}
         self.answers: EngineAnswers | None = None
+        self.most_kept = 1
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
@@ -276,6 +278,7 @@ class EngineProxy(EndpointServer):
         client = await self._serving()
         parsed, life, rid = parse_request(kind, body, client.capabilities.vocab_size), self._served.incarnation, f"{uuid.uuid4().hex}$"
         response: web.StreamResponse | None = None
+        kept = min(self.most_kept, client.capabilities.vocab_size)
         call = self.calls.get(request.headers.get(CALL_HEADER, ""))
         if call is not None and call.stopped.is_set() and kind is GenerateRequest:
             return web.json_response(ABORTED)
@@ -283,7 +286,7 @@ class EngineProxy(EndpointServer):
             async with (
                 asyncio.timeout(self._generate_s),
                 _counted(call, rid),
-                client.transport.stream(request.raw_path, engine_body(parsed, rid, client.cache_key)) as answer,
+                client.transport.stream(request.raw_path, engine_body(parsed, rid, client.cache_key, kept)) as answer,
             ):
                 headers = {"Content-Type": answer.content_type}
                 if self.answers is not None and parsed.stream:
@@ -292,8 +295,8 @@ class EngineProxy(EndpointServer):
                     whole = await _whole(answer)
                     self._still(life)
                     client.check_text(whole)
-                    if self.answers is not None and answer.status == HTTPStatus.OK:
-                        self.answers.add(parsed, whole)
+                    if answer.status == HTTPStatus.OK:
+                        whole = self._told(parsed, whole, f"{client.url}/generate")
                     return web.Response(status=answer.status, body=whole, headers=headers)
                 response = web.StreamResponse(status=answer.status, headers=headers)
                 await response.prepare(request)
@@ -308,6 +311,14 @@ class EngineProxy(EndpointServer):
             if response is not None and isinstance(error, Exception):
                 raise ConnectionResetError(str(error)) from error  # its status has been sent: the connection breaks off
             raise
+
+    def _told(self, request: PublicRequest, answer: bytes, where: str) -> bytes:
+        """Returns an answer as it is passed on, and remembers it where samples are checked by it."""
+        if isinstance(request, GenerateRequest) and request.returns_kept:
+            answer = with_nuclei(answer, where)
+        if self.answers is not None:
+            self.answers.add(request, answer)
+        return answer
 
     def _present(self) -> EngineClient:
         """Returns the engine of a replica that holds a verified version, or is getting one."""

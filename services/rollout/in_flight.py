@@ -20,6 +20,7 @@ from shared.config.run_config import RunConfig
 from shared.data.stop_strings import written
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import MyxoError
+from shared.schema.kept_tokens import Kept
 from shared.schema.messages import Sampling, Task
 from shared.schema.sample import Choices, ExpertChoices, Sample
 from shared.schema.versions import is_lost
@@ -34,7 +35,7 @@ class Partial:
 
     ``choices``: of the model, where the experts of each token are asked for. ``routed``: those known so far, of the first tokens of prompt
     and response: a token keeps the experts of the pass that generated the token after it, also where later passes compute it again.
-    ``unrouted``: why they are not known."""
+    ``unrouted``: why they are not known. ``kept``: the tokens that the sampler kept, where they are asked for."""
 
     tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     log_probs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
@@ -44,6 +45,7 @@ class Partial:
     choices: ExpertChoices | None = None
     routed: Choices | None = None
     unrouted: str = ""
+    kept: Kept | None = None
 
     @property
     def routed_from(self) -> int | None:
@@ -56,6 +58,8 @@ class Partial:
         self.tokens = np.concatenate([self.tokens, generation.tokens])
         self.log_probs = np.concatenate([self.log_probs, generation.log_probs])
         self.segments = list(joined(self.segments, generation.spans, offset))
+        if generation.kept is not None:
+            self.kept = (self.kept or Kept.of([()] * offset)).followed_by(generation.kept)
         if generation.routed is not None and self.choices is not None:
             self._route(self.choices, generation.routed)
         if generation.finish != "abort":
@@ -93,7 +97,7 @@ def _restored(sample: Sample, renew_below: int, longest: int) -> Partial:
         return Partial()
     if len(sample.response) == longest:
         ended = ended or "length"
-    return Partial(sample.response, sample.log_probs, list(sample.segments), ended, routed=sample.routed_experts)
+    return Partial(sample.response, sample.log_probs, list(sample.segments), ended, routed=sample.routed_experts, kept=sample.kept)
 
 
 def samples_of_rollout(earlier: Sequence[Sample], index: int, task: Task) -> list[Sample]:
@@ -124,6 +128,7 @@ def samples_of(task: Task, partials: Sequence[Partial], tokenizer: Tokenizer) ->
             metadata=task.metadata,
             attributes={UNROUTED: problems[index]} if problems[index] else {},
             routed_experts=partial.routed,
+            kept=partial.kept,
         )
         for index, partial in enumerate(partials)
     ]

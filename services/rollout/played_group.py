@@ -288,6 +288,7 @@ class EngineGroups(GroupPlayer):
     def __init__(self, service: Service, replica: Replica, tokenizer: Tokenizer) -> None:
         super().__init__(service, replica, tokenizer)
         self.deadline, self._choices = service.config.rollout.generate_timeout, replayed_choices(service.config)
+        self.kept = service.config.kept_top_k
         self._hooks = bool(paths(service.config))  # they see the prompt as it was rendered
 
     async def group(self, task: Task, earlier: Sequence[Sample], in_flight: InFlight | None, slots: GroupSlots) -> PlayedGroup:
@@ -324,6 +325,7 @@ class _EngineRollout(PlayedRollout):
         super().__init__(task, index, None if partials[index].finish is None else [], groups.replica, slots, progress)
         self._partials, self._partial, self.requests = partials, partials[index], requests
         self._deadline, self._spent, self._failed = groups.deadline, 0.0, 0
+        self._kept = 0 if is_evaluation(task.group) else groups.kept
         self._decode = functools.partial(groups.tokenizer.decode, skip_special_tokens=False)
 
     def patience_s(self) -> float:
@@ -339,6 +341,7 @@ class _EngineRollout(PlayedRollout):
             max_new_tokens=sampling.max_new_tokens - len(partial.tokens),
             seed=partial.seed,
             routed_from=partial.routed_from,
+            kept=self._kept,
         )
         self.requests.rids.add(request.rid)
         try:

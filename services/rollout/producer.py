@@ -280,7 +280,8 @@ class Producer:
         drawn = self._of(group, attempt)
         client = await self._replica.wait_serving(0, self._config.rollout.generate_timeout)
         try:
-            limits = SampleLimits(client.capabilities.vocab_size, self._newest(), self._config.log_probs_reader, self._choices)
+            replays = self._choices, self._config.kept_top_k > 0
+            limits = SampleLimits(client.capabilities.vocab_size, self._newest(), self._config.log_probs_reader, *replays)
             stored = sample_codec.decode(samples, limits)
             drawn.check(stored)
             called, prompt = f"{FIELD} = {self._path}", self._rendered(drawn.task)

@@ -310,7 +310,8 @@ class DrawnGroups(PositionlessSource):
         """Returns samples in the form that goes into the store; those that have not ended have the finish ``abort``. Raises BadMessage."""
         served = self._calls.call("served", begun=drawn.begun)
         versions = Served(drawn.begun, served["newest"], frozenset(served["late"]))
-        limits = SampleLimits(served["vocabulary"], log_probs_reader=self._config.log_probs_reader, choices=self._choices)
+        reader, kept = self._config.log_probs_reader, self._config.kept_top_k > 0
+        limits = SampleLimits(served["vocabulary"], log_probs_reader=reader, choices=self._choices, kept=kept)
         stored = []
         for index, (sample, rollout) in enumerate(zip(samples, rollouts, strict=True)):
             if status_of(sample.status) is Status.PENDING:

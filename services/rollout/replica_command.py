@@ -134,6 +134,9 @@ def replica_command(service: Service, name: str, meeting: EngineMeeting | None =
     flags["incremental-streaming-output"] = config.gateways > 0 and answers_are_read
     flags["trust-remote-code"] = config.model.trust_remote_code
     flags["enable-return-routed-experts"] = config.trainer.use_rollout_routing_replay
+    if config.kept_top_k and not sglang_flags.known_ones({"sampling-mask-max-tokens": 0}):
+        expected = f"off: SGLang {sglang_flags.installed()} does not return the tokens that its sampler kept, as 0.5.20 does"
+        raise ConfigError("trainer.support_replay", config.trainer.support_replay, expected)
     flags |= graph_flags(config, device)
     if devices.engines_release(config):
         flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": devices.engines_back_up(config)}

@@ -44,7 +44,8 @@ class StatColumn(IntEnum):
     """trained: tokens with mask 1. masked: tokens masked for their age. response: tokens. rollout: the sample's, in its group.
     oldest: version of the oldest trained token, 0 where there is none. truncated: 1 where generation ran into its limit.
     looping: 1 where the response ends in a loop. rounds: its metadata's ``round_number``, 0 where there is none.
-    role: a number of the sample's role, 0 without roles. undrawn: 1 where it is trained and has no log-probs of the rollout's."""
+    role: a number of the sample's role, 0 without roles. undrawn: 1 where it is trained and has no log-probs of the rollout's.
+    kept: how many tokens its sampler kept at the trained ones, in all."""
 
     TRAINED = 0
     MASKED = 1
@@ -56,6 +57,7 @@ class StatColumn(IntEnum):
     ROUNDS = 7
     UNDRAWN = 8
     ROLE = 9
+    KEPT = 10
 
 
 def empty_table(samples: int) -> Table:
@@ -76,7 +78,8 @@ def stats_row(sample: Sample, trainable: int) -> tuple[float, ...]:
     known = rounds if isinstance(rounds, int | float) and np.isfinite(rounds) else 0
     undrawn = trained > 0 and sample.log_probs is None
     cut, role = sample.finish == "length", xxhash.xxh3_64_intdigest(sample.role.encode()) >> 11 if sample.role else 0  # exact in a float64
-    return trained, masked, length, sample.rollout, oldest, cut, loops(sample.response), known, undrawn, role
+    kept = 0 if sample.kept is None else int(sample.kept.counts[sample.mask != 0].sum())
+    return trained, masked, length, sample.rollout, oldest, cut, loops(sample.response), known, undrawn, role, kept
 
 
 def metrics_of_batch(batch: Batch, stats: Table) -> dict[str, float]:
@@ -110,6 +113,8 @@ def rollout_metrics(batch: Batch, stats: Table, shaped: Sequence[float] | None) 
     for name, reduced in (("mean", np.mean), ("median", np.median), ("max", np.max), ("min", np.min)):
         found[f"response_len/{name}"] = float(reduced(lengths))
     found["repetition_frac"] = float(stats[:, StatColumn.LOOPING].mean())
+    if kept := float(stats[:, StatColumn.KEPT].sum()):
+        found["kept_tokens"] = kept / float(stats[:, StatColumn.TRAINED].sum())
     if shaped is not None:
         found["rewards"] = float(np.mean(shaped))
     return found | zero_std([rewards for roles in rewards_by_role(batch, stats) for rewards in roles])
@@ -225,6 +230,8 @@ declare_metrics("""
     rollout/staleness_max | versions | the largest of them
     rollout/masked_tokens | tokens | tokens that left the loss for their age
     rollout/removed_samples | samples | samples that a filter took out of the loss
+    rollout/kept_tokens | tokens | how many tokens the sampler kept for each trained one, a mean | with
+        [support replay](trainer.md#support-replay)
 
     multi_turn/raw_response_length/response_length_mean | tokens | mean length of responses, with what tools and environments gave
     multi_turn/raw_response_length/response_length_max | tokens | the longest
@@ -243,7 +250,7 @@ declare_metrics("""
     train/grad_norm | | L2 norm of the last optimizer step's gradient, before clipping
     train/lr | | learning rate of the last optimizer step
     train/support_mismatch | | 1: samples come from another distribution than the one that is trained, and log-probs are of the latter |
-        with `rollout_top_p` below 1, `rollout_top_k`, or flags of SGLang's to that end
+        where [support replay](trainer.md#support-replay) does not reach: it is off or cannot be, or flags of SGLang's do more than truncate
     critic/loss | reward² | what is minimised: the value loss
     critic/grad_norm | | L2 norm of the last optimizer step's gradient, before clipping
     critic/lr | | learning rate of the last optimizer step

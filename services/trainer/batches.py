@@ -116,6 +116,8 @@ class ShardReader:
             raise BadMessage(f"group {reference.group}: {problem}")
         if names != [f"{reference.group}/{position}" for position in range(len(names))]:
             raise BadMessage(f"group {reference.group}: its samples in the store are {', '.join(names)}")
+        for item in () if self._limits.kept else stored:
+            item.kept = None
         return stored
 
     def _shard(self, partition: Partition) -> Shard:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shared.runtime.errors import MyxoError
+from shared.schema.kept_tokens import Kept
 from shared.schema.sample import ExpertChoices, Sample
 
 NO_VERSION = -1  # weight version of a position that no rollout generated: prompt, environment's tokens, filler
@@ -60,6 +61,7 @@ class PackedBatch:
             own everywhere.
         routing: what a pass over this micro-batch has recorded on this rank: number of a layer, from 1 → int16 [tokens of this rank,
             experts a token]. It takes the place of ``experts``.
+        kept: the tokens that trained ``labels`` were sampled from, on the host; None: the whole vocabulary everywhere.
     """
 
     tokens: Tensor
@@ -70,6 +72,7 @@ class PackedBatch:
     fields: dict[str, Tensor]
     experts: Tensor | None = None
     routing: Mapping[int, Tensor] | None = None
+    kept: Kept | None = None
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Returns the same micro-batch with every tensor on ``device``."""
@@ -122,7 +125,21 @@ def pack(samples: Sequence[Sample], weights: Sequence[float], choices: ExpertCho
         max_seqlen=max(lengths),
         fields={name: torch.from_numpy(array) for name, array in fields.items()},
         experts=None if choices is None else torch.from_numpy(_experts(samples, total, choices)),
+        kept=_kept(samples, total),
     )
+
+
+def _kept(samples: Sequence[Sample], total: int) -> Kept | None:
+    """Returns the kept tokens of a pack's places: those of the trained tokens that the places predict. None where no sample has some."""
+    if all(sample.kept is None for sample in samples):
+        return None
+    counts, found = np.zeros(total, np.int32), [np.empty(0, np.int32)]
+    for sample, _, predicting in _layout(samples):
+        if sample.kept is not None:
+            trained = sample.kept.at(np.where(sample.mask != 0, np.arange(len(sample.response)), -1))
+            counts[predicting] = trained.counts
+            found.append(trained.ids)
+    return Kept(np.concatenate(found), np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
 
 
 def _experts(samples: Sequence[Sample], total: int, choices: ExpertChoices) -> npt.NDArray[np.int16]:
@@ -141,7 +158,8 @@ def separate(packed: PackedBatch) -> list[PackedBatch]:
         per_token = {name: getattr(packed, name)[start:end] for name in ("tokens", "labels", "loss_mask")}
         fields = {name: tensor[start:end] for name, tensor in packed.fields.items()}
         bounds, experts = torch.tensor([0, end - start], dtype=torch.int32), None if packed.experts is None else packed.experts[start:end]
-        found.append(PackedBatch(**per_token, cu_seqlens=bounds, max_seqlen=end - start, fields=fields, experts=experts))
+        kept = packed.kept and packed.kept.part(start, end)
+        found.append(PackedBatch(**per_token, cu_seqlens=bounds, max_seqlen=end - start, fields=fields, experts=experts, kept=kept))
     return found
 
 

@@ -191,7 +191,8 @@ class RoleWorker:
         self._broadcast = CommandBroadcast(config.trainer.collective_timeout)
         self._store, self._exchange = store, exchange
         self._choices = replayed_choices(config) if role == "actor" else None
-        limits = SampleLimits(self._actor.architecture.vocab_size, log_probs_reader=config.log_probs_reader, choices=self._choices)
+        vocabulary, kept = self._actor.architecture.vocab_size, config.kept_top_k > 0
+        limits = SampleLimits(vocabulary, log_probs_reader=config.log_probs_reader, choices=self._choices, kept=kept)
         self._reader = ShardReader(store, self._actor.data_parallel_rank, limits)
         self._scheduler: StepScheduler | CriticStepScheduler | None = None
         self._metrics: MetricsLogger | None = None

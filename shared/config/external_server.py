@@ -116,7 +116,15 @@ class ExternalServer:
             yield f"it holds sequences of {found.max_sequence} tokens, and the run's have up to {needed}"
         if rollout.in_flight_on_push == "retract" and found.kept_tokens:
             yield "it keeps prefixes of older weights, and in_flight_on_push = retract needs --disable-radix-cache; or take in_place"
+        yield from self._kept_problems(info) if self._config.kept_top_k else ()
         yield from self._other_flags(info, quantized)
+
+    def _kept_problems(self, info: Mapping[str, Any]) -> Iterator[str]:
+        most, algorithm = info.get("sampling_mask_max_tokens") or 0, info.get("speculative_algorithm")
+        if int(most) < (needed := self._config.rollout.most_kept):
+            yield f"it returns {most} kept tokens of a place, not {needed}: SGLang does so from 0.5.20 on; or take support_replay = off"
+        if algorithm:
+            yield f"it runs with speculative_algorithm = {algorithm}, which reports no kept tokens: take support_replay = off"
 
     def _other_flags(self, info: Mapping[str, Any], quantized: bool) -> Iterator[str]:
         routed = {"enable-return-routed-experts": True} if self._config.trainer.use_rollout_routing_replay else {}

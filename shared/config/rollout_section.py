@@ -499,10 +499,28 @@ class RolloutSection(Section):
         return int(given) if str(given).isdecimal() and int(given) > 0 else 1  # the flags' own check refuses anything else
 
     @property
-    def sampled_otherwise(self) -> list[str]:
-        """Returns the settings by which engines sample from another distribution than is trained, softmax(logits / rollout_temperature)."""
+    def truncates(self) -> list[str]:
+        """Returns the settings by which engines keep a part of the vocabulary at each place, and sample from that."""
         found = [f"rollout_top_p = {self.rollout_top_p:g}"] if self.rollout_top_p < 1 else []
         found += [f"rollout_top_k = {self.rollout_top_k}"] if self.rollout_top_k > 0 else []
+        return found + [name for name in self.sampled_otherwise if ": min_p = " in name]
+
+    @property
+    def most_kept(self) -> int:
+        """Returns how many kept tokens of a place an engine returns at most; it ends a request that has more."""
+        return int(self.engine_flags.get("sampling-mask-max-tokens", 4096))
+
+    @property
+    def kept_top_k(self) -> int:
+        """Returns the ``top_k`` of requests for kept tokens that have none, without which an engine returns none: equal logits at its edge
+        may keep more."""
+        return max(1, self.most_kept // 2)
+
+    @property
+    def sampled_otherwise(self) -> list[str]:
+        """Returns the settings, beside `rollout_top_p` and `rollout_top_k`, by which engines sample from another distribution than
+        softmax(logits / rollout_temperature)."""
+        found: list[str] = []
         for key, value in self.sglang.items():
             match plain_name(key):
                 case "preferred-sampling-params":

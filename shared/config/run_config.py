@@ -32,6 +32,7 @@ from shared.config.service_sections import (
     SandboxSection,
     StoreSection,
 )
+from shared.config.sglang_flags import plain_name
 from shared.config.trainer_section import TrainerSection, WeightsSection
 from shared.data import data_files
 from shared.hub import hub_names
@@ -127,6 +128,11 @@ class RunConfig(Section):
             lambda run, given: given and run.rollout.engine_flags.get("enable-return-routed-experts") is False,
             "true, but rollout.sglang.enable-return-routed-experts is false; leave it out",
         ),
+        Rule(
+            "trainer.support_replay",
+            lambda run, given: run.support_obstacles if given == "on" else (),
+            "on, but {2}; use auto or off",
+        ),
         Rule("algorithm.opd_teachers", lambda run, given: _unknown_models(given, list(run.rollout.models))),
         Rule("reward.judge_url", lambda run, given: _unknown_models({JUDGE: given or ""}, list(run.rollout.models))),
         Rule(
@@ -187,8 +193,41 @@ class RunConfig(Section):
     @property
     def support_mismatch(self) -> list[str]:
         """Returns the settings by which the policy gradient is of another distribution than samples come from; none where there is none."""
-        trains = self.has_steps and not self.debug.debug_rollout_only and self.algorithm.loss_type != "sft_loss"
-        return self.rollout.sampled_otherwise if trains else []
+        replayed = self.rollout.truncates if self.kept_top_k else []
+        found = dict.fromkeys([*self.rollout.truncates, *self.rollout.sampled_otherwise])
+        return [name for name in found if name not in replayed] if self._trains_policy else []
+
+    @property
+    def _trains_policy(self) -> bool:
+        return self.has_steps and not self.debug.debug_rollout_only and self.algorithm.loss_type != "sft_loss"
+
+    @property
+    def kept_top_k(self) -> int:
+        """Returns `RolloutSection.kept_top_k`, where training replays the tokens that samplers keep; 0: it does not."""
+        wanted = self.trainer.support_replay != "off" and self._trains_policy
+        return 0 if not wanted or any(self.support_obstacles) else self.rollout.kept_top_k
+
+    @property
+    def support_obstacles(self) -> Iterator[str]:
+        """Yields why training does not replay the tokens that samplers keep, unless `trainer.support_replay` is off."""
+        rollout, algorithm, makers = self.rollout, self.algorithm, ", ".join(self.rollout.makers)
+        kinds = {group.worker_type for group in rollout.engines()}
+        groups = ({plain_name(name): value for name, value in group.sglang.items()} for group in rollout.engines())
+        given = {(name, str(value)) for flags in (rollout.engine_flags, *groups) for name, value in flags.items() if value}
+        drafts = [f"{name} = {value}" for name, value in given if name == "speculative-algorithm"]
+        teachers = algorithm.opd_top_k or (algorithm.use_opd and algorithm.opd_type == "sglang")
+        others, most = self.has_agents or self.ingest.ingest_groups != "off", rollout.most_kept
+        obstacles = {
+            "every token of the vocabulary is kept: rollout_top_p, rollout_top_k and min_p are off": not rollout.truncates,
+            "the sessions of agents, and groups from outside, do not report the kept tokens": others,
+            f"{makers} may not store the kept tokens; where it does, take on": makers and self.trainer.support_replay == "auto",
+            f"rollout.sglang.{''.join(drafts)} verifies drafts without reporting the kept tokens": drafts,
+            "rollout.sglang.sampling-backend = ascend reports no kept tokens": ("sampling-backend", "ascend") in given,
+            "engines that do prefill or decode alone do not report the kept tokens": kinds != {"regular"},
+            f"rollout_top_k is more than rollout.sglang.sampling-mask-max-tokens = {most}": rollout.rollout_top_k > most,
+            "the log-probs of opd_teachers are over the whole vocabulary": teachers,
+        }
+        yield from (obstacle for obstacle, stands in obstacles.items() if stands)
 
     @property
     def has_steps(self) -> bool:

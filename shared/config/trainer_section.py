@@ -238,6 +238,11 @@ class TrainerSection(Section):
     use_routing_replay: bool = Field(
         default=False, description="train each token through the experts that its log-prob at batch start went through"
     )
+    support_replay: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="with rollout_top_p, rollout_top_k or min_p, log-probs are over the tokens that the engine's sampler kept: auto where "
+        "these are known of all samples; off: over the whole vocabulary, which is another distribution",
+    )
     num_steps_per_rollout: int = Field(default=1, gt=0, description="optimizer steps over one rollout batch")
     global_batch_size: int | None = Field(
         default=None, gt=0, description="samples of an optimizer step; default: what rollout_batch_size, samples and steps make it"

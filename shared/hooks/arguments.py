@@ -104,6 +104,7 @@ FOLLOWING: dict[str, Callable[[RunConfig], Any]] = {
     "partial_rollout": lambda config: config.rollout.staleness_policy in ("continue", "mask"),
     "mask_offpolicy_in_partial_rollout": lambda config: config.rollout.staleness_policy == "mask",
     "rollout_num_gpus": lambda config: config.rollout.all_gpus,
+    "kept_top_k": lambda config: config.kept_top_k,
     "sglang_model_routers": lambda config: model_addresses() or None,
     "sglang_server_concurrency": lambda config: config.rollout.rollout_concurrency or SLIME_CONCURRENCY,
     "eval_datasets": eval_datasets,

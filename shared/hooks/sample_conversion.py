@@ -30,6 +30,7 @@ from shared.hooks.hook_sample import FINISHED, HookSample, Status, status_of
 from shared.rewards.reference import label_text
 from shared.runtime.errors import BadMessage
 from shared.schema import codec
+from shared.schema.kept_tokens import Kept
 from shared.schema.ledger import is_evaluation
 from shared.schema.sample import LOG_PROBS, Choices, ExpertChoices, SampleLimits, Score, TurnReward, segments_of
 from shared.schema.sample import Sample as StoredSample
@@ -50,6 +51,7 @@ _COUNTERS: dict[str, Any] = {"spec_info": HookSample.SpecInfo, "prefix_cache_inf
 _STORED = {
     "group_index", "prompt", "tokens", "response", "response_length", "label", "reward", "loss_mask", "rollout_log_probs",
     "weight_versions", "remove_sample", "status", "metadata", "rollout_routed_experts", "turns", "turn_rewards",
+    "rollout_top_p_token_ids", "rollout_top_p_token_offsets",
 }  # fmt: skip
 """Fields that a stored sample keeps in a form of its own."""
 
@@ -104,6 +106,8 @@ def from_stored(stored: StoredSample, score: Score | None = None, reward_key: st
         setattr(seen, "turn_rewards", list(stored.turn_rewards))  # noqa: B010
     if stored.routed_experts is not None:
         seen.rollout_routed_experts = stored.routed_experts.astype(np.int32)
+    if stored.kept is not None:
+        seen.rollout_top_p_token_ids, seen.rollout_top_p_token_offsets = stored.kept
     for name, value in stored.attributes.items():
         counters = _COUNTERS.get(name)
         setattr(seen, name, value if counters is None else counters.from_dict(value))
@@ -157,6 +161,7 @@ def to_stored(
         attributes=_attributes(given),
         routed_experts=_routed_experts(given, limits.choices, where),
         turn_rewards=_turn_rewards(given, where),
+        kept=_kept(given, limits, where),
         **_described(given, where, unfinished),
     )
     stored.check(limits if stored.finish != "abort" else replace(limits, choices=None))
@@ -228,6 +233,13 @@ def _routed_experts(given: HookSample, choices: ExpertChoices | None, where: str
         return choices.taken(values.reshape(-1), len(values))
     except ValueError as error:
         raise BadMessage(f"{where}: rollout_routed_experts: {error}") from None
+
+
+def _kept(given: HookSample, limits: SampleLimits, where: str) -> Kept | None:
+    ids, offsets = given.rollout_top_p_token_ids, given.rollout_top_p_token_offsets
+    if not limits.kept or ids is None or offsets is None:
+        return None
+    return Kept(*(_array(values, "iu", f"{where}: rollout_top_p_token_ids", "integers").astype(np.int32) for values in (ids, offsets)))
 
 
 def _turn_rewards(given: HookSample, where: str) -> list[TurnReward]:

@@ -23,6 +23,7 @@ from shared.rewards.reference import Reference
 from shared.runtime.errors import BadMessage
 from shared.runtime.safe_files import parse_json
 from shared.schema import codec
+from shared.schema.kept_tokens import Kept
 from shared.schema.message import LARGEST_REWARD, MAX_KEYS, MAX_PARTS, MAX_SPANS, ROLE, Parts, Reason, Reward, is_part_name, is_reward
 from shared.schema.messages import SampleMeta
 
@@ -174,12 +175,14 @@ class SampleLimits:
     can be (`shared.schema.versions.newest_possible`). There is no oldest one: what becomes of stale samples is the buffer's decision.
     log_probs_reader: what reads the rollout's log-probs (`RunConfig.log_probs_reader`), so that no trained token may lack them.
     choices: of the model, where training replays the rollout's experts, so that no sample with trained tokens may lack them.
+    kept: whether training replays the tokens that samplers kept, so that none may lack these.
     """
 
     vocabulary: int = 1 << 31
     newest: int = (1 << 31) - 1
     log_probs_reader: str | None = None
     choices: ExpertChoices | None = None
+    kept: bool = False
 
 
 _FORMAT = SampleLimits()
@@ -206,6 +209,7 @@ class Sample:
     role: who of several that play a rollout together it is of, "" where there are no roles: rewards are compared within a role.
     attributes: what such a function set on the sample besides the fields here, for the user's reward function.
     routed_experts: int16 [P + R - 1, layers with experts, experts a token], those that the engine chose; None if not asked for.
+    kept: the tokens that the sampler kept at each place of the response; None if not asked for.
     turn_rewards: of each turn (start, end, reward), in order, without overlap, 0.0 if it was given none; empty if turns are not known.
     """
 
@@ -229,6 +233,7 @@ class Sample:
     routed_experts: Choices | None = None
     turns: list[str] = field(default_factory=list)
     turn_rewards: list[TurnReward] = field(default_factory=list)
+    kept: Kept | None = None
 
     def __post_init__(self) -> None:
         if self.rollout < 0:
@@ -269,6 +274,7 @@ class Sample:
             or self._log_prob_problem(limits.log_probs_reader)
             or self._segment_problem(limits.newest)
             or self._routing_problem(limits.choices)
+            or self._kept_problem(limits)
             or self._turn_problem()
         )
 
@@ -364,6 +370,12 @@ class Sample:
         if given is not None and not (isinstance(given, np.ndarray) and given.ndim == 3 and given.dtype == np.int16):
             return "routed_experts is not an array of int16 [tokens, layers, experts a token]"
         return None if choices is None or not self.mask.any() else choices.problem(given, self.length - 1)
+
+    def _kept_problem(self, limits: SampleLimits) -> str | None:
+        if self.kept is not None:
+            return self.kept.problem(self.response, limits.vocabulary)
+        missing = "kept is missing: support_replay trains each token over those that the engine's sampler kept for it"
+        return missing if limits.kept and self.mask.any() else None
 
     def versions(self) -> NDArray[np.int32]:
         """Returns the weight version of each response token: int32 [R]."""
@@ -472,6 +484,7 @@ def encode(samples: Sequence[Sample], blob_bytes: int) -> list[bytes]:
         size += len(sample.prompt) * 4 + len(sample.response) * 9 + len(sample.text) + sum(map(len, sample.turns)) + 200
         size += 20 * len(sample.turn_rewards)
         size += 0 if sample.routed_experts is None else sample.routed_experts.nbytes
+        size += 0 if sample.kept is None else sum(values.nbytes for values in sample.kept)
     return [codec.pack({"schema": SCHEMA, "samples": batch}) for batch in batches]
 
 
@@ -501,7 +514,9 @@ def _sample(entry: Any) -> Sample:
     if not isinstance(entry, dict):
         raise TypeError(f"a {type(entry).__name__} where a sample belongs")
     turns = [tuple(_list(turn)) for turn in _list(entry.get("turn_rewards", []))]
-    return Sample(**{**entry, "segments": [_segment(*_list(segment)) for segment in _list(entry["segments"])], "turn_rewards": turns})
+    kept = None if entry.get("kept") is None else Kept(*_list(entry["kept"]))
+    segments = [_segment(*_list(segment)) for segment in _list(entry["segments"])]
+    return Sample(**{**entry, "segments": segments, "turn_rewards": turns, "kept": kept})
 
 
 def _list(value: Any) -> list[Any]:
@@ -553,6 +568,7 @@ def _cut(sample: Sample, longest: int, policy: OverlongPolicy) -> Sample:
         mask=sample.mask[:room] if policy == "truncate" else np.zeros(room, np.uint8),
         segments=[(start, min(end, room), version) for start, end, version in sample.segments if start < room],
         turn_rewards=[(min(start, room), min(end, room), reward) for start, end, reward in sample.turn_rewards],
+        kept=sample.kept and sample.kept.part(0, room),
         finish="length",
     )
 

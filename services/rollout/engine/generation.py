@@ -17,11 +17,13 @@ from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from services.rollout.engine.transport import EngineError, InvalidRequest
 from shared.config.engine_limits import Capabilities
 from shared.hooks.hook_sample import token_versions
+from shared.schema.kept_tokens import Kept
 from shared.schema.messages import Sampling
 from shared.schema.sample import segments_of
 from shared.schema.versions import TOKEN_VERSIONS
@@ -32,6 +34,7 @@ Finish = Literal["stop", "length", "abort"]
 # Ends every request id on the wire. SGLang aborts every request whose id *starts with* the given one; with an end mark no id is a prefix
 # of another.
 RID_END = "$"
+KEPT = "output_token_sampling_mask", "output_token_sampling_logprobs"  # of an answer: the kept tokens, and the log-probs over them
 NEVER = -9999.0  # The log-prob of a token that cannot be sampled, as OpenAI has it
 
 
@@ -44,7 +47,8 @@ class GenerationRequest:
     ``EngineClient.abort`` takes it. ``ignore_eos``: continue past the model's end token, to ``max_new_tokens``. ``seed``: sample each token
     by it and the token's position, in an engine with deterministic inference; None: at random. ``routed_from``: tells the experts of its
     tokens from this one on, those of the input too; None: does not tell them. ``structural_tag``: the output's grammar; empty: none.
-    ``top_count``: so many of the likeliest tokens at each place."""
+    ``top_count``: so many of the likeliest tokens at each place. ``kept``: returns the tokens that the sampler keeps, at most so many where
+    the sampling settings have no ``top_k``, and log-probs over them; 0: does not return them."""
 
     tokens: Tokens
     max_new_tokens: int
@@ -54,6 +58,7 @@ class GenerationRequest:
     routed_from: int | None = None
     structural_tag: str = ""
     top_count: int = 0
+    kept: int = 0
 
 
 class Routed(NamedTuple):
@@ -82,7 +87,8 @@ class Generation:
     or stop string), ``length``, ``abort`` (partial: can be continued). ``spans``: cover [0, T) without gap or overlap, versions growing;
     none if T is 0. ``cached_tokens``: input tokens whose keys and values were cached. ``retractions``: times the engine put it back in the
     queue. ``routed``: the experts of its tokens, where they were asked for; None as well where it was aborted before it ran.
-    ``top_log_probs``: float32 [T K 2], of the K likeliest tokens at each place, most likely first, (log-prob, id)."""
+    ``top_log_probs``: float32 [T K 2], of the K likeliest tokens at each place, most likely first, (log-prob, id). ``kept``: those that the
+    sampler kept, where they were asked for: ``log_probs`` are then over these."""
 
     tokens: NDArray[np.int32]
     log_probs: NDArray[np.float32]
@@ -92,13 +98,14 @@ class Generation:
     retractions: int = 0
     routed: Routed | None = None
     top_log_probs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    kept: Kept | None = None
 
 
 def group_body(requests: Sequence[GenerationRequest], sampling: Sampling, engine: Capabilities, cache_key: str) -> dict[str, Any]:
     """Returns the body of one ``/generate`` call for a group.
 
     Log-probs come from the temperature-scaled distribution over the whole vocabulary; ``top_p`` and ``top_k`` limit which tokens are
-    generated, without renormalising the log-probs.
+    generated, without renormalising the log-probs, but where kept tokens are asked for. The engine returns these with a ``top_k`` alone.
 
     ``engine``: the limits of its input. ``cache_key``: prefixes are shared among requests of the same key only. Raises InvalidRequest: an
     id out of the vocabulary (it would kill the engine), a sequence over the limit (the engine would refuse it, or cut it short in silence),
@@ -111,25 +118,27 @@ def group_body(requests: Sequence[GenerationRequest], sampling: Sampling, engine
     if len(set(rids)) < len(rids):
         raise InvalidRequest(f"the group has a request id twice: {sorted(rids)}")
     values = sampling.model_dump(exclude={"skip_special_tokens", "no_stop_trim"})  # tokens come back, not text
+    asked = [request.kept > 0 for request in requests]
     return {
         "rid": [wire_rid(rid) for rid in rids],
         "input_ids": [_checked_tokens(request, engine) for request in requests],
         "sampling_params": [
-            {
-                **values,
-                "max_new_tokens": request.max_new_tokens,
-                "min_new_tokens": _fewest(request, sampling),
-                "ignore_eos": request.ignore_eos,
-                **({} if request.seed is None else {"sampling_seed": request.seed}),
-                **({"structural_tag": request.structural_tag} if request.structural_tag else {}),
-            }
+            {**values, "min_new_tokens": _fewest(request, sampling), **_own_parameters(request, sampling.top_k, engine.vocab_size)}
             for request in requests
         ],
         "return_logprob": True,
         **({"top_logprobs_num": most} if (most := max(request.top_count for request in requests)) else {}),
         "extra_key": cache_key,
+        **({"return_sampling_mask": asked} if any(asked) else {}),
         **({} if (start := _routed_from(requests)) is None else {"return_routed_experts": True, "routed_experts_start_len": start}),
     }
+
+
+def _own_parameters(request: GenerationRequest, top_k: int, vocabulary: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"max_new_tokens": request.max_new_tokens, "ignore_eos": request.ignore_eos, "sampling_seed": request.seed}
+    found["structural_tag"] = request.structural_tag or None
+    found["top_k"] = min(request.kept, vocabulary) if request.kept and top_k < 1 else None
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _routed_from(requests: Sequence[GenerationRequest]) -> int | None:
@@ -174,9 +183,9 @@ def parse_piece(answer: Any, request: GenerationRequest, seen: int, version_befo
         if not 0 <= new <= len(entries):
             raise EngineError(where, f"{request.rid}: {len(entries)} log-probs for {new} new tokens")
         finish = meta["finish_reason"] or {"type": "abort"}
-        ids, top = answer["output_ids"], meta.get("output_top_logprobs") or []
-        told = {**meta, "output_token_logprobs": entries[len(entries) - new :], "output_top_logprobs": top[len(top) - new :]}
-        told |= {"weight_versions": None, "finish_reason": finish}
+        ids, told = answer["output_ids"], {**meta, "weight_versions": None, "finish_reason": finish}
+        for name in ("output_token_logprobs", "output_top_logprobs", *KEPT):
+            told[name] = (meta.get(name) or [])[len(meta.get(name) or []) - new :]
         piece = _parse_sample({"meta_info": told, "output_ids": ids[len(ids) - new :]}, request, version_before, late, where)
         spans = tuple(Span(max(start, seen) - seen, end - seen, version) for start, end, version in version_spans if end > seen)
         return replace(piece, spans=spans)
@@ -199,7 +208,8 @@ def first_tokens(generation: Generation, count: int) -> Generation:
     spans = tuple(Span(start, min(end, count), version) for start, end, version in generation.spans if start < count)
     tokens, log_probs = generation.tokens[:count], generation.log_probs[:count]
     routed = generation.routed and generation.routed._replace(beyond=len(generation.tokens) - count)
-    return replace(generation, tokens=tokens, log_probs=log_probs, finish="stop", spans=spans, routed=routed)
+    kept = generation.kept and generation.kept.part(0, count)
+    return replace(generation, tokens=tokens, log_probs=log_probs, finish="stop", spans=spans, routed=routed, kept=kept)
 
 
 def parse_version(text: Any, where: str) -> int:
@@ -226,7 +236,9 @@ def _parse_sample(
     finish = meta["finish_reason"]["type"]
     if finish not in ("stop", "length", "abort"):
         raise EngineError(where, f"{request.rid}: unknown finish reason {meta['finish_reason']}")
-    encoded, start = meta.get("routed_experts"), routed_from or 0
+    encoded, start, kept = meta.get("routed_experts"), routed_from or 0, None
+    if request.kept:
+        kept, log_probs = _kept(meta, tokens, where)
     return Generation(
         tokens=tokens,
         log_probs=log_probs,
@@ -236,7 +248,38 @@ def _parse_sample(
         retractions=int(meta.get("num_retractions") or 0),
         routed=None if encoded is None else Routed(start, len(request.tokens) + count - 1 - start, str(encoded)),
         top_log_probs=_top_log_probs(meta, request, count, where),
+        kept=kept,
     )
+
+
+def with_nuclei(answer: bytes, where: str) -> bytes:
+    """Returns an answer of ``/generate``, or a list of them, with its kept tokens under the names that slime's functions read, and
+    log-probs over them. Raises EngineError."""
+    try:
+        found = orjson.loads(answer)
+        for one in found if isinstance(found, list) else [found]:
+            meta = one["meta_info"]
+            kept, log_probs = _kept(meta, np.array(one["output_ids"], np.int32), where)
+            meta["top_p_token_ids"], meta["top_p_token_offsets"] = kept.ids.tolist(), kept.offsets.tolist()
+            pairs = zip(meta.get("output_token_logprobs") or [], log_probs.tolist(), strict=False)
+            meta["output_token_logprobs"] = [[log_prob, *entry[1:]] for entry, log_prob in pairs]
+            for name in KEPT:
+                meta.pop(name, None)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise EngineError(where, f"gave an answer that cannot be read ({type(error).__name__}: {error})") from error
+    return orjson.dumps(found)
+
+
+def _kept(meta: Mapping[str, Any], tokens: NDArray[np.int32], where: str) -> tuple[Kept, NDArray[np.float32]]:
+    """Returns the kept tokens of an answer's ``tokens``, and the log-probs of these over them, never exactly 0."""
+    rows, values = ([row for row in meta.get(name) or [] if row is not None] for name in KEPT)
+    if not len(rows) == len(values) == len(tokens):
+        raise EngineError(where, f"{meta.get('id')}: kept tokens and log-probs over them at {len(rows)} and {len(values)} of {len(tokens)} "
+                          "places; SGLang returns them from 0.5.20 on, and support_replay = off does without them")  # fmt: skip
+    kept = Kept.of(rows)
+    if (problem := kept.problem(tokens, 1 << 31)) is not None or not kept.counts.all():
+        raise EngineError(where, f"{meta.get('id')}: {problem or 'no kept token at a sampled place'}")
+    return kept, np.minimum(np.array(values, np.float32), -np.finfo(np.float32).tiny)
 
 
 def _top_log_probs(meta: Mapping[str, Any], request: GenerationRequest, count: int, where: str) -> NDArray[np.float32]:

@@ -88,8 +88,10 @@ class SamplingParams(_Drawing):
     min_new_tokens: Count = 0
     spaces_between_special_tokens: bool = True
     sampling_seed: Seed = 0
+    custom_params: dict[Literal["return_top_p_token_ids"], bool] = {}
 
 
+KEPT: Literal["return_top_p_token_ids"] = "return_top_p_token_ids"
 PROMPTS = Field(min_length=1, max_length=MAX_SAMPLES, fail_fast=True)
 
 
@@ -115,6 +117,11 @@ class GenerateRequest(_Request):
         """Returns the number of prompts."""
         return len(self.text) if isinstance(self.text, list) else len(self.input_ids) if _nested(self.input_ids) else 1
 
+    @property
+    def returns_kept(self) -> bool:
+        """Returns whether the kept tokens are asked for, as slime's functions ask."""
+        return isinstance(self.sampling_params, SamplingParams) and self.sampling_params.custom_params.get(KEPT, False)
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if bool(self.text) == bool(self.input_ids):
@@ -127,6 +134,8 @@ class GenerateRequest(_Request):
             raise ValueError(f"sampling_params has {len(parameters)} entries for {self.prompts} prompts")
         if sum(one.n for one in parameters) > MAX_SAMPLES:
             raise ValueError(f"expected at most {MAX_SAMPLES} samples in one request")
+        if (self.stream or isinstance(self.sampling_params, list)) and any(one.custom_params.get(KEPT) for one in parameters):
+            raise ValueError(f"{KEPT}: kept tokens come with whole answers, and for all prompts alike")
         return self
 
 
@@ -218,9 +227,13 @@ def parse_request(kind: type[PublicRequest], body: bytes, vocab_size: int) -> Pu
         raise InvalidRequest("; ".join(map(_problem, error.errors(include_input=False, include_context=False)[:3]))) from None
 
 
-def engine_body(request: PublicRequest, rid: str, cache_key: str) -> bytes:
-    """Returns what the engine is asked: the given fields, under the proxy's id. Prefixes are shared under the same ``cache_key`` only."""
+def engine_body(request: PublicRequest, rid: str, cache_key: str, most_kept: int = 0) -> bytes:
+    """Returns what the engine is asked: the given fields, under the proxy's id. Prefixes are shared under the same ``cache_key`` only.
+    ``most_kept``: the ``top_k`` of a request that asks for kept tokens and has none."""
     fields = request.model_dump(exclude_unset=True) | {"extra_key": cache_key}
+    if isinstance(request, GenerateRequest) and request.returns_kept:
+        own, fields["return_sampling_mask"] = fields["sampling_params"], True
+        own["top_k"] = own["top_k"] if own.get("top_k", -1) > 0 else most_kept
     if isinstance(request, GenerateRequest) and request.prompts > 1:
         return orjson.dumps(fields | {"rid": [f"{rid}-{index}" for index in range(request.prompts)]})
     return orjson.dumps(fields | {"rid": rid})

@@ -8,17 +8,24 @@ With x the logits divided by the temperature, z = log Σ exp(x), p = exp(x - z) 
     H = z - Σ p_j x_j          ∂/∂x_j = -p_j (log p_j + H)
 
 The weight's gradient is summed over the chunks in float32, in Megatron's own gradient buffer where the weight has one.
+
+Where a sampler kept some tokens alone (`Kept`), all is over these: the logits of the others are `NEVER`, so that p and the gradients are 0.
 """
 
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
+
+from shared.schema.kept_tokens import Kept
+
+NEVER = -1e30  # The logit of a token that was not kept; finite, so that its probability times its logarithm is 0
 
 
 @dataclass(frozen=True)
@@ -71,17 +78,20 @@ class OutputHead:
         """Returns all logits, [U, rows], in the model's dtype: for a loss function that asks for them."""
         return F.linear(inputs, self.weight)
 
-    def likelihood(self, inputs: Tensor, ids: Tensor, temperature: float, need_entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def likelihood(
+        self, inputs: Tensor, ids: Tensor, temperature: float, need_entropy: bool, kept: Kept | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Returns the log-probabilities of several tokens at each place, and the entropy of each distribution.
 
         Args:
             inputs: [U, hidden size], what `inputs` returns. ids: int64 [U, K], of the whole vocabulary.
             temperature: logits are divided by it. need_entropy: else None is returned in its place.
+            kept: of U places, the tokens that the distributions are over; None: the whole vocabulary.
 
         Returns:
             float32 [U, K] and [U], the same on all ranks of the group, differentiable with respect to inputs and weight.
         """
-        log_probs, entropy = _ChunkedLikelihood.apply(inputs, self.weight, ids, self, temperature, need_entropy)
+        log_probs, entropy = _ChunkedLikelihood.apply(inputs, self.weight, ids, self, temperature, need_entropy, kept)
         return log_probs, entropy if need_entropy else None
 
     def chunks(self, tokens: int) -> list[slice]:
@@ -89,10 +99,27 @@ class OutputHead:
         return [slice(first, min(first + size, tokens)) for first in range(0, tokens, size)]
 
 
+def restrict(logits: Tensor, kept: Kept | None, rows: slice, vocabulary: VocabularySlice) -> None:
+    """Sets the logits of all tokens but the kept ones to `NEVER`, in place, at places that have some.
+
+    Args:
+        logits: [n, this rank's tokens], of the places ``rows``, whose start and stop are given. kept: of all places; None does nothing.
+    """
+    if kept is None:
+        return
+    part = kept.part(rows.start, rows.stop)
+    places, columns = np.repeat(np.arange(len(part.counts)), part.counts), part.ids.astype(np.int64) - vocabulary.start
+    own = (columns >= 0) & (columns < vocabulary.width)
+    at = torch.from_numpy(np.stack([places[own], columns[own]])).to(logits.device)
+    values = logits[at[0], at[1]]
+    logits.masked_fill_(torch.from_numpy(part.counts > 0).to(logits.device)[:, None], NEVER)
+    logits[at[0], at[1]] = values
+
+
 class _ChunkedLikelihood(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, ids: Tensor, head: OutputHead, temperature: float, need_entropy: bool
+        ctx: Any, inputs: Tensor, weight: Tensor, ids: Tensor, head: OutputHead, temperature: float, need_entropy: bool, kept: Kept | None
     ) -> tuple[Tensor, Tensor]:
         vocabulary, tokens = head.vocabulary, inputs.size(0)
         local = ids - vocabulary.start
@@ -106,6 +133,7 @@ class _ChunkedLikelihood(torch.autograd.Function):
             logits = None  # the last chunk's go before this one's come
             logits = F.linear(inputs[rows], weight)
             real = logits[:, : vocabulary.width]
+            restrict(real, kept, rows, vocabulary)
             highest[rows], total[rows], weighted[rows] = row_statistics(real, temperature, need_entropy)
             chosen = real.gather(1, local[rows].clamp(min=0)).float() / temperature
             picked[rows] = torch.where(local[rows] >= 0, chosen, 0.0)
@@ -117,11 +145,11 @@ class _ChunkedLikelihood(torch.autograd.Function):
         # The last chunk's logits are kept: the backward pass begins with them, and a single chunk is not computed twice.
         ctx.kept = logits if any(ctx.needs_input_grad[:2]) else None
         ctx.save_for_backward(inputs, weight, local, highest + log_sum, entropy)
-        ctx.head, ctx.temperature, ctx.need_entropy = head, temperature, need_entropy
+        ctx.head, ctx.temperature, ctx.need_entropy, ctx.of_kept = head, temperature, need_entropy, kept
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         inputs, weight, local, normalizer, entropy = ctx.saved_tensors
         head, for_log_probs, for_entropy = ctx.head, gradients[0], gradients[1] if ctx.need_entropy else None
         kept, ctx.kept = ctx.kept, None  # it is overwritten
@@ -133,7 +161,11 @@ class _ChunkedLikelihood(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             for_weight = buffer if buffer is not None else torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for rows in reversed(head.chunks(inputs.size(0)) if head.vocabulary.width else []):
-            logits, kept = kept if kept is not None else F.linear(inputs[rows], weight), None
+            if kept is None:
+                logits = F.linear(inputs[rows], weight)
+                restrict(logits[:, : head.vocabulary.width], ctx.of_kept, rows, head.vocabulary)
+            else:
+                logits, kept = kept, None
             logits[:, head.vocabulary.width :] = 0
             to_gradient(
                 logits[:, : head.vocabulary.width],
@@ -148,7 +180,7 @@ class _ChunkedLikelihood(torch.autograd.Function):
             if for_weight is not None:
                 add_product(for_weight, logits.t(), inputs[rows])
             del logits
-        return for_inputs, _reported(head, for_weight, buffer), None, None, None, None
+        return for_inputs, _reported(head, for_weight, buffer), None, None, None, None, None
 
 
 def _reported(head: OutputHead, for_weight: Tensor | None, buffer: Tensor | None) -> Tensor | None:

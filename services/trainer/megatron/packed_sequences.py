@@ -32,6 +32,7 @@ from services.trainer.megatron.runtime import round_up
 from services.trainer.packing import PackedBatch, SharedPrefixes, routed_keys, shared_prefixes
 from shared.model.parallel_layout import ParallelLayout
 from shared.runtime.errors import ConfigError
+from shared.schema.kept_tokens import Kept
 
 
 @dataclass
@@ -265,6 +266,7 @@ class ModelInput:
         padding: tokens at the end that were added only to make T divisible.
         back: int64 [T], for each token of the pack its index among the computed ones; None where those are all.
         computed: int64 [U - padding], the positions in the pack of the computed ones; None where those are all.
+        kept: the tokens that this rank's labels were sampled from, on the host; None where log-probs are over the whole vocabulary.
     """
 
     tokens: Tensor
@@ -274,6 +276,7 @@ class ModelInput:
     padding: int
     back: Tensor | None = None
     computed: Tensor | None = None
+    kept: Kept | None = None
 
     def own(self, per_token: Tensor, fill: int) -> Tensor:
         """Returns this rank's [U, ...] of the pack's [T, ...], ``fill`` in the padding."""
@@ -303,6 +306,10 @@ def prefixes_of(batch: PackedBatch, least: float | None) -> SharedPrefixes | Non
     tokens = batch.tokens.cpu().numpy()
     # what two sequences begin with alike is computed alike only where it goes through the same experts
     alike = tokens if batch.experts is None else routed_keys(tokens, batch.experts.cpu().numpy())
+    if (
+        batch.kept is not None
+    ):  # and read alike only where the next token was sampled from the same ones: a token's key has those of its own
+        alike = alike + np.roll(batch.kept.keys(), 1)
     found = shared_prefixes(alike, batch.cu_seqlens.tolist())
     return found if found.saved >= least and found.saved > 0 else None
 

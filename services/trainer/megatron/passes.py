@@ -15,6 +15,7 @@ from torch import Tensor
 from services.trainer.megatron.attention import uses_dense_batches
 from services.trainer.megatron.expert_balance import BalancedStep, BalancedTokens, trained_lengths
 from services.trainer.megatron.gpt_model import MegatronModel
+from services.trainer.megatron.likelihood import restrict
 from services.trainer.megatron.moe import stage_routing
 from services.trainer.megatron.packed_sequences import ModelInput, StageRouting, model_input
 from services.trainer.megatron.runtime import anywhere, device, gather_json, round_up
@@ -121,7 +122,9 @@ def _loss(
         if model.value_head:
             loss, metrics = apply(given.whole(output.squeeze(1)), None, batch)
         elif getattr(loss_fn, "takes_logits", False):
-            loss, metrics = apply(given.whole(model.head.logits(model.head.inputs(output))) / temperature, batch)
+            logits = model.head.logits(model.head.inputs(output))
+            restrict(logits, given.kept, slice(0, len(logits)), model.head.vocabulary)
+            loss, metrics = apply(given.whole(logits) / temperature, batch)
         elif (field := getattr(loss_fn, "candidates", None)) is not None:
             likelihood, entropy, found = _with_candidates(model, output, given, batch, field, temperature, need_entropy)
             loss, metrics = apply(likelihood, entropy, batch, found)
@@ -256,6 +259,9 @@ class _Pass:
             if self.recorded is not None and routing is not None:
                 self.recorded[index] = routing
             given.sequences.routing = routing
+            if batch.kept is not None:
+                places = given.own(torch.arange(batch.tokens.numel(), device=device()), -1)
+                given.kept = batch.kept.at(places.cpu().numpy())
             given.sequences.balanced = None if self.balanced is None else _balanced_tokens(self.balanced, batch, given, split)
             self.inputs[index] = given, batch.to(device())
         return self.inputs[index]
@@ -282,7 +288,7 @@ def _likelihood(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns log-probs and entropy of the whole pack, [T], from this rank's hidden states."""
     head = model.head
-    likelihood, entropy = head.likelihood(head.inputs(hidden), given.labels[:, None], temperature, need_entropy)
+    likelihood, entropy = head.likelihood(head.inputs(hidden), given.labels[:, None], temperature, need_entropy, given.kept)
     return given.whole(likelihood.squeeze(1)), None if entropy is None else given.whole(entropy)
 
 

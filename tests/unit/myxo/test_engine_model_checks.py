@@ -99,9 +99,13 @@ def test_a_quantized_checkpoint_is_not_said_to_have_no_quantization(tmp_path: Pa
 @pytest.mark.parametrize(
     ("rollout", "words"),
     [
-        ({"rollout_top_p": 0.95}, "rollout_top_p = 0.95: this run trains another distribution than it samples"),
-        ({"rollout_top_k": 20}, "rollout_top_k = 20: this run"),
-        ({"sglang": {"preferred-sampling-params": '{"min_p": 0.1, "repetition_penalty": 1.05}'}}, "min_p = 0.1, rollout.sglang.pref"),
+        (
+            {"rollout_top_p": 0.95, "sglang": {"speculative-algorithm": "NGRAM"}},
+            "rollout_top_p = 0.95: this run trains another distribution than it samples (no support_replay: "
+            "rollout.sglang.speculative-algorithm = NGRAM verifies drafts",
+        ),
+        ({"rollout_top_k": 5000}, "rollout_top_k = 5000: this run"),
+        ({"sglang": {"preferred-sampling-params": '{"min_p": 0.1, "repetition_penalty": 1.05}'}}, "repetition_penalty = 1.05: this run"),
         ({"sglang": {"preferred_sampling_params": {"frequency_penalty": 0.5}}}, "frequency_penalty = 0.5"),
         ({"sglang": {"speculative-accept-threshold-single": "0.8"}}, "speculative-accept-threshold-single = 0.8"),
     ],
@@ -117,6 +121,7 @@ def test_a_run_that_samples_otherwise_than_it_trains_is_told_so(tmp_path: Path, 
     [
         {},
         {"rollout_temperature": 0.7},
+        {"rollout_top_p": 0.95, "rollout_top_k": 20, "sglang": {"preferred-sampling-params": '{"min_p": 0.1}'}},
         {"sglang": {"preferred-sampling-params": '{"min_p": 0, "top_p": 0.9}', "speculative-accept-threshold-acc": 1.0}},
     ],
 )

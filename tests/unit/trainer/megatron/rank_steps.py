@@ -27,6 +27,7 @@ from services.trainer.weights.stage_sender import StageExport
 from shared.config.algorithm import AlgorithmSection
 from shared.config.trainer_section import TrainerSection
 from shared.runtime.errors import MyxoError
+from shared.schema.kept_tokens import Kept
 from shared.transfer.bucket_ring import slot_view
 from tests.unit.trainer.megatron.tiny import VOCAB, pack, sequences
 
@@ -174,6 +175,46 @@ def candidate_loss(hf_dir: Path, config: dict[str, Any], from_logits: bool) -> S
     of_candidates.candidates = names  # type: ignore[attr-defined]
     batches = [batch.with_fields(ids=(batch.labels[:, None] * 7 + torch.tensor([0, 1, 2])) % VOCAB) for batch in share(model, 0)]
     return model.train_step(batches, of_logits if from_logits else of_candidates)
+
+
+def kept_batch(batch: PackedBatch, alike: bool = False) -> PackedBatch:
+    """The same batch, whose labels were sampled from a few tokens each, or a third of them from all. ``alike``: depending on the token."""
+    rows = []
+    for place, label in enumerate(batch.labels.tolist()):
+        generator = torch.Generator().manual_seed(label if alike else place)
+        count = int(torch.randint(0, 9, (1,), generator=generator)) if label % 3 and batch.loss_mask[place] else 0
+        rows.append([label, *torch.randint(0, VOCAB, (count,), generator=generator).tolist()] if count else [])
+    return replace(batch, kept=Kept.of(rows))
+
+
+def kept_step(hf_dir: Path, config: dict[str, Any], plain: bool = False) -> tuple[StepResult, Tensor]:
+    """A step over kept tokens at temperature 0.7, and log-probs before it, as the actor computes them or as plain torch does."""
+    model = actor(hf_dir, temperature=0.7, **config)
+    batches = [kept_batch(batch) for batch in share(model, 0)]
+    seen = []
+
+    def of_logits(logits: Tensor, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        distribution = logits.float()[:, :VOCAB].masked_fill(batch.fields["left_out"], -torch.inf).log_softmax(-1)
+        log_probs = distribution.gather(1, batch.labels[:, None]).squeeze(1)
+        seen.append(log_probs.detach() * batch.loss_mask)
+        entropy = -(distribution.exp() * distribution.masked_fill(batch.fields["left_out"], 0.0)).sum(1)
+        return weighted_loss(log_probs, entropy, batch)
+
+    of_logits.takes_logits = True  # type: ignore[attr-defined]
+    if not plain:
+        found = [log_probs * batch.loss_mask for log_probs, batch in zip(model.log_probs(batches), batches, strict=True)]
+        return model.train_step(batches, weighted_loss, need_entropy=True), torch.cat(found)
+    masked = []
+    for batch in batches:
+        assert batch.kept is not None
+        left_out = torch.zeros(batch.tokens.numel(), VOCAB, dtype=torch.bool)
+        for place in range(len(left_out)):
+            if len(own := batch.kept.part(place, place + 1).ids):
+                left_out[place] = True
+                left_out[place, own] = False
+        masked.append(replace(batch, kept=None).with_fields(left_out=left_out))
+    step = model.train_step(masked, of_logits, need_entropy=True)
+    return step, torch.cat(seen)
 
 
 def odd_micro_batches(hf_dir: Path, config: dict[str, Any]) -> tuple[StepResult, list[Tensor]]:
