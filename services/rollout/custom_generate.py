@@ -24,7 +24,6 @@ from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed, HookSample, Status
 from shared.hooks import sample_conversion as sample_message
 from shared.hooks.arguments import FOLLOWING
-from shared.hooks.hook_sample import ASKS_KEPT
 from shared.hooks.loading import GENERATE, PLAIN
 from shared.hooks.sample_conversion import Served, from_stored, group_index, to_stored
 from shared.model.families import replayed_choices
@@ -99,7 +98,7 @@ class CustomGenerate(GroupPlayer):
             "field": GENERATE,
             "path": path,
             "sample": sample_message.packed(sample),
-            "sampling_params": self.parameters(task) | self.seeds.parameters(index),
+            "sampling_params": parameters(task.sampling, self.kept and not is_evaluation(task.group)) | self.seeds.parameters(index),
             "evaluation": is_evaluation(task.group),
             "engine": self.replica.proxy.address,
             "token": token,
@@ -117,10 +116,6 @@ class CustomGenerate(GroupPlayer):
             raise HookFailed(GENERATE, path, f"its process gave an answer that cannot be read ({type(error).__name__}: {error})") from None
         finally:
             del self.replica.proxy.calls[token]
-
-    def parameters(self, task: Task) -> dict[str, Any]:
-        """Returns the sampling parameters of a task, which ask for the kept tokens where these are trained."""
-        return parameters(task.sampling) | (ASKS_KEPT if self.kept and not is_evaluation(task.group) else {})
 
     def begun(self, task: Task, index: int) -> HookSample:
         """Returns the sample of a rollout that has generated nothing yet."""
@@ -255,8 +250,9 @@ class _Rollout(PlayedRollout):
         return stored
 
 
-def parameters(sampling: Sampling) -> dict[str, Any]:
-    """Returns ``sampling_params`` as slime passes them, in SGLang's names. Stop strings stay in the text, as do their tokens."""
+def parameters(sampling: Sampling, kept: bool = False) -> dict[str, Any]:
+    """Returns ``sampling_params`` as slime passes them, in SGLang's names. Stop strings stay in the text, as do their tokens.
+    ``kept``: they ask for the tokens that the sampler keeps."""
     text = {
         "skip_special_tokens": sampling.skip_special_tokens is True,
         "no_stop_trim": sampling.no_stop_trim is not False,
@@ -267,6 +263,8 @@ def parameters(sampling: Sampling) -> dict[str, Any]:
         values["min_new_tokens"] = sampling.min_new_tokens
     if sampling.repetition_penalty != 1:
         values["repetition_penalty"] = sampling.repetition_penalty
+    if kept:
+        values["custom_params"] = {"return_top_p_token_ids": True}
     return {**values, **text}
 
 

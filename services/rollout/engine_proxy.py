@@ -171,7 +171,7 @@ class EngineProxy(EndpointServer):
         calls: requests of the user's generate functions by the token of their call (`shared.hooks.slime.http_requests`); a request of a
             call that was stopped is answered as one that the engine has aborted.
         answers: remembers what the engine answered, where samples are checked by it.
-        most_kept: the ``top_k`` of requests that ask for the tokens that the sampler kept and have none.
+        most_kept: the ``top_k`` of requests that ask for the tokens that the sampler kept and have none; 0: such are refused.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class EngineProxy(EndpointServer):
         self.renew_key: Callable[[], Awaitable[str]] | None = None
         self.calls: dict[str, Requests] = {}
         self.answers: EngineAnswers | None = None
-        self.most_kept = 1
+        self.most_kept = 0
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         try:

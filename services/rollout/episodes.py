@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from services.rollout.custom_generate import CustomGenerate
+from services.rollout.custom_generate import CustomGenerate, parameters
 from services.rollout.in_flight import Requests
 from services.rollout.played_group import RETRY_PAUSE
 from services.rollout.replica import Replica
@@ -232,7 +232,8 @@ class _Episode:
     async def _said(self) -> tuple[str, int | None]:
         """Has the model say its message. Returns how it ended (stop, length, abort; full: no token is left) and a stop's last token."""
         while (room := self._room()) > 0:
-            sampling = self._run.parameters(self._task) | self._run.seeds.parameters(self._index) | {"max_new_tokens": room}
+            sampling = parameters(self._task.sampling, self._run.kept and not is_evaluation(self._task.group))
+            sampling |= self._run.seeds.parameters(self._index) | {"max_new_tokens": room}
             if (fewest := self._task.sampling.min_new_tokens) > 0:  # of the whole response; the engine takes no more than the turn's room
                 sampling["min_new_tokens"] = max(0, min(fewest - self._sample.response_length, room))
             body = {"input_ids": self._sample.tokens, "sampling_params": sampling, "return_logprob": True} | self._routing()

@@ -75,7 +75,7 @@ class Replica:
         limit = SPARE_REQUESTS + (rollout.rollout_concurrency or MOST)
         wait = service.config.weights.push_timeout
         self.proxy = EngineProxy(self.served, lambda: self.client, service.metrics, limit, rollout.generate_timeout, wait)
-        self.proxy.most_kept = rollout.kept_top_k
+        self.proxy.most_kept = service.config.kept_top_k
         self.proxy.public = False  # gateways have their own way in
         self._life = service.incarnation
         self._shown = asyncio.Event()

@@ -133,13 +133,13 @@ def _kept(samples: Sequence[Sample], total: int) -> Kept | None:
     """Returns the kept tokens of a pack's places: those of the trained tokens that the places predict. None where no sample has some."""
     if all(sample.kept is None for sample in samples):
         return None
-    counts, found = np.zeros(total, np.int32), [np.empty(0, np.int32)]
+    counts, ids = np.zeros(total, np.int32), list[NDArray[np.int32]]()
     for sample, _, predicting in _layout(samples):
         if sample.kept is not None:
             trained = sample.kept.at(np.where(sample.mask != 0, np.arange(len(sample.response)), -1))
             counts[predicting] = trained.counts
-            found.append(trained.ids)
-    return Kept(np.concatenate(found), np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
+            ids.append(trained.ids)
+    return Kept.counted(counts, np.concatenate(ids))
 
 
 def _experts(samples: Sequence[Sample], total: int, choices: ExpertChoices) -> npt.NDArray[np.int16]:

@@ -120,11 +120,9 @@ class ExternalServer:
         yield from self._other_flags(info, quantized)
 
     def _kept_problems(self, info: Mapping[str, Any]) -> Iterator[str]:
-        most, algorithm = info.get("sampling_mask_max_tokens") or 0, info.get("speculative_algorithm")
-        if int(most) < (needed := self._config.rollout.most_kept):
-            yield f"it returns {most} kept tokens of a place, not {needed}: SGLang does so from 0.5.20 on; or take support_replay = off"
-        if algorithm:
-            yield f"it runs with speculative_algorithm = {algorithm}, which reports no kept tokens: take support_replay = off"
+        most, algorithm, needed = info.get("sampling_mask_max_tokens"), info.get("speculative_algorithm"), self._config.rollout.most_kept
+        if algorithm or int(most or 0) < needed:
+            yield f"it has sampling_mask_max_tokens = {most}, speculative_algorithm = {algorithm}: support_replay needs {needed} and none"
 
     def _other_flags(self, info: Mapping[str, Any], quantized: bool) -> Iterator[str]:
         routed = {"enable-return-routed-experts": True} if self._config.trainer.use_rollout_routing_replay else {}

@@ -511,12 +511,6 @@ class RolloutSection(Section):
         return int(self.engine_flags.get("sampling-mask-max-tokens", 4096))
 
     @property
-    def kept_top_k(self) -> int:
-        """Returns the ``top_k`` of requests for kept tokens that have none, without which an engine returns none: equal logits at its edge
-        may keep more."""
-        return max(1, self.most_kept // 2)
-
-    @property
     def sampled_otherwise(self) -> list[str]:
         """Returns the settings, beside `rollout_top_p` and `rollout_top_k`, by which engines sample from another distribution than
         softmax(logits / rollout_temperature)."""

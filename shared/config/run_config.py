@@ -203,9 +203,10 @@ class RunConfig(Section):
 
     @property
     def kept_top_k(self) -> int:
-        """Returns `RolloutSection.kept_top_k`, where training replays the tokens that samplers keep; 0: it does not."""
+        """Returns the ``top_k`` of requests that have none, where training replays the tokens that samplers keep; 0: it does not. Without
+        one an engine returns none, and equal logits at its edge may keep more."""
         wanted = self.trainer.support_replay != "off" and self._trains_policy
-        return 0 if not wanted or any(self.support_obstacles) else self.rollout.kept_top_k
+        return 0 if not wanted or any(self.support_obstacles) else max(1, self.rollout.most_kept // 2)
 
     @property
     def support_obstacles(self) -> Iterator[str]:

@@ -240,8 +240,7 @@ class TrainerSection(Section):
     )
     support_replay: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="with rollout_top_p, rollout_top_k or min_p, log-probs are over the tokens that the engine's sampler kept: auto where "
-        "these are known of all samples; off: over the whole vocabulary, which is another distribution",
+        description="with rollout_top_p, rollout_top_k or min_p, log-probs are over the tokens that the sampler kept: auto where known",
     )
     num_steps_per_rollout: int = Field(default=1, gt=0, description="optimizer steps over one rollout batch")
     global_batch_size: int | None = Field(

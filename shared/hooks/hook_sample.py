@@ -78,9 +78,6 @@ class PrefixCacheCounters(EngineCounters):
         return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens > 0 else 0.0
 
 
-ASKS_KEPT = {"custom_params": {"return_top_p_token_ids": True}}
-"""The sampling parameters by which slime's functions ask an engine for the tokens that its sampler kept."""
-
 _NUCLEUS = ("top_p_token_ids", "top_p_kept_token_ids"), ("top_p_token_offsets", "top_p_kept_token_offsets")
 """The engine's names, newer and older, of a nucleus's ids and of their offsets."""
 

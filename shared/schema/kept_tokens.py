@@ -22,8 +22,12 @@ class Kept(NamedTuple):
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> "Kept":
         """Returns those of a list of ids for each place. Raises TypeError, ValueError or OverflowError where these are no token ids."""
-        offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
-        return cls(np.fromiter(chain.from_iterable(rows), np.int32, offsets[-1]), offsets)
+        return cls.counted([len(row) for row in rows], np.fromiter(chain.from_iterable(rows), np.int32))
+
+    @classmethod
+    def counted(cls, counts: Sequence[int] | NDArray[np.integer], ids: NDArray[np.int32]) -> "Kept":
+        """Returns those of all places end to end, of which each has so many."""
+        return cls(ids, np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
 
     @property
     def counts(self) -> NDArray[np.int32]:
@@ -32,9 +36,9 @@ class Kept(NamedTuple):
 
     def at(self, places: NDArray[np.integer]) -> "Kept":
         """Returns those of some places, in the given order; -1: a place that no engine sampled."""
-        counts = np.where(places >= 0, self.counts[places], 0) if len(self.counts) else np.zeros(len(places), np.int32)
-        offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        return Kept(self.ids[np.repeat(self.offsets[places] - offsets[:-1], counts) + np.arange(offsets[-1])], offsets)
+        counts = np.append(self.counts, 0)[places]
+        before = np.cumsum(counts) - counts
+        return Kept.counted(counts, self.ids[np.repeat(self.offsets[places] - before, counts) + np.arange(counts.sum())])
 
     def part(self, start: int, end: int) -> "Kept":
         """Returns those of the places from ``start`` to ``end`` (exclusive), as views of the ids."""

@@ -14,7 +14,7 @@ from copy import deepcopy
 from typing import Any
 
 from shared.hooks.filters import BUILT_IN, MetricGatherer, call_dynamic_filter, should_drop_dynamic_filter_output
-from shared.hooks.hook_sample import ASKS_KEPT, HookSample, Status, status_of
+from shared.hooks.hook_sample import HookSample, Status, status_of
 from shared.hooks.loading import SingletonMeta, load_function
 from shared.hooks.returned_output import RolloutFnEvalOutput, RolloutFnTrainOutput
 from shared.hooks.slime import http_requests, model_processors, reward_dispatch
@@ -78,7 +78,7 @@ def sampling_params(args: Any) -> dict[str, Any]:
         "skip_special_tokens": args.rollout_skip_special_tokens,
         "no_stop_trim": True,
         "spaces_between_special_tokens": False,
-        **(ASKS_KEPT if getattr(args, "kept_top_k", 0) else {}),
+        **({"custom_params": {"return_top_p_token_ids": True}} if getattr(args, "kept_top_k", 0) else {}),
     }
 
 

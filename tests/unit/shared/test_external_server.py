@@ -25,6 +25,7 @@ from tests.support.run_config import run_config
 from tests.support.tables import table
 
 INFO = {"version": "0.5.20", "max_total_num_tokens": 4096, "tp_size": 1}
+KEEPING = INFO | {"sampling_mask_max_tokens": 4096}
 WHOLE = {
     "/server_info": INFO,
     "/model_info": {"weight_version": "default", "model_path": "/there"},
@@ -99,6 +100,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("quantization = fp8", {"/server_info": INFO | {"quantization": "fp8"}}, {}),
     ("kv_cache_dtype = fp8_e5m2", {"/server_info": INFO | {"kv_cache_dtype": "fp8_e5m2"}}, {}),
     ("keeps prefixes", {}, {"in_flight_on_push": "retract"}),
+    ("max_tokens = None, spec.* needs 4096 and none", {}, {"rollout_top_p": 0.9}),  # SGLang before 0.5.20
+    ("= EAGLE: support_replay", {"/server_info": KEEPING | {"speculative_algorithm": "EAGLE"}}, {"rollout_top_k": 9}),
 ]
 
 
@@ -116,6 +119,8 @@ def test_what_the_run_has_too_is_taken(url: str, tmp_path: Path) -> None:
     answers.update(WHOLE | {"/server_info": INFO | flags | {"disable_radix_cache": True}})
     named = {"enable_deterministic_inference": True, "quantization": "fp8"}
     ExternalServer(config_of(tmp_path, url, sglang=named, in_flight_on_push="retract"), url).describe()
+    answers.update({"/server_info": KEEPING})
+    ExternalServer(config_of(tmp_path, url, rollout_top_p=0.9), url).describe()
 
 
 def test_no_answer_is_awaited_or_followed_for_ever(url: str, tmp_path: Path) -> None:
