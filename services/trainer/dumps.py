@@ -31,6 +31,7 @@ from shared.runtime.safe_files import replace_file, replacement
 from shared.schema import codec
 from shared.schema import sample as sample_codec
 from shared.schema.digests import reference
+from shared.schema.kept_tokens import Kept
 from shared.schema.ledger import group_id, group_number
 from shared.schema.messages import Batch, BatchGroup, Payload
 from shared.schema.sample import Sample, segments_of
@@ -103,10 +104,11 @@ def batch_of(step: int, version: int, groups: Sequence[DumpedGroup], mask_below:
 SUFFIX = ".pt"  # of files in slime's format
 # Myxo's own keys of a sample: its group's id; whether all its tokens are too old for the loss; its named rewards; its `MORE_FIELDS`
 GROUP, STALE, PARTS, MORE = "myxo_group", "myxo_stale", "myxo_parts", "myxo_fields"
+NUCLEI = "rollout_top_p_token_ids", "rollout_top_p_token_offsets"  # slime's names of the kept tokens
 # Fields of a stored sample that slime's have no place for
 MORE_FIELDS = {field.name for field in fields(Sample)} - {
     *("group", "index", "rollout", "prompt", "response", "log_probs", "mask", "segments", "finish"),
-    *("text", "prompt_text", "label", "metadata"),
+    *("text", "prompt_text", "label", "metadata", "kept"),
 }
 
 Finish = Literal["stop", "length", "abort"]
@@ -147,6 +149,7 @@ def _entry(sample: Sample, group: BatchGroup, position: int, step: int) -> dict[
         "loss_mask": sample.mask.tolist(),
         "weight_versions": sample.versions().tolist(),
         "rollout_log_probs": None if sample.log_probs is None else sample.log_probs.tolist(),
+        **(dict.fromkeys(NUCLEI) if sample.kept is None else dict(zip(NUCLEI, map(np.ndarray.tolist, sample.kept), strict=True))),
         "remove_sample": position in group.removed,
         "status": _STATUS[sample.finish],
         "metadata": sample.metadata,
@@ -216,7 +219,7 @@ def _slime_sample(entry: Mapping[str, Any], group: str, index: int, rollout: int
     tokens, length = _array(entry["tokens"], np.int32), int(entry["response_length"])
     if not 0 <= length < len(tokens):
         raise BadMessage(f"response_length is {length}, of {len(tokens)} tokens")
-    masked, sampled = entry.get("loss_mask"), entry.get("rollout_log_probs")
+    masked, sampled, nuclei = entry.get("loss_mask"), entry.get("rollout_log_probs"), [entry.get(name) for name in NUCLEI]
     mask = np.ones(length, np.uint8) if masked is None else _array(masked, np.uint8)  # without one, all tokens are trained
     if sampled is None and config.log_probs_reader is not None and mask.any():
         raise BadMessage(f"rollout_log_probs is missing: {config.log_probs_reader}")
@@ -234,6 +237,7 @@ def _slime_sample(entry: Mapping[str, Any], group: str, index: int, rollout: int
         label=None if entry.get("label") is None else str(entry["label"]),
         metadata=entry.get("metadata") or {},
         rollout=rollout,
+        kept=None if None in nuclei else Kept(*(_array(values, np.int32) for values in nuclei)),
     )
     for name, value in entry.get(MORE, {}).items():
         if name in MORE_FIELDS:
@@ -305,6 +309,8 @@ def write_tensors(template: str, batch: TrainBatch, results: Sequence[StepResult
             samples[name] = [batch.partition.name(sample) for sample in micro_batch.indices]
             plain = {"tokens": packed.tokens, "labels": packed.labels, "loss_mask": packed.loss_mask, "cu_seqlens": packed.cu_seqlens}
             replayed = {} if packed.experts is None else {"experts": packed.experts}
+            if packed.kept is not None:
+                replayed |= {"kept_ids": torch.from_numpy(packed.kept.ids), "kept_offsets": torch.from_numpy(packed.kept.offsets)}
             tensors.update({f"{name}.{field}": tensor.contiguous().cpu() for field, tensor in (plain | replayed | packed.fields).items()})
     path = Path(filled(template, batch.step, rank))
     path.parent.mkdir(parents=True, exist_ok=True)

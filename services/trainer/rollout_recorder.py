@@ -40,7 +40,8 @@ class RolloutRecorder:
     def __init__(self, config: RunConfig, store: BlockingStore, control: ControlClient) -> None:
         self._config, self._store, self._control = config, store, control
         vocabulary = read_architecture(config.model.hf_checkpoint).vocab_size
-        self._reader = ShardReader(store, 0, SampleLimits(vocabulary, log_probs_reader=config.log_probs_reader))
+        limits = SampleLimits(vocabulary, log_probs_reader=config.log_probs_reader, kept=config.kept_top_k > 0)
+        self._reader = ShardReader(store, 0, limits)
         self._metrics = MetricsLogger(control, config, None)
         self._requests = BatchRequester(control, None, config.trainer.batch_timeout, config.eval.eval_timeout)
         self._progress: Path = config.trained / "checkpoints" / "recorded.json"

@@ -195,17 +195,14 @@ class RunConfig(Section):
         """Returns the settings by which the policy gradient is of another distribution than samples come from; none where there is none."""
         replayed = self.rollout.truncates if self.kept_top_k else []
         found = dict.fromkeys([*self.rollout.truncates, *self.rollout.sampled_otherwise])
-        return [name for name in found if name not in replayed] if self._trains_policy else []
-
-    @property
-    def _trains_policy(self) -> bool:
-        return self.has_steps and not self.debug.debug_rollout_only and self.algorithm.loss_type != "sft_loss"
+        trains = self.has_steps and not self.debug.debug_rollout_only and self.algorithm.loss_type != "sft_loss"
+        return [name for name in found if name not in replayed] if trains else []
 
     @property
     def kept_top_k(self) -> int:
         """Returns the ``top_k`` of requests that have none, where training replays the tokens that samplers keep; 0: it does not. Without
         one an engine returns none, and equal logits at its edge may keep more."""
-        wanted = self.trainer.support_replay != "off" and self._trains_policy
+        wanted = self.trainer.support_replay != "off" and self.has_steps and self.algorithm.loss_type != "sft_loss"
         return 0 if not wanted or any(self.support_obstacles) else max(1, self.rollout.most_kept // 2)
 
     @property
@@ -225,6 +222,7 @@ class RunConfig(Section):
             f"rollout.sglang.{''.join(drafts)} verifies drafts without reporting the kept tokens": drafts,
             "rollout.sglang.sampling-backend = ascend reports no kept tokens": ("sampling-backend", "ascend") in given,
             "engines that do prefill or decode alone do not report the kept tokens": kinds != {"regular"},
+            "rollout_top_k = 1 keeps the sampled token alone, whose log-prob is 0 under all weights": rollout.rollout_top_k == 1,
             f"rollout_top_k is more than rollout.sglang.sampling-mask-max-tokens = {most}": rollout.rollout_top_k > most,
             "the log-probs of opd_teachers are over the whole vocabulary": teachers,
         }
@@ -463,7 +461,7 @@ class RunConfig(Section):
         changed: dict[str, tuple[Section, dict[str, Any]]] = {
             "model": (self.model, {"hf_checkpoint": own.hf_checkpoint or self.model.hf_checkpoint}),
             "rollout": (self.rollout, {**engines, **unlimited, **unused}),
-            "trainer": (self.trainer, {"colocate": False, "use_rollout_routing_replay": False}),
+            "trainer": (self.trainer, {"colocate": False, "use_rollout_routing_replay": False, "support_replay": "off"}),
             "debug": (self.debug, {"debug_rollout_only": True}),
         }
         return self.model_copy(update={name: section.model_copy(update=update) for name, (section, update) in changed.items()})

@@ -263,8 +263,6 @@ def with_nuclei(answer: bytes, where: str) -> bytes:
             meta["top_p_token_ids"], meta["top_p_token_offsets"] = kept.ids.tolist(), kept.offsets.tolist()
             pairs = zip(meta.get("output_token_logprobs") or [], log_probs.tolist(), strict=False)
             meta["output_token_logprobs"] = [[log_prob, *entry[1:]] for entry, log_prob in pairs]
-            for name in KEPT:
-                meta.pop(name, None)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise EngineError(where, f"gave an answer that cannot be read ({type(error).__name__}: {error})") from error
     return orjson.dumps(found)

@@ -16,6 +16,7 @@ from services.trainer.dumps import DumpedBatches, DumpedGroup, batch_of, dumped_
 from shared.config.config_reading import parse
 from shared.runtime.errors import BadMessage, ConfigError
 from shared.schema import sample as sample_codec
+from shared.schema.kept_tokens import Kept
 from shared.schema.messages import Batch, Payload
 from shared.schema.sample import Sample
 from tests.support.run_config import run_config, values
@@ -37,6 +38,7 @@ def stored(group: str, index: int, *, rollout: int = -1) -> Sample:
         label="4",
         metadata={"rm_type": "exact", "turns": [1, 2]},
         rollout=rollout,
+        kept=Kept.of([[token, token + 1] for token in range(index, index + 5)]) if index else None,
     )
 
 
@@ -83,7 +85,8 @@ def assert_same(found: list[Sample], expected: list[Sample]) -> None:
     for one, other in zip(found, expected, strict=True):
         for field in dataclasses.fields(Sample):
             left, right = getattr(one, field.name), getattr(other, field.name)
-            assert np.array_equal(left, right) if isinstance(right, np.ndarray) else left == right, field.name
+            arrays = [isinstance(value, np.ndarray | Kept) for value in (left, right)]
+            assert np.array_equal(np.hstack(left), np.hstack(right)) if all(arrays) else left == right, field.name
 
 
 def test_one_file_without_a_step_in_its_name_serves_every_step(tmp_path: Path) -> None:
