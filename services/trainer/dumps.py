@@ -219,7 +219,7 @@ def _slime_sample(entry: Mapping[str, Any], group: str, index: int, rollout: int
     tokens, length = _array(entry["tokens"], np.int32), int(entry["response_length"])
     if not 0 <= length < len(tokens):
         raise BadMessage(f"response_length is {length}, of {len(tokens)} tokens")
-    masked, sampled, nuclei = entry.get("loss_mask"), entry.get("rollout_log_probs"), [entry.get(name) for name in NUCLEI]
+    masked, sampled = entry.get("loss_mask"), entry.get("rollout_log_probs")
     mask = np.ones(length, np.uint8) if masked is None else _array(masked, np.uint8)  # without one, all tokens are trained
     if sampled is None and config.log_probs_reader is not None and mask.any():
         raise BadMessage(f"rollout_log_probs is missing: {config.log_probs_reader}")
@@ -237,13 +237,18 @@ def _slime_sample(entry: Mapping[str, Any], group: str, index: int, rollout: int
         label=None if entry.get("label") is None else str(entry["label"]),
         metadata=entry.get("metadata") or {},
         rollout=rollout,
-        kept=None if None in nuclei else Kept(*(_array(values, np.int32) for values in nuclei)),
+        kept=_kept(entry),
     )
     for name, value in entry.get(MORE, {}).items():
         if name in MORE_FIELDS:
             setattr(sample, name, value.numpy() if isinstance(value, torch.Tensor) else value)
     sample.check()
     return sample
+
+
+def _kept(entry: Mapping[str, Any]) -> Kept | None:
+    nuclei = [entry.get(name) for name in NUCLEI]
+    return None if any(values is None for values in nuclei) else Kept(*(_array(values, np.int32) for values in nuclei))
 
 
 def _array(values: Any, kind: type[np.generic]) -> NDArray[Any]:
