@@ -1,8 +1,9 @@
 """How far bfloat16 is from float32, in layouts of several GPUs and on one: log-probs, loss and gradient norm.
 
-``python -m benchmarks.gpu_numerics [--gpus 2] [--device cuda|cpu] [--json FILE] [--write]`` computes the log-probs of fresh sequences and
-one training step of a dense model, of one with latent attention (DeepSeek-V3's architecture) and of a mixture of experts, each from the
-same weights, which bfloat16 holds exactly, on the same batches. Everything is compared with one GPU in float32 (TF32 off):
+``python -m benchmarks.gpu_numerics [--gpus 2] [--device cuda|cpu] [--models NAME …] [--json FILE] [--write]`` computes the log-probs of
+fresh sequences and one training step of a dense model, of one with latent attention (DeepSeek-V3's architecture), of a mixture of experts,
+and of one with linear attention (Qwen3-Next's), each from the same weights, which bfloat16 holds exactly, on the same batches. Everything
+is compared with one GPU in float32 (TF32 off):
 
 * one GPU in bfloat16: this is the rounding that the format costs;
 * the layout in bfloat16, and in float32;
@@ -17,7 +18,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixture of experts": MEDIUM
     | ROUTED
     | {"model_type": "qwen3_moe", "num_key_value_heads": 4, "head_dim": 64, "num_experts": 16, "decoder_sparse_step": 1},
+    "linear attention": MEDIUM
+    | ROUTED
+    | {"model_type": "qwen3_next", "num_key_value_heads": 4, "head_dim": 64, "num_experts": 16, "shared_expert_intermediate_size": 512}
+    | {"linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
 }
 SMALLER = {
     "dense": TINY | {"num_key_value_heads": 2, "head_dim": 16},
@@ -80,6 +85,10 @@ SMALLER = {
     | {"moe_intermediate_size": 32, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16}
     | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
     "mixture of experts": TINY | {"moe_intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8},
+    "linear attention": TINY
+    | {"moe_intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "shared_expert_intermediate_size": 32}
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    | {"num_hidden_layers": 4},
 }
 """What a CPU has instead."""
 
@@ -89,6 +98,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=2, help="ranks of the layouts; 1 leaves them out")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="those to measure")
     parser.add_argument("--json", type=Path, help="write the figures there, as they come")
     parser.add_argument("--write", action="store_true", help="put the figures of benchmarks/results into the docs; measures nothing")
     arguments = parser.parse_args()
@@ -96,7 +106,7 @@ def main() -> int:
         put_table(PAGE, "gpu_numerics", numerics_table(json.loads(RESULTS.read_text())))
         return 0
     rows: list[dict[str, Any]] = []
-    for row in measured_rows(arguments.device, arguments.gpus):
+    for row in measured_rows(arguments.device, arguments.gpus, arguments.models):
         rows.append(row)
         print(numerics_line(row), file=sys.stderr, flush=True)
         if arguments.json is not None:
@@ -112,11 +122,13 @@ def layouts_of(model: str, gpus: int) -> dict[str, dict[str, Any]]:
         return {}
     context = {f"CP{gpus}": {"context_parallel_size": gpus}}
     experts = {f"EP{gpus}": {"expert_model_parallel_size": gpus}}
-    return {"dense": context, "latent attention": context | experts, "mixture of experts": experts}[model]
+    tensor = {f"TP{gpus}": {"tensor_model_parallel_size": gpus, "sequence_parallel": True}}
+    known = {"dense": context, "latent attention": context | experts, "mixture of experts": experts, "linear attention": tensor | experts}
+    return known[model]
 
 
-def measured_rows(device: str, gpus: int) -> Iterator[dict[str, Any]]:
-    """Trains every model in every layout, and compares each with one GPU in float32."""
+def measured_rows(device: str, gpus: int, models: Sequence[str] = tuple(MODELS)) -> Iterator[dict[str, Any]]:
+    """Trains these models in every layout, and compares each with one GPU in float32."""
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also of the ranks
     from tests.unit.trainer.megatron.world import World
@@ -125,7 +137,8 @@ def measured_rows(device: str, gpus: int) -> Iterator[dict[str, Any]]:
     lengths, batches = LENGTHS[device], step_batches(gpus)
     try:
         with tempfile.TemporaryDirectory() as directory:
-            for model, shape in MODELS.items():
+            for model in models:
+                shape = MODELS[model]
                 checkpoint = Path(directory, model)
                 write_checkpoint(shape if device == "cuda" else shape | SMALLER[model], checkpoint)
 
@@ -163,6 +176,10 @@ def write_checkpoint(shape: dict[str, Any], directory: Path) -> None:
                 tensor.add_(torch.randn_like(tensor) * 0.1)
             elif name.endswith("e_score_correction_bias"):
                 tensor.normal_(std=0.05)
+            elif "conv1d" in name:
+                tensor.normal_(std=0.5)
+            elif name.endswith("A_log"):
+                tensor.uniform_(-4.0, 1.0)  # heads that forget within a token, and in a hundred
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16().float())
     model.save_pretrained(directory)

@@ -55,6 +55,13 @@ ARCHITECTURE: dict[str, tuple[str, Any]] = {
     "qk_pos_emb_head_dim": ("int", None),
     "v_head_dim": ("int", None),
     "attention_output_gate": ("switch", False),
+    "experimental_attention_variant": ("text", None),
+    "linear_attention_freq": ("int or ints", None),
+    "linear_conv_kernel_dim": ("int", 4),
+    "linear_key_head_dim": ("int", 128),
+    "linear_value_head_dim": ("int", 128),
+    "linear_num_key_heads": ("int", 16),
+    "linear_num_value_heads": ("int", 32),
     "num_experts": ("int", None),
     "moe_layer_freq": ("int or ints", 1),
     "moe_ffn_hidden_size": ("int", None),
@@ -205,9 +212,8 @@ _REASONS = {
     "no model family of Myxo has it; docs/models.md lists them": (
         "mtp_num_layers mtp_loss_scaling_factor mtp_standalone qk_l2_norm "
         "apply_residual_connection_post_layernorm no_rope_freq "
-        "softmax_scale experimental_attention_variant dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk "
-        "dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss linear_attention_freq linear_conv_kernel_dim linear_key_head_dim "
-        "linear_value_head_dim linear_num_key_heads linear_num_value_heads mrope_section is_hybrid_model mamba_state_dim "
+        "softmax_scale dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk "
+        "dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss mrope_section is_hybrid_model mamba_state_dim "
         "mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path heterogeneous_block_specs "
         "hetereogenous_dist_checkpoint moe_latent_size moe_apply_probs_on_input use_fused_weighted_squared_relu squared_relu "
         "openai_gelu"

@@ -1,8 +1,9 @@
 """Floating-point operations of a model on packed sequences, counted from its shape, and the peak rate of a device.
 
 A multiplication and the addition of its result count as two. Counted are the matrix products: projections, attention's scores and weighted
-sums, MLPs, the chosen experts and their router, the vocabulary; not norms, rotations, softmaxes. A training step counts three times the
-forward pass (the backward pass has two products for each), whatever is computed again to save memory.
+sums, MLPs, the chosen experts and their router, the vocabulary, linear attention's reads and writes of its state; not norms, rotations,
+softmaxes, convolutions. A training step counts three times the forward pass (the backward pass has two products for each), whatever is
+computed again to save memory.
 """
 
 import re
@@ -56,7 +57,7 @@ def forward(architecture: Architecture, lengths: Sequence[int], *, shared: Work 
         value_head: a critic, without the vocabulary.
     """
     tokens, pairs = work(lengths, shared)
-    return _weights(architecture, tokens, value_head) + pairs * architecture.num_layers * _attention(architecture)
+    return _weights(architecture, tokens, value_head) + pairs * architecture.softmax_layers * _attention(architecture)
 
 
 def training(
@@ -73,7 +74,10 @@ def training(
 
 def _weights(a: Architecture, tokens: float, value_head: bool) -> float:
     """Returns the operations of one forward pass in products with weights."""
-    layers = sum(_mlp(a, layer) for layer in range(a.num_layers)) + a.num_layers * _projections(a)
+    layers = sum(_mlp(a, layer) for layer in range(a.num_layers)) + a.softmax_layers * _projections(a)
+    if (m := a.linear) is not None:  # of a state: what it holds at the key, the change there, and what it holds at the query
+        state = m.linear_num_value_heads * m.linear_key_head_dim * m.linear_value_head_dim
+        layers += len(m.layers) * (2.0 * a.hidden_size * (m.projected + m.values) + 6.0 * state)
     return tokens * (layers + 2.0 * a.hidden_size * (1 if value_head else a.vocab_size))
 
 
@@ -89,7 +93,7 @@ def _projections(a: Architecture) -> float:
     """Returns the operations of the projections of one layer's attention for one token."""
     h, heads = a.hidden_size, a.num_attention_heads
     if a.latent is None:
-        return 2.0 * h * a.head_dim * (2 * heads + 2 * a.num_key_value_heads)
+        return 2.0 * h * a.head_dim * ((3 if a.output_gate else 2) * heads + 2 * a.num_key_value_heads)
     m = a.latent
     query_dim = heads * (m.qk_head_dim + m.qk_pos_emb_head_dim)
     query = h * query_dim if m.q_lora_rank is None else m.q_lora_rank * (h + query_dim)
@@ -110,4 +114,6 @@ def _mlp(a: Architecture, layer: int) -> float:
     if a.experts is None or not a.is_moe_layer(layer):
         return 6.0 * a.hidden_size * a.ffn_hidden_size
     e = a.experts
-    return 2.0 * a.hidden_size * e.count + 6.0 * a.hidden_size * (e.per_token * e.ffn_hidden_size + e.shared_ffn_hidden_size)
+    return 2.0 * a.hidden_size * (e.count + e.shared_gate) + 6.0 * a.hidden_size * (
+        e.per_token * e.ffn_hidden_size + e.shared_ffn_hidden_size
+    )

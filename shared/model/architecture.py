@@ -84,6 +84,37 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class LinearAttention:
+    """Gated delta net (Yang et al. 2024), in Megatron's names: attention with a state of one size, behind a causal convolution.
+
+    Args:
+        layers: indices of the layers that have it; the others have softmax attention.
+    """
+
+    linear_conv_kernel_dim: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    layers: tuple[int, ...]
+
+    @property
+    def keys(self) -> int:
+        """Returns the width of all key heads; queries are as wide."""
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def values(self) -> int:
+        """Returns the width of all value heads; their output gates are as wide."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def projected(self) -> int:
+        """Returns the width of all that a token is projected to: queries, keys, values, gates, and two numbers a value head."""
+        return 2 * (self.keys + self.values + self.linear_num_value_heads)
+
+
+@dataclass(frozen=True)
 class Experts:
     """Mixture of experts.
 
@@ -92,7 +123,8 @@ class Experts:
         normalize: whether the chosen experts' probabilities are rescaled to sum to one.
         dense_layers: indices of the layers that keep a plain MLP.
         score: ``softmax``, or ``sigmoid`` with a bias for each expert that has a say in the choice only.
-        shared_ffn_hidden_size: width of the experts that see every token, together; 0 for none.
+        shared_ffn_hidden_size: width of the experts that see every token, together; 0 for none. shared_gate: whether a sigmoid of the
+            token weights their output.
         groups, groups_per_token: experts are chosen from this many of the groups, which are ranked by their best two.
         scaling: factor on the routed experts' sum.
         swiglu_limit: bound of gate and linear part of the clamped SwiGLU, x sigmoid(1.702 x) (y + 1); None for the usual one.
@@ -105,6 +137,7 @@ class Experts:
     dense_layers: tuple[int, ...] = ()
     score: str = "softmax"
     shared_ffn_hidden_size: int = 0
+    shared_gate: bool = False
     groups: int = 1
     groups_per_token: int = 1
     scaling: float = 1.0
@@ -119,6 +152,8 @@ class Architecture:
         head_dim: width of a query head (under latent attention, both of its parts).
         qk_norm: RMS norm over each query and key head. joint_qk_norm: one over all query heads together, and one over all key heads.
         qkv_bias: biases on the q, k and v projections. biases: on attention's output, routers and experts as well.
+        output_gate: a sigmoid of the token weights each output of softmax attention.
+        zero_centered_norms: norms multiply by one more than their weight, but that of linear attention's output.
         sinks: a learned logit of each head joins its softmax, and takes no value.
         windows: for each layer the tokens that a query sees, itself included; 0 for all. Empty: all, in every layer.
         post_norms: RMS norms after attention and MLP as well, before the residual sums.
@@ -141,12 +176,15 @@ class Architecture:
     rope: Rope
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    linear: LinearAttention | None = None
     qk_norm: bool = False
     joint_qk_norm: bool = False
     qkv_bias: bool = False
     biases: bool = False
     sinks: bool = False
     windows: tuple[int, ...] = ()
+    output_gate: bool = False
+    zero_centered_norms: bool = False
     post_norms: bool = False
     fused_gate_up: bool = False
     mixtral_names: bool = False
@@ -159,6 +197,14 @@ class Architecture:
     def window(self, layer: int) -> int:
         """Returns the tokens that a query of a layer sees, itself included; 0 for all."""
         return self.windows[layer] if self.windows else 0
+
+    def is_linear_layer(self, layer: int) -> bool:
+        return self.linear is not None and layer in self.linear.layers
+
+    @property
+    def softmax_layers(self) -> int:
+        """Returns how many layers have softmax attention."""
+        return self.num_layers - (len(self.linear.layers) if self.linear else 0)
 
     def as_json(self) -> dict[str, Any]:
         """Returns plain values, flat (``rope.theta``), equal after a round trip through JSON, for a checkpoint."""

@@ -10,8 +10,10 @@ from dataclasses import asdict
 from typing import Any
 
 from shared.config import flag_table
-from shared.model.architecture import Architecture, Experts, GroupedYarn, LatentAttention, Llama3Scaling, Rope, YarnScaling
+from shared.model.architecture import Architecture, Experts, GroupedYarn, LatentAttention, LinearAttention, Llama3Scaling, Rope, YarnScaling
 from shared.runtime.errors import ConfigError
+
+LINEAR = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads")
 
 
 def flags_of(architecture: Architecture) -> dict[str, Any]:
@@ -28,11 +30,12 @@ def flags_of(architecture: Architecture) -> dict[str, Any]:
         "kv_channels": a.head_dim if a.latent is None else a.latent.qk_head_dim,
         "normalization": "RMSNorm",
         "norm_epsilon": a.norm_eps,
-        "apply_layernorm_1p": False,
+        "apply_layernorm_1p": a.zero_centered_norms,
         "qk_layernorm": a.qk_norm or a.joint_qk_norm or a.latent is not None,
         "post_self_attn_layernorm": a.post_norms,
         "post_mlp_layernorm": a.post_norms,
         "add_qkv_bias": a.qkv_bias,
+        "attention_output_gate": a.output_gate,
         "disable_bias_linear": not a.biases,
         **_activation_flags(a.experts),
         "softmax_type": "learnable" if a.sinks else "vanilla",
@@ -42,6 +45,7 @@ def flags_of(architecture: Architecture) -> dict[str, Any]:
         "untie_embeddings_and_output_weights": not a.tied_embeddings,
         **_rope_flags(a.rope),
         **_latent_flags(a.latent, a.rope),
+        **_linear_flags(a),
         **_expert_flags(a),
     }
 
@@ -77,6 +81,14 @@ def _latent_flags(latent: LatentAttention | None, rope: Rope) -> dict[str, Any]:
     return {"multi_latent_attention": True, **asdict(latent), "rope_type": "yarn" if scaling else "rope", **scaling}
 
 
+def _linear_flags(a: Architecture) -> dict[str, Any]:
+    if a.linear is None:
+        return {}
+    sizes = {name: getattr(a.linear, name) for name in LINEAR}
+    pattern = [int(a.is_linear_layer(layer)) for layer in range(a.num_layers)]
+    return {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": pattern, **sizes}
+
+
 def _expert_flags(a: Architecture) -> dict[str, Any]:
     experts = a.experts
     if experts is None:
@@ -88,7 +100,7 @@ def _expert_flags(a: Architecture) -> dict[str, Any]:
         "moe_router_topk": experts.per_token,
         "moe_router_score_function": experts.score,
         "moe_router_enable_expert_bias": experts.score == "sigmoid",
-        "moe_shared_expert_gate": False,
+        "moe_shared_expert_gate": experts.shared_gate,
     }
     if experts.shared_ffn_hidden_size:
         flags["moe_shared_expert_intermediate_size"] = experts.shared_ffn_hidden_size
@@ -124,6 +136,7 @@ def differences(given: Mapping[str, Any], architecture: Architecture) -> Iterato
             wanted = own[name]
             value = expert_layers(value, architecture.num_layers) if name == "moe_layer_freq" else value
             value = windowed_layers(value, architecture.num_layers) if name == "window_attn_skip_freq" else value
+            value = linear_layers(value, architecture.num_layers) if name == "linear_attention_freq" else value
             if value != wanted:
                 yield ConfigError(f"trainer.megatron.{name}", given[name], f"{wanted!r}, as the checkpoint has")
         elif value is not None and value != default_of(name):
@@ -159,11 +172,19 @@ def windowed_layers(frequency: int | Sequence[int], layers: int) -> list[int]:
     return [int((layer + 1) % frequency != 0) for layer in range(layers)] if isinstance(frequency, int) else list(frequency)
 
 
+def linear_layers(frequency: int | Sequence[int], layers: int) -> list[int]:
+    """Returns Megatron's ``linear_attention_freq`` as a list, 1 for a layer with linear attention; n: every n-th layer has softmax's."""
+    if isinstance(frequency, int):
+        return [int((layer + 1) % frequency != 0) for layer in range(layers)]
+    return list(frequency)
+
+
 LEAST = ("num_layers", "hidden_size", "num_attention_heads")  # The flags without which there is no shape
 
 DIVISORS = (
     ("num_attention_heads", "num_query_groups"),
     ("num_experts", "moe_router_num_groups"),
+    ("linear_num_value_heads", "linear_num_key_heads"),
 )
 """Flags of which the second divides the first."""
 
@@ -199,10 +220,12 @@ def described_shape(given: Mapping[str, Any]) -> Architecture | None:
         rope=Rope(given.get("rotary_base") or 10_000.0),
         experts=_experts(given),
         latent=latent,
+        linear=_linear(given),
         qk_norm=bool(given.get("qk_layernorm")) and latent is None,
         qkv_bias=bool(given.get("add_qkv_bias")),
         biases=given.get("disable_bias_linear") is False,
         sinks=given.get("softmax_type") == "learnable",
+        output_gate=bool(given.get("attention_output_gate")),
         post_norms=bool(given.get("post_self_attn_layernorm")),
     )
 
@@ -216,9 +239,10 @@ def contradictions(given: Mapping[str, Any]) -> Iterator[ConfigError]:
         if given.get(most) and given.get(name) and given[name] > given[most]:
             yield _error(name, given, f"at most {most}, {given[most]}")
     yield from _width_problems(given)
-    frequency, layers = given.get("moe_layer_freq"), given.get("num_layers")
-    if isinstance(frequency, list) and layers and len(frequency) != layers:
-        yield _error("moe_layer_freq", given, f"an entry for each of the {layers} layers of num_layers; it has {len(frequency)}")
+    layers = given.get("num_layers")
+    for name in ("moe_layer_freq", "linear_attention_freq"):
+        if isinstance(frequency := given.get(name), list) and layers and len(frequency) != layers:
+            yield _error(name, given, f"an entry for each of the {layers} layers of num_layers; it has {len(frequency)}")
 
 
 def _width_problems(given: Mapping[str, Any]) -> Iterator[ConfigError]:
@@ -245,6 +269,17 @@ def _latent(given: Mapping[str, Any]) -> LatentAttention | None:
     )
 
 
+def _linear(given: Mapping[str, Any]) -> LinearAttention | None:
+    """Returns linear attention with the defaults of Megatron's TransformerConfig."""
+    if not (frequency := given.get("linear_attention_freq")):
+        return None
+    pattern = linear_layers(frequency, given["num_layers"])
+    return LinearAttention(
+        **{name: given.get(name) or default_of(name) for name in LINEAR},
+        layers=tuple(layer for layer, linear in enumerate(pattern) if linear),
+    )
+
+
 def _experts(given: Mapping[str, Any]) -> Experts | None:
     if not given.get("num_experts"):
         return None
@@ -258,4 +293,5 @@ def _experts(given: Mapping[str, Any]) -> Experts | None:
         score=given.get("moe_router_score_function") or "softmax",
         shared_ffn_hidden_size=given.get("moe_shared_expert_intermediate_size") or 0,
         swiglu_limit=given.get("activation_func_clamp_value"),
+        shared_gate=bool(given.get("moe_shared_expert_gate")),
     )

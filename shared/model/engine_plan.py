@@ -23,6 +23,8 @@ PREFILL_GRAPHS_MIB, LATENT_GRAPHS_MIB = 480, 1536
 """What SGLang keeps for CUDA graphs of prefill, about; with latent attention. Engines have none of these unless asked
 (`shared.config.engine_limits.captures_prefill`): the plan leaves the room to what it does not know of."""
 
+STATES_SHARE = 0.9  # The memory of linear attention's states, by that of the cache, where no flag says it
+
 LEAST_RESERVED_MIB = 10 << 10  # What it leaves free at least, on GPUs of more than 60 GiB
 
 
@@ -32,8 +34,9 @@ class EnginePlan:
 
     Args:
         gpus: of the engine. weights: of this GPU. share: of the GPU for weights and cache. budget: that, in bytes. token_bytes: of a token
-            in the cache of this GPU. tokens: that the cache holds; a sequence has no more. copies: caches of the engine that hold different
-            sequences (data parallelism). longest: tokens of prompt and response that the run may ask for.
+            in the cache of this GPU, with its share of linear attention's states. tokens: that the cache holds; a sequence has
+            no more. copies: caches of the engine that hold different sequences (data parallelism). longest: tokens of prompt and response
+            that the run may ask for.
     """
 
     gpus: int
@@ -89,6 +92,8 @@ def plan_engine(a: Architecture, rollout: RolloutSection, gpu_bytes: int, gpus: 
     budget = int(share * gpu_bytes)
     stored = 1 if str(flags.get("kv-cache-dtype", "")).startswith("fp8") else width
     token_bytes = -(-kv_bytes(a, layout.heads, stored) // layout.stages)
+    if a.linear is not None:
+        token_bytes = int(token_bytes * (1 + float(flags.get("mamba-full-memory-ratio") or STATES_SHARE)))
     tokens = max(budget - weights, 0) // token_bytes
     most = _whole(flags, 0, "max-total-tokens")
     return EnginePlan(
@@ -136,7 +141,7 @@ def _parameters(a: Architecture, layout: EngineLayout, stage: int) -> int:
     ends = stage == 0, stage == layout.stages - 1
     found = sum(stage_parameters(a, ParallelLayout(tensor=layout.tensor), layers, *ends))
     if layout.heads < layout.tensor:
-        found += len(layers) * (attention_parameters(a, layout.heads) - attention_parameters(a, layout.tensor))
+        found += sum(attention_parameters(a, layout.heads, each) - attention_parameters(a, layout.tensor, each) for each in layers)
         found += (a.vocab_size // layout.heads - a.vocab_size // layout.tensor) * a.hidden_size if ends[0] else 0
     return found
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shared.config.run_config import RunConfig
-from shared.model.architecture import Architecture, Experts, GroupedYarn, LatentAttention, Llama3Scaling, Rope, YarnScaling
+from shared.model.architecture import Architecture, Experts, GroupedYarn, LatentAttention, LinearAttention, Llama3Scaling, Rope, YarnScaling
 from shared.runtime.errors import ConfigError
 from shared.runtime.safe_files import parse_json
 from shared.schema.sample import ExpertChoices
@@ -27,6 +27,7 @@ class Family:
             attention.
         window_pattern: of so many layers the last one sees all tokens and the others ``sliding_window``, where ``layer_types`` does not
             say which; 0 for a family without windows.
+            linear: gated delta net in most layers, gated softmax attention in the others, norms of one more than their weight.
         rotary_fraction: default of ``partial_rotary_factor``; None if the family has no such entry.
     """
 
@@ -44,6 +45,7 @@ class Family:
     rotary_fraction: float | None = None
     experts: Literal["softmax", "sigmoid", "minimax", "gpt_oss"] | None = None
     latent: bool = False
+    linear: bool = False
 
 
 _DEEPSEEK = Family(latent=True, experts="sigmoid")
@@ -58,6 +60,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": _DEEPSEEK,
     "mimo": Family(qkv_bias=("attention_bias", True)),
+    "qwen3_next": Family(qk_norm=True, linear=True, rotary_fraction=0.25, experts="softmax"),
     "minimax_m2": Family(joint_qk_norm=True, experts="minimax", mixtral_names=True),
     "gpt_oss": Family(qkv_bias=True, biases=True, sinks=True, window_pattern=2, experts="gpt_oss", stacked_experts=True),
 }
@@ -156,12 +159,15 @@ class _Entries:
             rope=self.rope(family),
             experts=self.experts(family.experts, layers),
             latent=latent,
+            linear=self.linear(layers) if family.linear else None,
             qk_norm=self.trait(family.qk_norm),
             joint_qk_norm=family.joint_qk_norm,
             qkv_bias=self.trait(family.qkv_bias),
             biases=family.biases,
             sinks=family.sinks,
             windows=self.windows(family.window_pattern, layers),
+            output_gate=family.linear,
+            zero_centered_norms=family.linear,
             post_norms=family.post_norms,
             fused_gate_up=family.fused_gate_up,
             mixtral_names=family.mixtral_names,
@@ -189,6 +195,22 @@ class _Entries:
             qk_pos_emb_head_dim=self.integer("qk_rope_head_dim"),
             v_head_dim=self.integer("v_head_dim"),
         )
+
+    def linear(self, layers: int) -> LinearAttention:
+        self.raw.setdefault("norm_topk_prob", True)
+        names = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads")
+        sizes = {name: self.integer(name) for name in names}
+        if sizes["linear_num_value_heads"] % sizes["linear_num_key_heads"]:
+            raise self.error("linear_num_value_heads", f"a multiple of linear_num_key_heads, {sizes['linear_num_key_heads']}")
+        interval = self.integer("full_attention_interval", default=4)
+        linear = tuple(layer for layer in range(layers) if (layer + 1) % interval)
+        if (kinds := self.raw.get("layer_types")) is not None:
+            stated = tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+            if stated != linear or len(kinds) != layers:
+                raise self.error(
+                    "full_attention_interval", f"what layer_types say, {kinds}; engines read the interval alone, 4 where it is missing"
+                )
+        return LinearAttention(**sizes, layers=linear)
 
     def rope(self, family: Family) -> Rope:
         """Returns the rotary embedding: transformers 5 writes ``rope_parameters``, older versions ``rope_theta`` and ``rope_scaling``."""
@@ -231,12 +253,15 @@ class _Entries:
         step = self.integer("decoder_sparse_step", default=1)
         plain = self.raw.get("mlp_only_layers") or []
         dense = tuple(layer for layer in range(layers) if layer in plain or (layer + 1) % step)
+        shared = self.integer("shared_expert_intermediate_size", default=0, least=0)
         return Experts(
             count=self.integer("num_local_experts" if "num_local_experts" in self.raw else "num_experts"),  # transformers 5
             per_token=self.integer("num_experts_per_tok"),
             ffn_hidden_size=self.integer("moe_intermediate_size"),
             normalize=bool(self.raw.get("norm_topk_prob", False)),
             dense_layers=dense,
+            shared_ffn_hidden_size=shared,
+            shared_gate=shared > 0,
         )
 
     def sigmoid_experts(self, layers: int) -> Experts:

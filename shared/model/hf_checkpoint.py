@@ -126,5 +126,7 @@ def some(names: Sequence[str]) -> str:
 
 def draft_prefixes(architecture: Architecture) -> tuple[str, ...]:
     """Returns the prefixes of the names of layers that only guess further tokens (multi-token prediction)."""
+    if architecture.linear is not None:
+        return ("mtp.",)
     first, prefix = (0, "model.mtp_layers") if architecture.model_type == "mimo" else (architecture.num_layers, "model.layers")
     return tuple(f"{prefix}.{layer}." for layer in range(first, first + architecture.draft_layers))

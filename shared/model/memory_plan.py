@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shared.config.trainer_section import OptimizerState, TrainerSection
-from shared.model.architecture import Architecture
+from shared.model.architecture import Architecture, LinearAttention
 from shared.model.parallel_layout import ParallelLayout
 from shared.model.trainable_parameters import Lora
 
@@ -125,10 +125,11 @@ def stage_parameters(
         dense += hidden + (hidden if value_head else 0 if first and a.tied_embeddings else rows)
     experts = 0
     for layer in layers:
-        dense += attention_parameters(a, tensor) + (4 if a.post_norms else 2) * hidden
+        dense += attention_parameters(a, tensor, layer) + (4 if a.post_norms else 2) * hidden
         if a.experts is not None and a.is_moe_layer(layer):
             e = a.experts
             dense += e.count * hidden + (e.count if e.score == "sigmoid" else 0) + 3 * hidden * e.shared_ffn_hidden_size // tensor
+            dense += hidden if e.shared_gate else 0
             experts += e.count // layout.expert * 3 * hidden * e.ffn_hidden_size // layout.expert_tensor_size
             if a.biases:
                 dense, experts = dense + e.count, experts + e.count // layout.expert * (2 * e.ffn_hidden_size + hidden)
@@ -137,11 +138,15 @@ def stage_parameters(
     return dense, experts
 
 
-def attention_parameters(a: Architecture, tensor: int) -> int:
+def attention_parameters(a: Architecture, tensor: int, layer: int = 0) -> int:
     """Returns the parameters of a layer's attention on each of the ``tensor`` ranks that share its heads."""
     hidden, heads = a.hidden_size, a.num_attention_heads
+    if a.linear is not None and a.is_linear_layer(layer):
+        linear = a.linear
+        of_channels = linear.linear_conv_kernel_dim * (2 * linear.keys + linear.values) + 2 * linear.linear_num_value_heads
+        return (hidden * (linear.projected + linear.values) + of_channels) // tensor + linear.linear_value_head_dim
     if a.latent is None:
-        width = (heads + 2 * a.num_key_value_heads) * a.head_dim
+        width = (heads * (2 if a.output_gate else 1) + 2 * a.num_key_value_heads) * a.head_dim
         norms = 2 * a.head_dim if a.qk_norm else (heads + a.num_key_value_heads) * a.head_dim // tensor if a.joint_qk_norm else 0
         divided = hidden * width + (width if a.qkv_bias else 0) + (heads if a.sinks else 0) + heads * a.head_dim * hidden
         return divided // tensor + norms + (hidden if a.biases else 0)
@@ -180,11 +185,17 @@ def layer_activations(a: Architecture, layout: ParallelLayout, layer: int, token
     """Returns what one layer saves of a micro-batch. ``tokens``: of this rank. ``width``: bytes of an element."""
     tensor, h = layout.tensor, a.hidden_size
     whole = tokens // tensor if layout.sequence_parallel else tokens  # tokens of what the ranks do not divide by channels
-    if a.latent is None:
+    beside = 0
+    if a.linear is not None and a.is_linear_layer(layer):
+        attention, beside, core = *linear_activations(a.linear, tokens, width, tensor), 0
+    elif a.latent is None:
         queries, keys = a.num_attention_heads * a.head_dim // tensor, a.num_key_value_heads * a.head_dim // tensor
         # a norm keeps its input: keys are a view of the projection, queries are a copy; one over all heads keeps it in float32 as well
+        gates = 3 * queries * a.output_gate
         normed = queries if a.qk_norm else 3 * (queries + keys) if a.joint_qk_norm else 0
-        attention = tokens * width * ((queries + 2 * keys) + normed + queries + keys + 4 * a.head_dim)  # projected; rotated; cosines
+        attention = (
+            tokens * width * ((queries + 2 * keys) + normed + gates + queries + keys + 4 * a.head_dim)
+        )  # projected; rotated; cosines
         core = tokens * (width * queries + 4 * a.num_attention_heads // tensor)
     else:
         m = a.latent
@@ -209,7 +220,18 @@ def layer_activations(a: Architecture, layout: ParallelLayout, layer: int, token
     else:
         mlp, act = (tokens * width * parts * a.ffn_hidden_size // tensor for parts in (2, 1))
         working = mlp + act
-    return LayerActivations(attention, core, norms, mlp, act, 2 * whole * width * h, working)
+    return LayerActivations(attention, core, norms, mlp, act, 2 * whole * width * h, max(working, beside))
+
+
+def linear_activations(m: LinearAttention, tokens: int, width: int, tensor: int) -> tuple[int, int]:
+    """Returns the bytes that linear attention in plain PyTorch saves on each of ``tensor`` ranks, and what its backward pass holds beside
+    them: the matrices of all chunks of 64 tokens in float32, which it computes again."""
+    mixed, wide = 2 * m.keys + m.values, m.linear_num_value_heads * m.linear_key_head_dim  # keys, once they are as many as values
+    saved = width * (m.projected + 3 * mixed + 2 * wide + m.values) + 4 * (4 * m.keys + 4 * m.values)
+    chunk = 64
+    states = m.linear_num_value_heads * m.linear_key_head_dim * m.linear_value_head_dim // chunk
+    again = 4 * (6 * m.linear_num_value_heads * chunk + 8 * wide + 6 * m.values + 3 * states)
+    return tokens * saved // tensor, tokens * again // tensor
 
 
 def activation_bytes(
@@ -273,8 +295,8 @@ def micro_batches(layout: ParallelLayout, stage: int) -> tuple[int, int]:
 def kv_bytes(a: Architecture, ranks: int, width: int = 2) -> int:
     """Returns the bytes of a token in an engine's cache, on each of the ``ranks`` that share its model by heads."""
     if a.latent is not None:
-        return a.num_layers * width * (a.latent.kv_lora_rank + a.latent.qk_pos_emb_head_dim)
-    return a.num_layers * width * 2 * a.head_dim * max(a.num_key_value_heads // ranks, 1)
+        return a.softmax_layers * width * (a.latent.kv_lora_rank + a.latent.qk_pos_emb_head_dim)
+    return a.softmax_layers * width * 2 * a.head_dim * max(a.num_key_value_heads // ranks, 1)
 
 
 def total_parameters(a: Architecture) -> int:

@@ -16,6 +16,7 @@ _SLIME = "slime_plugins."
 _OF_SLIME = {
     "slime_plugins.models.glm4": "glm4",
     "slime_plugins.models.minimax_m2": "minimax_m2",
+    "slime_plugins.models.qwen3_next": "qwen3_next",
 }  # slime's modules of layers → the family here that has the same
 
 _MEGATRON = "megatron.core."

@@ -108,6 +108,9 @@ def division_problems(
     if layout.tensor > 1 and not layout.sequence_parallel:
         yield from _sequence_problems(architecture)
     yield from _expert_problems(architecture, layout)
+    if architecture.linear is not None and layout.context > 1:
+        reason = f"1; {architecture.model_type} has linear attention, whose state goes through whole sequences"
+        yield ConfigError("trainer.context_parallel_size", layout.context, reason)
 
 
 def _tensor_problems(a: Architecture, layout: ParallelLayout) -> Iterator[ConfigError]:
@@ -115,6 +118,7 @@ def _tensor_problems(a: Architecture, layout: ParallelLayout) -> Iterator[Config
         "attention heads": a.num_attention_heads,
         "key/value heads": a.num_key_value_heads,
         "MLP channels": a.ffn_hidden_size,
+        "linear attention's key heads": 0 if a.linear is None else a.linear.linear_num_key_heads,
         "MLP channels of the shared experts": 0 if a.experts is None else a.experts.shared_ffn_hidden_size,
     }
     if undivided := [f"{size} {what}" for what, size in divided.items() if size % layout.tensor]:

@@ -12,7 +12,7 @@ from typing import Literal
 from shared.model.architecture import Architecture
 
 Shape = tuple[int, ...]
-Layout = Literal["plain", "vocabulary", "qkv", "glu", "transposed", "interleaved"]
+Layout = Literal["plain", "vocabulary", "qkv", "gated_qkv", "glu", "sections", "by_key_head", "transposed", "interleaved"]
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,9 @@ class TensorSource:
 
     Args:
         tensors: their names and shapes. layout: ``plain`` as it is; ``vocabulary`` with rows of zeros below; ``qkv`` interleaved by
-            key/value group; ``glu`` one above the other, and each half split over the ranks for itself; ``transposed``; ``interleaved``
-            transposed, with the rows of the two halves in turn.
+            key/value group, ``gated_qkv`` also with the gates behind the queries; ``glu`` and ``sections`` one above the other;
+            ``by_key_head`` likewise, where tensors interleave by key head; ``transposed``; ``interleaved`` transposed, with the rows of the
+            two halves in turn. sections: rows that the ranks split each for itself; of ``glu``, halves.
         float32: whether it stays float32 in a model of another dtype.
         expert: the one whose part it is of a tensor of all experts, along the first dimension; None for whole tensors.
     """
@@ -31,6 +32,7 @@ class TensorSource:
     layout: Layout = "plain"
     float32: bool = False
     expert: int | None = None
+    sections: Shape = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -44,7 +46,7 @@ class NameRow:
     Args:
         megatron: its name below ``decoder.layers.N.``, in the local spec and, where that differs, in Transformer Engine's.
         tensors: name below ``model.layers.N.`` and sizes of each Hugging Face tensor it is made of.
-        layout, float32: see :class:`TensorSource`. when: features that the layer must have.
+        layout, float32, sections: see :class:`TensorSource`, sections as words. when: features that the layer must have.
 
     In names ``{expert}`` stands for an expert's number; without it in Hugging Face's, a tensor is of all experts.
     """
@@ -54,6 +56,7 @@ class NameRow:
     layout: Layout = "plain"
     when: frozenset[str] = frozenset()
     float32: bool = False
+    sections: tuple[str, ...] = ()
 
     @property
     def per_expert(self) -> bool:
@@ -64,28 +67,32 @@ class NameRow:
         return self.per_expert and "{expert}" not in self.tensors[0][0]
 
 
-def _row(megatron: str, tensors: dict[str, str], layout: Layout = "plain", when: str = "", float32: bool = False) -> NameRow:
+def _row(
+    megatron: str, tensors: dict[str, str], layout: Layout = "plain", when: str = "", float32: bool = False, sections: str = ""
+) -> NameRow:
     held = tuple((name, tuple(words.split())) for name, words in tensors.items())
-    return NameRow(tuple(megatron.split()), held, layout, frozenset(when.split()), float32)
+    return NameRow(tuple(megatron.split()), held, layout, frozenset(when.split()), float32, tuple(sections.split()))
 
 
 def _glu(prefix: str, width: str) -> dict[str, str]:
     return {f"{prefix}.gate_proj.weight": f"{width} hidden", f"{prefix}.up_proj.weight": f"{width} hidden"}
 
 
-def _qkv(kind: str, columns: str = "") -> dict[str, str]:
-    return {f"self_attn.{name}_proj.{kind}": f"{rows}{columns}" for name, rows in (("q", "queries"), ("k", "keys"), ("v", "keys"))}
+def _qkv(kind: str, columns: str = "", queries: str = "queries") -> dict[str, str]:
+    return {f"self_attn.{name}_proj.{kind}": f"{rows}{columns}" for name, rows in (("q", queries), ("k", "keys"), ("v", "keys"))}
 
 
 _EXPERT_UP_BIAS = "mlp.experts.local_experts.{expert}.linear_fc1.bias mlp.experts.linear_fc1.bias{expert}"
 _EXPERT_DOWN_BIAS = "mlp.experts.local_experts.{expert}.linear_fc2.bias mlp.experts.linear_fc2.bias{expert}"
 _EXPERT_UP = "mlp.experts.local_experts.{expert}.linear_fc1.weight mlp.experts.linear_fc1.weight{expert}"
 _EXPERT_DOWN = "mlp.experts.local_experts.{expert}.linear_fc2.weight mlp.experts.linear_fc2.weight{expert}"
+_LINEAR_SECTIONS = "linear_keys linear_keys linear_values linear_values linear_heads linear_heads"
 
 TABLE: tuple[NameRow, ...] = (
     _row("input_layernorm.weight self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": "hidden"}),
     # attention with grouped keys and values
-    _row("self_attention.linear_qkv.weight", _qkv("weight", " hidden"), "qkv", "grouped"),
+    _row("self_attention.linear_qkv.weight", _qkv("weight", " hidden"), "qkv", "grouped plain_output"),
+    _row("self_attention.linear_qkv.weight", _qkv("weight", " hidden", "2*queries"), "gated_qkv", "grouped output_gate"),
     _row("self_attention.linear_qkv.bias", _qkv("bias"), "qkv", "grouped qkv_bias"),
     _row("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "head"}, when="grouped qk_norm"),
     _row("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "head"}, when="grouped qk_norm"),
@@ -103,9 +110,28 @@ TABLE: tuple[NameRow, ...] = (
     ),
     _row("self_attention.kv_layernorm.weight", {"self_attn.kv_a_layernorm.weight": "kv_rank"}, when="latent"),
     _row("self_attention.linear_kv_up_proj.weight", {"self_attn.kv_b_proj.weight": "keys+values kv_rank"}, when="latent"),
-    _row("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "hidden values"}),
+    _row("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "hidden values"}, when="softmax_attention"),
     _row("self_attention.linear_proj.bias", {"self_attn.o_proj.bias": "hidden"}, when="biases"),
     _row("self_attention.core_attention.softmax_offset", {"self_attn.sinks": "heads"}, when="grouped sinks"),
+    # linear attention
+    _row(
+        "self_attention.in_proj.weight",
+        {"linear_attn.in_proj_qkvz.weight": "linear_qkvz hidden", "linear_attn.in_proj_ba.weight": "2*linear_heads hidden"},
+        "by_key_head",
+        "linear joint_projections",
+        sections=_LINEAR_SECTIONS,
+    ),
+    _row(
+        "self_attention.conv1d.weight",
+        {"linear_attn.conv1d.weight": "linear_qkv one kernel"},
+        "sections",
+        "linear",
+        sections="linear_keys linear_keys linear_values",
+    ),
+    _row("self_attention.dt_bias", {"linear_attn.dt_bias": "linear_heads"}, when="linear"),
+    _row("self_attention.A_log", {"linear_attn.A_log": "linear_heads"}, when="linear"),
+    _row("self_attention.out_norm.weight", {"linear_attn.norm.weight": "linear_head"}, when="linear"),
+    _row("self_attention.out_proj.weight", {"linear_attn.out_proj.weight": "hidden linear_values"}, when="linear"),
     _row("self_attn_bda.norm.weight", {"post_self_attn_layernorm.weight": "hidden"}, when="post_norms"),
     # MLP
     _row("pre_mlp_layernorm.weight mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": "hidden"}),
@@ -124,6 +150,9 @@ TABLE: tuple[NameRow, ...] = (
     ),
     _row("mlp.shared_experts.linear_fc1.weight", _glu("mlp.shared_experts", "shared_ffn"), "glu", "moe shared"),
     _row("mlp.shared_experts.linear_fc2.weight", {"mlp.shared_experts.down_proj.weight": "hidden shared_ffn"}, when="moe shared"),
+    _row("mlp.shared_experts.linear_fc1.weight", _glu("mlp.shared_expert", "shared_ffn"), "glu", "moe gated_shared"),
+    _row("mlp.shared_experts.linear_fc2.weight", {"mlp.shared_expert.down_proj.weight": "hidden shared_ffn"}, when="moe gated_shared"),
+    _row("mlp.shared_experts.gate_weight", {"mlp.shared_expert_gate.weight": "one hidden"}, when="moe gated_shared"),
     _row(_EXPERT_UP, _glu("mlp.experts.{expert}", "expert_ffn"), "glu", "moe own_names"),
     _row(_EXPERT_DOWN, {"mlp.experts.{expert}.down_proj.weight": "hidden expert_ffn"}, when="moe own_names"),
     _row(
@@ -145,18 +174,33 @@ TABLE: tuple[NameRow, ...] = (
 
 def features(architecture: Architecture, layer: int) -> frozenset[str]:
     """Returns the words of one layer that ``when`` may ask for."""
-    a = architecture
-    found = {"latent" if a.latent else "grouped", "moe" if a.is_moe_layer(layer) else "dense"}
-    found.add("gate_up_fused" if a.fused_gate_up else "gate_up_apart")
-    found.add("mixtral_names" if a.mixtral_names else "stacked_experts" if a.stacked_experts else "own_names")
-    if a.latent:
-        found.add("full_queries" if a.latent.q_lora_rank is None else "low_queries")
-    if a.experts and a.experts.score == "sigmoid":
-        found.add("expert_bias")
-    if a.experts and a.experts.shared_ffn_hidden_size:
-        found.add("shared")
-    flags = ("qk_norm", "joint_qk_norm", "qkv_bias", "biases", "sinks", "post_norms")
-    return frozenset(found | {name for name in flags if getattr(a, name)})
+    a, linear = architecture, architecture.is_linear_layer(layer)
+    low = a.latent is not None and a.latent.q_lora_rank is not None
+    shared = a.experts is not None and a.experts.shared_ffn_hidden_size > 0
+    gated = a.experts is not None and a.experts.shared_gate
+    having = {
+        "linear": linear,
+        "joint_projections": linear,
+        "softmax_attention": not linear,
+        "grouped": a.latent is None and not linear,
+        "latent": a.latent is not None,
+        "low_queries": low,
+        "full_queries": not low,
+        "output_gate": a.output_gate,
+        "plain_output": not a.output_gate,
+        "moe": a.is_moe_layer(layer),
+        "dense": not a.is_moe_layer(layer),
+        "gate_up_fused": a.fused_gate_up,
+        "gate_up_apart": not a.fused_gate_up,
+        "mixtral_names": a.mixtral_names,
+        "stacked_experts": a.stacked_experts,
+        "own_names": not (a.mixtral_names or a.stacked_experts),
+        "expert_bias": a.experts is not None and a.experts.score == "sigmoid",
+        "shared": shared and not gated,
+        "gated_shared": shared and gated,
+    }
+    traits = {name: getattr(a, name) for name in ("qk_norm", "joint_qk_norm", "qkv_bias", "biases", "sinks", "post_norms")}
+    return frozenset(name for name, has in {**having, **traits}.items() if has)
 
 
 def sizes(architecture: Architecture) -> dict[str, int]:
@@ -171,12 +215,19 @@ def sizes(architecture: Architecture) -> dict[str, int]:
         "values": heads * (a.latent.v_head_dim if a.latent else a.head_dim),
         "ffn": a.ffn_hidden_size,
         "2*ffn": 2 * a.ffn_hidden_size,
+        "2*queries": 2 * heads * a.head_dim,
+        "one": 1,
     }
     if a.latent:
         known["query_rank"] = a.latent.q_lora_rank or 0
         known["kv_rank"] = a.latent.kv_lora_rank
         known["kv_rank+rope"] = a.latent.kv_lora_rank + a.latent.qk_pos_emb_head_dim
         known["keys+values"] = heads * (a.latent.qk_head_dim + a.latent.v_head_dim)
+    if a.linear:
+        known["kernel"], known["linear_head"] = a.linear.linear_conv_kernel_dim, a.linear.linear_value_head_dim
+        known["linear_keys"], known["linear_values"] = a.linear.keys, a.linear.values
+        known["linear_heads"], known["2*linear_heads"] = a.linear.linear_num_value_heads, 2 * a.linear.linear_num_value_heads
+        known["linear_qkv"], known["linear_qkvz"] = 2 * a.linear.keys + a.linear.values, 2 * (a.linear.keys + a.linear.values)
     if a.experts:
         known["experts"] = a.experts.count
         known["expert_ffn"] = a.experts.ffn_hidden_size
@@ -213,7 +264,8 @@ def _parameters(architecture: Architecture) -> Iterator[tuple[tuple[str, ...], T
             for expert in range(a.experts.count) if a.experts and row.per_expert else (0,):
                 tensors = tuple((f"model.layers.{layer}.{name.format(expert=expert)}", shape) for name, shape in shapes)
                 names = tuple(f"decoder.layers.{layer}.{name.format(expert=expert)}" for name in row.megatron)
-                yield names, TensorSource(tensors, row.layout, row.float32, expert if row.stacked else None)
+                sections = tuple(size[word] for word in row.sections)
+                yield names, TensorSource(tensors, row.layout, row.float32, expert if row.stacked else None, sections)
     yield ("decoder.final_layernorm.weight",), TensorSource((("model.norm.weight", (a.hidden_size,)),))
     if not a.tied_embeddings:
         yield ("output_layer.weight",), TensorSource((("lm_head.weight", vocabulary),), "vocabulary")

@@ -102,6 +102,9 @@ class Lora:
         field, given = "trainer.target_modules", list(self.targets)
         if overrides.get("transformer_impl") == "transformer_engine":
             raise ConfigError("trainer.lora_rank", self.rank, "none; Transformer Engine's layers take no adapters here")
+        if architecture.linear is not None:
+            reason = f"none; adapters are not implemented for {architecture.model_type}, which has linear attention"
+            raise ConfigError("trainer.lora_rank", self.rank, reason)
         known, of_experts = _projections(architecture)
         if architecture.stacked_experts and ALL_LINEAR in self.targets:
             wanted = f"some of {', '.join(known)}; {architecture.model_type} keeps its experts in tensors of all of them, without adapters"

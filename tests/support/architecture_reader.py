@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shared.config import flag_table
-from shared.model.architecture import Architecture, Experts, GroupedYarn, LatentAttention, Llama3Scaling, Rope, YarnScaling
-from shared.model.architecture_flags import default_of, expert_layers, windowed_layers
+from shared.model.architecture import Architecture, Experts, GroupedYarn, LatentAttention, LinearAttention, Llama3Scaling, Rope, YarnScaling
+from shared.model.architecture_flags import LINEAR, default_of, expert_layers, linear_layers, windowed_layers
 from shared.model.families import FAMILIES, Family
 from shared.runtime.errors import ConfigError
 
@@ -59,15 +59,16 @@ class _Reader:
         self.fixed("glu_linear_offset", float(clamped))
         self.fixed("position_embedding_type", "yarn" if clamped else "rope")
         self.fixed("softmax_type", "learnable" if clamped else "vanilla")
-        self.fixed("apply_layernorm_1p", False)
-        self.fixed("moe_shared_expert_gate", False)
         heads = self.required("num_attention_heads")
-        latent, experts = self.latent(), self.experts()
+        latent, experts, linear = self.latent(), self.experts(), self.linear()
+        for name in ("apply_layernorm_1p", "attention_output_gate"):
+            self.fixed(name, linear is not None)
+        self.fixed("moe_shared_expert_gate", bool(linear and experts))
         qk_norm = bool(self.get("qk_layernorm")) and latent is None
         post_norms = bool(self.get("post_self_attn_layernorm"))
         if post_norms != bool(self.get("post_mlp_layernorm")):
             raise ConfigError("trainer.megatron.post_mlp_layernorm", not post_norms, "as post_self_attn_layernorm is")
-        model_type = self.model_type(qk_norm, post_norms, latent, experts)
+        model_type = self.model_type(qk_norm, post_norms, latent, experts, linear is not None)
         if latent is not None:
             key_value_heads, head_dim = heads, latent.qk_head_dim + latent.qk_pos_emb_head_dim
         else:
@@ -88,6 +89,9 @@ class _Reader:
             rope=self.rope(),
             experts=experts,
             latent=latent,
+            linear=linear,
+            output_gate=linear is not None,
+            zero_centered_norms=linear is not None,
             qk_norm=qk_norm,
             qkv_bias=bool(self.get("add_qkv_bias")),
             biases=clamped,
@@ -98,12 +102,13 @@ class _Reader:
             fused_gate_up=FAMILIES[model_type].fused_gate_up,
         )
 
-    def model_type(self, qk_norm: bool, post_norms: bool, latent: LatentAttention | None, experts: Experts | None) -> str:
+    def model_type(self, qk_norm: bool, post_norms: bool, latent: LatentAttention | None, experts: Experts | None, linear: bool) -> str:
         def fits(family: Family) -> bool:
             return (
                 family.latent == (latent is not None)
                 and family.experts == ("gpt_oss" if self.get("quick_geglu") else experts.score if experts else None)
                 and family.post_norms == post_norms
+                and family.linear == linear
                 and (family.qk_norm == qk_norm or not isinstance(family.qk_norm, bool))
                 and (family.qkv_bias == bool(self.get("add_qkv_bias")) or not isinstance(family.qkv_bias, bool))
             )
@@ -152,6 +157,13 @@ class _Reader:
             v_head_dim=self.required("v_head_dim"),
         )
 
+    def linear(self) -> LinearAttention | None:
+        if self.get("linear_attention_freq") is None:
+            return None
+        self.fixed("experimental_attention_variant", "gated_delta_net")
+        pattern = linear_layers(self.get("linear_attention_freq"), self.required("num_layers"))
+        return LinearAttention(**{name: self.get(name) for name in LINEAR}, layers=tuple(i for i, linear in enumerate(pattern) if linear))
+
     def experts(self) -> Experts | None:
         if self.get("num_experts") is None:
             return None
@@ -169,6 +181,7 @@ class _Reader:
             dense_layers=tuple(layer for layer in range(layers) if not with_experts[layer]),
             score=score,
             shared_ffn_hidden_size=self.get("moe_shared_expert_intermediate_size") or 0,
+            shared_gate=self.get("moe_shared_expert_gate"),
             groups=self.get("moe_router_num_groups") or 1,
             groups_per_token=self.get("moe_router_group_topk") or 1,
             scaling=float(self.get("moe_router_topk_scaling_factor") or 1.0),

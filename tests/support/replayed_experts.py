@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def log_probs_through(hf_dir: Path, tokens: Tensor, labels: Tensor, experts: Tensor) -> Tensor:
-    """The log-probs of one sequence's labels, float32 [T], by Hugging Face's Qwen3-MoE in float32, whose layers compute the given experts,
-    weighted as its routers would. experts: integers [T, layers, experts a token]; -1: the router's own choice."""
+    """The log-probs of one sequence's labels, float32 [T], by Hugging Face's Qwen3-MoE or Qwen3-Next in float32, whose layers compute
+    the given experts, weighted as its routers would. experts: integers [T, layers, experts a token]; -1: the router's own choice."""
     model = transformers.AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)
     for number, layer in enumerate(model.model.layers):
         given = experts[:, number].long()
@@ -25,6 +25,8 @@ def log_probs_through(hf_dir: Path, tokens: Tensor, labels: Tensor, experts: Ten
                 for expert, weight in zip(chosen[token].tolist(), weights[token], strict=True):
                     gate, up = F.linear(flat[token], matrices.gate_up_proj[expert]).chunk(2)
                     output[token] += weight * F.linear(F.silu(gate) * up, matrices.down_proj[expert])
+            if hasattr(mlp, "shared_expert"):
+                output += torch.sigmoid(mlp.shared_expert_gate(flat)) * mlp.shared_expert(flat)
             return output.view_as(hidden)
 
         layer.mlp.forward = forward

@@ -29,13 +29,16 @@ import os
 import sys
 import types
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # read while sglang is imported
+os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")  # of linear attention's states, or they are rounded (`attend_linearly`)
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # some routers are compiled functions: there is no compiler for them here
 
 import torch
+import torch.nn.functional as F
 
 from services.rollout.engine.murmur_hash import murmur_hash32
 from services.rollout.engine.private_endpoints import close_sockets, leave_out_own_requests, serve_on_socket
@@ -224,6 +227,93 @@ def attend_with_sinks(model_path: str) -> bool:
     return True
 
 
+class LinearAttentionKernels:
+    """Gated delta net in plain torch, for SGLang's kernels of it; states lie in a pool, by requests' slots.
+
+    The rule itself is transformers'. The names are those of SGLang's arguments: ``q``, ``k`` [1, T, key heads, width], ``v`` [1, T, value
+    heads, width], ``a``, ``b`` [T, value heads]; ``x`` [channels, T], or [requests, channels] of one token each.
+    """
+
+    def __init__(self) -> None:
+        from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule
+
+        options: dict[str, Any] = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+        self._rule, self._step = (partial(rule, **options) for rule in (torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule))
+
+    def convolve(self, x: Any, weight: Any, bias: Any, *, conv_states: Any, has_initial_state: Any, cache_indices: Any,
+                 query_start_loc: Any, **_: Any) -> Any:  # fmt: skip
+        pieces, lengths = [], query_start_loc.diff().tolist()
+        for part, slot, begun in zip(x.split(lengths, 1), cache_indices.tolist(), has_initial_state.tolist(), strict=True):
+            before = conv_states[slot].to(x.dtype) if begun else torch.zeros_like(conv_states[slot], dtype=x.dtype)
+            whole = torch.cat([before, part], 1)
+            conv_states[slot] = whole[:, -before.shape[1] :].to(conv_states.dtype)
+            pieces.append(F.silu(F.conv1d(whole[None], weight[:, None], bias, groups=len(weight))[0]))
+        return torch.cat(pieces, 1)
+
+    def convolve_token(self, x: Any, states: Any, weight: Any, bias: Any, activation: str, *, conv_state_indices: Any, **_: Any) -> Any:
+        whole = torch.cat([states[conv_state_indices].to(x.dtype), x[..., None]], 2)
+        states[conv_state_indices] = whole[..., 1:].to(states.dtype)
+        return F.silu(F.conv1d(whole, weight[:, None], bias, groups=len(weight))[..., 0])
+
+    def gates(self, A_log: Any, a: Any, b: Any, dt_bias: Any) -> Any:
+        return (-A_log.float().exp() * F.softplus(a.float() + dt_bias.float()))[None], b.float().sigmoid()[None]
+
+    def chunks(self, q: Any, k: Any, v: Any, g: Any, beta: Any, *, initial_state: Any, initial_state_indices: Any, cu_seqlens: Any,
+               **_: Any) -> Any:  # fmt: skip
+        lengths = cu_seqlens.diff().tolist()
+        of_sequences = zip(*[tensor.split(lengths, 1) for tensor in (*self._widened(q, k, v), g, beta)], strict=True)
+        outputs = []
+        for slot, given in zip(initial_state_indices.tolist(), of_sequences, strict=True):
+            output, state = self._rule(*given, initial_state=initial_state[slot, None].mT)
+            initial_state[slot] = state[0].mT
+            outputs.append(output)
+        return torch.cat(outputs, 1), None, None
+
+    def token(self, *, A_log: Any, dt_bias: Any, q: Any, k: Any, v: Any, a: Any, b: Any, initial_state_source: Any,
+              initial_state_indices: Any, disable_state_update: bool = False, **_: Any) -> Any:  # fmt: skip
+        assert not disable_state_update
+        given = (tensor.transpose(0, 1) for tensor in (*self._widened(q, k, v), *self.gates(A_log, a, b, dt_bias)))
+        state = initial_state_source[initial_state_indices].mT
+        output, state = self._step(*given, initial_state=state)
+        initial_state_source[initial_state_indices] = state.mT
+        return output.transpose(0, 1)
+
+    def _widened(self, q: Any, k: Any, v: Any) -> Any:
+        times = v.shape[2] // q.shape[2]
+        return q.repeat_interleave(times, 2), k.repeat_interleave(times, 2), v
+
+
+def attend_linearly(model_path: str) -> None:
+    """Gives models with linear attention (Qwen3-Next) kernels in plain torch; SGLang has some for GPUs and AMX only.
+
+    Must come before the first import of a model. The convolution's state has the precision of the model's activations: SGLang keeps it in
+    bfloat16 otherwise, by which a float32 engine's log-probs are off by up to 0.2."""
+    config = Path(model_path, "config.json")
+    entries = json.loads(config.read_text()) if config.is_file() else {}
+    if "linear_num_key_heads" not in {**entries, **entries.get("text_config", {})}:
+        return
+    kernels, names = LinearAttentionKernels(), types.ModuleType("sgl_kernel.mamba")
+    operators: Any = torch.ops.sgl_kernel
+    vars(names).update(
+        causal_conv1d_fn_cpu=kernels.convolve, causal_conv1d_update_cpu=kernels.convolve_token, chunk_gated_delta_rule_cpu=kernels.chunks
+    )
+    sys.modules["sgl_kernel.mamba"] = names
+    operators.fused_gdn_gating_cpu, operators.fused_sigmoid_gating_delta_rule_update_cpu = kernels.gates, kernels.token
+    from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
+    from sglang.kernels.ops.elementwise import elementwise
+
+    def normed(self: Any, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        gate = torch.sigmoid(g.float()) if self.activation == "sigmoid" else F.silu(g.float())
+        return (F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps) * gate).to(x.dtype)
+
+    def weighted(hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, output: torch.Tensor, *, do_add: bool) -> None:
+        share = torch.sigmoid((hidden.float() @ gate.float())[:, None]) * shared.float()
+        output.copy_(share + output if do_add else share)
+
+    FusedRMSNormGated.forward = normed
+    elementwise._launch_fused_gate_sigmoid_mul = weighted
+
+
 def sample_by_seeds() -> torch.library.Library:
     """Lets torch's native attention sample by seeds (``--enable-deterministic-inference``), which SGLang has for GPUs and AMX only.
 
@@ -313,6 +403,7 @@ if __name__ == "__main__":
     if {"--ep-size", "--ep", "--expert-parallel-size"} & set(sys.argv):
         leave_out_far_experts()
     arguments = prepare_server_args(sys.argv[1:])
+    attend_linearly(arguments.model_path)
     absorb_latent_attention(arguments.model_path)
     norm_heads_jointly(arguments.model_path)
     if attend_with_sinks(arguments.model_path):

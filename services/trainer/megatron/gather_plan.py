@@ -244,7 +244,7 @@ class GatherPlan:
     def is_whole(self, unit: GatherUnit) -> bool:
         """Returns whether this rank owns a parameter and need not gather it: `parts` are then views that stay valid."""
         local = self.local.get(unit.name)
-        if local is None or unit.experts or any(name in self._adapters for name, _ in unit.tensors):
+        if local is None or unit.experts or not local.recipe.is_view or any(name in self._adapters for name, _ in unit.tensors):
             return False
         return unit.owner == dist.get_rank() and local.split_dimension is None
 

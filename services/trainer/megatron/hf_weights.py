@@ -32,11 +32,18 @@ class Recipe(TensorSource):
 
     def fuse(self, tensors: Sequence[Tensor], architecture: Architecture, rows: int) -> Tensor:
         """Returns the unsplit parameter; ``rows``: its size in dimension 0, with the vocabulary's padding."""
-        if self.layout == "glu":
+        if self.layout in ("glu", "sections"):
             return torch.cat(list(tensors))
-        if self.layout == "qkv":
+        if self.layout in ("qkv", "gated_qkv"):
             groups = architecture.num_key_value_heads
-            return torch.cat([t.reshape(groups, -1, *t.shape[1:]) for t in tensors], 1).flatten(0, 1)
+            q, k, v = (t.reshape(groups, -1, *t.shape[1:]) for t in tensors)
+            if self.layout == "gated_qkv":  # queries and gates come in turn, head by head
+                q = q.unflatten(1, (-1, 2, architecture.head_dim)).transpose(1, 2).flatten(1, 3)
+            return torch.cat([q, k, v], 1).flatten(0, 1)
+        if self.layout == "by_key_head":
+            heads, sizes = self._of_key_head(architecture)
+            together = torch.cat([t.unflatten(0, (heads, -1)) for t in tensors], 1)
+            return torch.cat([part.flatten(0, 1) for part in together.split(sizes, 1)])
         if self.layout == "vocabulary" and rows > tensors[0].size(0):
             below = tensors[0].new_zeros(rows - tensors[0].size(0), *tensors[0].shape[1:])
             return torch.cat([tensors[0], below])
@@ -46,12 +53,16 @@ class Recipe(TensorSource):
 
     def parts(self, parameter: Tensor, architecture: Architecture) -> list[Tensor]:
         """Inverts :meth:`fuse`: returns views in the order of ``tensors``, elements in the tensors' order, maybe of more dimensions."""
-        if self.layout == "glu":
-            return list(parameter.chunk(len(self.tensors)))  # one for a family that keeps both halves in one tensor
-        if self.layout == "qkv":
+        if self.layout in ("glu", "sections"):
+            return list(parameter.split([shape[0] for _, shape in self.tensors]))  # gate and up are one tensor in some families
+        if self.layout in ("qkv", "gated_qkv"):
             groups, width = architecture.num_key_value_heads, architecture.head_dim
-            queries = architecture.num_attention_heads // groups * width
-            return list(parameter.unflatten(0, (groups, -1)).split([queries, width, width], 1))
+            q, k, v = parameter.unflatten(0, (groups, -1)).tensor_split([-2 * width, -width], 1)
+            return [q if self.layout == "qkv" else q.unflatten(1, (2, -1, width)).transpose(1, 2), k, v]
+        if self.layout == "by_key_head":
+            heads, _ = self._of_key_head(architecture)
+            together = torch.cat([part.unflatten(0, (heads, -1)) for part in parameter.split(self.sections)], 1)
+            return list(together.split([shape[0] // heads for _, shape in self.tensors], 1))
         if self.layout == "vocabulary":
             return [parameter[: architecture.vocab_size]]
         if self.layout == "interleaved":
@@ -60,16 +71,32 @@ class Recipe(TensorSource):
 
     def shard(self, full: Tensor, dimension: int, rank: int, size: int) -> Tensor:
         """Returns what tensor-parallel rank ``rank`` of ``size`` holds of the unsplit parameter."""
-        if self.layout == "glu":
-            return torch.cat([half.chunk(size, dimension)[rank] for half in full.chunk(2, dimension)], dimension)
+        if sections := self._sections(full.size(dimension)):
+            return torch.cat([part.chunk(size, dimension)[rank] for part in full.split(sections, dimension)], dimension)
         return full.chunk(size, dimension)[rank]
 
     def unshard(self, shards: Sequence[Tensor], dimension: int) -> Tensor:
         """Inverts :meth:`shard`, over all ranks."""
-        if self.layout == "glu":
-            halves = [shard.chunk(2, dimension) for shard in shards]
-            return torch.cat([half[0] for half in halves] + [half[1] for half in halves], dimension)
+        if sections := self._sections(shards[0].size(dimension)):
+            sizes = [rows * shards[0].size(dimension) // sum(sections) for rows in sections]
+            parts = zip(*[shard.split(sizes, dimension) for shard in shards], strict=True)
+            return torch.cat([part for of_ranks in parts for part in of_ranks], dimension)
         return torch.cat(list(shards), dimension)
+
+    @property
+    def is_view(self) -> bool:
+        """Returns whether :meth:`parts` makes views."""
+        return self.layout != "by_key_head"
+
+    def _sections(self, size: int) -> list[int]:
+        """Returns the rows, of ``size`` that a dimension has, that are split for themselves; for a part of it their ratio is enough."""
+        return [size // 2] * 2 if self.layout == "glu" else list(self.sections)
+
+    def _of_key_head(self, architecture: Architecture) -> tuple[int, list[int]]:
+        """Returns linear attention's key heads, and what one of them has of each section."""
+        assert architecture.linear is not None
+        heads = architecture.linear.linear_num_key_heads
+        return heads, [rows // heads for rows in self.sections]
 
 
 def recipe(name: str, architecture: Architecture) -> Recipe:

@@ -153,6 +153,8 @@ def obstacle(config: TransformerConfig) -> str | None:
         return "context parallelism cuts every sequence into the same number of parts"
     if config.transformer_impl != "local":
         return "Transformer Engine's attention takes whole sequences only"
+    if config.experimental_attention_variant == "gated_delta_net":
+        return "linear attention hands its state from token to token of whole sequences"
     if Balancing.of(config) is not None:
         return "the balance of experts counts the tokens of whole sequences"
     return None
@@ -244,6 +246,8 @@ class PackedSequences(PackedSeqParams):
         long: the plan for long sequences on a GPU, where there are some.
         shared: the keys where beginnings are shared; ``cu_seqlens`` are then those of one sequence, which `RotaryByPlace` rotates.
         routing: the choices of the experts; None: the routers' own. balanced: the tokens that experts are balanced over.
+        chunks: what linear attention in plain PyTorch makes of the sequences' bounds, in its first layer
+            (`services.trainer.megatron.linear_attention.ChunkedSequences`).
     """
 
     groups: list[LengthGroup] = field(default_factory=list)
@@ -253,6 +257,7 @@ class PackedSequences(PackedSeqParams):
     shared: SharedKeys | None = None
     routing: StageRouting | None = None
     balanced: BalancedTokens | None = None
+    chunks: Any = None
 
 
 @dataclass

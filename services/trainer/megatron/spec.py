@@ -26,7 +26,10 @@ from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -41,6 +44,7 @@ from torch import Tensor
 from services.trainer.megatron.attention import PackedCausalAttention
 from services.trainer.megatron.expert_balance import BalancedRouter
 from services.trainer.megatron.hf_weights import numbered_chunks, weights_of
+from services.trainer.megatron.linear_attention import PackedGatedDeltaNet
 from services.trainer.megatron.moe import GroupedExperts, ReplayedLayer, ReplayedMoELayer
 from services.trainer.megatron.runtime import device
 from shared.hooks.loading import load_object
@@ -75,6 +79,18 @@ class RMSNorm(torch.nn.Module):
         if hidden.is_cuda:
             return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
         normed: Tensor = _RmsNorm.apply(hidden, self.weight, self.eps)
+        return normed
+
+
+class ZeroCenteredNorm(RMSNorm):
+    """RMS norm that multiplies by one more than its weight. All is computed in float32, and cast once."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__(config, hidden_size, eps)
+        torch.nn.init.zeros_(self.weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        normed: Tensor = _RmsNorm.apply(hidden, self.weight, self.eps, 1.0)
         return normed
 
 
@@ -221,22 +237,26 @@ class _RmsNorm(torch.autograd.Function):
     """Keeps its input and one float32 number a row; autograd would keep four float32 copies of the input."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float, center: float = 0.0) -> Tensor:
+        """``center``: what the weight is counted from; not zero: the product is taken in float32, too."""
         wide = hidden.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(hidden, weight, scale)
+        ctx.center = center
+        if center:
+            return ((weight.float() + center) * (wide * scale)).to(hidden.dtype)
         return weight * (wide * scale).to(hidden.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         hidden, weight, scale = ctx.saved_tensors
         normed = hidden.float() * scale
         upstream = gradient.float()
         for_weight = (upstream * normed).flatten(0, -2).sum(0)
-        upstream = upstream * weight
+        upstream = upstream * (weight.float() + ctx.center)
         along = (upstream * normed).mean(-1, keepdim=True)
         for_hidden = upstream.addcmul_(normed, along, value=-1).mul_(scale)
-        return for_hidden.to(hidden.dtype), for_weight.to(weight.dtype), None
+        return for_hidden.to(hidden.dtype), for_weight.to(weight.dtype), None, None
 
 
 if not hasattr(moe_utils, "te_general_gemm"):
@@ -265,7 +285,16 @@ def decoder_spec(architecture: Architecture, config: TransformerConfig, vp_stage
     experts = architecture.experts.count if architecture.experts else None
     numbers = range(first, first + count)
     layers = [make(architecture, config, experts if architecture.is_moe_layer(n) else None, architecture.window(n)) for n in numbers]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TENorm if engine else RMSNorm)
+    for index, layer in enumerate(layers, first):
+        if architecture.is_linear_layer(index):
+            submodules = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=RMSNorm, out_proj=RowParallelLinear)
+            layer.submodules.self_attention = ModuleSpec(module=PackedGatedDeltaNet, submodules=submodules)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TENorm if engine else norm_of(architecture))
+
+
+def norm_of(architecture: Architecture) -> type[RMSNorm]:
+    """Returns the norm of a model's layers."""
+    return ZeroCenteredNorm if architecture.zero_centered_norms else RMSNorm
 
 
 def check_engine(architecture: Architecture, config: TransformerConfig) -> None:
@@ -274,7 +303,8 @@ def check_engine(architecture: Architecture, config: TransformerConfig) -> None:
     if not HAVE_TE:
         raise ConfigError(field, given, "local; Transformer Engine is not installed")
     a = architecture
-    if a.latent is not None or a.post_norms or a.joint_qk_norm or a.sinks or a.biases or any(a.windows):
+    own = a.latent is not None or a.linear is not None or a.post_norms or a.joint_qk_norm
+    if own or a.sinks or a.biases or any(a.windows):
         raise ConfigError(field, given, f"local; {architecture.model_type} has layers that are made for it only")
     if config.context_parallel_size > 1:
         raise ConfigError(field, given, "local with context parallelism, which is Myxo's own")
@@ -309,14 +339,14 @@ def layer_spec(architecture: Architecture, config: TransformerConfig, experts: i
     if experts is not None:
         layer.mlp.module, layer.mlp.submodules.experts.module = ReplayedMoELayer, GroupedExperts
         layer.mlp.submodules.router = BalancedRouter
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm_of(architecture)
     attention = layer.self_attention.submodules
     attention.core_attention = ModuleSpec(module=PackedCausalAttention, params={"window": window, "sinks": architecture.sinks})
     if latent:
         attention.linear_q_down_proj = attention.linear_kv_down_proj = multi_latent_attention.Linear
         attention.q_layernorm = attention.kv_layernorm = LatentNorm
     elif architecture.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = norm_of(architecture)
     elif architecture.joint_qk_norm:
         heads = architecture.num_attention_heads, architecture.num_key_value_heads
         attention.q_layernorm, attention.k_layernorm = (ModuleSpec(module=JointHeadNorm, params={"heads": count}) for count in heads)
@@ -353,7 +383,7 @@ def named_spec(
         found = TransformerBlockSubmodules(layer_specs=[found] * count)
     if not isinstance(found, TransformerBlockSubmodules) or len(found.layer_specs or []) != count:
         raise ConfigError(FIELD, value, f"a ModuleSpec, or TransformerBlockSubmodules of {count} layers; it gives {type(found).__name__}")
-    return dataclasses.replace(found, layer_norm=found.layer_norm or RMSNorm)
+    return dataclasses.replace(found, layer_norm=found.layer_norm or norm_of(architecture))
 
 
 def check_layers(spec: Sequence[str], chunks: Sequence[GPTModel], architecture: Architecture) -> None:

@@ -18,7 +18,7 @@ from tests.support.weights_group import Pusher
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.tiny import VOCAB, make_checkpoint, pack, sequences
 
-EXTRA = ("glm4", "glm4_moe", "gpt_oss", "llama", "minimax_m2", "qwen2", "qwen3_moe")
+EXTRA = ("glm4", "glm4_moe", "gpt_oss", "llama", "minimax_m2", "qwen2", "qwen3_moe", "qwen3_next")
 SERVED = ["deepseek_v3", *(pytest.param(kind, marks=pytest.mark.extra) for kind in EXTRA)]
 """One start of an engine each; the rest of this directory has ``qwen3`` and ``qwen3_moe``. `make test-extra` has the others."""
 

@@ -26,6 +26,7 @@ class Model(nn.Module):
         self.norm = nn.Parameter(torch.zeros(6, dtype=torch.bfloat16), requires_grad=False)
         self.register_buffer("bias", torch.zeros(5))
         self.other = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+        self.register_buffer("sum", torch.ones(4, 4))
         self.computed = torch.zeros(4, 4)
         self.special, self.loads = special, 0
 
@@ -79,6 +80,12 @@ def by_a_pool(model: Model, name: str, tensor: Tensor) -> None:
         pool.submit(model.other.data.copy_, tensor).result()
 
 
+def plus_one(model: Model, name: str, tensor: Tensor) -> None:
+    """A norm that keeps one more than its weight beside it, as Gemma's and Qwen3-Next's do."""
+    model.other.data.copy_(tensor)
+    torch.add(model.other.data, 1.0, out=model.sum)
+
+
 def converted(model: Model, name: str, tensor: Tensor) -> None:
     model.other.data.copy_(tensor.bfloat16())
 
@@ -111,7 +118,7 @@ def filled_after(model: Model, name: str, tensor: Tensor) -> None:
 
 
 @pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize("special", [plain, by_a_pool])
+@pytest.mark.parametrize("special", [plain, by_a_pool, plus_one])
 def test_copies_are_repeated(special: Load, inference: bool) -> None:
     """From any flat buffer, without the model's own load."""
     model, bucket = Model(special), bucket_of(tensors(0))
@@ -173,9 +180,10 @@ def test_plans_of_parameters_that_have_moved_are_not_used() -> None:
     assert same(model, loaded(given, plain))
 
 
-def test_a_comparison_changes_nothing() -> None:
+@pytest.mark.parametrize("special", [plain, plus_one])
+def test_a_comparison_changes_nothing(special: Load) -> None:
     """It counts what differs of each tensor, in this rank's part, and of the constants beside it."""
-    model, bucket = Model(plain), bucket_of(tensors(0))
+    model, bucket = Model(special), bucket_of(tensors(0))
     model.load_weights(iter(tensors(0).items()))
     held = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert {name: int(count) for name, count in load_plan.compare(model, bucket, flat_of(bucket, tensors(0))).items()} == dict.fromkeys(

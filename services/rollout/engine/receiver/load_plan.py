@@ -1,9 +1,9 @@
 """Loads a bucket's bytes into the model's parameters: the model's ``load_weights`` is traced once, and its copies are replayed later.
 
-Invariant: a plan holds copies from the flat buffer into parameters (and constants that parameters are filled with), and exists only for a
-bucket for which ``load_weights`` did nothing else. A replay would miss anything else that it did with the buffer or with a parameter (a
-conversion through another tensor, a quantization, a value computed from parameters, a replaced parameter): such a bucket is loaded by
-``load_weights`` every time.
+Invariant: a plan holds copies from the flat buffer into parameters, constants that parameters are filled with, and buffers that are a
+parameter plus a constant (of norms that multiply by one more than their weight), and exists only for a bucket for which ``load_weights``
+did nothing else. A replay would miss anything else that it did with the buffer or with a parameter (a conversion through another tensor, a
+quantization, another value computed from parameters, a replaced parameter): such a bucket is loaded by ``load_weights`` every time.
 """
 
 import bisect
@@ -51,10 +51,11 @@ class TensorCopy:
 
 @dataclass
 class LoadPlan:
-    """The copies and fills that load one bucket."""
+    """The copies and fills that load one bucket, and the sums that follow: (target, parameter, constant)."""
 
     copies: list[TensorCopy] = field(default_factory=list)
     fills: list[tuple[Tensor, Any]] = field(default_factory=list)
+    sums: list[tuple[Tensor, Tensor, Any]] = field(default_factory=list)
     _views: dict[int, list[tuple[list[Tensor], list[Tensor]]]] = field(default_factory=dict)
 
     def replay(self, flat: Tensor) -> None:
@@ -63,6 +64,8 @@ class LoadPlan:
             target.fill_(value)
         for targets, sources in self._grouped(flat):
             torch._foreach_copy_(targets, sources)
+        for target, parameter, value in self.sums:
+            torch.add(parameter, value, out=target)
 
     def forget(self) -> None:
         """Lets go of all flat buffers."""
@@ -193,6 +196,11 @@ class _Watching(TorchDispatchMode):
     def is_parameter(self, tensor: Any) -> bool:
         return isinstance(tensor, Tensor) and _storage(tensor) in self._parameters
 
+    def is_sum(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Returns whether an operation sets a buffer to a parameter plus a constant."""
+        constant = func is aten.add.out and not (isinstance(args[1], Tensor) and args[1].dim())
+        return constant and self.is_parameter(args[0]) and self.is_parameter(kwargs["out"]) and args[0].shape == kwargs["out"].shape
+
 
 class _Tracing(_Watching):
     def __init__(self, flat: Tensor, parameters: set[int]) -> None:
@@ -207,6 +215,8 @@ class _Tracing(_Watching):
             target, source = args[0].detach(), args[1]
             if target.numel():
                 self.plan.copies.append(TensorCopy(target, source.data_ptr() - self._start, source.dtype, source.stride()))
+        elif self.is_sum(func, args, kwargs):
+            self.plan.sums.append((kwargs["out"].detach(), args[0].detach(), args[1]))
         elif (value := _constant(func, args)) is not None and self.is_parameter(args[0]):
             target = args[0].detach()
             if any(_overlap(target, copy.target) for copy in self.plan.copies):
@@ -231,6 +241,8 @@ class _Inverting(_Watching):
         self.copies: list[TensorCopy] = []
 
     def met(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.is_sum(func, args, kwargs):
+            return kwargs["out"]
         reads = any(_storage(tensor) == self._flat for tensor in _tensors((*args, *kwargs.values())))
         writes = bool(args) and func._schema.is_mutable and self.is_parameter(args[0])
         if not (reads or writes):
@@ -267,6 +279,8 @@ class _Comparing(_Watching):
     def met(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not args or not self.is_parameter(args[0]) or not func._schema.is_mutable:
             return func(*args, **kwargs)
+        if self.is_sum(func, args, kwargs):
+            return kwargs["out"]
         target, name = args[0], self._name
         if func is aten.copy_.default:
             if _storage(args[1]) == self._flat:

@@ -18,7 +18,7 @@ from tests.unit.trainer.megatron.tiny import not_refused
 
 CONFIGS = Path(__file__).parents[4] / "configs" / "models"
 KINDS = ["qwen3", "qwen3_tied", "qwen2", "llama", "qwen3_moe", "qwen3_moe_mixed", "glm4", "glm4_moe", "glm4_moe_air"]
-KINDS += ["deepseek_v3", "moonlight", "gpt_oss"]
+KINDS += ["deepseek_v3", "moonlight", "gpt_oss", "qwen3_next"]
 
 PARAMETERS = {
     "qwen2.5-0.5b": 494_032_768,
@@ -55,8 +55,13 @@ WITH_DRAFT_LAYER = {"glm-4.5-air": 110_468_824_832, "glm-4.5": 358_337_791_296}
 WITHOUT_EMBEDDINGS = {"moonlight-16b-a3b": 15.29e9, "minimax-m2": 227.5e9}
 """As published, to four digits."""
 
+AS_TRANSFORMERS_HAS_IT = {"qwen3-next-80b-a3b": "Qwen3Next"}
+"""The defaults of its config are the published model's."""
+
 SHAPED_AS = {"deepseek-v3.1": "deepseek-v3", "glm-4.6": "glm-4.5", "glm-4.7": "glm-4.5"}
 """Later models whose published config.json has the same shape: the contexts differ at most."""
+
+ALL = (*PARAMETERS, *WITH_DRAFT_LAYER, *WITHOUT_EMBEDDINGS, *AS_TRANSFORMERS_HAS_IT, *SHAPED_AS)
 
 
 def config(name):
@@ -72,7 +77,7 @@ def parameters(architecture, prefix=""):
 
 
 def test_there_is_a_config_of_every_size():
-    assert {path.stem for path in CONFIGS.glob("*.toml")} == {*PARAMETERS, *WITH_DRAFT_LAYER, *WITHOUT_EMBEDDINGS, *SHAPED_AS}
+    assert {path.stem for path in CONFIGS.glob("*.toml")} == {*ALL}
 
 
 def test_a_config_has_the_published_number_of_parameters():
@@ -102,12 +107,24 @@ def test_without_embeddings_it_has_them_too(name):
     assert parameters(a) - 2 * a.vocab_size * a.hidden_size == pytest.approx(WITHOUT_EMBEDDINGS[name], rel=5e-4)
 
 
+@pytest.mark.parametrize("name", AS_TRANSFORMERS_HAS_IT)
+def test_it_has_the_parameters_that_transformers_has(name):
+    import torch
+    import transformers
+
+    kind = AS_TRANSFORMERS_HAS_IT[name]
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")())
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert parameters(shape(name)) == count and f"{count:,} parameters" in (CONFIGS / f"{name}.toml").read_text()
+
+
 def test_a_configs_layout_divides_its_model():
     from services.trainer.megatron.trainer_settings import resolve
     from shared.config.trainer_section import TrainerSection
     from shared.model.parallel_layout import ParallelLayout, division_problems
 
-    for name in (*PARAMETERS, *WITH_DRAFT_LAYER, *WITHOUT_EMBEDDINGS, *SHAPED_AS):
+    for name in ALL:
         given = config(name)
         assert 1 <= given.pop("actor_num_gpus_per_node") <= 8
         flags = resolve(given.pop("megatron"))

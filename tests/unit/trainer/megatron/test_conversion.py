@@ -39,7 +39,7 @@ def loaded(hf):
 MORE_KINDS = [pytest.param(kind, marks=pytest.mark.extra) for kind in ("qwen2", "llama3_rope", "glm4", "glm4_moe")]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_tied", "qwen3_moe_mixed", "deepseek_v3", "minimax_m2", "gpt_oss", *MORE_KINDS])
+@pytest.mark.parametrize("kind", ["qwen3_tied", "qwen3_moe_mixed", "deepseek_v3", "minimax_m2", "gpt_oss", "qwen3_next", *MORE_KINDS])
 def test_there_and_back_is_bit_equal(kind, hf, loaded, tmp_path):
     seen = []
     made = hf_conversion.to_torch_dist(hf(kind), tmp_path / "dist", None, lambda *progress: seen.append(progress))

@@ -343,6 +343,7 @@ def test_what_cannot_be_adapted_is_refused_with_the_fields_name(make_actor):
         ),
         ("gpt_oss", {"lora_rank": 4}, ["target_modules", "all-linear", "some of q_proj, k_proj, v_proj, o_proj"]),
         ("gpt_oss", {"lora_rank": 4, "target_modules": ("gate_up_proj",)}, ["target_modules", "gate_up_proj", "q_proj"]),
+        ("qwen3_next", {"lora_rank": 4}, ["trainer.lora_rank", "linear attention"]),
         ("glm4", {"lora_rank": 4, "target_modules": ("gate_up_proj",), **TP2}, ["target_modules", "one matrix", "down_proj"]),
     ]
     assert not not_refused(lambda kind, config: make_actor(kind, **config), cases)

@@ -33,14 +33,15 @@ def routed(batch: PackedBatch, seed: int) -> PackedBatch:
     return replace(batch, experts=chosen_at_random(batch.tokens.numel(), seed))
 
 
-def test_the_given_experts_are_computed(hf):
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_next"])
+def test_the_given_experts_are_computed(kind, hf):
     batch = pack([torch.randint(0, VOCAB, (23,), generator=torch.Generator().manual_seed(5))])
-    model = actor(hf("qwen3_moe"))
+    model = actor(hf(kind))
     [own] = model.log_probs([batch])
     for seed in (1, 2):
         given = routed(batch, seed)
         [found] = model.log_probs([given])
-        expected = log_probs_through(hf("qwen3_moe"), given.tokens, given.labels, given.experts)
+        expected = log_probs_through(hf(kind), given.tokens, given.labels, given.experts)
         assert torch.allclose(found[:-1], expected[:-1], atol=2e-5)
         assert (found - own)[:-1].abs().max() > 1e-2  # other experts than the router's
 

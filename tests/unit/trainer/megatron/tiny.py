@@ -14,6 +14,10 @@ VOCAB = 67
 """A prime, so that no tensor-parallel size divides it."""
 
 
+INTERVAL = 2
+"""In models with linear attention, every so manieth layer has softmax attention."""
+
+
 def make_checkpoint(kind: str, directory: Path, **changed: int) -> None:
     """Write a random Hugging Face checkpoint of ``kind``, with norms and biases that are not trivial."""
     import transformers
@@ -112,11 +116,21 @@ def make_checkpoint(kind: str, directory: Path, **changed: int) -> None:
         rope_parameters={**grouped_yarn, "beta_fast": 4.0, "beta_slow": 1.0, "truncate": False},
         attn_implementation="eager",
     )
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 8}
+    quarter = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25}
+    configs["qwen3_next"] = lambda: t.Qwen3NextConfig(
+        **sizes, **experts, **linear, head_dim=16, rope_parameters=quarter,
+        shared_expert_intermediate_size=40, full_attention_interval=INTERVAL,
+    )  # fmt: skip
     torch.manual_seed(list(configs).index(kind))
     model = transformers.AutoModelForCausalLM.from_config(configs[kind]()).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if name.endswith(("dt_bias", "A_log")):
+                parameter.add_(torch.randn_like(parameter) * 0.5)
+            elif "conv1d" in name:
+                parameter.normal_(std=0.8)
+            elif "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             elif name.endswith(("bias", "sinks")):
                 parameter.normal_(std=0.1)
@@ -125,6 +139,8 @@ def make_checkpoint(kind: str, directory: Path, **changed: int) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.1)
+    if hasattr(model.config, "linear_num_key_heads"):
+        model.config.full_attention_interval = INTERVAL  # which transformers drops
     model.save_pretrained(directory)
 
 
