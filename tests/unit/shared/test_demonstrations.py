@@ -31,6 +31,13 @@ GLM = (
 
 GLM_MARKERS = ["<|endoftext|>", "<|user|>", "<|observation|>", "<|assistant|>", "<|system|>"]
 
+HARMONY = (
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}<|message|>{{ m.content }}"
+    "{% if m.role == 'assistant' and loop.last and not add_generation_prompt %}<|return|>{% else %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+"""As of gpt-oss: the channel is the model's to write, and only the last turn ends in a stop token."""
+
 CHATML = (
     "{% if tools %}[{{ tools[0].name }}]{% endif %}"
     "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -315,6 +322,14 @@ def test_a_chat_that_qwen3_writes_anew_becomes_lines_that_agree(tmp_path: Path) 
     for sample, turn in zip(samples, (1, 5), strict=True):
         assert sample.prompt.tolist() == found[1].encode(found[1].render(chat[:turn], {})).tolist(), "the prompt of a rollout"
     assert found[0].check(0) == 2
+
+
+def test_of_harmony_a_turn_is_trained_from_its_channel_to_its_return(tmp_path: Path) -> None:
+    markers = ["<|endoftext|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"]
+    opened = with_markers(tmp_path, HARMONY, markers, ["<|return|>"], {"messages": CHAT[1:5]})
+    before, own = "<|start|>user<|message|>1+1=<|end|><|start|>assistant", "<|channel|>final<|message|>"
+    again = f"{before}{own}2<|end|><|start|>user<|message|>+3=<|end|><|start|>assistant"
+    assert shown(*opened) == [f"{before}[[{own}2<|return|>]]", f"{again}[[{own}5<|return|>]]"]
 
 
 def test_each_line_has_to_fit_into_a_micro_batch(tmp_path: Path) -> None:
