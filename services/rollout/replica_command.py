@@ -19,6 +19,7 @@ from shared.config.engine_limits import PREFILL_GRAPHS, captures_prefill
 from shared.config.run_config import RunConfig
 from shared.config.sglang_flags import plain_name
 from shared.hooks.loading import agent_paths
+from shared.model.families import read_architecture
 from shared.process.embedded_servers import free_port
 from shared.runtime.errors import ConfigError
 from shared.service.service_base import Service, default_instance
@@ -93,6 +94,23 @@ def _largest(given: Any) -> int | None:
     return max((int(size) for size in sizes if str(size).isdecimal()), default=None)
 
 
+RUNNER = "moe-runner-backend"
+
+
+def routing_flags(config: RunConfig, device: str) -> dict[str, Any]:
+    """Returns the engine's flags for the record of each token's experts. SGLang would take kernels for gpt-oss that leave none.
+
+    Raises ConfigError: the run asks for such kernels.
+    """
+    kept, given = config.trainer.use_rollout_routing_replay, config.rollout.engine_flags.get(RUNNER)
+    flags: dict[str, Any] = {"enable-return-routed-experts": kept}
+    if not kept or device != "cuda" or not read_architecture(config.model.hf_checkpoint).stacked_experts:
+        return flags
+    if given not in (None, "triton"):
+        raise ConfigError(f"rollout.sglang.{RUNNER}", given, "triton with use_rollout_routing_replay: others keep no record of the experts")
+    return {**flags, RUNNER: "triton"}
+
+
 INSTANCE = "MYXO_INSTANCE"
 
 
@@ -133,11 +151,10 @@ def replica_command(service: Service, name: str, meeting: EngineMeeting | None =
     # others expect SGLang's own way: each part of a stream repeats all tokens before it
     flags["incremental-streaming-output"] = config.gateways > 0 and answers_are_read
     flags["trust-remote-code"] = config.model.trust_remote_code
-    flags["enable-return-routed-experts"] = config.trainer.use_rollout_routing_replay
     if config.kept_top_k and not sglang_flags.known_ones({"sampling-mask-max-tokens": 0}):
         expected = f"off: SGLang {sglang_flags.installed()} does not return the tokens that its sampler kept, as 0.5.20 does"
         raise ConfigError("trainer.support_replay", config.trainer.support_replay, expected)
-    flags |= graph_flags(config, device)
+    flags |= routing_flags(config, device) | graph_flags(config, device)
     if devices.engines_release(config):
         flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": devices.engines_back_up(config)}
     own_flags = sglang_flags.present_names(rollout.sglang)

@@ -1,13 +1,15 @@
-"""Decode steps are captured for as many requests as a replica has slots, within bounds, and the run's own flags stand."""
+"""Flags of an engine: decode steps are captured for as many requests as a replica has slots, within bounds; experts are recorded."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from services.rollout.replica_command import FLAG, captured_requests, graph_flags
+from services.rollout.replica_command import FLAG, RUNNER, captured_requests, graph_flags, routing_flags
 from services.rollout.request_slots import EngineLoad, SlotLimit
+from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
+from tests.unit.trainer.megatron.tiny import make_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -38,3 +40,19 @@ def test_slots_stay_within_what_is_captured() -> None:
     limit = SlotLimit(None, least=8, batch=2000, most=512)
     seen = {limit.note(EngineLoad(512, 0, 0.1), 512, 10_000 * now * now, now) for now in range(60)}
     assert seen == {512}
+
+
+def test_a_record_of_experts_needs_kernels_that_leave_one(tmp_path: Path) -> None:
+    make_checkpoint("gpt_oss", tmp_path / "oss")
+    make_checkpoint("qwen3_moe", tmp_path / "qwen")
+    plain = {"enable-return-routed-experts": True}
+
+    def flags(model: str, device: str, **sglang: str) -> dict[str, Any]:
+        sections: dict[str, Any] = {"model": {"hf_checkpoint": str(tmp_path / model)}, "rollout": {"sglang": sglang}}
+        return routing_flags(run_config(tmp_path, **sections, trainer={"use_rollout_routing_replay": True}), device)
+
+    assert flags("oss", "cuda") == flags("oss", "cuda", moe_runner_backend="triton") == {**plain, RUNNER: "triton"}
+    assert flags("oss", "cpu") == flags("qwen", "cuda") == plain
+    with pytest.raises(ConfigError, match="moe-runner-backend = 'triton_kernel': triton with use_rollout_routing_replay"):
+        flags("oss", "cuda", moe_runner_backend="triton_kernel")
+    assert routing_flags(run_config(tmp_path), "cuda") == {"enable-return-routed-experts": False}

@@ -24,6 +24,7 @@ SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PIPELINE = {"pipeline_model_parallel_size": 2}
 EXPERT = {"expert_model_parallel_size": 2}
 TWO_RANKS = [("qwen3_tied", PIPELINE), ("glm4", TENSOR), ("qwen2", TENSOR), ("qwen3_moe", SEQUENCE), ("qwen3_moe", EXPERT)]
+TWO_RANKS += [("gpt_oss", EXPERT)]
 MORE = [("qwen3_tied", TENSOR), ("qwen2", PIPELINE), ("qwen3_moe", PIPELINE)]  # the newer families: test_family_layouts
 MORE += [(kind, layout) for kind in ("qwen3", "llama") for layout in (TENSOR, PIPELINE)]
 

@@ -8,9 +8,12 @@ import structlog
 import torch
 from safetensors.torch import load_file, save_file
 
+from services.trainer.megatron import spec
+from services.trainer.megatron.gpt_model import transformer_config
 from services.trainer.megatron.hf_weights import Recipe, recipe
 from shared.model.architecture import Rope
 from shared.model.families import read_architecture
+from shared.model.parallel_layout import ParallelLayout
 from shared.model.tensor_table import hf_tensors
 from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron.rank_steps import actor
@@ -139,6 +142,15 @@ def test_windows_alternate_where_no_layer_types_are_stated(copy_of, hf):
     stated = read_architecture(hf("gpt_oss"))
     assert stated.windows == (7, 0) == read_architecture(copy_of("gpt_oss", layer_types=None)).windows
     assert [stated.window(layer) for layer in range(2)] == [7, 0] and read_architecture(hf("qwen3")).window(1) == 0
+
+
+def test_layers_of_transformer_engine_are_refused_where_they_lack_something(hf, monkeypatch):
+    monkeypatch.setattr(spec, "HAVE_TE", True)
+    for kind in ("glm4", "deepseek_v3", "minimax_m2", "gpt_oss"):
+        architecture = read_architecture(hf(kind))
+        config = transformer_config(architecture, ParallelLayout(), torch.float32, {})
+        with pytest.raises(ConfigError, match=f"transformer_impl.*local; {kind} has layers"):
+            spec.check_engine(architecture, config)
 
 
 def test_older_glm_configs_rotate_half_of_each_head(copy_of):

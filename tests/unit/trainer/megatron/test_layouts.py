@@ -199,6 +199,7 @@ def test_a_layout_that_does_not_fit_is_refused_with_names_and_numbers(make_actor
         ("qwen3", TP2, ["2 x 1 x 1", "world size, 1"]),
         ("qwen3", CP2, ["context_parallel_size", "1 x 1 x 2", "world size, 1"]),
         ("qwen3_moe", etp(2), ["expert_tensor_parallel_size", "2", "the 1 ranks of a stage"]),
+        ("gpt_oss", {**TP2, "sequence_parallel": True}, ["expert_tensor_parallel_size", "2", "1; each expert of gpt_oss has biases"]),
         ("deep", {**PP2, "megatron": {"num_layers_in_last_pipeline_stage": 4}}, ["num_layers_in_last", "4"]),
         ("deep", {"megatron": {"num_layers_in_last_pipeline_stage": 1}}, ["num_layers_in_last", "pipeline"]),
         ("qwen3", {"megatron": {"no_such_field": 1}}, ["no_such_field", "unknown"]),
