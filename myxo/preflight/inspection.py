@@ -17,7 +17,7 @@ from shared.data.prompts import PromptFile, TrainingPrompts, eval_prompts
 from shared.data.tokenizer import Tokenizer
 from shared.model import hf_checkpoint
 from shared.model.architecture import Architecture
-from shared.model.families import read_architecture
+from shared.model.families import architecture_of, read_architecture
 from shared.runtime.errors import BadInput, ConfigError
 from shared.runtime.safe_files import parse_json
 from shared.transfer.manifest import ITEM_BYTES
@@ -123,7 +123,7 @@ class Inspection:
     def architecture(self) -> Architecture | None:
         """Returns the actor's architecture; None where its ``config.json`` describes no model that can be trained."""
         directory = self.config.model.hf_checkpoint
-        return self._loaded(lambda: read_architecture(directory)) if (directory / "config.json").is_file() else None
+        return self._loaded(lambda: architecture_of(self.config)) if (directory / "config.json").is_file() else None
 
     @cached_property
     def critic(self) -> Architecture | None:

@@ -82,7 +82,7 @@ def check_actor(inspection: Inspection) -> Findings:
     architecture, tokenizer, config = inspection.architecture, inspection.tokenizer, inspection.config
     if architecture is None:
         return
-    if inspection.weight_headers:
+    if inspection.weight_headers and config.trainer.trainer_backend != "torch":  # there transformers knows them
         yield from _tensors(config.model.hf_checkpoint, inspection.weight_headers, architecture, "model.hf_checkpoint")
     rows = architecture.vocab_size
     if tokenizer is not None and tokenizer.vocabulary_size > rows:
@@ -101,12 +101,12 @@ def check_other_models(inspection: Inspection) -> Findings:
         if not teacher.is_dir():
             yield ConfigError("algorithm.opd_teacher_load", str(teacher), "no such directory; give a checkpoint of the policy's shape")
         else:  # it runs in the actor's own modules
-            yield from _weights(teacher, actor, "algorithm.opd_teacher_load")
+            yield from _weights(teacher, actor, "algorithm.opd_teacher_load", config.trainer.trainer_backend)
 
 
-def _weights(directory: Path, architecture: Architecture, field: str) -> Iterator[ConfigError]:
+def _weights(directory: Path, architecture: Architecture, field: str, backend: str = "megatron") -> Iterator[ConfigError]:
     headers, problems = hf_checkpoint.read_headers(directory, field)  # raises ConfigError
-    yield from problems or _tensors(directory, headers, architecture, field)
+    yield from problems or ([] if backend == "torch" else _tensors(directory, headers, architecture, field))
 
 
 def _tensors(directory: Path, headers: Headers, architecture: Architecture, field: str) -> Iterator[ConfigError]:
@@ -233,7 +233,7 @@ def _reference(inspection: Inspection, directory: Path) -> Findings:
     if actor is None:
         return
     try:
-        own = read_architecture(directory)
+        own = read_architecture(directory, backend=config.trainer.trainer_backend)
     except ConfigError as error:
         yield ConfigError(field, str(directory), error.expected)
         return
@@ -241,7 +241,7 @@ def _reference(inspection: Inspection, directory: Path) -> Findings:
     if other := [f"{name} is {found}, the policy's {wanted}" for name, (found, wanted) in pairs.items() if found != wanted]:
         yield ConfigError(field, str(directory), f"a model of the policy's shape; {'; '.join(other)}")
         return
-    yield from _weights(directory, actor, field)
+    yield from _weights(directory, actor, field, config.trainer.trainer_backend)
     yield Note(f"the policy starts from {config.model.hf_checkpoint}, its reference from {directory}; slime starts both from --ref-load")
 
 

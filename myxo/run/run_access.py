@@ -21,7 +21,7 @@ from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.hub import hub_resolve
 from shared.hub.hub_client import Hub
-from shared.model.families import read_architecture
+from shared.model.families import architecture_of
 from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime import addresses
 from shared.runtime.errors import ConfigError, MyxoError
@@ -301,4 +301,4 @@ def vocabulary(config: RunConfig) -> int:
     A model on the hub is in this machine's cache once the config is checked. Raises ConfigError.
     """
     local = hub_resolve.local(config, ("model.hf_checkpoint",), weights=False)
-    return read_architecture(local.model.hf_checkpoint).vocab_size
+    return architecture_of(local).vocab_size

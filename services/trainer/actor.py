@@ -1,4 +1,4 @@
-"""The trainer's actor: a language model on Megatron-Core that scores tokens, trains on a loss and gives out its weights.
+"""The trainer's actor: a language model that scores tokens, trains on a loss and gives out its weights, in whichever backend.
 
 Every method is a collective: all ranks of the job call it, in the same order. Micro-batches are those of the caller's data-parallel rank;
 ranks that share a model or a sequence (tensor, pipeline and context parallelism) pass the same ones, and every data-parallel rank the same
@@ -8,33 +8,26 @@ number of them.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from services.trainer import flops
-from services.trainer.megatron import checkpoint, export, lora, passes, runtime
-from services.trainer.megatron.expert_balance import Balancing, update_biases
-from services.trainer.megatron.freezing import freeze
+from services.trainer.backend import PACKAGES, Backend
+from services.trainer.megatron import checkpoint, export, runtime
 from services.trainer.megatron.gather_plan import Bucket, GatherPlan
-from services.trainer.megatron.gpt_model import MegatronModel, build_chunks, transformer_config, wrap_chunks
-from services.trainer.megatron.hf_weights import load_hf
 from services.trainer.megatron.joint_write import JointWrite
 from services.trainer.megatron.moe import on_host
-from services.trainer.megatron.optimizer import Optimizer
-from services.trainer.megatron.packed_sequences import StageRouting, least_saved, prefixes_of
+from services.trainer.megatron.packed_sequences import StageRouting, prefixes_of
 from services.trainer.megatron.passes import LossFunction
-from services.trainer.megatron.runtime import deadline, together
-from services.trainer.megatron.spec import check_layers, named_spec
+from services.trainer.megatron.runtime import deadline
 from services.trainer.megatron.trainer_settings import DTYPES, TrainerSettings
 from services.trainer.packing import PackedBatch
 from shared.config.trainer_section import LearningRateSchedule
 from shared.model.architecture import Architecture
-from shared.model.families import read_architecture
-from shared.model.named_layers import is_own_module
-from shared.model.parallel_layout import division_problems
 
 
 @dataclass(frozen=True)
@@ -57,16 +50,16 @@ class StepResult:
 class Actor:
     """A model, its optimizer, and the checkpoint directory that they came from. :meth:`create` makes one."""
 
-    def __init__(self, settings: TrainerSettings, hf_dir: Path, model: MegatronModel, optimizer: Optimizer) -> None:
-        self.settings, self.hf_dir = settings, hf_dir
-        self.model, self.optimizer = model, optimizer
+    def __init__(self, settings: TrainerSettings, hf_dir: Path, backend: Backend) -> None:
+        self.settings, self.hf_dir, self.backend = settings, hf_dir, backend
+        self.model, self.optimizer = backend.model, backend.optimizer
         self._saving: JointWrite | None = None
 
     @classmethod
     def create(
         cls, settings: TrainerSettings, hf_dir: str | Path, *, random: bool = False, initialized: Callable[[], None] | None = None
     ) -> "Actor":
-        """Joins the other ranks (see :mod:`.megatron.runtime`), builds this rank's part of the model and loads it.
+        """Joins the other ranks (see :mod:`.megatron.runtime`), builds this rank's part of the model in the run's backend and loads it.
 
         Args:
             hf_dir: a Hugging Face checkpoint: ``config.json``, ``*.safetensors``, tokenizer.
@@ -79,55 +72,15 @@ class Actor:
                 ``spec`` names layers that are not here, or are not those of the model.
             DeadlineExceeded, PeerLost, PeerFailed: the other ranks did not keep up.
         """
-        hf_dir = Path(hf_dir)
-        architecture = read_architecture(hf_dir)
-        trainer = settings.trainer
-        overrides = {**settings.recomputation, **settings.megatron.transformer}
-        if trainer.deterministic:
-            overrides["deterministic_mode"] = True
+        if settings.trainer.deterministic:
             runtime.make_deterministic()
-        for problem in division_problems(architecture, settings.layout, overrides):
-            raise problem
-        if settings.lora is not None:
-            settings.lora.check(architecture, settings.layout, overrides)
-        named = is_own_module(trainer.spec, architecture.model_type, trainer.megatron)
-        runtime.start(settings.layout, trainer.seed, trainer.collective_timeout)
-        if initialized is not None:
-            initialized()
-        megatron = transformer_config(architecture, settings.layout, settings.dtype, overrides)
-        balancing = Balancing.of(megatron, adapted=settings.lora is not None)
-        least = least_saved(trainer.prefix_sharing, megatron)
-        layers = partial(named_spec, trainer.spec, architecture, megatron, trainer.megatron) if named else None
-        chunks = build_chunks(architecture, megatron, settings.layout, settings.value_head, layers)
-        if named:
-            check_layers(trainer.spec, chunks, architecture)
-        if settings.lora is not None:
-            lora.attach(chunks, megatron, architecture, settings.lora, trainer.seed)
-        if not settings.value_head:
-            freeze(chunks, megatron, architecture, settings.freezing, settings.lora is not None)
-        if not random:
-            with together(f"loading {hf_dir}"):
-                load_hf(chunks, megatron, architecture, hf_dir)
-        wrapped = wrap_chunks(chunks, megatron, trainer.use_distributed_optimizer, settings.buffers)
-        model = MegatronModel(
-            architecture,
-            megatron,
-            settings.layout,
-            wrapped,
-            settings.value_head,
-            settings.lora,
-            settings.freezing,
-            least,
-            chunk_size=trainer.log_probs_chunk_size,
-            balancing=balancing,
-        )
-        with deadline("the making of the optimizer"):
-            optimizer = Optimizer(model, trainer, settings.schedule, settings.megatron.optimizer)
-        return cls(settings, hf_dir, model, optimizer)
+        backend = import_module(f"{PACKAGES[settings.trainer.trainer_backend]}.backend")  # the other one's imports take seconds
+        return cls(settings, Path(hf_dir), backend.create(settings, Path(hf_dir), random, initialized))
 
     @property
     def architecture(self) -> Architecture:
-        return self.model.architecture
+        architecture: Architecture = self.model.architecture
+        return architecture
 
     @property
     def data_parallel_rank(self) -> int:
@@ -144,13 +97,13 @@ class Actor:
         has no meaning.
         """
         with deadline("the computation of log-probs"):
-            return passes.log_probs(self.model, batches, self.settings.temperature)
+            return self.backend.passes.log_probs(self.model, batches, self.settings.temperature)
 
     def log_probs_and_routing(self, batches: Sequence[PackedBatch]) -> tuple[list[Tensor], list[dict[int, Tensor]]]:
         """Returns the same, and the experts that this rank's routers chose for each micro-batch (`PackedBatch.routing`)."""
         recorded: dict[int, StageRouting] = {}
         with deadline("the computation of log-probs"):
-            found = passes.log_probs(self.model, batches, self.settings.temperature, recorded)
+            found = self.backend.passes.log_probs(self.model, batches, self.settings.temperature, recorded)
         return found, [on_host(recorded[index]) for index in range(len(batches))]
 
     def values(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
@@ -159,7 +112,7 @@ class Actor:
         They are float32 [T] for each micro-batch, on the model's device: at position t the value before label t is generated.
         """
         with deadline("the computation of values"):
-            return passes.values(self.model, batches)
+            return self.backend.passes.values(self.model, batches)
 
     def shared_work(self, batches: Sequence[PackedBatch]) -> flops.Work:
         """Returns what these micro-batches have in common that is computed once instead of for each sequence; no collective."""
@@ -194,8 +147,8 @@ class Actor:
             before()
         with deadline("the forward and backward passes"):
             divisor = self.settings.temperature if temperature is None else temperature
-            balanced = passes.balanced_step(self.model, batches)
-            loss, metrics = passes.forward_backward(self.model, batches, loss_fn, divisor, need_entropy, balanced)
+            balanced = self.backend.passes.balanced_step(self.model, batches)
+            loss, metrics = self.backend.passes.forward_backward(self.model, batches, loss_fn, divisor, need_entropy, balanced)
         lr = self.optimizer.lr
         if not math.isfinite(loss):
             return StepResult(loss, metrics, math.nan, lr, skipped=f"loss is {loss}")
@@ -203,7 +156,7 @@ class Actor:
         with deadline("the optimizer step"):
             grad_norm, skipped = self.optimizer.update()
             if balanced is not None and skipped is None:
-                update_biases(self.model.modules, balanced)
+                self.backend.finish_step(balanced)
         return StepResult(loss, metrics, grad_norm, lr, skipped)
 
     def loss_alone(self, batch: PackedBatch, loss_fn: LossFunction, *, need_entropy: bool = False) -> float | None:
@@ -211,7 +164,7 @@ class Actor:
 
         It is a collective of the ranks that share the model, and of no others.
         """
-        return passes.loss_alone(self.model, batch, loss_fn, self.settings.temperature, need_entropy)
+        return self.backend.passes.loss_alone(self.model, batch, loss_fn, self.settings.temperature, need_entropy)
 
     def reset_optimizer(self, schedule: LearningRateSchedule | None = None) -> None:
         """Zeroes Adam's moments and starts a schedule, by default the run's, as between a supervised warm start and RL."""
@@ -285,4 +238,5 @@ class Actor:
 
     @cached_property
     def _gather_plan(self) -> GatherPlan:
-        return GatherPlan(self.model)
+        plan: GatherPlan = self.model.gather_plan()
+        return plan

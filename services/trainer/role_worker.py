@@ -23,7 +23,6 @@ from services.trainer.loss_inputs import scored
 from services.trainer.megatron import runtime
 from services.trainer.megatron.checkpoint import checkpoints
 from services.trainer.megatron.checkpoint_parts import CheckpointDamaged, damage, set_aside
-from services.trainer.megatron.packed_sequences import obstacle
 from services.trainer.megatron.passes import LossFunction, MicroBatchesFailed
 from services.trainer.megatron.trainer_settings import TrainerSettings, check_architecture, model_directory
 from services.trainer.metrics_logger import MetricsLogger, TrainingSpeed
@@ -185,7 +184,7 @@ class RoleWorker:
         settings = TrainerSettings.from_run(config, role)
         self._actor = Actor.create(settings, model_directory(config, role), initialized=self._hooks.initialized)
         self._log_start("model_loaded")
-        reason = obstacle(self._actor.model.config)
+        reason = self._actor.backend.unshared
         if control is not None and config.trainer.prefix_sharing != "off" and reason is not None:
             self._log.info("prefix_sharing_off", reason=reason)
         self._broadcast = CommandBroadcast(config.trainer.collective_timeout)
@@ -281,7 +280,7 @@ class RoleWorker:
                 with attributed(batch.partition, step):
                     before = partial(self._hooks.before_step, self._actor, batch.step, index)
                     result = self._actor.train_step(packed, loss, need_entropy=need_entropy, before=before)
-                if not math.isfinite(result.loss) and not results and self._actor.settings.layout.expert == 1:
+                if not math.isfinite(result.loss) and not results and self._actor.backend.independent:
                     refuse_infinite(batch.partition, step, partial(self._actor.loss_alone, loss_fn=loss, need_entropy=need_entropy))
                 results.append(result)
             except Untrainable as error:

@@ -21,7 +21,7 @@ from services.trainer.metrics_logger import MetricsLogger
 from services.trainer.partition import Untrainable, partition_batch
 from services.trainer.step_scheduler import BatchRequester
 from shared.config.run_config import RunConfig
-from shared.model.families import read_architecture
+from shared.model.families import architecture_of
 from shared.process.child_process import die_with_parent
 from shared.runtime.safe_files import replace_file
 from shared.schema.digests import TrainedSample, attest
@@ -39,8 +39,7 @@ class RolloutRecorder:
 
     def __init__(self, config: RunConfig, store: BlockingStore, control: ControlClient) -> None:
         self._config, self._store, self._control = config, store, control
-        vocabulary = read_architecture(config.model.hf_checkpoint).vocab_size
-        limits = SampleLimits(vocabulary, log_probs_reader=config.log_probs_reader, kept=config.kept_top_k > 0)
+        limits = SampleLimits(architecture_of(config).vocab_size, log_probs_reader=config.log_probs_reader, kept=config.kept_top_k > 0)
         self._reader = ShardReader(store, 0, limits)
         self._metrics = MetricsLogger(control, config, None)
         self._requests = BatchRequester(control, None, config.trainer.batch_timeout, config.eval.eval_timeout)

@@ -137,6 +137,34 @@ RECOMPUTABLE = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe"
 """The modules of a layer that can be recomputed, as Megatron-Core 0.16 names them."""
 
 
+_SPLITS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+"""Sizes of layouts that the torch backend does not have."""
+
+_OF_MEGATRON = (
+    "sequence_parallel",
+    "use_distributed_optimizer",
+    "recompute_method",
+    "make_vocab_size_divisible_by",
+    "spec",
+    "use_rollout_routing_replay",
+    "use_routing_replay",
+    "lora_rank",
+    "colocate",
+    "custom_megatron_init_path",
+    "custom_megatron_before_log_prob_hook_path",
+    "custom_megatron_before_train_step_hook_path",
+    "megatron",
+)
+"""What the torch backend does not have, besides those sizes."""
+
+
 class TrainerSection(Section):
     """Megatron-Core: layout, batches, optimizer, checkpoints."""
 
@@ -188,6 +216,11 @@ class TrainerSection(Section):
         ),
     )
 
+    trainer_backend: Literal["megatron", "torch"] = Field(
+        default="megatron",
+        description="what trains: Megatron-Core, for the families of docs/models.md; or transformers' models under FSDP2, for every causal "
+        "language model that transformers has",
+    )
     actor_num_nodes: int = Field(default=1, ge=1, description="machines of the trainer")
     actor_num_gpus_per_node: int = Field(default=1, ge=1, le=8, description="trainer ranks on a machine (processes on a CPU)")
     critic_num_nodes: int | None = Field(default=None, ge=1, description="machines of the critic (ppo); default: the actor's")
@@ -358,7 +391,24 @@ class TrainerSection(Section):
         """Returns the most tokens of a micro-batch, and so of a sample: context-parallel ranks hold it together."""
         return self.max_tokens_per_gpu * self.context_parallel_size
 
+    def torch_problems(self, value_head: bool = False) -> Iterator[ConfigError]:
+        """Yields what the torch backend does not take. ``value_head``: whether a critic is asked for."""
+        if value_head:
+            yield ConfigError("trainer.trainer_backend", "torch", "megatron; with the torch backend there is no critic")
+        own = "with trainer_backend = torch"
+        for name in (*_SPLITS, *_OF_MEGATRON):
+            value, default = getattr(self, name), type(self).model_fields[name].get_default(call_default_factory=True)
+            if value != default and value is not None:
+                reason = "FSDP2 shards the model over all ranks" if name in _SPLITS else "that is Megatron's"
+                yield ConfigError(f"trainer.{name}", value, f"{default} {own}: {reason}")
+        if self.recompute_granularity == "selective" or self.recompute_num_layers not in (None, 1):
+            yield ConfigError(
+                "trainer.recompute_granularity", self.recompute_granularity, f"full {own}, which recomputes every layer or none"
+            )
+
     def _misfits(self) -> Iterator[str]:
+        if self.trainer_backend == "torch":
+            yield from map(str, self.torch_problems())
         for field in ("only_train_params_name_list", "freeze_params_name_list"):
             for pattern in getattr(self, field):
                 try:

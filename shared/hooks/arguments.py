@@ -146,7 +146,7 @@ def as_given(name: str, value: Any) -> Any:
 def _model_shape(checkpoint: Path) -> dict[str, Any]:
     """Returns the model's shape under Megatron's names; nothing where it cannot be read."""
     try:
-        shape = read_architecture(checkpoint)
+        shape = read_architecture(checkpoint, backend="torch")
     except (ConfigError, OSError):
         return {}
     experts = {} if shape.experts is None else {"num_experts": shape.experts.count, "moe_router_topk": shape.experts.per_token}

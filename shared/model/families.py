@@ -66,11 +66,17 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def read_architecture(hf_dir: Path, quantized: bool = False) -> Architecture:
+def architecture_of(config: RunConfig) -> Architecture:
+    """Returns the architecture of a run's policy, as its trainer's backend reads it. Raises ConfigError."""
+    return read_architecture(config.model.hf_checkpoint, backend=config.trainer.trainer_backend)
+
+
+def read_architecture(hf_dir: Path, quantized: bool = False, backend: str = "megatron") -> Architecture:
     """Returns the architecture of a Hugging Face checkpoint directory.
 
     Args:
-        quantized: whether its weights may be.
+        quantized: whether its weights may be. backend: with ``torch`` any model that has the usual entries is read, by its sizes alone:
+            transformers makes the model, and refuses what it does not know.
 
     Raises:
         ConfigError: the directory or its ``config.json`` is missing, the model type is unknown, a required entry is missing
@@ -90,7 +96,7 @@ def read_architecture(hf_dir: Path, quantized: bool = False) -> Architecture:
     if quantized:
         raw.pop("quantization_config", None)
     try:
-        return _Entries(path, raw).architecture()
+        return _Entries(path, raw).outline() if backend == "torch" else _Entries(path, raw).architecture()
     except (TypeError, ValueError, AttributeError, OverflowError, KeyError) as error:  # an entry of a type that none has
         raise ConfigError("model.hf_checkpoint", str(path), f"entries of the types that a config.json has ({error})") from error
 
@@ -185,6 +191,33 @@ class _Entries:
         if len(kinds) != layers or not {*kinds} <= {"sliding_attention", "full_attention"}:
             raise self.error("layer_types", f"sliding_attention or full_attention for each of the {layers} layers")
         return tuple(self.integer("sliding_window") if kind == "sliding_attention" else 0 for kind in kinds)
+
+    def outline(self) -> Architecture:
+        """Returns the sizes of a model of any family. Raises ConfigError for one without the entries that all have."""
+        if isinstance(inner := self.raw.get("text_config"), dict):
+            return _Entries(self.path, {"tie_word_embeddings": self.raw.get("tie_word_embeddings", True), **inner}).outline()
+        model_type = self.raw.get("model_type")
+        if not isinstance(model_type, str):
+            raise self.error("model_type", "the name of a family of transformers'")
+        heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
+        width = next((self.integer(name) for name in ("moe_intermediate_size", "intermediate_size") if self.raw.get(name)), 4 * hidden)
+        count = next((self.integer(name) for name in ("num_experts", "num_local_experts", "n_routed_experts") if self.raw.get(name)), 0)
+        chosen = next((self.integer(name) for name in ("num_experts_per_tok", "experts_per_token") if self.raw.get(name)), 1)
+        return Architecture(
+            model_type=model_type,
+            num_layers=self.integer("num_hidden_layers"),
+            hidden_size=hidden,
+            ffn_hidden_size=self.integer("intermediate_size", default=width),
+            num_attention_heads=heads,
+            num_key_value_heads=self.integer("num_key_value_heads", default=heads),
+            head_dim=self.integer("head_dim", default=max(hidden // heads, 1)),
+            vocab_size=self.integer("vocab_size"),
+            max_positions=self.integer("max_position_embeddings", default=2**31),
+            norm_eps=1e-6,
+            tied_embeddings=bool(self.raw.get("tie_word_embeddings", False)),
+            rope=Rope(10000.0),
+            experts=Experts(count, chosen, width, True) if count else None,
+        )
 
     def latent(self) -> LatentAttention:
         self.require("rope_interleave", True, "latent attention is implemented with interleaved rotary dimensions")

@@ -6,7 +6,7 @@ save for the backward pass, tensor by tensor; experts are taken to get equal num
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shared.config.trainer_section import OptimizerState, TrainerSection
@@ -59,7 +59,15 @@ def plan_trainer(architecture: Architecture, trainer: TrainerSection, ranks: int
     for stage, count in enumerate(counts):
         plans.append(_stage(architecture, trainer, layout, ranks, stage, range(first, first + count), value_head))
         first += count
-    return plans
+    return [_sharded(plan, architecture, trainer, ranks) for plan in plans] if trainer.trainer_backend == "torch" else plans
+
+
+def _sharded(plan: StagePlan, a: Architecture, trainer: TrainerSection, ranks: int) -> StagePlan:
+    """Returns a plan under FSDP2: every rank has a float32 share of all, and gathers two layers and the embeddings at a time."""
+    share = -(-plan.parameters // ranks)
+    ends = (1 if a.tied_embeddings else 2) * a.vocab_size * a.hidden_size
+    gathered = (ends + 2 * (plan.parameters - ends) // a.num_layers) * (4 if trainer.train_dtype == "float32" else 2)
+    return replace(plan, weights=4 * share + gathered, gradients=4 * share, optimizer=8 * share)
 
 
 def stage_layers(a: Architecture, layout: ParallelLayout, given: Mapping[str, Any]) -> list[int]:

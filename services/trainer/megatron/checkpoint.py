@@ -15,25 +15,22 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from services.trainer.megatron import DEVICE_TYPE
 from services.trainer.megatron.checkpoint_parts import MARKER, SHARD, CheckpointParts, check_checkpoint_files, shard_files, weights_only
 from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.joint_write import JointWrite, find_places
-from services.trainer.megatron.optimizer import Optimizer
 from services.trainer.megatron.runtime import deadline, gather_json, timeout_seconds, together
-from services.trainer.megatron.staged_shards import LiveState, StagedShards
+from services.trainer.megatron.staged_shards import StagedShards
+from services.trainer.scheduled_optimizer import ScheduledOptimizer
 from shared.config.trainer_section import LearningRateSchedule
 from shared.model.architecture import Architecture
 from shared.runtime.errors import ConfigError, MyxoError
@@ -54,7 +51,13 @@ class CheckpointElsewhere(MyxoError):
 
 
 def start_saving(
-    model: MegatronModel, optimizer: Optimizer, root: Path, step: int, extra: dict[str, Any], keep: int | None = None, copied: bool = True
+    model: MegatronModel,
+    optimizer: ScheduledOptimizer,
+    root: Path,
+    step: int,
+    extra: dict[str, Any],
+    keep: int | None = None,
+    copied: bool = True,
 ) -> JointWrite:
     """Begins to write a checkpoint. A collective of all ranks; ``root`` may be one directory for all, or one on each node.
 
@@ -83,7 +86,7 @@ def start_saving(
 
 
 def load_checkpoint(
-    model: MegatronModel, optimizer: Optimizer, root: Path, step: int | None = None, reset_optimizer: bool = False
+    model: MegatronModel, optimizer: ScheduledOptimizer, root: Path, step: int | None = None, reset_optimizer: bool = False
 ) -> dict[str, Any]:
     """Brings model, optimizer, schedule and random state to where a checkpoint left them. This is a collective of all ranks.
 
@@ -108,9 +111,9 @@ def load_checkpoint(
         _check(path, marker, model)
         _check_within_reach(path, marker, same_layout)
         with deadline(f"reading the weights of checkpoint {path}"), weights_only():
-            loaded = dist_checkpointing.load(sharded_modules(model), str(path), strict="assume_ok_unexpected")
-        _load_modules(loaded, model)
-        optimizer.megatron.reload_model_params()
+            loaded = dist_checkpointing.load(model.sharded_state(), str(path), strict="assume_ok_unexpected")
+        model.load_state(loaded)
+        optimizer.weights_loaded()
         optimizer.reset(optimizer.schedule)
         return dict(marker["extra"])
     _check(path, marker, model, optimizer)
@@ -118,7 +121,7 @@ def load_checkpoint(
     state, take_loaded = _sharded_state(model, optimizer, loading=True, with_random=same_layout, updates=marker["updates"])
     with deadline(f"reading checkpoint {path}"), weights_only():
         loaded = dist_checkpointing.load(state, str(path), strict="raise_all" if same_layout else "assume_ok_unexpected")
-    _load_modules(loaded, model)
+    model.load_state(loaded)
     for role, take in take_loaded.items():
         take(loaded.get("optimizer", {}).get(role))  # nothing where this rank updates nothing
     optimizer.resume(LearningRateSchedule(**marker["schedule"]), marker["updates"])
@@ -165,11 +168,6 @@ def _elsewhere(path: Path, directories: list[Any], reader: int, lacking: list[in
     )
 
 
-def _load_modules(loaded: dict[str, Any], model: MegatronModel) -> None:
-    for index, module in enumerate(model.modules):
-        module.load_state_dict(loaded[f"model{index}"])
-
-
 def find_checkpoint(root: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
     """Returns a checkpoint's directory and marker; the newest if ``step`` is None. Raises CheckpointMissing, ConfigError."""
     found = checkpoints(root)
@@ -214,7 +212,7 @@ def checkpoints(root: Path) -> dict[int, Path]:
     return found
 
 
-def _describe(model: MegatronModel, optimizer: Optimizer, step: int, extra: dict[str, Any]) -> dict[str, Any]:
+def _describe(model: MegatronModel, optimizer: ScheduledOptimizer, step: int, extra: dict[str, Any]) -> dict[str, Any]:
     marker = {
         "format": FORMAT,
         "step": step,
@@ -238,10 +236,11 @@ def model_entries(model: MegatronModel) -> dict[str, Any]:
         "value_head": model.value_head,
         "lora": None if model.lora is None else asdict(model.lora),
         "dtype": str(model.config.params_dtype).removeprefix("torch."),
+        "backend": model.backend,
     }
 
 
-def _optimizer_entries(model: MegatronModel, optimizer: Optimizer) -> dict[str, Any]:
+def _optimizer_entries(model: MegatronModel, optimizer: ScheduledOptimizer) -> dict[str, Any]:
     return {
         "use_distributed_optimizer": optimizer.trainer.use_distributed_optimizer,
         "freezing": None if model.freezing.nothing else asdict(model.freezing),
@@ -255,7 +254,7 @@ def _layout(model: MegatronModel) -> dict[str, Any]:
     return {**layout, "world_size": dist.get_world_size(), "device": DEVICE_TYPE}
 
 
-def _check(path: Path, marker: dict[str, Any], model: MegatronModel, optimizer: Optimizer | None = None) -> None:
+def _check(path: Path, marker: dict[str, Any], model: MegatronModel, optimizer: ScheduledOptimizer | None = None) -> None:
     """Raises ConfigError naming the first entry in which the checkpoint is not one of this model (and optimizer)."""
     check_architecture(path, marker, model.architecture)
     own = {**model_entries(model), **({} if optimizer is None else _optimizer_entries(model, optimizer))}
@@ -268,68 +267,23 @@ def check_architecture(path: Path, marker: dict[str, Any], architecture: Archite
     """Raises ConfigError naming the first entry in which a checkpoint is of another architecture. The model never has draft layers."""
     mine, saved = architecture.as_json(), marker["architecture"]
     for key in sorted((mine.keys() | saved.keys()) - {"draft_layers"}):
-        if mine.get(key) != saved.get(key):
+        if (mine.get(key) or None) != (saved.get(key) or None):  # an older one lacks the entries of features that its model has not
             raise ConfigError(f"{path}:{key}", saved.get(key), f"{mine.get(key)!r}, as in the model's config.json")
 
 
-def sharded_modules(model: MegatronModel, layers_apart: bool = False) -> dict[str, Any]:
-    """Returns the model's sharded state. ``layers_apart``: each layer has its own name; otherwise like layers are stacked under one."""
-    metadata = {**_metadata(), **({"non_homogeneous_layers": True} if layers_apart else {})}
-    return {f"model{index}": module.sharded_state_dict(metadata=metadata) for index, module in enumerate(model.modules)}
-
-
-def _metadata() -> dict[str, Any]:
-    return {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-
-
 def _sharded_state(
-    model: MegatronModel, optimizer: Optimizer, loading: bool, with_random: bool = True, updates: int = 0
+    model: MegatronModel, optimizer: ScheduledOptimizer, loading: bool, with_random: bool = True, updates: int = 0
 ) -> tuple[dict[str, Any], dict[str, Callable[[Any], None]]]:
     """Returns the sharded state of model and optimizer, and by role what takes over the optimizer's when it is loaded.
 
     Args:
         updates: the count of updates in the checkpoint that is loaded.
     """
-    state = sharded_modules(model)
-    # a stack of layers of which some are frozen would have moments for a part only
-    apart = dict(state) if model.freezing.nothing else sharded_modules(model, layers_apart=True)
-    source = apart["model0"] if len(apart) == 1 else apart
-    state["optimizer"], take_loaded = {}, dict[str, Callable[[Any], None]]()
-    for role, part in optimizer.parts().items():
-        if isinstance(part, DistributedOptimizer):
-            live = LiveState(part, source)
-            state["optimizer"][role] = live.sharded()
-            take_loaded[role] = partial(live.take_loaded, updates)
-        else:
-            state["optimizer"][role] = _sharded_part(part.sharded_state_dict(source, is_loading=loading, metadata=_metadata()), updates)
-            take_loaded[role] = part.load_state_dict
+    state = model.sharded_state()
+    state["optimizer"], take_loaded = optimizer.sharded_state(model, loading, updates)
     if with_random:
         state["random"] = ShardedObject("random", _random_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
     return state, take_loaded
-
-
-def _sharded_part(state: dict[str, Any], updates: int) -> dict[str, Any]:
-    """Returns one optimizer's state, of which only tensors are saved: their names do not depend on how many optimizers a rank
-    has. Other entries differ between layouts and ranks, and Megatron would save rank 0's; all of them
-    but the count of updates are configuration, so each rank loads its own."""
-    for group in state.get("optimizer", state)["param_groups"]:
-        group.pop("step", None)
-        if updates:
-            group["step"] = updates
-        if isinstance(group.get("params"), LocalNonpersistentObject):
-            group["params"] = group["params"].unwrap()
-    return {key: _mark_local(value) for key, value in state.items()}
-
-
-def _mark_local(state: Any) -> Any:
-    """Returns ``state`` with every entry that holds no tensor to be saved marked as not to be saved."""
-    if isinstance(state, ShardedBase):
-        return state
-    if isinstance(state, dict | list) and any(isinstance(value, ShardedBase) for value in nested_values(state)):
-        if isinstance(state, dict):
-            return {key: _mark_local(value) for key, value in state.items()}
-        return [_mark_local(value) for value in state]
-    return LocalNonpersistentObject(state)
 
 
 def _random_state() -> dict[str, Any]:

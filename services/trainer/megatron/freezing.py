@@ -11,7 +11,7 @@ from torch import Tensor
 
 from services.trainer.megatron import DEVICE_TYPE
 from services.trainer.megatron.gpt_model import MegatronModel
-from services.trainer.megatron.hf_weights import LocalParameter, load_hf, parameters, weights_of
+from services.trainer.megatron.hf_weights import LocalParameter, parameters
 from services.trainer.megatron.lora import ADAPTER_DIRECTORY, load_adapters, silence_adapters
 from services.trainer.megatron.moe import GroupedExperts
 from services.trainer.megatron.runtime import deadline, gather_json, host_copy
@@ -89,7 +89,7 @@ class FrozenWeights:
     @classmethod
     def of(cls, model: MegatronModel, adapters: bool = False) -> "FrozenWeights":
         """Returns the model's weights as they are now."""
-        copies = [host_copy(tensor) for tensor in _parameters(model, adapters)]
+        copies = [host_copy(tensor) for tensor in model.weight_tensors(adapters)]
         if DEVICE_TYPE == "cuda":
             torch.cuda.current_stream().synchronize()
         return cls(copies, adapters)
@@ -112,8 +112,9 @@ class FrozenWeights:
         own stay as they are."""
 
         def load() -> None:
-            load_hf(model.modules, model.config, model.architecture, directory)
-            silence_adapters(model)
+            model.load_hf(directory)
+            if model.lora is not None:
+                silence_adapters(model)
 
         return cls._loaded(model, load)
 
@@ -140,10 +141,5 @@ class FrozenWeights:
     def _copy_into(self, model: MegatronModel) -> None:
         model.readers.wait("change of weights")
         # Pinned memory is not handed out again before the copies of this stream are through, so none is waited for.
-        for parameter, tensor in zip(_parameters(model, self._adapters), self._tensors, strict=True):
+        for parameter, tensor in zip(model.weight_tensors(self._adapters), self._tensors, strict=True):
             parameter.copy_(tensor, non_blocking=True)
-
-
-def _parameters(model: MegatronModel, adapters: bool) -> list[torch.Tensor]:
-    held = [tensor for chunk in model.modules for _, tensor in weights_of(chunk)]
-    return [tensor for tensor in held if getattr(tensor, "adapter", False)] if adapters else held

@@ -132,6 +132,10 @@ class GatherPlan:
         self.adapter_units = gather_units(adapter_sources, [list(each) for *_, each in reported])
         self.frozen = frozenset(name for _, _, names, _ in reported for name in names)
 
+    def leave(self) -> None:
+        """Ends the groups that the plan has for itself."""
+        self.groups.leave()
+
     @property
     def is_source(self) -> bool:
         """Returns whether this rank sends its stage's weights to the engines."""

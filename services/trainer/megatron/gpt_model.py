@@ -1,13 +1,12 @@
-"""The model of this rank: Megatron's GPT model, configured from an architecture and a layout, and the lock of readers on its parameters."""
+"""The model of this rank: Megatron's GPT model, configured from an architecture and a layout."""
 
 import dataclasses
 import math
-import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,73 +20,18 @@ from torch import Tensor
 
 from services.trainer.megatron import DEVICE_TYPE
 from services.trainer.megatron.expert_balance import Balancing
+from services.trainer.megatron.hf_weights import load_hf, weights_of
 from services.trainer.megatron.likelihood import OutputHead, VocabularySlice
 from services.trainer.megatron.moe import DISPATCHER, dispatcher_of
 from services.trainer.megatron.runtime import device
 from services.trainer.megatron.spec import ValueHead, decoder_spec, rotate_by_place
+from services.trainer.weights.read_lock import WeightReadLock
 from shared.config.flag_table import OF_DEEPEP
 from shared.model.architecture import Architecture, GroupedYarn, Llama3Scaling, Rope
 from shared.model.architecture_flags import flags_of
 from shared.model.parallel_layout import ParallelLayout
 from shared.model.trainable_parameters import Freezing, Lora
-from shared.runtime.errors import ConfigError, DeadlineExceeded
-
-
-class WeightRead:
-    """One read of the parameters, from `WeightReadLock.begin` to `over`.
-
-    Args:
-        what: names it in errors. seconds: how long a caller that changes parameters waits for its end.
-
-    Attributes:
-        stall: seconds that a caller has waited for it.
-    """
-
-    def __init__(self, what: str, seconds: float) -> None:
-        self.stall = 0.0
-        self.waiting_since: float | None = None
-        self._what, self._seconds = what, seconds
-        self._over = threading.Event()
-        self._read: torch.cuda.Event | None = None
-
-    def over(self) -> None:
-        """Ends the read; on a GPU it ends in the order of the current stream. A second call does nothing."""
-        if self._over.is_set():
-            return
-        if torch.cuda.is_available():
-            self._read = torch.cuda.Event()
-            self._read.record()
-        if (since := self.waiting_since) is not None:
-            self.stall += time.monotonic() - since
-        self._over.set()
-
-    def wait(self, next_action: str) -> None:
-        """Returns once it is over; the current stream's further work then comes after it. Raises DeadlineExceeded."""
-        if not self._over.is_set():
-            self.waiting_since = time.monotonic()
-            if not self._over.wait(self._seconds):
-                raise DeadlineExceeded(f"the end of {self._what}", "the thread that reads the weights", self._seconds, f"no {next_action}")
-        if self._read is not None:
-            torch.cuda.current_stream().wait_event(self._read)
-
-
-class WeightReadLock:
-    """The lock on one model's parameters, with at most one read at a time."""
-
-    def __init__(self) -> None:
-        self._reading: WeightRead | None = None
-
-    def begin(self, what: str, seconds: float) -> WeightRead:
-        """Begins a read; the arguments are those of `WeightRead`."""
-        self._reading = WeightRead(what, seconds)
-        return self._reading
-
-    def wait(self, next_action: str) -> None:
-        """Returns once no read is under way. ``next_action``: what the caller is about to do. Raises DeadlineExceeded."""
-        reading, self._reading = self._reading, None
-        if reading is not None:
-            reading.wait(next_action)
-
+from shared.runtime.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -120,6 +64,7 @@ class MegatronModel:
         chunk_size: tokens whose logits exist at a time; -1 for all of a micro-batch. balancing: of the experts; None: there is none.
     """
 
+    backend: ClassVar[str | None] = None  # in a checkpoint: the one that has no name
     architecture: Architecture
     config: TransformerConfig
     layout: ParallelLayout
@@ -153,6 +98,41 @@ class MegatronModel:
     def zero_gradients(self) -> None:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
+
+    def weight_tensors(self, adapters: bool = False) -> list[Tensor]:
+        """Returns what this rank holds of the weights, in the order of the model; or of LoRA's adapters alone."""
+        held = [tensor for chunk in self.modules for _, tensor in weights_of(chunk)]
+        return [tensor for tensor in held if getattr(tensor, "adapter", False)] if adapters else held
+
+    def load_hf(self, directory: Path) -> None:
+        """Fills this rank's parameters from a Hugging Face checkpoint of the same architecture."""
+        load_hf(self.modules, self.config, self.architecture, directory)
+
+    def gather_plan(self, apart: bool = False) -> Any:
+        """Returns what gathers the weights under Hugging Face's names (`services.trainer.megatron.gather_plan`). A collective of all ranks.
+
+        Args:
+            apart: over groups of its own, for exports that run beside the training.
+        """
+        from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan  # which knows this class
+
+        return GatherPlan(self, GatherGroups.own() if apart else None)
+
+    def sharded_state(self, layers_apart: bool = False) -> dict[str, Any]:
+        """Returns the weights as checkpoints hold them. ``layers_apart``: each layer has its own name; otherwise like layers are stacked
+        under one."""
+        metadata = {**sharding_metadata(), **({"non_homogeneous_layers": True} if layers_apart else {})}
+        return {f"model{index}": module.sharded_state_dict(metadata=metadata) for index, module in enumerate(self.modules)}
+
+    def load_state(self, loaded: Mapping[str, Any]) -> None:
+        """Takes the weights of a checkpoint that was read by `sharded_state`."""
+        for index, module in enumerate(self.modules):
+            module.load_state_dict(loaded[f"model{index}"])
+
+
+def sharding_metadata() -> dict[str, Any]:
+    """Returns what Megatron's sharded states of models and optimizers need to be told."""
+    return {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
 
 
 def transformer_config(

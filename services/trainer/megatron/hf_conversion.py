@@ -36,7 +36,6 @@ from services.trainer.megatron.checkpoint import (
     find_checkpoint,
     model_entries,
     read_marker,
-    sharded_modules,
 )
 from services.trainer.megatron.checkpoint_parts import MARKER, METADATA
 from services.trainer.megatron.export import copy_beside_weights, save_hf, write_json
@@ -88,7 +87,7 @@ def to_torch_dist(source: Path, target: Path, dtype: str | None, progress: Progr
         step = partial / "step_00000000"
         step.mkdir()
         shards = _StreamedShards(model, reader, progress)
-        dist_checkpointing.save(sharded_modules(model), str(step), shards, validate_access_integrity=False)
+        dist_checkpointing.save(model.sharded_state(), str(step), shards, validate_access_integrity=False)
         (step / METADATA).write_bytes(shards.index([shards.write()], 0))
         kept = step / _HF_FILES
         kept.mkdir()
@@ -135,7 +134,7 @@ def to_hf(source: Path, target: Path, hf: Path | None, step: int | None, progres
 
 @torch.no_grad()
 def _read_adapters(path: Path, model: MegatronModel) -> None:
-    sharded = sharded_modules(model)["model0"]
+    sharded = model.sharded_state()["model0"]
     held = {name: tensor for name, tensor in model.modules[0].named_parameters() if getattr(tensor, "adapter", False)}
     for name, tensor in _read_tensors(path, {name: sharded[name] for name in held}).items() if held else ():
         held[name].copy_(tensor)
@@ -185,7 +184,7 @@ class StoredModel(GatherPlan):
     def __init__(self, model: MegatronModel, path: Path, progress: Progress) -> None:
         super().__init__(model)
         self._path, self._progress, self._done = path, progress, 0
-        self._sharded = sharded_modules(model)["model0"]
+        self._sharded = model.sharded_state()["model0"]
 
     def bucket(self, units: Sequence[GatherUnit], dtype: torch.dtype | None = None, destination: int = 0) -> Bucket:
         base = [unit for unit in units if unit.name in self._sharded]  # the adapters have been read

@@ -13,19 +13,25 @@ wherever it lies.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import megatron.core.optimizer as megatron_optimizer
 import megatron.core.optimizer.distrib_optimizer as distributed_optimizer
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from services.trainer.megatron.gpt_model import MegatronModel, laid_over
+from services.trainer.megatron.gpt_model import MegatronModel, laid_over, sharding_metadata
 from services.trainer.megatron.runtime import anywhere
+from services.trainer.megatron.staged_shards import LiveState
+from services.trainer.scheduled_optimizer import ScheduledOptimizer
 from shared.config.trainer_section import LearningRateSchedule, OptimizerState, TrainerSection
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
@@ -241,11 +247,11 @@ def _parts(tensor: Tensor) -> list[slice]:
 
 def _update(one: _Slice) -> None:
     gradient, main = one.shard.decoupled_grad[one.part].float(), one.state["master_param"]  # type: ignore[attr-defined]
-    _adam(one.group, [main], [gradient], [one.state])
+    adam(one.group, [main], [gradient], [one.state])
     one.shard[one.part].copy_(main)
 
 
-def _adam(group: dict[str, Any], parameters: list[Tensor], gradients: list[Any], states: list[dict[str, Any]]) -> None:
+def adam(group: dict[str, Any], parameters: list[Tensor], gradients: list[Any], states: list[dict[str, Any]]) -> None:
     """Updates parameters and their moments in place, by the fused kernel and the settings of a group, whose ``step`` this one is."""
     beta1, beta2 = group["betas"]
     adamw(
@@ -336,7 +342,7 @@ class Adam(torch.optim.Optimizer):
                 continue
             for parameter in parameters:
                 self.initialize_state(parameter)
-            _adam(group, parameters, [p.grad for p in parameters], [self.state[p] for p in parameters])
+            adam(group, parameters, [p.grad for p in parameters], [self.state[p] for p in parameters])
 
     def initialize_state(self, parameter: Tensor) -> None:
         """Makes zero moments for parameters that have none."""
@@ -355,7 +361,7 @@ def register_adam() -> None:
     distributed_optimizer.USING_APEX_OPTIMIZER = True
 
 
-class Optimizer:
+class Optimizer(ScheduledOptimizer):
     """Adam over float32 main weights, its moments split over the data-parallel ranks if so configured.
 
     Args:
@@ -363,8 +369,8 @@ class Optimizer:
     """
 
     def __init__(self, model: MegatronModel, trainer: TrainerSection, schedule: LearningRateSchedule, overrides: Mapping[str, Any]) -> None:
+        super().__init__(trainer, schedule)
         register_adam()
-        self.trainer, self.schedule, self.updates = trainer, schedule, 0
         bfloat16 = model.config.params_dtype == torch.bfloat16
         for problem in OptimizerState.problems(overrides, trainer.train_dtype, trainer.use_distributed_optimizer):
             raise problem
@@ -397,18 +403,7 @@ class Optimizer:
                 part._copy_model_params_to_main_params = part.optimizer.renew_main
             part.init_state_fn(part.optimizer, part.config)  # saving before the first update needs moments, as loading does
 
-    @property
-    def lr(self) -> float:
-        """Returns the learning rate of the next update."""
-        return self.schedule.at(self.updates)
-
-    def reset(self, schedule: LearningRateSchedule) -> None:
-        """Starts over with zero moments at the beginning of ``schedule``. The float32 main weights keep their precision."""
-        self.schedule, self.updates = schedule, 0
-        self.reset_moments()
-
     def reset_moments(self) -> None:
-        """Zeroes Adam's moments and its count of updates, which corrects their bias; the schedule continues."""
         for part in self.parts().values():
             for group in part.optimizer.param_groups:
                 group.pop("step", None)
@@ -416,18 +411,7 @@ class Optimizer:
                 state["exp_avg"].zero_()
                 state["exp_avg_sq"].zero_()
 
-    def resume(self, schedule: LearningRateSchedule, updates: int) -> None:
-        """Takes a loaded checkpoint's schedule, at the position that it had reached, with the configured rates."""
-        self.schedule, self.updates = replace(schedule, lr=self.schedule.lr, min_lr=self.schedule.min_lr), updates
-
     def update(self) -> tuple[float, str | None]:
-        """Applies the gradients that the backward passes have left. This is a collective of all ranks.
-
-        A gradient whose norm is not finite changes nothing: neither weights, nor moments, nor the schedule's position.
-
-        Returns:
-            The L2 norm of the whole gradient before clipping; and why nothing was changed, or None.
-        """
         optimizer = self.megatron
         optimizer.prepare_grads()
         grad_norm = float(optimizer.get_grad_norm())
@@ -445,12 +429,54 @@ class Optimizer:
         self.updates += 1
         return grad_norm, None
 
+    def weights_loaded(self) -> None:
+        self.megatron.reload_model_params()
+
     def zero_gradients(self) -> None:
         """Zeroes the gradients before the backward passes. Without a distributed optimizer the parameters' gradients *are* the model's
         buffers after an update, and the next backward pass would add each buffer to itself."""
         self.megatron.zero_grad()
 
+    def sharded_state(self, model: MegatronModel, loading: bool, updates: int) -> tuple[dict[str, Any], dict[str, Callable[[Any], None]]]:
+        # a stack of layers of which some are frozen would have moments for a part only
+        apart = model.sharded_state(layers_apart=not model.freezing.nothing)
+        source = apart["model0"] if len(apart) == 1 else apart
+        state, take_loaded = dict[str, Any](), dict[str, Callable[[Any], None]]()
+        for role, part in self.parts().items():
+            if isinstance(part, DistributedOptimizer):
+                live = LiveState(part, source)
+                state[role] = live.sharded()
+                take_loaded[role] = partial(live.take_loaded, updates)
+            else:
+                sharded = part.sharded_state_dict(source, is_loading=loading, metadata=sharding_metadata())
+                state[role], take_loaded[role] = _sharded_part(sharded, updates), part.load_state_dict
+        return state, take_loaded
+
     def parts(self) -> dict[str, Any]:
         """Returns Megatron's optimizers of this rank by what they update: ``dense`` and, where the rank has some, ``experts``."""
         held = [part for part in self.megatron.chained_optimizers if not part.is_stub_optimizer]
         return dict(zip(("dense", "experts")[: len(held)], held, strict=True))
+
+
+def _sharded_part(state: dict[str, Any], updates: int) -> dict[str, Any]:
+    """Returns one optimizer's state, of which only tensors are saved: their names do not depend on how many optimizers a rank
+    has. Other entries differ between layouts and ranks, and Megatron would save rank 0's; all of them
+    but the count of updates are configuration, so each rank loads its own."""
+    for group in state.get("optimizer", state)["param_groups"]:
+        group.pop("step", None)
+        if updates:
+            group["step"] = updates
+        if isinstance(group.get("params"), LocalNonpersistentObject):
+            group["params"] = group["params"].unwrap()
+    return {key: _mark_local(value) for key, value in state.items()}
+
+
+def _mark_local(state: Any) -> Any:
+    """Returns ``state`` with every entry that holds no tensor to be saved marked as not to be saved."""
+    if isinstance(state, ShardedBase):
+        return state
+    if isinstance(state, dict | list) and any(isinstance(value, ShardedBase) for value in nested_values(state)):
+        if isinstance(state, dict):
+            return {key: _mark_local(value) for key, value in state.items()}
+        return [_mark_local(value) for value in state]
+    return LocalNonpersistentObject(state)

@@ -88,7 +88,7 @@ def forward_backward(
     """
     model.train(True)
     compute = _loss(model, loss_fn, temperature, need_entropy)
-    loss, metrics = _reduce(_run(model, batches, compute, forward_only=False, balanced=balanced))
+    loss, metrics = reduce_reports(_run(model, batches, compute, forward_only=False, balanced=balanced))
     if balanced is not None:
         copies = 1 if model.layout.sequence_parallel else model.layout.tensor
         layers = sum(model.architecture.is_moe_layer(index) for index in range(model.architecture.num_layers))
@@ -130,12 +130,17 @@ def _loss(
             loss, metrics = apply(likelihood, entropy, batch, found)
         else:
             loss, metrics = apply(*_likelihood(model, output, given, temperature, need_entropy), batch)
-        if loss.dim() or not loss.requires_grad:
-            raise BadLoss(f"loss_fn returned a loss of shape {tuple(loss.shape)} with requires_grad={loss.requires_grad}; "
-                          "expected a scalar that depends on its first argument")  # fmt: skip
-        return loss, {name: value.detach() for name, value in metrics.items()}
+        return checked(loss, metrics)
 
     return compute
+
+
+def checked(loss: Tensor, metrics: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns what a loss function has returned, metrics without their graphs. Raises BadLoss."""
+    if loss.dim() or not loss.requires_grad:
+        raise BadLoss(f"loss_fn returned a loss of shape {tuple(loss.shape)} with requires_grad={loss.requires_grad}; "
+                      "expected a scalar that depends on its first argument")  # fmt: skip
+    return loss, {name: value.detach() for name, value in metrics.items()}
 
 
 def _read(
@@ -306,7 +311,7 @@ def _with_candidates(
     return found[:, 0], None if entropy is None else whole(entropy), found[:, 1:]
 
 
-def _reduce(reports: list[dict[str, Any]]) -> tuple[float, dict[str, float]]:
+def reduce_reports(reports: list[dict[str, Any]]) -> tuple[float, dict[str, float]]:
     """Sums the last stage's reports over the data-parallel ranks, and sends the sums to all stages.
 
     Raises:

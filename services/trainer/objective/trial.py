@@ -15,7 +15,7 @@ from services.trainer.packing import pack
 from shared.config.run_config import RunConfig
 from shared.hooks import HookFailed
 from shared.hooks.sample_conversion import from_stored
-from shared.model.families import read_architecture
+from shared.model.families import architecture_of
 from shared.process.call_server import serve_calls
 from shared.runtime.tasks import error_text
 from shared.schema.sample import Sample, Score, decode
@@ -61,7 +61,7 @@ class ObjectiveCalls:
         if name == REDUCER:
             return self._backward(name, custom.reduced(pg, tokens, self._config.algorithm.calculate_per_token_loss), pg)
         assert name == LOSS
-        logits = torch.randn(len(batch.tokens), read_architecture(self._config.model.hf_checkpoint).vocab_size, requires_grad=True)
+        logits = torch.randn(len(batch.tokens), architecture_of(self._config).vocab_size, requires_grad=True)
         fields = dict.fromkeys(("proximal_log_probs", "ref_log_probs"), old) | {"advantages": batch.loss_mask.clone()}
         return self._backward(name, CustomLoss(custom)(logits, batch.with_fields(**fields))[0], logits)
 

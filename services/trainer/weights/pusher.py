@@ -23,7 +23,7 @@ import torch
 from services.trainer.commands import Push
 from services.trainer.control_client import ControlClient, push_spans
 from services.trainer.megatron import runtime
-from services.trainer.megatron.gpt_model import MegatronModel, WeightRead
+from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.weights.push_schedule import (
     ABORT_SECONDS,
     CHECK,
@@ -40,6 +40,7 @@ from services.trainer.weights.push_schedule import (
     mismatches,
     replicas_without_rank,
 )
+from services.trainer.weights.read_lock import WeightRead
 from services.trainer.weights.stage_sender import ChannelKind, StageSender, whole_push
 from shared.bus.bus_errors import RequestRefused
 from shared.config.trainer_section import WeightsSection

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.trainer.megatron import runtime
-from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan, GatherUnit
+from services.trainer.megatron.gather_plan import GatherPlan, GatherUnit
 from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.runtime import deadline, device
 from shared.runtime.addresses import own_address
@@ -312,7 +312,7 @@ class StageSender:
     """
 
     def __init__(self, model: MegatronModel, kind: ChannelKind, seconds: float, bucket_bytes: int, dtype: str | None = None) -> None:
-        self.plan = GatherPlan(model, GatherGroups.own())
+        self.plan: GatherPlan = model.gather_plan(apart=True)
         self._kind, self._bucket_bytes, self._dtype = kind, bucket_bytes, dtype
         self._life = secrets.token_hex(4)  # a channel of an earlier process must not be mistaken for one of this
         self._exports: dict[bool, tuple[StageExport, ManifestHasher]] = {}
@@ -449,7 +449,7 @@ class StageSender:
 
     def close(self) -> None:
         self.drop()
-        self.plan.groups.leave()
+        self.plan.leave()
         if self._ranks is not None:
             dist.destroy_process_group(self._ranks)
             self._ranks = None

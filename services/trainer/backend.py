@@ -1,0 +1,50 @@
+"""The seam between the training and what computes it: Megatron-Core, or transformers' models under FSDP2.
+
+A backend is a package with a module ``backend``, whose function ``create`` makes a `Backend`. Its model and its passes have the methods and
+functions that `services.trainer.actor.Actor`, pushes, exports, checkpoints and frozen copies call: those of
+`services.trainer.megatron.gpt_model.MegatronModel` and `services.trainer.megatron.passes`, with the same meaning.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from services.trainer.scheduled_optimizer import ScheduledOptimizer
+
+PACKAGES = {"megatron": "services.trainer.megatron", "torch": "services.trainer.fsdp"}  # trainer.trainer_backend → its package
+
+
+class Passes(Protocol):
+    """The functions of a backend's module ``passes``; all are collectives of the ranks that share a model."""
+
+    def log_probs(self, model: Any, batches: Any, temperature: float, recorded: Any = None) -> list[Tensor]: ...
+
+    def values(self, model: Any, batches: Any) -> list[Tensor]: ...
+
+    def balanced_step(self, model: Any, batches: Any) -> Any: ...
+
+    def forward_backward(
+        self, model: Any, batches: Any, loss_fn: Any, temperature: float, need_entropy: bool, balanced: Any = None
+    ) -> tuple[float, dict[str, float]]: ...
+
+    def loss_alone(self, model: Any, batch: Any, loss_fn: Any, temperature: float, need_entropy: bool) -> float | None: ...
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One role's model in a backend.
+
+    Args:
+        model, passes: see `services.trainer.backend`. unshared: why beginnings of sequences are not computed once; None where they are.
+        independent: whether a data-parallel rank can compute a loss without the others.
+        finish_step: is called after an optimizer step with what ``balanced_step`` had made.
+    """
+
+    model: Any
+    optimizer: ScheduledOptimizer
+    passes: Passes
+    unshared: str | None
+    independent: bool
+    finish_step: Callable[[Any], None] = lambda _: None

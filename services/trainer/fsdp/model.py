@@ -1,0 +1,270 @@
+"""A causal language model of transformers', sharded over all ranks by FSDP2.
+
+The parameters that a rank keeps are float32 shards, which the optimizer updates; layers compute in the run's dtype, gathered one at a time.
+Log-probs are taken from hidden states by chunks, inside the forward pass of the root, where FSDP2 has gathered the output layer.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from services.trainer.fsdp import packed_attention
+from services.trainer.fsdp.packed_attention import Sequences
+from services.trainer.megatron import DEVICE_TYPE
+from services.trainer.megatron.likelihood import OutputHead, VocabularySlice
+from services.trainer.megatron.runtime import device, together
+from services.trainer.packing import PackedBatch
+from services.trainer.weights.read_lock import WeightReadLock
+from shared.model.architecture import Architecture
+from shared.model.parallel_layout import ParallelLayout
+from shared.model.trainable_parameters import Freezing, Lora
+from shared.runtime.errors import ConfigError, MyxoError
+
+PROBED = (7, 4)  # tokens of the two sequences that `check_packing` compares
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.15}  # of their log-probs
+FIELD = "trainer.trainer_backend"
+
+Read = Callable[[Tensor, Tensor], Any]  # hidden states [T, hidden size] and the output layer's weight [V, hidden size] → tensors
+
+
+class ScoredModel(torch.nn.Module):
+    """The root that FSDP2 wraps: whatever reads the output layer does it inside this module's forward pass."""
+
+    def __init__(self, language_model: Any) -> None:
+        super().__init__()
+        self.language_model = language_model
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, sequences: Sequences | None = None, read: Read | None = None) -> Any:
+        """Takes ``tokens`` and ``positions``, int64 [1, T]. Returns what ``read`` returns; without it transformers' own logits [T, V]."""
+        model = self.language_model
+        if read is None:
+            return model(input_ids=tokens, use_cache=False).logits[0]
+        given = {"input_ids": tokens, "position_ids": positions, "use_cache": False, "packed_sequences": sequences}
+        return read(model.base_model(**given).last_hidden_state[0], model.get_output_embeddings().weight)
+
+
+@dataclass
+class FsdpModel:
+    """The model as this rank holds it; the fields that `services.trainer.megatron.gpt_model.MegatronModel` has too mean the same.
+
+    Args:
+        root: sharded. hf_dir: the checkpoint that it was made from. dtype: in which layers compute, and weights are sent to engines.
+    """
+
+    backend: ClassVar[str | None] = "torch"
+    architecture: Architecture
+    layout: ParallelLayout
+    root: Any
+    hf_dir: Path
+    dtype: torch.dtype
+    freezing: Freezing = field(default_factory=Freezing)
+    chunk_size: int = -1
+    readers: WeightReadLock = field(default_factory=WeightReadLock)
+    value_head: bool = False
+    lora: Lora | None = None
+    least_saved: float | None = None
+
+    @property
+    def config(self) -> SimpleNamespace:
+        return SimpleNamespace(params_dtype=self.dtype)
+
+    @property
+    def language_model(self) -> Any:
+        return self.root.language_model
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        return [self.language_model]
+
+    @property
+    def chunks(self) -> list[torch.nn.Module]:
+        return [self.root]
+
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Returns the parameters by transformers' names, tied ones once."""
+        return dict(self.language_model.named_parameters())
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Returns the buffers that checkpoints hold, such as routers' biases: whole on every rank, and never updated."""
+        own = self.named_parameters()
+        state = self.language_model.state_dict()
+        return {name: tensor for name, tensor in state.items() if name not in own and not isinstance(tensor, DTensor)}
+
+    def train(self, mode: bool) -> None:
+        self.root.train(mode)
+
+    def zero_gradients(self) -> None:
+        for parameter in self.root.parameters():
+            parameter.grad = None
+
+    def weight_tensors(self, adapters: bool = False) -> list[Tensor]:
+        """Returns what this rank holds of the weights."""
+        return [local(parameter) for parameter in self.named_parameters().values()] + list(self.buffers().values())
+
+    @torch.no_grad()
+    def load_hf(self, directory: Path) -> None:
+        """Fills this rank's shards from another checkpoint of the same model."""
+        with together(f"loading {directory}"):
+            given = load(directory, self.language_model.config.get_text_config().vocab_size).state_dict()
+        for name, parameter in self.named_parameters().items():
+            local(parameter).copy_(shard_of(parameter, given[name]))
+        for name, buffer in self.buffers().items():
+            buffer.copy_(given[name])
+
+    def sharded_state(self) -> dict[str, Any]:
+        """Returns the weights as checkpoints hold them: this rank's rows, which are read in place, whatever the ranks that wrote them."""
+        held = {name: one for name, one in self.named_parameters().items() if local(one).numel()}
+        return {"model0": dict(sharded("weights", name, one, local(one)) for name, one in {**held, **self.buffers()}.items())}
+
+    def load_state(self, loaded: Mapping[str, Any]) -> None:
+        """Does nothing: the weights were read in place."""
+
+    def gather_plan(self, apart: bool = False) -> Any:
+        """Returns what gathers the weights under Hugging Face's names; see `services.trainer.fsdp.gather_plan`."""
+        from services.trainer.fsdp.gather_plan import FsdpGatherPlan
+
+        return FsdpGatherPlan(self, apart)
+
+    def run(self, batch: PackedBatch, read: Read) -> Any:
+        """Returns what ``read`` makes of a micro-batch on this rank's device. A collective of all ranks."""
+        sequences = Sequences(batch.cu_seqlens.tolist(), batch.cu_seqlens.to(device()))
+        positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(sequences.starts)]).to(device())
+        return self.root(batch.tokens.to(device())[None], positions[None], sequences, read)
+
+    def head(self, weight: Tensor) -> OutputHead:
+        """Returns the output layer over its gathered weight."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        return OutputHead(weight, VocabularySlice(group, 0, self.architecture.vocab_size), chunk_size=self.chunk_size)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Returns this rank's shard of a parameter, or the tensor itself where it is not sharded; no copy."""
+    found = tensor.detach()
+    return found.to_local() if isinstance(found, DTensor) else found
+
+
+def rows_of(tensor: DTensor, rank: int | None = None) -> tuple[int, int]:
+    """Returns the first row of a rank's shard, by default this one's, and the row behind it: FSDP2 cuts as `torch.chunk` does."""
+    size, world = tensor.shape[0], tensor.device_mesh.size()
+    each = -(-size // world)
+    own = dist.get_rank() if rank is None else rank
+    return min(own * each, size), min((own + 1) * each, size)
+
+
+def shard_of(parameter: Tensor, whole: Tensor) -> Tensor:
+    """Returns this rank's rows of a whole parameter."""
+    return whole[slice(*rows_of(parameter))] if isinstance(parameter, DTensor) else whole
+
+
+def sharded(prefix: str, name: str, parameter: Tensor, data: Tensor) -> tuple[str, ShardedTensor]:
+    """Returns a name, and a tensor that is laid out as a parameter is: by rows over the ranks, or whole on each of them."""
+    first = rows_of(parameter)[0] if isinstance(parameter, DTensor) else 0
+    offset = (first, *(0 for _ in parameter.shape[1:])) if parameter.dim() else ()
+    replica = 0 if isinstance(parameter, DTensor) else (0, 0, dist.get_rank())
+    key = f"{prefix}.{name}"
+    return key, ShardedTensor(key, data, data.dtype, tuple(data.shape), tuple(parameter.shape), offset, None, replica)
+
+
+def load(hf_dir: Path, vocab_size: int | None = None, random: bool = False) -> Any:
+    """Returns transformers' model of a checkpoint in float32 in host memory, with its weights or random ones.
+
+    Raises ConfigError: transformers has no causal language model of the kind, or does not read the checkpoint.
+    """
+    field = "model.hf_checkpoint"
+    try:
+        config = transformers.AutoConfig.from_pretrained(hf_dir, local_files_only=True)
+        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": packed_attention.NAME}
+        if random:
+            return transformers.AutoModelForCausalLM.from_config(config, **options)
+        options |= {"config": config, "local_files_only": True, "output_loading_info": True}
+        found, notes = cast(Any, transformers.AutoModelForCausalLM.from_pretrained)(hf_dir, **options)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(field, str(hf_dir), f"a causal language model that transformers reads ({error})") from error
+    for kind in ("missing_keys", "mismatched_keys"):
+        if notes.get(kind):
+            raise ConfigError(
+                field, str(hf_dir), f"a checkpoint with all of its model's tensors; {kind}: {sorted(map(str, notes[kind]))[:5]}"
+            )
+    if vocab_size is not None and found.config.get_text_config().vocab_size != vocab_size:
+        raise ConfigError(field, str(hf_dir), f"a checkpoint of the same model, with a vocabulary of {vocab_size}")
+    return found
+
+
+def build(
+    hf_dir: Path,
+    architecture: Architecture,
+    layout: ParallelLayout,
+    dtype: torch.dtype,
+    *,
+    chunk_size: int = -1,
+    recompute: bool = False,
+    freezing: Freezing | None = None,
+    random: bool = False,
+) -> FsdpModel:
+    """Loads a model and shards it over all ranks, of which the process group is there.
+
+    Args:
+        dtype: in which layers compute. chunk_size: tokens whose logits exist at a time; -1 for all. recompute: every layer, in the
+            backward pass. freezing: by transformers' names of the parameters.
+
+    Raises ConfigError: transformers does not read it, the patterns fit nothing, or packed sequences would see one another.
+    """
+    with together(f"loading {hf_dir}"):
+        model = load(hf_dir, random=random)
+    if freezing is not None and not freezing.nothing:
+        freezing.check([name for name, _ in model.named_parameters()])
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(freezing.trains(name))
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    mesh = init_device_mesh(DEVICE_TYPE, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
+    root, names = ScoredModel(model), set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ConfigError(FIELD, "torch", f"megatron; transformers does not say what the layers of {type(model).__name__} are")
+    for module in [*layers, root]:
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    made = FsdpModel(architecture, layout, root, hf_dir, dtype, freezing or Freezing(), chunk_size)
+    check_packing(made)
+    return made
+
+
+@torch.no_grad()
+def check_packing(model: FsdpModel) -> None:
+    """Compares two sequences in a pack with each alone, through transformers' own logits. A collective of all ranks.
+
+    Raises ConfigError: they differ, since layers mix sequences, or a model changes its logits behind the output layer.
+    """
+    generator, plain, name = torch.Generator().manual_seed(0), model.language_model, type(model.language_model).__name__
+    sequences = [torch.randint(0, model.architecture.vocab_size, (length,), generator=generator) for length in PROBED]
+    starts = torch.tensor([0, *itertools.accumulate(PROBED)], dtype=torch.int32)
+    tokens = torch.cat(sequences)
+    batch = PackedBatch(tokens, tokens, torch.ones(len(tokens)), starts, max(PROBED), {})
+    model.train(False)
+    try:
+        in_pack = model.run(batch, F.linear).float().log_softmax(-1).split(PROBED)
+        plain.set_attn_implementation("eager")
+        alone = [model.root(one[None].to(device())).float().log_softmax(-1) for one in sequences]
+    except (MyxoError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(FIELD, "torch", f"megatron; {name} takes no packed sequences here ({error})") from error
+    finally:
+        plain.set_attn_implementation(packed_attention.NAME)
+    difference = max(float((ours - theirs).abs().max()) for ours, theirs in zip(in_pack, alone, strict=True))
+    if not difference < TOLERANCES[model.dtype]:
+        reason = f"the log-probs of {name} differ by {difference:.2g} between packed and single sequences"
+        raise ConfigError(FIELD, "torch", f"megatron; {reason}")

@@ -1,0 +1,86 @@
+"""AdamW over the float32 shards of this rank."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from services.trainer.fsdp.model import FsdpModel, local, sharded
+from services.trainer.megatron.optimizer import adam
+from services.trainer.megatron.runtime import anywhere, device
+from services.trainer.scheduled_optimizer import ScheduledOptimizer
+from shared.config.trainer_section import LearningRateSchedule, TrainerSection
+
+
+class FsdpOptimizer(ScheduledOptimizer):
+    """Adam with decoupled weight decay, of matrices only, as Megatron's.
+
+    Attributes:
+        moments: of the parameters that train, by name: this rank's shards of both, float32.
+    """
+
+    def __init__(self, model: FsdpModel, trainer: TrainerSection, schedule: LearningRateSchedule) -> None:
+        super().__init__(trainer, schedule)
+        self._parameters = {name: one for name, one in model.named_parameters().items() if one.requires_grad}
+        self.moments = {name: (torch.zeros_like(local(one)), torch.zeros_like(local(one))) for name, one in self._parameters.items()}
+        self.steps = 0  # updates since the moments were zero
+
+    def reset_moments(self) -> None:
+        self.steps = 0
+        for moments in self.moments.values():
+            torch._foreach_zero_(list(moments))
+
+    def sharded_state(self, model: FsdpModel, loading: bool, updates: int) -> tuple[dict[str, Any], dict[str, Callable[[Any], None]]]:
+        held = [(name, one) for name, one in self._parameters.items() if local(one).numel()]
+        kinds = (("exp_avg", 0), ("exp_avg_sq", 1))
+        state = dict(sharded(f"optimizer.{kind}", name, one, self.moments[name][index]) for name, one in held for kind, index in kinds)
+
+        def taken(_: object) -> None:
+            self.steps = updates
+
+        return {"dense": state}, {"dense": taken}
+
+    def weights_loaded(self) -> None:
+        """Does nothing: the shards are the main weights."""
+
+    def zero_gradients(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    @torch.no_grad()
+    def update(self) -> tuple[float, str | None]:
+        held = {name: local(one.grad) if one.grad is not None else None for name, one in self._parameters.items()}
+        gradients = {name: torch.zeros_like(local(self._parameters[name])) if one is None else one for name, one in held.items()}
+        norm = _norm(list(gradients.values()))
+        if anywhere(not math.isfinite(norm)):
+            return norm, f"gradient norm is {norm}"
+        if self.trainer.clip_grad > 0 and (share := self.trainer.clip_grad / (norm + 1e-6)) < 1:
+            torch._foreach_mul_(list(gradients.values()), share)
+        for decays in (True, False):
+            names = [name for name, one in self._parameters.items() if decays == (one.dim() > 1)]
+            group = {
+                "step": self.steps + 1,
+                "lr": self.lr,
+                "betas": (self.trainer.adam_beta1, self.trainer.adam_beta2),
+                "eps": self.trainer.adam_eps,
+                "weight_decay": self.trainer.weight_decay if decays else 0.0,
+            }
+            shards = [name for name in names if gradients[name].numel()]
+            if shards:
+                states = [dict(zip(("exp_avg", "exp_avg_sq"), self.moments[name], strict=True)) for name in shards]
+                adam(group, [local(self._parameters[name]) for name in shards], [gradients[name] for name in shards], states)
+        self.steps += 1
+        self.updates += 1
+        return norm, None
+
+
+def _norm(gradients: list[Tensor]) -> float:
+    """Returns the L2 norm of the whole gradient, of which each rank has shards. A collective of all ranks."""
+    squares = torch.zeros((), dtype=torch.float32, device=device())
+    for norm in torch._foreach_norm([one for one in gradients if one.numel()]):
+        squares += norm.float().square()
+    dist.all_reduce(squares)
+    return float(squares.sqrt())

@@ -1,0 +1,109 @@
+"""Forward and backward passes of an FSDP2 model over this rank's micro-batches; the functions are those of `services.trainer.megatron.passes`.
+
+Every rank must pass the same number of micro-batches: each layer of each is a collective.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from services.trainer.fsdp.model import FsdpModel, Read
+from services.trainer.megatron.passes import BadLoss, LossFunction, MicroBatchesFailed, checked, reduce_reports
+from services.trainer.megatron.runtime import anywhere, device
+from services.trainer.packing import PackedBatch
+from shared.runtime.errors import MyxoError
+
+
+def log_probs(model: FsdpModel, batches: Sequence[PackedBatch], temperature: float, recorded: Any = None) -> list[Tensor]:
+    """Returns the log-probability of every label, float32 [T] a micro-batch, without gradients. ``recorded`` must be None."""
+    if recorded is not None:
+        raise MyxoError("the torch backend records no routing")
+    model.train(False)
+
+    def read(batch: PackedBatch) -> Read:
+        labels = batch.labels.to(device())[:, None]
+        return lambda hidden, weight: model.head(weight).likelihood(hidden, labels, temperature, need_entropy=False)[0][:, 0]
+
+    with torch.no_grad():
+        return [model.run(batch, read(batch)) for batch in batches]
+
+
+def values(model: FsdpModel, batches: Sequence[PackedBatch]) -> list[Tensor]:
+    """Raises MyxoError: there is no critic with this backend."""
+    raise MyxoError("the torch backend has no critic")
+
+
+def balanced_step(model: FsdpModel, batches: Sequence[PackedBatch]) -> None:
+    """Returns None: experts are not balanced with this backend."""
+
+
+def forward_backward(
+    model: FsdpModel, batches: Sequence[PackedBatch], loss_fn: LossFunction, temperature: float, need_entropy: bool, balanced: None = None
+) -> tuple[float, dict[str, float]]:
+    """Adds the gradient of the summed loss to the zeroed gradients, summed over all ranks. Returns loss and metrics, summed likewise.
+
+    Raises BadLoss: the loss function broke its contract. MicroBatchesFailed: it failed, on whichever rank.
+    """
+    model.train(True)
+    reports, failed, seen = list[dict[str, Any]](), dict[int, Exception](), dict[int, tuple[Tensor, ...]]()
+    for index, batch in enumerate(batches):
+        found = model.run(batch, _read(model, batch, loss_fn, temperature, need_entropy))
+        try:
+            loss, metrics = _applied(loss_fn, found, batch.to(device()))
+            reports.append({"loss": loss.detach(), "metrics": metrics})
+        except (torch.OutOfMemoryError, BadLoss):  # no single micro-batch's fault
+            raise
+        except Exception as error:
+            failed[index], loss = error, found[0].sum() * 0
+            seen[index] = tuple(tensor.detach() for tensor in found)
+        (loss * dist.get_world_size()).backward()  # FSDP2 averages
+    if anywhere(bool(failed)):
+        raise MicroBatchesFailed(failed, lambda alone: _attempt(batches, seen, loss_fn, alone))
+    return reduce_reports(reports)
+
+
+def loss_alone(model: FsdpModel, batch: PackedBatch, loss_fn: LossFunction, temperature: float, need_entropy: bool) -> float:
+    """Returns the loss of one micro-batch, without gradients. A collective of all ranks."""
+    model.train(True)
+    found = model.run(batch, _read(model, batch, loss_fn, temperature, need_entropy))
+    return float(_applied(loss_fn, found, batch.to(device()))[0].detach())
+
+
+def _read(model: FsdpModel, batch: PackedBatch, loss_fn: LossFunction, temperature: float, need_entropy: bool) -> Read:
+    """Returns what computes the loss function's arguments before the batch: tensors of T rows."""
+    if getattr(loss_fn, "takes_logits", False):
+        return lambda hidden, weight: (F.linear(hidden, weight) / temperature,)
+    ids = batch.labels[:, None]
+    if (name := getattr(loss_fn, "candidates", None)) is not None:
+        ids = torch.cat([ids, batch.fields[name]], 1)
+    ids = ids.to(device())
+
+    def read(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        found, entropy = model.head(weight).likelihood(hidden, ids, temperature, need_entropy)
+        return (found[:, 0], *([] if entropy is None else [entropy]), *([found[:, 1:]] if ids.size(1) > 1 else []))
+
+    return read
+
+
+def _applied(loss_fn: LossFunction, found: tuple[Tensor, ...], batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns loss and metrics of a micro-batch. ``found``: what `_read` has computed. Raises BadLoss."""
+    call: Callable[..., tuple[Tensor, dict[str, Tensor]]] = loss_fn
+    if getattr(loss_fn, "takes_logits", False):
+        return checked(*call(found[0], batch))
+    if getattr(loss_fn, "candidates", None) is not None:
+        return checked(*call(found[0], found[1] if len(found) == 3 else None, batch, found[-1]))
+    return checked(*call(found[0], found[1] if len(found) == 2 else None, batch))
+
+
+def _attempt(batches: Sequence[PackedBatch], seen: Mapping[int, tuple[Tensor, ...]], loss_fn: LossFunction, alone: PackedBatch) -> None:
+    """Computes the loss of one sequence from what the pass over its micro-batch has found: no rank waits for another in it."""
+    for index, found in seen.items():
+        whole = batches[index].tokens
+        first = alone.tokens.storage_offset() - whole.storage_offset()
+        if alone.tokens.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() and 0 <= first < len(whole):
+            rows = tuple(tensor[first : first + len(alone.tokens)].clone().requires_grad_() for tensor in found)
+            _applied(loss_fn, rows, alone.to(device()))

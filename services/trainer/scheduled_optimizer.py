@@ -1,0 +1,63 @@
+"""What the training asks of an optimizer, whichever backend has it: Adam over float32 weights, and its place in the schedule."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from shared.config.trainer_section import LearningRateSchedule, TrainerSection
+
+
+class ScheduledOptimizer(ABC):
+    """An optimizer that is at an update of its schedule.
+
+    Attributes:
+        schedule: of the learning rate. updates: those made so far, which are its place in the schedule.
+    """
+
+    def __init__(self, trainer: TrainerSection, schedule: LearningRateSchedule) -> None:
+        self.trainer, self.schedule, self.updates = trainer, schedule, 0
+
+    @property
+    def lr(self) -> float:
+        """Returns the learning rate of the next update."""
+        return self.schedule.at(self.updates)
+
+    def reset(self, schedule: LearningRateSchedule) -> None:
+        """Starts over with zero moments at the beginning of ``schedule``. The float32 main weights keep their precision."""
+        self.schedule, self.updates = schedule, 0
+        self.reset_moments()
+
+    def resume(self, schedule: LearningRateSchedule, updates: int) -> None:
+        """Takes a loaded checkpoint's schedule, at the position that it had reached, with the configured rates."""
+        self.schedule, self.updates = replace(schedule, lr=self.schedule.lr, min_lr=self.schedule.min_lr), updates
+
+    @abstractmethod
+    def reset_moments(self) -> None:
+        """Zeroes Adam's moments and its count of updates, which corrects their bias; the schedule continues."""
+
+    @abstractmethod
+    def sharded_state(self, model: Any, loading: bool, updates: int) -> tuple[dict[str, Any], dict[str, Callable[[Any], None]]]:
+        """Returns the state as checkpoints hold it, by role, and by role what takes it over once it was read.
+
+        Args:
+            model: the backend's. updates: of the checkpoint that is loaded.
+        """
+
+    @abstractmethod
+    def weights_loaded(self) -> None:
+        """Takes the model's weights anew, which were loaded without the optimizer's state."""
+
+    @abstractmethod
+    def zero_gradients(self) -> None:
+        """Zeroes the gradients before the backward passes."""
+
+    @abstractmethod
+    def update(self) -> tuple[float, str | None]:
+        """Applies the gradients that the backward passes have left. This is a collective of all ranks.
+
+        A gradient whose norm is not finite changes nothing: neither weights, nor moments, nor the schedule's position.
+
+        Returns:
+            The L2 norm of the whole gradient before clipping; and why nothing was changed, or None.
+        """
