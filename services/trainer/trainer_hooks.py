@@ -278,5 +278,6 @@ class MegatronHooks:
         optimizer step in training step ``step``."""
         if BEFORE_STEP in self._custom:
             optimizer = actor.optimizer
+            assert isinstance(optimizer, Optimizer)  # with another backend the hooks are refused
             parts = (actor.model.chunks, optimizer.megatron, SchedulerView(optimizer))
             self._custom.call(BEFORE_STEP, self._custom.args, step, index, *parts)

@@ -49,12 +49,18 @@ class ScoredModel(torch.nn.Module):
         self.language_model = language_model
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, sequences: Sequences | None = None, read: Read | None = None) -> Any:
-        """Takes ``tokens`` and ``positions``, int64 [1, T]. Returns what ``read`` returns; without it transformers' own logits [T, V]."""
+        """Takes ``tokens`` and ``positions``, int64 [1, T]. Returns what ``read`` returns.
+
+        Without it, and so for one sequence, it returns transformers' own logits [T, V], and those that hidden states and output layer give.
+        """
         model = self.language_model
-        if read is None:
-            return model(input_ids=tokens, use_cache=False).logits[0]
-        given = {"input_ids": tokens, "position_ids": positions, "use_cache": False, "packed_sequences": sequences}
-        return read(model.base_model(**given).last_hidden_state[0], model.get_output_embeddings().weight)
+        if read is None or sequences is None:
+            hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0]
+            return model(input_ids=tokens, use_cache=False).logits[0], F.linear(hidden, model.get_output_embeddings().weight)
+        numbers = torch.repeat_interleave(sequences.cu_seqlens.diff().long()).int()
+        given = {"packed_sequences": sequences, "cu_seq_lens_q": sequences.cu_seqlens, "seq_idx": numbers[None]}
+        found = model.base_model(input_ids=tokens, position_ids=positions, use_cache=False, **given)
+        return read(found.last_hidden_state[0], model.get_output_embeddings().weight)
 
 
 @dataclass
@@ -231,6 +237,7 @@ def build(
             parameter.requires_grad_(freezing.trains(name))
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    packed_attention.keep_linear_layers_apart(model)
     mesh = init_device_mesh(DEVICE_TYPE, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
     root, names = ScoredModel(model), set(model._no_split_modules or ())
@@ -252,19 +259,19 @@ def check_packing(model: FsdpModel) -> None:
     """
     generator, plain, name = torch.Generator().manual_seed(0), model.language_model, type(model.language_model).__name__
     sequences = [torch.randint(0, model.architecture.vocab_size, (length,), generator=generator) for length in PROBED]
-    starts = torch.tensor([0, *itertools.accumulate(PROBED)], dtype=torch.int32)
-    tokens = torch.cat(sequences)
-    batch = PackedBatch(tokens, tokens, torch.ones(len(tokens)), starts, max(PROBED), {})
+    starts, tokens = torch.tensor([0, *itertools.accumulate(PROBED)], dtype=torch.int32), torch.cat(sequences)
     model.train(False)
     try:
-        in_pack = model.run(batch, F.linear).float().log_softmax(-1).split(PROBED)
-        plain.set_attn_implementation("eager")
-        alone = [model.root(one[None].to(device())).float().log_softmax(-1) for one in sequences]
+        packed = model.run(PackedBatch(tokens, tokens, torch.ones(len(tokens)), starts, max(PROBED), {}), F.linear)
+        plain.set_attn_implementation("sdpa" if plain._supports_sdpa else "eager")
+        alone, plainly = (torch.cat(rows) for rows in zip(*[model.root(one[None].to(device())) for one in sequences], strict=True))
     except (MyxoError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(FIELD, "torch", f"megatron; {name} takes no packed sequences here ({error})") from error
     finally:
         plain.set_attn_implementation(packed_attention.NAME)
-    difference = max(float((ours - theirs).abs().max()) for ours, theirs in zip(in_pack, alone, strict=True))
+    if not torch.allclose(alone, plainly, rtol=1e-3, atol=1e-4):
+        raise ConfigError(FIELD, "torch", f"megatron; {name} changes its logits behind the output layer (caps or scales them)")
+    difference = float((packed.float().log_softmax(-1) - alone.float().log_softmax(-1)).abs().max())
     if not difference < TOLERANCES[model.dtype]:
         reason = f"the log-probs of {name} differ by {difference:.2g} between packed and single sequences"
         raise ConfigError(FIELD, "torch", f"megatron; {reason}")

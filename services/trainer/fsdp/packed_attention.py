@@ -1,12 +1,12 @@
-"""Causal attention within each sequence of a pack, as transformers calls its attention implementations.
+"""Layers of transformers' models that keep the sequences of a pack apart.
 
-It is registered there under `NAME`. On a GPU in half precision PyTorch's variable-length kernel does the work; elsewhere, scaled dot-product
-attention does it sequence by sequence. No mask of T x T tokens is ever made.
+Attention is registered there under `NAME`. On a GPU in half precision PyTorch's variable-length kernel does the work; elsewhere, scaled
+dot-product attention does it sequence by sequence. No mask of T x T tokens is ever made.
 """
 
 import inspect
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -48,26 +48,45 @@ def attend(
         packed_sequences: a model hands on to its layers what it is called with. It is an argument, since a layer may be computed again in
             the backward pass.
 
-    Raises MyxoError: the model does not hand it on, or asks for what changes the result and is not implemented here (sinks, caps on the
-        scores, a mask).
+    Of ``options``, ``s_aux`` [heads] are logits of sinks, and ``softcap`` bounds the scores; PyTorch has no kernel for either.
+
+    Raises MyxoError: the model does not hand them on, or asks for a mask of its own.
     """
-    asked = [name for name in ("s_aux", "softcap") if options.get(name) is not None]
-    if asked or attention_mask is not None or not getattr(module, "is_causal", True):
-        raise MyxoError(f"attention {NAME!r} has no {', '.join(asked) or 'masks'}, which {type(module).__name__} asks for")
+    sinks, cap = options.get("s_aux"), options.get("softcap")
+    if attention_mask is not None or not getattr(module, "is_causal", True):
+        raise MyxoError(f"attention {NAME!r} has no masks, which {type(module).__name__} asks for")
     sequences = packed_sequences
     if sequences is None:
         raise MyxoError(f"{type(module).__name__} does not say which sequences are packed")
-    if query.is_cuda and query.dtype != torch.float32:
+    plain = sinks is not None or cap is not None
+    if query.is_cuda and not plain and query.dtype != torch.float32:
         return _by_kernel(query, key, value, sequences, scaling, sliding_window)[None], None
     outputs = []
     for start, stop in zip(sequences.starts, sequences.starts[1:], strict=False):
         q, k, v = (tensor[:, :, start:stop] for tensor in (query, key, value))
         seen = None
-        if sliding_window is not None and stop - start > sliding_window:
-            seen = torch.ones(stop - start, stop - start, dtype=torch.bool, device=q.device).tril().triu(1 - sliding_window)
-        gqa = q.size(1) != k.size(1)
-        outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=scaling, enable_gqa=gqa))
+        if plain or (sliding_window is not None and stop - start > sliding_window):
+            seen = torch.ones(stop - start, stop - start, dtype=torch.bool, device=q.device).tril()
+            seen = seen if sliding_window is None else seen.triu(1 - sliding_window)
+        if plain:
+            outputs.append(_by_scores(q, k, v, seen, scaling, sinks, cap))
+        else:
+            gqa = q.size(1) != k.size(1)
+            outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=scaling, enable_gqa=gqa))
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+
+
+def _by_scores(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scaling: float | None, sinks: Tensor | None, cap: float | None
+) -> Tensor:
+    """Attends within one sequence by a matrix of scores; the arguments are those of `attend`. Returns [1, heads, L, width]."""
+    k, v = (tensor.repeat_interleave(q.size(1) // tensor.size(1), 1) for tensor in (k, v))
+    scores = q @ k.transpose(2, 3) * (q.size(3) ** -0.5 if scaling is None else scaling)
+    scores = scores if cap is None else torch.tanh(scores / cap) * cap
+    scores = scores.float().masked_fill(~seen, -torch.inf) if seen is not None else scores.float()
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(1, -1, scores.size(2), 1)], 3)
+    return scores.softmax(3)[..., : k.size(2)].to(v.dtype) @ v
 
 
 def _by_kernel(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scaling: float | None, window: int | None) -> Tensor:
@@ -97,6 +116,36 @@ def _varlen_kernel() -> tuple[Any, bool]:
     from torch.nn.attention.varlen import varlen_attn  # registers CUDA operators
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def keep_linear_layers_apart(model: torch.nn.Module) -> None:
+    """Has layers of gated delta rules (Qwen3-Next, Qwen3.5) start anew with each sequence, where they lack the kernels that do so
+    themselves (flash-linear-attention, causal-conv1d). They are called with ``cu_seq_lens_q`` and ``seq_idx``."""
+    for module in model.modules():
+        rule: Any = getattr(module, "chunk_gated_delta_rule", None)
+        if rule is not None and getattr(rule, "__name__", "").startswith("torch_"):
+            module.chunk_gated_delta_rule = partial(_ruled_apart, rule)
+        if hasattr(module, "causal_conv1d_fn") and module.causal_conv1d_fn is None:
+            module.causal_conv1d_fn = _convolved_apart
+
+
+def _ruled_apart(
+    rule: Any, *tensors: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None = None, **options: Any
+) -> tuple[Tensor, None]:
+    """Calls transformers' rule for each sequence. ``tensors``: queries, keys, values [1, T, ...], as ``g`` and ``beta`` are."""
+    lengths = [tensors[0].size(1)] if cu_seqlens is None else cu_seqlens.diff().tolist()
+    parts = zip(*(tensor.split(lengths, 1) for tensor in (*tensors, g, beta)), strict=True)
+    return torch.cat([rule(*part[:-2], g=part[-2], beta=part[-1], **options)[0] for part in parts], 1), None
+
+
+def _convolved_apart(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, seq_idx: Tensor | None = None
+) -> Tensor:
+    """Convolves each sequence of [1, channels, T] with the past of its own. ``seq_idx``: [1, T], the number of each token's sequence."""
+    lengths = [x.size(2)] if seq_idx is None else torch.unique_consecutive(seq_idx[0], return_counts=True)[1].tolist()
+    before = weight.size(1) - 1
+    parts = [F.conv1d(F.pad(part, (before, 0)), weight[:, None], bias, groups=x.size(1)) for part in x.split(lengths, 2)]
+    return F.silu(torch.cat(parts, 2)) if activation in ("silu", "swish") else torch.cat(parts, 2)
 
 
 AttentionInterface.register(NAME, attend)

@@ -256,6 +256,9 @@ def _layout(model: MegatronModel) -> dict[str, Any]:
 
 def _check(path: Path, marker: dict[str, Any], model: MegatronModel, optimizer: ScheduledOptimizer | None = None) -> None:
     """Raises ConfigError naming the first entry in which the checkpoint is not one of this model (and optimizer)."""
+    if marker.get("backend") != model.backend:
+        writer = marker.get("backend") or "megatron"
+        raise ConfigError("trainer.trainer_backend", model.backend or "megatron", f"{writer}, which wrote {path}; `hf` exports fit either")
     check_architecture(path, marker, model.architecture)
     own = {**model_entries(model), **({} if optimizer is None else _optimizer_entries(model, optimizer))}
     for key, value in json.loads(json.dumps(own)).items():

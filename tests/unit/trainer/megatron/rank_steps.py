@@ -312,7 +312,7 @@ def load_and_export(hf_dir: Path, config: dict[str, Any]) -> tuple[dict[str, Ten
 
 def pushed(model: Actor, bucket_bytes: int = 4096) -> dict[str, Tensor]:
     """What the channel of this rank's pipeline stage would carry, if this is its source; the last of two pushes over two buffers."""
-    plan = GatherPlan(model.model, GatherGroups.own())
+    plan = model.model.gather_plan(apart=True)
     stage = StageExport(plan, bucket_bytes)
     buckets, found = stage.manifest.buckets, {}
     ring = [torch.zeros(max(bucket.nbytes for bucket in buckets), dtype=torch.uint8) for _ in range(2)]
@@ -322,7 +322,7 @@ def pushed(model: Actor, bucket_bytes: int = 4096) -> dict[str, Tensor]:
             stage.fill(number, flat)
             if flat is not None:
                 found |= {slot.name: slot_view(flat, slot).clone() for slot in bucket.slots}
-    plan.groups.leave()
+    plan.leave()
     return found
 
 

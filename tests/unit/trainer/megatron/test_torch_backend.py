@@ -1,0 +1,183 @@
+"""The torch backend beside Megatron's: the same losses, gradients and weights; and families that Megatron has not, beside transformers."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from services.trainer.megatron.passes import MicroBatchesFailed
+from services.trainer.packing import separate
+from shared.config.trainer_section import TrainerSection
+from shared.runtime.errors import ConfigError
+from tests.unit.trainer.megatron import rank_steps
+from tests.unit.trainer.megatron.tiny import VOCAB, not_refused, pack, sequences
+
+TORCH = {"trainer_backend": "torch", "adam_eps": 1e-3}
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "num_experts": 4}
+WINDOWS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 16}
+DELTA = {
+    f"linear_{name}": size for name, size in (("num_key_heads", 2), ("num_value_heads", 4), ("key_head_dim", 16), ("value_head_dim", 16))
+}
+LINEAR = {**DELTA, "layer_types": ["linear_attention", "full_attention"], "head_dim": 16}
+OTHERS = {  # model_type → what it has besides the sizes
+    "gemma3_text": WINDOWS,
+    "gpt_oss": {**WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mistral": {"sliding_window": 11, "head_dim": 16},
+    "olmo2": {},
+    "phi3": {},
+    "qwen2_moe": EXPERTS,
+    "qwen3_5_text": LINEAR,
+    "qwen3_next": {**LINEAR, **EXPERTS},
+}
+
+
+def same(found, expected):
+    for ours, theirs in zip(found["steps"], expected["steps"], strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-5, abs=1e-5)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
+        assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-5)
+    torch.testing.assert_close(found["log_probs"], expected["log_probs"], atol=1e-5, rtol=0)
+    assert found["weights"].keys() == expected["weights"].keys()
+    for name, tensor in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][name], tensor, atol=2e-5, rtol=0, msg=name)
+
+
+MORE = ("qwen2", "llama3_rope", "qwen3_moe_mixed", "glm4", "glm4_moe", "moonlight", "minimax_m2")
+
+
+@pytest.mark.parametrize(
+    "kind", ["qwen3_tied", "qwen3_moe", "deepseek_v3", *(pytest.param(kind, marks=pytest.mark.extra) for kind in MORE)]
+)
+def test_it_trains_as_megatron_does(kind, hf, alone):
+    same(alone.train(hf(kind), TORCH, 3), alone.train(hf(kind), {"adam_eps": 1e-3}, 3))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", pytest.param("qwen3", marks=pytest.mark.extra)])
+def test_two_ranks_train_as_one_does(kind, hf, alone, two_ranks):
+    config = {**TORCH, "recompute": True}
+    found, _ = two_ranks.run(rank_steps.train, hf(kind), config, 3)
+    same(found, alone.train(hf(kind), TORCH, 3))
+
+
+def test_policy_losses_and_candidates_are_the_same(hf, alone):
+    for function, options in ((alone.first_step, ()), (alone.logit_loss, (True,)), (alone.candidate_loss, (False,))):
+        ours, theirs = function(hf("qwen3"), TORCH, *options), function(hf("qwen3"), {}, *options)
+        ours, theirs = (each if isinstance(each, dict) else {"loss": each.loss, "norm": each.grad_norm} for each in (ours, theirs))
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+
+
+def test_a_resume_is_exact(hf, two_ranks, tmp_path):
+    for rank in two_ranks.run(rank_steps.resume, hf("qwen3_moe"), TORCH, tmp_path):
+        assert rank["resumed"] == rank["straight"] and rank["extra"] == {"prompts": [1, 2]}
+        assert torch.equal(*rank["noise"])
+        straight, again = rank["weights"]
+        assert all(again[name] is None or torch.equal(tensor, again[name]) for name, tensor in straight.items())
+
+
+def test_one_process_goes_on_where_two_ranks_were(hf, alone, two_ranks, tmp_path):
+    straight = two_ranks.run(rank_steps.save_after, hf("qwen3_moe"), TORCH, tmp_path, 2)[0]
+    for ours, theirs in zip(alone.load_and_train(hf("qwen3_moe"), TORCH, tmp_path, 2), straight, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, abs=1e-5) and ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
+    with pytest.raises(ConfigError, match="backend"):
+        alone.load_and_train(hf("qwen3_moe"), {}, tmp_path, 1)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+def test_what_is_pushed_and_saved_is_what_was_loaded(kind, hf, two_ranks, tmp_path):
+    loaded = load_file(hf(kind) / "model.safetensors")
+    (exported, pushed), (_, nothing) = two_ranks.run(rank_steps.load_and_export, hf(kind), TORCH)
+    two_ranks.run(rank_steps.load_and_save, hf(kind), TORCH, tmp_path / "saved")
+    files = [load_file(path) for path in sorted((tmp_path / "saved").glob("*.safetensors"))]
+    saved = {name: tensor for file in files for name, tensor in file.items()}
+    assert not nothing
+    for found in (exported, pushed, saved):
+        assert found.keys() == loaded.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in loaded.items())
+
+
+def checkpoint(model_type, directory):
+    torch.manual_seed(3)
+    config = transformers.AutoConfig.for_model(model_type, **SIZES, **OTHERS[model_type])
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith(("bias", "sinks")):
+                parameter.copy_(torch.randn_like(parameter) * 0.1 + ("norm" in name))
+    model.save_pretrained(directory)
+    return model.eval()
+
+
+@pytest.mark.parametrize("model_type", [*(pytest.param(kind, marks=pytest.mark.extra) for kind in ("mistral", "olmo2")), "gemma3_text",
+                                        "gpt_oss", "phi3", "qwen2_moe", "qwen3_5_text", "qwen3_next"])  # fmt: skip
+def test_families_that_megatron_has_not(model_type, alone, tmp_path):
+    reference = checkpoint(model_type, tmp_path)
+    model = alone.actor(tmp_path, **TORCH)
+    seqs = [*sequences(6, longest=40), torch.arange(30)]
+    (packed,) = model.log_probs([pack(seqs)])
+    for ours, seq in zip(packed.split([len(seq) for seq in seqs]), seqs, strict=True):
+        with torch.no_grad():
+            theirs = reference(input_ids=seq[None]).logits[0, :-1].log_softmax(-1).gather(1, seq[1:, None]).squeeze(1)
+        torch.testing.assert_close(ours[:-1], theirs, atol=2e-5, rtol=0)
+    saved = load_file(tmp_path / "model.safetensors")
+    exported = alone.exported(model)
+    assert exported.keys() == saved.keys() and all(torch.equal(exported[name], tensor) for name, tensor in saved.items())
+    first, second = alone.steps(model, 2)
+    assert second.loss < first.loss and second.grad_norm > 0
+
+
+def test_a_sequence_whose_loss_fails_is_found(hf, alone):
+    model = alone.actor(hf("qwen3"), **TORCH)
+    batch = alone.micro_batch(0)
+
+    def fails(log_probs, entropy, batch):
+        if (batch.tokens == int(bad.tokens[0])).any() and len(batch.tokens) >= len(bad.tokens):
+            raise ValueError("no such reward")
+        return -(log_probs * batch.loss_mask).sum(), {}
+
+    bad = max(separate(batch), key=lambda one: len(one.tokens))
+    with pytest.raises(MicroBatchesFailed) as error:
+        model.train_step([batch], fails)
+    failed = []
+    for index, one in enumerate(separate(batch)):
+        try:
+            error.value.attempt(one)
+        except ValueError:
+            failed.append(index)
+    assert [separate(batch)[index].tokens.tolist() for index in failed] == [bad.tokens.tolist()]
+
+
+def test_what_it_does_not_take_is_refused(hf, alone, tmp_path):
+    cases = [
+        ({"tensor_model_parallel_size": 2}, ["tensor_model_parallel_size", "FSDP2"]),
+        ({"lora_rank": 4}, ["lora_rank", "Megatron"]),
+        ({"megatron": {"moe_grouped_gemm": True}}, ["trainer.megatron"]),
+        ({"recompute_granularity": "selective"}, ["recompute_granularity", "full"]),
+        ({"use_routing_replay": True}, ["use_routing_replay"]),
+    ]
+    assert not not_refused(lambda change: list(map(_raised, TrainerSection.model_construct(**{**TORCH, **change}).torch_problems())), cases)
+    granite = transformers.AutoConfig.for_model("granite", **SIZES, logits_scaling=2.0)
+    transformers.AutoModelForCausalLM.from_config(granite).float().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="behind the output layer"):
+        alone.actor(tmp_path, **TORCH)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(ConfigError, match="num_attention_heads"):
+        alone.actor(tmp_path, **TORCH)
+
+
+def _raised(problem):
+    raise problem
