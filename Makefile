@@ -79,7 +79,7 @@ endif
 
 quickstart: $(READY)
 	@$(BIN)/python examples/arithmetic/prepare.py runs/quickstart/data
-	@$(BIN)/myxo up examples/arithmetic/quickstart.toml --fresh
+	@$(BIN)/myxo up examples/arithmetic/quickstart.toml --fresh $(if $(TRAINER),--trainer-backend $(TRAINER))
 
 # the same model again, and an agent that plays three turns with it
 agents: $(READY)

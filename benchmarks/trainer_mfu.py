@@ -92,6 +92,7 @@ def main() -> int:
     parser.add_argument("--expert-parallel", type=int, default=1, metavar="N", help="GPUs that share the experts")
     parser.add_argument("--no-loop", action="store_true", help="leave out the loop over experts")
     parser.add_argument("--offload", action="store_true", help="keep the optimizer's state in host memory")
+    parser.add_argument("--backend", choices=("megatron", "torch"), default="megatron", help="what trains")
     parser.add_argument("--only", metavar="TOKENS:RECOMPUTE", help=argparse.SUPPRESS)
     parser.add_argument("--loop", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -133,6 +134,7 @@ def command_line(case: str, arguments: argparse.Namespace) -> list[str]:
         *options,
         *(["--profile"] if arguments.profile else []),
         *(["--offload"] if arguments.offload else []),
+        *(["--backend", arguments.backend] if arguments.backend != "megatron" else []),
     ]
 
 
@@ -152,7 +154,7 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
     cuda = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(shape))
-        section = trainer_section(tokens, case.partition(":")[2], arguments.expert_parallel, arguments.offload)
+        section = trainer_section(tokens, case.partition(":")[2], arguments.expert_parallel, arguments.offload, arguments.backend)
         actor = Actor.create(TrainerSettings(section), directory, random=True)
     batches = [micro_batch(tokens, rank * MICRO_BATCHES + number, shape["vocab_size"]) for number in range(MICRO_BATCHES)]
     loss = PolicyLoss(AlgorithmSection())
@@ -181,6 +183,7 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
     row = {
         "shape": arguments.shape,
         "experts": "" if "num_experts" not in shape else "loop" if arguments.loop else "grouped",
+        "backend": arguments.backend,
         "gpus": arguments.expert_parallel,
         "tokens": tokens,
         "tokens_per_s": round(tokens * MICRO_BATCHES / step, 1),
@@ -199,11 +202,13 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
     return row | {"plan_gb": planned_gb(row)}
 
 
-def trainer_section(tokens: int, recomputed: str, expert_parallel: int = 1, offload: bool = False) -> "TrainerSection":
+def trainer_section(
+    tokens: int, recomputed: str, expert_parallel: int = 1, offload: bool = False, backend: str = "megatron"
+) -> "TrainerSection":
     """The trainer's section of a case."""
     from shared.config.trainer_section import TrainerSection
 
-    layout: dict[str, Any] = {"expert_model_parallel_size": expert_parallel}
+    layout: dict[str, Any] = {"trainer_backend": backend, "expert_model_parallel_size": expert_parallel}
     if offload:
         layout["megatron"] = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
     return TrainerSection(lr=1e-6, max_tokens_per_gpu=tokens, **layout, **recomputation(recomputed))
@@ -218,7 +223,7 @@ def planned_gb(row: dict[str, Any]) -> float:
         Path(directory, "config.json").write_text(json.dumps(SHAPES[row.get("shape", "qwen3-4b")]))
         architecture = read_architecture(Path(directory))
     gpus = row.get("gpus", 1)
-    section = trainer_section(row["tokens"], row["recompute"], gpus, row.get("offloaded", False))
+    section = trainer_section(row["tokens"], row["recompute"], gpus, row.get("offloaded", False), row.get("backend", "megatron"))
     (plan,) = plan_trainer(architecture, section, gpus)
     return round(plan.peak / 1e9, 1)
 
@@ -306,7 +311,8 @@ def show_profile(actor: Any, batches: Any, loss: Any) -> None:
 
 def line(row: dict[str, Any]) -> str:
     """One case in a line of the table."""
-    named = "".join(f" {part}" for part in (row.get("experts", ""), f"EP{row['gpus']}" if row.get("gpus", 1) > 1 else "") if part)
+    parts = (row.get("experts", ""), f"EP{row['gpus']}" if row.get("gpus", 1) > 1 else "", "torch" if row.get("backend") == "torch" else "")
+    named = "".join(f" {part}" for part in parts if part)
     return (
         f"| {row['tokens']}{named} | {row['recompute']} | {row['tokens_per_s']:,.0f} | {row['tflops']:.0f} of {row['limit_tflops']:.0f} | "
         f"{row['mfu']:.1%} | {row['peak_gb']:.0f} GB |"

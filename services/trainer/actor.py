@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from services.trainer import flops
-from services.trainer.backend import PACKAGES, Backend
+from services.trainer.backend import MODULES, Backend, gather_plan
 from services.trainer.megatron import checkpoint, export, runtime
 from services.trainer.megatron.gather_plan import Bucket, GatherPlan
 from services.trainer.megatron.joint_write import JointWrite
@@ -74,7 +74,7 @@ class Actor:
         """
         if settings.trainer.deterministic:
             runtime.make_deterministic()
-        backend = import_module(f"{PACKAGES[settings.trainer.trainer_backend]}.backend")  # the other one's imports take seconds
+        backend = import_module(MODULES[settings.trainer.trainer_backend])
         return cls(settings, Path(hf_dir), backend.create(settings, Path(hf_dir), random, initialized))
 
     @property
@@ -238,5 +238,5 @@ class Actor:
 
     @cached_property
     def _gather_plan(self) -> GatherPlan:
-        plan: GatherPlan = self.model.gather_plan()
+        plan: GatherPlan = gather_plan(self.model)
         return plan

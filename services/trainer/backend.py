@@ -1,19 +1,32 @@
 """The seam between the training and what computes it: Megatron-Core, or transformers' models under FSDP2.
 
-A backend is a package with a module ``backend``, whose function ``create`` makes a `Backend`. Its model and its passes have the methods and
+A backend is a module whose function ``create`` makes a `Backend`. Its model and its passes have the methods and
 functions that `services.trainer.actor.Actor`, pushes, exports, checkpoints and frozen copies call: those of
 `services.trainer.megatron.gpt_model.MegatronModel` and `services.trainer.megatron.passes`, with the same meaning.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from services.trainer.scheduled_optimizer import ScheduledOptimizer
 
-PACKAGES = {"megatron": "services.trainer.megatron", "torch": "services.trainer.fsdp"}  # trainer.trainer_backend → its package
+# trainer.trainer_backend → the module that makes the backend. Only one of them is imported: the other one's imports take seconds
+MODULES = {"megatron": "services.trainer.megatron.megatron_backend", "torch": "services.trainer.fsdp.fsdp_backend"}
+PLANS = {"megatron": "services.trainer.megatron.gather_plan", "torch": "services.trainer.fsdp.shard_gathering"}
+
+
+def gather_plan(model: Any, apart: bool = False) -> Any:
+    """Returns what gathers a model's weights under Hugging Face's names: a `services.trainer.megatron.gather_plan.GatherPlan`, or one that
+    has its methods. A collective of all ranks.
+
+    Args:
+        apart: over groups of its own, for exports that run beside the training.
+    """
+    return import_module(PLANS[model.backend or "megatron"]).plan_of(model, apart)
 
 
 class Passes(Protocol):

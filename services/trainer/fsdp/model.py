@@ -139,12 +139,6 @@ class FsdpModel:
     def load_state(self, loaded: Mapping[str, Any]) -> None:
         """Does nothing: the weights were read in place."""
 
-    def gather_plan(self, apart: bool = False) -> Any:
-        """Returns what gathers the weights under Hugging Face's names; see `services.trainer.fsdp.gather_plan`."""
-        from services.trainer.fsdp.gather_plan import FsdpGatherPlan
-
-        return FsdpGatherPlan(self, apart)
-
     def run(self, batch: PackedBatch, read: Read) -> Any:
         """Returns what ``read`` makes of a micro-batch on this rank's device. A collective of all ranks."""
         sequences = Sequences(batch.cu_seqlens.tolist(), batch.cu_seqlens.to(device()))

@@ -121,6 +121,7 @@ def _varlen_kernel() -> tuple[Any, bool]:
 def keep_linear_layers_apart(model: torch.nn.Module) -> None:
     """Has layers of gated delta rules (Qwen3-Next, Qwen3.5) start anew with each sequence, where they lack the kernels that do so
     themselves (flash-linear-attention, causal-conv1d). They are called with ``cu_seq_lens_q`` and ``seq_idx``."""
+    module: Any
     for module in model.modules():
         rule: Any = getattr(module, "chunk_gated_delta_rule", None)
         if rule is not None and getattr(rule, "__name__", "").startswith("torch_"):

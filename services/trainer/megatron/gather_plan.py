@@ -268,6 +268,10 @@ def _empty(unit: GatherUnit, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     return [torch.empty(shape, dtype=dtype, device=device()) for (_, shape), dtype in zip(unit.tensors, dtypes, strict=True)]
 
 
+def plan_of(model: MegatronModel, apart: bool) -> GatherPlan:
+    return GatherPlan(model, GatherGroups.own() if apart else None)
+
+
 def _holders(reported: Sequence[Sequence[Any]]) -> dict[str, list[int]]:
     holders: dict[str, list[int]] = {}
     for rank, (_, names, _, adapters) in enumerate(reported):

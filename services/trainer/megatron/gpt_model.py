@@ -108,16 +108,6 @@ class MegatronModel:
         """Fills this rank's parameters from a Hugging Face checkpoint of the same architecture."""
         load_hf(self.modules, self.config, self.architecture, directory)
 
-    def gather_plan(self, apart: bool = False) -> Any:
-        """Returns what gathers the weights under Hugging Face's names (`services.trainer.megatron.gather_plan`). A collective of all ranks.
-
-        Args:
-            apart: over groups of its own, for exports that run beside the training.
-        """
-        from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan  # which knows this class
-
-        return GatherPlan(self, GatherGroups.own() if apart else None)
-
     def sharded_state(self, layers_apart: bool = False) -> dict[str, Any]:
         """Returns the weights as checkpoints hold them. ``layers_apart``: each layer has its own name; otherwise like layers are stacked
         under one."""

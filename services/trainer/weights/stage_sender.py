@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from services.trainer.backend import gather_plan
 from services.trainer.megatron import runtime
 from services.trainer.megatron.gather_plan import GatherPlan, GatherUnit
 from services.trainer.megatron.gpt_model import MegatronModel
@@ -312,7 +313,7 @@ class StageSender:
     """
 
     def __init__(self, model: MegatronModel, kind: ChannelKind, seconds: float, bucket_bytes: int, dtype: str | None = None) -> None:
-        self.plan: GatherPlan = model.gather_plan(apart=True)
+        self.plan: GatherPlan = gather_plan(model, apart=True)
         self._kind, self._bucket_bytes, self._dtype = kind, bucket_bytes, dtype
         self._life = secrets.token_hex(4)  # a channel of an earlier process must not be mistaken for one of this
         self._exports: dict[bool, tuple[StageExport, ManifestHasher]] = {}

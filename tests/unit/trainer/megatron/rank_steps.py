@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.trainer.actor import Actor, StepResult
+from services.trainer.backend import gather_plan
 from services.trainer.megatron import checkpoint, runtime
 from services.trainer.megatron.freezing import FrozenWeights
-from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan
 from services.trainer.megatron.joint_write import SaveFailed
 from services.trainer.megatron.likelihood import OutputHead, VocabularySlice
 from services.trainer.megatron.staged_shards import StagedShards
@@ -312,7 +312,7 @@ def load_and_export(hf_dir: Path, config: dict[str, Any]) -> tuple[dict[str, Ten
 
 def pushed(model: Actor, bucket_bytes: int = 4096) -> dict[str, Tensor]:
     """What the channel of this rank's pipeline stage would carry, if this is its source; the last of two pushes over two buffers."""
-    plan = model.model.gather_plan(apart=True)
+    plan = gather_plan(model.model, apart=True)
     stage = StageExport(plan, bucket_bytes)
     buckets, found = stage.manifest.buckets, {}
     ring = [torch.zeros(max(bucket.nbytes for bucket in buckets), dtype=torch.uint8) for _ in range(2)]

@@ -96,3 +96,7 @@ class FsdpGatherPlan(GatherPlan):
         shards = [torch.empty_like(padded) for _ in range(world)]
         dist.gather(padded, shards, dst=destination, group=self._group)
         return torch.cat([shard[: stop - start] for shard, (start, stop) in zip(shards, spans, strict=True)])
+
+
+def plan_of(model: FsdpModel, apart: bool) -> FsdpGatherPlan:
+    return FsdpGatherPlan(model, apart)

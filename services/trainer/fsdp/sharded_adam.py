@@ -1,7 +1,7 @@
 """AdamW over the float32 shards of this rank."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -52,35 +52,41 @@ class FsdpOptimizer(ScheduledOptimizer):
 
     @torch.no_grad()
     def update(self) -> tuple[float, str | None]:
-        held = {name: local(one.grad) if one.grad is not None else None for name, one in self._parameters.items()}
-        gradients = {name: torch.zeros_like(local(self._parameters[name])) if one is None else one for name, one in held.items()}
+        gradients = {name: self._gradient(name) for name, one in self._parameters.items() if local(one).numel()}
         norm = _norm(list(gradients.values()))
         if anywhere(not math.isfinite(norm)):
             return norm, f"gradient norm is {norm}"
-        if self.trainer.clip_grad > 0 and (share := self.trainer.clip_grad / (norm + 1e-6)) < 1:
+        if gradients and self.trainer.clip_grad > 0 and (share := self.trainer.clip_grad / (norm + 1e-6)) < 1:
             torch._foreach_mul_(list(gradients.values()), share)
         for decays in (True, False):
-            names = [name for name, one in self._parameters.items() if decays == (one.dim() > 1)]
-            group = {
-                "step": self.steps + 1,
-                "lr": self.lr,
-                "betas": (self.trainer.adam_beta1, self.trainer.adam_beta2),
-                "eps": self.trainer.adam_eps,
-                "weight_decay": self.trainer.weight_decay if decays else 0.0,
-            }
-            shards = [name for name in names if gradients[name].numel()]
-            if shards:
-                states = [dict(zip(("exp_avg", "exp_avg_sq"), self.moments[name], strict=True)) for name in shards]
-                adam(group, [local(self._parameters[name]) for name in shards], [gradients[name] for name in shards], states)
+            self._step({name: one for name, one in gradients.items() if decays == (one.dim() > 1)}, decays)
         self.steps += 1
         self.updates += 1
         return norm, None
+
+    def _gradient(self, name: str) -> Tensor:
+        """Returns this rank's gradient of a parameter; zeros where no token has used it."""
+        parameter = self._parameters[name]
+        return torch.zeros_like(local(parameter)) if parameter.grad is None else local(parameter.grad)
+
+    def _step(self, gradients: Mapping[str, Tensor], decays: bool) -> None:
+        trainer = self.trainer
+        group = {
+            "step": self.steps + 1,
+            "lr": self.lr,
+            "betas": (trainer.adam_beta1, trainer.adam_beta2),
+            "eps": trainer.adam_eps,
+            "weight_decay": trainer.weight_decay if decays else 0.0,
+        }
+        if gradients:
+            states = [dict(zip(("exp_avg", "exp_avg_sq"), self.moments[name], strict=True)) for name in gradients]
+            adam(group, [local(self._parameters[name]) for name in gradients], list(gradients.values()), states)
 
 
 def _norm(gradients: list[Tensor]) -> float:
     """Returns the L2 norm of the whole gradient, of which each rank has shards. A collective of all ranks."""
     squares = torch.zeros((), dtype=torch.float32, device=device())
-    for norm in torch._foreach_norm([one for one in gradients if one.numel()]):
+    for norm in torch._foreach_norm(gradients) if gradients else ():
         squares += norm.float().square()
     dist.all_reduce(squares)
     return float(squares.sqrt())

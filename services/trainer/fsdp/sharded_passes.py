@@ -1,4 +1,4 @@
-"""Forward and backward passes of an FSDP2 model over this rank's micro-batches; the functions are those of `services.trainer.megatron.passes`.
+"""Forward and backward passes of an FSDP2 model over this rank's micro-batches, with the functions of `services.trainer.megatron.passes`.
 
 Every rank must pass the same number of micro-batches: each layer of each is a collective.
 """

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from services.trainer.backend import Backend
-from services.trainer.fsdp import passes
+from services.trainer.fsdp import sharded_passes
 from services.trainer.fsdp.model import build
-from services.trainer.fsdp.optimizer import FsdpOptimizer
+from services.trainer.fsdp.sharded_adam import FsdpOptimizer
 from services.trainer.megatron import runtime
 from services.trainer.megatron.runtime import deadline
 from services.trainer.megatron.trainer_settings import TrainerSettings
@@ -36,4 +36,4 @@ def create(settings: TrainerSettings, hf_dir: Path, random: bool, initialized: C
     )
     with deadline("the making of the optimizer"):
         optimizer = FsdpOptimizer(model, trainer, settings.schedule)
-    return Backend(model, optimizer, passes, "the torch backend computes whole sequences", dist.get_world_size() == 1)
+    return Backend(model, optimizer, sharded_passes, "the torch backend computes whole sequences", dist.get_world_size() == 1)
