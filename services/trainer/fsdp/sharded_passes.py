@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.trainer.fsdp.model import FsdpModel, Read
+from services.trainer.megatron.likelihood import restrict
 from services.trainer.megatron.passes import BadLoss, LossFunction, MicroBatchesFailed, checked, reduce_reports
 from services.trainer.megatron.runtime import anywhere, device
 from services.trainer.packing import PackedBatch
@@ -26,7 +27,7 @@ def log_probs(model: FsdpModel, batches: Sequence[PackedBatch], temperature: flo
 
     def read(batch: PackedBatch) -> Read:
         labels = batch.labels.to(device())[:, None]
-        return lambda hidden, weight: model.head(weight).likelihood(hidden, labels, temperature, need_entropy=False)[0][:, 0]
+        return lambda hidden, weight: model.head(weight).likelihood(hidden, labels, temperature, False, batch.kept)[0][:, 0]
 
     with torch.no_grad():
         return [model.run(batch, read(batch)) for batch in batches]
@@ -76,14 +77,20 @@ def loss_alone(model: FsdpModel, batch: PackedBatch, loss_fn: LossFunction, temp
 def _read(model: FsdpModel, batch: PackedBatch, loss_fn: LossFunction, temperature: float, need_entropy: bool) -> Read:
     """Returns what computes the loss function's arguments before the batch: tensors of T rows."""
     if getattr(loss_fn, "takes_logits", False):
-        return lambda hidden, weight: (F.linear(hidden, weight) / temperature,)
+
+        def logits(hidden: Tensor, weight: Tensor) -> tuple[Tensor]:
+            found = F.linear(hidden, weight)
+            restrict(found, batch.kept, slice(0, len(found)), model.head(weight).vocabulary)
+            return (found / temperature,)
+
+        return logits
     ids = batch.labels[:, None]
     if (name := getattr(loss_fn, "candidates", None)) is not None:
         ids = torch.cat([ids, batch.fields[name]], 1)
     ids = ids.to(device())
 
     def read(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        found, entropy = model.head(weight).likelihood(hidden, ids, temperature, need_entropy)
+        found, entropy = model.head(weight).likelihood(hidden, ids, temperature, need_entropy, batch.kept)
         return (found[:, 0], *([] if entropy is None else [entropy]), *([found[:, 1:]] if ids.size(1) > 1 else []))
 
     return read

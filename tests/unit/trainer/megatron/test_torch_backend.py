@@ -79,6 +79,9 @@ def test_policy_losses_and_candidates_are_the_same(hf, alone):
         ours, theirs = function(hf("qwen3"), TORCH, *options), function(hf("qwen3"), {}, *options)
         ours, theirs = (each if isinstance(each, dict) else {"loss": each.loss, "norm": each.grad_norm} for each in (ours, theirs))
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    (step, found), (other, expected) = (alone.kept_step(hf("qwen3"), config) for config in (TORCH, {}))
+    assert (step.loss, step.grad_norm) == pytest.approx((other.loss, other.grad_norm), rel=1e-4)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 def test_a_resume_is_exact(hf, two_ranks, tmp_path):
