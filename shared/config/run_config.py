@@ -208,20 +208,20 @@ class RunConfig(Section):
     @property
     def support_obstacles(self) -> Iterator[str]:
         """Yields why training does not replay the tokens that samplers keep, unless `trainer.support_replay` is off."""
-        rollout, algorithm, makers = self.rollout, self.algorithm, ", ".join(self.rollout.makers)
-        kinds = {group.worker_type for group in rollout.engines()}
-        groups = ({plain_name(name): value for name, value in group.sglang.items()} for group in rollout.engines())
-        given = {(name, str(value)) for flags in (rollout.engine_flags, *groups) for name, value in flags.items() if value}
-        drafts = [f"{name} = {value}" for name, value in given if name == "speculative-algorithm"]
+        rollout, algorithm = self.rollout, self.algorithm
+        makers = ", ".join(name for name in rollout.makers if name.endswith("_function_path"))
+        groups, most, auto = rollout.engines(), rollout.most_kept, self.trainer.support_replay == "auto"
+        given = [(plain_name(name), value) for group in groups for name, value in flags_over(rollout.sglang, group.sglang).items()]
+        drafts = {str(value) for name, value in given if name == "speculative-algorithm" and value}
+        others = self.has_agents or self.ingest.ingest_groups != "off"
         teachers = algorithm.opd_top_k or (algorithm.use_opd and algorithm.opd_type == "sglang")
-        others, most = self.has_agents or self.ingest.ingest_groups != "off", rollout.most_kept
         obstacles = {
             "every token of the vocabulary is kept: rollout_top_p, rollout_top_k and min_p are off": not rollout.truncates,
             "the sessions of agents, and groups from outside, do not report the kept tokens": others,
-            f"{makers} may not store the kept tokens; where it does, take on": makers and self.trainer.support_replay == "auto",
-            f"rollout.sglang.{''.join(drafts)} verifies drafts without reporting the kept tokens": drafts,
+            f"{makers} may not store the kept tokens; where it does, take on": auto and makers,
+            f"rollout.sglang.speculative-algorithm = {', '.join(drafts)} verifies drafts without reporting the kept tokens": drafts,
             "rollout.sglang.sampling-backend = ascend reports no kept tokens": ("sampling-backend", "ascend") in given,
-            "engines that do prefill or decode alone do not report the kept tokens": kinds != {"regular"},
+            "engines that do prefill or decode alone do not report the kept tokens": {group.worker_type for group in groups} != {"regular"},
             "rollout_top_k = 1 keeps the sampled token alone, whose log-prob is 0 under all weights": rollout.rollout_top_k == 1,
             f"rollout_top_k is more than rollout.sglang.sampling-mask-max-tokens = {most}": rollout.rollout_top_k > most,
             "the log-probs of opd_teachers are over the whole vocabulary": teachers,

@@ -6,14 +6,21 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("width", [100, 4096, 151_936])
-def test_kernels_equal_plain_torch(dtype, width):
+def test_kernels_equal_plain_torch(dtype, width, kept):
+    """``kept``: a sampler kept every tenth token at most, and none of the first ones."""
     from services.trainer.megatron import likelihood_kernel
+    from services.trainer.megatron.likelihood import NEVER
 
     torch.manual_seed(1)
     logits, temperature = (torch.randn(33, width + 16, device="cuda") * 4).to(getattr(torch, dtype)), 0.7
     real, tail = logits[:, :width], logits[:, width:].clone()
+    if kept:
+        left_out = torch.rand(real.shape, device="cuda") > 0.1
+        left_out[:, : width // 2], left_out[:, -1] = True, False
+        real.masked_fill_(left_out, NEVER)
     x = real.float() / temperature
     distribution = x.log_softmax(1)
     entropy = -(distribution.exp() * distribution).sum(1)
