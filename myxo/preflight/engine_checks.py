@@ -26,7 +26,8 @@ from shared.config import devices
 from shared.config.engine_limits import CONTEXT_KEPT, context_length, cpu_token_capacity, longest_sequence
 from shared.config.eval_views import eval_views
 from shared.config.external_server import EngineAway, ExternalServer
-from shared.config.rollout_section import GENERATORS, GPUS_OF_MACHINE
+from shared.config.rollout_section import APART, GENERATORS, GPUS_OF_MACHINE, TRANSFER, transfer_backend
+from shared.config.run_config import RunConfig
 from shared.config.sglang_flags import plain_name
 from shared.runtime.errors import ConfigError, nearest
 
@@ -70,11 +71,9 @@ def check_models(inspection: Inspection) -> Findings:
     for model in ("", *rollout.models) if rollout.engine_groups else rollout.models:
         for place, group in enumerate(rollout.engines(model)):
             field = f"rollout.models.{model}" if model else f"rollout.engine_groups.{place}"
-            if group.worker_type != "regular":
+            if group.worker_type not in ("regular", *APART):
                 where = f"{field}.groups.{place}" if model else field
-                name = model or rollout.policy_name
-                expected = f"regular: {name}'s prefill and decode are not divided among engines; make one group of them"
-                yield ConfigError(f"{where}.worker_type", group.worker_type, expected)
+                yield ConfigError(f"{where}.worker_type", group.worker_type, f"regular, or {' and '.join(APART)}")
             own = config.of_engines(model, place)
             if own.rollout.nodes_per_engine > 1:
                 expected = f"at most gpus_per_node = {rollout.gpus_per_node or GPUS_OF_MACHINE}: such an engine is on one machine"
@@ -82,9 +81,54 @@ def check_models(inspection: Inspection) -> Findings:
             alone = own.model_copy(update={"debug": own.debug.model_copy(update={"debug_rollout_only": True})})
             known = [check_engines] if not model or model in inspection.frozen_models else []
             yield from _of_group(Inspection(alone, inspection.starts), field, [*ENGINE_CHECKS, *([check_files] if model else []), *known])
+        yield from _check_apart(inspection, model)
     if rollout.engine_groups and config.trainer.colocate:
         expected = "none with colocate: engines that share the trainer's GPUs are alike"
         yield ConfigError("rollout.engine_groups", f"{len(rollout.engine_groups)} groups", expected)
+
+
+ALIKE = ("page-size", "kv-cache-dtype", TRANSFER)
+"""Flags of SGLang's that prefill and decode engines must have in common: keys and values lie in memory as these say."""
+BACKENDS = {"cpu": ("mooncake_tcp",), "cuda": ("nixl", "mooncake", "mooncake_tcp")}
+"""By what keys and values are sent: what SGLang can do there, of what was tried or follows from what was."""
+
+
+def _check_apart(inspection: Inspection, model: str) -> Findings:
+    """Yields what keeps a model's prefill and decode engines from working together."""
+    config, rollout = inspection.config, inspection.config.rollout
+    places = [place for place, group in enumerate(rollout.engines(model)) if group.worker_type in APART]
+    own = {place: config.of_engines(model, place).rollout for place in places}
+    for place, section in own.items():
+        field = f"rollout.models.{model}.groups.{place}" if model else f"rollout.engine_groups.{place}"
+        device = devices.resolve(section.rollout_device)
+        if (backend := transfer_backend(section, device)) not in BACKENDS[device]:
+            yield ConfigError(f"{field}.sglang.{TRANSFER}", backend, f"{' or '.join(BACKENDS[device])}, for engines on {device}")
+        elif inspection.starts and importlib.util.find_spec(package := OF_SGLANG[TRANSFER][backend]) is None:
+            expected = f"{package}, which moves keys and values by {backend}, or another backend in [rollout.sglang]: it is not installed"
+            yield ConfigError(f"{field}.sglang.{TRANSFER}", backend, expected)
+        if ALGORITHM in section.engine_flags:
+            yield ConfigError(f"{field}.sglang.{ALGORITHM}", section.engine_flags[ALGORITHM], "none where prefill and decode are apart")
+        for other in (one for one in own.values() if (section.worker_type, one.worker_type) == ("decode", "prefill")):
+            sizes = sorted((section.rollout_num_gpus_per_engine, other.rollout_num_gpus_per_engine))
+            if sizes[1] % sizes[0]:
+                expected = f"a divisor or a multiple of {other.rollout_num_gpus_per_engine}, the GPUs of a prefill engine"
+                yield ConfigError(f"{field}.num_gpus_per_engine", section.rollout_num_gpus_per_engine, expected)
+            for name in ALIKE:
+                if (here := section.engine_flags.get(name)) != (there := other.engine_flags.get(name)):
+                    yield ConfigError(f"{field}.sglang.{name}", here, f"{there}, as the prefill engines have it")
+    if places and not model:
+        yield from _of_whole_run(config)
+
+
+def _of_whole_run(config: RunConfig) -> Findings:
+    rollout, why = config.rollout, "where the policy's prefill and decode are apart"
+    if rollout.in_flight_on_push == "retract":
+        expected = f"in_place or abort {why}: a decode engine cannot have a prompt computed anew"
+        yield ConfigError("rollout.in_flight_on_push", "retract", expected)
+    if config.trainer.use_rollout_routing_replay:
+        yield ConfigError("trainer.use_rollout_routing_replay", True, f"false {why}: a prompt's experts stay with the prefill engine")
+    if rollout.eval_replicas:
+        yield ConfigError("rollout.eval_replicas", rollout.eval_replicas, f"0 {why}: decode engines take held-out prompts, too")
 
 
 def _of_group(own: Inspection, field: str, checks: Iterable[Callable[[Inspection], Findings]]) -> Findings:

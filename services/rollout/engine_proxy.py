@@ -26,6 +26,7 @@ from services.rollout.engine.generation import Generation, GenerationRequest, wi
 from services.rollout.engine.public_requests import ChatRequest, GenerateRequest, PublicRequest, engine_body, parse_request
 from services.rollout.engine.transport import EngineError, InvalidRequest, whole_events
 from services.rollout.in_flight import Requests
+from services.rollout.prefill_engines import PREFILL_PATH, VERSION_HEADER, rids_of, was_aborted
 from services.rollout.served_version import ServedVersion
 from shared.data.tokenizer import Tokenizer
 from shared.hooks.sample_agreement import Answer, compared
@@ -214,6 +215,8 @@ class EngineProxy(EndpointServer):
         if self.gateway_key and (request.method, request.raw_path) == ("POST", GENERATE_PATH):
             async with self._admitted():
                 return await self._generate_turn(request)
+        if self.gateway_key and request.raw_path.startswith(PREFILL_PATH + "/"):
+            return await self._prefill(request)
         if not self.public or (request.method, request.raw_path) not in ROUTES:
             raise RequestDenied(
                 HTTPStatus.NOT_FOUND, "this address takes " + ", ".join(sorted(map(" ".join, ROUTES))) + ", and nothing else"
@@ -232,11 +235,7 @@ class EngineProxy(EndpointServer):
 
     async def _generate_turn(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answers a gateway, which continues from what was generated where the engine aborts it."""
-        given = request.headers.get(KEY_HEADER, "").encode()
-        if not hmac.compare_digest(given, self.gateway_key.encode()) and self.renew_key is not None:
-            self.gateway_key = await self.renew_key()  # the store may have been emptied
-        if not hmac.compare_digest(given, self.gateway_key.encode()):
-            raise RequestDenied(HTTPStatus.UNAUTHORIZED, "the gateways' key is not this run's")
+        await self._check_key(request)
         self._present()
         asked = TurnRequest.decode(await body_of(request, CONTENT_TYPE))
         client = await self._serving()
@@ -250,6 +249,45 @@ class EngineProxy(EndpointServer):
         [found] = await client.generate_group([wanted], asked.sampling, deadline=min(asked.seconds, self._generate_s))
         self._still(life)
         return web.Response(body=_generation_of(found, client.retracting_pauses - pauses).encode(), content_type=CONTENT_TYPE)
+
+    async def _check_key(self, request: web.BaseRequest) -> None:
+        given = request.headers.get(KEY_HEADER, "").encode()
+        if not hmac.compare_digest(given, self.gateway_key.encode()) and self.renew_key is not None:
+            self.gateway_key = await self.renew_key()  # the store may have been emptied
+        if not hmac.compare_digest(given, self.gateway_key.encode()):
+            raise RequestDenied(HTTPStatus.UNAUTHORIZED, "the gateways' key is not this run's")
+
+    async def _prefill(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Computes prompts for a decode engine that serves a version, once this engine serves it, too; confirms that nothing else did."""
+        await self._check_key(request)
+        self._present()
+        wanted, end = request.headers.get(VERSION_HEADER, ""), asyncio.get_running_loop().time() + self._wait_s
+        body = orjson.loads(await body_of(request))
+        client = await self._serving()
+        while str(client.version) != wanted and wanted.isdecimal() and client.version < int(wanted):
+            if asyncio.get_running_loop().time() > end:
+                break
+            await asyncio.sleep(POLL_INTERVAL_S)  # its part of that push is about to end
+            client = await self._serving()
+        life, cache_key, sent = self._served.incarnation, client.cache_key, False
+        try:
+            if str(client.version) != wanted:
+                raise RequestDenied(HTTPStatus.CONFLICT, f"this prefill engine serves version {client.version}, not {wanted}")
+            sent = True
+            own = {"stream": False, "extra_key": cache_key}
+            answer = await client.transport.post(
+                request.raw_path.removeprefix(PREFILL_PATH), body | own, self._generate_s, "it is being aborted"
+            )
+            self._still(life)
+            if client.cache_key != cache_key:
+                raise RequestDenied(HTTPStatus.CONFLICT, f"this prefill engine serves version {client.version} by now, not {wanted}")
+            if was_aborted(answer):
+                raise RequestDenied(HTTPStatus.BAD_GATEWAY, "the prefill engine has aborted it")
+            return web.json_response({})
+        except BaseException:
+            for rid in rids_of(body) if sent else ():
+                client.abandon(rid)
+            raise
 
     async def _stream_generation(
         self, request: web.BaseRequest, client: EngineClient, wanted: GenerationRequest, asked: TurnRequest

@@ -6,8 +6,10 @@ engine's death it stays closed (the replica is fenced) until a version has been 
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Awaitable, Callable
 
+from services.rollout.engine.early_processes import engine_flags
 from services.rollout.engine.engine_client import EngineClient, patience, until_hung
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.external_engine import ExternalEngine
@@ -15,10 +17,11 @@ from services.rollout.engine.transport import EngineError
 from services.rollout.engine_nodes import EngineLeader
 from services.rollout.engine_proxy import EngineProxy
 from services.rollout.in_flight import Stopped
-from services.rollout.replica_command import engine_log, external_engine, replica_command
+from services.rollout.prefill_engines import DecodeTransport, PrefillEngines
+from services.rollout.replica_command import BOOTSTRAP, engine_log, external_engine, replica_command
 from services.rollout.request_slots import MOST
 from services.rollout.router_registration import router_url
-from services.rollout.served_version import ServedVersion
+from services.rollout.served_version import NO_WEIGHTS, ServedVersion
 from shared import hooks
 from shared.bus.registry import MODEL
 from shared.config import devices
@@ -47,6 +50,7 @@ WATCH_SECONDS = 1.0
 OPEN_SECONDS = 60.0  # the deadline for an engine that has released its memory to take it again
 STOP_SECONDS = 3.0
 SPARE_REQUESTS = 512  # the requests that others may have in the engine at once, beyond one for each slot that the replica may have
+PREFILLS = 8192  # the requests that a prefill engine may have at once, those of all decode engines
 RESTART_SECONDS = 2.0  # the pause before a dead engine is started again
 
 
@@ -60,6 +64,9 @@ class Replica:
     def __init__(self, service: Service) -> None:
         self._service, self._rollout, self._external = service, service.config.rollout, external_engine(service)
         spans_nodes = self._rollout.nodes_per_engine > 1
+        self._kind, self._bootstrap = self._rollout.worker_type, ""
+        decodes = self._kind == "decode"
+        self._prefills = PrefillEngines(service, lambda: self.client.version if self.client else NO_WEIGHTS) if decodes else None
         self._leader = EngineLeader(service, lambda: self.before_start()) if spans_nodes else None
         if spans_nodes or devices.resolve(self._rollout.rollout_device) == "cuda":
             service.ranks = self._rollout.rollout_num_gpus_per_engine
@@ -72,7 +79,7 @@ class Replica:
         self._routed, self._for_gateways = bool(router_url()), service.config.gateways > 0
         self._exposed = self._routed or self._for_gateways or service.name == MODEL
         rollout = self._rollout
-        limit = SPARE_REQUESTS + (rollout.rollout_concurrency or MOST)
+        limit = PREFILLS if self._kind == "prefill" else SPARE_REQUESTS + (rollout.rollout_concurrency or MOST)
         wait = service.config.weights.push_timeout
         self.proxy = EngineProxy(self.served, lambda: self.client, service.metrics, limit, rollout.generate_timeout, wait)
         self.proxy.most_kept = service.config.kept_top_k
@@ -95,7 +102,12 @@ class Replica:
 
     @property
     def serving(self) -> bool:
-        return self.served.serving
+        return self.served.serving and (self._prefills is None or bool(self._prefills.known))
+
+    @property
+    def takes_tasks(self) -> bool:
+        """Whether it generates; a prefill engine computes prompts for decode engines."""
+        return self._kind != "prefill"
 
     async def wait_serving(self, min_version: int, deadline: float) -> EngineClient:
         """Waits until the replica serves ``min_version`` or newer. Raises DeadlineExceeded; Stopped where its external engine is away."""
@@ -119,7 +131,8 @@ class Replica:
         served, service = self.served, self._service
         service.state, service.version = served.state, served.version
         service.incarnation = f"{self._life}.{served.incarnation}"
-        service.engine = self.proxy.url if served.engine_is_up and served.has_weights else ""  # none without verified weights
+        shown = self.proxy.url if served.engine_is_up and served.has_weights else ""  # none without verified weights
+        service.engine, service.prefill = (shown, "") if self.takes_tasks else ("", f"{shown}#{self._bootstrap}" if shown else "")
         self._shown.set()
         self._shown = asyncio.Event()
 
@@ -154,6 +167,7 @@ class Replica:
 
     async def keep_engine(self) -> None:
         """Starts the engine, watches it, and restarts it when it dies. Runs until cancelled; then it stops the engine."""
+        following = self._service.spawn(self._prefills.keep()) if self._prefills is not None else None
         try:
             while True:
                 try:
@@ -175,6 +189,7 @@ class Replica:
                 await self._close()
                 await asyncio.sleep(RESTART_SECONDS)
         finally:
+            await cancelled([following] if following is not None else [])
             await self.proxy.close()
             await self._close()
 
@@ -234,7 +249,9 @@ class Replica:
     async def attach(self, client: EngineClient) -> None:
         """Attaches an engine that has started: its weights have not been verified, unless nothing is trained and they are the only ones."""
         self.client = client
-        if self._for_gateways:
+        if self._prefills is not None:
+            self._prefills.key = await self._gateway_key()
+        if self._for_gateways or not self.takes_tasks:
             self.proxy.gateway_key = await self._gateway_key()
             self.proxy.renew_key = self._gateway_key
             self._service.metrics.set(CONTEXT_GAUGE, client.capabilities.max_sequence)
@@ -266,7 +283,7 @@ class Replica:
         self.show()
         await self.before_start()
         external = ExternalEngine(service.config, self._external, self._report_away) if self._external else None
-        engine = external or begun or EngineProcess(replica_command(service, service.instance), engine_log(service))
+        engine = external or begun or self._begun()
         self._process = engine
         service.log.info("engine_starting", pid=engine.pid)
         seconds = await engine.ready(self._rollout.engine_start_timeout)
@@ -282,6 +299,14 @@ class Replica:
         await self.attach(client)
         await self.after_start()
         return engine
+
+    def _begun(self) -> EngineProcess:
+        command = replica_command(self._service, self._service.instance)
+        self._bootstrap = engine_flags(command.argv).get(BOOTSTRAP, "")
+        process = EngineProcess(command, engine_log(self._service))
+        if self._prefills is not None:
+            process.way = functools.partial(DecodeTransport, engines=self._prefills)
+        return process
 
     async def _report_away(self, reason: str, late: bool) -> None:
         """Reports why an external engine cannot be used; as an event where it is awaited for longer than its deadline."""

@@ -16,6 +16,7 @@ from shared import hooks
 from shared.bus.registry import MODEL
 from shared.config import devices, sglang_flags
 from shared.config.engine_limits import PREFILL_GRAPHS, captures_prefill
+from shared.config.rollout_section import APART, TRANSFER, transfer_backend
 from shared.config.run_config import RunConfig
 from shared.config.sglang_flags import plain_name
 from shared.hooks.loading import agent_paths
@@ -111,6 +112,20 @@ def routing_flags(config: RunConfig, device: str) -> dict[str, Any]:
     return {**flags, RUNNER: "triton"}
 
 
+BOOTSTRAP = "disaggregation-bootstrap-port"
+
+
+def kind_flags(config: RunConfig, device: str) -> dict[str, Any]:
+    """Returns the flags of a prefill or a decode engine; none of one that does both."""
+    kind = config.rollout.worker_type
+    if kind not in APART:
+        return {}
+    flags = {"disaggregation-mode": kind, TRANSFER: transfer_backend(config.rollout, device)}
+    if kind == "prefill":
+        return flags | {BOOTSTRAP: free_port()}
+    return flags | ({"disaggregation-decode-retraction-backup": "cpu_tensor"} if device == "cpu" else {})
+
+
 INSTANCE = "MYXO_INSTANCE"
 
 
@@ -154,7 +169,7 @@ def replica_command(service: Service, name: str, meeting: EngineMeeting | None =
     if config.kept_top_k and not sglang_flags.known_ones({"sampling-mask-max-tokens": 0}):
         expected = f"off: SGLang {sglang_flags.installed()} does not return the tokens that its sampler kept, as 0.5.20 does"
         raise ConfigError("trainer.support_replay", config.trainer.support_replay, expected)
-    flags |= routing_flags(config, device) | graph_flags(config, device)
+    flags |= routing_flags(config, device) | graph_flags(config, device) | kind_flags(config, device)
     if devices.engines_release(config):
         flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": devices.engines_back_up(config)}
     own_flags = sglang_flags.present_names(rollout.sglang)

@@ -236,15 +236,15 @@ class Rollout:
             await player.close()
 
     async def produce(self) -> None:
-        """Generates training prompts, or has the user's rollout function do it in one replica; not where this one only evaluates."""
-        if self._evaluates:
+        """Generates training prompts, or has the user's rollout function do it in one replica; not where this one evaluates or prefills."""
+        if self._evaluates or not self.replica.takes_tasks:
             await self._service.stopping.wait()
             return
         await (self.take(TRAIN) if self.producer is None else run_where_active(self._service, self.producer, self.spread))
 
     async def evaluate(self) -> None:
         """Generates held-out prompts, or has the user's own function do it; not where other replicas evaluate."""
-        if self._evaluates is False:
+        if self._evaluates is False or not self.replica.takes_tasks:
             await self._service.stopping.wait()
             return
         await (self.take(EVAL) if self.evaluator is None else self.evaluator.run())
@@ -383,6 +383,7 @@ class Rollout:
         generated, rate, metrics, producer = GeneratedTokens(), TokenRate(), self._service.metrics, self.producer
         while True:
             tokens = await generated.read(self.replica.client, self.tokens + (0 if producer is None else producer.tokens))
+            tokens *= self.replica.takes_tasks  # a sample's first token counts where it is decoded
             self._note_generated(tokens)
             metrics.set("generated_tokens_per_s", rate.note(time.monotonic(), tokens))
             metrics.set("generated_tokens", tokens)

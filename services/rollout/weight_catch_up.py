@@ -233,7 +233,7 @@ class WeightCatchUp:
             "its engine is not up": client is None,
             "it shares its memory with the trainer": service.config.trainer.colocate,
             "its weights are being changed": replica.update_lock.locked() or self._busy(),
-            f"it serves version {replica.version}": replica.version != request.version or not replica.serving,
+            f"it serves version {replica.version}": replica.version != request.version or not replica.served.serving,
             f"its engine has {service.ranks} ranks": service.ranks != request.ranks,
         }
         if (reason := next((text for text, holds in reasons.items() if holds), None)) is not None or client is None:

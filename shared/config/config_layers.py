@@ -380,6 +380,23 @@ def lay_sglang_config(layers: Layers) -> None:
     layers.origins |= dict.fromkeys(("rollout.models", "rollout.engine_groups"), path)
 
 
+def lay_prefill_servers(layers: Layers) -> None:
+    """Divides the policy's engines into those that prefill, slime's ``prefill_num_servers``, and those that decode. Raises ConfigError."""
+    rollout = layers.values.get("rollout", {})
+    if (count := rollout.get("prefill_num_servers")) is None or not str(count).isdecimal():
+        return
+    field = "rollout.prefill_num_servers"
+    if besides := [name for name in ("sglang_config", "engine_groups", "external_engines") if rollout.get(name)]:
+        raise ConfigError(field, count, f"given besides {besides[0]}, which says what each engine does; leave one of them out")
+    size, gpus = int(rollout.get("rollout_num_gpus_per_engine", 1)), rollout.get("rollout_num_gpus")
+    engines = int(rollout.get("rollout_replicas") or int(gpus or 0) // size)
+    if int(count) >= engines:
+        raise ConfigError(field, count, f"fewer than the run's engines, of which there are {engines} (rollout_replicas, rollout_num_gpus)")
+    parts = {"prefill": int(count), "decode": engines - int(count)}
+    groups = [{"worker_type": kind, "replicas": number, "num_gpus_per_engine": size} for kind, number in parts.items()]
+    rollout.update(prefill_num_servers=None, engine_groups=groups)
+
+
 def _sglang_models(path: Path, size: int) -> tuple[dict[str, dict[str, Any]], dict[str, bool | None]]:
     """Returns the models of a file, in the form of ``[rollout.models]``, and what each says of ``update_weights``. Raises ConfigError."""
     try:

@@ -15,6 +15,7 @@ from shared.config.config_layers import (
     lay_custom_config,
     lay_eval_config,
     lay_megatron_config,
+    lay_prefill_servers,
     lay_sglang_config,
 )
 from shared.config.eval_section import NAME
@@ -146,6 +147,7 @@ def read(path: Path | None, overrides: dict[str, dict[str, Any]] | None = None, 
     problems = layers.problems
     try:
         lay_eval_config(layers)
+        lay_prefill_servers(layers)
         lay_sglang_config(layers)
         config, found = parse(layers.values).absolute(Path.cwd()), list[BadInput]()
     except BadInput as error:

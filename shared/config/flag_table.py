@@ -219,7 +219,6 @@ _NO_OPS: dict[str, tuple[str, ...]] = {
     "rollout_health_check_interval": ("float", "services are watched by their heartbeats, see --registry-ttl"),
     "rollout_health_check_timeout": ("float", "an engine's answers have the deadline --generate-timeout"),
     "rollout_health_check_first_wait": ("float", "engines are given --engine-start-timeout seconds to start"),
-    "prefill_num_servers": ("int", "every engine prefills and decodes; the samples are the same"),
     "rollout_data_transport": ("text", "trainer ranks fetch samples from the run's store", "object-store", "nixl"),
     "use_distributed_post": ("switch", "each rollout service talks to its own engine"),
     "disable_compute_advantages_and_returns": ("switch", "--loss-type sft_loss uses none; other losses need them"),

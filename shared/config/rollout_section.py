@@ -79,6 +79,9 @@ GPUS_OF_MACHINE = 8
 WorkerType = Literal["regular", "prefill", "decode", "encoder", "placeholder"]
 """The kinds of groups of engines in slime's words; a placeholder has GPUs and no engines."""
 
+APART: tuple[WorkerType, ...] = ("prefill", "decode")
+TRANSFER = "disaggregation-transfer-backend"
+
 MODEL_NAME = r"^[A-Za-z][A-Za-z0-9_.-]{0,47}$"
 """The pattern of a model's name: requests, instances and functions know it by that."""
 
@@ -405,6 +408,11 @@ class RolloutSection(Section):
         **MUTABLE,
     )
     policy_name: str = Field(default="policy", pattern=MODEL_NAME, description="name of the model that is trained, beside the others'")
+    prefill_num_servers: int | None = Field(
+        default=None,
+        gt=0,
+        description="of the policy's engines, how many only prefill, for the others, which decode; becomes engine_groups",
+    )
     sglang_config: Path | None = Field(
         default=None, description="slime's YAML file of models and groups of engines; becomes models and engine_groups"
     )
@@ -490,6 +498,11 @@ class RolloutSection(Section):
         return {plain_name(name): value for name, value in self.sglang.items()}
 
     @property
+    def worker_type(self) -> WorkerType:
+        """Returns the kind of these engines: of a config of one group's (`RunConfig.of_engines`)."""
+        return self.engine_groups[0].worker_type if len(self.engine_groups) == 1 else "regular"
+
+    @property
     def nodes_per_engine(self) -> int:
         """Returns the number of nodes that one engine is on: SGLang's ``nnodes``, which follows from its GPUs as with slime."""
         if self.external_engines:
@@ -536,6 +549,14 @@ class RolloutSection(Section):
         return bool(self.makers)
 
 
+def transfer_backend(rollout: RolloutSection, device: str) -> str:
+    """Returns by what prefill engines on ``device`` send keys and values: as the run says; else nixl, which takes whatever way the machines
+    have, mooncake where InfiniBand devices are named, and on a CPU mooncake over TCP."""
+    flags = rollout.engine_flags
+    by_itself = "mooncake" if flags.get("disaggregation-ib-device") else "nixl"
+    return str(flags.get(TRANSFER) or (by_itself if device == "cuda" else "mooncake_tcp"))
+
+
 def flags_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Returns SGLang's flags with others over them, however each is spelled."""
     given = {plain_name(name) for name in above}
@@ -549,6 +570,9 @@ def _unlike(groups: list[EngineGroup]) -> str:
         return "a group with engines: placeholders only reserve GPUs"
     if "regular" in kinds and len(kinds) > 1:
         return f"regular groups alone, or prefill and decode ones: {', '.join(sorted(kinds))} do not go together in one model"
+    counts = {kind: sum(group.replicas for group in groups if group.worker_type == kind) for kind in APART}
+    if any(counts.values()) and not all(counts.values()):
+        return f"at least one engine of both kinds: there are {counts['prefill']} of prefill and {counts['decode']} of decode"
     return ""
 
 

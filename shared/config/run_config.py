@@ -20,7 +20,7 @@ from shared.config.data_sections import REASONING_GYM_SOURCE, CurriculumSection,
 from shared.config.debug_section import STEP, DebugSection
 from shared.config.eval_section import EvalSection
 from shared.config.reward_section import CUSTOM, JUDGE, TOURNAMENT, RewardSection
-from shared.config.rollout_section import GENERATORS, MODEL_NAME, EpisodeSection, RolloutSection, flags_over
+from shared.config.rollout_section import APART, GENERATORS, MODEL_NAME, EpisodeSection, RolloutSection, flags_over
 from shared.config.section import Rule, Section
 from shared.config.service_sections import (
     BusSection,
@@ -449,7 +449,9 @@ class RunConfig(Section):
             "rollout_num_gpus_per_engine": shape.num_gpus_per_engine,
             "sglang": flags_over(self.rollout.sglang, shape.sglang),
         }
+        alone = {"engine_groups": [shape]} if shape.worker_type in APART else {}
         if own is None:
+            engines |= alone
             return self.model_copy(update={"rollout": self.rollout.model_copy(update=engines)})
         unlimited = {"rollout_max_prompt_len": None, "rollout_max_context_len": None, "rollout_max_response_len": 1}
         unused: dict[str, Any] = {
@@ -457,6 +459,7 @@ class RunConfig(Section):
             "eval_replicas": 0,
             "models": {},
             "engine_groups": [],
+            **alone,
         }
         changed: dict[str, tuple[Section, dict[str, Any]]] = {
             "model": (self.model, {"hf_checkpoint": own.hf_checkpoint or self.model.hf_checkpoint}),

@@ -64,6 +64,8 @@ OF_FIELDS = {
     "tp-size": "set rollout.rollout_num_gpus_per_engine",
     "trust-remote-code": "set model.trust_remote_code",
     "config": "give each of its flags here",
+    "disaggregation-mode": "set worker_type in [[rollout.engine_groups]]",
+    "disaggregation-bootstrap-port": "each prefill engine has a free port of its own",
 }
 """Flags that follow from other fields of the config, or that would pass others unchecked; and what to do instead."""
 

@@ -122,8 +122,9 @@ class Doing(Part):
 class ServiceStatus(Message):
     """KV ``services/<service>.<instance>``: a live service and its state. Renewed by heartbeat, gone after its TTL.
 
-    ``version``: weights served (-1: none). ``model``: the frozen model that it serves, if it does. ``state``: starting, ready, updating,
-    fenced, stopping, … ``gauges``: small live figures.
+    ``version``: weights served (-1: none). ``model``: the frozen model that it serves, if it does. ``prefill``: of a replica that only
+    prefills, where decode engines' services ask it, and behind ``#`` the port for these engines; its ``engine`` is empty. ``state``:
+    starting, ready, updating, fenced, stopping, … ``gauges``: small live figures.
     ``ranks``: how many ranks its engine has in a process group. ``incarnation`` changes whenever what the service holds in memory (an
     engine's weights) is lost. ``detail``: the reason of the state, in words; for a buffer: why the newest dead group died, if any did.
     ``held_back``: why it holds its work back (a stream or the store is full), how long already, and until when. ``last_error``: the
@@ -138,6 +139,7 @@ class ServiceStatus(Message):
     pid: int
     http: str
     engine: str = ""
+    prefill: str = ""
     model: Reason = ""
     state: str
     version: int = -1

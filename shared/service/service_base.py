@@ -71,7 +71,7 @@ class Service:
         self.incarnation = secrets.token_hex(4)  # not the pid: in a container every life has the same one
         self.ranks = 1
         self.host = own_address()
-        self.http = self.engine = self.detail = self.holding = self.model = ""
+        self.http = self.engine = self.prefill = self.detail = self.holding = self.model = ""
         self._spawned: set[asyncio.Task[None]] = set()
 
     async def aclose(self) -> None:
@@ -90,6 +90,7 @@ class Service:
             pid=os.getpid(),
             http=self.http,
             engine=self.engine,
+            prefill=self.prefill,
             model=self.model,
             state=self.state,
             version=self.version,

@@ -153,9 +153,11 @@ class EngineClient:
         self._background: set[asyncio.Task[None]] = set()
 
     @classmethod
-    async def connect(cls, receiver: Path, *, deadline: float = CONTROL_SECONDS) -> Self:
-        """Connects to a ready engine and reads what it can do. ``receiver``: `EngineProcess.receiver`."""
-        transport = EngineTransport(receiver)
+    async def connect(
+        cls, receiver: Path, *, deadline: float = CONTROL_SECONDS, by: Callable[[Path], EngineTransport] = EngineTransport
+    ) -> Self:
+        """Connects to a ready engine and reads what it can do. ``receiver``: `EngineProcess.receiver`. ``by``: makes the way there."""
+        transport = by(receiver)
         try:
             capabilities = await read_capabilities(transport, deadline)
             model = await transport.get("/model_info", deadline)
@@ -207,7 +209,7 @@ class EngineClient:
             self.generating -= 1
         generations = parse_group(self._checked(answer), requests, version, self.late_versions, f"{self.url}/generate")
         self._retractions += sum(generation.retractions for generation in generations)
-        return [without_older_prefix(generation, version) for generation in generations]
+        return [without_older_prefix(generation, version, self.transport.pairs) for generation in generations]
 
     async def generate_live(
         self, request: GenerationRequest, sampling: Sampling, *, deadline: float = GENERATE_SECONDS
@@ -223,7 +225,7 @@ class EngineClient:
             async with asyncio.timeout(deadline), self.transport.events("/generate", single | {"stream": True}) as answers:
                 async for answer in answers:
                     piece = parse_piece(self._checked(answer), request, seen, version, self.late_versions, where)
-                    fresh = piece if seen else without_older_prefix(piece, version)
+                    fresh = piece if seen else without_older_prefix(piece, version, self.transport.pairs)
                     ended, seen = answer["meta_info"]["finish_reason"] is not None, seen + len(piece.tokens)
                     self._retractions += piece.retractions if ended else 0
                     yield fresh

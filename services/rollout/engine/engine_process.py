@@ -20,13 +20,14 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import shared
 from services.rollout.engine.engine_client import RECEIVER_LOADER, EngineClient
 from services.rollout.engine.private_endpoints import ADDRESS_VARIABLE, DIRECTORY_VARIABLE, SECRET_VARIABLE, SOCKET
+from services.rollout.engine.transport import EngineTransport
 from shared.config.engine_limits import cpu_token_capacity
 from shared.config.sglang_flags import plain_name
 from shared.process import child_process as process_watch
@@ -143,6 +144,8 @@ def engine_command(
         | (CPU_VARIABLES if device == "cpu" else CUDA_VARIABLES | kernel_cache_variables(os.environ) | bytecode_variables(os.environ))
         | {"PYTHONPATH": _engine_path(device)}
     )
+    if chosen.get("disaggregation-mode"):  # where keys and values are asked for and sent
+        chosen["host"] = env["SGLANG_HOST_IP"] = own_address()
     if chosen.get("enable-dp-attention"):  # its processes speak over TCP, also on one machine
         env[SECRET_VARIABLE] = secrets.token_hex(16) if meeting is None else meeting.secret
     if chosen.get("enable-memory-saver") and (runtime := _cuda_runtime()):
@@ -216,7 +219,8 @@ PROBE_SECONDS = 10.0  # the deadline for one probe of a starting engine: the fir
 PREFIX = "myxo-engine-"
 LONGEST_DIRECTORY = 107 - len("/rank-1023.opening")
 _MISSED = re.compile(r"Subprocess \S+ \(pid=\d+\) crashed[^.]*")  # what SGLang logs of a process that is gone, before it ends the others
-_ONE_TOKEN = json.dumps({"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}})
+_ALONE = {"bootstrap_host": "2.2.2.2", "bootstrap_room": 0}  # by which prefill and decode engines know a try: SGLang's own has the same
+_ONE_TOKEN = json.dumps({"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}, **_ALONE})
 
 
 class EngineProcess(ChildProcess):
@@ -226,7 +230,7 @@ class EngineProcess(ChildProcess):
 
     ``command``: from ``engine_command``. ``log_file``: the engine's output is appended to it; its directory is made. Raises ConfigError
     where the directory for temporary files has too long a name. Attributes: ``receiver``: the private directory in which its server and its
-    ranks listen; it is removed with the engine."""
+    ranks listen; it is removed with the engine. ``way``: makes the way of requests to it."""
 
     def __init__(self, command: EngineCommand, log_file: Path) -> None:
         self.receiver = Path(tempfile.mkdtemp(prefix=PREFIX))
@@ -239,6 +243,7 @@ class EngineProcess(ChildProcess):
         private = {DIRECTORY_VARIABLE: str(self.receiver), "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
         environment = os.environ | command.env | private
         self._watch, self._searched = ProcessWatch(), 0.0
+        self.way: Callable[[Path], EngineTransport] = EngineTransport
         super().__init__(f"engine at {self.receiver}", command.argv, log_file, environment, watchdog=True, scratch=self.receiver)
 
     async def ready(self, deadline: float) -> float:
@@ -247,7 +252,7 @@ class EngineProcess(ChildProcess):
 
     async def client(self) -> EngineClient:
         """Returns a connection to it, once it is ready. Raises as `EngineClient.connect`."""
-        return await EngineClient.connect(self.receiver, deadline=60)
+        return await EngineClient.connect(self.receiver, deadline=60, by=self.way)
 
     def fault(self) -> str:
         """Returns in words why this engine cannot be used any more; empty while it can.

@@ -193,12 +193,12 @@ def parse_piece(answer: Any, request: GenerationRequest, seen: int, version_befo
         raise EngineError(where, f"gave an answer that cannot be read ({type(error).__name__}: {error}): {str(answer)[:200]!r}") from error
 
 
-def without_older_prefix(generation: Generation, version_before: int) -> Generation:
+def without_older_prefix(generation: Generation, version_before: int, from_elsewhere: bool = False) -> Generation:
     """Returns a generation as if it had been aborted before its first token, where it began with keys and values of older weights.
 
     That is one that waited in the engine while weights were changed: it was sent to share prefixes of ``version_before``, found some, and
-    generated its first token by a newer version."""
-    if not generation.cached_tokens or not generation.spans or generation.spans[0].version == version_before:
+    generated its first token by a newer version. ``from_elsewhere``: another engine computed the whole prompt."""
+    if not (generation.cached_tokens or from_elsewhere) or not generation.spans or generation.spans[0].version == version_before:
         return generation
     return Generation(np.empty(0, np.int32), np.empty(0, np.float32), "abort", (), 0, generation.retractions)
 

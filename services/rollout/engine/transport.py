@@ -51,7 +51,10 @@ CONNECT_SECONDS = 10.0  # the deadline for a connection to an external engine: a
 
 class EngineTransport:
     """One HTTP session to one engine. Must be made, used and closed in one event loop. ``where``: `EngineProcess.receiver`, in which
-    the engine's server listens, or the URL of an external engine. ``key``: its API key; empty: it has none."""
+    the engine's server listens, or the URL of an external engine. ``key``: its API key; empty: it has none. ``pairs``: whether its
+    prompts are computed by other engines."""
+
+    pairs = False
 
     def __init__(self, where: Path | str, key: str = "") -> None:
         # the service bounds the number of requests in flight
