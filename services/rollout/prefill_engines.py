@@ -33,6 +33,7 @@ from shared.sessions.session import KEY_HEADER
 
 PREFILL_PATH, VERSION_HEADER = "/prefill", "X-Myxo-Version"  # the path goes before the engine's own
 ROOM_BITS = 62  # a room is a positive int64, and the requests of a group have it and those that follow
+TRIES, RETRY_SECONDS, BROKEN = 5, 0.2, 500  # tries of a request, the pause after the first, and the least status of an engine's own fault
 ANSWER_SECONDS = 5.0  # the time by which a prefill engine's answer may be later than the decode engine's
 AVOIDED_SECONDS = 10.0  # the time for which a prefill engine that has failed is asked only where no other is there
 
@@ -89,50 +90,78 @@ class PrefillEngines:
 
 
 class DecodeTransport(EngineTransport):
-    """The way to a decode engine: what generates goes to a prefill engine, too."""
+    """The way to a decode engine: what generates goes to a prefill engine, too, and to another one where keys and values did not come."""
 
     pairs = True
 
     def __init__(self, where: Path | str, engines: PrefillEngines) -> None:
         super().__init__(where)
         self._engines = engines
+        self._waiting: dict[str, bool] = {}  # ids of samples whose prompts are being computed → whether their caller has them aborted
 
     @asynccontextmanager
     async def stream(self, path: str, data: bytes | None, method: str = "POST") -> AsyncIterator[aiohttp.ClientResponse]:
-        """As `EngineTransport.stream`. Raises EngineError, too, where the prompt could not be computed by the version that is served: the
-        engine has then been told to abort the request."""
+        """As `EngineTransport.stream`. Raises EngineError, too, where in `TRIES` tries no prefill engine has computed the prompt by the
+        version that is served, or the caller has it aborted meanwhile."""
         if data is None or path not in GENERATION_PATHS:
+            if data is not None and path == "/abort_request":
+                self._note_aborted(orjson.loads(data))
             async with super().stream(path, data, method) as response:
                 yield response
             return
+        rids, handed = rids_of(orjson.loads(data)), False
+        self._waiting |= dict.fromkeys(rids, False)
+        try:
+            for tries in range(1, TRIES + 1):
+                try:
+                    async with self._tried(path, data, rids) as response:
+                        handed = True
+                        yield response
+                        return
+                except EngineError:
+                    if handed or tries == TRIES or any(self._waiting[rid] for rid in rids):
+                        raise
+                await asyncio.sleep(RETRY_SECONDS * tries)
+        finally:
+            for rid in rids:
+                self._waiting.pop(rid, None)
+
+    @asynccontextmanager
+    async def _tried(self, path: str, data: bytes, rids: list[str]) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Sends a request to both engines, and yields the decode engine's answer once the other one's is there."""
         async with self._engines.chosen(self.url + path) as address:
             parts = urlsplit(address)
             room = {"bootstrap_host": parts.hostname, "bootstrap_port": int(parts.fragment), "bootstrap_room": secrets.randbits(ROOM_BITS)}
             both = data[:-1] + b"," + orjson.dumps(room)[1:]
-            prefilling = asyncio.create_task(self._prefill(address, path, both))
+            prefilling = asyncio.create_task(self._prefill(address, path, both, rids))
             try:
-                async with super().stream(path, both, method) as response:
-                    if response.ok:
-                        streamed = response.content_type == "text/event-stream"  # whose status comes before its first token
-                        async with asyncio.timeout(None if streamed else ANSWER_SECONDS):
-                            await prefilling
+                async with super().stream(path, both) as response:
+                    # the status of a stream comes before its first token, and an engine that misses keys and values does not wait for more
+                    late = None if response.content_type == "text/event-stream" else 0.0 if response.status >= BROKEN else ANSWER_SECONDS
+                    await asyncio.wait([prefilling], timeout=late)
+                    if prefilling.done():
+                        prefilling.result()
+                    if response.status >= BROKEN:
+                        raise EngineError(self.url + path, (await response.text())[:1000], response.status)
+                    if not prefilling.done() and response.ok:
+                        raise EngineError(f"{address} (prefill)", f"it has not answered {ANSWER_SECONDS:g} s after the decode engine")
                     yield response
-            except TimeoutError:
-                if prefilling.done():
-                    raise
-                reason = f"it has not answered {ANSWER_SECONDS:g} s after the decode engine"
-                raise EngineError(f"{address} (prefill)", reason) from None
             finally:
                 await cancelled([prefilling])
 
-    async def _prefill(self, address: str, path: str, body: bytes) -> None:
+    async def _prefill(self, address: str, path: str, body: bytes, rids: list[str]) -> None:
         try:
             await self._engines.prefill(address, path, body, self._engines.version())
         except EngineError:  # the decode engine would wait for what never comes
-            for rid in rids_of(orjson.loads(body)):
+            for rid in rids:
                 with contextlib.suppress(MyxoError):
-                    await self.post("/abort_request", {"rid": rid}, ABANDON_SECONDS, "it ends at the engine's own deadline")
+                    async with asyncio.timeout(ABANDON_SECONDS), super().stream("/abort_request", orjson.dumps({"rid": rid})) as answer:
+                        await answer.read()
             raise
+
+    def _note_aborted(self, body: dict[str, Any]) -> None:
+        for rid in self._waiting:
+            self._waiting[rid] |= bool(body.get("abort_all")) or rid.startswith(body.get("rid") or rid + "$")
 
 
 def rids_of(body: dict[str, Any]) -> list[str]:

@@ -24,7 +24,11 @@ needs_mooncake = pytest.mark.skipif(not movable(), reason="mooncake-transfer-eng
 
 
 def engines(statuses: list[ServiceStatus], prefill: bool, least: int = 0) -> list[ServiceStatus]:
-    return [one for one in statuses if one.service == "rollout" and bool(one.prefill) == prefill and one.version >= least and one.state == "ready"]
+    return [
+        one
+        for one in statuses
+        if one.service == "rollout" and bool(one.prefill) == prefill and one.version >= least and one.state == "ready"
+    ]
 
 
 @needs_mooncake
@@ -35,14 +39,18 @@ def test_prefill_and_decode_engines_get_the_same_pushes_and_are_replaced(small_r
     config = small_run("apart", steps=STEPS, staleness=1)
     flags = ["--rollout-replicas", "2", "--prefill-num-servers", "1"]
     with LaunchedRun(config, tmp_path / "runs" / "apart", "apart", flags) as run:
-        cards = run.until("both kinds with a pushed version", lambda cards: all(len(engines(cards, kind, 1)) == 1 for kind in (True, False)), RUN_SECONDS)
+        cards = run.until(
+            "both kinds with a pushed version", lambda cards: all(len(engines(cards, kind, 1)) == 1 for kind in (True, False)), RUN_SECONDS
+        )
         for prefill in (True, False):
             [engine] = engines(cards, prefill)
             run.kill(run.engine_of(engine.pid))
             cards = run.until(
                 "its successor, and both serving",
-                lambda cards: all(len(engines(cards, kind, 2)) == 1 for kind in (True, False))
-                and next(one.incarnation for one in cards if one.instance == engine.instance) != engine.incarnation,  # noqa: B023
+                lambda cards: (
+                    all(len(engines(cards, kind, 2)) == 1 for kind in (True, False))
+                    and next(one.incarnation for one in cards if one.instance == engine.instance) != engine.incarnation
+                ),  # noqa: B023
                 RUN_SECONDS,
             )
         assert gauge(cards, "buffer", "trained_steps") < STEPS, "the run ended before its engines were killed: make it longer"
