@@ -26,7 +26,7 @@ from shared.config import devices
 from shared.config.engine_limits import CONTEXT_KEPT, context_length, cpu_token_capacity, longest_sequence
 from shared.config.eval_views import eval_views
 from shared.config.external_server import EngineAway, ExternalServer
-from shared.config.rollout_section import APART, GENERATORS, GPUS_OF_MACHINE, TRANSFER, transfer_backend
+from shared.config.rollout_section import APART, GENERATORS, GPUS_OF_MACHINE, TRANSFER, RolloutSection, transfer_backend
 from shared.config.run_config import RunConfig
 from shared.config.sglang_flags import plain_name
 from shared.runtime.errors import ConfigError, nearest
@@ -100,24 +100,29 @@ def _check_apart(inspection: Inspection, model: str) -> Findings:
     own = {place: config.of_engines(model, place).rollout for place in places}
     for place, section in own.items():
         field = f"rollout.models.{model}.groups.{place}" if model else f"rollout.engine_groups.{place}"
-        device = devices.resolve(section.rollout_device)
-        if (backend := transfer_backend(section, device)) not in BACKENDS[device]:
-            yield ConfigError(f"{field}.sglang.{TRANSFER}", backend, f"{' or '.join(BACKENDS[device])}, for engines on {device}")
-        elif inspection.starts and importlib.util.find_spec(package := OF_SGLANG[TRANSFER][backend]) is None:
-            expected = f"{package}, which moves keys and values by {backend}, or another backend in [rollout.sglang]: it is not installed"
-            yield ConfigError(f"{field}.sglang.{TRANSFER}", backend, expected)
-        if ALGORITHM in section.engine_flags:
-            yield ConfigError(f"{field}.sglang.{ALGORITHM}", section.engine_flags[ALGORITHM], "none where prefill and decode are apart")
-        for other in (one for one in own.values() if (section.worker_type, one.worker_type) == ("decode", "prefill")):
-            sizes = sorted((section.rollout_num_gpus_per_engine, other.rollout_num_gpus_per_engine))
+        yield from _of_kind(section, field, inspection.starts)
+        for prefill in (one for one in own.values() if (section.worker_type, one.worker_type) == ("decode", "prefill")):
+            sizes = sorted((section.rollout_num_gpus_per_engine, prefill.rollout_num_gpus_per_engine))
             if sizes[1] % sizes[0]:
-                expected = f"a divisor or a multiple of {other.rollout_num_gpus_per_engine}, the GPUs of a prefill engine"
+                expected = f"a divisor or a multiple of {prefill.rollout_num_gpus_per_engine}, the GPUs of a prefill engine"
                 yield ConfigError(f"{field}.num_gpus_per_engine", section.rollout_num_gpus_per_engine, expected)
             for name in ALIKE:
-                if (here := section.engine_flags.get(name)) != (there := other.engine_flags.get(name)):
+                if (here := section.engine_flags.get(name)) != (there := prefill.engine_flags.get(name)):
                     yield ConfigError(f"{field}.sglang.{name}", here, f"{there}, as the prefill engines have it")
     if places and not model:
         yield from _of_whole_run(config)
+
+
+def _of_kind(section: RolloutSection, field: str, starts: bool) -> Findings:
+    """Yields what engines of one kind cannot do."""
+    device = devices.resolve(section.rollout_device)
+    if (backend := transfer_backend(section, device)) not in BACKENDS[device]:
+        yield ConfigError(f"{field}.sglang.{TRANSFER}", backend, f"{' or '.join(BACKENDS[device])}, for engines on {device}")
+    elif starts and importlib.util.find_spec(package := OF_SGLANG[TRANSFER][backend]) is None:
+        expected = f"the package {package}, which moves keys and values and is not installed, or another backend in [rollout.sglang]"
+        yield ConfigError(f"{field}.sglang.{TRANSFER}", backend, expected)
+    if ALGORITHM in section.engine_flags:
+        yield ConfigError(f"{field}.sglang.{ALGORITHM}", section.engine_flags[ALGORITHM], "none where prefill and decode are apart")
 
 
 def _of_whole_run(config: RunConfig) -> Findings:

@@ -23,36 +23,29 @@ def movable() -> bool:
 needs_mooncake = pytest.mark.skipif(not movable(), reason="mooncake-transfer-engine-non-cuda is not installed")
 
 
-def engines(statuses: list[ServiceStatus], prefill: bool, least: int = 0) -> list[ServiceStatus]:
-    return [
-        one
-        for one in statuses
-        if one.service == "rollout" and bool(one.prefill) == prefill and one.version >= least and one.state == "ready"
-    ]
+def engine(statuses: list[ServiceStatus], prefill: bool, least: int = 0) -> ServiceStatus | None:
+    found = [one for one in statuses if one.service == "rollout" and bool(one.prefill) == prefill]
+    return next((one for one in found if one.version >= least and one.state == "ready"), None)
 
 
 @needs_mooncake
 @pytest.mark.timeout(RUN_SECONDS + 300)
-def test_prefill_and_decode_engines_get_the_same_pushes_and_are_replaced(small_run: Callable[..., Path], tmp_path: Path) -> None:
-    """The engine of either kind is killed in the run and comes back. No group is lost, no sample is of two versions' weights, and the decode
-    engine's log-probs are the trainer's."""
+def test_engines_of_both_kinds_get_the_same_pushes_and_are_replaced(small_run: Callable[..., Path], tmp_path: Path) -> None:
+    """The engine of either kind is killed in the run and comes back. No group is lost, and the log-probs are the trainer's: no token was
+    sampled after a prompt by other weights."""
     config = small_run("apart", steps=STEPS, staleness=1)
     flags = ["--rollout-replicas", "2", "--prefill-num-servers", "1"]
     with LaunchedRun(config, tmp_path / "runs" / "apart", "apart", flags) as run:
-        cards = run.until(
-            "both kinds with a pushed version", lambda cards: all(len(engines(cards, kind, 1)) == 1 for kind in (True, False)), RUN_SECONDS
-        )
+        both = lambda cards: all(engine(cards, kind, 1) for kind in (True, False))  # noqa: E731
+        cards = run.until("both kinds with a pushed version", both, RUN_SECONDS)
         for prefill in (True, False):
-            [engine] = engines(cards, prefill)
-            run.kill(run.engine_of(engine.pid))
-            cards = run.until(
-                "its successor, and both serving",
-                lambda cards: (
-                    all(len(engines(cards, kind, 2)) == 1 for kind in (True, False))
-                    and next(one.incarnation for one in cards if one.instance == engine.instance) != engine.incarnation
-                ),  # noqa: B023
-                RUN_SECONDS,
+            killed = engine(cards, prefill)
+            assert killed is not None
+            run.kill(run.engine_of(killed.pid))
+            back = lambda cards, old=killed: (  # noqa: E731
+                both(cards) and all(one.incarnation != old.incarnation for one in cards if one.instance == old.instance)
             )
+            cards = run.until("its successor, and both serving", back, RUN_SECONDS)
         assert gauge(cards, "buffer", "trained_steps") < STEPS, "the run ended before its engines were killed: make it longer"
         assert run.wait(RUN_SECONDS) == 0, run.said()
     summary = run.summary()

@@ -14,10 +14,11 @@ from myxo.preflight.machine_checks import check_gateways
 from myxo.preflight.run_plan import RunPlan, engine_table
 from myxo.run import config_toml
 from shared.config import devices
-from shared.config.config_reading import load, parse
+from shared.config.config_reading import load, parse, read
+from shared.config.rollout_section import TRANSFER
 from shared.config.run_config import RunConfig
 from shared.model.families import read_architecture
-from shared.runtime.errors import BadInput, ConfigError
+from shared.runtime.errors import BadInput, ConfigError, raise_problems
 from tests.support.run_config import values
 from tests.support.tables import table
 from tests.unit.myxo.test_memory_plans import SHAPE
@@ -156,6 +157,7 @@ def test_a_file_that_does_not_add_up_is_refused_with_its_place(text: str, said: 
         ({"rollout_replicas": 2, "models": {"judge": JUDGE}, "rollout_num_gpus": 8}, r"4, the GPUs of all groups: policy 2 .* \+ judge 2"),
         ({"rollout_replicas": 3, "engine_groups": [{"num_gpus": 2}]}, "engine_groups say how many"),
         ({"engine_groups": [{"num_gpus_per_engine": 2}]}, "expected num_gpus or replicas"),
+        ({"engine_groups": [{"num_gpus": 2, "worker_type": "prefill"}]}, "there are 2 of prefill and 0 of decode"),
     ],
 )
 def test_tables_that_do_not_add_up_are_refused(rollout: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -238,21 +240,31 @@ def test_a_service_that_is_told_of_an_engine_that_is_not_there_ends(given: dict[
         devices.engine_of(several(tmp_path, MODELS), "elsewhere")
 
 
+def apart(
+    prefill: tuple[int, int] = (1, 1), decode: tuple[int, int] = (1, 1), page: dict[str, Any] | None = None, **given: Any
+) -> dict[str, Any]:
+    """Groups of so many engines of so many GPUs."""
+    groups = [
+        {"worker_type": kind, "replicas": count, "num_gpus_per_engine": size, "sglang": flags}
+        for kind, (count, size), flags in (("prefill", prefill, page or {}), ("decode", decode, {}))
+    ]
+    return {"engine_groups": groups, **given}
+
+
+BACKEND_OF_JUDGE = f"rollout.models.judge.groups.0.sglang.{TRANSFER}"
+
+
 @table(
     ("rollout", "trainer", "field", "said"),
     [
-        (
-            {"engine_groups": [{"num_gpus": 2, "worker_type": "prefill"}]},
-            {},
-            "rollout.engine_groups.0.worker_type",
-            "not divided among engines",
-        ),
-        (
-            {"models": {"judge": {"groups": [{"num_gpus": 1, "worker_type": "decode"}]}}},
-            {},
-            "rollout.models.judge.groups.0.worker_type",
-            "judge",
-        ),
+        (apart(decode=(1, 3), prefill=(2, 4)), {}, "rollout.engine_groups.1.num_gpus_per_engine", "a multiple of 4, the GPUs of a prefill"),
+        ({"models": {"judge": {"groups": apart()["engine_groups"]}}, "sglang": {TRANSFER: "fake"}}, {}, BACKEND_OF_JUDGE, "nixl or"),
+        (apart(sglang={"speculative-algorithm": "NGRAM"}), {}, "rollout.engine_groups.0.sglang.speculative-algorithm", "none where"),
+        (apart(page={"page-size": 16}), {}, "rollout.engine_groups.1.sglang.page-size", "16, as the prefill engines have it"),
+        ({**apart(), "in_flight_on_push": "retract"}, {}, "rollout.in_flight_on_push", "in_place or abort where"),
+        (apart(), {"use_rollout_routing_replay": True}, "trainer.use_rollout_routing_replay", "a prompt's experts stay"),
+        (apart(), {"colocate": True, "actor_num_gpus_per_node": 2}, "rollout.engine_groups", "none with"),
+        ({"engine_groups": [{"num_gpus": 2, "worker_type": "encoder"}]}, {}, "rollout.engine_groups.0.worker_type", "prefill and decode"),
         ({"models": {"judge": {"hf_checkpoint": "/nowhere"}}}, {}, "rollout.models.judge.hf_checkpoint", "no such directory"),
         ({"models": {"judge": {"num_gpus_per_engine": 3}}}, {}, "rollout.models.judge.num_gpus_per_engine", "attention heads"),
         ({"models": {"judge": {"sglang": {"tp-size": 2}}}}, {}, "rollout.models.judge.sglang.tp-size", "the rollout service sets this one"),
@@ -275,6 +287,21 @@ def test_what_an_engine_cannot_serve_is_refused_under_its_own_field(
 ) -> None:
     found = [one for one in check_models(Inspection(several(tmp_path, rollout, **trainer))) if not isinstance(one, Note)]
     assert any(isinstance(one, ConfigError) and one.field == field and said in one.expected for one in found), list(map(str, found))
+
+
+def test_the_number_of_prefill_servers_divides_the_engines(tmp_path: Path) -> None:
+    def laid(**given: Any) -> list[tuple[str, int, int]]:
+        given = {**RUN, "rollout_num_gpus": 8, "rollout_num_gpus_per_engine": 2, **given}
+        reading = read(None, values(tmp_path, rollout=given))
+        raise_problems(reading.problems)
+        assert reading.config is not None
+        return [(group.worker_type, group.replicas, group.num_gpus_per_engine) for group in reading.config.rollout.engines()]
+
+    assert laid(prefill_num_servers=1) == [("prefill", 1, 2), ("decode", 3, 2)]
+    with pytest.raises(ConfigError, match="fewer than the run's engines, of which there are 4"):
+        laid(prefill_num_servers=4)
+    with pytest.raises(ConfigError, match="given besides engine_groups"):
+        laid(prefill_num_servers=1, engine_groups=[{"num_gpus": 8}])
 
 
 def test_a_plan_has_each_group_and_names_the_one_that_lacks_memory(tmp_path: Path) -> None:
