@@ -19,6 +19,7 @@ from services.rollout.engine.generation import Generation, Routed
 from shared.config.run_config import RunConfig
 from shared.data.stop_strings import written
 from shared.data.tokenizer import Tokenizer
+from shared.hooks.hook_sample import ENGINE_TIMES, NO_TIMES, add_times
 from shared.runtime.errors import MyxoError
 from shared.schema.kept_tokens import Kept
 from shared.schema.messages import Sampling, Task
@@ -35,7 +36,8 @@ class Partial:
 
     ``choices``: of the model, where the experts of each token are asked for. ``routed``: those known so far, of the first tokens of prompt
     and response: a token keeps the experts of the pass that generated the token after it, also where later passes compute it again.
-    ``unrouted``: why they are not known. ``kept``: the tokens that the sampler kept, where they are asked for."""
+    ``unrouted``: why they are not known. ``kept``: the tokens that the sampler kept, where they are asked for. ``times``: of its requests
+    so far (`engine_times`)."""
 
     tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     log_probs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
@@ -46,6 +48,7 @@ class Partial:
     routed: Choices | None = None
     unrouted: str = ""
     kept: Kept | None = None
+    times: Sequence[float] = NO_TIMES
 
     @property
     def routed_from(self) -> int | None:
@@ -60,6 +63,7 @@ class Partial:
         self.segments = list(joined(self.segments, generation.spans, offset))
         if generation.kept is not None:
             self.kept = (self.kept or Kept.of([()] * offset)).followed_by(generation.kept)
+        self.times = add_times(self.times, generation.times)
         if generation.routed is not None and self.choices is not None:
             self._route(self.choices, generation.routed)
         if generation.finish != "abort":
@@ -126,7 +130,10 @@ def samples_of(task: Task, partials: Sequence[Partial], tokenizer: Tokenizer) ->
             label=task.label,
             label_json=task.label_json,
             metadata=task.metadata,
-            attributes={UNROUTED: problems[index]} if problems[index] else {},
+            attributes={
+                **({UNROUTED: problems[index]} if problems[index] else {}),
+                **({ENGINE_TIMES: list(partial.times)} if any(partial.times) else {}),
+            },
             routed_experts=partial.routed,
             kept=partial.kept,
         )

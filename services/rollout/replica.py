@@ -212,7 +212,7 @@ class Replica:
         finally:
             await cancelled([probing])
         ended = self._leader.ended if self._leader is not None else ""
-        return self._killed or ended or engine.last_words(fault)
+        return self._killed or ended or f"it {fault}"
 
     def _can_be_asked(self) -> tuple[int, int] | None:
         """Returns what the engine serves; None while it is being loaded, sleeps or is paused."""

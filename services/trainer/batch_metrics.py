@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from services.trainer.packing import PackedBatch
 from shared.data import pass_rates
+from shared.hooks.hook_sample import ENGINE_TIMES, NO_TIMES
 from shared.runtime.telemetry import declare_metrics
 from shared.schema.messages import Batch
 from shared.schema.sample import Sample
@@ -45,7 +46,8 @@ class StatColumn(IntEnum):
     oldest: version of the oldest trained token, 0 where there is none. truncated: 1 where generation ran into its limit.
     looping: 1 where the response ends in a loop. rounds: its metadata's ``round_number``, 0 where there is none.
     role: a number of the sample's role, 0 without roles. undrawn: 1 where it is trained and has no log-probs of the rollout's.
-    kept: how many tokens its sampler kept at the trained ones, in all."""
+    kept: how many tokens its sampler kept at the trained ones, in all.
+    latency, queued, decoding, decoded: of its requests to engines (`shared.hooks.hook_sample.engine_times`), 0 where not measured."""
 
     TRAINED = 0
     MASKED = 1
@@ -58,6 +60,10 @@ class StatColumn(IntEnum):
     UNDRAWN = 8
     ROLE = 9
     KEPT = 10
+    LATENCY = 11
+    QUEUED = 12
+    DECODING = 13
+    DECODED = 14
 
 
 def empty_table(samples: int) -> Table:
@@ -79,7 +85,27 @@ def stats_row(sample: Sample, trainable: int) -> tuple[float, ...]:
     undrawn = trained > 0 and sample.log_probs is None
     cut, role = sample.finish == "length", xxhash.xxh3_64_intdigest(sample.role.encode()) >> 11 if sample.role else 0  # exact in a float64
     kept = 0 if sample.kept is None else int(sample.kept.counts[sample.mask != 0].sum())
-    return trained, masked, length, sample.rollout, oldest, cut, loops(sample.response), known, undrawn, role, kept
+    row = trained, masked, length, sample.rollout, oldest, cut, loops(sample.response), known, undrawn, role, kept
+    return *row, *_times(sample.attributes.get(ENGINE_TIMES))
+
+
+def _times(given: object) -> tuple[float, ...]:
+    """Returns what engines measured of a sample; zeros where a function of the user's has put something else in its place."""
+    numbers = given if isinstance(given, list) and len(given) == len(NO_TIMES) else NO_TIMES
+    return tuple(float(one) if isinstance(one, int | float) and np.isfinite(one) else 0.0 for one in numbers)
+
+
+def engine_metrics(stats: Table) -> dict[str, float]:
+    """Returns what samples took of their engines' time, without the prefix ``perf/``, over those for which an engine has measured it."""
+    measured = stats[stats[:, StatColumn.LATENCY] > 0]
+    decoded = measured[measured[:, StatColumn.DECODING] > 0]
+    values = {
+        "request/e2e_latency": measured[:, StatColumn.LATENCY],
+        "request/queue_time": measured[:, StatColumn.QUEUED],
+        "decode/throughput": decoded[:, StatColumn.DECODED] / decoded[:, StatColumn.DECODING],
+    }
+    reduced = (("mean", np.mean), ("median", np.median), ("max", np.max), ("min", np.min))
+    return {f"{name}/{what}": float(by(found)) for name, found in values.items() if len(found) for what, by in reduced}
 
 
 def metrics_of_batch(batch: Batch, stats: Table) -> dict[str, float]:
@@ -292,6 +318,18 @@ declare_metrics("""
     eval/<name>/late | prompts | those that had not come back at `eval_timeout`
     eval/<name>/seconds | s | how long it took
 
+    perf/request/e2e_latency/mean | s | that a sample's requests were in the engine, waiting included | of samples whose engine measures it
+    perf/request/e2e_latency/median | s | their median | as the mean
+    perf/request/e2e_latency/max | s | the longest | as the mean
+    perf/request/e2e_latency/min | s | the shortest | as the mean
+    perf/request/queue_time/mean | s | of it, in the engine's queue | as the latency
+    perf/request/queue_time/median | s | their median | as the latency
+    perf/request/queue_time/max | s | the longest | as the latency
+    perf/request/queue_time/min | s | the shortest | as the latency
+    perf/decode/throughput/mean | tokens/s | at which one sample was decoded, beside others | as the latency
+    perf/decode/throughput/median | tokens/s | their median | as the latency
+    perf/decode/throughput/max | tokens/s | the fastest | as the latency
+    perf/decode/throughput/min | tokens/s | the slowest | as the latency
     perf/step_time | s | from the batch's arrival to the end of its last optimizer step
     perf/actor_train_time | s | its optimizer steps alone, without reading samples and without log-probs
     perf/train_wait_time | s | between two steps: waiting for a batch, pushing, saving

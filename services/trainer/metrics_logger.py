@@ -466,6 +466,7 @@ class MetricsLogger:
         batch, raw = partition.batch, partition.rewards if raw is None else raw
         shown = self._rollout(partition, sample_stats, partition.rewards if rewards is None else rewards)
         self._write(batch.step, "rollout", {**shown, "raw_reward": sum(raw) / len(raw), **token_means})
+        self._write(batch.step, "perf", batch_metrics.engine_metrics(sample_stats))
         self._write(batch.step, "rewards", self._parts.metrics(batch.parts))
         if self._config.monitoring.log_passrate:
             of_samples = iter(raw)

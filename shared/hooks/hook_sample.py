@@ -5,7 +5,7 @@ it. It is also ``slime.utils.types``.
 """
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar, Self
@@ -100,6 +100,23 @@ def token_versions(meta: Mapping[str, Any], count: int) -> list[int | None]:
         for at in range(span["start"], min(span["end"], count)):
             found[at] = int(str(span["version"]).partition("@")[0])  # an external engine's has a mark
     return found
+
+
+NO_TIMES = (0.0, 0.0, 0.0, 0.0)
+ENGINE_TIMES = "engine_times"  # the attribute of a sample with the sum of its answers' `engine_times`
+
+
+def engine_times(meta: Mapping[str, Any]) -> list[float]:
+    """Returns an answer's seconds in the engine, in its queue and in decoding, and the tokens that were decoded in these; zeros where the
+    engine does not measure them."""
+    rate, decoded = meta.get("decode_throughput") or 0.0, int(meta.get("completion_tokens") or 0) - 1
+    decoding = [decoded / rate, float(decoded)] if rate > 0 else [0.0, 0.0]
+    return [float(meta.get("e2e_latency") or 0.0), float(meta.get("queue_time") or 0.0), *decoding]
+
+
+def add_times(before: Sequence[float], further: Sequence[float]) -> list[float]:
+    """Returns the sum of what several answers took."""
+    return [a + b for a, b in zip(before, further, strict=True)]
 
 
 def add_nucleus(sample: Any, meta: Mapping[str, Any], count: int, trainable: bool) -> None:
@@ -327,6 +344,8 @@ class HookSample:
         if getattr(args, "sglang_speculative_algorithm", None):
             self.spec_info.add(meta)
         self.prefix_cache_info.add(meta)
+        if any(times := engine_times(meta)):
+            setattr(self, ENGINE_TIMES, add_times(getattr(self, ENGINE_TIMES, NO_TIMES), times))
         if meta["finish_reason"]:
             self.status = FINISHED.get(meta["finish_reason"]["type"], self.status)
 

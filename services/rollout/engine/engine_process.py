@@ -274,10 +274,6 @@ class EngineProcess(ChildProcess):
             return f"is ending: {missed}"
         return f"{fault}, after {raised}" if (raised := raised_in(lines)) else fault
 
-    def last_words(self, fault: str) -> str:
-        """Returns why it cannot be used: its fault, once it has ended its log's last exception or which of its processes SGLang missed."""
-        return f"it {fault}" if self.running() else engine_end(self.last_lines())
-
     def _answers(self) -> bool:
         connection = UnixConnection(self.receiver / SOCKET, PROBE_SECONDS)
         try:

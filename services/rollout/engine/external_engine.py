@@ -101,10 +101,6 @@ class ExternalEngine:
             return f"has weights of version {found!r}, not {expected!r}: it was started anew, or somebody else has changed them"
         return ""
 
-    def last_words(self, fault: str) -> str:
-        """Returns why it cannot be used, with its fault: nothing more is known of it."""
-        return f"it {fault}"
-
     def stop(self, _grace_s: float) -> None:
         """Gives it up; it runs on."""
         self._given_up = self._given_up or "was given up"

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from services.rollout.engine.transport import EngineError, InvalidRequest
 from shared.config.engine_limits import Capabilities
-from shared.hooks.hook_sample import token_versions
+from shared.hooks.hook_sample import NO_TIMES, engine_times, token_versions
 from shared.schema.kept_tokens import Kept
 from shared.schema.messages import Sampling
 from shared.schema.sample import segments_of
@@ -87,6 +87,7 @@ class Generation:
     or stop string), ``length``, ``abort`` (partial: can be continued). ``spans``: cover [0, T) without gap or overlap, versions growing;
     none if T is 0. ``cached_tokens``: input tokens whose keys and values were cached. ``retractions``: times the engine put it back in the
     queue. ``routed``: the experts of its tokens, where they were asked for; None as well where it was aborted before it ran.
+    ``times``: `engine_times`.
     ``top_log_probs``: float32 [T K 2], of the K likeliest tokens at each place, most likely first, (log-prob, id). ``kept``: those that the
     sampler kept, where they were asked for: ``log_probs`` are then over these."""
 
@@ -97,6 +98,7 @@ class Generation:
     cached_tokens: int
     retractions: int = 0
     routed: Routed | None = None
+    times: Sequence[float] = NO_TIMES
     top_log_probs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     kept: Kept | None = None
 
@@ -247,6 +249,7 @@ def _parse_sample(
         cached_tokens=int(meta.get("cached_tokens") or 0),
         retractions=int(meta.get("num_retractions") or 0),
         routed=None if encoded is None else Routed(start, len(request.tokens) + count - 1 - start, str(encoded)),
+        times=engine_times(meta),
         top_log_probs=_top_log_probs(meta, request, count, where),
         kept=kept,
     )

@@ -45,6 +45,7 @@ class InvalidRequest(MyxoError):
 
 # The time after which idle connections are closed. SGLang closes its side after 5 s; a request sent then would look like a dead engine.
 IDLE_SECONDS = 3.0
+CLOSED = "its client is closed: another engine took its place, or the service ends"
 EVENT_END = b"\n\n"  # of a stream of server-sent events, as SGLang writes it
 CONNECT_SECONDS = 10.0  # the deadline for a connection to an external engine: a machine that is off answers nothing at all
 
@@ -67,10 +68,13 @@ class EngineTransport:
             self.url = base = where
             connector, connecting = aiohttp.TCPConnector(**options), CONNECT_SECONDS
         headers, timeout = {"Authorization": f"Bearer {key}"} if key else {}, aiohttp.ClientTimeout(total=None, sock_connect=connecting)
+        self._open = set[aiohttp.ClientResponse]()
         self._session = aiohttp.ClientSession(base, connector=connector, timeout=timeout, headers=headers)
 
     async def close(self) -> None:
-        """Closes the session and its connections."""
+        """Closes the session and its connections. Whoever reads an answer meets EngineUnreachable: aiohttp would never wake them."""
+        for response in self._open:
+            response.content.set_exception(aiohttp.ServerDisconnectedError(CLOSED))
         await self._session.close()
 
     async def get(self, path: str, deadline: float) -> Any:
@@ -91,11 +95,15 @@ class EngineTransport:
         """Sends a request, with JSON or nothing, and yields the answer as it comes, whatever its status. It has no deadline of its own.
         Raises EngineUnreachable, also where another engine took this one's place, and no error of the HTTP library's."""
         if self._session.closed:
-            raise EngineUnreachable(self.url + path, "its client is closed: another engine took its place, or the service ends")
+            raise EngineUnreachable(self.url + path, CLOSED)
         headers = {} if data is None else {"Content-Type": "application/json"}
         try:
             async with self._session.request(method, path, data=data, headers=headers) as response:
-                yield response
+                self._open.add(response)
+                try:
+                    yield response
+                finally:
+                    self._open.discard(response)
         except aiohttp.ClientError as error:
             raise EngineUnreachable(self.url + path, f"{type(error).__name__}: {error}") from error
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from services.trainer import batch_metrics
 from services.trainer.batch_metrics import LOOP_LONGEST, LOOP_TIMES, LOOP_TOKENS, StatColumn, Table, empty_table, token_means
 from services.trainer.packing import PackedBatch, pack, spread
+from shared.hooks.hook_sample import ENGINE_TIMES, HookSample
 from shared.schema.messages import Batch, BatchGroup, Payload
 from shared.schema.sample import Sample
 from tests.support.train_samples import train_sample
@@ -153,3 +154,25 @@ def test_rounds_are_those_that_a_sample_counts(metadata: dict[str, object], roun
     arrays = {"prompt": np.int32([1]), "response": np.int32([2]), "log_probs": np.float32([-1]), "mask": np.uint8([1])}
     sample = Sample(group="g", index=0, segments=[(0, 1, 0)], finish="stop", text="", metadata=metadata, **arrays)
     assert batch_metrics.stats_row(sample, 1)[StatColumn.ROUNDS] == rounds
+
+
+def test_engines_times_are_of_the_samples_for_which_they_are_measured() -> None:
+    """As SGLang's ``meta_info`` has them, summed over a sample's requests; whatever else stands in their place counts as none."""
+    first = {"e2e_latency": 3.0, "queue_time": 1.0, "decode_throughput": 10.0, "completion_tokens": 11, "finish_reason": None}
+    asked = HookSample()
+    for meta in (first, first | {"queue_time": None, "decode_throughput": 40.0}, {"finish_reason": None}):
+        asked.append_response_tokens(tokens=[5], log_probs=[-1.0], meta_info=meta)
+    times = getattr(asked, ENGINE_TIMES)
+    assert times == [6.0, 1.0, 1.25, 20.0]
+    arrays = {"prompt": np.int32([1]), "response": np.int32([2]), "log_probs": np.float32([-1]), "mask": np.uint8([1])}
+    stats = empty_table(5)
+    for row, value in enumerate([times, [2.0, 0.0, 0.0, 0.0], None, "many", [float("nan"), 1, 2]]):
+        attributes = {} if value is None else {ENGINE_TIMES: value}
+        sample = Sample(group="g", index=0, segments=[(0, 1, 0)], finish="stop", text="", attributes=attributes, **arrays)
+        stats[row] = batch_metrics.stats_row(sample, 1)
+    found = batch_metrics.engine_metrics(stats)
+    assert {name: found[name] for name in found if name.endswith(("mean", "max"))} == {
+        **{"request/e2e_latency/mean": 4.0, "request/e2e_latency/max": 6.0, "request/queue_time/mean": 0.5, "request/queue_time/max": 1.0},
+        **{"decode/throughput/mean": 16.0, "decode/throughput/max": 16.0},
+    }
+    assert batch_metrics.engine_metrics(empty_table(2)) == {}
