@@ -72,6 +72,7 @@ twice the last counts, and that is reported. A switch that is on by default is t
 | `--num-gpus-per-node` | An engine's GPUs over these are its nodes, `--sglang-nnodes`, where that is not given. |
 | `--wandb-key` | `WANDB_API_KEY` in the environment: the config holds no secrets. |
 | user functions | The same files, with slime's import names, `args` and `Sample`: [hooks.md](hooks.md). |
+| `slime.agent`, `coding_agent_rl` | slime's own, from its checkout on `PYTHONPATH`: [hooks.md](hooks.md#slimes-agents). |
 | `--rm-type` | The same names and values: [rewards.md](rewards.md). Without it and `--custom-rm-path`, samples or prompts name their own. |
 | `slime.rollout.sft_rollout.generate_rollout` | Supervised training alone: `[sft]` with `--num-rollout 0`. |
 

@@ -262,6 +262,13 @@ _REFUSED = {
         [f"megatron_deepgemm_{part}" for part in ("forward_layers", "forward_modules", "moe_forward_layers", "moe_forward_modules")],
         "training computes in train_dtype, by torch or Transformer Engine",
     ),
+    **dict.fromkeys(
+        [f"teacher_{part}" for part in ("port", "warmup_port", "warmup_timeout_s")]
+        + [f"teacher_{part}_reduction_chunk_size" for part in ("sample", "label")]
+        + [f"megatron_server_{part}" for part in ("max_length", "update_timeout_s", "warmup")],
+        "it is for slime's server of a teacher's log-probs; here a teacher is a frozen model, [rollout.models.NAME] that --opd-teachers "
+        "names, or the trainer computes it, with --opd-teacher-load",
+    ),
     "min_batch_collection_ratio": "a batch has rollout_batch_size groups always",
     "multimodal_keys": "prompts are text",
     "rollout_buffer_url": "there is no server of trajectories; use --rollout-function-path or --custom-generate-function-path",

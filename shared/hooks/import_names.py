@@ -123,7 +123,8 @@ def install_slime_names() -> None:
 
 
 INSTEAD = {
-    "slime.agent": "an agent is a program that speaks to the engine's address, named in rollout.agent",
+    "slime.agent": "an agent is a program that speaks to the engine's address, named in rollout.agent; with slime's checkout on "
+    "PYTHONPATH it is slime's own",
     "slime.observability": "what is measured is in docs/metrics.md",
 }
 """Packages of slime's that there is nothing of, and what there is instead."""

@@ -6,7 +6,7 @@ besides (strands-agents and strands-sglang 0.4.2) may lie in a directory of its 
 
 import json
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +55,19 @@ def generated(new_bench: NewBench, monkeypatch: pytest.MonkeyPatch) -> Generated
     """``await generated(path, directories, n=2, prompt, **rollout)``: the samples of a group by that function."""
 
     async def run(
-        path: str, directories: tuple[Path, ...] = (), n: int = 2, prompt: str = "40+2=", **rollout: Any
+        path: str,
+        directories: tuple[Path, ...] = (),
+        n: int = 2,
+        prompt: str = "40+2=",
+        variables: Sequence[str] = (),
+        metadata: dict[str, Any] | None = None,
+        **rollout: Any,
     ) -> tuple[Bench, list[Sample]]:
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (*directories, ROOT))))
-        named = ["SEARCH_URL"] if "SEARCH_URL" in os.environ else []
+        named = [*variables, *(["SEARCH_URL"] if "SEARCH_URL" in os.environ else [])]
         rollout |= {"custom_generate_function_path": path, "generate_workers": 1}
         desk = await new_bench(rollout=rollout, reward={"rm_type": "math", "worker_environment": named})
-        await desk.task(n=n, sampling=SHORT, prompt=prompt)
+        await desk.task(n=n, sampling=SHORT, prompt=prompt, **({} if metadata is None else {"metadata": metadata}))
         _, samples = await desk.generated()
         return desk, samples
 
@@ -226,6 +232,72 @@ async def test_slimes_search_with_its_log_probs_switched_off(generated: Generate
     places = (tmp_path, Path(str(SLIME)).resolve() / "search-r1")
     _, samples = await generated("switched_off.generate", places, rollout_max_response_len=12, rollout_max_context_len=256, max_staleness=0)
     check_without_log_probs(samples)
+
+
+E2B = {
+    "e2b/__init__.py": """
+import types
+
+import aiohttp
+
+
+class AsyncSandbox:
+    sandbox_id = "box"
+
+    @classmethod
+    async def create(cls, **_):
+        box = cls()
+        box.commands = box.files = box
+        return box
+
+    async def kill(self):
+        pass
+
+    async def write(self, path, content, **_):
+        pass
+
+    async def run(self, command, user, envs=None, **_):
+        if "setsid" in command and envs:
+            await converse(envs["ANTHROPIC_BASE_URL"], envs["ANTHROPIC_AUTH_TOKEN"])
+        found = "0" if command.startswith("test -f") else "a diff" if "diff" in command else ""
+        return types.SimpleNamespace(exit_code=0, stdout=found, stderr="")
+
+
+async def converse(url, key):
+    messages = [{"role": "user", "content": "40+2="}]
+    async with aiohttp.ClientSession(url, headers={"Authorization": f"Bearer {key}"}) as session:
+        for _ in range(2):
+            async with session.post("/v1/messages", json={"model": "any", "max_tokens": 6, "messages": messages}) as answer:
+                assert answer.status == 200, await answer.text()
+                messages.append({"role": "assistant", "content": (await answer.json())["content"]})
+            messages.append({"role": "user", "content": "and 1?"})
+""",
+    "e2b/sandbox/__init__.py": "",
+    "e2b/sandbox/commands/__init__.py": "",
+    "e2b/sandbox/commands/command_handle.py": "class CommandExitException(Exception): pass\n",
+}
+"""E2B's sandboxes as far as slime's agents use them: all commands do well, and the coding agent is a client of two turns."""
+
+
+@slimes_own
+async def test_slimes_coding_agents(generated: Generated, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`slime.agent` is slime's own, from its checkout: its adapters sample by the address of the engines."""
+    for name, text in E2B.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    tarball = tmp_path / "any.tgz"
+    tarball.write_bytes(b"")
+    variables = {"ADAPTER_PUBLIC_HOST": "127.0.0.1", "ADAPTER_PORT": "0", "SLIME_AGENT_SANDBOX_IMAGE_METADATA_KEY": "image"}
+    variables |= {"SLIME_AGENT_NODE_TARBALL": str(tarball), "SLIME_AGENT_CC_TARBALL": str(tarball)}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    places = (tmp_path, Path(str(SLIME)).resolve().parent)
+    metadata = {"image": "any", "workdir": "/repository", "eval_cmd": "true"}
+    path = "examples.coding_agent_rl.generate.generate"
+    _, samples = await generated(path, places, variables=list(variables), metadata=metadata, rollout_max_context_len=512)
+    check(checkpoint, samples)
+    assert [one.given_reward for one in samples] == [1.0] * len(samples) and {one.rollout for one in samples} == {0, 1}
+    assert all(one.metadata["agent_exit_code"] == 0 for one in samples)
 
 
 @slimes_own
