@@ -78,6 +78,9 @@ MODELS: dict[str, dict[str, Any]] = {
     | ROUTED
     | {"model_type": "qwen3_next", "num_key_value_heads": 4, "head_dim": 64, "num_experts": 16, "shared_expert_intermediate_size": 512}
     | {"linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
+    "sinks and windows": MEDIUM
+    | {"model_type": "gpt_oss", "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 512, "num_local_experts": 16}
+    | {"num_experts_per_tok": 4, "sliding_window": 128, "swiglu_limit": 7.0},
 }
 SMALLER = {
     "dense": TINY | {"num_key_value_heads": 2, "head_dim": 16},
@@ -89,6 +92,7 @@ SMALLER = {
     | {"moe_intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "shared_expert_intermediate_size": 32}
     | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
     | {"num_hidden_layers": 4},
+    "sinks and windows": TINY | {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 8, "sliding_window": 16},
 }
 """What a CPU has instead."""
 
@@ -124,6 +128,7 @@ def layouts_of(model: str, gpus: int) -> dict[str, dict[str, Any]]:
     experts = {f"EP{gpus}": {"expert_model_parallel_size": gpus}}
     tensor = {f"TP{gpus}": {"tensor_model_parallel_size": gpus, "sequence_parallel": True}}
     known = {"dense": context, "latent attention": context | experts, "mixture of experts": experts, "linear attention": tensor | experts}
+    known["sinks and windows"] = context | experts
     return known[model]
 
 
@@ -176,6 +181,8 @@ def write_checkpoint(shape: dict[str, Any], directory: Path) -> None:
                 tensor.add_(torch.randn_like(tensor) * 0.1)
             elif name.endswith("e_score_correction_bias"):
                 tensor.normal_(std=0.05)
+            elif name.endswith(("bias", "sinks")):
+                tensor.normal_(std=0.5)
             elif "conv1d" in name:
                 tensor.normal_(std=0.5)
             elif name.endswith("A_log"):

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from rich.table import Table
@@ -24,6 +25,7 @@ from shared.model.architecture import Architecture
 from shared.model.engine_plan import EnginePlan, plan_engine
 from shared.model.memory_plan import OUTSIDE_BYTES, StagePlan, plan_trainer, total_parameters
 from shared.model.parallel_layout import ParallelLayout, division_problems
+from shared.model.tensor_table import hf_tensors
 from shared.runtime.errors import ConfigError
 
 # What a colocated engine that has released weights and cache still has: CUDA's context, graphs, workspaces (docs/deployment.md).
@@ -146,7 +148,13 @@ class RunPlan:
         if trainer.nodes("actor") > 1:  # as a stage's source, and as the relay of stages of other machines
             count += 3 + 5 * -(-trainer.pipeline_model_parallel_size // trainer.ranks_per_node("actor"))
         awake = self.engine.budget if trainer.offload_rollout is False and self.engine is not None else 0
-        return awake + ASLEEP_BYTES + count * self.config.weights.update_weight_buffer_size
+        return awake + ASLEEP_BYTES + count * self._bucket
+
+    @cached_property
+    def _bucket(self) -> int:
+        """Returns the bytes of a push's largest bucket: a tensor of all experts is in one piece."""
+        largest = max(map(prod, hf_tensors(self.architecture).values())) if self.architecture.stacked_experts else 0
+        return max(self.config.weights.update_weight_buffer_size, 2 * largest)
 
     def _engine(self) -> Iterator[MemoryNeed]:
         for group in self.engines if self.engine is not None else ():
@@ -159,7 +167,7 @@ class RunPlan:
         parts = {"weights": engine.weights, "longest sequence": engine.longest * engine.token_bytes}
         if group.alike and config.trainer.colocate and not config.debug.debug_rollout_only:
             held = [_static(stage) for stage in self.stages("actor")] if config.trainer.offload_train is False else [0]
-            kept = max(held) + OUTSIDE_BYTES + 2 * config.weights.update_weight_buffer_size
+            kept = max(held) + OUTSIDE_BYTES + 2 * self._bucket
             beside = max(kept - (self.gpu_bytes - engine.budget), 0)
             parts |= {"colocated": beside} if beside else {}
         return parts

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from myxo.commands.plan import planned
 from myxo.main import main
 from myxo.preflight import Source
 from myxo.preflight.run_plan import remedies
+from shared.model.architecture import Experts
 
 ROOT = Path(__file__).parents[3]
 READY = sorted((ROOT / "configs" / "models").glob("*.toml"))
@@ -92,6 +94,15 @@ def test_a_critic_and_colocation_are_counted(run: Path) -> None:
     together = planned(Source.of(run, ["--colocate", "--no-offload-rollout", "--actor-num-gpus-per-node", "2"]), GPU).plan
     assert together.needs[0].total > 80e9 and plan.engine is not None
     assert together.needs[0].parts["colocated"] > plan.engine.budget
+
+
+def test_a_bucket_holds_a_tensor_of_all_experts(run: Path) -> None:
+    plan = planned(Source.of(run, ["--colocate", "--actor-num-gpus-per-node", "2"]), GPU).plan
+    shape = replace(plan.architecture, hidden_size=2880, experts=Experts(128, 4, 2880, normalize=True))
+    apart, stacked = (replace(plan, architecture=replace(shape, stacked_experts=given)) for given in (False, True))
+    largest = 128 * 2880 * 2 * 2880 * 2
+    more = stacked.needs[0].parts["colocated"] - apart.needs[0].parts["colocated"]
+    assert more == 2 * (largest - plan.config.weights.update_weight_buffer_size) > 0
 
 
 def test_a_layout_that_does_not_divide_the_model_is_bad_input(run: Path) -> None:
