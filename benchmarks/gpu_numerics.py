@@ -181,9 +181,7 @@ def write_checkpoint(shape: dict[str, Any], directory: Path) -> None:
                 tensor.add_(torch.randn_like(tensor) * 0.1)
             elif name.endswith("e_score_correction_bias"):
                 tensor.normal_(std=0.05)
-            elif name.endswith(("bias", "sinks")):
-                tensor.normal_(std=0.5)
-            elif "conv1d" in name:
+            elif name.endswith((".bias", "_proj_bias", ".sinks")) or "conv1d" in name:
                 tensor.normal_(std=0.5)
             elif name.endswith("A_log"):
                 tensor.uniform_(-4.0, 1.0)  # heads that forget within a token, and in a hundred
