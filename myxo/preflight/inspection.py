@@ -129,7 +129,8 @@ class Inspection:
     def critic(self) -> Architecture | None:
         """Returns the architecture of the critic's own checkpoint; None where it has none, or one that cannot be trained."""
         directory = self.config.trainer.critic_load if self.config.algorithm.has_critic else None
-        return self._loaded(lambda: read_architecture(directory), "trainer.critic_load") if directory is not None else None
+        backend = self.config.trainer.trainer_backend
+        return self._loaded(lambda: read_architecture(directory, backend=backend), "trainer.critic_load") if directory is not None else None
 
     @cached_property
     def frozen_models(self) -> dict[str, Architecture]:

@@ -96,7 +96,7 @@ def check_other_models(inspection: Inspection) -> Findings:
     """Yields what is wrong with the checkpoints of the critic and of the teacher, where these differ from the policy's."""
     config, actor = inspection.config, inspection.architecture
     if inspection.critic is not None and config.trainer.critic_load is not None:
-        yield from _weights(config.trainer.critic_load, inspection.critic, "trainer.critic_load")
+        yield from _weights(config.trainer.critic_load, inspection.critic, "trainer.critic_load", config.trainer.trainer_backend)
     if (teacher := config.algorithm.opd_teacher_load) is not None and actor is not None:
         if not teacher.is_dir():
             yield ConfigError("algorithm.opd_teacher_load", str(teacher), "no such directory; give a checkpoint of the policy's shape")

@@ -19,7 +19,6 @@ import torch
 from services.trainer.actor import Actor
 from services.trainer.control_client import ControlClient
 from services.trainer.megatron.offload import Offload, Part
-from services.trainer.megatron.optimizer import Optimizer
 from services.trainer.megatron.runtime import together
 from services.trainer.weights.pusher import ABSENCE_SECONDS
 from shared.bus.connection import TRANSIENT
@@ -76,7 +75,6 @@ class ColocationScheduler:
     def attach(self, actor: Actor) -> None:
         """Takes the loaded model, before the first command."""
         if self._offloads:
-            assert isinstance(actor.optimizer, Optimizer)  # with another backend engines are not colocated
             self._offload = Offload(actor.model, actor.optimizer)
 
     def end(self) -> None:

@@ -1,9 +1,11 @@
 """What the training asks of an optimizer, whichever backend has it: Adam over float32 weights, and its place in the schedule."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+
+from torch import Tensor
 
 from shared.config.trainer_section import LearningRateSchedule, TrainerSection
 
@@ -43,6 +45,10 @@ class ScheduledOptimizer(ABC):
         Args:
             model: the backend's. updates: of the checkpoint that is loaded.
         """
+
+    @abstractmethod
+    def live_tensors(self, model: Any) -> Iterator[tuple[Tensor, bool]]:
+        """Yields the state's tensors and the gradients, each with whether its content is kept while it is offloaded."""
 
     @abstractmethod
     def weights_loaded(self) -> None:

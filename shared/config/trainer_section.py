@@ -156,7 +156,6 @@ _OF_MEGATRON = (
     "use_rollout_routing_replay",
     "use_routing_replay",
     "lora_rank",
-    "colocate",
     "custom_megatron_init_path",
     "custom_megatron_before_log_prob_hook_path",
     "custom_megatron_before_train_step_hook_path",
@@ -391,10 +390,8 @@ class TrainerSection(Section):
         """Returns the most tokens of a micro-batch, and so of a sample: context-parallel ranks hold it together."""
         return self.max_tokens_per_gpu * self.context_parallel_size
 
-    def torch_problems(self, value_head: bool = False) -> Iterator[ConfigError]:
-        """Yields what the torch backend does not take. ``value_head``: whether a critic is asked for."""
-        if value_head:
-            yield ConfigError("trainer.trainer_backend", "torch", "megatron; with the torch backend there is no critic")
+    def torch_problems(self) -> Iterator[ConfigError]:
+        """Yields what the torch backend does not take."""
         own = "with trainer_backend = torch"
         for name in (*_SPLITS, *_OF_MEGATRON):
             value, default = getattr(self, name), type(self).model_fields[name].get_default(call_default_factory=True)

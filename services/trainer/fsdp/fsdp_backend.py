@@ -18,7 +18,7 @@ from shared.model.families import read_architecture
 def create(settings: TrainerSettings, hf_dir: Path, random: bool, initialized: Callable[[], None] | None) -> Backend:
     """Makes this rank's shards of a model; the arguments are those of `services.trainer.actor.Actor.create`."""
     trainer = settings.trainer
-    for problem in trainer.torch_problems(value_head=settings.value_head):
+    for problem in trainer.torch_problems():
         raise problem
     architecture = read_architecture(hf_dir, backend="torch")
     runtime.start(settings.layout, trainer.seed, trainer.collective_timeout)
@@ -33,6 +33,7 @@ def create(settings: TrainerSettings, hf_dir: Path, random: bool, initialized: C
         recompute=trainer.recomputes_layers,
         freezing=settings.freezing,
         random=random,
+        value_head=settings.value_head,
     )
     with deadline("the making of the optimizer"):
         optimizer = FsdpOptimizer(model, trainer, settings.schedule)

@@ -5,7 +5,7 @@ Log-probs are taken from hidden states by chunks, inside the forward pass of the
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,9 +44,13 @@ Read = Callable[[Tensor, Tensor], Any]  # hidden states [T, hidden size] and the
 class ScoredModel(torch.nn.Module):
     """The root that FSDP2 wraps: whatever reads the output layer does it inside this module's forward pass."""
 
-    def __init__(self, language_model: Any) -> None:
+    def __init__(self, language_model: Any, value_head: bool = False) -> None:
         super().__init__()
-        self.language_model = language_model
+        self.language_model, self.value_head = language_model, None
+        if value_head:
+            size = language_model.config.get_text_config().hidden_size
+            self.value_head = torch.nn.Linear(size, 1, bias=False, dtype=torch.float32)
+            torch.nn.init.zeros_(self.value_head.weight)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, sequences: Sequences | None = None, read: Read | None = None) -> Any:
         """Takes ``tokens`` and ``positions``, int64 [1, T]. Returns what ``read`` returns.
@@ -60,7 +64,8 @@ class ScoredModel(torch.nn.Module):
         numbers = torch.repeat_interleave(sequences.cu_seqlens.diff().long()).int()
         given = {"packed_sequences": sequences, "cu_seq_lens_q": sequences.cu_seqlens, "seq_idx": numbers[None]}
         found = model.base_model(input_ids=tokens, position_ids=positions, use_cache=False, **given)
-        return read(found.last_hidden_state[0], model.get_output_embeddings().weight)
+        head = model.get_output_embeddings() if self.value_head is None else self.value_head
+        return read(found.last_hidden_state[0], head.weight)
 
 
 @dataclass
@@ -101,8 +106,8 @@ class FsdpModel:
         return [self.root]
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Returns the parameters by transformers' names, tied ones once."""
-        return dict(self.language_model.named_parameters())
+        """Returns the parameters by transformers' names, tied ones once, and a critic's head by its own."""
+        return {name.removeprefix("language_model."): one for name, one in self.root.named_parameters()}
 
     def buffers(self) -> dict[str, Tensor]:
         """Returns the buffers that checkpoints hold, such as routers' biases: whole on every rank, and never updated."""
@@ -121,12 +126,17 @@ class FsdpModel:
         """Returns what this rank holds of the weights."""
         return [local(parameter) for parameter in self.named_parameters().values()] + list(self.buffers().values())
 
+    def live_tensors(self) -> Iterator[Tensor]:
+        """Yields tensors whose storages are all that the weights lie in."""
+        yield from self.weight_tensors()
+        yield from self.language_model.buffers()
+
     @torch.no_grad()
     def load_hf(self, directory: Path) -> None:
         """Fills this rank's shards from another checkpoint of the same model."""
         with together(f"loading {directory}"):
             given = load(directory, self.language_model.config.get_text_config().vocab_size).state_dict()
-        for name, parameter in self.named_parameters().items():
+        for name, parameter in self.language_model.named_parameters():
             local(parameter).copy_(shard_of(parameter, given[name]))
         for name, buffer in self.buffers().items():
             buffer.copy_(given[name])
@@ -214,10 +224,12 @@ def build(
     recompute: bool = False,
     freezing: Freezing | None = None,
     random: bool = False,
+    value_head: bool = False,
 ) -> FsdpModel:
     """Loads a model and shards it over all ranks, of which the process group is there.
 
     Args:
+        value_head: a critic's head, zero at first, takes the place of the output layer.
         dtype: in which layers compute. chunk_size: tokens whose logits exist at a time; -1 for all. recompute: every layer, in the
             backward pass. freezing: by transformers' names of the parameters.
 
@@ -234,13 +246,13 @@ def build(
     packed_attention.keep_linear_layers_apart(model)
     mesh = init_device_mesh(DEVICE_TYPE, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
-    root, names = ScoredModel(model), set(model._no_split_modules or ())
+    root, names = ScoredModel(model, value_head), set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
         raise ConfigError(FIELD, "torch", f"megatron; transformers does not say what the layers of {type(model).__name__} are")
     for module in [*layers, root]:
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    made = FsdpModel(architecture, layout, root, hf_dir, dtype, freezing or Freezing(), chunk_size)
+    made = FsdpModel(architecture, layout, root, hf_dir, dtype, freezing or Freezing(), chunk_size, value_head=value_head)
     check_packing(made)
     return made
 
@@ -251,6 +263,8 @@ def check_packing(model: FsdpModel) -> None:
 
     Raises ConfigError: they differ, since layers mix sequences, or a model changes its logits behind the output layer.
     """
+    if model.value_head:
+        return  # the same layers as the actor's
     generator, plain, name = torch.Generator().manual_seed(0), model.language_model, type(model.language_model).__name__
     sequences = [torch.randint(0, model.architecture.vocab_size, (length,), generator=generator) for length in PROBED]
     starts, tokens = torch.tensor([0, *itertools.accumulate(PROBED)], dtype=torch.int32), torch.cat(sequences)

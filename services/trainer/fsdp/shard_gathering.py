@@ -32,7 +32,7 @@ class FsdpGatherPlan(GatherPlan):
         self.stage = self.source = 0
         self._stage_of = [0] * world
         buffers = model.buffers()
-        self._held: dict[str, Tensor] = {**model.named_parameters(), **buffers}
+        self._held: dict[str, Tensor] = {**dict(model.language_model.named_parameters()), **buffers}
         self.units = []
         for name, one in self._held.items():
             made = self._converted(name, torch.empty(one.shape, device="meta"))

@@ -1,7 +1,7 @@
 """AdamW over the float32 shards of this rank."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,6 +42,9 @@ class FsdpOptimizer(ScheduledOptimizer):
             self.steps = updates
 
         return {"dense": state}, {"dense": taken}
+
+    def live_tensors(self, model: FsdpModel) -> Iterator[tuple[Tensor, bool]]:
+        yield from ((moment, True) for moments in self.moments.values() for moment in moments)
 
     def weights_loaded(self) -> None:
         """Does nothing: the shards are the main weights."""

@@ -34,8 +34,14 @@ def log_probs(model: FsdpModel, batches: Sequence[PackedBatch], temperature: flo
 
 
 def values(model: FsdpModel, batches: Sequence[PackedBatch]) -> list[Tensor]:
-    """Raises MyxoError: there is no critic with this backend."""
-    raise MyxoError("the torch backend has no critic")
+    """Returns a critic's values before each label, float32 [T] a micro-batch, without gradients."""
+    model.train(False)
+    with torch.no_grad():
+        return [model.run(batch, _value) for batch in batches]
+
+
+def _value(hidden: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(hidden.float(), weight.float())[:, 0]
 
 
 def balanced_step(model: FsdpModel, batches: Sequence[PackedBatch]) -> None:
@@ -76,6 +82,8 @@ def loss_alone(model: FsdpModel, batch: PackedBatch, loss_fn: LossFunction, temp
 
 def _read(model: FsdpModel, batch: PackedBatch, loss_fn: LossFunction, temperature: float, need_entropy: bool) -> Read:
     """Returns what computes the loss function's arguments before the batch: tensors of T rows."""
+    if model.value_head:
+        return lambda hidden, weight: (_value(hidden, weight),)
     if getattr(loss_fn, "takes_logits", False):
 
         def logits(hidden: Tensor, weight: Tensor) -> tuple[Tensor]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -104,6 +104,13 @@ class MegatronModel:
         held = [tensor for chunk in self.modules for _, tensor in weights_of(chunk)]
         return [tensor for tensor in held if getattr(tensor, "adapter", False)] if adapters else held
 
+    def live_tensors(self) -> Iterator[Tensor]:
+        """Yields tensors whose storages are all that the weights lie in."""
+        for chunk in self.chunks:
+            yield from chunk.module.parameters()
+            yield from chunk.module.buffers()
+            yield from (buffer.param_data for buffer in flat_buffers(chunk) if buffer.param_data is not None)
+
     def load_hf(self, directory: Path) -> None:
         """Fills this rank's parameters from a Hugging Face checkpoint of the same architecture."""
         load_hf(self.modules, self.config, self.architecture, directory)
@@ -118,6 +125,11 @@ class MegatronModel:
         """Takes the weights of a checkpoint that was read by `sharded_state`."""
         for index, module in enumerate(self.modules):
             module.load_state_dict(loaded[f"model{index}"])
+
+
+def flat_buffers(chunk: Any) -> list[Any]:
+    """Returns Megatron's flat buffers of parameters and gradients."""
+    return [*getattr(chunk, "buffers", []), *getattr(chunk, "expert_parallel_buffers", [])]
 
 
 def sharding_metadata() -> dict[str, Any]:

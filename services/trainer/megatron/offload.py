@@ -10,8 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from services.trainer.megatron.gpt_model import MegatronModel
-from services.trainer.megatron.optimizer import Optimizer
+from services.trainer.scheduled_optimizer import ScheduledOptimizer
 
 Part = Literal["optimizer", "weights"]
 
@@ -50,7 +49,7 @@ class Offload:
     kept. No method is a collective: each rank moves its own part.
     """
 
-    def __init__(self, model: MegatronModel, optimizer: Optimizer) -> None:
+    def __init__(self, model: Any, optimizer: ScheduledOptimizer) -> None:
         self._model, self._optimizer = model, optimizer
         self._away: dict[Part, list[_Storage]] = {}
         self._known: dict[tuple[int, bool], _Storage] = {}
@@ -88,10 +87,10 @@ class Offload:
     def _storages(self, part: Part) -> Iterator[_Storage]:
         """Yields each storage of a part on the model's device once. In float32 an optimizer updates views of the weights, which stay
         theirs."""
-        device = next(self._model.modules[0].parameters()).device
-        weights = {_key(tensor): (tensor, True) for tensor in self._weight_tensors()}
+        device = self._model.weight_tensors()[0].device
+        weights = {_key(tensor): (tensor, True) for tensor in self._model.live_tensors()}
         held: dict[int, tuple[Tensor, bool]] = {}
-        for tensor, keeps in weights.values() if part == "weights" else self._optimizer_tensors():
+        for tensor, keeps in weights.values() if part == "weights" else self._optimizer.live_tensors(self._model):
             if part == "weights" or _key(tensor) not in weights:
                 held.setdefault(_key(tensor), (tensor, keeps))
         for key, (tensor, keeps) in held.items():
@@ -100,22 +99,6 @@ class Offload:
                 if known is None or known.nbytes != nbytes:
                     known = self._known[key, keeps] = _Storage(tensor, keeps)
                 yield known
-
-    def _weight_tensors(self) -> Iterator[Tensor]:
-        for chunk in self._model.chunks:
-            yield from chunk.module.parameters()
-            yield from chunk.module.buffers()
-            yield from (buffer.param_data for buffer in _flat_buffers(chunk) if buffer.param_data is not None)
-
-    def _optimizer_tensors(self) -> Iterator[tuple[Tensor, bool]]:
-        """Yields the optimizer's tensors and the gradients, each with whether its content is kept."""
-        for part in self._optimizer.parts().values():
-            for group in part.optimizer.param_groups:
-                yield from ((tensor, True) for tensor in group["params"])
-            for state in part.optimizer.state.values():
-                yield from ((value, True) for value in state.values() if isinstance(value, Tensor))
-        for chunk in self._model.chunks:
-            yield from ((buffer.grad_data, False) for buffer in _flat_buffers(chunk))
 
 
 def _key(tensor: Tensor) -> int:
@@ -126,11 +109,6 @@ def _key(tensor: Tensor) -> int:
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     """Returns a uint8 view of a whole storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _flat_buffers(chunk: Any) -> list[Any]:
-    """Returns Megatron's flat buffers of parameters and gradients."""
-    return [*getattr(chunk, "buffers", []), *getattr(chunk, "expert_parallel_buffers", [])]
 
 
 def _synchronize() -> None:

@@ -28,7 +28,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from services.trainer.megatron.gpt_model import MegatronModel, laid_over, sharding_metadata
+from services.trainer.megatron.gpt_model import MegatronModel, flat_buffers, laid_over, sharding_metadata
 from services.trainer.megatron.runtime import anywhere
 from services.trainer.megatron.staged_shards import LiveState
 from services.trainer.scheduled_optimizer import ScheduledOptimizer
@@ -451,6 +451,15 @@ class Optimizer(ScheduledOptimizer):
                 sharded = part.sharded_state_dict(source, is_loading=loading, metadata=sharding_metadata())
                 state[role], take_loaded[role] = _sharded_part(sharded, updates), part.load_state_dict
         return state, take_loaded
+
+    def live_tensors(self, model: MegatronModel) -> Iterator[tuple[Tensor, bool]]:
+        for part in self.parts().values():
+            for group in part.optimizer.param_groups:
+                yield from ((tensor, True) for tensor in group["params"])
+            for state in part.optimizer.state.values():
+                yield from ((value, True) for value in state.values() if isinstance(value, Tensor))
+        for chunk in model.chunks:
+            yield from ((buffer.grad_data, False) for buffer in flat_buffers(chunk))
 
     def parts(self) -> dict[str, Any]:
         """Returns Megatron's optimizers of this rank by what they update: ``dense`` and, where the rank has some, ``experts``."""

@@ -57,8 +57,12 @@ def test_a_round_trip_changes_no_bit(kind: str, config: dict[str, Any], make_act
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_steps_between_turns_are_those_of_a_run_that_never_moved(make_actor: Any) -> None:
-    still, moved = make_actor("qwen3", train_dtype="bfloat16"), make_actor("qwen3", train_dtype="bfloat16")
+BACKENDS = pytest.mark.parametrize("backend", ["megatron", "torch"])
+
+
+@BACKENDS
+def test_steps_between_turns_are_those_of_a_run_that_never_moved(backend: str, make_actor: Any) -> None:
+    still, moved = (make_actor("qwen3", train_dtype="bfloat16", trainer_backend=backend) for _ in range(2))
     offload = Offload(moved.model, moved.optimizer)
     for step in range(3):
         straight = rank_steps.steps(still, 1, step)
@@ -68,8 +72,9 @@ def test_steps_between_turns_are_those_of_a_run_that_never_moved(make_actor: Any
         assert rank_steps.steps(moved, 1, step) == straight
 
 
-def test_the_weights_can_be_read_while_the_optimizer_is_away(make_actor: Any) -> None:
-    actor = make_actor("qwen3", train_dtype="bfloat16")
+@BACKENDS
+def test_the_weights_can_be_read_while_the_optimizer_is_away(backend: str, make_actor: Any) -> None:
+    actor = make_actor("qwen3", train_dtype="bfloat16", trainer_backend=backend)
     rank_steps.steps(actor, 1)
     wanted = {name: tensor.clone() for bucket in actor.export(1 << 20) for name, tensor in bucket if tensor is not None}
     offload = Offload(actor.model, actor.optimizer)

@@ -84,6 +84,20 @@ def test_policy_losses_and_candidates_are_the_same(hf, alone):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
+def test_a_critic_is_the_same(hf, alone, two_ranks):
+    expected, *found = (
+        alone.reinforce(hf("qwen3"), {}),
+        alone.reinforce(hf("qwen3"), TORCH),
+        two_ranks.run(rank_steps.reinforce, hf("qwen3"), TORCH)[0],
+    )
+    for each in found:
+        for name in ("grpo", "ppo", "critic 0", "critic 1", "critic 2"):
+            assert (each[name].loss, each[name].grad_norm) == pytest.approx(
+                (expected[name].loss, expected[name].grad_norm), rel=2e-4, abs=1e-6
+            )
+        torch.testing.assert_close(each["values"], expected["values"], atol=1e-4, rtol=1e-4)
+
+
 def test_a_resume_is_exact(hf, two_ranks, tmp_path):
     for rank in two_ranks.run(rank_steps.resume, hf("qwen3_moe"), TORCH, tmp_path):
         assert rank["resumed"] == rank["straight"] and rank["extra"] == {"prompts": [1, 2]}
