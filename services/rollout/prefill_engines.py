@@ -15,6 +15,7 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,6 +28,7 @@ from services.rollout.engine.transport import EngineError, EngineTransport
 from shared.bus.connection import TRANSIENT
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import cancelled
+from shared.runtime.telemetry import declare_metrics
 from shared.service.engine_load_balancer import GENERATION_PATHS, LOOK_SECONDS, SPARE_SECONDS
 from shared.service.service_base import Service
 from shared.sessions.session import KEY_HEADER
@@ -36,6 +38,11 @@ ROOM_BITS = 62  # a room is a positive int64, and the requests of a group have i
 TRIES, RETRY_SECONDS, BROKEN = 5, 0.2, 500  # tries of a request, the pause after the first, and the least status of an engine's own fault
 ANSWER_SECONDS = 5.0  # the time by which a prefill engine's answer may be later than the decode engine's
 AVOIDED_SECONDS = 10.0  # the time for which a prefill engine that has failed is asked only where no other is there
+
+declare_metrics("""
+    prefills_failed_total | requests | of a decode engine whose prompts
+        [a prefill engine](several-models.md#prefill-and-decode-apart) did not compute, or by other weights: they are tried again
+""")
 
 
 class PrefillEngines:
@@ -85,7 +92,12 @@ class PrefillEngines:
                 reason, status = (await answer.text())[:1000], answer.status
         except (aiohttp.ClientError, TimeoutError) as error:
             reason, status = str(error) or type(error).__name__, None
-        self._failed[address] = asyncio.get_running_loop().time() + AVOIDED_SECONDS
+        if status != HTTPStatus.CONFLICT:  # its weights, or this engine's, are being changed
+            now = asyncio.get_running_loop().time()
+            if self._failed.get(address, now) <= now:  # those that were sent to it before fail as well
+                self._service.log.warning("prefill_failed", engine=name, error=reason)
+            self._failed[address] = now + AVOIDED_SECONDS
+        self._service.metrics.add("prefills_failed")
         raise EngineError(f"{url} (prefill, {name})", reason, status)
 
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import aiohttp
 import pytest
+import structlog
 from aiohttp import web
 
 from services.rollout import prefill_engines
@@ -46,7 +47,9 @@ class Pair:
         self.asked: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self.aborted: list[str] = []
         self.prefill: list[tuple[EngineClient, ServedVersion]] = []
-        self.engines = PrefillEngines(cast(Service, SimpleNamespace()), lambda: self.decode.version)
+        self.engines = PrefillEngines(
+            cast(Service, SimpleNamespace(log=structlog.get_logger(), metrics=Metrics("run", "decode"))), lambda: self.decode.version
+        )
         self.engines.key = KEY
 
     async def start(self) -> "Pair":
