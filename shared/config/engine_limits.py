@@ -48,11 +48,22 @@ def longest_sequence(context: int, cache_tokens: int, page: int = 1) -> int:
     return min(context - CONTEXT_KEPT, cache_tokens - 2 * page - 1)
 
 
+def text_entries(model_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the entries of a ``config.json`` that are about text: those of its ``text_config`` over the others, but for ``model_type``.
+    Embeddings are tied where either says so."""
+    nested = model_config.get("text_config")
+    if not isinstance(nested, Mapping):
+        return dict(model_config)
+    tied = bool(model_config.get("tie_word_embeddings") or nested.get("tie_word_embeddings"))
+    return {**model_config, **nested, "model_type": model_config.get("model_type"), "tie_word_embeddings": tied}
+
+
 def cpu_token_capacity(model_config: Mapping[str, Any]) -> int:
     """Returns how many tokens of float32 keys and values ``CPU_KV_BYTES`` hold for a model, within the two bounds above.
 
     ``model_config``: its ``config.json``. Raises KeyError where that lacks a size.
     """
+    model_config = text_entries(model_config)
     heads = model_config["num_attention_heads"]
     head_dim = model_config.get("head_dim") or model_config["hidden_size"] // heads
     bytes_per_token = 2 * 4 * model_config["num_hidden_layers"] * model_config.get("num_key_value_heads", heads) * head_dim
@@ -61,6 +72,7 @@ def cpu_token_capacity(model_config: Mapping[str, Any]) -> int:
 
 def context_length(model_config: Mapping[str, Any]) -> int | None:
     """Returns the context that an engine takes a model to have, in tokens, as SGLang reads it from ``config.json``; None if it has none."""
+    model_config = text_entries(model_config)
     scaling = model_config.get("rope_scaling") or model_config.get("rope_parameters") or {}
     known = "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3"
     factor = 1 if known else scaling.get("factor") or 1

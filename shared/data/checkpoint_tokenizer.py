@@ -22,11 +22,12 @@ _UNREAD = ("tokenizer_file", "vocab", "merges", "init_inputs", "post_processor",
 """Entries of tokenizer_config.json that would put something else in the place of what tokenizer.json holds."""
 
 _AS_FILED = ("TokenizersBackend", "PreTrainedTokenizer", "PythonBackend", "BloomTokenizer")
-_BUILT = ("LlamaTokenizer", "Qwen2Tokenizer", "GPT2Tokenizer")
+_BUILT = ("LlamaTokenizer", "Qwen2Tokenizer", "Qwen3_5Tokenizer", "GPT2Tokenizer")
 """Classes that take tokenizer.json as it is, and those that build what is around its vocabulary."""
 
 _FAMILIES = {
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "Qwen3_5Tokenizer"),
     **dict.fromkeys(("glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm4v", "glm4v_moe", "deepseek_v2", "deepseek_v3"), _AS_FILED[0]),
     **dict.fromkeys(("deepseek_v32", "deepseek_v4", "phi3", "phimoe", "mistral", "mistral3", "mixtral", "ministral"), _AS_FILED[0]),
     **dict.fromkeys(("ministral3", "granite", "granitemoe", "olmo3", "internlm2", "minimax_m2", "nemotron", "step3p5"), _AS_FILED[0]),
@@ -40,7 +41,9 @@ qwen2; else behind it."""
 _PROBE = "a b\n\tc  12"  # A text with white space of several kinds
 
 _QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""How Qwen's tokenizers split a text."""
+_QWEN3_5 = _QWEN2.replace(r"]?\p{L}+", r"]?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+_QWEN = {"Qwen2Tokenizer": _QWEN2, "Qwen3_5Tokenizer": _QWEN3_5}
+"""How Qwen's tokenizers split a text, by class."""
 
 
 class CheckpointTokenizer:
@@ -90,7 +93,7 @@ class CheckpointTokenizer:
             self._compare(filed, name, type(held).__name__)
         if filed.padding is not None:
             tokens.setdefault("pad_token", filed.padding["pad_token"])
-        self._add_tokens(filed, tokens, name == "Qwen2Tokenizer")
+        self._add_tokens(filed, tokens, name in _QWEN)
         self.backend.no_truncation()
         self.backend.no_padding()
         self.backend.encode_special_tokens = bool(settings.get("split_special_tokens"))
@@ -204,7 +207,7 @@ def _built(name: str, filed: tokenizers.Tokenizer, settings: Mapping[str, Any]) 
     model, space, is_llama = filed.model, settings.get("add_prefix_space"), name == "LlamaTokenizer"
     model.unk_token, model.dropout, model.ignore_merges, model.fuse_unk, model.byte_fallback = None, None, False, is_llama, is_llama
     built = tokenizers.Tokenizer(model)
-    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=bool(space), use_regex=name != "Qwen2Tokenizer")
+    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=bool(space), use_regex=name not in _QWEN)
     built.decoder, built.pre_tokenizer = decoders.ByteLevel(), bytewise
     if filed.post_processor is not None:
         built.post_processor = filed.post_processor
@@ -214,9 +217,9 @@ def _built(name: str, filed: tokenizers.Tokenizer, settings: Mapping[str, Any]) 
         strip = [] if space is False else [decoders.Strip(" ", 1)]
         built.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
         return built, {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    if name == "Qwen2Tokenizer":
+    if name in _QWEN:
         built.normalizer = normalizers.NFC()
-        built.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_QWEN2), "isolated"), bytewise])
+        built.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_QWEN[name]), "isolated"), bytewise])
         return built, dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
     return built, {**dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>"), "pad_token": None}
 

@@ -158,6 +158,7 @@ class Architecture:
         windows: for each layer the tokens that a query sees, itself included; 0 for all. Empty: all, in every layer.
         post_norms: RMS norms after attention and MLP as well, before the residual sums.
         fused_gate_up: Hugging Face keeps the two halves of a gated MLP in one tensor.
+        prefix: of its tensors' names. apart_projections: it keeps what linear attention projects to in four tensors, not in two.
         mixtral_names: it names experts and routers as Mixtral's are. stacked_experts: it keeps a matrix of all experts in one tensor.
         draft_layers: layers behind the last that only guess further tokens; in the checkpoint, never in the model.
     """
@@ -187,6 +188,8 @@ class Architecture:
     zero_centered_norms: bool = False
     post_norms: bool = False
     fused_gate_up: bool = False
+    prefix: str = "model"
+    apart_projections: bool = False
     mixtral_names: bool = False
     stacked_experts: bool = False
     draft_layers: int = 0

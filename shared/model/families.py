@@ -4,10 +4,11 @@
 not know) instead of training a model that is almost the right one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from shared.config.engine_limits import text_entries
 from shared.config.run_config import RunConfig
 from shared.model.architecture import Architecture, Experts, GroupedYarn, LatentAttention, LinearAttention, Llama3Scaling, Rope, YarnScaling
 from shared.runtime.errors import ConfigError
@@ -46,9 +47,15 @@ class Family:
     experts: Literal["softmax", "sigmoid", "minimax", "gpt_oss"] | None = None
     latent: bool = False
     linear: bool = False
+    prefix: str = "model"
+    apart_projections: bool = False
 
 
 _DEEPSEEK = Family(latent=True, experts="sigmoid")
+_QWEN3_NEXT = Family(qk_norm=True, linear=True, rotary_fraction=0.25, experts="softmax")
+_QWEN3_5_MOE = replace(_QWEN3_NEXT, apart_projections=True)
+_QWEN3_5 = replace(_QWEN3_5_MOE, experts=None)
+_WITH_VISION = "model.language_model"
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
@@ -60,7 +67,11 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": _DEEPSEEK,
     "mimo": Family(qkv_bias=("attention_bias", True)),
-    "qwen3_next": Family(qk_norm=True, linear=True, rotary_fraction=0.25, experts="softmax"),
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5": replace(_QWEN3_5, prefix=_WITH_VISION),
+    "qwen3_5_moe": replace(_QWEN3_5_MOE, prefix=_WITH_VISION, stacked_experts=True),
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
     "minimax_m2": Family(joint_qk_norm=True, experts="minimax", mixtral_names=True),
     "gpt_oss": Family(qkv_bias=True, biases=True, sinks=True, window_pattern=2, experts="gpt_oss", stacked_experts=True),
 }
@@ -96,7 +107,7 @@ def read_architecture(hf_dir: Path, quantized: bool = False, backend: str = "meg
     if quantized:
         raw.pop("quantization_config", None)
     try:
-        return _Entries(path, raw).outline() if backend == "torch" else _Entries(path, raw).architecture()
+        return _Entries(path, raw).outline() if backend == "torch" else _Entries(path, text_entries(raw)).architecture()
     except (TypeError, ValueError, AttributeError, OverflowError, KeyError) as error:  # an entry of a type that none has
         raise ConfigError("model.hf_checkpoint", str(path), f"entries of the types that a config.json has ({error})") from error
 
@@ -154,7 +165,7 @@ class _Entries:
             model_type=model_type,
             num_layers=layers,
             hidden_size=hidden,
-            ffn_hidden_size=self.integer("intermediate_size"),
+            ffn_hidden_size=self.integer("intermediate_size", default=self.raw.get("moe_intermediate_size") if family.linear else None),
             num_attention_heads=heads,
             num_key_value_heads=heads if latent else self.integer("num_key_value_heads", default=heads),
             head_dim=head_dim,
@@ -176,6 +187,8 @@ class _Entries:
             zero_centered_norms=family.linear,
             post_norms=family.post_norms,
             fused_gate_up=family.fused_gate_up,
+            prefix=family.prefix,
+            apart_projections=family.apart_projections,
             mixtral_names=family.mixtral_names,
             stacked_experts=family.stacked_experts,
             draft_layers=self.integer("num_nextn_predict_layers", default=0, least=0) if family.experts or model_type == "mimo" else 0,
@@ -230,7 +243,9 @@ class _Entries:
         )
 
     def linear(self, layers: int) -> LinearAttention:
-        self.raw.setdefault("norm_topk_prob", True)
+        self.require("attn_output_gate", True, "softmax attention is implemented with output gates here")
+        if self.raw.get("output_gate_type") not in (None, "silu", "swish"):
+            raise self.error("output_gate_type", "silu; other gates of linear attention's output are not implemented")
         names = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads")
         sizes = {name: self.integer(name) for name in names}
         if sizes["linear_num_value_heads"] % sizes["linear_num_key_heads"]:
@@ -291,7 +306,7 @@ class _Entries:
             count=self.integer("num_local_experts" if "num_local_experts" in self.raw else "num_experts"),  # transformers 5
             per_token=self.integer("num_experts_per_tok"),
             ffn_hidden_size=self.integer("moe_intermediate_size"),
-            normalize=bool(self.raw.get("norm_topk_prob", False)),
+            normalize=bool(self.raw.get("norm_topk_prob", "linear_num_key_heads" in self.raw)),
             dense_layers=dense,
             shared_ffn_hidden_size=shared,
             shared_gate=shared > 0,

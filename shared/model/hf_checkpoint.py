@@ -16,7 +16,8 @@ SIDE_FILES = (*_SIDE_JSON, "chat_template.jinja")  # The files, and the folder o
 
 INDEX = "model.safetensors.index.json"
 
-EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+OUTPUT = "lm_head.weight"
+VISION = "model.visual."  # Prefix of the tensors of a tower that sees, which is not trained and exported as it is
 
 OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.gguf")  # Patterns of weight files that are not read
 PIECE_BYTES = 1 << 24  # Bytes of two tensors that are compared at a time
@@ -103,18 +104,18 @@ def tensor_problems(
             yield ConfigError(f"{directory}:{name}", tuple(held[name]), f"shape {shape}, by the sizes in config.json")
             return
     if OUTPUT in names - set(expected):
-        yield from _tied_problems(directory, field)
+        yield from _tied_problems(directory, field, next(iter(expected)))
 
 
-def _tied_problems(directory: Path, field: str) -> Iterator[ConfigError]:
+def _tied_problems(directory: Path, field: str, embedding: str) -> Iterator[ConfigError]:
     """Yields that the output layer in a directory's files is not the embedding, to the bit."""
     held = {}
     for file in (TensorFiles([path], links=True) for path in weight_files(directory, field)[0]):
-        held.update({name: (file.tensors[name], file[name]) for name in (EMBEDDING, OUTPUT) if name in file.tensors})
-    (kind, one), (other_kind, other) = held[EMBEDDING], held[OUTPUT]
+        held.update({name: (file.tensors[name], file[name]) for name in (embedding, OUTPUT) if name in file.tensors})
+    (kind, one), (other_kind, other) = held[embedding], held[OUTPUT]
     pieces = (slice(first, first + PIECE_BYTES) for first in range(0, len(one), PIECE_BYTES))
     if kind != other_kind or not all(np.array_equal(one[piece], other[piece]) for piece in pieces):
-        wanted = f"{EMBEDDING}, to which config.json ties it; set tie_word_embeddings to false there, or remove it from the file"
+        wanted = f"{embedding}, to which config.json ties it; set tie_word_embeddings to false there, or remove it from the file"
         yield ConfigError(f"{directory}:{OUTPUT}", "another matrix", wanted)
 
 
@@ -125,8 +126,8 @@ def some(names: Sequence[str]) -> str:
 
 
 def draft_prefixes(architecture: Architecture) -> tuple[str, ...]:
-    """Returns the prefixes of the names of layers that only guess further tokens (multi-token prediction)."""
+    """Returns the prefixes of the names of layers that only guess further tokens (multi-token prediction), and of those that see."""
     if architecture.linear is not None:
-        return ("mtp.",)
+        return "mtp.", VISION
     first, prefix = (0, "model.mtp_layers") if architecture.model_type == "mimo" else (architecture.num_layers, "model.layers")
     return tuple(f"{prefix}.{layer}." for layer in range(first, first + architecture.draft_layers))

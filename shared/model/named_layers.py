@@ -17,6 +17,7 @@ _OF_SLIME = {
     "slime_plugins.models.glm4": "glm4",
     "slime_plugins.models.minimax_m2": "minimax_m2",
     "slime_plugins.models.qwen3_next": "qwen3_next",
+    "slime_plugins.models.qwen3_5": "qwen3_5",
 }  # slime's modules of layers → the family here that has the same
 
 _MEGATRON = "megatron.core."
@@ -40,7 +41,7 @@ def is_own_module(spec: Sequence[str], model_type: str, given: Mapping[str, Any]
     module, name = spec
     value = f"{module} {name}"
     if module.startswith(_SLIME):
-        if (family := _OF_SLIME.get(module)) != model_type:
+        if (family := _OF_SLIME.get(module)) != model_type and not (family == "qwen3_5" and model_type.startswith(family)):
             wanted = f"none: slime's layers are those of its {family or module.rpartition('.')[2]}, and {model_type} has its own here"
             raise ConfigError(FIELD, value, wanted)
         return False

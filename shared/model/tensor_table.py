@@ -86,6 +86,7 @@ _EXPERT_UP_BIAS = "mlp.experts.local_experts.{expert}.linear_fc1.bias mlp.expert
 _EXPERT_DOWN_BIAS = "mlp.experts.local_experts.{expert}.linear_fc2.bias mlp.experts.linear_fc2.bias{expert}"
 _EXPERT_UP = "mlp.experts.local_experts.{expert}.linear_fc1.weight mlp.experts.linear_fc1.weight{expert}"
 _EXPERT_DOWN = "mlp.experts.local_experts.{expert}.linear_fc2.weight mlp.experts.linear_fc2.weight{expert}"
+_LINEAR_PROJECTIONS = {"qkv": "qkv", "z": "values", "b": "heads", "a": "heads"}
 _LINEAR_SECTIONS = "linear_keys linear_keys linear_values linear_values linear_heads linear_heads"
 
 TABLE: tuple[NameRow, ...] = (
@@ -122,6 +123,13 @@ TABLE: tuple[NameRow, ...] = (
         sections=_LINEAR_SECTIONS,
     ),
     _row(
+        "self_attention.in_proj.weight",
+        {f"linear_attn.in_proj_{name}.weight": f"linear_{rows} hidden" for name, rows in _LINEAR_PROJECTIONS.items()},
+        "sections",
+        "linear apart_projections",
+        sections=_LINEAR_SECTIONS,
+    ),
+    _row(
         "self_attention.conv1d.weight",
         {"linear_attn.conv1d.weight": "linear_qkv one kernel"},
         "sections",
@@ -153,8 +161,10 @@ TABLE: tuple[NameRow, ...] = (
     _row("mlp.shared_experts.linear_fc1.weight", _glu("mlp.shared_expert", "shared_ffn"), "glu", "moe gated_shared"),
     _row("mlp.shared_experts.linear_fc2.weight", {"mlp.shared_expert.down_proj.weight": "hidden shared_ffn"}, when="moe gated_shared"),
     _row("mlp.shared_experts.gate_weight", {"mlp.shared_expert_gate.weight": "one hidden"}, when="moe gated_shared"),
-    _row(_EXPERT_UP, _glu("mlp.experts.{expert}", "expert_ffn"), "glu", "moe own_names"),
-    _row(_EXPERT_DOWN, {"mlp.experts.{expert}.down_proj.weight": "hidden expert_ffn"}, when="moe own_names"),
+    _row(_EXPERT_UP, _glu("mlp.experts.{expert}", "expert_ffn"), "glu", "moe own_names apart_experts"),
+    _row(_EXPERT_DOWN, {"mlp.experts.{expert}.down_proj.weight": "hidden expert_ffn"}, when="moe own_names apart_experts"),
+    _row(_EXPERT_UP, {"mlp.experts.gate_up_proj": "experts 2*expert_ffn hidden"}, "glu", "moe upright_experts"),
+    _row(_EXPERT_DOWN, {"mlp.experts.down_proj": "experts hidden expert_ffn"}, when="moe upright_experts"),
     _row(
         _EXPERT_UP,
         {f"block_sparse_moe.experts.{{expert}}.{name}.weight": "expert_ffn hidden" for name in ("w1", "w3")},
@@ -176,11 +186,10 @@ def features(architecture: Architecture, layer: int) -> frozenset[str]:
     """Returns the words of one layer that ``when`` may ask for."""
     a, linear = architecture, architecture.is_linear_layer(layer)
     low = a.latent is not None and a.latent.q_lora_rank is not None
-    shared = a.experts is not None and a.experts.shared_ffn_hidden_size > 0
-    gated = a.experts is not None and a.experts.shared_gate
     having = {
         "linear": linear,
-        "joint_projections": linear,
+        "joint_projections": linear and not a.apart_projections,
+        "apart_projections": linear and a.apart_projections,
         "softmax_attention": not linear,
         "grouped": a.latent is None and not linear,
         "latent": a.latent is not None,
@@ -192,15 +201,26 @@ def features(architecture: Architecture, layer: int) -> frozenset[str]:
         "dense": not a.is_moe_layer(layer),
         "gate_up_fused": a.fused_gate_up,
         "gate_up_apart": not a.fused_gate_up,
+        **_expert_features(a),
+    }
+    traits = {name: getattr(a, name) for name in ("qk_norm", "joint_qk_norm", "qkv_bias", "biases", "sinks", "post_norms")}
+    return frozenset(name for name, has in {**having, **traits}.items() if has)
+
+
+def _expert_features(a: Architecture) -> dict[str, bool]:
+    upright = a.stacked_experts and a.linear is not None
+    shared = a.experts is not None and a.experts.shared_ffn_hidden_size > 0
+    gated = a.experts is not None and a.experts.shared_gate
+    return {
         "mixtral_names": a.mixtral_names,
-        "stacked_experts": a.stacked_experts,
-        "own_names": not (a.mixtral_names or a.stacked_experts),
+        "stacked_experts": a.stacked_experts and not upright,
+        "upright_experts": upright,
+        "apart_experts": not a.stacked_experts,
+        "own_names": not a.mixtral_names and (upright or not a.stacked_experts),
         "expert_bias": a.experts is not None and a.experts.score == "sigmoid",
         "shared": shared and not gated,
         "gated_shared": shared and gated,
     }
-    traits = {name: getattr(a, name) for name in ("qk_norm", "joint_qk_norm", "qkv_bias", "biases", "sinks", "post_norms")}
-    return frozenset(name for name, has in {**having, **traits}.items() if has)
 
 
 def sizes(architecture: Architecture) -> dict[str, int]:
@@ -257,16 +277,16 @@ def _parameters(architecture: Architecture) -> Iterator[tuple[tuple[str, ...], T
     """Yields, in the order of the model, the names of each parameter (in the local spec first) and its source."""
     a, size = architecture, sizes(architecture)
     vocabulary = a.vocab_size, a.hidden_size
-    yield ("embedding.word_embeddings.weight",), TensorSource((("model.embed_tokens.weight", vocabulary),), "vocabulary")
+    yield ("embedding.word_embeddings.weight",), TensorSource(((f"{a.prefix}.embed_tokens.weight", vocabulary),), "vocabulary")
     for layer in range(a.num_layers):
         for row in layer_rows(a, layer):
             shapes = [(name, tuple(size[word] for word in words)) for name, words in row.tensors]
             for expert in range(a.experts.count) if a.experts and row.per_expert else (0,):
-                tensors = tuple((f"model.layers.{layer}.{name.format(expert=expert)}", shape) for name, shape in shapes)
+                tensors = tuple((f"{a.prefix}.layers.{layer}.{name.format(expert=expert)}", shape) for name, shape in shapes)
                 names = tuple(f"decoder.layers.{layer}.{name.format(expert=expert)}" for name in row.megatron)
                 sections = tuple(size[word] for word in row.sections)
                 yield names, TensorSource(tensors, row.layout, row.float32, expert if row.stacked else None, sections)
-    yield ("decoder.final_layernorm.weight",), TensorSource((("model.norm.weight", (a.hidden_size,)),))
+    yield ("decoder.final_layernorm.weight",), TensorSource(((f"{a.prefix}.norm.weight", (a.hidden_size,)),))
     if not a.tied_embeddings:
         yield ("output_layer.weight",), TensorSource((("lm_head.weight", vocabulary),), "vocabulary")
 

@@ -99,6 +99,8 @@ class _Reader:
             windows=self.windows(),
             stacked_experts=FAMILIES[model_type].stacked_experts,
             post_norms=post_norms,
+            prefix=FAMILIES[model_type].prefix,
+            apart_projections=FAMILIES[model_type].apart_projections,
             fused_gate_up=FAMILIES[model_type].fused_gate_up,
         )
 

@@ -278,13 +278,26 @@ class LinearAttentionKernels:
         initial_state_source[initial_state_indices] = state.mT
         return output.transpose(0, 1)
 
+    def norm_heads(self, q: Any, k: Any, q_weight: Any, k_weight: Any, eps: float, width: int) -> Any:
+        heads = ((q.reshape(-1, width), q_weight), (k.reshape(-1, width), k_weight))
+        return tuple(F.rms_norm(each.float(), (width,), 1 + weight.float(), eps).to(each.dtype) for each, weight in heads)
+
+    def norm_gated_heads(self, q: Any, k: Any, q_weight: Any, k_weight: Any, eps: float, width: int, heads: int) -> Any:
+        queries, gate = q.reshape(-1, heads, 2 * width).chunk(2, -1)
+        return *self.norm_heads(queries, k, q_weight, k_weight, eps, width), gate.contiguous()
+
+    def divide(self, qkvz: Any, ba: Any, key_heads: int, heads: int, key_width: int, width: int) -> Any:
+        qkv, z = qkvz.split([2 * key_heads * key_width + heads * width, heads * width], -1)
+        b, a = ba.split(heads, -1)
+        return qkv.contiguous(), z.reshape(-1, heads, width), b.contiguous(), a.contiguous()
+
     def _widened(self, q: Any, k: Any, v: Any) -> Any:
         times = v.shape[2] // q.shape[2]
         return q.repeat_interleave(times, 2), k.repeat_interleave(times, 2), v
 
 
 def attend_linearly(model_path: str) -> None:
-    """Gives models with linear attention (Qwen3-Next) kernels in plain torch; SGLang has some for GPUs and AMX only.
+    """Gives models with linear attention (Qwen3-Next, Qwen3.5) kernels in plain torch; SGLang has some for GPUs and AMX only.
 
     Must come before the first import of a model. The convolution's state has the precision of the model's activations: SGLang keeps it in
     bfloat16 otherwise, by which a float32 engine's log-probs are off by up to 0.2."""
@@ -298,7 +311,12 @@ def attend_linearly(model_path: str) -> None:
         causal_conv1d_fn_cpu=kernels.convolve, causal_conv1d_update_cpu=kernels.convolve_token, chunk_gated_delta_rule_cpu=kernels.chunks
     )
     sys.modules["sgl_kernel.mamba"] = names
+    operators.fused_sigmoid_mul_cpu = lambda x, gate: x.mul_(torch.sigmoid(gate.reshape(x.shape)))
+    operators.fused_qk_gemma_rmsnorm_cpu = kernels.norm_heads
+    operators.fused_qk_gemma_rmsnorm_with_gate_cpu = kernels.norm_gated_heads
+    operators.fused_qkvzba_split_reshape_cat_contiguous_cpu = kernels.divide
     operators.fused_gdn_gating_cpu, operators.fused_sigmoid_gating_delta_rule_update_cpu = kernels.gates, kernels.token
+    from sglang.kernels.ops.attention.fla import layernorm_gated
     from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
     from sglang.kernels.ops.elementwise import elementwise
 
@@ -310,7 +328,7 @@ def attend_linearly(model_path: str) -> None:
         share = torch.sigmoid((hidden.float() @ gate.float())[:, None]) * shared.float()
         output.copy_(share + output if do_add else share)
 
-    FusedRMSNormGated.forward = normed
+    FusedRMSNormGated.forward = layernorm_gated.RMSNorm.forward = normed
     elementwise._launch_fused_gate_sigmoid_mul = weighted
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from services.trainer.megatron import DEVICE_TYPE
@@ -22,10 +23,11 @@ from services.trainer.megatron.joint_write import HeldPart, JointWrite, Places, 
 from services.trainer.megatron.lora import ADAPTER_CONFIG, ADAPTER_DIRECTORY, ADAPTER_WEIGHTS, peft_config
 from services.trainer.megatron.runtime import host_copy, timeout_seconds, together
 from shared.model.final_exports import MARK
-from shared.model.hf_checkpoint import INDEX, TEMPLATE_FOLDER
+from shared.model.hf_checkpoint import INDEX, TEMPLATE_FOLDER, VISION
 from shared.runtime.safe_files import fsync_tree, publish, scratch
 
 _NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".gguf"}
+VISION_FILE = "model-vision.safetensors"
 FILE_BYTES = 1024**3  # the bytes of a file, and of a bucket: a rank gathers the next one while it writes the one before
 
 
@@ -97,7 +99,7 @@ def files_of(plan: GatherPlan, file_bytes: int, places: Places) -> list[HfFile]:
             held[rank][unit.name] = HeldPart(unit.nbytes(dtype))
     elected = elect(held, [writers])
     divided = [(rank, units) for rank in writers for units in plan.divided(file_bytes, elected[rank].main)]
-    if len(divided) == 1:
+    if len(divided) == 1 and plan.model.architecture.prefix == "model":  # else there is a file of what sees, and so an index
         return [HfFile("model.safetensors", *divided[0])]
     rounds: dict[int, int] = {}
     order = []
@@ -161,6 +163,7 @@ class HfParts:
         """Writes what stands beside the weights, and puts the directory into its place."""
         found, draft, dtype = json.loads(content), self.partial, self._plan.model.config.params_dtype
         weight_map = {name: found[name] for unit in self._plan.units for name, _ in unit.tensors}
+        weight_map |= dict.fromkeys(copy_vision(self._source, draft), VISION_FILE)
         if len(set(weight_map.values())) > 1:
             size = sum(unit.nbytes(dtype) for unit in self._plan.units)
             write_json(draft / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
@@ -197,11 +200,23 @@ def copy_beside_weights(source: Path, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
+def copy_vision(source: Path, target: Path) -> list[str]:
+    """Copies the tensors that see, which are not trained, into a file of their own; returns their names, none for most models."""
+    found = {}
+    for path in sorted(source.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found.update({name: file.get_tensor(name) for name in file.keys() if name.startswith(VISION)})  # noqa: SIM118
+    if found:
+        save_file(found, target / VISION_FILE, metadata={"format": "pt"})
+    return list(found)
+
+
 def write_config(directory: Path, dtype: str) -> None:
     """Makes a copied ``config.json`` fit the weights: their dtype may have changed, and there are no draft layers."""
     path = directory / "config.json"
     config = json.loads(path.read_text())
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-    if config.get("num_nextn_predict_layers"):
-        config["num_nextn_predict_layers"] = 0
+    for entries in (config, config.get("text_config") or {}):
+        if entries is config or "dtype" in entries or "torch_dtype" in entries:
+            entries["torch_dtype" if "torch_dtype" in entries else "dtype"] = dtype
+        entries.update({name: 0 for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers") if entries.get(name)})
     write_json(path, config)

@@ -38,7 +38,7 @@ from services.trainer.megatron.checkpoint import (
     read_marker,
 )
 from services.trainer.megatron.checkpoint_parts import MARKER, METADATA
-from services.trainer.megatron.export import copy_beside_weights, save_hf, write_json
+from services.trainer.megatron.export import copy_beside_weights, copy_vision, save_hf, write_json
 from services.trainer.megatron.gather_plan import Bucket, GatherPlan, GatherUnit
 from services.trainer.megatron.gpt_model import MegatronModel, build_chunks, transformer_config
 from services.trainer.megatron.hf_weights import SafetensorsReader, parameters
@@ -92,6 +92,7 @@ def to_torch_dist(source: Path, target: Path, dtype: str | None, progress: Progr
         kept = step / _HF_FILES
         kept.mkdir()
         copy_beside_weights(source, kept)
+        copy_vision(source, kept)
         if quantized:
             config = json.loads((kept / "config.json").read_text())
             del config["quantization_config"]

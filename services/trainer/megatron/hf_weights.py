@@ -22,7 +22,7 @@ from torch import Tensor
 
 from services.trainer.megatron.runtime import device
 from shared.model.architecture import Architecture
-from shared.model.hf_checkpoint import draft_prefixes, tensor_problems, weight_files
+from shared.model.hf_checkpoint import VISION, draft_prefixes, tensor_problems, weight_files
 from shared.model.tensor_table import TensorSource, hf_tensors, parameter_sources
 from shared.runtime.errors import ConfigError
 
@@ -53,8 +53,10 @@ class Recipe(TensorSource):
 
     def parts(self, parameter: Tensor, architecture: Architecture) -> list[Tensor]:
         """Inverts :meth:`fuse`: returns views in the order of ``tensors``, elements in the tensors' order, maybe of more dimensions."""
-        if self.layout in ("glu", "sections"):
-            return list(parameter.split([shape[0] for _, shape in self.tensors]))  # gate and up are one tensor in some families
+        if self.layout == "glu":
+            return list(parameter.chunk(len(self.tensors)))  # one for a family that keeps both halves in one tensor
+        if self.layout == "sections":
+            return list(parameter.split([shape[0] for _, shape in self.tensors]))
         if self.layout in ("qkv", "gated_qkv"):
             groups, width = architecture.num_key_value_heads, architecture.head_dim
             q, k, v = parameter.unflatten(0, (groups, -1)).tensor_split([-2 * width, -width], 1)
@@ -206,7 +208,7 @@ class SafetensorsReader:
         shapes = {name: self.shape(name) for name in self.names()}
         for problem in tensor_problems(self.hf_dir, shapes, hf_tensors(architecture), unread, "model.hf_checkpoint"):
             raise problem
-        return sum(name.startswith(unread) for name in self.names())
+        return sum(name.startswith(unread) and not name.startswith(VISION) for name in self.names())
 
     def names(self) -> set[str]:
         """Returns the tensors that are part of a model."""

@@ -1,7 +1,9 @@
 """An engine that is pushed what the trainer exports draws the same greedy tokens, for every family that SGLang serves on a CPU."""
 
 import asyncio
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +20,18 @@ from tests.support.weights_group import Pusher
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.tiny import VOCAB, make_checkpoint, pack, sequences
 
-EXTRA = ("glm4", "glm4_moe", "gpt_oss", "llama", "minimax_m2", "qwen2", "qwen3_moe", "qwen3_next")
+EXTRA = ("glm4", "glm4_moe", "gpt_oss", "llama", "minimax_m2", "qwen2", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 SERVED = ["deepseek_v3", *(pytest.param(kind, marks=pytest.mark.extra) for kind in EXTRA)]
 """One start of an engine each; the rest of this directory has ``qwen3`` and ``qwen3_moe``. `make test-extra` has the others."""
 
 NEW_TOKENS = 24
+
+_PIXELS = {"size": {"shortest_edge": 64, "longest_edge": 4096}, "patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "preprocessor_config.json": {"image_processor_type": "Qwen2VLImageProcessor", **_PIXELS},
+    "video_preprocessor_config.json": {"video_processor_type": "Qwen3VLVideoProcessor", **_PIXELS},
+}
+"""What an engine of a model that sees wants beside it."""
 
 
 async def generated(engine: EngineProcess, old: Path, new: Path, prompts: list[torch.Tensor]) -> list[Generation]:
@@ -33,7 +42,8 @@ async def generated(engine: EngineProcess, old: Path, new: Path, prompts: list[t
         await client.open_receivers()
         async with Pusher.over(client) as pusher:
             for version, weights in enumerate((old, new), start=1):
-                tensors = load_file(weights / "model.safetensors")
+                files = [path for path in weights.glob("*.safetensors") if "vision" not in path.name]
+                tensors = {name: tensor for path in files for name, tensor in load_file(path).items()}
                 await pusher.push({name: tensors[name].float() for name in sorted(tensors)}, version)
             (checked,) = await pusher.send(pusher.sent, 2, check=True)
             assert checked.differences == {} and checked.digest == pusher.digest
@@ -44,6 +54,8 @@ async def generated(engine: EngineProcess, old: Path, new: Path, prompts: list[t
 def test_greedy_tokens_are_the_trainers(kind: str, tmp_path: Path) -> None:
     make_checkpoint(kind, tmp_path / "made")
     character_tokenizer(PRINTABLE[: VOCAB - 4]).save_pretrained(tmp_path / "made")
+    for name, content in PROCESSORS.items() if kind.startswith("qwen3_5") else ():
+        (tmp_path / "made" / name).write_text(json.dumps(content))
     try:
         actor = rank_steps.actor(tmp_path / "made")
         rank_steps.steps(actor, 1)  # what the engine is given is not what it started with

@@ -16,6 +16,7 @@ ENGINE_SPEC = (SPECS, "get_gpt_layer_with_transformer_engine_spec")
         ((), "qwen3", False),
         (("slime_plugins.models.glm4", "get_glm_spec"), "glm4", False),
         (("slime_plugins.models.qwen3_next", "get_qwen3_next_spec"), "qwen3_next", False),
+        (("slime_plugins.models.qwen3_5", "get_qwen3_5_spec"), "qwen3_5_moe", False),
         ((SPECS, "get_gpt_layer_local_spec"), "qwen3", False),
         (("layers.of.mine", "spec"), "qwen3", True),
     ],

@@ -166,6 +166,7 @@ CHANGES: dict[str, Change] = {
         clean_up_tokenization_spaces=True, clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output=True
     ),
     "Qwen2Tokenizer": QWEN,
+    "Qwen3_5Tokenizer": stated(tokenizer_class="Qwen3_5Tokenizer"),
     "Qwen2TokenizerFast": stated(tokenizer_class="Qwen2TokenizerFast"),
     "LlamaTokenizerFast": stated(tokenizer_class="LlamaTokenizerFast"),
     "LlamaTokenizer": LLAMA,
@@ -187,6 +188,7 @@ CHANGES: dict[str, Change] = {
             "qwen2",
             "qwen3",
             "qwen3_moe",
+            "qwen3_5",
             "glm4",
             "glm4_moe",
             "deepseek_v3",

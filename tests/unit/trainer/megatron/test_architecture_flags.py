@@ -18,7 +18,7 @@ from tests.unit.trainer.megatron.tiny import not_refused
 
 CONFIGS = Path(__file__).parents[4] / "configs" / "models"
 KINDS = ["qwen3", "qwen3_tied", "qwen2", "llama", "qwen3_moe", "qwen3_moe_mixed", "glm4", "glm4_moe", "glm4_moe_air"]
-KINDS += ["deepseek_v3", "moonlight", "gpt_oss", "qwen3_next"]
+KINDS += ["deepseek_v3", "moonlight", "gpt_oss", "qwen3_next", "qwen3_5"]
 
 PARAMETERS = {
     "qwen2.5-0.5b": 494_032_768,
@@ -55,8 +55,22 @@ WITH_DRAFT_LAYER = {"glm-4.5-air": 110_468_824_832, "glm-4.5": 358_337_791_296}
 WITHOUT_EMBEDDINGS = {"moonlight-16b-a3b": 15.29e9, "minimax-m2": 227.5e9}
 """As published, to four digits."""
 
-AS_TRANSFORMERS_HAS_IT = {"qwen3-next-80b-a3b": "Qwen3Next"}
-"""The defaults of its config are the published model's."""
+AS_TRANSFORMERS_HAS_IT = {
+    "qwen3-next-80b-a3b": ("Qwen3Next", {}),
+    "qwen3.5-0.8b": (
+        "Qwen3_5",
+        {"num_hidden_layers": 24, "hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 8, "num_key_value_heads": 2}
+        | {"linear_num_value_heads": 16, "tie_word_embeddings": True},
+    ),
+    "qwen3.5-4b": ("Qwen3_5", {"hidden_size": 2560, "intermediate_size": 9216, "tie_word_embeddings": True}),
+    "qwen3.5-9b": ("Qwen3_5", {}),
+    "qwen3.5-27b": (
+        "Qwen3_5",
+        {"num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 17408, "num_attention_heads": 24, "linear_num_value_heads": 48},
+    ),
+    "qwen3.5-35b-a3b": ("Qwen3_5Moe", {}),
+}
+"""The defaults of transformers' configs are those of one published model; the entries in which others differ."""
 
 SHAPED_AS = {"deepseek-v3.1": "deepseek-v3", "glm-4.6": "glm-4.5", "glm-4.7": "glm-4.5"}
 """Later models whose published config.json has the same shape: the contexts differ at most."""
@@ -112,9 +126,10 @@ def test_it_has_the_parameters_that_transformers_has(name):
     import torch
     import transformers
 
-    kind = AS_TRANSFORMERS_HAS_IT[name]
+    kind, changes = AS_TRANSFORMERS_HAS_IT[name]
+    config = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
     with torch.device("meta"):
-        model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")())
+        model = getattr(transformers, f"{kind}ForCausalLM")(config(**changes))
     count = sum(parameter.numel() for parameter in model.parameters())
     assert parameters(shape(name)) == count and f"{count:,} parameters" in (CONFIGS / f"{name}.toml").read_text()
 

@@ -20,7 +20,19 @@ from tests.unit.trainer.megatron.rank_steps import actor
 from tests.unit.trainer.megatron.tiny import not_refused
 
 KINDS = ["qwen3", "qwen3_tied", "qwen2", "llama", "llama3_rope", "qwen3_moe", "qwen3_moe_mixed"]
-KINDS += ["glm4", "glm4_moe", "glm4_moe_air", "deepseek_v3", "moonlight", "minimax_m2", "gpt_oss", "qwen3_next"]
+KINDS += [
+    "glm4",
+    "glm4_moe",
+    "glm4_moe_air",
+    "deepseek_v3",
+    "moonlight",
+    "minimax_m2",
+    "gpt_oss",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_text",
+]
 
 
 @pytest.fixture
@@ -122,6 +134,7 @@ def test_a_config_that_cannot_be_reproduced_is_refused(copy_of):
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, ["quantization_config", "myxo convert"]),
         ("qwen3_next", {"full_attention_interval": None}, ["full_attention_interval", "layer_types", "4 where it is missing"]),
         ("qwen3_next", {"linear_num_value_heads": 3}, ["linear_num_value_heads", "a multiple of linear_num_key_heads, 2"]),
+        ("qwen3_next", {"output_gate_type": "sigmoid"}, ["output_gate_type", "silu"]),
         ("qwen3_next", {"linear_key_head_dim": None}, ["linear_key_head_dim", "required"]),
         ("glm4_moe", {"first_k_dense_replace": -1}, ["first_k_dense_replace"]),
     ]

@@ -24,6 +24,8 @@ CASES = [
     ("gpt_oss", CONTEXT),
     ("qwen3_next", TENSOR),
     ("qwen3_next", PIPELINE),
+    ("qwen3_5", {"tensor_model_parallel_size": 2}),
+    ("qwen3_5_moe", EXPERT),
 ]
 MORE = [("glm4", PIPELINE), ("glm4", CONTEXT), ("glm4_moe", TENSOR), ("glm4_moe", EXPERT), ("deepseek_v3", TENSOR)]
 MORE += [
@@ -35,6 +37,10 @@ MORE += [
     ("minimax_m2", CONTEXT),
     ("gpt_oss", PIPELINE),
     ("qwen3_next", EXPERT),
+    ("qwen3_5", TENSOR),
+    ("qwen3_5", PIPELINE),
+    ("qwen3_5_moe", WHOLE_EXPERTS),
+    ("qwen3_5_moe", PIPELINE),
 ]
 
 
@@ -70,7 +76,7 @@ def test_a_layout_changes_nothing(kind, config, hf, two_ranks, one_process):
         assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-5)
         assert norm == pytest.approx(expected_norm, rel=1e-4)
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in biases.items())
-    assert bool(biases) == (kind not in ("glm4", "gpt_oss", "qwen3_next"))
+    assert bool(biases) == (kind in ("glm4_moe", "deepseek_v3", "moonlight", "minimax_m2"))
 
 
 def test_router_biases_keep_float32_in_a_bfloat16_model(hf, make_actor):

@@ -4,8 +4,10 @@ import json
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
+from services.trainer.megatron.hf_conversion import to_hf, to_torch_dist
 from services.trainer.megatron.linear_attention import CHUNK, ChunkedSequences, plain_rule
 from services.trainer.megatron.packed_sequences import model_input
 from shared.model.families import read_architecture
@@ -92,6 +94,23 @@ def test_what_does_not_go_with_it_is_refused_by_name(hf, make_actor):
     with pytest.raises(ConfigError, match=r"trainer\.prefix_sharing.*linear attention"):
         make_actor("qwen3_next", prefix_sharing="on")
     assert make_actor("qwen3_next").model.least_saved is None
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_what_sees_is_exported_as_it_was(kind, hf, tmp_path):
+    """Also by a conversion, which keeps it beside the checkpoint; the export is whole to transformers."""
+    rank_steps.actor(hf(kind)).save_hf(tmp_path / "out")
+    to_torch_dist(hf(kind), tmp_path / "dist", None, lambda *_: None)
+    to_hf(tmp_path / "dist", tmp_path / "back", None, None, lambda *_: None)
+    vision = load_file(hf(kind) / "model-vision.safetensors")
+    text = load_file(hf(kind) / "model.safetensors")
+    for directory in (tmp_path / "out", tmp_path / "back"):
+        index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+        assert index.keys() == {*vision, *text}
+        held = {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+        assert all(torch.equal(held[name], tensor) for name, tensor in {**vision, **text}.items())
+        _, report = transformers.AutoModelForImageTextToText.from_pretrained(directory, output_loading_info=True)
+        assert not report["missing_keys"] and not report["unexpected_keys"]
 
 
 def test_draft_layers_are_passed_over_and_every_entry_of_the_config_is_exported(hf, tmp_path):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from services.trainer.packing import PackedBatch
@@ -122,8 +123,20 @@ def make_checkpoint(kind: str, directory: Path, **changed: int) -> None:
         **sizes, **experts, **linear, head_dim=16, rope_parameters=quarter,
         shared_expert_intermediate_size=40, full_attention_interval=INTERVAL,
     )  # fmt: skip
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "num_position_embeddings": 16, "patch_size": 4}
+    mrope = {**quarter, "mrope_section": [1, 1, 0], "mrope_interleaved": True}
+
+    def with_vision(name: str, **more: int) -> Any:
+        text = {**sizes, **linear, **more, "head_dim": 16, "rope_parameters": mrope, "full_attention_interval": INTERVAL}
+        return getattr(t, f"{name}Config")(text_config=text, vision_config={**vision, "out_hidden_size": 32})
+
+    configs["qwen3_5"] = lambda: with_vision("Qwen3_5")
+    configs["qwen3_5_moe"] = lambda: with_vision("Qwen3_5Moe", **experts, shared_expert_intermediate_size=40)
+    configs["qwen3_5_text"] = lambda: with_vision("Qwen3_5").text_config
     torch.manual_seed(list(configs).index(kind))
-    model = transformers.AutoModelForCausalLM.from_config(configs[kind]()).float()
+    config = configs[kind]()
+    kinds = t.AutoModelForImageTextToText if hasattr(config, "vision_config") else t.AutoModelForCausalLM
+    model = kinds.from_config(config).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("dt_bias", "A_log")):
@@ -139,9 +152,26 @@ def make_checkpoint(kind: str, directory: Path, **changed: int) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.1)
-    if hasattr(model.config, "linear_num_key_heads"):
-        model.config.full_attention_interval = INTERVAL  # which transformers drops
+    if hasattr(config.get_text_config(), "linear_num_key_heads"):
+        config.get_text_config().full_attention_interval = INTERVAL  # which transformers drops
+    model.config = config
     model.save_pretrained(directory)
+    if hasattr(config, "vision_config"):
+        divide(directory, 4)
+
+
+def divide(directory: Path, count: int) -> None:
+    """Moves what sees into a file of its own, and keeps the matrices of all experts in one tensor, as published models do."""
+    held = load_file(directory / "model.safetensors")
+    vision = {name: held.pop(name) for name in [*held] if ".visual." in name}
+    for name in [name for name in held if ".experts.0.gate_proj." in name]:
+        before = name.split("0.gate_proj.")[0]
+        up, gate, down = (
+            torch.stack([held.pop(f"{before}{i}.{kind}_proj.weight") for i in range(count)]) for kind in ("up", "gate", "down")
+        )
+        held |= {f"{before}gate_up_proj": torch.cat([gate, up], 1), f"{before}down_proj": down}
+    save_file(held, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(vision, directory / "model-vision.safetensors", metadata={"format": "pt"})
 
 
 def sequences(count: int, seed: int = 3, longest: int = 40) -> list[Tensor]:
