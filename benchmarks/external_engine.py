@@ -164,7 +164,7 @@ def figures(root: Path, server: Path, watched: WatchedEngine) -> dict[str, Any]:
 def problems(found: dict[str, Any], steps: int, backend: str) -> list[str]:
     """Returns what is wrong with a run that has ended, in words."""
     pushes, difference, death = found["pushes"], found["logprob_diff"], found["death"]
-    told = [str(push["version"]) for push in pushes]
+    told = [*(str(push["version"]) for push in pushes), str(death.get("version")).partition("@")[0]]  # it may have died as it was named
     named = [name.partition("@")[0] for name in found["asked_back"] if "@" in name]
     wrong = {
         f"it ended with {found['exit']}": found["exit"] != 0,

@@ -318,7 +318,8 @@ declare_metrics("""
     eval/<name>/late | prompts | those that had not come back at `eval_timeout`
     eval/<name>/seconds | s | how long it took
 
-    perf/request/e2e_latency/mean | s | that a sample's requests were in the engine, waiting included | of samples whose engine measures it
+    perf/request/e2e_latency/mean | s | that a sample's requests were in the engine, waiting included | of samples for which an engine
+        has measured it: its own, and those of functions that pass its `meta_info`; none of agents at gateways
     perf/request/e2e_latency/median | s | their median | as the mean
     perf/request/e2e_latency/max | s | the longest | as the mean
     perf/request/e2e_latency/min | s | the shortest | as the mean

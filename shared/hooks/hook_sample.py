@@ -108,9 +108,10 @@ ENGINE_TIMES = "engine_times"  # the attribute of a sample with the sum of its a
 
 def engine_times(meta: Mapping[str, Any]) -> list[float]:
     """Returns an answer's seconds in the engine, in its queue and in decoding, and the tokens that were decoded in these; zeros where the
-    engine does not measure them."""
-    rate, decoded = meta.get("decode_throughput") or 0.0, int(meta.get("completion_tokens") or 0) - 1
-    decoding = [decoded / rate, float(decoded)] if rate > 0 else [0.0, 0.0]
+    engine does not measure them. SGLang's own ``decode_throughput`` counts from the first part that it sends: of an answer that comes as a
+    whole it says nothing."""
+    begun, ended = (meta.get(name) or 0.0 for name in ("prefill_finished_time", "request_finished_ts"))
+    decoding = [ended - begun, float(int(meta.get("completion_tokens") or 0) - 1)] if 0.0 < begun < ended else [0.0, 0.0]
     return [float(meta.get("e2e_latency") or 0.0), float(meta.get("queue_time") or 0.0), *decoding]
 
 

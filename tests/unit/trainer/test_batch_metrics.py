@@ -158,9 +158,10 @@ def test_rounds_are_those_that_a_sample_counts(metadata: dict[str, object], roun
 
 def test_engines_times_are_of_the_samples_for_which_they_are_measured() -> None:
     """As SGLang's ``meta_info`` has them, summed over a sample's requests; whatever else stands in their place counts as none."""
-    first = {"e2e_latency": 3.0, "queue_time": 1.0, "decode_throughput": 10.0, "completion_tokens": 11, "finish_reason": None}
+    first = {"e2e_latency": 3.0, "queue_time": 1.0, "completion_tokens": 11, "decode_throughput": 1e9, "finish_reason": None}
+    first |= {"prefill_finished_time": 100.0, "request_finished_ts": 101.0}
     asked = HookSample()
-    for meta in (first, first | {"queue_time": None, "decode_throughput": 40.0}, {"finish_reason": None}):
+    for meta in (first, first | {"queue_time": None, "request_finished_ts": 100.25}, {"finish_reason": None}):
         asked.append_response_tokens(tokens=[5], log_probs=[-1.0], meta_info=meta)
     times = getattr(asked, ENGINE_TIMES)
     assert times == [6.0, 1.0, 1.25, 20.0]
