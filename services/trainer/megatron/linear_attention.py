@@ -84,12 +84,12 @@ def plain_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strengt
 
     Args:
         query, key: [T, heads, key width], of length 1. value: [T, heads, value width]. decay: float32 [T, heads], the logarithm of what is
-            left of the state at each token. strength: [T, heads], the part that is replaced.
+            left of the state at each token. strength: float32 [T, heads], the part that is replaced.
 
     Returns float32 [T, heads, value width].
     """
-    q, k, v, g, beta = (pack.laid_out(tensor) for tensor in (query * query.size(-1) ** -0.5, key, value, decay, strength))
-    g = g.cumsum(-1)  # since the chunk began
+    q, k, v, g, beta = (pack.laid_out(tensor) for tensor in (query, key, value, decay, strength))
+    q, g = q * q.size(-1) ** -0.5, g.cumsum(-1)  # since the chunk began
     earlier = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
     left = (g[..., :, None] - g[..., None, :]).masked_fill(~earlier, -torch.inf).exp()
     between = (beta[..., None] * (k @ k.mT) * left).tril(-1)
@@ -147,7 +147,7 @@ class PackedGatedDeltaNet(gated_delta_net.GatedDeltaNet):
         )
         value = value.unflatten(-1, (-1, self.value_head_dim))
         decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias.float())
-        output = self._rule(query, key, value, decay, beta.sigmoid(), packed_seq_params)
+        output = self._rule(query, key, value, decay, beta.float().sigmoid(), packed_seq_params)
         weight = copy_to_tensor_model_parallel_region(self.out_norm.weight, group=self.pg_collection.tp)
         normed = F.rms_norm(output.float(), weight.shape, weight.float(), self.out_norm.eps)
         gated = (normed.flatten(1) * F.silu(gate.float())).to(projected.dtype)
@@ -157,7 +157,7 @@ class PackedGatedDeltaNet(gated_delta_net.GatedDeltaNet):
     def _rule(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, sequences: PackedSequences) -> Tensor:
         if (rule := fast_rule()) is not None:
             rows = (tensor[None] for tensor in (query, key, value.contiguous()))
-            output: Tensor = rule(*rows, g=decay[None], beta=strength[None], cu_seqlens=sequences.cu_seqlens_q.long())[0][0]
+            output: Tensor = rule(*rows, g=decay[None], beta=strength[None].to(query.dtype), cu_seqlens=sequences.cu_seqlens_q.long())[0][0]
             return output
         if sequences.chunks is None:
             sequences.chunks = ChunkedSequences.of(sequences.cu_seqlens_q)

@@ -1,6 +1,7 @@
 """Gated delta net: the rule token by token, sequences of a pack apart, and what goes with it or is refused."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from services.trainer.megatron.hf_conversion import to_hf, to_torch_dist
 from services.trainer.megatron.linear_attention import CHUNK, ChunkedSequences, plain_rule
 from services.trainer.megatron.packed_sequences import model_input
+from shared.config.engine_limits import context_length, cpu_token_capacity, text_entries
 from shared.model.families import read_architecture
 from shared.model.parallel_layout import ParallelLayout, division_problems
 from shared.runtime.errors import ConfigError
@@ -111,6 +113,25 @@ def test_what_sees_is_exported_as_it_was(kind, hf, tmp_path):
         assert all(torch.equal(held[name], tensor) for name, tensor in {**vision, **text}.items())
         _, report = transformers.AutoModelForImageTextToText.from_pretrained(directory, output_loading_info=True)
         assert not report["missing_keys"] and not report["unexpected_keys"]
+
+
+def test_the_nested_config_of_an_export_names_its_dtype_and_no_draft_layers(hf, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(hf("qwen3_5"), source)
+    given = json.loads((source / "config.json").read_text())
+    given["text_config"] |= {"dtype": "float32", "mtp_num_hidden_layers": 1}
+    (source / "config.json").write_text(json.dumps(given))
+    rank_steps.actor(source, train_dtype="bfloat16").save_hf(tmp_path / "out")
+    changed = {"dtype": "bfloat16", "text_config": {**given["text_config"], "dtype": "bfloat16", "mtp_num_hidden_layers": 0}}
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {**given, **changed}
+
+
+def test_the_limits_of_an_engine_are_those_of_the_text(hf):
+    nested, text = (json.loads((hf(kind) / "config.json").read_text()) for kind in ("qwen3_5", "qwen3_5_text"))
+    for limit in (context_length, cpu_token_capacity):
+        assert limit(nested) == limit(text)
+    tied = text_entries({**nested, "tie_word_embeddings": True})
+    assert tied["tie_word_embeddings"] and tied["model_type"] == "qwen3_5" and tied["hidden_size"] == 32
 
 
 def test_draft_layers_are_passed_over_and_every_entry_of_the_config_is_exported(hf, tmp_path):
