@@ -6,7 +6,9 @@ no prompt are refused. What generates in place of the engine, a function or an a
 it likes: what it may generate has to fit into a micro-batch. Samples that are too long all the same are `rollout.overlong_samples`' matter.
 """
 
+import contextlib
 import importlib.util
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -29,16 +31,22 @@ from shared.config.external_server import EngineAway, ExternalServer
 from shared.config.rollout_section import APART, GENERATORS, GPUS_OF_MACHINE, TRANSFER, RolloutSection, transfer_backend
 from shared.config.run_config import RunConfig
 from shared.config.sglang_flags import plain_name
+from shared.config.speculation import (
+    ALGORITHM,
+    ALGORITHMS,
+    DRAFT,
+    DRAFT_LAYERS,
+    OF_THE_MODEL,
+    SHORT,
+    WITHOUT_A_DRAFT,
+    draft_layers,
+    is_chain,
+    reshaped,
+    speculates,
+    speculation_flags,
+)
 from shared.runtime.errors import ConfigError, nearest
-
-ALGORITHM, DRAFT = "speculative-algorithm", "speculative-draft-model-path"
-SHORT = {"speculative-draft-model": DRAFT}
-OF_THE_MODEL, WITHOUT_A_DRAFT = ("EAGLE", "NEXTN"), ("NGRAM", "UNO", "NONE")
-# Of speculative decoding: the draft may be layers of the model's own checkpoint, there is none, or it is another checkpoint.
-ALGORITHMS = (*OF_THE_MODEL, *WITHOUT_A_DRAFT, "EAGLE3", "STANDALONE", "DFLASH", "DSPARK", "FROZEN_KV_MTP")
-
-# Keys of ``config.json`` that count the layers which draft.
-DRAFT_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
+from shared.runtime.safe_files import parse_json
 
 # Quantizations that SGLang makes of weights which have none.
 ONLINE = ("bitsandbytes", "fp8", "mxfp8", "nvfp4_online", "quark_int4fp8_moe", "w8a8_fp8")
@@ -47,12 +55,10 @@ FEWER_BITS = "engines compute with fewer bits than the trainer; train/train_roll
 
 def check_engine_model(inspection: Inspection) -> Findings:
     """Yields what the model lacks for a flag of SGLang's; notes flags without effect, and those that change an engine's numbers."""
-    given = {key: value for key, value in inspection.config.rollout.sglang.items() if value not in (None, False)}
+    rollout = inspection.config.rollout
+    given = {key: value for key, value in rollout.sglang.items() if value not in (None, False)}
     flags = {SHORT.get(name := plain_name(key), name): (f"rollout.sglang.{key}", value) for key, value in given.items()}
-    if ALGORITHM in flags:
-        yield from _draft(inspection, *flags[ALGORITHM], *flags.get(DRAFT, ("", None)))
-    elif idle := [field for name, (field, _) in flags.items() if name.startswith("speculative-")]:
-        yield Note(f"{', '.join(idle)}: without effect, as no {ALGORITHM} is given")
+    yield from _speculation(inspection, flags)
     for name, (field, value) in flags.items():
         if name == "quantization" and value != "unquant" and "quantization_config" not in (inspection.model_config or {}):
             yield from _quantized(inspection, field, value)
@@ -171,6 +177,42 @@ def _quantized(inspection: Inspection, field: str, value: Any) -> Findings:
         yield ConfigError(field, value, "none: engines load the trainer's weights with each push; a model that SGLang has quantized cannot")
 
 
+def _speculation(inspection: Inspection, flags: Mapping[str, tuple[str, Any]]) -> Findings:
+    """Yields what speculation lacks. ``flags``: the run's, by plain names, with the field of each."""
+    rollout = inspection.config.rollout
+    derived = speculation_flags(rollout.speculation, rollout.sglang, inspection.model_config or {})
+    flags = {**{name: ("rollout.speculation", value) for name, value in derived.items()}, **flags}
+    if ALGORITHM in flags:
+        yield from _draft(inspection, *flags[ALGORITHM], *flags.get(DRAFT, ("", None)))
+        yield from _beside_speculation(inspection, {name: value for name, (_, value) in flags.items()})
+    elif idle := [field for name, (field, _) in flags.items() if name.startswith("speculative-")]:
+        yield Note(f"{', '.join(idle)}: without effect, as no {ALGORITHM} is given")
+
+
+def _beside_speculation(inspection: Inspection, flags: Mapping[str, Any]) -> Findings:
+    """Yields what an engine that speculates would leave out, or only nearly do."""
+    config = inspection.config
+    if not speculates(flags):
+        return
+    chain = "mtp or draft with speculative-eagle-topk = 1" if not is_chain(flags) else ""
+    if config.trainer.use_rollout_routing_replay and chain:
+        expected = f"false, or speculation by {chain}: the experts of tokens that were accepted off a tree are lost"
+        yield ConfigError("trainer.use_rollout_routing_replay", True, expected)
+    for name in ("enable-deterministic-inference", "rl-on-policy-target"):
+        if flags.get(name):
+            expected = "none beside speculation, whose tokens are not sampled by seeds"
+            yield ConfigError(f"rollout.sglang.{name}", flags[name], expected)
+    if devices.resolve(config.rollout.rollout_device) == "cpu" and str(flags.get("speculative-eagle-topk", 1)) != "1":
+        yield ConfigError("rollout.sglang.speculative-eagle-topk", flags["speculative-eagle-topk"], "1 on a CPU: a chain of drafts")
+    with contextlib.suppress(ValueError, TypeError, AttributeError):  # what is no JSON object is reported
+        preferred = flags.get("preferred-sampling-params") or {}
+        for problem in reshaped(preferred if isinstance(preferred, dict) else json.loads(preferred)):
+            yield ConfigError(f"rollout.sglang.preferred-sampling-params: {problem.field}", problem.value, problem.expected)
+    for view in eval_views(config):
+        for problem in reshaped({"min_new_tokens": view.min_new_tokens, "repetition_penalty": view.own.repetition_penalty}):
+            yield ConfigError(f"{view.field}: {problem.field}", problem.value, problem.expected)
+
+
 def _draft(inspection: Inspection, field: str, algorithm: Any, draft_field: str, draft: Any) -> Findings:
     name, path = str(algorithm).upper(), Path(str(draft or ""))
     if name not in ALGORITHMS:
@@ -180,6 +222,7 @@ def _draft(inspection: Inspection, field: str, algorithm: Any, draft_field: str,
     elif draft is not None:
         if (path.is_absolute() or str(draft).startswith(".") or path.exists()) and not (path / "config.json").is_file():
             yield ConfigError(draft_field, draft, "the directory of a model that drafts: there is no config.json in it")
+        yield from _unlike_draft(inspection, name, draft_field, path)
         yield Note(f"{draft_field}: the draft is not trained; it stays as its checkpoint has it")
     elif name not in OF_THE_MODEL:
         yield ConfigError(field, algorithm, f"{DRAFT} besides, the checkpoint of a model that drafts for this one")
@@ -189,12 +232,26 @@ def _draft(inspection: Inspection, field: str, algorithm: Any, draft_field: str,
         yield Note(f"{field}: the layers that draft are not trained; they stay as the checkpoint has them")
 
 
+def _unlike_draft(inspection: Inspection, algorithm: str, field: str, path: Path) -> Findings:
+    """Yields how a draft's sizes differ from the model's where they must not: its tokens are the model's, and EAGLE reads its states."""
+    try:
+        configs = inspection.model_config or {}, parse_json((path / "config.json").read_bytes())
+        target, draft = ({**config, **(config.get("text_config") or {})} for config in configs)
+    except (OSError, ValueError, AttributeError, TypeError):
+        return  # reported, or on the hub
+    names = ("vocab_size",) if algorithm == "STANDALONE" else ("vocab_size", "hidden_size")
+    for name in names:
+        has = draft.get("target_hidden_size", draft.get(name)) if name == "hidden_size" else draft.get(name)
+        if name in target and has is not None and has != target[name]:
+            yield ConfigError(field, str(path), f"a draft with {name} = {target[name]}, as the model has; its config.json has {has}")
+
+
 def _without_layers(inspection: Inspection) -> str | None:
     model, names = inspection.model_config, inspection.weight_headers
     if model is None or any("mtp" in name or "nextn" in name for name in names):
         return None
     counts = {**(model.get("text_config") or {}), **model}
-    if not any(counts.get(name) for name in DRAFT_LAYERS):
+    if not draft_layers(model):
         return f"its config.json names none ({DRAFT_LAYERS[0]})"
     if names and not any(f".layers.{counts.get('num_hidden_layers')}." in name for name in names):
         return "its config.json names some, and its files have no weights of them"

@@ -314,7 +314,8 @@ class EngineProxy(EndpointServer):
         self._present()  # before a body is read that no one would answer
         body = await body_of(request)
         client = await self._serving()
-        parsed, life, rid = parse_request(kind, body, client.capabilities.vocab_size), self._served.incarnation, f"{uuid.uuid4().hex}$"
+        engine, life, rid = client.capabilities, self._served.incarnation, f"{uuid.uuid4().hex}$"
+        parsed = parse_request(kind, body, engine.vocab_size, engine.speculates)
         response: web.StreamResponse | None = None
         kept = min(self.most_kept, client.capabilities.vocab_size)
         call = self.calls.get(request.headers.get(CALL_HEADER, ""))

@@ -4,6 +4,7 @@ The decisions are pure: whether it keeps keys and values of prefixes, by which s
 captures its decode steps as CUDA graphs.
 """
 
+import json
 import os
 import zlib
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from shared.config.engine_limits import PREFILL_GRAPHS, captures_prefill
 from shared.config.rollout_section import APART, TRANSFER, transfer_backend
 from shared.config.run_config import RunConfig
 from shared.config.sglang_flags import plain_name
+from shared.config.speculation import ALGORITHM, DRAFT, OF_THE_MODEL, speculates, speculation_flags
 from shared.hooks.loading import agent_paths
 from shared.model.families import read_architecture
 from shared.process.embedded_servers import free_port
@@ -58,6 +60,21 @@ def keeps_prefixes(config: RunConfig, device: str, *, answers_are_read: bool) ->
     # to look a prefix up costs more than to compute it, for a single turn of a model that a CPU can serve
     worth_it = device == "cuda" or config.has_agents
     return separable and worth_it and not reproducible
+
+
+def engine_speculation(config: RunConfig) -> dict[str, Any]:
+    """Returns the engine's flags for `rollout.speculation`. Raises ConfigError: the checkpoint's ``config.json`` cannot be read."""
+    path, rollout = Path(config.model.hf_checkpoint, "config.json"), config.rollout
+    try:
+        flags = speculation_flags(rollout.speculation, rollout.sglang, json.loads(path.read_bytes()) if rollout.speculation else {})
+    except (OSError, ValueError) as error:
+        raise ConfigError("model.hf_checkpoint", str(path), f"the JSON of a model: {error}") from error
+    chosen = flags | rollout.engine_flags
+    if str(chosen.get(ALGORITHM)).upper() in OF_THE_MODEL and not any(chosen.get(name) for name in (DRAFT, "speculative-draft-model")):
+        flags[DRAFT] = str(config.model.hf_checkpoint)  # SGLang knows that of some models alone
+    if speculates(chosen) and devices.engines_release(config):
+        flags["enable-draft-weights-cpu-backup"] = True  # no push brings a draft's weights back, where they are not trained
+    return flags
 
 
 FEWEST, MOST_CAPTURED = 256, 512  # the requests that are captured at least, as SGLang does by itself on large GPUs, and at most
@@ -172,6 +189,7 @@ def replica_command(service: Service, name: str, meeting: EngineMeeting | None =
     flags |= routing_flags(config, device) | graph_flags(config, device) | kind_flags(config, device)
     if devices.engines_release(config):
         flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": devices.engines_back_up(config)}
+    flags |= engine_speculation(config)
     own_flags = sglang_flags.present_names(rollout.sglang)
     if device == "cuda" and not captures_prefill({sglang_flags.plain_name(name): value for name, value in own_flags.items()}):
         flags |= sglang_flags.known_ones({PREFILL_GRAPHS: "disabled"})

@@ -26,7 +26,7 @@ class Capabilities:
     request, input and output together. ``weight_sessions``: a push must lie between begin and end. ``overlaps``: a step is computed while
     the results of the one before are processed. A pause in place leaves that step unfinished. ``ranks``: processes that each hold a part of
     the model (tensor parallelism). ``kept_tokens``: whose keys and values it keeps for later requests; 0: none. ``device``: of an external
-    engine. ``token_versions``: it names the version of each token."""
+    engine. ``token_versions``: it names the version of each token. ``speculates``: it verifies drafts, several tokens at once."""
 
     release: str
     vocab_size: int
@@ -37,6 +37,7 @@ class Capabilities:
     kept_tokens: int = 0
     device: str = ""
     token_versions: bool = True
+    speculates: bool = False
 
 
 def longest_sequence(context: int, cache_tokens: int, page: int = 1) -> int:

@@ -92,6 +92,7 @@ class ExternalServer:
                 ranks=int(info["tp_size"]),
                 kept_tokens=0 if info.get("disable_radix_cache") else tokens,
                 device=str(info.get("device") or "cuda"),
+                speculates=(info.get("speculative_algorithm") or "NONE") != "NONE",
             )
             model["weight_version"], model["model_path"]
             for problem in (*self._model_problems(model, own), *self._problems(info, found, "quantization_config" in own)):

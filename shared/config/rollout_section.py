@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from shared.config.section import HOOK, MUTABLE, RECORDED, Rule, Section, Words, hook
 from shared.config.sglang_flags import plain_name
+from shared.config.speculation import Speculation, speculates
 from shared.environment import environment_url as address
 from shared.hub import hub_names
 from shared.runtime.errors import nearest
@@ -178,6 +179,16 @@ class RolloutSection(Section):
             "rollout_window",
             lambda rollout, given: given is not None and rollout.rollout_order != "windowed_fifo",
             "belongs to rollout_order = windowed_fifo, not to {0.rollout_order}",
+        ),
+        Rule(
+            "speculation",
+            lambda rollout, given: given not in (None, "off") and rollout.external_engines,
+            "none with external_engines: they speculate as whoever runs them has started them",
+        ),
+        Rule(
+            "speculation",
+            lambda rollout, given: given == "off" and speculates(rollout.engine_flags),
+            "another than off, or no speculative-algorithm in sglang",
         ),
         Rule(
             ("agent", "agent_command"),
@@ -419,6 +430,12 @@ class RolloutSection(Section):
     in_flight_on_push: Literal["in_place", "retract", "abort"] = Field(
         default="in_place", description="what running generations do across a weight push: keep their KV, recompute it, or stop and resume"
     )
+    speculation: Speculation | None = Field(
+        default=None,
+        description="speculative decoding: off, mtp (layers of the checkpoint that draft), draft (speculative-draft-model-path in sglang), "
+        "ngram, or auto: the best of these that the checkpoint has; default: as sglang has it",
+        **MUTABLE,
+    )
     engine_start_timeout: float = Field(default=600, gt=0, description="seconds for an engine to answer its first request", **MUTABLE)
     generate_timeout: float = Field(default=600, gt=0, description="seconds for one group's generation", **MUTABLE)
     sglang: dict[str, Any] = Field(default={}, description="SGLang's own flags without their dashes, passed through verbatim")
@@ -510,6 +527,11 @@ class RolloutSection(Section):
         derived = max(1, self.rollout_num_gpus_per_engine // (self.gpus_per_node or GPUS_OF_MACHINE))
         given = self.engine_flags.get("nnodes", derived)
         return int(given) if str(given).isdecimal() and int(given) > 0 else 1  # the flags' own check refuses anything else
+
+    @property
+    def own_speculation(self) -> list[str]:
+        """Returns the field that has engines speculate, whatever SGLang's flags are; none where it does not."""
+        return [] if self.speculation in (None, "off") else [f"rollout.speculation = {self.speculation}"]
 
     @property
     def truncates(self) -> list[str]:

@@ -33,6 +33,7 @@ from shared.config.service_sections import (
     StoreSection,
 )
 from shared.config.sglang_flags import plain_name
+from shared.config.speculation import ALGORITHM
 from shared.config.trainer_section import TrainerSection, WeightsSection
 from shared.data import data_files
 from shared.hub import hub_names
@@ -212,14 +213,14 @@ class RunConfig(Section):
         makers = ", ".join(name for name in rollout.makers if name.endswith("_function_path"))
         groups, most, auto = rollout.engines(), rollout.most_kept, self.trainer.support_replay == "auto"
         given = [(plain_name(name), value) for group in groups for name, value in flags_over(rollout.sglang, group.sglang).items()]
-        drafts = {str(value) for name, value in given if name == "speculative-algorithm" and value}
+        drafts = {*rollout.own_speculation, *(f"rollout.sglang.{name} = {value}" for name, value in given if name == ALGORITHM and value)}
         others = self.has_agents or self.ingest.ingest_groups != "off"
         teachers = algorithm.opd_top_k or (algorithm.use_opd and algorithm.opd_type == "sglang")
         obstacles = {
             "every token of the vocabulary is kept: rollout_top_p, rollout_top_k and min_p are off": not rollout.truncates,
             "the sessions of agents, and groups from outside, do not report the kept tokens": others,
             f"{makers} may not store the kept tokens; where it does, take on": auto and makers,
-            f"rollout.sglang.speculative-algorithm = {', '.join(drafts)} verifies drafts without reporting the kept tokens": drafts,
+            f"{', '.join(sorted(drafts))} verifies drafts without reporting the kept tokens": drafts,
             "rollout.sglang.sampling-backend = ascend reports no kept tokens": ("sampling-backend", "ascend") in given,
             "engines that do prefill or decode alone do not report the kept tokens": {group.worker_type for group in groups} != {"regular"},
             "rollout_top_k = 1 keeps the sampled token alone, whose log-prob is 0 under all weights": rollout.rollout_top_k == 1,

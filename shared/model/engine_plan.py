@@ -10,6 +10,7 @@ from typing import Any
 
 from shared.config.rollout_section import RolloutSection
 from shared.config.sglang_flags import count
+from shared.config.speculation import ALGORITHM, OF_THE_MODEL
 from shared.model.architecture import Architecture
 from shared.model.memory_plan import attention_parameters, kv_bytes, stage_parameters
 from shared.model.parallel_layout import ParallelLayout
@@ -88,10 +89,12 @@ def plan_engine(a: Architecture, rollout: RolloutSection, gpu_bytes: int, gpus: 
     width = 4 if flags.get("dtype") in ("float32", "float") else 2
     quantized = str(flags.get("quantization", "")).endswith("fp8")
     weights = max(_parameters(a, layout, stage) for stage in range(layout.stages)) * (1 if quantized else width)
+    drafts = drafting_layers(a, rollout)
+    weights += drafts * _draft_parameters(a, layout) * (1 if quantized else width)
     share = float(flags.get("mem-fraction-static") or default_share(gpu_bytes, layout, flags, a.latent is not None))
     budget = int(share * gpu_bytes)
     stored = 1 if str(flags.get("kv-cache-dtype", "")).startswith("fp8") else width
-    token_bytes = -(-kv_bytes(a, layout.heads, stored) // layout.stages)
+    token_bytes = -(-kv_bytes(a, layout.heads, stored) * (a.num_layers + drafts) // (a.num_layers * layout.stages))
     if a.linear is not None:
         token_bytes = int(token_bytes * (1 + float(flags.get("mamba-full-memory-ratio") or STATES_SHARE)))
     tokens = max(budget - weights, 0) // token_bytes
@@ -106,6 +109,18 @@ def plan_engine(a: Architecture, rollout: RolloutSection, gpu_bytes: int, gpus: 
         copies=layout.copies,
         longest=rollout.rollout_max_context_len or (rollout.rollout_max_prompt_len or 0) + rollout.rollout_max_response_len,
     )
+
+
+def drafting_layers(a: Architecture, rollout: RolloutSection) -> int:
+    """Returns how many layers of the checkpoint an engine holds to draft."""
+    own = str(rollout.engine_flags.get(ALGORITHM)).upper() in OF_THE_MODEL
+    return a.draft_layers if own or rollout.speculation in ("mtp", "auto") else 0
+
+
+def _draft_parameters(a: Architecture, layout: EngineLayout) -> int:
+    """Returns the parameters of a layer that drafts: it takes the states of two tokens in, and has the model's own embedding."""
+    layer = stage_parameters(a, ParallelLayout(tensor=layout.tensor), range(a.num_layers - 1, a.num_layers), False, False)
+    return sum(layer) + 2 * a.hidden_size**2
 
 
 def default_share(gpu_bytes: int, layout: EngineLayout, flags: Mapping[str, Any], latent: bool) -> float:

@@ -40,6 +40,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # some routers are compiled f
 import torch
 import torch.nn.functional as F
 
+from services.rollout.engine import cpu_speculation
 from services.rollout.engine.murmur_hash import murmur_hash32
 from services.rollout.engine.private_endpoints import close_sockets, leave_out_own_requests, serve_on_socket
 from shared.runtime.quick_imports import quick_imports
@@ -136,7 +137,9 @@ def stand_in_for_sgl_kernel() -> None:
         return refuse
 
     module.__getattr__ = kernel  # type: ignore[method-assign]
+    vars(module).update(cpu_speculation.KERNELS)
     sys.modules["sgl_kernel"] = module
+    cpu_speculation.stand_in_for_trees()
 
 
 def stand_in_for_triton() -> None:
@@ -420,6 +423,8 @@ if __name__ == "__main__":
         pad_shared_attention()
     if {"--ep-size", "--ep", "--expert-parallel-size"} & set(sys.argv):
         leave_out_far_experts()
+    if any(argument.startswith("--speculative-algo") for argument in sys.argv):
+        cpu_speculation.install()
     arguments = prepare_server_args(sys.argv[1:])
     attend_linearly(arguments.model_path)
     absorb_latent_attention(arguments.model_path)

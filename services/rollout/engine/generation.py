@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from services.rollout.engine.transport import EngineError, InvalidRequest
 from shared.config.engine_limits import Capabilities
+from shared.config.speculation import reshaped
 from shared.hooks.hook_sample import NO_TIMES, engine_times, token_versions
 from shared.schema.kept_tokens import Kept
 from shared.schema.messages import Sampling
@@ -88,6 +89,7 @@ class Generation:
     none if T is 0. ``cached_tokens``: input tokens whose keys and values were cached. ``retractions``: times the engine put it back in the
     queue. ``routed``: the experts of its tokens, where they were asked for; None as well where it was aborted before it ran.
     ``times``: `engine_times`.
+    ``verifications``: passes that verified drafts, where the engine speculates; ``drafted`` tokens, of which it ``accepted`` so many.
     ``top_log_probs``: float32 [T K 2], of the K likeliest tokens at each place, most likely first, (log-prob, id). ``kept``: those that the
     sampler kept, where they were asked for: ``log_probs`` are then over these."""
 
@@ -99,6 +101,9 @@ class Generation:
     retractions: int = 0
     routed: Routed | None = None
     times: Sequence[float] = NO_TIMES
+    verifications: int = 0
+    drafted: int = 0
+    accepted: int = 0
     top_log_probs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     kept: Kept | None = None
 
@@ -111,7 +116,7 @@ def group_body(requests: Sequence[GenerationRequest], sampling: Sampling, engine
 
     ``engine``: the limits of its input. ``cache_key``: prefixes are shared among requests of the same key only. Raises InvalidRequest: an
     id out of the vocabulary (it would kill the engine), a sequence over the limit (the engine would refuse it, or cut it short in silence),
-    no tokens, ids of requests that clash."""
+    no tokens, ids of requests that clash, and parameters that an engine which speculates would leave out."""
     if not requests:
         raise InvalidRequest("a group without requests")
     if outside := [token for token in sampling.stop_token_ids if not 0 <= token < engine.vocab_size]:
@@ -119,6 +124,7 @@ def group_body(requests: Sequence[GenerationRequest], sampling: Sampling, engine
     rids = [request.rid for request in requests]
     if len(set(rids)) < len(rids):
         raise InvalidRequest(f"the group has a request id twice: {sorted(rids)}")
+    _refuse_unverified(sampling, engine)
     values = sampling.model_dump(exclude={"skip_special_tokens", "no_stop_trim"})  # tokens come back, not text
     asked = [request.kept > 0 for request in requests]
     return {
@@ -141,6 +147,11 @@ def _own_parameters(request: GenerationRequest, top_k: int, vocabulary: int) -> 
     found["structural_tag"] = request.structural_tag or None
     found["top_k"] = min(request.kept, vocabulary) if request.kept and top_k < 1 else None
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _refuse_unverified(sampling: Sampling, engine: Capabilities) -> None:
+    if engine.speculates and (problem := next(reshaped(sampling.model_dump()), None)):
+        raise InvalidRequest(str(problem))
 
 
 def _routed_from(requests: Sequence[GenerationRequest]) -> int | None:
@@ -250,6 +261,9 @@ def _parse_sample(
         retractions=int(meta.get("num_retractions") or 0),
         routed=None if encoded is None else Routed(start, len(request.tokens) + count - 1 - start, str(encoded)),
         times=engine_times(meta),
+        verifications=int(meta.get("spec_verify_ct") or 0),
+        drafted=int(meta.get("spec_num_proposed_drafts") or 0),
+        accepted=int(meta.get("spec_num_correct_drafts") or 0),
         top_log_probs=_top_log_probs(meta, request, count, where),
         kept=kept,
     )

@@ -12,6 +12,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from services.rollout.engine.transport import InvalidRequest
+from shared.config.speculation import reshaped
 
 MAX_SAMPLES = 128  # the most generations that one request may ask for
 MAX_FIELDS = 128  # the most fields of one object
@@ -122,6 +123,11 @@ class GenerateRequest(_Request):
         """Returns whether the kept tokens are asked for, as slime's functions ask."""
         return isinstance(self.sampling_params, SamplingParams) and self.sampling_params.custom_params.get(KEPT, False)
 
+    @property
+    def sampling(self) -> Sequence[_Drawing]:
+        """Returns the parameters of its prompts, one for all or one for each."""
+        return self.sampling_params if isinstance(self.sampling_params, list) else [self.sampling_params]
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if bool(self.text) == bool(self.input_ids):
@@ -209,12 +215,16 @@ class ChatRequest(_Drawing):
     def prompts(self) -> int:
         return 1
 
+    @property
+    def sampling(self) -> Sequence[_Drawing]:
+        return [self]
+
 
 PublicRequest = GenerateRequest | ChatRequest
 
 
-def parse_request(kind: type[PublicRequest], body: bytes, vocab_size: int) -> PublicRequest:
-    """Returns the request in a body of JSON. Raises InvalidRequest, which names the field."""
+def parse_request(kind: type[PublicRequest], body: bytes, vocab_size: int, speculates: bool = False) -> PublicRequest:
+    """Returns the request in a body of JSON. ``speculates``: whether the engine does. Raises InvalidRequest, which names the field."""
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -222,9 +232,14 @@ def parse_request(kind: type[PublicRequest], body: bytes, vocab_size: int) -> Pu
     if not isinstance(fields, dict):
         raise InvalidRequest("expected a JSON object")
     try:
-        return kind.model_validate({name: value for name, value in fields.items() if name not in IGNORED}, context=vocab_size)
+        known = {name: value for name, value in fields.items() if name not in IGNORED}
+        found = kind.model_validate(known, context=vocab_size)
     except ValidationError as error:
         raise InvalidRequest("; ".join(map(_problem, error.errors(include_input=False, include_context=False)[:3]))) from None
+    for parameters in found.sampling if speculates else ():
+        if problem := next(reshaped(parameters.model_dump()), None):
+            raise InvalidRequest(str(problem))
+    return found
 
 
 def engine_body(request: PublicRequest, rid: str, cache_key: str, most_kept: int = 0) -> bytes:

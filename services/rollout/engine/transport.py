@@ -223,6 +223,7 @@ async def read_capabilities(transport: EngineTransport, deadline: float) -> Capa
             overlaps=not info["disable_overlap_schedule"],
             ranks=int(info.get("tp_size") or 1),
             kept_tokens=0 if info.get("disable_radix_cache", True) else int(info["max_total_num_tokens"]) * int(info.get("dp_size") or 1),
+            speculates=(info.get("speculative_algorithm") or "NONE") != "NONE",
         )
     except (KeyError, TypeError, IndexError, AttributeError, OSError, ValueError) as error:
         raise EngineError(transport.url, f"its description lacks something: {type(error).__name__} {error}") from error

@@ -67,6 +67,36 @@ def test_what_every_model_has_is_taken(tmp_path: Path, model: Path, flags: dict[
     assert checked(tmp_path, flags) == ""
 
 
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"rollout": {"speculation": "mtp"}}, "rollout.speculation = 'EAGLE': a model with layers that draft"),
+        ({"rollout": {"speculation": "draft"}}, "rollout.speculation = 'STANDALONE': speculative-draft-model-path besides"),
+        ({"trainer": {"use_rollout_routing_replay": True}}, "use_rollout_routing_replay = True: false, or speculation by mtp"),
+        ({"eval": {"eval_min_new_tokens": 4}}, "min_new_tokens = 4: none where the engine speculates"),
+        ({"rollout": {"sglang": {"enable-deterministic-inference": True}}}, "inference = True: none beside speculation"),
+        ({"rollout": {"sglang": {"preferred-sampling-params": '{"min_p": 0.1}'}}}, "preferred-sampling-params: min_p = 0.1: none where"),
+        ({"rollout": {"sglang": {"speculative-algorithm": "EAGLE3", "speculative-eagle-topk": 4}}}, "1 on a CPU: a chain of drafts"),
+        ({"rollout": {"speculation": "auto"}}, ""),
+    ],
+)
+def test_what_speculation_lacks_or_leaves_out_is_refused(tmp_path: Path, model: Path, sections: dict[str, Any], words: str) -> None:
+    sections["rollout"] = {"speculation": "ngram", "rollout_device": "cpu", **sections.get("rollout", {})}
+    held_out = {"eval_prompt_data": ["held-out", str(tmp_path / "eval.jsonl")], "eval_interval": 1}
+    sections |= {"eval": held_out | sections["eval"]} if "eval" in sections else {}
+    found = said(check_engine_model(Inspection(run_config(tmp_path, **sections))))
+    assert words in found and (words or not found), found
+
+
+def test_a_draft_has_the_models_vocabulary(tmp_path: Path, model: Path) -> None:
+    draft = Path(shutil.copytree(model, tmp_path / "draft"))
+    flags = {"speculative-algorithm": "STANDALONE", "speculative-draft-model-path": str(draft)}
+    assert checked(tmp_path, flags).startswith("note: ")
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps(config | {"vocab_size": 7}))
+    assert f"a draft with vocab_size = {config['vocab_size']}, as the model has; its config.json has 7" in checked(tmp_path, flags)
+
+
 def test_a_run_that_only_generates_may_quantize_as_it_loads(tmp_path: Path, model: Path) -> None:
     alone = {"debug": {"debug_rollout_only": True}}
     assert checked(tmp_path, {"quantization": "fp8"}, **alone) == ""

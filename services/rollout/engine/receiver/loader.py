@@ -109,19 +109,49 @@ SWITCH_SECONDS = 2e-5
 # The exceptions of looking up a name that a release of SGLang has elsewhere.
 MOVED = (ImportError, AttributeError, KeyError, RuntimeError, ValueError)
 
+
+class WithDraft(torch.nn.Module):
+    """A model and the draft model that is made of layers of its own checkpoint; both load a push, each what it has."""
+
+    def __init__(self, *models: Any) -> None:
+        super().__init__()
+        self.models: Any = torch.nn.ModuleList(models)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Loads tensors by their names in the checkpoint."""
+        given = list(weights)
+        for model in self.models:
+            model.load_weights(iter(given))
+
+
+def draft_of(scheduler: Any) -> tuple[Any, bool]:
+    """Returns the model that drafts for a scheduler's own, None where there is none; and whether it is of the same checkpoint."""
+    worker = getattr(scheduler, "draft_worker", None)
+    inner = getattr(worker, "_draft_worker", None)
+    runner = getattr(inner, "draft_runner", None) or getattr(worker, "draft_model_runner", None)
+    model, path = getattr(runner, "model", None), getattr(getattr(runner, "model_config", None), "model_path", None)
+    return model, path is not None and str(path) == _model_path()
+
+
 _session: CommandSession | None = None
+_draft: Any = None
 
 
 def load(model: Any, tensors: Iterable[object]) -> None:
     """Runs the next queued command with this model; the first call opens the socket instead. ``tensors``: ignored. Never raises, since that
-    would end SGLang's scheduler; errors are in the answer to the command."""
-    global _session
+    would end SGLang's scheduler; errors are in the answer to the command. SGLang calls it for a draft, too, before the model itself: it is
+    loaded with the model where it is of its checkpoint, and stays as it is otherwise."""
+    global _session, _draft
     try:
         if _session is None:
+            scheduler, gate = calling_scheduler(), SchedulerGate()
+            _draft, own = draft_of(scheduler)
+            if model is _draft:
+                return
             tasks.arm()  # an engine without a receiver would serve old weights for ever
             device = next(model.parameters()).device
-            scheduler, gate = calling_scheduler(), SchedulerGate()
-            receiver = Receiver(model, _rank(), device, _model_path(), computing_streams(scheduler), gate.closed)
+            loaded = WithDraft(model, _draft) if own else model
+            receiver = Receiver(loaded, _rank(), device, _model_path(), computing_streams(scheduler), gate.closed)
             gate.install(scheduler)
             if not find_ends_of_aborted(_request_class()):
                 log.warning("aborted requests may continue beyond their ends; samples may count as wholly of their oldest version")
@@ -130,7 +160,7 @@ def load(model: Any, tensors: Iterable[object]) -> None:
             _session = CommandSession(Path(os.environ[DIRECTORY_VARIABLE]), receiver, gate)
             _session.open()
             sys.setswitchinterval(SWITCH_SECONDS)
-        else:
+        elif model is not _draft:
             _session.work()
     except Exception:
         log.exception("the receiver of weights failed")

@@ -1,0 +1,70 @@
+"""Speculative decoding: which of SGLang's flags `rollout.speculation` stands for, and what does not go with them.
+
+A draft guesses the next tokens, and one pass of the model verifies them all. An engine accepts each with the probability by which it keeps
+the policy's distribution exactly (Leviathan et al. 2023; on a CPU the target is sampled first, and drafts that are equal to it are
+accepted). It keeps that of penalties and of a least length only nearly, and on GPUs leaves min_p out, so these are refused beside it.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from shared.config.sglang_flags import plain_name
+from shared.runtime.errors import ConfigError
+
+Speculation = Literal["off", "mtp", "draft", "ngram", "auto"]
+
+ALGORITHM, DRAFT = "speculative-algorithm", "speculative-draft-model-path"
+SHORT = {"speculative-algo": ALGORITHM, "speculative-draft-model": DRAFT}
+
+# SGLang's algorithms whose draft may be layers of the model's own checkpoint, and those without a draft; all others need a checkpoint.
+OF_THE_MODEL, WITHOUT_A_DRAFT = ("EAGLE", "NEXTN"), ("NGRAM", "UNO", "NONE")
+ALGORITHMS = (*OF_THE_MODEL, *WITHOUT_A_DRAFT, "EAGLE3", "STANDALONE", "DFLASH", "DSPARK", "FROZEN_KV_MTP")
+
+# Keys of ``config.json`` that count the layers which draft.
+DRAFT_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
+
+CHAIN = {"speculative-num-steps": 3, "speculative-eagle-topk": 1, "speculative-num-draft-tokens": 4}
+OF_KIND: Mapping[str, Mapping[str, Any]] = {
+    "mtp": {ALGORITHM: "EAGLE", **CHAIN},
+    "draft": {ALGORITHM: "STANDALONE", **CHAIN},
+    "ngram": {ALGORITHM: "NGRAM"},
+}
+
+
+def draft_layers(model_config: Mapping[str, Any]) -> int:
+    """Returns how many layers of a checkpoint draft. ``model_config``: its ``config.json``."""
+    counts = {**(model_config.get("text_config") or {}), **model_config}
+    return max((count for name in DRAFT_LAYERS if isinstance(count := counts.get(name), int)), default=0)
+
+
+def speculation_flags(speculation: Speculation | None, given: Mapping[str, Any], model_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns SGLang's flags for a run's ``speculation``, by plain names; none where ``given``, ``[rollout.sglang]``, has its own."""
+    own = {SHORT.get(name := plain_name(key), name): value for key, value in given.items() if value not in (None, False)}
+    if speculation in (None, "off") or ALGORITHM in own:
+        return {}
+    kind = speculation
+    if speculation == "auto":
+        kind = "draft" if DRAFT in own else "mtp" if draft_layers(model_config) else "ngram"
+    chain_is_own = not CHAIN.keys().isdisjoint(own)  # SGLang takes all of them or none
+    return {name: value for name, value in OF_KIND[str(kind)].items() if name not in CHAIN or not chain_is_own}
+
+
+def speculates(flags: Mapping[str, Any]) -> bool:
+    """Returns whether an engine with these flags, by plain names, speculates."""
+    return str(flags.get(ALGORITHM) or "NONE").upper() != "NONE"
+
+
+def is_chain(flags: Mapping[str, Any]) -> bool:
+    """Returns whether drafts are a chain: accepted tokens stay where the cache has them."""
+    return str(flags.get("speculative-eagle-topk", 1)) == "1" and str(flags.get(ALGORITHM)).upper() != "NGRAM"
+
+
+RESHAPING = {"min_p": 0, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "min_new_tokens": 0, "min_tokens": 0}
+"""Sampling parameters that the verification of drafts applies for the first place alone, or not at all → the value without effect."""
+
+
+def reshaped(parameters: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Yields an error for each parameter of a request by which an engine that speculates cannot sample."""
+    for name, neutral in RESHAPING.items():
+        if (value := parameters.get(name, neutral)) not in (None, neutral):
+            yield ConfigError(name, value, "none where the engine speculates (rollout.speculation): drafts are verified without it")

@@ -1,0 +1,123 @@
+"""An engine that speculates samples what it samples without, and its draft is pushed with the policy."""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from services.rollout.engine.engine_client import EngineClient
+from services.rollout.engine.engine_process import EngineProcess
+from services.rollout.engine.generation import Generation, GenerationRequest
+from services.rollout.engine.transport import InvalidRequest
+from shared.config.speculation import OF_KIND
+from shared.schema.messages import Sampling
+from tests.integration.engine.conftest import running_engine
+from tests.support.drafting_model import DraftingShape, of_policy, signs, write_drafting_model
+from tests.support.weights_group import Pusher
+
+SHAPE, TEMPERATURE, NEW, GROUPS, GROUP = DraftingShape(), 0.8, 6, 8, 128
+PROMPT = np.arange(5, 15, dtype=np.int32)
+LARGEST = 3.5
+"""Standard deviations that a sum of squares may lie above its mean: the seeds are fixed, and one run of several thousand would."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    path = tmp_path_factory.mktemp("drafting")
+    return path, write_drafting_model(path, SHAPE)
+
+
+@pytest.fixture(scope="module")
+def engines(model: tuple[Path, dict[str, torch.Tensor]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EngineProcess]]:
+    """One that does not speculate, and one whose draft is a layer of the model's."""
+    path, root = model[0], tmp_path_factory.mktemp("engines")
+    with running_engine(path, root / "plain", {}) as plain, running_engine(path, root / "mtp", dict(OF_KIND["mtp"])) as drafting:
+        yield [plain, drafting]
+
+
+def deviations(one: list[Generation], other: list[Generation]) -> float:
+    """Returns by how many standard deviations the counts of (place, token) of two runs differ more than those of one distribution would."""
+    counts = [Counter((place, token) for found in run for place, token in enumerate(found.tokens.tolist())) for run in (one, other)]
+    squares, freedom = 0.0, 0
+    for place in range(NEW):
+        cells = {key for count in counts for key in count if key[0] == place}
+        common = [key for key in cells if sum(count[key] for count in counts) >= 10]
+        pairs = [(counts[0][key], counts[1][key]) for key in common]
+        rare = [sum(count[key] for key in cells - set(common)) for count in counts]
+        pairs += [(rare[0], rare[1])] if sum(rare) else []
+        squares += sum((a - b) ** 2 / (a + b) for a, b in pairs)
+        freedom += len(pairs) - 1
+    return (squares - freedom) / (2 * freedom) ** 0.5
+
+
+async def sampled(client: EngineClient, new: int = NEW) -> list[Generation]:
+    found = []
+    for _ in range(GROUPS):
+        requests = [GenerationRequest(PROMPT, new, ignore_eos=True) for _ in range(GROUP)]
+        found += await client.generate_group(requests, Sampling(temperature=TEMPERATURE, max_new_tokens=new))
+    return found
+
+
+async def accept_length(client: EngineClient) -> float:
+    """Returns how many tokens a verification brought, on average."""
+    requests = [GenerationRequest(PROMPT, 64, ignore_eos=True) for _ in range(32)]
+    found = await client.generate_group(requests, Sampling(temperature=TEMPERATURE, max_new_tokens=64))
+    return sum(len(one.tokens) for one in found) / sum(one.verifications for one in found)
+
+
+async def scored(client: EngineClient, tokens: np.ndarray) -> list[float]:
+    """Returns the log-probs at temperature 1 that a prefill, which nobody speculates in, computes."""
+    body = {"input_ids": tokens.tolist(), "sampling_params": {"max_new_tokens": 1}, "return_logprob": True, "logprob_start_len": 0}
+    answer = await client.transport.post("/generate", body, 60, "")
+    return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][len(PROMPT) :]]
+
+
+async def test_tokens_are_those_of_plain_decoding(engines: list[EngineProcess]) -> None:
+    runs = []
+    for engine in engines:
+        async with await EngineClient.connect(engine.receiver) as client:
+            await client.open_receivers()
+            runs.append(await sampled(client))
+            assert client.capabilities.speculates == (engine is engines[1])
+            greedy = await client.generate_group(
+                [GenerationRequest(PROMPT, 24, ignore_eos=True)], Sampling(temperature=0, max_new_tokens=24)
+            )
+            runs[-1].append(greedy[0])
+            one = (await client.generate_group([GenerationRequest(PROMPT, 24)], Sampling(temperature=1, max_new_tokens=24)))[0]
+            assert np.allclose(one.log_probs, await scored(client, np.concatenate([PROMPT, one.tokens])), atol=1e-4)
+    plain, drafted = runs
+    assert plain.pop().tokens.tolist() == drafted.pop().tokens.tolist()
+    assert abs(deviations(plain, drafted)) < LARGEST
+    likeliest = [found for found in plain if found.tokens[1] == Counter(one.tokens[1] for one in plain).most_common(1)[0][0]]
+    assert deviations(plain, likeliest) > 10 * LARGEST  # the test would see what a verifier that takes the likeliest token does
+    assert sum(len(found.tokens) for found in drafted) / sum(found.verifications for found in drafted) > 1.3  # drafts were accepted
+
+
+async def test_what_verification_leaves_out_is_refused(engines: list[EngineProcess]) -> None:
+    async with await EngineClient.connect(engines[1].receiver) as client:
+        for changed in ({"repetition_penalty": 1.1}, {"min_new_tokens": 3}):
+            with pytest.raises(InvalidRequest, match=f"{next(iter(changed))} = .*: none where the engine speculates"):
+                await client.generate_group([GenerationRequest(PROMPT, 4)], Sampling(temperature=1.0, max_new_tokens=4, **changed))
+
+
+async def test_a_draft_is_pushed_with_its_policy(engines: list[EngineProcess], model: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    path, tensors = model
+    old, new = signs(SHAPE, 0.0), signs(SHAPE, 0.4)
+    async with await EngineClient.connect(engines[1].receiver) as client:
+        await client.open_receivers()
+        known = await accept_length(client)
+        async with Pusher.over(client) as pusher:
+            await pusher.push(of_policy(tensors, new, None), 1)
+            stale = await accept_length(client)  # a trainer that does not train the draft pushes none: it stays as it was
+            await pusher.push(of_policy(tensors, new, new), 2)
+            learned = await accept_length(client)
+            (checked,) = await pusher.send(pusher.sent, 2, check=True)
+            assert checked.differences == {} and checked.digest == pusher.digest
+            await pusher.push(of_policy(tensors, old, new), 3)  # by the traced copies, as all pushes but the first of their kind
+            behind = await accept_length(client)
+        await client.update_weights_from_disk(str(path), 4)
+        again = await accept_length(client)
+    assert min(known, learned, again) > 1.4 * max(stale, behind), (known, stale, learned, behind, again)
