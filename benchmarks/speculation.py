@@ -178,7 +178,7 @@ class Benchmark:
                     engines[kind] = Measured(kind, client, self.device)
                     stack.push_async_callback(engines[kind].close)
                 except Exception as error:
-                    self.figures["problems"].append(f"{kind}: {error}: {process.last_words('is not ready')}")
+                    self.figures["problems"].append(f"{kind}: {error}: {process.last_lines()[-1:]}")
                 self.write()
             await self._measure(engines, tensors)
 
