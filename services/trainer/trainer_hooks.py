@@ -34,7 +34,7 @@ from shared.store.payload_store import BlockingStore
 CONVERT = "algorithm.custom_convert_samples_to_train_data_path"
 POSTPROCESS = "algorithm.rollout_data_postprocess_path"
 NOT_READ = {"total_lengths", "truncated", "sample_indices", "rollout_mask_sums", "round_number", "metadata", "source_names", "prompt"}
-NOT_READ |= {"multimodal_train_inputs"}
+NOT_READ |= {"multimodal_train_inputs", "rollout_top_p_token_ids", "rollout_top_p_token_offsets"}
 """Keys of slime's train data that nothing here reads: they follow from the batch, or are shown and not trained by."""
 
 SHOWN = {**loss_inputs.SHOWN, "values": "values", "advantages": "advantages", "returns": "returns"}
