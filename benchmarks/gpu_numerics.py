@@ -82,6 +82,8 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"model_type": "gpt_oss", "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 512, "num_local_experts": 16}
     | {"num_experts_per_tok": 4, "sliding_window": 128, "swiglu_limit": 7.0},
 }
+MODELS["sparse attention"] = MODELS["latent attention"] | {"model_type": "glm_moe_dsa", "n_group": 1, "topk_group": 1}
+MODELS["sparse attention"] |= {"index_topk": 512, "index_n_heads": 16, "index_head_dim": 64, "num_key_value_heads": 16}
 SMALLER = {
     "dense": TINY | {"num_key_value_heads": 2, "head_dim": 16},
     "latent attention": TINY
@@ -94,6 +96,7 @@ SMALLER = {
     | {"num_hidden_layers": 4},
     "sinks and windows": TINY | {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 8, "sliding_window": 16},
 }
+SMALLER["sparse attention"] = SMALLER["latent attention"] | {"index_topk": 8, "index_n_heads": 8, "index_head_dim": 16}
 """What a CPU has instead."""
 
 
@@ -129,6 +132,7 @@ def layouts_of(model: str, gpus: int) -> dict[str, dict[str, Any]]:
     tensor = {f"TP{gpus}": {"tensor_model_parallel_size": gpus, "sequence_parallel": True}}
     known = {"dense": context, "latent attention": context | experts, "mixture of experts": experts, "linear attention": tensor | experts}
     known["sinks and windows"] = context | experts
+    known["sparse attention"] = tensor | experts
     return known[model]
 
 

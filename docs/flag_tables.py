@@ -54,6 +54,9 @@ ARCHITECTURE: dict[str, tuple[str, Any]] = {
     "qk_head_dim": ("int", None),
     "qk_pos_emb_head_dim": ("int", None),
     "v_head_dim": ("int", None),
+    "dsa_indexer_n_heads": ("int", None),
+    "dsa_indexer_head_dim": ("int", None),
+    "dsa_indexer_topk": ("int", None),
     "attention_output_gate": ("switch", False),
     "experimental_attention_variant": ("text", None),
     "linear_attention_freq": ("int or ints", None),
@@ -212,12 +215,13 @@ _REASONS = {
     "no model family of Myxo has it; docs/models.md lists them": (
         "mtp_num_layers mtp_loss_scaling_factor mtp_standalone qk_l2_norm "
         "apply_residual_connection_post_layernorm no_rope_freq "
-        "softmax_scale dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk "
-        "dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss mrope_section is_hybrid_model mamba_state_dim "
+        "softmax_scale "
+        "mrope_section is_hybrid_model mamba_state_dim "
         "mamba_head_dim mamba_num_groups mamba_num_heads use_mamba_mem_eff_path heterogeneous_block_specs "
         "hetereogenous_dist_checkpoint moe_latent_size moe_apply_probs_on_input use_fused_weighted_squared_relu squared_relu "
         "openai_gelu"
     ),
+    "indexers keep the weights of hf_checkpoint; they are not trained": "dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss",
     "use use_distributed_optimizer; there is no FSDP": (
         "use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy outer_dp_sharding_strategy preserve_fp32_weights "
         "keep_fp8_transpose_cache fsdp_double_buffer fsdp_manual_registration suggested_communication_unit_size "

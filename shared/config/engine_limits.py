@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shared.runtime.errors import ConfigError
+
 CPU_KV_BYTES = 512 * 2**20
 """The bytes that the KV cache may take on a CPU. SGLang's own default is a share of all memory, filled with zeros at the start:
 8 GB and 19 s on a machine of 24 GB, for a model of 1 MB."""
@@ -81,6 +83,15 @@ def context_length(model_config: Mapping[str, Any]) -> int | None:
         if isinstance(value := model_config.get(key), int):
             return int(factor * value)
     return None
+
+
+def dense_context_problem(model_config: Mapping[str, Any], flags: Mapping[str, Any]) -> ConfigError | None:
+    """Returns why an engine on a CPU cannot serve a model with sparse attention (``index_topk``): there it attends to every key, which is
+    the same up to so many tokens. None where it can. ``flags``: SGLang's by their plain names, as the run has them."""
+    top_k, given = model_config.get("index_topk"), flags.get("context-length")
+    if not isinstance(top_k, int) or (int(given or context_length(model_config) or 0)) <= top_k:
+        return None
+    return ConfigError("rollout.sglang.context-length", given, f"at most {top_k} on a CPU, index_topk; sparse attention needs a GPU")
 
 
 PREFILL_GRAPHS = "cuda-graph-backend-prefill"

@@ -215,6 +215,7 @@ _NO_OPS: dict[str, tuple[str, ...]] = {
     "model_name": ("text", "the model's family is read from --hf-checkpoint"),
     "qwen_gdn_backend": ("text", "kernels follow from the machine", "fla", "flashqla"),
     "allgather_cp": ("switch", "context parallelism splits packed sequences in its own way; the values are the same"),
+    "freeze_indexer": ("switch", "an indexer keeps the weights of --hf-checkpoint; a policy's loss gives it no gradient"),
     "use_fault_tolerance": ("switch", "engines and services that die are always started again"),
     "rollout_health_check_interval": ("float", "services are watched by their heartbeats, see --registry-ttl"),
     "rollout_health_check_timeout": ("float", "an engine's answers have the deadline --generate-timeout"),
@@ -255,7 +256,6 @@ _REFUSED = {
     "ci_load_grad_norm": "the gradient's norm is logged as train/grad_norm",
     "enable_mtp_training": "layers that predict several tokens are not trained; leave it out",
     "fetch_trajectory_retry_times": "there is no server of trajectories; use --rollout-function-path or --custom-generate-function-path",
-    "freeze_indexer": "no model family of Myxo has an indexer; use --freeze-params-name-list for other parameters",
     "log_correct_samples": "`myxo samples RUN` filters samples by their reward",
     "log_reward_category": "give named rewards: each is logged under its name",
     **dict.fromkeys(

@@ -115,6 +115,23 @@ class LinearAttention:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """The choice of the keys that a query attends to (DeepSeek sparse attention, 2025): those of the highest scores by a small attention.
+
+    Args:
+        heads, head_dim: of its queries; all share one key. top_k: keys that a query attends to. interleaved: neighbouring dimensions
+            form the pairs of its rotary embedding, instead of two halves.
+        shared_layers: indices of the layers without an indexer, which take the keys that the last layer before them chose.
+    """
+
+    heads: int
+    head_dim: int
+    top_k: int
+    interleaved: bool = False
+    shared_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Experts:
     """Mixture of experts.
 
@@ -178,6 +195,7 @@ class Architecture:
     experts: Experts | None = None
     latent: LatentAttention | None = None
     linear: LinearAttention | None = None
+    indexer: Indexer | None = None
     qk_norm: bool = False
     joint_qk_norm: bool = False
     qkv_bias: bool = False
@@ -208,6 +226,9 @@ class Architecture:
     def softmax_layers(self) -> int:
         """Returns how many layers have softmax attention."""
         return self.num_layers - (len(self.linear.layers) if self.linear else 0)
+
+    def has_indexer(self, layer: int) -> bool:
+        return self.indexer is not None and layer not in self.indexer.shared_layers
 
     def as_json(self) -> dict[str, Any]:
         """Returns plain values, flat (``rope.theta``), equal after a round trip through JSON, for a checkpoint."""

@@ -10,7 +10,17 @@ from dataclasses import asdict
 from typing import Any
 
 from shared.config import flag_table
-from shared.model.architecture import Architecture, Experts, GroupedYarn, LatentAttention, LinearAttention, Llama3Scaling, Rope, YarnScaling
+from shared.model.architecture import (
+    Architecture,
+    Experts,
+    GroupedYarn,
+    Indexer,
+    LatentAttention,
+    LinearAttention,
+    Llama3Scaling,
+    Rope,
+    YarnScaling,
+)
 from shared.runtime.errors import ConfigError
 
 LINEAR = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads")
@@ -46,6 +56,7 @@ def flags_of(architecture: Architecture) -> dict[str, Any]:
         **_rope_flags(a.rope),
         **_latent_flags(a.latent, a.rope),
         **_linear_flags(a),
+        **_indexer_flags(a.indexer),
         **_expert_flags(a),
     }
 
@@ -87,6 +98,13 @@ def _linear_flags(a: Architecture) -> dict[str, Any]:
     sizes = {name: getattr(a.linear, name) for name in LINEAR}
     pattern = [int(a.is_linear_layer(layer)) for layer in range(a.num_layers)]
     return {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": pattern, **sizes}
+
+
+def _indexer_flags(indexer: Indexer | None) -> dict[str, Any]:
+    if indexer is None:
+        return {}
+    sizes = {"n_heads": indexer.heads, "head_dim": indexer.head_dim, "topk": indexer.top_k}
+    return {"experimental_attention_variant": "dsa", **{f"dsa_indexer_{name}": size for name, size in sizes.items()}}
 
 
 def _expert_flags(a: Architecture) -> dict[str, Any]:
@@ -221,6 +239,7 @@ def described_shape(given: Mapping[str, Any]) -> Architecture | None:
         experts=_experts(given),
         latent=latent,
         linear=_linear(given),
+        indexer=_indexer(given),
         qk_norm=bool(given.get("qk_layernorm")) and latent is None,
         qkv_bias=bool(given.get("add_qkv_bias")),
         biases=given.get("disable_bias_linear") is False,
@@ -278,6 +297,13 @@ def _linear(given: Mapping[str, Any]) -> LinearAttention | None:
         **{name: given.get(name) or default_of(name) for name in LINEAR},
         layers=tuple(layer for layer, linear in enumerate(pattern) if linear),
     )
+
+
+def _indexer(given: Mapping[str, Any]) -> Indexer | None:
+    if given.get("experimental_attention_variant") != "dsa" or not given.get("q_lora_rank"):
+        return None
+    heads, width, top_k = (given.get(f"dsa_indexer_{name}") for name in ("n_heads", "head_dim", "topk"))
+    return Indexer(heads or 64, width or 128, top_k or 2048)
 
 
 def _experts(given: Mapping[str, Any]) -> Experts | None:

@@ -10,7 +10,17 @@ from typing import Any, Literal
 
 from shared.config.engine_limits import text_entries
 from shared.config.run_config import RunConfig
-from shared.model.architecture import Architecture, Experts, GroupedYarn, LatentAttention, LinearAttention, Llama3Scaling, Rope, YarnScaling
+from shared.model.architecture import (
+    Architecture,
+    Experts,
+    GroupedYarn,
+    Indexer,
+    LatentAttention,
+    LinearAttention,
+    Llama3Scaling,
+    Rope,
+    YarnScaling,
+)
 from shared.runtime.errors import ConfigError
 from shared.runtime.safe_files import parse_json
 from shared.schema.sample import ExpertChoices
@@ -47,11 +57,13 @@ class Family:
     experts: Literal["softmax", "sigmoid", "minimax", "gpt_oss"] | None = None
     latent: bool = False
     linear: bool = False
+    indexer: bool = False
     prefix: str = "model"
     apart_projections: bool = False
 
 
 _DEEPSEEK = Family(latent=True, experts="sigmoid")
+_SPARSE = Family(latent=True, experts="sigmoid", indexer=True)
 _QWEN3_NEXT = Family(qk_norm=True, linear=True, rotary_fraction=0.25, experts="softmax")
 _QWEN3_5_MOE = replace(_QWEN3_NEXT, apart_projections=True)
 _QWEN3_5 = replace(_QWEN3_5_MOE, experts=None)
@@ -65,6 +77,8 @@ FAMILIES: dict[str, Family] = {
     "glm4": Family(qkv_bias=("attention_bias", True), post_norms=True, fused_gate_up=True, interleaved_rope=True, rotary_fraction=0.5),
     "glm4_moe": Family(qk_norm=("use_qk_norm", False), qkv_bias=("attention_bias", False), rotary_fraction=0.5, experts="sigmoid"),
     "deepseek_v3": _DEEPSEEK,
+    "deepseek_v32": _SPARSE,
+    "glm_moe_dsa": _SPARSE,
     "kimi_k2": _DEEPSEEK,
     "mimo": Family(qkv_bias=("attention_bias", True)),
     "qwen3_next": _QWEN3_NEXT,
@@ -177,6 +191,7 @@ class _Entries:
             experts=self.experts(family.experts, layers),
             latent=latent,
             linear=self.linear(layers) if family.linear else None,
+            indexer=self.indexer(layers) if family.indexer else None,
             qk_norm=self.trait(family.qk_norm),
             joint_qk_norm=family.joint_qk_norm,
             qkv_bias=self.trait(family.qkv_bias),
@@ -259,6 +274,27 @@ class _Entries:
                     "full_attention_interval", f"what layer_types say, {kinds}; engines read the interval alone, 4 where it is missing"
                 )
         return LinearAttention(**sizes, layers=linear)
+
+    def indexer(self, layers: int) -> Indexer:
+        """Returns the choice of keys. Which layers share one is in the first of three entries that is there, as engines read them."""
+        for key, wanted in {"index_kpool": 1, "index_k_norm_type": "layer"}.items():
+            self.require(key, wanted, "other indexers are not implemented")
+        if self.raw.get("q_lora_rank") is None:
+            raise self.error("q_lora_rank", "required: a positive integer; the indexer's queries are made of low-rank ones")
+        freq, offset = self.integer("index_topk_freq", default=1), self.integer("index_skip_topk_offset", default=2)
+        kinds = ["shared" if max(layer - offset + 1, 0) % freq else "full" for layer in range(layers)]
+        key = "indexer_types" if self.raw.get("indexer_types") is not None else "index_topk_pattern"
+        if (given := self.raw.get(key)) is not None:
+            kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in given][:layers]
+        if len(kinds) < layers or set(kinds) - {"full", "shared"} or kinds[0] != "full":
+            raise self.error(key, f"'full' or 'shared' for each of the {layers} layers, the first of them 'full'")
+        return Indexer(
+            heads=self.integer("index_n_heads"),
+            head_dim=self.integer("index_head_dim", least=self.integer("qk_rope_head_dim")),
+            top_k=self.integer("index_topk"),
+            interleaved=bool(self.raw.get("indexer_rope_interleave", False)),
+            shared_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "shared"),
+        )
 
     def rope(self, family: Family) -> Rope:
         """Returns the rotary embedding: transformers 5 writes ``rope_parameters``, older versions ``rope_theta`` and ``rope_scaling``."""

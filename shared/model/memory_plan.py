@@ -5,13 +5,11 @@ save for the backward pass, tensor by tensor; experts are taken to get equal num
 (``torch.cuda.max_memory_allocated``); what CUDA and NCCL take beside them is a constant.
 """
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from shared.config.trainer_section import OptimizerState, TrainerSection
 from shared.model.architecture import Architecture, LinearAttention
-from shared.model.parallel_layout import ParallelLayout
+from shared.model.parallel_layout import ParallelLayout, stage_layers
 from shared.model.trainable_parameters import Lora
 
 OUTSIDE_BYTES = 2_000_000_000
@@ -70,19 +68,6 @@ def _sharded(plan: StagePlan, a: Architecture, trainer: TrainerSection, ranks: i
     return replace(plan, weights=4 * share + gathered, gradients=4 * share, optimizer=8 * share)
 
 
-def stage_layers(a: Architecture, layout: ParallelLayout, given: Mapping[str, Any]) -> list[int]:
-    """Returns the layers of each pipeline stage, also where the first or last one is given its own number."""
-    first, last = (
-        given.get(f"decoder_{end}_pipeline_num_layers") or given.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last")
-    )
-    counts = [first] if first and layout.pipeline > 1 else []
-    ending = [last] if last and layout.pipeline > 1 else []
-    between = layout.pipeline - len(counts) - len(ending)
-    left = a.num_layers - sum(counts) - sum(ending)
-    even, more = divmod(left, between) if between else (0, 0)
-    return [*counts, *(even + (index < more) for index in range(between)), *ending]
-
-
 def _stage(
     a: Architecture, trainer: TrainerSection, layout: ParallelLayout, ranks: int, stage: int, layers: range, value_head: bool
 ) -> StagePlan:
@@ -93,7 +78,7 @@ def _stage(
     replicas = max(ranks // (layout.tensor * layout.pipeline), 1) if trainer.use_distributed_optimizer else 1
     expert_replicas = max(ranks // (layout.expert_tensor_size * layout.expert * layout.pipeline), 1)
     expert_replicas = expert_replicas if trainer.use_distributed_optimizer else 1
-    trained = dense, experts
+    trained = dense - sum(indexer_parameters(a, layer) for layer in layers), experts
     adapters = 0, 0
     if not value_head and (lora := Lora.of(trainer)) is not None:
         trained = adapters = lora.parameters(a, layout, layers)
@@ -133,7 +118,7 @@ def stage_parameters(
         dense += hidden + (hidden if value_head else 0 if first and a.tied_embeddings else rows)
     experts = 0
     for layer in layers:
-        dense += attention_parameters(a, tensor, layer) + (4 if a.post_norms else 2) * hidden
+        dense += attention_parameters(a, tensor, layer) + indexer_parameters(a, layer) + (4 if a.post_norms else 2) * hidden
         if a.experts is not None and a.is_moe_layer(layer):
             e = a.experts
             dense += e.count * hidden + (e.count if e.score == "sigmoid" else 0) + 3 * hidden * e.shared_ffn_hidden_size // tensor
@@ -166,6 +151,19 @@ def attention_parameters(a: Architecture, tensor: int, layer: int = 0) -> int:
         count = hidden * heads * query // tensor
     count += hidden * (m.kv_lora_rank + m.qk_pos_emb_head_dim) + m.kv_lora_rank
     return count + m.kv_lora_rank * heads * (m.qk_head_dim + m.v_head_dim) // tensor + heads * m.v_head_dim * hidden // tensor
+
+
+def indexer_parameters(a: Architecture, layer: int) -> int:
+    """Returns the parameters of a layer's indexer, which every rank has whole and none trains; 0 for a layer without."""
+    if a.indexer is None or a.latent is None or not a.has_indexer(layer):
+        return 0
+    heads, width = a.indexer.heads, a.indexer.head_dim
+    return heads * width * (a.latent.q_lora_rank or 0) + (width + heads) * a.hidden_size + 2 * width
+
+
+def _choice_bytes(a: Architecture, tokens: int) -> int:
+    """Returns the bytes of the places of the keys that a token attends to; 0 where it attends to all."""
+    return 4 * a.indexer.top_k if a.indexer is not None and tokens > a.indexer.top_k else 0
 
 
 @dataclass(frozen=True)
@@ -210,7 +208,7 @@ def layer_activations(a: Architecture, layout: ParallelLayout, layer: int, token
         heads, query = a.num_attention_heads // tensor, m.qk_head_dim + m.qk_pos_emb_head_dim
         low = (m.q_lora_rank or 0) + m.kv_lora_rank + m.qk_pos_emb_head_dim
         attention = tokens * width * heads * (4 * query + m.qk_head_dim + 2 * m.v_head_dim) + whole * width * 2 * low
-        core = tokens * (width * heads * m.v_head_dim + 4 * heads)
+        core = tokens * (width * heads * m.v_head_dim + 4 * heads + _choice_bytes(a, tokens))
     norms = whole * width * h * (4 if a.post_norms else 2)  # of what the norms return, and the norms behind the blocks keep
     if a.experts is not None and a.is_moe_layer(layer):
         e = a.experts
@@ -303,7 +301,8 @@ def micro_batches(layout: ParallelLayout, stage: int) -> tuple[int, int]:
 def kv_bytes(a: Architecture, ranks: int, width: int = 2) -> int:
     """Returns the bytes of a token in an engine's cache, on each of the ``ranks`` that share its model by heads."""
     if a.latent is not None:
-        return a.softmax_layers * width * (a.latent.kv_lora_rank + a.latent.qk_pos_emb_head_dim)
+        index = 0 if a.indexer is None else a.indexer.head_dim + 4  # a key of 8-bit floats, and its factor
+        return a.softmax_layers * (width * (a.latent.kv_lora_rank + a.latent.qk_pos_emb_head_dim) + index)
     return a.softmax_layers * width * 2 * a.head_dim * max(a.num_key_value_heads // ranks, 1)
 
 

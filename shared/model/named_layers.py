@@ -15,6 +15,7 @@ FIELD = "trainer.spec"
 _SLIME = "slime_plugins."
 _OF_SLIME = {
     "slime_plugins.models.glm4": "glm4",
+    "slime_plugins.models.glm5.glm5": "glm_moe_dsa",
     "slime_plugins.models.minimax_m2": "minimax_m2",
     "slime_plugins.models.qwen3_next": "qwen3_next",
     "slime_plugins.models.qwen3_5": "qwen3_5",

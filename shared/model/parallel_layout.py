@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from shared.config.trainer_section import TrainerSection
@@ -95,6 +96,19 @@ UNEVEN = (
 """Megatron's settings of pipelines whose stages differ in size; with one of them, Megatron itself checks the division."""
 
 
+def stage_layers(a: Architecture, layout: ParallelLayout, given: Mapping[str, Any]) -> list[int]:
+    """Returns the layers of each pipeline stage, also where the first or last one is given its own number."""
+    first, last = (
+        given.get(f"decoder_{end}_pipeline_num_layers") or given.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last")
+    )
+    counts = [first] if first and layout.pipeline > 1 else []
+    ending = [last] if last and layout.pipeline > 1 else []
+    between = layout.pipeline - len(counts) - len(ending)
+    left = a.num_layers - sum(counts) - sum(ending)
+    even, more = divmod(left, between) if between else (0, 0)
+    return [*counts, *(even + (index < more) for index in range(between)), *ending]
+
+
 def division_problems(
     architecture: Architecture, layout: ParallelLayout, overrides: Mapping[str, Any] | None = None
 ) -> Iterator[ConfigError]:
@@ -111,6 +125,7 @@ def division_problems(
     if architecture.linear is not None and layout.context > 1:
         reason = f"1; {architecture.model_type} has linear attention, whose state goes through whole sequences"
         yield ConfigError("trainer.context_parallel_size", layout.context, reason)
+    yield from _indexer_problems(architecture, layout, overrides or {})
 
 
 def _tensor_problems(a: Architecture, layout: ParallelLayout) -> Iterator[ConfigError]:
@@ -150,6 +165,23 @@ def _expert_problems(a: Architecture, layout: ParallelLayout) -> Iterator[Config
     if a.experts.ffn_hidden_size % layout.expert_tensor_size:
         wanted = f"a divisor of the {a.experts.ffn_hidden_size} MLP channels of an expert"
         yield ConfigError(tensor_size, layout.expert_tensor_size, wanted)
+
+
+def _indexer_problems(a: Architecture, layout: ParallelLayout, overrides: Mapping[str, Any]) -> Iterator[ConfigError]:
+    if a.indexer is None:
+        return
+    if layout.context > 1:
+        wanted = f"1; the indexer of {a.model_type} chooses among the keys of whole sequences"
+        yield ConfigError("trainer.context_parallel_size", layout.context, wanted)
+    if any(overrides.get(name) for name in UNEVEN if not name.startswith("num_layers_in_")):
+        return  # Megatron itself sizes the stages
+    starts = list(accumulate(stage_layers(a, layout, overrides), initial=0))[:-1]
+    if layout.chunks > 1:
+        starts = list(range(0, a.num_layers, max(a.num_layers // (layout.pipeline * layout.chunks), 1)))
+    if late := [start for start in starts if not a.has_indexer(start)]:
+        begin = [layer for layer in range(1, a.num_layers) if a.has_indexer(layer)]
+        wanted = f"stages that begin with layers of {begin} (from 0), which choose their keys; those that begin with {late} share a choice"
+        yield ConfigError("trainer.pipeline_model_parallel_size", layout.pipeline, wanted)
 
 
 def _pipeline_problems(a: Architecture, layout: ParallelLayout, overrides: Mapping[str, Any]) -> Iterator[ConfigError]:

@@ -111,6 +111,17 @@ TABLE: tuple[NameRow, ...] = (
     ),
     _row("self_attention.kv_layernorm.weight", {"self_attn.kv_a_layernorm.weight": "kv_rank"}, when="latent"),
     _row("self_attention.linear_kv_up_proj.weight", {"self_attn.kv_b_proj.weight": "keys+values kv_rank"}, when="latent"),
+    # the indexer of sparse attention, which no gradient moves
+    _row("self_attention.indexer.wq_b.weight", {"self_attn.indexer.wq_b.weight": "index_queries query_rank"}, when="indexer"),
+    _row("self_attention.indexer.wk.weight", {"self_attn.indexer.wk.weight": "index_head hidden"}, when="indexer"),
+    _row("self_attention.indexer.k_norm.weight", {"self_attn.indexer.k_norm.weight": "index_head"}, when="indexer", float32=True),
+    _row("self_attention.indexer.k_norm.bias", {"self_attn.indexer.k_norm.bias": "index_head"}, when="indexer", float32=True),
+    _row(
+        "self_attention.indexer.weights_proj.weight",
+        {"self_attn.indexer.weights_proj.weight": "index_heads hidden"},
+        when="indexer",
+        float32=True,
+    ),
     _row("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "hidden values"}, when="softmax_attention"),
     _row("self_attention.linear_proj.bias", {"self_attn.o_proj.bias": "hidden"}, when="biases"),
     _row("self_attention.core_attention.softmax_offset", {"self_attn.sinks": "heads"}, when="grouped sinks"),
@@ -201,6 +212,7 @@ def features(architecture: Architecture, layer: int) -> frozenset[str]:
         "dense": not a.is_moe_layer(layer),
         "gate_up_fused": a.fused_gate_up,
         "gate_up_apart": not a.fused_gate_up,
+        "indexer": a.has_indexer(layer),
         **_expert_features(a),
     }
     traits = {name: getattr(a, name) for name in ("qk_norm", "joint_qk_norm", "qkv_bias", "biases", "sinks", "post_norms")}
@@ -248,6 +260,9 @@ def sizes(architecture: Architecture) -> dict[str, int]:
         known["linear_keys"], known["linear_values"] = a.linear.keys, a.linear.values
         known["linear_heads"], known["2*linear_heads"] = a.linear.linear_num_value_heads, 2 * a.linear.linear_num_value_heads
         known["linear_qkv"], known["linear_qkvz"] = 2 * a.linear.keys + a.linear.values, 2 * (a.linear.keys + a.linear.values)
+    if a.indexer:
+        known["index_heads"], known["index_head"] = a.indexer.heads, a.indexer.head_dim
+        known["index_queries"] = a.indexer.heads * a.indexer.head_dim
     if a.experts:
         known["experts"] = a.experts.count
         known["expert_ffn"] = a.experts.ffn_hidden_size
@@ -291,6 +306,11 @@ def _parameters(architecture: Architecture) -> Iterator[tuple[tuple[str, ...], T
         yield ("output_layer.weight",), TensorSource((("lm_head.weight", vocabulary),), "vocabulary")
 
 
+def is_untrained(name: str) -> bool:
+    """Returns whether no gradient moves a tensor with this name of Megatron's: a router's bias, or a part of an indexer."""
+    return name.endswith(".expert_bias") or ".indexer." in name
+
+
 def hf_tensors(architecture: Architecture) -> dict[str, Shape]:
     """Returns the names and shapes of all tensors in the model's safetensors, in the order of the model."""
     return {name: shape for _, source in _parameters(architecture) for name, shape in source.tensors}
@@ -299,4 +319,4 @@ def hf_tensors(architecture: Architecture) -> dict[str, Shape]:
 def megatron_parameters(architecture: Architecture, engine: bool = False) -> list[str]:
     """Returns the global names of Megatron's parameters that train, in the order of the model. ``engine``: Transformer Engine's layers."""
     names = [names[-1 if engine else 0] for names, _ in _parameters(architecture)]
-    return [name for name in names if not name.endswith(".expert_bias")]  # no gradient moves it
+    return [name for name in names if not is_untrained(name)]

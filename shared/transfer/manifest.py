@@ -2,10 +2,10 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import xxhash
 
@@ -109,6 +109,7 @@ class Manifest:
             raise BadMessage(f"a manifest of weights that cannot be read: {type(error).__name__}: {error}") from error
 
 
+Unit = TypeVar("Unit")
 TensorSpec = tuple[str, str, tuple[int, ...]]  # A tensor's name, dtype and shape
 
 
@@ -134,7 +135,22 @@ def checked_sizes(values: Any) -> tuple[int, ...]:
 
 def lay_out(tensors: Iterable[TensorSpec], bucket_bytes: int, kind: Kind = "weights", scale: float = 1.0) -> Manifest:
     """Returns a manifest with buckets of at most ``bucket_bytes``, unless a tensor alone is larger, in the order given."""
-    return lay_out_units(([tensor] for tensor in tensors), bucket_bytes, kind, scale)
+    return lay_out_units(loaded_together(tensors, lambda tensor: tensor[0]), bucket_bytes, kind, scale)
+
+
+def loaded_together(units: Iterable[Unit], name: Callable[[Unit], str]) -> list[list[Unit]]:
+    """Groups units that must share a bucket: SGLang makes one parameter of latent attention's two projections to low ranks, and silently
+    drops one that comes without the other. ``name``: gives a unit's first tensor. Each group stands where its last unit stood."""
+    groups, halves = list[list[Unit]](), dict[str, list[Unit]]()
+    for unit in units:
+        group, whole = [unit], name(unit).replace(".q_a_proj.", ".kv_a_proj_with_mqa.")
+        if ".kv_a_proj_with_mqa." in whole:
+            if whole not in halves:
+                halves[whole] = group
+                continue
+            group = [*halves.pop(whole), unit]
+        groups.append(group)
+    return [*groups, *halves.values()]
 
 
 def lay_out_units(

@@ -4,7 +4,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from shared.config import flag_table
-from shared.model.architecture import Architecture, Experts, GroupedYarn, LatentAttention, LinearAttention, Llama3Scaling, Rope, YarnScaling
+from shared.model.architecture import (
+    Architecture,
+    Experts,
+    GroupedYarn,
+    Indexer,
+    LatentAttention,
+    LinearAttention,
+    Llama3Scaling,
+    Rope,
+    YarnScaling,
+)
 from shared.model.architecture_flags import LINEAR, default_of, expert_layers, linear_layers, windowed_layers
 from shared.model.families import FAMILIES, Family
 from shared.runtime.errors import ConfigError
@@ -92,6 +102,7 @@ class _Reader:
             linear=linear,
             output_gate=linear is not None,
             zero_centered_norms=linear is not None,
+            indexer=self.indexer(),
             qk_norm=qk_norm,
             qkv_bias=bool(self.get("add_qkv_bias")),
             biases=clamped,
@@ -108,6 +119,7 @@ class _Reader:
         def fits(family: Family) -> bool:
             return (
                 family.latent == (latent is not None)
+                and family.indexer == (self.indexer() is not None)
                 and family.experts == ("gpt_oss" if self.get("quick_geglu") else experts.score if experts else None)
                 and family.post_norms == post_norms
                 and family.linear == linear
@@ -165,6 +177,11 @@ class _Reader:
         self.fixed("experimental_attention_variant", "gated_delta_net")
         pattern = linear_layers(self.get("linear_attention_freq"), self.required("num_layers"))
         return LinearAttention(**{name: self.get(name) for name in LINEAR}, layers=tuple(i for i, linear in enumerate(pattern) if linear))
+
+    def indexer(self) -> Indexer | None:
+        if self.get("experimental_attention_variant") != "dsa":
+            return None
+        return Indexer(*(self.required(f"dsa_indexer_{name}") for name in ("n_heads", "head_dim", "topk")))
 
     def experts(self) -> Experts | None:
         if self.get("num_experts") is None:

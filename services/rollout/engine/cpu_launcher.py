@@ -167,6 +167,15 @@ def absorb_latent_attention(model_path: str) -> None:
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
     AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)
+    from sglang.srt.models import deepseek_v2
+
+    scaled = deepseek_v2.get_rope_wrapper
+
+    def rope(*sizes: Any, rope_scaling: Any = None, device: Any = None, **more: Any) -> Any:
+        # the embedding for CPUs is YaRN's; for another device SGLang takes the plain one, which needs none
+        return scaled(*sizes, rope_scaling=rope_scaling, device=device if rope_scaling else "cuda", **more)
+
+    deepseek_v2.get_rope_wrapper = rope
 
 
 def norm_heads_jointly(model_path: str) -> None:
@@ -407,6 +416,10 @@ sys.modules["megatron"] = None  # type: ignore[assignment]  # `import megatron` 
 if __name__ == "__main__":
     fork_children()
     with quick_imports():
+        from sglang.srt.configs import model_config
+
+        # sparse attention has kernels for GPUs only; `shared.config.engine_limits` keeps contexts to those that attend to every key
+        model_config.is_deepseek_dsa = lambda _: False
         from sglang.launch_server import run_server
         from sglang.srt.entrypoints import http_server
         from sglang.srt.plugins import load_plugins

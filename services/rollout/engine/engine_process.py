@@ -23,12 +23,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import shared
 from services.rollout.engine.engine_client import RECEIVER_LOADER, EngineClient
 from services.rollout.engine.private_endpoints import ADDRESS_VARIABLE, DIRECTORY_VARIABLE, SECRET_VARIABLE, SOCKET
 from services.rollout.engine.transport import EngineTransport
-from shared.config.engine_limits import cpu_token_capacity
+from shared.config.engine_limits import cpu_token_capacity, dense_context_problem
 from shared.config.sglang_flags import plain_name
 from shared.process import child_process as process_watch
 from shared.process.child_process import ChildProcess, ProcessWatch, cause
@@ -125,8 +126,11 @@ def engine_command(
     checkpoint at ``model_path``, or no engine site."""
     chosen: dict[str, FlagValue] = COMMON_FLAGS | {"random-seed": random_seed}
     if device == "cpu":
-        chosen |= CPU_FLAGS | {"max-total-tokens": _cpu_token_capacity(Path(model_path))}
+        config = _model_config(Path(model_path))
+        chosen |= CPU_FLAGS | {"max-total-tokens": cpu_token_capacity(config)}
     chosen |= {plain_name(name): value for name, value in (flags or {}).items()}
+    if device == "cpu" and (problem := dense_context_problem(config, chosen)) is not None:
+        raise problem
     chosen |= {
         "model-path": str(model_path),
         "host": LOOPBACK,
@@ -202,11 +206,12 @@ def _engine_path(device: str) -> str:
     return os.pathsep.join(filter(None, entries))
 
 
-def _cpu_token_capacity(model_path: Path) -> int:
+def _model_config(model_path: Path) -> dict[str, Any]:
     config_file = model_path / "config.json"
     if not config_file.is_file():
         raise ConfigError("model.hf_checkpoint", str(model_path), "on a CPU, a directory with a checkpoint's config.json")
-    return cpu_token_capacity(json.loads(config_file.read_text()))
+    found: dict[str, Any] = json.loads(config_file.read_text())
+    return found
 
 
 # The interval at which an engine is searched for processes to watch: those on further nodes start theirs one after the other.

@@ -23,7 +23,7 @@ from torch import Tensor
 from services.trainer.megatron.runtime import device
 from shared.model.architecture import Architecture
 from shared.model.hf_checkpoint import VISION, draft_prefixes, tensor_problems, weight_files
-from shared.model.tensor_table import TensorSource, hf_tensors, parameter_sources
+from shared.model.tensor_table import TensorSource, hf_tensors, is_untrained, parameter_sources
 from shared.runtime.errors import ConfigError
 
 
@@ -141,9 +141,9 @@ class LocalParameter:
 
 
 def weights_of(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields names and tensors of all that a checkpoint holds: the parameters, and the routers' biases, which no optimizer updates."""
+    """Yields names and tensors of all that a checkpoint holds: the parameters, and those that no gradient moves."""
     yield from chunk.named_parameters()
-    yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias"))
+    yield from ((name, buffer) for name, buffer in chunk.named_buffers() if is_untrained(name))
 
 
 def numbered_chunks(chunks: Sequence[GPTModel], config: TransformerConfig) -> Iterator[tuple[int, GPTModel]]:

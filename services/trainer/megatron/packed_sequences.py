@@ -155,6 +155,8 @@ def obstacle(config: TransformerConfig) -> str | None:
         return "Transformer Engine's attention takes whole sequences only"
     if config.experimental_attention_variant == "gated_delta_net":
         return "linear attention hands its state from token to token of whole sequences"
+    if config.dsa_indexer_topk is not None:
+        return "indexers choose keys for whole sequences only"
     if Balancing.of(config) is not None:
         return "the balance of experts counts the tokens of whole sequences"
     return None
@@ -248,6 +250,8 @@ class PackedSequences(PackedSeqParams):
         routing: the choices of the experts; None: the routers' own. balanced: the tokens that experts are balanced over.
         chunks: what linear attention in plain PyTorch makes of the sequences' bounds, in its first layer
             (`services.trainer.megatron.linear_attention.ChunkedSequences`).
+        starts: of the sequences, and T, on the host. choices: number of a layer with an indexer, from 1 → int32 [T, keys], the places of
+            the keys that a token attends to in its sequence.
     """
 
     groups: list[LengthGroup] = field(default_factory=list)
@@ -258,6 +262,8 @@ class PackedSequences(PackedSeqParams):
     routing: StageRouting | None = None
     balanced: BalancedTokens | None = None
     chunks: Any = None
+    starts: tuple[int, ...] = ()
+    choices: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -404,6 +410,7 @@ def _sequences(starts: list[int], longest: int, device: torch.device, **more: An
         cu_seqlens_kv_padded=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        starts=tuple(starts),
         **more,
     )
 

@@ -31,7 +31,7 @@ from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.bucket_ring import ManifestHasher, slot_view, torch_dtype
 from shared.transfer.digest import TensorDigest, decoded_digests
 from shared.transfer.group_channel import GroupReceiver, GroupSender, on_stream
-from shared.transfer.manifest import RAMP_PART, Bucket, Kind, Manifest, Slot, TensorSpec, lay_out_units, unit_bytes
+from shared.transfer.manifest import RAMP_PART, Bucket, Kind, Manifest, Slot, TensorSpec, lay_out_units, loaded_together, unit_bytes
 from shared.transfer.memory_channel import MemorySender
 from shared.transfer.weight_channel import ChannelBroken, ChannelSender, TransferDeadline, abort_channel
 
@@ -57,17 +57,18 @@ class StageExport:
 
     def __init__(self, plan: GatherPlan, bucket_bytes: int, *, dtype: str | None = None, skip_frozen: bool = False) -> None:
         self._plan = plan
-        held = [unit for unit in plan.of_stage() if not (skip_frozen and plan.is_frozen(unit))]
+        groups = loaded_together(plan.of_stage(), lambda unit: unit.tensors[0][0])
+        held = [group for group in groups if not (skip_frozen and all(map(plan.is_frozen, group)))]
         lora = plan.model.lora
         sent = (dtype if lora is None else None) or str(plan.model.config.params_dtype).removeprefix("torch.")
 
-        def specs(unit: GatherUnit) -> list[TensorSpec]:
-            return [(name, "float32" if unit.float32 else sent, shape) for name, shape in unit.tensors]
+        def specs(group: list[GatherUnit]) -> list[TensorSpec]:
+            return [(name, "float32" if unit.float32 else sent, shape) for unit in group for name, shape in unit.tensors]
 
-        held = send_order(held, [unit_bytes(specs(unit)) for unit in held], bucket_bytes)
+        held = send_order(held, [unit_bytes(specs(group)) for group in held], bucket_bytes)
         kind: tuple[Kind, float] = ("weights", 1.0) if lora is None else ("adapter", lora.scale)
         self.manifest: Manifest = lay_out_units(map(specs, held), bucket_bytes, *kind, ramped=True)
-        units = iter(held)
+        units = (unit for group in held for unit in group)
         self._units = [list(_units_of(bucket, units)) for bucket in self.manifest.buckets]
         self._copies: dict[int, _Copies] = {}
 

@@ -100,3 +100,19 @@ def test_buffers_are_as_large_as_the_buckets_that_take_them() -> None:
     assert not ring.reserve(lay_out([("a", "uint8", (512,)), ("b", "uint8", (512,))], 1))
     assert ring.reserve(lay_out([("a", "uint8", (512,)), ("b", "uint8", (768,))], 1))
     assert [len(buffer) for buffer in ring.buffers] == [1024, 768, 256, 256] and not ring.reserve(wide)
+
+
+def test_what_an_engine_loads_only_as_one_shares_a_bucket():
+    names = [f"model.layers.{layer}.self_attn.{name}" for layer in (0, 1) for name in ("q_a_proj.weight", "o_proj.weight")]
+    names += [f"model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight" for layer in (1, 0)] + [
+        "model.layers.2.self_attn.q_a_proj.weight"
+    ]
+    made = lay_out([(name, "float32", (64,)) for name in names], 1)
+    shared = [tuple(slot.name.removeprefix("model.layers.") for slot in bucket.slots) for bucket in made.buckets]
+    assert shared == [
+        ("0.self_attn.o_proj.weight",),
+        ("1.self_attn.o_proj.weight",),
+        ("1.self_attn.q_a_proj.weight", "1.self_attn.kv_a_proj_with_mqa.weight"),
+        ("0.self_attn.q_a_proj.weight", "0.self_attn.kv_a_proj_with_mqa.weight"),
+        ("2.self_attn.q_a_proj.weight",),
+    ]

@@ -174,6 +174,7 @@ def test_a_critics_checkpoint_holds_its_head_and_is_no_policys(make_actor, tmp_p
         ("minimax_m2", TP2_SP, {}),
         ("gpt_oss", {"expert_model_parallel_size": 2}, {**TP2_SP, "expert_tensor_parallel_size": 1}),
         ("qwen3_next", TP2_SP, {}),
+        ("glm_moe_dsa", TP2_SP, {}),
         pytest.param("qwen3_moe", {"expert_model_parallel_size": 2}, {}, marks=pytest.mark.extra),
         pytest.param(
             "qwen3_moe",

@@ -39,7 +39,9 @@ def loaded(hf):
 MORE_KINDS = [pytest.param(kind, marks=pytest.mark.extra) for kind in ("qwen2", "llama3_rope", "glm4", "glm4_moe")]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_tied", "qwen3_moe_mixed", "deepseek_v3", "minimax_m2", "gpt_oss", "qwen3_next", *MORE_KINDS])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_tied", "qwen3_moe_mixed", "deepseek_v3", "minimax_m2", "deepseek_v32", "gpt_oss", "qwen3_next", *MORE_KINDS]
+)
 def test_there_and_back_is_bit_equal(kind, hf, loaded, tmp_path):
     seen = []
     made = hf_conversion.to_torch_dist(hf(kind), tmp_path / "dist", None, lambda *progress: seen.append(progress))
@@ -162,7 +164,7 @@ def quantized(tensors, block):
     """Matrices in float8 with a factor for each block; embeddings, routers and vectors as they are."""
     made = {}
     for name, tensor in tensors.items():
-        if tensor.dim() < 2 or "embed" in name or "lm_head" in name or name.endswith("gate.weight"):
+        if tensor.dim() < 2 or "embed" in name or "lm_head" in name or name.endswith(("gate.weight", "weights_proj.weight")):
             made[name] = tensor.bfloat16() if tensor.dim() > 1 else tensor
             continue
         rows, columns = -(-tensor.size(0) // block), -(-tensor.size(1) // block)
@@ -172,9 +174,10 @@ def quantized(tensors, block):
     return made
 
 
-def test_8_bit_weights_become_what_they_stand_for(hf, loaded, tmp_path):
-    source = shutil.copytree(hf("deepseek_v3"), tmp_path / "source")
-    tensors = quantized(loaded("deepseek_v3"), 16)
+@pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v32"])
+def test_8_bit_weights_become_what_they_stand_for(kind, hf, loaded, tmp_path):
+    source = shutil.copytree(hf(kind), tmp_path / "source")
+    tensors = quantized(loaded(kind), 16)
     save_file(tensors, source / "model.safetensors")
     config = json.loads((source / "config.json").read_text())
     method = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
@@ -183,7 +186,7 @@ def test_8_bit_weights_become_what_they_stand_for(hf, loaded, tmp_path):
     hf_conversion.to_hf(tmp_path / "dist", tmp_path / "hf", None, None, quiet)
     assert "quantization_config" not in json.loads((tmp_path / "hf" / "config.json").read_text())
     out = load_file(tmp_path / "hf" / "model.safetensors")
-    assert out.keys() == loaded("deepseek_v3").keys()
+    assert out.keys() == loaded(kind).keys()
     scaled = [name for name in out if f"{name}_scale_inv" in tensors]
     assert len(scaled) > 30
     for name in scaled:

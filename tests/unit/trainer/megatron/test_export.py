@@ -30,6 +30,7 @@ KINDS += [
     "qwen3_5_moe",
     "qwen3_5_text",
 ]
+KINDS += ["deepseek_v32", "glm_moe_dsa"]
 
 TENSOR = {"tensor_model_parallel_size": 2}
 SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

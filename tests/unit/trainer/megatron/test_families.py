@@ -33,6 +33,7 @@ KINDS += [
     "qwen3_5_moe",
     "qwen3_5_text",
 ]
+KINDS += ["deepseek_v32", "glm_moe_dsa"]
 
 
 @pytest.fixture
@@ -123,6 +124,13 @@ def test_a_config_that_cannot_be_reproduced_is_refused(copy_of):
         ("minimax_m2", {"rotary_dim": 4}, ["rotary_dim", "4", "0.5"]),
         ("minimax_m2", {"shared_intermediate_size": 8}, ["shared_intermediate_size"]),
         ("minimax_m2", {"num_experts_per_tok": 1}, ["num_experts_per_tok", "at least 2"]),
+        *(("deepseek_v32", {name: None}, [name, "required"]) for name in ("index_topk", "index_n_heads", "index_head_dim", "q_lora_rank")),
+        ("deepseek_v32", {"index_head_dim": 4}, ["index_head_dim", "at least 8"]),
+        ("deepseek_v32", {"index_kpool": 4}, ["index_kpool"]),
+        ("deepseek_v32", {"index_k_norm_type": "rms"}, ["index_k_norm_type"]),
+        ("glm_moe_dsa", {"indexer_types": ["shared", "full", "full", "full"]}, ["indexer_types", "first of them 'full'"]),
+        ("glm_moe_dsa", {"indexer_types": ["full", "full", "other", "full"]}, ["indexer_types", "other"]),
+        ("glm_moe_dsa", {"indexer_types": None, "index_topk_pattern": "FS"}, ["index_topk_pattern", "4 layers"]),
         ("glm4", {"rope_parameters": YARN}, ["rope_type", "llama3"]),
         ("gpt_oss", {"swiglu_limit": None}, ["swiglu_limit", "stated"]),
         ("gpt_oss", {"swiglu_limit": 8.0}, ["swiglu_limit", "7.0"]),

@@ -26,6 +26,8 @@ CASES = [
     ("qwen3_next", PIPELINE),
     ("qwen3_5", {"tensor_model_parallel_size": 2}),
     ("qwen3_5_moe", EXPERT),
+    ("glm_moe_dsa", TENSOR),
+    ("glm_moe_dsa", PIPELINE),
 ]
 MORE = [("glm4", PIPELINE), ("glm4", CONTEXT), ("glm4_moe", TENSOR), ("glm4_moe", EXPERT), ("deepseek_v3", TENSOR)]
 MORE += [
@@ -41,6 +43,9 @@ MORE += [
     ("qwen3_5", PIPELINE),
     ("qwen3_5_moe", WHOLE_EXPERTS),
     ("qwen3_5_moe", PIPELINE),
+    ("glm_moe_dsa", EXPERT),
+    ("deepseek_v32", TENSOR),
+    ("deepseek_v32", PIPELINE),
 ]
 
 
@@ -76,7 +81,7 @@ def test_a_layout_changes_nothing(kind, config, hf, two_ranks, one_process):
         assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-5)
         assert norm == pytest.approx(expected_norm, rel=1e-4)
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in biases.items())
-    assert bool(biases) == (kind in ("glm4_moe", "deepseek_v3", "moonlight", "minimax_m2"))
+    assert bool(biases) == (kind in ("glm4_moe", "deepseek_v3", "moonlight", "minimax_m2", "glm_moe_dsa", "deepseek_v32"))
 
 
 def test_router_biases_keep_float32_in_a_bfloat16_model(hf, make_actor):

@@ -23,6 +23,7 @@ KINDS += [
     "qwen3_5_moe",
     "qwen3_5_text",
 ]
+KINDS += ["deepseek_v32", "glm_moe_dsa"]
 
 
 @pytest.fixture

@@ -133,6 +133,14 @@ def make_checkpoint(kind: str, directory: Path, **changed: int) -> None:
     configs["qwen3_5"] = lambda: with_vision("Qwen3_5")
     configs["qwen3_5_moe"] = lambda: with_vision("Qwen3_5Moe", **experts, shared_expert_intermediate_size=40)
     configs["qwen3_5_text"] = lambda: with_vision("Qwen3_5").text_config
+    # with fewer heads many scores are 0, all of them negative before the ReLU, and which of these keys are chosen is left to chance
+    indexer = {"index_n_heads": 16, "index_head_dim": 12, "index_topk": 6, "num_key_value_heads": 4}
+    # a pipeline of two stages divides the four layers where a layer with an indexer begins
+    shared = {**latent, "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]}
+    configs["deepseek_v32"] = lambda: t.DeepseekV32Config(
+        **latent, **sigmoid, **deepseek, **indexer, num_experts=8, q_lora_rank=24, n_group=4, topk_group=2, rope_parameters=yarn
+    )
+    configs["glm_moe_dsa"] = lambda: t.GlmMoeDsaConfig(**shared, **sigmoid, **deepseek, **indexer, q_lora_rank=24, n_group=1, topk_group=1)
     torch.manual_seed(list(configs).index(kind))
     config = configs[kind]()
     kinds = t.AutoModelForImageTextToText if hasattr(config, "vision_config") else t.AutoModelForCausalLM
