@@ -144,6 +144,10 @@ declare_metrics("""
     running_requests | requests | that the engine computes now, by its own count
     queued_requests | requests | that wait in the engine for its memory, by its own count
     kv_usage | | share of the engine's memory for keys and values that is in use
+    accept_length | tokens | that a verification of drafts brought, under the newest version | with [speculation](speculation.md)
+    accept_rate | | share of drafted tokens that were accepted, under the newest version | with [speculation](speculation.md)
+    accept_length_of{tokens} | tokens | the same as accept_length, of responses of at most so many tokens | with
+        [speculation](speculation.md)
     lost_rollouts | rollouts | that were given up since it started, since their function ([hooks](hooks.md#generating)) or agent failed too
         often or was late
     aborted_rollouts_total | rollouts | [surplus rollouts](agents.md#surplus-rollouts) that were aborted, or ended too late, since the
@@ -378,6 +382,16 @@ class Rollout:
                 self._service.log.info("first_tokens", tokens=tokens)
             self._last_generated = (tokens, time.time())
 
+    def _show_accepted(self) -> None:
+        client, metrics = self.replica.client, self._service.metrics
+        if client is None or not (counts := dict(client.accepted.counts)):
+            return
+        tokens, verifications, accepted, drafted = np.sum(list(counts.values()), axis=0)
+        metrics.set("accept_length", float(tokens / verifications))
+        metrics.set("accept_rate", float(accepted / max(drafted, 1)))
+        for most, row in counts.items():
+            metrics.set("accept_length_of", float(row[0] / row[1]), in_status=False, tokens=f"{most:g}")
+
     async def measure(self) -> None:
         """Updates the gauges until cancelled."""
         generated, rate, metrics, producer = GeneratedTokens(), TokenRate(), self._service.metrics, self.producer
@@ -397,6 +411,7 @@ class Rollout:
                 gauges |= {"running_requests": load.running, "queued_requests": load.queued, "kv_usage": load.kv_usage}
             for name, value in gauges.items():
                 metrics.set(name, value)
+            self._show_accepted()
             await asyncio.sleep(RATE_SECONDS if self._generated or not self.replica.serving else FIRST_SECONDS)
 
 

@@ -8,12 +8,16 @@ sent, as ``InvalidRequest``.
 import asyncio
 import base64
 import functools
+import math
 import pickle
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from services.rollout.engine.generation import (
     Generation,
@@ -104,6 +108,28 @@ class EngineMemory:
             await asyncio.sleep(POLL_INTERVAL_S)
 
 
+class AcceptedDrafts:
+    """Counts what verifying drafts has brought under the newest version, by the length of the response.
+
+    Attributes: ``counts``: most tokens of the response, infinite for the longest, → tokens, verifications, accepted and drafted tokens."""
+
+    LENGTHS = (256.0, 1024.0, 4096.0, math.inf)
+
+    def __init__(self) -> None:
+        self._version = -1
+        self.counts: dict[float, NDArray[np.int64]] = {}
+
+    def note(self, tokens: int, found: Generation) -> None:
+        """Counts a request that has ended with so many ``tokens``; nothing where no drafts were verified."""
+        if not found.verifications or not found.spans or (version := found.spans[-1].version) < self._version:
+            return
+        if version > self._version:
+            self._version, self.counts = version, {}
+        length = next(most for most in self.LENGTHS if tokens <= most)
+        row = self.counts.setdefault(length, np.zeros(4, np.int64))
+        row += (tokens, found.verifications, found.accepted, found.drafted)
+
+
 # The treatment of running requests at a pause. ``abort``: they end with their partial output (takes 1 s or more). ``in_place``: they stop
 # where they are and continue with their keys and values, computed by the old weights. ``retract``: they go back to the queue, and their
 # keys and values are computed anew.
@@ -137,6 +163,7 @@ class EngineClient:
         generating: groups that the engine generates for this client now. retracting_pauses: how often all running requests were put back
             into the queue by a pause; each of them counts that as a retraction, like one for want of memory.
         load: the engine's load when its generated tokens were read the last time; None before, and of an engine that does not tell it.
+        accepted: drafts that it accepted, where it speculates.
         memory: releases the engine's memory and takes it again. receivers: the parts of the engine's ranks that receive weights.
     """
 
@@ -145,6 +172,7 @@ class EngineClient:
         self.url, self.version = transport.url, version
         self.paused: PauseMode | None = None
         self.load: EngineLoad | None = None
+        self.accepted = AcceptedDrafts()
         self.late_versions: set[int] = set()
         self.generating = self.retracting_pauses = self._retractions = self._loads = 0
         self.memory = EngineMemory(transport, lambda: self.generating)
@@ -209,6 +237,8 @@ class EngineClient:
             self.generating -= 1
         generations = parse_group(self._checked(answer), requests, version, self.late_versions, f"{self.url}/generate")
         self._retractions += sum(generation.retractions for generation in generations)
+        for generation in generations:
+            self.accepted.note(len(generation.tokens), generation)
         return [without_older_prefix(generation, version, self.transport.pairs) for generation in generations]
 
     async def generate_live(
@@ -227,7 +257,9 @@ class EngineClient:
                     piece = parse_piece(self._checked(answer), request, seen, version, self.late_versions, where)
                     fresh = piece if seen else without_older_prefix(piece, version, self.transport.pairs)
                     ended, seen = answer["meta_info"]["finish_reason"] is not None, seen + len(piece.tokens)
-                    self._retractions += piece.retractions if ended else 0
+                    if ended:
+                        self._retractions += piece.retractions
+                        self.accepted.note(seen, piece)
                     yield fresh
                     if ended or fresh is not piece:
                         return
