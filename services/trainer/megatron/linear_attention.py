@@ -4,9 +4,10 @@ Each value head has a state, a matrix [key width, value width]. A token lets it 
 token's value, in part, and reads it at the token's query. Neither the state nor the convolution before it goes from one sequence of a pack
 to the next.
 
-On a GPU the kernels of flash-linear-attention compute it where that package is installed. Elsewhere it is plain PyTorch: within chunks of
-`CHUNK` tokens, for all of a pack at once, the tokens' replacements are the solution of a triangular system; from chunk to chunk goes
-the state, for all sequences at once. Its backward pass computes the forward pass again: its matrices are larger than its inputs.
+On a GPU the kernels of flash-linear-attention compute it in half precision where that package is installed. Elsewhere it is plain
+PyTorch: within chunks of `CHUNK` tokens, for all of a pack at once, the tokens' replacements are the solution of a triangular system; from
+chunk to chunk goes the state, for all sequences at once. Its backward pass computes the forward pass again: its matrices are larger than
+its inputs.
 """
 
 import functools
@@ -155,7 +156,7 @@ class PackedGatedDeltaNet(gated_delta_net.GatedDeltaNet):
         return projection
 
     def _rule(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, sequences: PackedSequences) -> Tensor:
-        if (rule := fast_rule()) is not None:
+        if query.dtype != torch.float32 and (rule := fast_rule()) is not None:
             rows = (tensor[None] for tensor in (query, key, value.contiguous()))
             output: Tensor = rule(*rows, g=decay[None], beta=strength[None].to(query.dtype), cu_seqlens=sequences.cu_seqlens_q.long())[0][0]
             return output
