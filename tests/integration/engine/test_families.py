@@ -23,6 +23,7 @@ from tests.unit.trainer.megatron.tiny import VOCAB, make_checkpoint, pack, seque
 EXTRA = (
     "deepseek_v32",
     "glm_moe_dsa",
+    "moonlight",
     "glm4",
     "glm4_moe",
     "gpt_oss",
