@@ -197,7 +197,7 @@ _REASONS = {
     "a field of [trainer], which see": (
         "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size sequence_parallel "
         "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size use_distributed_optimizer recompute_granularity "
-        "recompute_method recompute_num_layers recompute_modules lr "
+        "mtp_num_layers mtp_loss_scaling_factor recompute_method recompute_num_layers recompute_modules lr "
         "lr_warmup_fraction lr_decay_iters min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad"
     ),
     "weights come from hf_checkpoint; nothing is initialised": (
@@ -213,7 +213,7 @@ _REASONS = {
         "inference_fuse_tp_communication mlp_chunks_for_prefill cache_mla_latents batch_invariant_mode"
     ),
     "no model family of Myxo has it; docs/models.md lists them": (
-        "mtp_num_layers mtp_loss_scaling_factor mtp_standalone qk_l2_norm "
+        "mtp_standalone qk_l2_norm "
         "apply_residual_connection_post_layernorm no_rope_freq "
         "softmax_scale "
         "mrope_section is_hybrid_model mamba_state_dim "

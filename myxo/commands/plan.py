@@ -4,7 +4,7 @@ Reads a run's config, or a ready config of a model alone, and the model's shape 
 """
 
 import argparse
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from shared.hub.hub_client import Hub, HubError
 from shared.model.architecture import Architecture
 from shared.model.architecture_flags import described_shape
 from shared.model.engine_plan import fewest_gpus
-from shared.model.families import read_architecture
+from shared.model.families import read_architecture, with_drafts
 from shared.model.memory_plan import total_parameters
 from shared.model.parallel_layout import ParallelLayout, division_problems
 from shared.runtime import exit_codes
@@ -57,7 +57,7 @@ def planned(source: Source, gpu_bytes: int) -> PlannedConfig:
     raise_problems(source.given.problems)
     config, given = _read(source)
     notes: list[str] = []
-    architecture = _shape(config, given, notes)
+    architecture = with_drafts(_shape(config, given, notes), config.trainer)
     trainer = config.trainer
     layout = ParallelLayout.of(trainer)
     raise_problems([*layout.world_problems(trainer.ranks("actor")), *division_problems(architecture, layout, trainer.megatron)])
@@ -103,7 +103,7 @@ def _shape(config: RunConfig, given: dict[str, Any], notes: list[str]) -> Archit
         if described is None:
             expected = "a directory that holds config.json, a name on the hub, or a base that describes a model (docs/models.md)"
             raise ConfigError("model.hf_checkpoint", None, expected)
-        return described
+        return replace(described, draft_layers=config.trainer.mtp_num_layers or 0)
     if described is None or (model / "config.json").is_file():
         return _read_shape(model, "model.hf_checkpoint")
     try:

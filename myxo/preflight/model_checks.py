@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def check_other_models(inspection: Inspection) -> Findings:
 
 def _weights(directory: Path, architecture: Architecture, field: str, backend: str = "megatron") -> Iterator[ConfigError]:
     headers, problems = hf_checkpoint.read_headers(directory, field)  # raises ConfigError
-    yield from problems or ([] if backend == "torch" else _tensors(directory, headers, architecture, field))
+    yield from problems or ([] if backend == "torch" else _tensors(directory, headers, replace(architecture, trained_drafts=0), field))
 
 
 def _tensors(directory: Path, headers: Headers, architecture: Architecture, field: str) -> Iterator[ConfigError]:
@@ -221,7 +222,11 @@ def check_given_checkpoints(inspection: Inspection) -> Findings:
         yield ConfigError("trainer.load", str(load), expected)
 
 
-_NOT_OF_THE_SHAPE = ("max_positions", "draft_layers")  # what two models may differ in whose weights take each other's place
+_NOT_OF_THE_SHAPE = (
+    "max_positions",
+    "draft_layers",
+    "trained_drafts",
+)  # what two models may differ in whose weights take each other's place
 
 
 def _reference(inspection: Inspection, directory: Path) -> Findings:

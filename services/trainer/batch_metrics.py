@@ -289,6 +289,9 @@ declare_metrics("""
     train/seq_load_balancing_loss | | the same in a sequence | with `seq_aux_loss`
     train/global_load_balancing_loss | | the same in the optimizer step so far | with `global_aux_loss`
     train/z_loss | nats² | mean over tokens and layers of the routers' squared logsumexp | with `moe_z_loss_coeff`
+    train/mtp_loss | nats a token | the draft layers' mean negative log-likelihood of the trained tokens that they predict | with
+        `enable_mtp_training`
+    train/mtp_accuracy | share | trained tokens that the draft layers would have chosen | with `enable_mtp_training`
     critic/load_balancing_loss | | how unevenly experts are used in a micro-batch: a mean over layers, 1 where all are used alike | with
         `moe_router_load_balancing_type` `aux_loss` and a coefficient
     critic/seq_load_balancing_loss | | the same in a sequence | with `seq_aux_loss`

@@ -67,9 +67,6 @@ def _convert(given: argparse.Namespace) -> Path:
             bar.update(task, completed=done, total=total)
 
         if from_hf:
-            layers = hf_conversion.read_architecture(given.source, quantized=True).draft_layers
-            if layers:
-                bar.console.print(f"not converted, for it is not trained: what guesses further tokens ({layers} draft layer(s))")
             return hf_conversion.to_torch_dist(given.source, given.target, given.dtype, progress)
         return hf_conversion.to_hf(given.source, given.target, given.hf, given.step, progress)
 

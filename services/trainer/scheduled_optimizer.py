@@ -65,5 +65,5 @@ class ScheduledOptimizer(ABC):
         A gradient whose norm is not finite changes nothing: neither weights, nor moments, nor the schedule's position.
 
         Returns:
-            The L2 norm of the whole gradient before clipping; and why nothing was changed, or None.
+            The L2 norm of the policy's whole gradient before clipping; and why nothing was changed, or None.
         """

@@ -254,7 +254,6 @@ _REFUSED = {
     "ci_train_rollout_logprob_abs_diff_threshold": "use --logprob-alarm, which warns",
     "ci_save_grad_norm": "the gradient's norm is logged as train/grad_norm",
     "ci_load_grad_norm": "the gradient's norm is logged as train/grad_norm",
-    "enable_mtp_training": "layers that predict several tokens are not trained; leave it out",
     "fetch_trajectory_retry_times": "there is no server of trajectories; use --rollout-function-path or --custom-generate-function-path",
     "log_correct_samples": "`myxo samples RUN` filters samples by their reward",
     "log_reward_category": "give named rewards: each is logged under its name",

@@ -148,6 +148,7 @@ _SPLITS = (
 """Sizes of layouts that the torch backend does not have."""
 
 _OF_MEGATRON = (
+    "enable_mtp_training",
     "sequence_parallel",
     "use_distributed_optimizer",
     "recompute_method",
@@ -207,6 +208,11 @@ class TrainerSection(Section):
             ("only_train_params_name_list", "freeze_params_name_list"),
             lambda trainer, given: given and trainer.lora_rank is not None,
             "none beside lora_rank, which trains adapters and nothing else",
+        ),
+        Rule(
+            "enable_mtp_training",
+            lambda trainer, given: given and trainer.lora_rank is not None,
+            "false beside lora_rank, which trains adapters and nothing else",
         ),
         Rule(
             "target_modules",
@@ -312,6 +318,11 @@ class TrainerSection(Section):
     target_modules: list[str] = Field(
         default=[ALL_LINEAR], min_length=1, description="matrices with adapters, by PEFT's names (q_proj, ..., down_proj), or all-linear"
     )
+    enable_mtp_training: bool = Field(
+        default=False, description="train the checkpoint's draft layers (multi-token prediction) beside the policy, detached from it"
+    )
+    mtp_num_layers: int | None = Field(default=None, ge=0, description="draft layers of the checkpoint; default: those that it has")
+    mtp_loss_scaling_factor: float = Field(default=0.1, gt=0, description="weight of the draft layers' loss", **RECORDED)
     seed: int = Field(default=1234, ge=0, le=LARGEST_SEED, description="the trainer's random seed")
     save: Path | None = Field(
         default=None,

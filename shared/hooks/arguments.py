@@ -72,7 +72,7 @@ NOT_SET = """
 """
 
 OFF = """
-    allgather_cp balance_by_flops ci_disable_kl_checker ci_test enable_mtp_training get_mismatch_metrics keep_old_actor
+    allgather_cp balance_by_flops ci_disable_kl_checker ci_test get_mismatch_metrics keep_old_actor
     log_correct_samples offload release_train sglang_enable_deterministic_inference update_weight_disk_keep_files
     use_distributed_post use_fault_tolerance use_rollout_entropy use_stateless_adam use_tensorboard
     wandb_always_use_train_step

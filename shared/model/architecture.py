@@ -177,7 +177,8 @@ class Architecture:
         fused_gate_up: Hugging Face keeps the two halves of a gated MLP in one tensor.
         prefix: of its tensors' names. apart_projections: it keeps what linear attention projects to in four tensors, not in two.
         mixtral_names: it names experts and routers as Mixtral's are. stacked_experts: it keeps a matrix of all experts in one tensor.
-        draft_layers: layers behind the last that only guess further tokens; in the checkpoint, never in the model.
+        draft_layers: layers behind the last that only guess further tokens, in the checkpoint. trained_drafts: those in the trainer's
+            model: all of them where a run trains them, else none.
     """
 
     model_type: str
@@ -211,6 +212,7 @@ class Architecture:
     mixtral_names: bool = False
     stacked_experts: bool = False
     draft_layers: int = 0
+    trained_drafts: int = 0
 
     def is_moe_layer(self, layer: int) -> bool:
         return self.experts is not None and layer not in self.experts.dense_layers

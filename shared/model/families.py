@@ -4,12 +4,14 @@
 not know) instead of training a model that is almost the right one.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from shared.config.engine_limits import text_entries
 from shared.config.run_config import RunConfig
+from shared.config.trainer_section import TrainerSection
 from shared.model.architecture import (
     Architecture,
     Experts,
@@ -21,6 +23,7 @@ from shared.model.architecture import (
     Rope,
     YarnScaling,
 )
+from shared.model.tensor_table import hf_tensors
 from shared.runtime.errors import ConfigError
 from shared.runtime.safe_files import parse_json
 from shared.schema.sample import ExpertChoices
@@ -90,10 +93,13 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": Family(qkv_bias=True, biases=True, sinks=True, window_pattern=2, experts="gpt_oss", stacked_experts=True),
 }
 
+_DRAFTS_NOT_TRAINED = ("mimo", "minimax_m2")  # Families whose draft layers have other names or modules
+
 
 def architecture_of(config: RunConfig) -> Architecture:
     """Returns the architecture of a run's policy, as its trainer's backend reads it. Raises ConfigError."""
-    return read_architecture(config.model.hf_checkpoint, backend=config.trainer.trainer_backend)
+    architecture = read_architecture(config.model.hf_checkpoint, backend=config.trainer.trainer_backend)
+    return with_drafts(architecture, config.trainer)
 
 
 def read_architecture(hf_dir: Path, quantized: bool = False, backend: str = "megatron") -> Architecture:
@@ -441,6 +447,32 @@ def _grouped_yarn(entries: dict[str, Any]) -> GroupedYarn:
         beta_slow=float(entries.get("beta_slow") or 1.0),
         truncate=bool(entries.get("truncate", True)),
     )
+
+
+def _trains_drafts(a: Architecture) -> bool:
+    return a.draft_layers > 0 and a.indexer is None and a.linear is None and a.model_type not in _DRAFTS_NOT_TRAINED
+
+
+def with_drafts(architecture: Architecture, trainer: TrainerSection, value_head: bool = False) -> Architecture:
+    """Returns the architecture with the draft layers that a run trains; a critic (``value_head``) has none.
+
+    Raises ConfigError: the checkpoint has none, or another number of them, or they are of a kind that is not trained here.
+    """
+    given, held = trainer.mtp_num_layers, architecture.draft_layers
+    if given and given != held and not value_head:
+        raise ConfigError("trainer.mtp_num_layers", given, f"{held or 'none'}, as num_nextn_predict_layers in the checkpoint's config.json")
+    if not trainer.enable_mtp_training or value_head:
+        return architecture
+    if not _trains_drafts(architecture):
+        why = "draft layers of another form" if held else "no draft layers (num_nextn_predict_layers in its config.json)"
+        raise ConfigError("trainer.enable_mtp_training", True, f"false; this checkpoint of {architecture.model_type} has {why}")
+    return replace(architecture, trained_drafts=held)
+
+
+def with_found_drafts(architecture: Architecture, names: Collection[str]) -> Architecture:
+    """Returns the architecture with the checkpoint's draft layers, where ``names``, of its tensors, has theirs and they can be trained."""
+    found = replace(architecture, trained_drafts=architecture.draft_layers) if _trains_drafts(architecture) else architecture
+    return found if hf_tensors(found).keys() <= set(names) else architecture
 
 
 def replayed_choices(config: RunConfig) -> ExpertChoices | None:

@@ -16,7 +16,8 @@ SIDE_FILES = (*_SIDE_JSON, "chat_template.jinja")  # The files, and the folder o
 
 INDEX = "model.safetensors.index.json"
 
-OUTPUT = "lm_head.weight"
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+DRAFT_COPIES = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": OUTPUT}  # A draft layer's names of them → the model's
 VISION = "model.visual."  # Prefix of the tensors of a tower that sees, which is not trained and exported as it is
 
 OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.gguf")  # Patterns of weight files that are not read
@@ -126,8 +127,10 @@ def some(names: Sequence[str]) -> str:
 
 
 def draft_prefixes(architecture: Architecture) -> tuple[str, ...]:
-    """Returns the prefixes of the names of layers that only guess further tokens (multi-token prediction), and of those that see."""
+    """Returns the prefixes of the names of draft layers' tensors (multi-token prediction) that are not in the trainer's model: of all, or
+    where the layers are trained of the copies that they have of the embedding and the output layer."""
     if architecture.linear is not None:
         return "mtp.", VISION
     first, prefix = (0, "model.mtp_layers") if architecture.model_type == "mimo" else (architecture.num_layers, "model.layers")
-    return tuple(f"{prefix}.{layer}." for layer in range(first, first + architecture.draft_layers))
+    layers = [f"{prefix}.{layer}." for layer in range(first, first + architecture.draft_layers)]
+    return tuple(layer + copy for layer in layers for copy in (DRAFT_COPIES if architecture.trained_drafts else ("",)))

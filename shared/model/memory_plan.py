@@ -52,6 +52,8 @@ class StagePlan:
 def plan_trainer(architecture: Architecture, trainer: TrainerSection, ranks: int, value_head: bool = False) -> list[StagePlan]:
     """Returns the plan of each pipeline stage. ``ranks``: of the role, over all nodes."""
     layout = ParallelLayout.of(trainer)
+    if value_head:
+        architecture = replace(architecture, trained_drafts=0)
     counts = stage_layers(architecture, layout, trainer.megatron)
     first, plans = 0, []
     for stage, count in enumerate(counts):
@@ -90,14 +92,15 @@ def _stage(
     at_once = tokens if chunk < 0 else min(chunk, tokens)
     saved, working = activation_bytes(a, trainer, layout, layers, stage, width)
     inputs = tokens * a.hidden_size * width * 2  # the head's whole input, and its gradient
-    likelihood = (at_once * rows * width + inputs + 16 * tokens) if ends[1] and not value_head else 0
+    heads = 1 + a.trained_drafts if ends[1] and not value_head else 0
+    likelihood = (at_once * rows * width + inputs + 16 * tokens) * heads
     offloaded = int(state * state_bytes * keeping.offload_fraction)
     return StagePlan(
         stage=stage,
         layers=len(layers),
         parameters=dense + experts + sum(adapters),
         expert_parameters=experts + adapters[1],
-        weights=(dense + experts + sum(adapters)) * width,
+        weights=(dense + experts + sum(adapters) + lent_embedding(a, layout, *ends)) * width,
         gradients=sum(trained) * (2 if keeping.main_grads == "bf16" else 4),
         optimizer=state * state_bytes - offloaded,
         activations=saved,
@@ -105,6 +108,12 @@ def _stage(
         working=max(working, (3 if keeping.overlap else 1) * SLICE_BYTES - saved if offloaded else 0),
         host=offloaded,
     )
+
+
+def lent_embedding(a: Architecture, layout: ParallelLayout, first: bool, last: bool) -> int:
+    """Returns the size of the embedding that the first stage lends the last one's draft layers for a step, on a rank."""
+    lent = a.trained_drafts and last and not first and not a.tied_embeddings
+    return layout.padded_vocabulary(a.vocab_size) // layout.tensor * a.hidden_size if lent else 0
 
 
 def stage_parameters(
@@ -117,7 +126,9 @@ def stage_parameters(
     if last:
         dense += hidden + (hidden if value_head else 0 if first and a.tied_embeddings else rows)
     experts = 0
-    for layer in layers:
+    drafts = range(a.num_layers, a.num_layers + (a.trained_drafts if last else 0))
+    dense += len(drafts) * (2 * hidden * hidden + 3 * hidden)
+    for layer in [*layers, *drafts]:
         dense += attention_parameters(a, tensor, layer) + indexer_parameters(a, layer) + (4 if a.post_norms else 2) * hidden
         if a.experts is not None and a.is_moe_layer(layer):
             e = a.experts
@@ -255,7 +266,13 @@ def activation_bytes(
         dropped = [_dropped(each, modules) for each in found]
         saved, working = sum(each.total for each in found) - sum(dropped), widest + max(dropped, default=0)
     held, parts = micro_batches(layout, stage)
-    return saved * held // parts, working
+    saved = saved * held // parts
+    if a.trained_drafts and stage == layout.pipeline - 1:  # with the loss's, and never recomputed as a whole
+        draft = layer_activations(a, layout, a.num_layers, tokens, width)
+        whole = tokens // layout.tensor if layout.sequence_parallel else tokens
+        saved += a.trained_drafts * (draft.total + 6 * whole * width * a.hidden_size)
+        working = max(working, draft.working)
+    return saved, working
 
 
 def _with_layers_recomputed(trainer: TrainerSection, found: list[LayerActivations], kept: int, widest: int) -> tuple[int, int]:

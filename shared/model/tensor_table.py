@@ -277,6 +277,10 @@ def layer_rows(architecture: Architecture, layer: int) -> tuple[NameRow, ...]:
     return tuple(row for row in TABLE if row.when <= having)
 
 
+# Megatron's name of a draft layer's own parameter, the Hugging Face one, and of a matrix its width in hidden states
+DRAFT_NAMES = (("enorm", "enorm", 0), ("hnorm", "hnorm", 0), ("eh_proj", "eh_proj", 2), ("final_layernorm", "shared_head.norm", 0))
+
+
 @lru_cache(maxsize=4)
 def parameter_sources(architecture: Architecture) -> dict[str, TensorSource]:
     """Returns the sources of Megatron's parameters by their global names: those of the local spec, and of Transformer Engine's layers.
@@ -290,20 +294,32 @@ def parameter_sources(architecture: Architecture) -> dict[str, TensorSource]:
 
 def _parameters(architecture: Architecture) -> Iterator[tuple[tuple[str, ...], TensorSource]]:
     """Yields, in the order of the model, the names of each parameter (in the local spec first) and its source."""
-    a, size = architecture, sizes(architecture)
-    vocabulary = a.vocab_size, a.hidden_size
+    a, hidden = architecture, architecture.hidden_size
+    vocabulary = a.vocab_size, hidden
     yield ("embedding.word_embeddings.weight",), TensorSource(((f"{a.prefix}.embed_tokens.weight", vocabulary),), "vocabulary")
     for layer in range(a.num_layers):
-        for row in layer_rows(a, layer):
-            shapes = [(name, tuple(size[word] for word in words)) for name, words in row.tensors]
-            for expert in range(a.experts.count) if a.experts and row.per_expert else (0,):
-                tensors = tuple((f"{a.prefix}.layers.{layer}.{name.format(expert=expert)}", shape) for name, shape in shapes)
-                names = tuple(f"decoder.layers.{layer}.{name.format(expert=expert)}" for name in row.megatron)
-                sections = tuple(size[word] for word in row.sections)
-                yield names, TensorSource(tensors, row.layout, row.float32, expert if row.stacked else None, sections)
-    yield ("decoder.final_layernorm.weight",), TensorSource(((f"{a.prefix}.norm.weight", (a.hidden_size,)),))
+        yield from _layer_parameters(a, layer, f"decoder.layers.{layer}")
+    for draft in range(a.trained_drafts):
+        layer = a.num_layers + draft
+        yield from _layer_parameters(a, layer, f"mtp.layers.{draft}.transformer_layer")
+        for name, tensor, columns in DRAFT_NAMES:
+            shape = (hidden, columns * hidden) if columns else (hidden,)
+            yield (f"mtp.layers.{draft}.{name}.weight",), TensorSource(((f"{a.prefix}.layers.{layer}.{tensor}.weight", shape),))
+    yield ("decoder.final_layernorm.weight",), TensorSource(((f"{a.prefix}.norm.weight", (hidden,)),))
     if not a.tied_embeddings:
         yield ("output_layer.weight",), TensorSource((("lm_head.weight", vocabulary),), "vocabulary")
+
+
+def _layer_parameters(a: Architecture, layer: int, within: str) -> Iterator[tuple[tuple[str, ...], TensorSource]]:
+    """Yields the same of one layer, whose parameters have names that begin with ``within``."""
+    size = sizes(a)
+    for row in layer_rows(a, layer):
+        shapes = [(name, tuple(size[word] for word in words)) for name, words in row.tensors]
+        for expert in range(a.experts.count) if a.experts and row.per_expert else (0,):
+            tensors = tuple((f"{a.prefix}.layers.{layer}.{name.format(expert=expert)}", shape) for name, shape in shapes)
+            names = tuple(f"{within}.{name.format(expert=expert)}" for name in row.megatron)
+            sections = tuple(size[word] for word in row.sections)
+            yield names, TensorSource(tensors, row.layout, row.float32, expert if row.stacked else None, sections)
 
 
 def is_untrained(name: str) -> bool:

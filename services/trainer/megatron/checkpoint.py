@@ -267,11 +267,16 @@ def _check(path: Path, marker: dict[str, Any], model: MegatronModel, optimizer: 
 
 
 def check_architecture(path: Path, marker: dict[str, Any], architecture: Architecture) -> None:
-    """Raises ConfigError naming the first entry in which a checkpoint is of another architecture. The model never has draft layers."""
+    """Raises ConfigError naming the first entry in which a checkpoint is of another architecture.
+
+    Draft layers count where they train; a converted checkpoint may have some for which the model has no use.
+    """
     mine, saved = architecture.as_json(), marker["architecture"]
-    for key in sorted((mine.keys() | saved.keys()) - {"draft_layers"}):
+    unused = {"trained_drafts"} if marker.get("weights_only") and not architecture.trained_drafts else set()
+    for key in sorted((mine.keys() | saved.keys()) - {"draft_layers"} - unused):
         if (mine.get(key) or None) != (saved.get(key) or None):  # an older one lacks the entries of features that its model has not
-            raise ConfigError(f"{path}:{key}", saved.get(key), f"{mine.get(key)!r}, as in the model's config.json")
+            source = "with the run's enable_mtp_training" if key == "trained_drafts" else "in the model's config.json"
+            raise ConfigError(f"{path}:{key}", saved.get(key), f"{mine.get(key)!r}, as {source}")
 
 
 def _sharded_state(

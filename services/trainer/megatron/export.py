@@ -16,14 +16,17 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from services.trainer.megatron import DEVICE_TYPE
 from services.trainer.megatron.gather_plan import Bucket, GatherPlan, GatherUnit
+from services.trainer.megatron.hf_weights import SafetensorsReader
 from services.trainer.megatron.joint_write import HeldPart, JointWrite, Places, elect, find_places
 from services.trainer.megatron.lora import ADAPTER_CONFIG, ADAPTER_DIRECTORY, ADAPTER_WEIGHTS, peft_config
 from services.trainer.megatron.runtime import host_copy, timeout_seconds, together
+from shared.model.architecture import Architecture
 from shared.model.final_exports import MARK
-from shared.model.hf_checkpoint import INDEX, TEMPLATE_FOLDER, VISION
+from shared.model.hf_checkpoint import DRAFT_COPIES, EMBEDDING, INDEX, OUTPUT, TEMPLATE_FOLDER, VISION, draft_prefixes
 from shared.runtime.safe_files import fsync_tree, publish, scratch
 
 _NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".gguf"}
@@ -47,7 +50,8 @@ def save_hf(plan: GatherPlan, source: Path, target: Path, file_bytes: int = FILE
     a directory ``adapter``, the adapters alone.
 
     Args:
-        source: the checkpoint the model was loaded from; its config, tokenizer and whatever else is not weights are copied.
+        source: the checkpoint the model was loaded from; its config, tokenizer and whatever else is not weights are copied, as are draft
+            layers that are not trained. Their copies of the embedding and the output layer are the policy's.
         file_bytes: the most bytes of a file, unless a single parameter is larger. steps: those that the weights were trained, for its mark
             (`shared.model.final_exports`); None: it has none.
 
@@ -120,17 +124,21 @@ class HfParts:
         self._names: dict[str, str] = {}
         self._writing: Future[None] | None = None
         self._error: Exception | None = None
+        self._drafts = Drafts(source, plan.model.architecture)
 
     def add(self, name: str, bucket: Bucket, thread: ThreadPoolExecutor | None) -> None:
         """Takes a file's tensors, to be written by `write`, or on the thread at once. An error of the disk is raised by `write`: the other
         ranks gather on."""
-        self._names |= dict.fromkeys((tensor for tensor, _ in bucket), name)
+        self._names |= dict.fromkeys(self._drafts.with_copies(dict.fromkeys(tensor for tensor, _ in bucket)), name)
         if thread is None:
             self._files.append((name, bucket))
             return
         self._await()
         if self._error is None:
-            self._writing = thread.submit(_write, self.partial / name, bucket)
+            self._writing = thread.submit(self._write, name, bucket)
+
+    def _write(self, name: str, bucket: Bucket) -> None:
+        _write(self.partial / name, list(self._drafts.with_copies(dict(bucket)).items()))
 
     def _await(self) -> None:
         writing, self._writing = self._writing, None
@@ -145,8 +153,7 @@ class HfParts:
         if self._error is not None:
             raise self._error
         while self._files:
-            name, bucket = self._files.pop(0)
-            _write(self.partial / name, bucket)
+            self._write(*self._files.pop(0))
         if self.adapters is not None:
             assert self._plan.model.lora is not None  # or there were no adapters
             config = peft_config([name for name, _ in self.adapters], self._plan.model.lora, self._source)
@@ -164,11 +171,14 @@ class HfParts:
         found, draft, dtype = json.loads(content), self.partial, self._plan.model.config.params_dtype
         weight_map = {name: found[name] for unit in self._plan.units for name, _ in unit.tensors}
         weight_map |= dict.fromkeys(copy_vision(self._source, draft), VISION_FILE)
+        copied, nbytes = self._drafts.write_rest(draft)
+        weight_map |= {name: found[name] for name in self._drafts.names if name in found} | copied
         if len(set(weight_map.values())) > 1:
-            size = sum(unit.nbytes(dtype) for unit in self._plan.units)
+            embedding = self._plan.model.architecture.vocab_size * self._plan.model.architecture.hidden_size * dtype.itemsize
+            size = nbytes + len(self._drafts.copies) * embedding + sum(unit.nbytes(dtype) for unit in self._plan.units)
             write_json(draft / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
         copy_beside_weights(self._source, draft)
-        write_config(draft, str(dtype).removeprefix("torch."))
+        write_config(draft, str(dtype).removeprefix("torch."), bool(self._drafts.names) or self._plan.model.architecture.trained_drafts > 0)
         if self._steps is not None:
             write_json(draft / MARK, {"steps": self._steps})
         fsync_tree(draft)
@@ -176,6 +186,44 @@ class HfParts:
 
     def tidy(self) -> None:
         """Does nothing: the new directory replaces the older one by its name."""
+
+
+class Drafts:
+    """The tensors of a checkpoint's draft layers (multi-token prediction) that are not in the trainer's model.
+
+    Attributes:
+        names: of these tensors, as the checkpoint has them. copies: those of them that are the model's embedding or output layer, and the
+            name of that.
+    """
+
+    def __init__(self, source: Path, architecture: Architecture) -> None:
+        prefixes = tuple(prefix for prefix in draft_prefixes(architecture) if prefix != VISION)
+        self.names: list[str] = []
+        if prefixes and any(source.glob("*.safetensors")):  # a converted checkpoint has none
+            self._reader = SafetensorsReader(source)
+            self.names = sorted(name for name in self._reader.names() if name.startswith(prefixes))
+        tied = {OUTPUT: EMBEDDING} if architecture.tied_embeddings else {}
+        pairs = {name: copy for name in self.names for end, copy in DRAFT_COPIES.items() if name.endswith(f".{end}")}
+        self.copies = {name: tied.get(copy, copy) for name, copy in pairs.items() if not name.startswith("mtp.")}
+
+    def with_copies(self, held: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Returns tensors by their names with the copies of them; a None has a None."""
+        copies = {name: held[of] for name, of in self.copies.items() if of in held}
+        return held | {name: None if tensor is None else tensor.clone() for name, tensor in copies.items()}
+
+    def write_rest(self, directory: Path) -> tuple[dict[str, str], int]:
+        """Writes all but the copies as they are, and returns the file of each, and their bytes."""
+        files, total, pending, size = dict[str, str](), 0, dict[str, Tensor](), 0
+        rest = [name for name in self.names if name not in self.copies]
+        for name in rest:
+            pending[name] = self._reader.read(name)
+            size += pending[name].nbytes
+            if size >= FILE_BYTES or name == rest[-1]:
+                file = f"model-draft-{len(set(files.values())) + 1:05d}.safetensors"
+                _write(directory / file, list(pending.items()))
+                files |= dict.fromkeys(pending, file)
+                total, pending, size = total + size, {}, 0
+        return files, total
 
 
 def _on_host(bucket: Bucket, copied: bool) -> Bucket:
@@ -211,12 +259,12 @@ def copy_vision(source: Path, target: Path) -> list[str]:
     return list(found)
 
 
-def write_config(directory: Path, dtype: str) -> None:
-    """Makes a copied ``config.json`` fit the weights: their dtype may have changed, and there are no draft layers."""
+def write_config(directory: Path, dtype: str, drafts: bool = False) -> None:
+    """Makes a copied ``config.json`` fit the weights: their dtype may have changed. ``drafts``: whether there are draft layers."""
     path = directory / "config.json"
     config = json.loads(path.read_text())
     for entries in (config, config.get("text_config") or {}):
         if entries is config or "dtype" in entries or "torch_dtype" in entries:
             entries["torch_dtype" if "torch_dtype" in entries else "dtype"] = dtype
-        entries.update({name: 0 for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers") if entries.get(name)})
+        entries.update({name: 0 for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers") if entries.get(name) and not drafts})
     write_json(path, config)

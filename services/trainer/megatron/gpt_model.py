@@ -19,12 +19,13 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from services.trainer.megatron import DEVICE_TYPE
+from services.trainer.megatron.draft import DraftLayers
 from services.trainer.megatron.expert_balance import Balancing
 from services.trainer.megatron.hf_weights import load_hf, weights_of
 from services.trainer.megatron.likelihood import OutputHead, VocabularySlice
 from services.trainer.megatron.moe import DISPATCHER, dispatcher_of
 from services.trainer.megatron.runtime import device
-from services.trainer.megatron.spec import ValueHead, decoder_spec, rotate_by_place
+from services.trainer.megatron.spec import ValueHead, decoder_spec, family_layer_spec, rotate_by_place
 from services.trainer.weights.read_lock import WeightReadLock
 from shared.config.flag_table import OF_DEEPEP
 from shared.model.architecture import Architecture, GroupedYarn, Llama3Scaling, Rope
@@ -62,6 +63,7 @@ class MegatronModel:
             None: it always is (`services.trainer.megatron.packed_sequences`).
         freezing: the choice of frozen parameters. readers: the lock of those that read them now.
         chunk_size: tokens whose logits exist at a time; -1 for all of a micro-batch. balancing: of the experts; None: there is none.
+        draft_scale: weight of the draft layers' loss.
     """
 
     backend: ClassVar[str | None] = None  # in a checkpoint: the one that has no name
@@ -76,6 +78,7 @@ class MegatronModel:
     readers: WeightReadLock = field(default_factory=WeightReadLock)
     chunk_size: int = -1
     balancing: Balancing | None = None
+    draft_scale: float = 0.0
 
     @property
     def head(self) -> OutputHead:
@@ -112,8 +115,8 @@ class MegatronModel:
             yield from (buffer.param_data for buffer in flat_buffers(chunk) if buffer.param_data is not None)
 
     def load_hf(self, directory: Path) -> None:
-        """Fills this rank's parameters from a Hugging Face checkpoint of the same architecture."""
-        load_hf(self.modules, self.config, self.architecture, directory)
+        """Fills this rank's parameters from a Hugging Face checkpoint of the same architecture, but for draft layers."""
+        load_hf(self.modules, self.config, self.architecture, directory, drafts=False)
 
     def sharded_state(self, layers_apart: bool = False) -> dict[str, Any]:
         """Returns the weights as checkpoints hold them. ``layers_apart``: each layer has its own name; otherwise like layers are stacked
@@ -277,6 +280,9 @@ def _build_chunk(
     )
     if value_head and last:
         model.output_layer = ValueHead(config)
+    if a.trained_drafts and last:
+        drafts = range(a.num_layers, a.num_layers + a.trained_drafts)
+        model.mtp = DraftLayers(config, [family_layer_spec(a, config, index) for index in drafts], stage)
     # Megatron takes experts without expert parallelism for parameters like any other, and sums their gradients over the data-parallel
     # ranks only: wrong, silently, where they are not split as other matrices are and tensor-parallel ranks have seen different tokens
     for name, parameter in model.named_parameters():

@@ -47,7 +47,7 @@ from services.trainer.megatron.lora import attach
 from services.trainer.megatron.staged_shards import StagedShards
 from services.trainer.megatron.trainer_settings import DTYPES
 from shared.model.architecture import Architecture
-from shared.model.families import read_architecture
+from shared.model.families import read_architecture, with_found_drafts
 from shared.model.parallel_layout import ParallelLayout
 from shared.model.trainable_parameters import Lora
 from shared.runtime.errors import ConfigError
@@ -73,9 +73,9 @@ def to_torch_dist(source: Path, target: Path, dtype: str | None, progress: Progr
     Raises:
         ConfigError: the source is not what its config says, or of an unknown family, or the target exists.
     """
-    architecture = read_architecture(source, quantized=True)
     _check_target(target)
     reader = reader_of(source)
+    architecture = with_found_drafts(read_architecture(source, quantized=True), reader.names())
     reader.check(architecture)
     found = json.loads((source / "config.json").read_text())
     quantized = found.get("quantization_config") is not None
@@ -122,7 +122,7 @@ def to_hf(source: Path, target: Path, hf: Path | None, step: int | None, progres
     if hf is None and not (path / _HF_FILES).is_dir():
         raise ConfigError("--hf", None, f"the Hugging Face checkpoint that {path} was trained from, for config and tokenizer")
     hf = hf or path / _HF_FILES
-    architecture = read_architecture(hf)
+    architecture = replace(read_architecture(hf), trained_drafts=marker["architecture"].get("trained_drafts", 0))
     check_architecture(path, marker, architecture)
     _check_target(target)
     adapted = marker.get("lora")

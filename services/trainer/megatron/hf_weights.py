@@ -7,7 +7,7 @@ local layer spec and for Transformer Engine's (which keeps norms inside the line
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
@@ -233,18 +233,23 @@ class SafetensorsReader:
 
 
 @torch.no_grad()
-def load_hf(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: Architecture, hf_dir: Path) -> None:
+def load_hf(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: Architecture, hf_dir: Path, drafts: bool = True) -> None:
     """Fills this rank's parameters from a Hugging Face checkpoint, in the model's dtype.
 
-    The layers of :func:`draft_prefixes` are not read: they are not trained here, and no export has them.
+    The tensors of :func:`draft_prefixes` are not read.
+
+    Args:
+        drafts: whether draft layers that train are read as well.
 
     Raises:
         ConfigError: the directory holds other tensors than its ``config.json`` describes.
     """
     reader = SafetensorsReader(hf_dir)
-    passed_over = reader.check(architecture)
-    if passed_over and dist.get_rank() == 0:
+    passed_over = reader.check(architecture if drafts else replace(architecture, trained_drafts=0))
+    if passed_over and not architecture.trained_drafts and dist.get_rank() == 0:
         layers = architecture.draft_layers
         structlog.get_logger().warning("draft_layers_not_loaded", layers=layers, tensors=passed_over, checkpoint=str(hf_dir))
     for local in parameters(chunks, config, architecture):
+        if local.name.startswith("mtp.") and not drafts:
+            continue
         local.parameter.copy_(local.shard(reader.parameter(local, architecture)).to(device()))

@@ -91,8 +91,13 @@ class OutputHead:
         Returns:
             float32 [U, K] and [U], the same on all ranks of the group, differentiable with respect to inputs and weight.
         """
-        log_probs, entropy = _ChunkedLikelihood.apply(inputs, self.weight, ids, self, temperature, need_entropy, kept)
+        log_probs, entropy, _ = _ChunkedLikelihood.apply(inputs, self.weight, ids, self, temperature, need_entropy, kept)
         return log_probs, entropy if need_entropy else None
+
+    def likelihood_and_best(self, inputs: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Returns the log-probabilities as `likelihood` does, and whether each place's first id is the likeliest: float32 [U], 1 or 0."""
+        log_probs, _, best = _ChunkedLikelihood.apply(inputs, self.weight, ids, self, temperature, False, None)
+        return log_probs, best
 
     def chunks(self, tokens: int) -> list[slice]:
         size = max(1, tokens if self.chunk_size < 0 else self.chunk_size)
@@ -120,7 +125,7 @@ class _ChunkedLikelihood(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, inputs: Tensor, weight: Tensor, ids: Tensor, head: OutputHead, temperature: float, need_entropy: bool, kept: Kept | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         vocabulary, tokens = head.vocabulary, inputs.size(0)
         local = ids - vocabulary.start
         local = torch.where((local >= 0) & (local < vocabulary.width), local, -1)
@@ -146,7 +151,9 @@ class _ChunkedLikelihood(torch.autograd.Function):
         ctx.kept = logits if any(ctx.needs_input_grad[:2]) else None
         ctx.save_for_backward(inputs, weight, local, highest + log_sum, entropy)
         ctx.head, ctx.temperature, ctx.need_entropy, ctx.of_kept = head, temperature, need_entropy, kept
-        return log_probs, entropy
+        best = (picked[:, 0] >= highest).float()
+        ctx.mark_non_differentiable(best)
+        return log_probs, entropy, best
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:

@@ -15,14 +15,14 @@ from services.trainer.megatron.packed_sequences import least_saved, obstacle
 from services.trainer.megatron.runtime import deadline, together
 from services.trainer.megatron.spec import check_layers, named_spec
 from services.trainer.megatron.trainer_settings import TrainerSettings
-from shared.model.families import read_architecture
+from shared.model.families import read_architecture, with_drafts
 from shared.model.named_layers import is_own_module
 from shared.model.parallel_layout import division_problems
 
 
 def create(settings: TrainerSettings, hf_dir: Path, random: bool, initialized: Callable[[], None] | None) -> Backend:
     """Makes this rank's part of a model; the arguments are those of `services.trainer.actor.Actor.create`."""
-    architecture = read_architecture(hf_dir)
+    architecture = with_drafts(read_architecture(hf_dir), settings.trainer, settings.value_head)
     trainer = settings.trainer
     overrides = {**settings.recomputation, **settings.megatron.transformer}
     if trainer.deterministic:
@@ -37,7 +37,8 @@ def create(settings: TrainerSettings, hf_dir: Path, random: bool, initialized: C
         initialized()
     megatron = transformer_config(architecture, settings.layout, settings.dtype, overrides)
     balancing = Balancing.of(megatron, adapted=settings.lora is not None)
-    least = least_saved(trainer.prefix_sharing, megatron)
+    # a draft layer's input at a fork differs with what comes next
+    least = None if architecture.trained_drafts else least_saved(trainer.prefix_sharing, megatron)
     layers = partial(named_spec, trainer.spec, architecture, megatron, trainer.megatron) if named else None
     chunks = build_chunks(architecture, megatron, settings.layout, settings.value_head, layers)
     if named:
@@ -61,6 +62,7 @@ def create(settings: TrainerSettings, hf_dir: Path, random: bool, initialized: C
         least,
         chunk_size=trainer.log_probs_chunk_size,
         balancing=balancing,
+        draft_scale=trainer.mtp_loss_scaling_factor,
     )
     with deadline("the making of the optimizer"):
         optimizer = Optimizer(model, trainer, settings.schedule, settings.megatron.optimizer)

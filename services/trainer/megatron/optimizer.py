@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import megatron.core.optimizer as megatron_optimizer
@@ -22,9 +23,10 @@ import megatron.core.optimizer.distrib_optimizer as distributed_optimizer
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
-from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer_config import ParamKey
 from torch import Tensor
 from torch.optim.adamw import adamw
 
@@ -397,7 +399,10 @@ class Optimizer(ScheduledOptimizer):
             keeping,
         )
         with precision_adam(keeping):
-            self.megatron: ChainedOptimizer = get_megatron_optimizer(config, list(model.chunks), use_gloo_process_groups=False)
+            groups = {**get_standard_config_overrides(config), ParamKey(attr="draft"): {"draft": True}}
+            self.megatron: ChainedOptimizer = get_megatron_optimizer(config, list(model.chunks), groups, use_gloo_process_groups=False)
+        # draft layers are clipped by a norm of their own, so that the policy's update is the one that it has without them
+        self._kinds = (False, True) if model.architecture.trained_drafts else (False,)
         for part in self.parts().values():
             if isinstance(part.optimizer, PrecisionAdam):
                 part._copy_model_params_to_main_params = part.optimizer.renew_main
@@ -414,14 +419,16 @@ class Optimizer(ScheduledOptimizer):
     def update(self) -> tuple[float, str | None]:
         optimizer = self.megatron
         optimizer.prepare_grads()
-        grad_norm = float(optimizer.get_grad_norm())
-        if anywhere(not math.isfinite(grad_norm)):
-            return grad_norm, f"gradient norm is {grad_norm}"
-        for part in optimizer.chained_optimizers:
-            parameters = part.get_parameters()
-            if parameters and self.trainer.clip_grad > 0:
-                decoupled = isinstance(part.optimizer, PrecisionAdam)
-                clip_grad_by_total_norm_fp32(parameters, self.trainer.clip_grad, grad_norm, use_decoupled_grad=decoupled)
+        norms = []
+        for draft in self._kinds:
+            with self._parameters_of(draft):
+                norms.append(float(optimizer.get_grad_norm()))
+        grad_norm = norms[0]
+        if anywhere(not all(map(math.isfinite, norms))):
+            return grad_norm, f"gradient norm is {grad_norm}" + "".join(f", of the draft layers {norm}" for norm in norms[1:])
+        for draft, norm in zip(self._kinds, norms, strict=True):
+            with self._parameters_of(draft):
+                self._clip(norm)
         for group in optimizer.param_groups:
             group["lr"] = self.lr
             group["weight_decay"] = self.trainer.weight_decay * group["wd_mult"]
@@ -431,6 +438,26 @@ class Optimizer(ScheduledOptimizer):
 
     def weights_loaded(self) -> None:
         self.megatron.reload_model_params()
+
+    @contextmanager
+    def _parameters_of(self, draft: bool) -> Iterator[None]:
+        """Has Megatron's optimizers take norms of the draft layers' gradients in the body, or of all others."""
+        parts = list(self.parts().values())
+        for part in parts:
+            groups = [group["params"] for group in part.optimizer.param_groups if group.get("draft", False) == draft]
+            part.get_parameters = partial(list, chain.from_iterable(groups))
+        try:
+            yield
+        finally:
+            for part in parts:
+                del part.get_parameters
+
+    def _clip(self, norm: float) -> None:
+        for part in self.megatron.chained_optimizers:
+            parameters = part.get_parameters()
+            if parameters and self.trainer.clip_grad > 0:
+                decoupled = isinstance(part.optimizer, PrecisionAdam)
+                clip_grad_by_total_norm_fp32(parameters, self.trainer.clip_grad, norm, use_decoupled_grad=decoupled)
 
     def zero_gradients(self) -> None:
         """Zeroes the gradients before the backward passes. Without a distributed optimizer the parameters' gradients *are* the model's

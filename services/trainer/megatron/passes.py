@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from services.trainer.megatron.attention import uses_dense_batches
+from services.trainer.megatron.draft import DraftStep
 from services.trainer.megatron.expert_balance import BalancedStep, BalancedTokens, trained_lengths
 from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.likelihood import restrict
@@ -77,6 +78,8 @@ def forward_backward(
 ) -> tuple[float, dict[str, float]]:
     """Adds the gradient of the summed loss to the (zeroed) gradient buffers, reduced over the data-parallel ranks.
 
+    The gradient of draft layers that train is added as well; their loss is a metric.
+
     Args:
         balanced: gets what the routers find; its losses are added to the gradient, and are metrics.
 
@@ -87,7 +90,8 @@ def forward_backward(
         BadLoss: ``loss_fn`` broke its contract.
     """
     model.train(True)
-    compute = _loss(model, loss_fn, temperature, need_entropy)
+    drafts = DraftStep.begun(model, batches, model.draft_scale) if model.architecture.trained_drafts else None
+    compute = _loss(model, loss_fn, temperature, need_entropy, drafts)
     loss, metrics = reduce_reports(_run(model, batches, compute, forward_only=False, balanced=balanced))
     if balanced is not None:
         copies = 1 if model.layout.sequence_parallel else model.layout.tensor
@@ -114,7 +118,7 @@ def loss_alone(model: MegatronModel, batch: PackedBatch, loss_fn: LossFunction, 
 
 
 def _loss(
-    model: MegatronModel, loss_fn: LossFunction, temperature: float, need_entropy: bool
+    model: MegatronModel, loss_fn: LossFunction, temperature: float, need_entropy: bool, drafts: DraftStep | None = None
 ) -> Callable[[Tensor, ModelInput, PackedBatch], tuple[Tensor, dict[str, Tensor]]]:
     apply: Callable[..., tuple[Tensor, dict[str, Tensor]]] = loss_fn
 
@@ -130,7 +134,11 @@ def _loss(
             loss, metrics = apply(likelihood, entropy, batch, found)
         else:
             loss, metrics = apply(*_likelihood(model, output, given, temperature, need_entropy), batch)
-        return checked(loss, metrics)
+        loss, metrics = checked(loss, metrics)
+        if drafts is None:
+            return loss, metrics
+        of_drafts, more = drafts.loss(model, output, given, batch, temperature)
+        return loss + (of_drafts - of_drafts.detach()), metrics | more
 
     return compute
 

@@ -280,19 +280,23 @@ def decoder_spec(architecture: Architecture, config: TransformerConfig, vp_stage
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
     engine = config.transformer_impl == "transformer_engine"
-    if engine:
-        check_engine(architecture, config)
-    make = engine_layer_spec if engine else layer_spec
-    experts = architecture.experts.count if architecture.experts else None
-    numbers = range(first, first + count)
-    layers = [make(architecture, config, experts if architecture.is_moe_layer(n) else None, architecture.window(n)) for n in numbers]
-    for index, layer in enumerate(layers, first):
-        if architecture.is_linear_layer(index):
-            submodules = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=RMSNorm, out_proj=RowParallelLinear)
-            layer.submodules.self_attention = ModuleSpec(module=PackedGatedDeltaNet, submodules=submodules)
+    layers = [family_layer_spec(architecture, config, index) for index in range(first, first + count)]
     if architecture.indexer is not None:
         _choose_keys(layers, architecture, first)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TENorm if engine else norm_of(architecture))
+
+
+def family_layer_spec(architecture: Architecture, config: TransformerConfig, layer: int) -> ModuleSpec:
+    """Returns the layer of this index, from 0. Raises ConfigError as `check_engine`."""
+    engine = config.transformer_impl == "transformer_engine"
+    if engine:
+        check_engine(architecture, config)
+    experts = architecture.experts.count if architecture.experts and architecture.is_moe_layer(layer) else None
+    spec = (engine_layer_spec if engine else layer_spec)(architecture, config, experts, architecture.window(layer))
+    if architecture.is_linear_layer(layer):
+        submodules = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=RMSNorm, out_proj=RowParallelLinear)
+        spec.submodules.self_attention = ModuleSpec(module=PackedGatedDeltaNet, submodules=submodules)
+    return spec
 
 
 def norm_of(architecture: Architecture) -> type[RMSNorm]:

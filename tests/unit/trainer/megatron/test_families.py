@@ -179,16 +179,18 @@ def test_older_glm_configs_rotate_half_of_each_head(copy_of):
     assert read_architecture(copy_of("glm4_moe", rope_parameters=None, partial_rotary_factor=0.25)).rope.fraction == 0.25
 
 
-def test_draft_layers_are_passed_over_and_not_exported(copy_of, make_actor, tmp_path):
+def test_draft_layers_are_passed_over_and_exported_as_they_are(copy_of, make_actor, tmp_path):
     directory = copy_of("glm4_moe", num_nextn_predict_layers=1)
+    loaded = actor(directory)
+    loaded.save_hf(tmp_path / "without")
+    assert json.loads((tmp_path / "without" / "config.json").read_text())["num_nextn_predict_layers"] == 0
     rewrite(directory, lambda t: t.update({"model.layers.2.eh_proj.weight": torch.zeros(32, 64)}))
     with structlog.testing.capture_logs() as logs:
         loaded = actor(directory)
     assert [(line["event"], line["layers"], line["tensors"]) for line in logs] == [("draft_layers_not_loaded", 1, 1)]
     loaded.save_hf(tmp_path / "out")
-    saved = load_file(tmp_path / "out" / "model.safetensors")
-    assert "model.layers.2.eh_proj.weight" not in saved and "model.layers.1.mlp.gate.e_score_correction_bias" in saved
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    assert set(load_file(tmp_path / "out" / "model-draft-00001.safetensors")) == {"model.layers.2.eh_proj.weight"}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
 
 
 def test_missing_paths_are_named(tmp_path):
