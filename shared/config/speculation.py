@@ -38,15 +38,14 @@ def draft_layers(model_config: Mapping[str, Any]) -> int:
 
 
 def speculation_flags(speculation: Speculation | None, given: Mapping[str, Any], model_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns SGLang's flags for a run's ``speculation``, by plain names; none where ``given``, ``[rollout.sglang]``, has its own."""
+    """Returns SGLang's flags for a run's ``speculation``, by plain names; none where ``given`` (``rollout.sglang``) names one."""
     own = {SHORT.get(name := plain_name(key), name): value for key, value in given.items() if value not in (None, False)}
     if speculation in (None, "off") or ALGORITHM in own:
         return {}
     kind = speculation
     if speculation == "auto":
         kind = "draft" if DRAFT in own else "mtp" if draft_layers(model_config) else "ngram"
-    chain_is_own = not CHAIN.keys().isdisjoint(own)  # SGLang takes all of them or none
-    return {name: value for name, value in OF_KIND[str(kind)].items() if name not in CHAIN or not chain_is_own}
+    return dict(OF_KIND[str(kind)])
 
 
 def speculates(flags: Mapping[str, Any]) -> bool:

@@ -1,5 +1,7 @@
 """An engine that speculates samples what it samples without, and its draft is pushed with the policy."""
 
+import asyncio
+import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess
@@ -16,7 +19,9 @@ from shared.config.speculation import OF_KIND
 from shared.schema.messages import Sampling
 from tests.integration.engine.conftest import running_engine
 from tests.support.drafting_model import DraftingShape, of_policy, signs, write_drafting_model
+from tests.support.tiny_model import PRINTABLE, character_tokenizer
 from tests.support.weights_group import Pusher
+from tests.unit.trainer.megatron.tiny import VOCAB, make_checkpoint
 
 SHAPE, TEMPERATURE, NEW, GROUPS, GROUP = DraftingShape(), 0.8, 6, 8, 128
 PROMPT = np.arange(5, 15, dtype=np.int32)
@@ -121,3 +126,32 @@ async def test_a_draft_is_pushed_with_its_policy(engines: list[EngineProcess], m
         await client.update_weights_from_disk(str(path), 4)
         again = await accept_length(client)
     assert min(known, learned, again) > 1.4 * max(stale, behind), (known, stale, learned, behind, again)
+
+
+def test_deepseeks_draft_is_pushed_as_its_layer(tmp_path: Path) -> None:
+    make_checkpoint("deepseek_v3", tmp_path)
+    character_tokenizer(PRINTABLE[: VOCAB - 4]).save_pretrained(tmp_path)
+    tensors, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    last, draft = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    tensors |= {name.replace(last, draft): tensor.clone() for name, tensor in tensors.items() if name.startswith(last)}
+    tensors |= {f"{draft}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
+    tensors[f"{draft}eh_proj.weight"] = torch.randn(hidden, 2 * hidden)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    changed = {name: tensor * 1.1 for name, tensor in sorted(tensors.items())}
+
+    async def pushed(engine: EngineProcess) -> None:
+        async with await EngineClient.connect(engine.receiver) as client:
+            await client.open_receivers()
+            async with Pusher.over(client) as pusher:
+                await pusher.push(dict(sorted(tensors.items())), 1)
+                await pusher.push(changed, 2)
+                (checked,) = await pusher.send(pusher.sent, 2, check=True)
+                assert checked.differences == {} and checked.digest == pusher.digest
+            sampling = Sampling(temperature=1, max_new_tokens=24)
+            (one,) = await client.generate_group([GenerationRequest(PROMPT, 24, ignore_eos=True)], sampling)
+            assert one.verifications and np.allclose(one.log_probs, await scored(client, np.concatenate([PROMPT, one.tokens])), atol=1e-4)
+
+    with running_engine(tmp_path, tmp_path, dict(OF_KIND["mtp"])) as engine:
+        asyncio.run(pushed(engine))
