@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from services.trainer.megatron import sparse_attention
 from services.trainer.megatron.packed_sequences import least_saved
+from shared.config.engine_limits import dense_context_problem
 from shared.config.trainer_section import TrainerSection
 from shared.model.families import read_architecture
 from shared.model.memory_plan import total_parameters
@@ -142,3 +143,11 @@ def test_what_is_not_exact_is_refused(hf, make_actor):
         assert words in str(problem)
     with pytest.raises(ConfigError, match=r"prefix_sharing.*whole sequences"):
         least_saved("on", make_actor(KIND).model.config)
+
+
+def test_an_engine_on_a_cpu_has_no_context_that_is_sparse():
+    entries = {"index_topk": 2048, "max_position_embeddings": 163840}
+    assert dense_context_problem(entries, {"context-length": "2048"}) is None
+    assert dense_context_problem({"max_position_embeddings": 163840}, {}) is None
+    for flags in ({}, {"context-length": 2049}):
+        assert "context-length" in str(problem := dense_context_problem(entries, flags)) and "at most 2048 on a CPU" in str(problem)
