@@ -34,23 +34,24 @@ from tests.support.stock_engine import StockEngine
 
 POLL_INTERVAL_S = 0.1
 TOLD_SECONDS = 5.0
-LARGEST_DIFFERENCE = 5e-3  # both compute in float32, by other kernels
+LARGEST_DIFFERENCE = {"gloo": 5e-3, "nccl": 0.03}  # of the means; kernels differ, and on GPUs both compute in bfloat16
 COMMON = (
-    *("--train-dtype", "float32", "--lr", "1e-5", "--update-weight-transport", "nccl", "--in-flight-on-push", "abort"),
+    *("--lr", "1e-5", "--update-weight-transport", "nccl", "--in-flight-on-push", "abort"),
     *("--no-console", "--max-staleness", "1"),
 )
 CASES = {
     "cuda": ColocatedCase(
         flags=(
             *("--rollout-batch-size", "16", "--n-samples-per-prompt", "8", "--rollout-max-response-len", "256"),
-            *("--max-tokens-per-gpu", "4096", "--update-weight-buffer-size", str(1 << 29), *COMMON),
+            *("--max-tokens-per-gpu", "4096", "--update-weight-buffer-size", str(1 << 29), "--train-dtype", "bfloat16"),
+            *COMMON,
         ),
         engine=(
             *(word.replace("--sglang-", "--") for word in KERNEL_FLAGS),
             "--mem-fraction-static",
             "0.4",
             "--dtype",
-            "float32",
+            "bfloat16",
             "--cuda-graph-max-bs-decode",
             "128",
         ),
@@ -60,7 +61,7 @@ CASES = {
     "cpu": ColocatedCase(
         flags=(
             *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--rollout-max-response-len", "48"),
-            *("--update-weight-buffer-size", "65536", "--train-device", "cpu", *COMMON),
+            *("--update-weight-buffer-size", "65536", "--train-device", "cpu", "--train-dtype", "float32", *COMMON),
         ),
         engine=(),
         shape="tiny",
@@ -170,7 +171,7 @@ def problems(found: dict[str, Any], steps: int, backend: str) -> list[str]:
         f"it ended with {found['exit']}": found["exit"] != 0,
         f"{found['steps']} of {steps} steps": found["steps"] != steps,
         f"audit: {found['audit']}": found["audit"] != "ok",
-        f"engine and trainer differ by {difference}": difference is None or difference > LARGEST_DIFFERENCE,
+        f"engine and trainer differ by {difference}": difference is None or difference > LARGEST_DIFFERENCE[backend],
         f"groups: {dict(found['groups'])}": set(found["groups"]) != {backend},
         "versions have the same weights": len({push["digest"] for push in pushes}) < 2,
         f"the server named versions {sorted(set(named) - set(told))} that were not loaded": not set(named) <= set(told),
