@@ -3,6 +3,8 @@
 import json
 import re
 import tomllib
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,10 @@ from benchmarks.trainer_mfu import RESULTS, WRITTEN, planned_gb
 from shared.config import flag_table
 from shared.config.trainer_section import TrainerSection
 from shared.model.architecture_flags import described_shape
+from shared.model.families import with_drafts
 from shared.model.memory_plan import OUTSIDE_BYTES, plan_trainer, total_parameters
 from shared.model.parallel_layout import ParallelLayout, division_problems
+from shared.model.tensor_table import hf_tensors
 
 READY = sorted((Path(__file__).parents[4] / "configs" / "models").glob("*.toml"))
 
@@ -66,3 +70,16 @@ def test_the_plan_is_within_a_tenth_of_what_torch_measured(name):
     rows = json.loads((RESULTS / f"{name}.json").read_text())
     measured = [row["peak_gb"] for row in rows]
     assert measured and [planned_gb(row) for row in rows] == pytest.approx(measured, rel=0.1)
+
+
+def test_draft_layers_that_train_are_planned_on_the_last_stage():
+    """Their parameters are those of the table of names; without a tied embedding the stage borrows the first one's for a step."""
+    _, shape, _, _ = ready(next(path for path in READY if path.stem == "glm-4.5-air"))
+    trainer = TrainerSection(pipeline_model_parallel_size=2, enable_mtp_training=True, use_distributed_optimizer=False)
+    drafted = with_drafts(replace(shape, draft_layers=1), trainer)
+    (first, last), (first_with, last_with) = (plan_trainer(each, trainer, 8) for each in (shape, drafted))
+    names = hf_tensors(drafted).keys() - hf_tensors(shape).keys()
+    added = sum(prod(hf_tensors(drafted)[name]) for name in names)
+    assert first_with == first and last_with.parameters - last.parameters == added
+    assert last_with.weights - last.weights == 2 * (added + shape.vocab_size * shape.hidden_size)
+    assert last_with.activations > last.activations and last_with.likelihood == 2 * last.likelihood
