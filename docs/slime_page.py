@@ -96,8 +96,8 @@ twice the last counts, and that is reported. A switch that is on by default is t
   files have `mask` by default.
 - **`--rollout-top-p` below 1** trains each token over the nucleus that it was sampled from, as with slime, and so do `--rollout-top-k`
   and a `min_p` of `--sglang-preferred-sampling-params`, with stock SGLang from 0.5.20 on: [support replay](trainer.md#support-replay).
-  The entropy is that of the nucleus as well; slime's is of the whole vocabulary. Where the nuclei are not known (agents; functions of
-  your own, unless `--support-replay on`), the start says so, and `train/support_mismatch` is 1; so it is with penalties that
+  The entropy is that of the nucleus as well; slime's is of the whole vocabulary. Where the nuclei are not known (functions of your
+  own, unless `--support-replay on`), the start says so, and `train/support_mismatch` is 1; so it is with penalties that
   `--sglang-preferred-sampling-params` sets for all requests. Parameters of the checkpoint's `generation_config.json` are not used
   (`--sglang-sampling-defaults openai`).
 - **`--sglang-quantization`** is refused where the trainer pushes weights, and `--sglang-speculative-algorithm` without a draft: layers

@@ -469,6 +469,7 @@ class Turns:
                     completion=generated.completion,
                     log_probs=generated.log_probs,
                     top_log_probs=generated.top_log_probs,
+                    kept=generated.kept,
                     spans=generated.spans,
                     until=time.time() + LEASE_SECONDS,
                     replica=pending.replica,
@@ -508,6 +509,7 @@ class Turns:
                     stream=hear is not None,
                     structural_tag=grammar,
                     top_count=asked.top_logprobs,
+                    kept=log.session.kept,
                 )
                 try:
                     generated = await self._client.generate(target.url, request, hear)
@@ -524,7 +526,7 @@ class Turns:
     async def _ended(self, log: SessionLog, whole: PendingTurn, finish: Finish, cached: int, asked: ChatTurn | TokenTurn) -> Turn:
         """Records a turn that has ended, with the digest of its conversation, and returns the turn that counts."""
         generated = (whole.prompt, whole.completion, whole.log_probs, whole.spans)
-        beside: dict[str, Any] = {"cached": cached, "replica": whole.replica, "top_log_probs": whole.top_log_probs}
+        beside: dict[str, Any] = {"cached": cached, "replica": whole.replica, "top_log_probs": whole.top_log_probs, "kept": whole.kept}
         turn = Turn(whole.request, whole.parent, *generated, finish, **beside)
         if isinstance(asked, ChatTurn):
             result = self._answers.chat(turn, log.session, asked)

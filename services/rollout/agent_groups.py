@@ -123,6 +123,7 @@ class AgentGroups(GroupPlayer):
             seed=self.seeds.of_sample(seed),
             min_version=task.min_version,
             evaluation=is_evaluation(task.group),
+            kept=0 if is_evaluation(task.group) else self._config.kept_top_k,
             opened=time.time(),
             replica=self._service.instance,
         )
@@ -245,6 +246,7 @@ class _AgentRollout(PlayedRollout):
             prompt=conversation.prompt,
             response=conversation.response,
             log_probs=conversation.log_probs,
+            kept=conversation.kept,
             mask=conversation.mask,
             segments=conversation.segments,
             finish="length" if conversation.finish == "length" else "stop",

@@ -243,6 +243,7 @@ class EngineProxy(EndpointServer):
             raise RequestDenied(HTTPStatus.CONFLICT, f"this replica serves version {client.version}, older than {asked.min_version}")
         life, limit = self._served.incarnation, asked.sampling.max_new_tokens
         wanted = GenerationRequest(asked.input_ids, limit, seed=asked.seed, structural_tag=asked.structural_tag, top_count=asked.top_count)
+        wanted = replace(wanted, kept=asked.kept)
         pauses = client.retracting_pauses
         if asked.stream:
             return await self._stream_generation(request, client, wanted, asked)
@@ -404,6 +405,7 @@ def _generation_of(found: Generation, pauses: int) -> TurnGeneration:
         cached=found.cached_tokens,
         retractions=max(0, found.retractions - pauses),
         top_log_probs=found.top_log_probs,
+        **({} if found.kept is None else {"kept": found.kept.marked()}),
     )
 
 

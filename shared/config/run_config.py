@@ -214,11 +214,10 @@ class RunConfig(Section):
         groups, most, auto = rollout.engines(), rollout.most_kept, self.trainer.support_replay == "auto"
         given = [(plain_name(name), value) for group in groups for name, value in flags_over(rollout.sglang, group.sglang).items()]
         drafts = {*rollout.own_speculation, *(f"rollout.sglang.{name} = {value}" for name, value in given if name == ALGORITHM and value)}
-        others = self.has_agents or self.ingest.ingest_groups != "off"
         teachers = algorithm.opd_top_k or (algorithm.use_opd and algorithm.opd_type == "sglang")
         obstacles = {
             "every token of the vocabulary is kept: rollout_top_p, rollout_top_k and min_p are off": not rollout.truncates,
-            "the sessions of agents, and groups from outside, do not report the kept tokens": others,
+            "groups from outside do not report the kept tokens": self.ingest.ingest_groups != "off",
             f"{makers} may not store the kept tokens; where it does, take on": auto and makers,
             f"{', '.join(sorted(drafts))} verifies drafts without reporting the kept tokens": drafts,
             "rollout.sglang.sampling-backend = ascend reports no kept tokens": ("sampling-backend", "ascend") in given,

@@ -49,6 +49,17 @@ class Kept(NamedTuple):
         """Returns these and those of further places."""
         return Kept(np.concatenate([self.ids, more.ids]), np.concatenate([self.offsets, more.offsets[1:] + self.offsets[-1]]))
 
+    def marked(self) -> NDArray[np.int32]:
+        """Returns those of places that all have some as one array, int32 [N]: twice each id, and 1 more at a place's end."""
+        found = self.ids * np.int32(2)
+        found[self.offsets[1:] - 1] += 1
+        return found
+
+    @classmethod
+    def unmarked(cls, marked: NDArray[np.int32]) -> "Kept":
+        """Returns what `marked` was made of."""
+        return cls(marked >> 1, np.append(0, np.flatnonzero(marked & 1) + 1).astype(np.int32))
+
     def keys(self) -> NDArray[np.int64]:
         """Returns numbers that are equal where two places keep the same tokens, [R]; 0 where none are known."""
         table = np.random.default_rng(0).integers(1, 1 << 62, int(self.ids.max(initial=0)) + 1, np.int64)

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, StringConstraints
 
 from shared.runtime.errors import MyxoError
+from shared.schema.kept_tokens import Kept
 from shared.schema.message import LARGEST, MAX_SPANS, Count, GroupId, Message, Name, Parts, Reason, Reward, Timestamp, Tokens
 from shared.schema.messages import Sampling
 from shared.schema.sample import segments_of
@@ -65,6 +66,11 @@ def _none() -> NDArray[np.float32]:
     return np.empty(0, np.float32)
 
 
+def _no_tokens() -> NDArray[np.int32]:
+    return np.empty(0, np.int32)
+
+
+KeptTokens = Tokens  # The tokens that the sampler kept for each of T, where they are asked for, as `Kept.marked` has them
 # The K likeliest tokens at each of T places, where they are asked for: (log-prob, id) of each, float32 [T K 2], which has ids exactly
 TopLogProbs = LogProbs
 MOST_TOP = 20  # K, as OpenAI has it
@@ -83,6 +89,7 @@ class Session(Message):
     ``key_digest``: of its key's secret. ``deadline``: the end of its last turn. ``sampling``: how its tokens are sampled, where its client
     may not say so; ``seed``: by what, in engines with deterministic inference. ``min_version``: the oldest weight version that may
     generate for it. ``evaluation``: nothing of it is trained. ``opened``: when that was; ``replica``: who looks after its rollout.
+    ``kept``: the tokens that samplers keep are asked for, with this ``top_k`` where ``sampling`` has none; 0: they are not.
     """
 
     id: SessionId
@@ -95,12 +102,23 @@ class Session(Message):
     seed: int | None = Field(default=None, ge=0, le=LARGEST)
     min_version: Count = 0
     evaluation: bool = False
+    kept: Count = 0
     opened: Timestamp | None = None
     replica: str = Field(default="", max_length=128)
 
     def opened_by(self, secret: str) -> bool:
         """Returns whether this is the secret of the session's key. It takes the same time for every wrong one."""
         return hmac.compare_digest(secret_digest(secret), self.key_digest)
+
+
+class SampledTokens(Message):
+    """Base of what says which tokens were sampled. ``spans`` tile them."""
+
+    completion: Tokens
+    log_probs: LogProbs
+    spans: Spans
+    top_log_probs: TopLogProbs = Field(default_factory=_none)
+    kept: KeptTokens = Field(default_factory=_no_tokens)
 
 
 class TurnRecord(Message):
@@ -123,29 +141,22 @@ class TurnBegun(TurnRecord):
     rest: Tokens
 
 
-class TurnExtended(TurnRecord):
+class TurnExtended(TurnRecord, SampledTokens):
     """More tokens of a turn, from its token number ``start`` on, which ``replica`` generated. ``spans`` count from there. It renews the
     turn's lease.
     """
 
     start: Count
-    completion: Tokens
-    log_probs: LogProbs
-    spans: Spans
     until: Timestamp
     replica: str = Field(default="", max_length=128)
-    top_log_probs: TopLogProbs = Field(default_factory=_none)
 
 
-class TurnEnded(TurnRecord):
+class TurnEnded(TurnRecord, SampledTokens):
     """The whole completion of a turn. ``conversation``: the digest of the messages up to it, its answer among them; ``thought``: of the
     answer's reasoning. ``messages``: JSON of what the conversation has behind the turn ``after`` (empty: from its beginning), where it is
     stored; ``thread``: under which name. ``replica``: the one that generated its last tokens.
     """
 
-    completion: Tokens
-    log_probs: LogProbs
-    spans: Spans
     finish: Finish
     conversation: str = Field(default="", max_length=64)
     thought: str = Field(default="", max_length=64)
@@ -154,7 +165,6 @@ class TurnEnded(TurnRecord):
     thread: str = Field(default="", max_length=64)
     cached: Count = 0
     replica: str = Field(default="", max_length=128)
-    top_log_probs: TopLogProbs = Field(default_factory=_none)
 
 
 RECORDED = tuple(TurnEnded.model_fields.keys() - {"holder"})  # The fields of a turn that its end has
@@ -196,7 +206,7 @@ class Turn:
     prompt: int32 [P], all that the model read; completion: int32 [T]; log_probs: float32 [T], the engine's for exactly those tokens; spans
     tile [0, T). parent: the request id of the turn whose very tokens the prompt begins with. cached: prompt tokens that were not computed
     anew. replica: which generated its last tokens; empty: not known. conversation, thought, messages, after, thread: as in `TurnEnded`.
-    top_log_probs: as in `TopLogProbs`; empty: not asked for.
+    top_log_probs, kept: as in `TopLogProbs` and `KeptTokens`; empty: not asked for.
     """
 
     request: str
@@ -214,6 +224,7 @@ class Turn:
     cached: int = 0
     replica: str = ""
     top_log_probs: NDArray[np.float32] = field(default_factory=_none)
+    kept: NDArray[np.int32] = field(default_factory=_no_tokens)
 
     @property
     def tokens(self) -> NDArray[np.int32]:
@@ -235,6 +246,7 @@ class PendingTurn:
     spans: tuple[TokenSpan, ...] = ()
     replica: str = ""
     top_log_probs: NDArray[np.float32] = field(default_factory=_none)
+    kept: NDArray[np.int32] = field(default_factory=_no_tokens)
 
 
 @dataclass(eq=False)
@@ -318,7 +330,7 @@ class SessionLog:
 
 def appended(before: Any, further: Any) -> dict[str, Any]:
     """Returns the sampled tokens of a turn, and what is known of each, with those that continue them."""
-    names = ("completion", "log_probs", "top_log_probs")
+    names = ("completion", "log_probs", "top_log_probs", "kept")
     arrays = {name: np.concatenate([getattr(before, name), getattr(further, name)]) for name in names}
     return arrays | {"spans": joined(before.spans, further.spans, len(before.completion))}
 
@@ -431,7 +443,7 @@ class Trajectory:
     prompt: int32 [P], that of its first turn; response: int32 [R], all that follows; mask: uint8 [R], 1 where the token was sampled and no
     earlier trajectory trains it; sampled: bool [R]; log_probs: float32 [R], 0 where a token was not sampled; segments tile [0, R):
     what was not sampled has the version of what was sampled before it. finish: of the last turn. turns: the request ids of its turns;
-    spans: (start, end) of the response's tokens that each of them sampled.
+    spans: (start, end) of the response's tokens that each of them sampled. kept: the tokens that samplers kept, if they were asked for.
     """
 
     prompt: NDArray[np.int32]
@@ -443,6 +455,7 @@ class Trajectory:
     finish: Finish
     turns: tuple[str, ...]
     spans: tuple[tuple[int, int], ...]
+    kept: Kept | None = None
 
     @property
     def tokens(self) -> NDArray[np.int32]:
@@ -488,6 +501,7 @@ def _trajectory(path: _Path) -> Trajectory:
     length = len(tokens) - start
     mask, log_probs = np.zeros(length, np.uint8), np.zeros(length, np.float32)
     versions, sampled = np.full(length, -1, np.int32), np.zeros(length, np.bool_)
+    counts, ids = np.zeros(length, np.int32), [_no_tokens()]
     for index, turn in enumerate(path.turns):
         begin = len(turn.prompt) - start
         end = begin + len(turn.completion)
@@ -496,6 +510,10 @@ def _trajectory(path: _Path) -> Trajectory:
         log_probs[begin:end] = turn.log_probs
         for span_start, span_end, version in turn.spans:
             versions[begin + span_start : begin + span_end] = version
+        if len(turn.kept):
+            own = Kept.unmarked(turn.kept)
+            counts[begin : begin + len(own.counts)] = own.counts
+            ids.append(own.ids)
     return Trajectory(
         prompt=first.prompt,
         response=tokens[start:],
@@ -506,6 +524,7 @@ def _trajectory(path: _Path) -> Trajectory:
         finish=last.finish,
         turns=tuple(turn.request for turn in path.turns),
         spans=tuple((len(turn.prompt) - start, len(turn.prompt) - start + len(turn.completion)) for turn in path.turns),
+        kept=Kept.counted(counts, np.concatenate(ids)) if len(ids) > 1 else None,
     )
 
 
@@ -530,7 +549,7 @@ class TurnRequest(Message):
 
     ``seed``: by it and the token's position, in an engine with deterministic inference. ``min_version``: by weights of this version at
     least. ``structural_tag``: the grammar that holds the tokens, of xgrammar; empty: none. ``top_count``: so many of the likeliest
-    tokens are reported at each place. ``seconds``: the most it may take. ``stream``:
+    tokens are reported at each place. ``kept``: as in `Session`. ``seconds``: the most it may take. ``stream``:
     answered by pieces as they are generated: each is a `TurnGeneration`, and continues where the one before ended; all but the last have
     ``finish`` ``abort``, as which they count where nothing follows.
     """
@@ -544,22 +563,19 @@ class TurnRequest(Message):
     stream: bool = False
     structural_tag: str = ""
     top_count: int = Field(default=0, ge=0, le=MOST_TOP)
+    kept: Count = 0
 
 
-class TurnGeneration(Message):
+class TurnGeneration(SampledTokens):
     """What was generated. ``spans`` tile the completion.
 
     ``cached``: input tokens whose keys and values were there already. ``retractions``: how often the engine took the request back for want
     of memory.
     """
 
-    completion: Tokens
-    log_probs: LogProbs
-    spans: Spans
     finish: Finish
     cached: Count = 0
     retractions: Count = 0
-    top_log_probs: TopLogProbs = Field(default_factory=_none)
 
     def then(self, piece: "TurnGeneration") -> "TurnGeneration":
         """Returns this with the piece that goes on where it ends."""
@@ -570,7 +586,7 @@ class TurnGeneration(Message):
         spans = tuple((start, min(end, count), version) for start, end, version in self.spans if start < count)
         top = self.top_log_probs[: count * len(self.top_log_probs) // max(1, len(self.completion))]
         cut = {"completion": self.completion[:count], "log_probs": self.log_probs[:count], "spans": spans, "top_log_probs": top}
-        return self.model_copy(update={**cut, "finish": "stop"})
+        return self.model_copy(update={**cut, "kept": Kept.unmarked(self.kept).part(0, count).marked(), "finish": "stop"})
 
     def framed(self) -> bytes:
         """Returns it as a piece of an answer that is streamed."""

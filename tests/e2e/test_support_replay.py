@@ -10,11 +10,12 @@ from tests.e2e.launched import LaunchedRun
 
 RUN_SECONDS = 900
 FUNCTION = ("--custom-generate-function-path", "slime.rollout.sglang_rollout:generate", "--support-replay", "on")
+AGENT = ("--agent", "examples.agents.openai_calculator:run")
 
 
 @pytest.mark.extra
 @pytest.mark.timeout(RUN_SECONDS + 300)
-@pytest.mark.parametrize("flags", [(), FUNCTION], ids=["engine", "function"])
+@pytest.mark.parametrize("flags", [(), FUNCTION, AGENT], ids=["engine", "function", "agent"])
 def test_a_run_trains_over_the_tokens_that_were_kept(small_run: Callable[..., Path], tmp_path: Path, flags: tuple[str, ...]) -> None:
     root = tmp_path / "runs" / "kept"
     config = small_run("kept", steps=2, staleness=1)

@@ -10,11 +10,13 @@ import aiohttp
 import anthropic
 import numpy as np
 import pytest
+import torch
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI, AuthenticationError, BadRequestError, ConflictError, NotFoundError
 from openai.types.chat import ChatCompletion
 
 from services.gateway.chat_tokens import TOOL
+from shared.schema.kept_tokens import Kept
 from shared.schema.messages import Sampling
 from shared.schema.sample import Sample
 from shared.sessions.session import SessionEnded, Turn, trajectories
@@ -225,6 +227,28 @@ async def test_a_trained_turn_is_drawn_by_the_policy_whatever_its_client_asks(ha
         exact(turn, checkpoint(0))
     ended = [turn for turn in turns if turn.finish == "stop"]
     assert ended and all(len(turn.completion) < 20 for turn in ended), "they do end a turn"
+
+
+async def test_turns_carry_the_tokens_that_the_sampler_kept(hall: NewHall, checkpoint: Checkpoints) -> None:
+    """In pieces, streamed and whole; log-probs are the model's over these tokens."""
+    room = await hall()
+    played = await room.session(kept=50, sampling=Sampling(temperature=1.0, top_p=0.7, max_new_tokens=3 * CHUNK))
+    messages: list[Any] = [{"role": "user", "content": "what is 2+2?"}]
+    async with played.client(room.urls[0]) as client:
+        messages += [(await said(client, messages)).choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "and?"}]
+        assert [part async for part in await said(client, messages, stream=True)]
+    turns = list((await played.log()).turns.values())
+    for turn in turns:
+        kept = Kept.unmarked(turn.kept)
+        assert kept.problem(turn.completion, 1 << 30) is None and kept.counts.all() and kept.counts.max() > 1
+        with torch.no_grad():
+            logits = checkpoint(0).model(torch.tensor(turn.tokens[None].tolist())).logits[0, len(turn.prompt) - 1 : -1]
+        own = [row[kept.part(at, at + 1).ids.tolist()].logsumexp(0) for at, row in enumerate(logits)]
+        expected = logits[range(len(own)), turn.completion.tolist()] - torch.stack(own)
+        np.testing.assert_allclose(turn.log_probs, expected, atol=EXACT)
+    for found in trajectories(turns):
+        assert found.kept is not None and found.kept.problem(found.response, 1 << 30) is None
+        assert ((found.kept.counts > 0) == found.sampled).all()
 
 
 async def test_several_answers_and_text_completions_are_turns_of_their_own(hall: NewHall, checkpoint: Checkpoints) -> None:

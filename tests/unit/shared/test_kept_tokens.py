@@ -20,6 +20,7 @@ from shared.schema import sample as samples
 from shared.schema.kept_tokens import Kept
 from shared.schema.messages import Sampling
 from shared.schema.sample import InvalidSample, Sample, SampleLimits, fitted
+from shared.sessions.session import TurnGeneration
 from tests.support.run_config import run_config
 from tests.support.tables import table
 
@@ -167,6 +168,15 @@ def test_functions_ask_for_them_in_slimes_words() -> None:
     assert [log_prob for log_prob, *_ in meta["output_token_logprobs"]] == pytest.approx([-1.0, 0.0, -0.5])
 
 
+def test_turns_put_theirs_together_and_a_stopped_one_is_cut() -> None:
+    first, last = (
+        TurnGeneration(completion=tokens, log_probs=np.zeros(len(tokens), np.float32), spans=(), finish="stop", kept=Kept.of(rows).marked())
+        for tokens, rows in (([4, 5], ROWS[:2]), ([6], ROWS[2:]))
+    )
+    whole = TurnGeneration.decode(first.then(last).encode())
+    assert rows_of(Kept.unmarked(whole.kept)) == ROWS and rows_of(Kept.unmarked(whole.stopped_at(2).kept)) == ROWS[:2]
+
+
 TRUNCATES = {"rollout_top_p": 0.9}
 
 
@@ -174,7 +184,6 @@ TRUNCATES = {"rollout_top_p": 0.9}
     ("sections", "reason"),
     [
         ({"rollout": {}}, "every token of the vocabulary is kept"),
-        ({"rollout": {**TRUNCATES, "agent": "package.module:play"}}, "the sessions of agents"),
         ({"rollout": TRUNCATES, "ingest": {"ingest_groups": "beside"}}, "groups from outside"),
         ({"rollout": {**TRUNCATES, "sglang": {"speculative_algorithm": "EAGLE"}}}, "speculative-algorithm = EAGLE verifies drafts"),
         ({"rollout": {**TRUNCATES, "sglang": {"sampling-backend": "ascend"}}}, "sampling-backend = ascend"),
@@ -198,6 +207,7 @@ def test_auto_replays_what_is_known_of_all_samples(tmp_path: Path) -> None:
     assert run_config(tmp_path, rollout={**TRUNCATES, "sglang": {"sampling-mask-max-tokens": 100}}).kept_top_k == 50
     min_p = {"sglang": {"preferred-sampling-params": '{"min_p": 0.05}'}}
     assert run_config(tmp_path, rollout=min_p).kept_top_k == 2048 and run_config(tmp_path, rollout=min_p).support_mismatch == []
+    assert run_config(tmp_path, rollout={**TRUNCATES, "agent": "package.module:play"}).kept_top_k == 2048
     function = {**TRUNCATES, "custom_generate_function_path": "package.module.play"}
     assert run_config(tmp_path, rollout=function).kept_top_k == 0  # it may not store them
     assert run_config(tmp_path, rollout=function, trainer={"support_replay": "on"}).kept_top_k == 2048
