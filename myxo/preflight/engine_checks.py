@@ -228,7 +228,7 @@ def _draft(inspection: Inspection, field: str, algorithm: Any, draft_field: str,
         yield ConfigError(field, algorithm, f"{DRAFT} besides, the checkpoint of a model that drafts for this one")
     elif (missing := _without_layers(inspection)) is not None:
         yield ConfigError(field, algorithm, f"a model with layers that draft, or {DRAFT}: {missing}")
-    else:
+    elif not inspection.config.trainer.enable_mtp_training:
         yield Note(f"{field}: the layers that draft are not trained; they stay as the checkpoint has them")
 
 
