@@ -24,7 +24,8 @@ def _statistics(logits, stride, width, scale, highest_of, total_of, weighted_of,
         lower = tl.where(total > 0, highest - higher, 0.0)
         factor = tl.exp(lower)
         weighted = factor * (weighted + lower * total)
-        shifted = tl.where(real, x - higher, 0.0)
+        # x is rounded before it is the highest, and not in this difference, where the product may be fused: that is much far below 0
+        shifted = tl.where(real, tl.minimum(x - higher, 0.0), 0.0)
         exponentials = tl.where(real, tl.exp(shifted), 0.0)
         total = factor * total + tl.sum(exponentials, 0)
         weighted += tl.sum(exponentials * shifted, 0)

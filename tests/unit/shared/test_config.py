@@ -24,6 +24,7 @@ from tests.support.tables import table
 
 SECTIONS: dict[str, type[Section]] = {section: section_model(section) for section in RunConfig.model_fields}
 MUTABLE = {
+    "speculation",
     "dir_mode",
     "accept_changed_data",
     "node_timeout",
