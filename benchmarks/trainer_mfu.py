@@ -74,7 +74,7 @@ CASES = ("8192:none", "16384:layers-14")
 MIXTURE_CASES = ("8192:none", "32768:none")
 MICRO_BATCHES = 4
 RESULTS = Path(__file__).parent / "results"
-WRITTEN = ("trainer_mfu", "trainer_moe", "trainer_memory")
+WRITTEN = ("trainer_mfu", "trainer_moe", "trainer_memory", "trainer_torch")
 """Tables of the page, each of the file of that name in `RESULTS`."""
 PAGE = Path(__file__).parents[1] / "docs" / "trainer.md"
 WARM_UP = 2

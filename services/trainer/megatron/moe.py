@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.fusions.fused_bias_geglu import weighted_bias_quick_geglu_impl
+from megatron.core.fusions.fused_bias_geglu import WeightedQuickGeGLUFunction
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -163,13 +163,16 @@ class GroupedExperts(SequentialMLP):
     def _gated(self, wide: Tensor, probs: Tensor) -> Tensor:
         """Returns the second matrix's input of the first one's output, weighted."""
         config, weights = self.config, probs.unsqueeze(-1)
-        if config.bias_activation_fusion:
-            if config.activation_func is F.silu:
-                return weighted_bias_swiglu_impl(wide, None, weights, False)
-            return weighted_bias_quick_geglu_impl(wide, None, weights, False, config.glu_linear_offset, config.activation_func_clamp_value)
+        if config.bias_activation_fusion and config.activation_func is F.silu:
+            return weighted_bias_swiglu_impl(wide, None, weights, False)
         gate, linear = wide.chunk(2, -1)
         if (limit := config.activation_func_clamp_value) is not None:
             gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
+        if config.bias_activation_fusion:
+            # made on the device: the host waits in Megatron's own call
+            offset = torch.full((), config.glu_linear_offset, dtype=wide.dtype, device=wide.device)
+            gated: Tensor = WeightedQuickGeGLUFunction.apply(torch.cat((gate, linear), -1), weights, False, offset)
+            return gated
         return (config.activation_func(gate) * (linear + config.glu_linear_offset) * weights).to(wide.dtype)
 
     @torch.no_grad()
