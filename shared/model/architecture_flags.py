@@ -164,12 +164,12 @@ def differences(given: Mapping[str, Any], architecture: Architecture) -> Iterato
 def _without_effect(given: Mapping[str, Any], architecture: Architecture) -> tuple[str, ...]:
     """Returns the flags of latent attention that mean nothing to this model, whatever their value: scripts set them all the same.
 
-    Heads are as wide as their parts say, and a context that YaRN stretches by 1 stays as it is.
+    Heads are as wide as their parts say, no projection has a bias, and a context that YaRN stretches by 1 stays as it is.
     """
     if architecture.latent is None:
         return ()
     unscaled = architecture.rope.scaling is None and given.get("rotary_scaling_factor") == 1
-    return ("kv_channels", *(("rotary_scaling_factor", "mscale", "mscale_all_dim") if unscaled else ()))
+    return ("kv_channels", "add_qkv_bias", *(("rotary_scaling_factor", "mscale", "mscale_all_dim") if unscaled else ()))
 
 
 def default_of(name: str) -> Any:

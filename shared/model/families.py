@@ -75,12 +75,14 @@ _WITH_VISION = "model.language_model"
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
     "qwen2": Family(qkv_bias=True),
+    "qwen2_moe": Family(qkv_bias=("qkv_bias", True), experts="softmax"),
     "qwen3": Family(qk_norm=True),
     "qwen3_moe": Family(qk_norm=True, experts="softmax"),
     "glm4": Family(qkv_bias=("attention_bias", True), post_norms=True, fused_gate_up=True, interleaved_rope=True, rotary_fraction=0.5),
     "glm4_moe": Family(qk_norm=("use_qk_norm", False), qkv_bias=("attention_bias", False), rotary_fraction=0.5, experts="sigmoid"),
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v32": _SPARSE,
+    "glm4_moe_lite": _DEEPSEEK,
     "glm_moe_dsa": _SPARSE,
     "kimi_k2": _DEEPSEEK,
     "mimo": Family(qkv_bias=("attention_bias", True)),
@@ -359,13 +361,15 @@ class _Entries:
         self.require("scoring_func", "sigmoid", "this family's router is implemented with sigmoid scores")
         self.require("topk_method", "noaux_tc", "this family's experts are chosen by corrected scores")
         self.require("moe_layer_freq", 1, "every layer behind the first dense ones is a mixture of experts")
-        width = self.integer("moe_intermediate_size")
+        width, first = self.integer("moe_intermediate_size"), min(layers, self.integer("first_k_dense_replace", least=0))
+        if (kinds := self.raw.get("mlp_layer_types")) is not None and kinds != ["dense"] * first + ["sparse"] * (layers - first):
+            raise self.error("mlp_layer_types", f"dense for the first {first} layers, as first_k_dense_replace says, then sparse")
         found = Experts(
             count=self.integer("num_local_experts" if "num_local_experts" in self.raw else "n_routed_experts"),
             per_token=self.integer("num_experts_per_tok"),
             ffn_hidden_size=width,
             normalize=True,
-            dense_layers=tuple(range(min(layers, self.integer("first_k_dense_replace", least=0)))),
+            dense_layers=tuple(range(first)),
             score="sigmoid",
             shared_ffn_hidden_size=width * self.integer("n_shared_experts", least=0),
             groups=self.integer("n_group"),

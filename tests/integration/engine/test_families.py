@@ -26,6 +26,7 @@ EXTRA = (
     "moonlight",
     "glm4",
     "glm4_moe",
+    "glm4_moe_lite",
     "gpt_oss",
     "llama",
     "minimax_m2",

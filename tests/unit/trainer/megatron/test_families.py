@@ -33,7 +33,7 @@ KINDS += [
     "qwen3_5_moe",
     "qwen3_5_text",
 ]
-KINDS += ["deepseek_v32", "glm_moe_dsa"]
+KINDS += ["deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "qwen2_moe"]
 
 
 @pytest.fixture
@@ -131,6 +131,7 @@ def test_a_config_that_cannot_be_reproduced_is_refused(copy_of):
         ("glm_moe_dsa", {"indexer_types": ["shared", "full", "full", "full"]}, ["indexer_types", "first of them 'full'"]),
         ("glm_moe_dsa", {"indexer_types": ["full", "full", "other", "full"]}, ["indexer_types", "other"]),
         ("glm_moe_dsa", {"indexer_types": None, "index_topk_pattern": "FS"}, ["index_topk_pattern", "4 layers"]),
+        ("glm4_moe_lite", {"first_k_dense_replace": 2}, ["mlp_layer_types", "first 2 layers"]),
         ("glm4", {"rope_parameters": YARN}, ["rope_type", "llama3"]),
         ("gpt_oss", {"swiglu_limit": None}, ["swiglu_limit", "stated"]),
         ("gpt_oss", {"swiglu_limit": 8.0}, ["swiglu_limit", "7.0"]),

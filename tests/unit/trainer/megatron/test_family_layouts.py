@@ -44,6 +44,10 @@ MORE += [
     ("qwen3_5_moe", WHOLE_EXPERTS),
     ("qwen3_5_moe", PIPELINE),
     ("glm_moe_dsa", EXPERT),
+    ("glm4_moe_lite", TENSOR),
+    ("glm4_moe_lite", EXPERT),
+    ("qwen2_moe", TENSOR),
+    ("qwen2_moe", EXPERT),
     ("deepseek_v32", TENSOR),
     ("deepseek_v32", PIPELINE),
 ]
@@ -81,7 +85,7 @@ def test_a_layout_changes_nothing(kind, config, hf, two_ranks, one_process):
         assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-5)
         assert norm == pytest.approx(expected_norm, rel=1e-4)
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in biases.items())
-    assert bool(biases) == (kind in ("glm4_moe", "deepseek_v3", "moonlight", "minimax_m2", "glm_moe_dsa", "deepseek_v32"))
+    assert bool(biases) == (kind in ("glm4_moe", "deepseek_v3", "moonlight", "minimax_m2", "glm_moe_dsa", "deepseek_v32", "glm4_moe_lite"))
 
 
 def test_router_biases_keep_float32_in_a_bfloat16_model(hf, make_actor):

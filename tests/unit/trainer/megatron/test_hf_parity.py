@@ -23,7 +23,7 @@ KINDS += [
     "qwen3_5_moe",
     "qwen3_5_text",
 ]
-KINDS += ["deepseek_v32", "glm_moe_dsa"]
+KINDS += ["deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "qwen2_moe"]
 
 
 @pytest.fixture

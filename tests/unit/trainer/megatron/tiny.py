@@ -141,6 +141,10 @@ def make_checkpoint(kind: str, directory: Path, **changed: int) -> None:
         **latent, **sigmoid, **deepseek, **indexer, num_experts=8, q_lora_rank=24, n_group=4, topk_group=2, rope_parameters=yarn
     )
     configs["glm_moe_dsa"] = lambda: t.GlmMoeDsaConfig(**shared, **sigmoid, **deepseek, **indexer, q_lora_rank=24, n_group=1, topk_group=1)
+    configs["glm4_moe_lite"] = lambda: t.Glm4MoeLiteConfig(
+        **latent, **sigmoid, **deepseek, q_lora_rank=24, n_group=1, topk_group=1, num_key_value_heads=4
+    )
+    configs["qwen2_moe"] = lambda: t.Qwen2MoeConfig(**sizes, **experts, shared_expert_intermediate_size=40, norm_topk_prob=False)
     torch.manual_seed(list(configs).index(kind))
     config = configs[kind]()
     kinds = t.AutoModelForImageTextToText if hasattr(config, "vision_config") else t.AutoModelForCausalLM
