@@ -98,7 +98,8 @@ async def evaluated(bus: Bus, run: str) -> None:
 async def test_a_step_is_written_everywhere(
     nats: EmbeddedNats, valkey: EmbeddedValkey, bus: Bus, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = run_config(tmp_path, run={"name": run_name}, monitoring={"log_passrate": True}, rollout={"rollout_top_p": 0.9})
+    nucleus = {"rollout": {"rollout_top_p": 0.9}, "trainer": {"support_replay": "off"}}
+    config = run_config(tmp_path, run={"name": run_name}, monitoring={"log_passrate": True}, **nucleus)
     await runs.create(bus, config, valkey.url)
     monkeypatch.setenv("NATS_URL", nats.url)
     monkeypatch.setenv("MYXO_RUN", run_name)
