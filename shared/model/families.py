@@ -98,6 +98,10 @@ FAMILIES: dict[str, Family] = {
 _DRAFTS_NOT_TRAINED = ("mimo", "minimax_m2")  # Families whose draft layers have other names or modules
 
 
+_WINDOWS_SERVED = {"gemma2", "gemma3_text", "gemma3n_text", "gpt_oss", "olmo3", "exaone4", "cohere2"}
+"""The families whose sliding windows SGLang's models apply."""
+
+
 def architecture_of(config: RunConfig) -> Architecture:
     """Returns the architecture of a run's policy, as its trainer's backend reads it. Raises ConfigError."""
     architecture = read_architecture(config.model.hf_checkpoint, backend=config.trainer.trainer_backend)
@@ -228,6 +232,17 @@ class _Entries:
             raise self.error("layer_types", f"sliding_attention or full_attention for each of the {layers} layers")
         return tuple(self.integer("sliding_window") if kind == "sliding_attention" else 0 for kind in kinds)
 
+    def check_served(self, model_type: str) -> None:
+        """Raises ConfigError for what transformers computes otherwise than engines do."""
+        window, kinds = self.raw.get("sliding_window"), self.raw.get("layer_types") or ["sliding_attention"]
+        slides = isinstance(window, int) and self.raw.get("use_sliding_window", True) and "sliding_attention" in kinds
+        if slides and model_type not in _WINDOWS_SERVED and (window or 0) < self.integer("max_position_embeddings", default=2**31):
+            raise self.error("sliding_window", f"none: engines serve {model_type} without windows, and would score tokens otherwise")
+        if self.raw.get("indexer_rope_interleave") is not None:
+            raise self.error(
+                "indexer_rope_interleave", "no such entry: engines read it, and transformers does not; Megatron trains the model"
+            )
+
     def outline(self) -> Architecture:
         """Returns the sizes of a model of any family. Raises ConfigError for one without the entries that all have."""
         if isinstance(inner := self.raw.get("text_config"), dict):
@@ -235,6 +250,7 @@ class _Entries:
         model_type = self.raw.get("model_type")
         if not isinstance(model_type, str):
             raise self.error("model_type", "the name of a family of transformers'")
+        self.check_served(model_type)
         heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
         width = next((self.integer(name) for name in ("moe_intermediate_size", "intermediate_size") if self.raw.get(name)), 4 * hidden)
         count = next((self.integer(name) for name in ("num_experts", "num_local_experts", "n_routed_experts") if self.raw.get(name)), 0)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
+import structlog
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ import transformers
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -209,6 +210,8 @@ def load(hf_dir: Path, vocab_size: int | None = None, random: bool = False) -> A
             raise ConfigError(
                 field, str(hf_dir), f"a checkpoint with all of its model's tensors; {kind}: {sorted(map(str, notes[kind]))[:5]}"
             )
+    if unread := sorted(map(str, notes.get("unexpected_keys") or ())):
+        structlog.get_logger().warning("tensors_not_loaded", count=len(unread), first=unread[:5], checkpoint=str(hf_dir))
     if vocab_size is not None and found.config.get_text_config().vocab_size != vocab_size:
         raise ConfigError(field, str(hf_dir), f"a checkpoint of the same model, with a vocabulary of {vocab_size}")
     return found
@@ -244,7 +247,7 @@ def build(
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     packed_attention.keep_linear_layers_apart(model)
-    mesh = init_device_mesh(DEVICE_TYPE, (dist.get_world_size(),))
+    mesh = DeviceMesh.from_group(parallel_state.get_data_parallel_group(), DEVICE_TYPE)  # of all ranks
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
     root, names = ScoredModel(model, value_head), set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]

@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from services.trainer.fsdp.model import FsdpModel, local, rows_of
+from services.trainer.fsdp.model import FIELD, FsdpModel, local, rows_of
 from services.trainer.megatron.gather_plan import GatherPlan, GatherUnit
 from services.trainer.megatron.runtime import deadline, timeout_seconds
+from shared.model.hf_checkpoint import read_headers, some
+from shared.runtime.errors import ConfigError
 
 
 class FsdpGatherPlan(GatherPlan):
@@ -38,6 +40,10 @@ class FsdpGatherPlan(GatherPlan):
             made = self._converted(name, torch.empty(one.shape, device="meta"))
             tensors = tuple((each, tuple(part.shape)) for each, part in made.items())
             self.units.append(GatherUnit(name, 0, tensors, float32=name in buffers))
+        held_by_file, _ = read_headers(model.hf_dir) if any(model.hf_dir.glob("*.safetensors")) else ({}, [])
+        strange = [name for unit in self.units for name, _ in unit.tensors if held_by_file and name not in held_by_file]
+        if strange:
+            raise ConfigError(FIELD, "torch", f"megatron; transformers gives the checkpoint's tensors other names: {some(strange)}")
         self.adapter_units = []
         self.holders = {unit.name: list(range(world)) for unit in self.units}
         self.frozen = frozenset(name for name, one in model.named_parameters().items() if not one.requires_grad)

@@ -81,8 +81,10 @@ def polling_threads():
 
 @pytest.mark.parametrize("kind, config", [("qwen3", {}), ("qwen3_moe", {}), ("qwen3_moe", ALLGATHER), ("deepseek_v3", {})])
 def test_a_model_that_was_trained_leaves_no_group_behind(hf, kind, config):
+    runtime.stop()
+    before = max(polling_threads(), 1)  # torch keeps the newest mesh of a test that has used FSDP2
     for _ in range(2):
         rank_steps.steps(rank_steps.actor(hf(kind), **config), 1)
         assert polling_threads() > 5
         runtime.stop()
-    assert polling_threads() <= 1
+    assert polling_threads() <= before

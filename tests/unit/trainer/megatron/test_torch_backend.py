@@ -37,9 +37,9 @@ LINEAR = {**DELTA, "layer_types": ["linear_attention", "full_attention"], "head_
 OTHERS = {  # model_type → what it has besides the sizes
     "gemma3_text": WINDOWS,
     "gpt_oss": {**WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "mistral": {"sliding_window": 11, "head_dim": 16},
+    "mistral": {"sliding_window": None, "head_dim": 16},
     "olmo2": {},
-    "phi3": {},
+    "phi3": {"sliding_window": None},
     "qwen2_moe": EXPERTS,
     "qwen3_5_text": LINEAR,
     "qwen3_next": {**LINEAR, **EXPERTS},
@@ -191,8 +191,12 @@ def test_what_it_does_not_take_is_refused(hf, alone, tmp_path):
     transformers.AutoModelForCausalLM.from_config(granite).float().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="behind the output layer"):
         alone.actor(tmp_path, **TORCH)
+    windowed = transformers.AutoConfig.for_model("mistral", **SIZES, sliding_window=11, head_dim=16)
+    (tmp_path / "config.json").write_text(windowed.to_json_string())
+    with pytest.raises(ConfigError, match="sliding_window.*without windows"):
+        alone.actor(tmp_path, **TORCH)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    with pytest.raises(ConfigError, match="num_attention_heads"):
+    with pytest.raises(ConfigError, match="hidden_size|num_attention_heads"):
         alone.actor(tmp_path, **TORCH)
 
 
