@@ -6,7 +6,7 @@ it. It is also ``slime.utils.types``.
 
 import base64
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import InitVar, asdict, dataclass, field, fields
 from enum import Enum
 from typing import Any, ClassVar, Self
 
@@ -240,6 +240,11 @@ class HookSample:
     non_generation_time: float = 0.0
     spec_info: SpeculationCounters = field(default_factory=SpeculationCounters)
     prefix_cache_info: PrefixCacheCounters = field(default_factory=PrefixCacheCounters)
+    engine_times: InitVar[list[float] | None] = None  # no field of slime's; functions copy samples by ``Sample(**vars(sample))``
+
+    def __post_init__(self, engine_times: list[float] | None) -> None:
+        if engine_times is not None:
+            setattr(self, ENGINE_TIMES, engine_times)
 
     @property
     def effective_response_length(self) -> int:
@@ -346,7 +351,7 @@ class HookSample:
             self.spec_info.add(meta)
         self.prefix_cache_info.add(meta)
         if any(times := engine_times(meta)):
-            setattr(self, ENGINE_TIMES, add_times(getattr(self, ENGINE_TIMES, NO_TIMES), times))
+            setattr(self, ENGINE_TIMES, add_times(getattr(self, ENGINE_TIMES) or NO_TIMES, times))
         if meta["finish_reason"]:
             self.status = FINISHED.get(meta["finish_reason"]["type"], self.status)
 

@@ -165,6 +165,7 @@ def test_engines_times_are_of_the_samples_for_which_they_are_measured() -> None:
         asked.append_response_tokens(tokens=[5], log_probs=[-1.0], meta_info=meta)
     times = getattr(asked, ENGINE_TIMES)
     assert times == [6.0, 1.0, 1.25, 20.0]
+    assert getattr(HookSample(**vars(asked)), ENGINE_TIMES) == times and ENGINE_TIMES not in vars(HookSample())
     arrays = {"prompt": np.int32([1]), "response": np.int32([2]), "log_probs": np.float32([-1]), "mask": np.uint8([1])}
     stats = empty_table(5)
     for row, value in enumerate([times, [2.0, 0.0, 0.0, 0.0], None, "many", [float("nan"), 1, 2]]):
