@@ -13,6 +13,7 @@ import inspect
 import os
 import random
 import runpy
+import select
 import signal
 import subprocess
 import sys
@@ -35,6 +36,7 @@ _name = ""
 
 SIGNATURE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 _MOST_DESCRIPTORS = 4096
+FORKS, FORK_SECONDS = 3, 30.0  # forks of one process, and the time by which it must have begun
 
 
 def python_work(command: Sequence[str]) -> Callable[[], object] | None:
@@ -93,9 +95,21 @@ class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
         ends = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         sys.stdout.flush()
         sys.stderr.flush()
-        self.pid = os.fork()
-        if not self.pid:
-            become([os.fsdecode(word) for word in command], work, given, ends, given["pass_fds"])
+        for _ in range(FORKS):
+            begun, begins = os.pipe()
+            self.pid = os.fork()
+            if not self.pid:
+                os.close(begun)
+                os.write(begins, b"!")
+                os.close(begins)
+                become([os.fsdecode(word) for word in command], work, given, ends, given["pass_fds"])
+            os.close(begins)
+            came = select.select([begun], [], [], FORK_SECONDS)[0]
+            os.close(begun)
+            if came:
+                break
+            os.kill(self.pid, signal.SIGKILL)  # another thread held a lock as this one forked, and nobody releases it there
+            os.waitpid(self.pid, 0)
         self._child_created = True
         close_pipes(self, given)
         return None
