@@ -14,23 +14,7 @@ from services.trainer.megatron.gather_plan import GatherPlan
 from services.trainer.policy_exporter import PolicyExporter
 from tests.support.run_config import run_config
 from tests.unit.trainer.megatron import rank_steps, save_steps
-from tests.unit.trainer.megatron.tiny import pack, sequences
-
-KINDS = ["qwen3", "qwen3_tied", "qwen2", "llama", "qwen3_moe", "qwen3_moe_mixed"]
-KINDS += [
-    "glm4",
-    "glm4_moe",
-    "glm4_moe_air",
-    "deepseek_v3",
-    "moonlight",
-    "minimax_m2",
-    "gpt_oss",
-    "qwen3_next",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_5_text",
-]
-KINDS += ["deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "qwen2_moe"]
+from tests.unit.trainer.megatron.tiny import KINDS, pack, sequences
 
 TENSOR = {"tensor_model_parallel_size": 2}
 SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

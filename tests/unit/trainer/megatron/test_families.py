@@ -17,23 +17,7 @@ from shared.model.parallel_layout import ParallelLayout
 from shared.model.tensor_table import hf_tensors
 from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron.rank_steps import actor
-from tests.unit.trainer.megatron.tiny import not_refused
-
-KINDS = ["qwen3", "qwen3_tied", "qwen2", "llama", "llama3_rope", "qwen3_moe", "qwen3_moe_mixed"]
-KINDS += [
-    "glm4",
-    "glm4_moe",
-    "glm4_moe_air",
-    "deepseek_v3",
-    "moonlight",
-    "minimax_m2",
-    "gpt_oss",
-    "qwen3_next",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_5_text",
-]
-KINDS += ["deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "qwen2_moe"]
+from tests.unit.trainer.megatron.tiny import KINDS, not_refused
 
 
 @pytest.fixture

@@ -7,23 +7,7 @@ from torch import Tensor
 from services.trainer.megatron import passes
 from services.trainer.megatron.hf_weights import parameters
 from tests.unit.trainer.megatron import rank_steps
-from tests.unit.trainer.megatron.tiny import VOCAB, pack, sequences
-
-KINDS = ["qwen3", "qwen3_tied", "qwen2", "llama", "llama3_rope", "qwen3_moe", "qwen3_moe_mixed"]
-KINDS += [
-    "glm4",
-    "glm4_moe",
-    "glm4_moe_air",
-    "deepseek_v3",
-    "moonlight",
-    "minimax_m2",
-    "gpt_oss",
-    "qwen3_next",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_5_text",
-]
-KINDS += ["deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "qwen2_moe"]
+from tests.unit.trainer.megatron.tiny import KINDS, VOCAB, pack, sequences
 
 
 @pytest.fixture

@@ -19,6 +19,24 @@ INTERVAL = 2
 """In models with linear attention, every so manieth layer has softmax attention."""
 
 
+KINDS = ["qwen3", "qwen3_tied", "qwen2", "llama", "llama3_rope", "qwen3_moe", "qwen3_moe_mixed"]
+KINDS += [
+    "glm4",
+    "glm4_moe",
+    "glm4_moe_air",
+    "deepseek_v3",
+    "moonlight",
+    "minimax_m2",
+    "gpt_oss",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_text",
+]
+KINDS += ["deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "qwen2_moe"]
+"""The checkpoints that the tests of all families take."""
+
+
 def make_checkpoint(kind: str, directory: Path, **changed: int) -> None:
     """Write a random Hugging Face checkpoint of ``kind``, with norms and biases that are not trivial."""
     import transformers
