@@ -39,7 +39,7 @@ from shared.config import config_reading, flags, slime_script
 from shared.config.debug_section import DUMPS
 from shared.config.flags import CommandLine
 from shared.config.run_config import RunConfig, changes
-from shared.process.child_process import die_with_parent
+from shared.process.child_process import with_parent
 from shared.runtime import addresses, exit_codes, telemetry
 from shared.runtime.addresses import NODE_RANK
 from shared.runtime.errors import ConfigError, MyxoError, raise_problems
@@ -90,7 +90,7 @@ def train_on_dumps(config: RunConfig, directory: RunDirectory, console: Console,
             console.print(f"Run {config.run.name} {record.words()}.", soft_wrap=True)
         path = directory.freeze(config)
         command = [sys.executable, "-m", REPLAY_MODULE, "--train-only", str(path)]
-        process = subprocess.Popen(command, preexec_fn=die_with_parent, start_new_session=True)
+        process = subprocess.Popen(with_parent(command), start_new_session=True)
         got: list[int] = []
 
         def hand_on(signum: int, _: object) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared.process.parent_watchdog import kill_descendants
+from shared.process.parent_watchdog import ALONE, kill_descendants
 from shared.runtime import failure_summary
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 
@@ -43,6 +43,11 @@ def die_with_parent() -> None:
     """Has the calling process killed when the thread of its parent that forked it ends. It works on Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def with_parent(command: Sequence[str]) -> list[str]:
+    """Returns the command line of a process that becomes ``command``, and is killed when the thread that starts it ends."""
+    return [sys.executable, "-I", "-S", str(WATCHDOG), ALONE, str(os.getpid()), *command]
 
 
 def cause(code: int | None) -> str:
@@ -88,6 +93,8 @@ class ChildProcess:
                 far_end, self._lifeline = os.pipe()
                 files.callback(os.close, far_end)
                 command = [sys.executable, "-I", "-S", str(WATCHDOG), str(far_end), str(scratch or ""), *command]
+            else:
+                command = with_parent(command)
             self._process = subprocess.Popen(
                 command,
                 env=environment,
@@ -96,7 +103,6 @@ class ChildProcess:
                 stderr=None if log_path is None else output,
                 start_new_session=True,
                 pass_fds=(far_end,) if watchdog else (),
-                preexec_fn=None if watchdog else die_with_parent,  # the starter's main thread holds no lock
             )
         self.pid, self.stdin, self.stdout = self._process.pid, self._process.stdin, self._process.stdout
 

@@ -1,6 +1,7 @@
 """Runs a command that ends with the process that started it, however that process ends. `shared.process.child_process` starts it.
 
     python -I -S parent_watchdog.py LIFELINE SCRATCH COMMAND ARGUMENT...
+    python -I -S parent_watchdog.py alone PARENT COMMAND ARGUMENT...
 
 LIFELINE is the read end of a pipe whose write end the parent holds. The kernel closes that one when the parent ends, also by ``kill -9``;
 the watchdog then removes the directory SCRATCH ("" for none) and kills its whole process group, the command's children included. A pipe is
@@ -9,6 +10,9 @@ gets ``PR_SET_PDEATHSIG``, so that it dies should the watchdog be killed.
 
 Processes that leave the group (daemons, which have sessions of their own) become the watchdog's children when their parents end
 (PR_SET_CHILD_SUBREAPER): they go with the command, too.
+
+The second form watches nothing: it asks for ``PR_SET_PDEATHSIG`` and becomes the command. A ``preexec_fn`` would ask for it in a fork of a
+process with threads, which waits forever for a lock that one of them held.
 
 The watchdog ends as its command does: with its exit code or by its signal. It passes SIGTERM and SIGINT on. It uses the standard library
 only and is started with ``-I -S``: it is there in 15 ms and takes about 8 MB.
@@ -22,7 +26,9 @@ import signal
 import subprocess
 import sys
 import threading
+from typing import NoReturn
 
+ALONE = "alone"
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 
 MOST_SWEEPS = 100  # How often descendants are looked for: those that fork faster than they are killed are not waited for
@@ -72,6 +78,19 @@ def _kill_group_when_parent_ends(lifeline: int, scratch: str) -> None:
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
+def become(parent: int, command: list[str]) -> NoReturn:
+    """Turns this process into ``command``, which is killed when the thread that started it ends. ``parent``: whose child it is."""
+    _ask_kernel(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("its parent has ended")
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python has them ignored, which the command would inherit
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.exit(f"{command[0]} cannot be started: {error.strerror}")
+
+
 def main(lifeline: int, scratch: str, command: list[str]) -> int:
     """Runs ``command`` to its end and returns its exit code."""
     _ask_kernel(PR_SET_CHILD_SUBREAPER, 1)
@@ -96,6 +115,8 @@ def main(lifeline: int, scratch: str, command: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == ALONE:
+        become(int(sys.argv[2]), sys.argv[3:])
     if os.getpid() != os.getsid(0):
         sys.exit("parent_watchdog.py must be started in a session of its own: it kills its process group")
     sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

@@ -17,21 +17,23 @@ SECONDS = 600
 @pytest.mark.extra
 @pytest.mark.timeout(5 * SECONDS)
 def test_a_run_goes_on_after_its_servers_were_rolled_back(small_run: Callable[..., Path], tmp_path: Path) -> None:
-    config, root, steps = small_run("dark", steps=12, staleness=1), tmp_path / "runs" / "dark", 12
-    flags = ["--save-interval", "2", "--keep-checkpoints", "9"]
+    config, root, steps = small_run("dark", steps=100, staleness=1), tmp_path / "runs" / "dark", 100
+    flags = ["--save-interval", "2", "--keep-checkpoints", "100"]
 
-    def torn(after: int) -> None:
+    def torn(after: int) -> int:
+        """Kills a run some steps after that one; returns the step of its newest checkpoint."""
         with LaunchedRun(config, root, "dark", flags) as run:
-            run.until(f"{after} steps", lambda cards: trained(cards) >= after, SECONDS)
+            run.until(f"{after} steps", lambda cards: trained(cards) >= after + 4, SECONDS)
             run.kill(run.process.pid)
             run.process.wait(60)
         (root / "servers.json").unlink()  # of servers that are dead; the next launcher writes its own
+        return max(int(path.name.removeprefix("step_")) for path in (root / "checkpoints").glob("step_*"))
 
-    torn(4)
+    synced = torn(0)
     servers = ("nats", "valkey")
     for name in servers:
         shutil.copytree(root / name, tmp_path / f"synced-{name}")
-    torn(9)
+    assert torn(synced + 2) > synced
     for name in servers:
         shutil.rmtree(root / name)
         shutil.copytree(tmp_path / f"synced-{name}", root / name)

@@ -1,6 +1,7 @@
 """Child processes: how they are found ready, how they end, and that none stays behind."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,7 +27,9 @@ from shared.process.child_process import ChildProcess
 
 scratch = Path(sys.argv[1])
 scratch.mkdir()
-child = ChildProcess("family", [sys.executable, "-c", sys.argv[2]], scratch.with_suffix(".log"), watchdog=True, scratch=scratch)
+watched = sys.argv[2] != "sleep"
+command = [sys.executable, "-c", sys.argv[2]] if watched else ["sleep", "600"]
+child = ChildProcess("family", command, scratch.with_suffix(".log"), watchdog=watched, scratch=scratch)
 print(child.pid, flush=True)
 time.sleep(600)
 """
@@ -38,10 +41,10 @@ def scratch(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def holder(scratch: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds a child under a watchdog."""
+def holder(scratch: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds a child under a watchdog; one without, where a test asks for ``sleep``."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", HOLDER, str(scratch), FAMILY]
+    command = [sys.executable, "-c", HOLDER, str(scratch), getattr(request, "param", FAMILY)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     yield process
     process.kill()
@@ -150,3 +153,27 @@ def test_pipes_end_with_the_command(tmp_path: Path) -> None:
 def test_the_watchdog_wants_a_session_of_its_own() -> None:
     done = subprocess.run([sys.executable, "-I", "-S", str(WATCHDOG), "0", "", "true"], capture_output=True, text=True, timeout=60)
     assert done.returncode != 0 and "session of its own" in done.stderr
+
+
+def test_what_dies_with_its_parent_is_the_command_itself() -> None:
+    """It has the command's pid, words and signals: nothing stands between it and its parent."""
+    process = ChildProcess("echo", ["sh", "-c", "cat; cat /proc/self/status", "a b", ""], None)
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(b"word\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == b"word\n"
+    assert Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")[-3:] == [b"a b", b"", b""]
+    process.stdin.close()
+    ignored = re.search(r"SigIgn:\s*(\w+)", process.stdout.read().decode())
+    assert ignored is not None and int(ignored[1], 16) == 0
+    process.stop(0)
+    process.stdout.close()
+
+
+@pytest.mark.parametrize("holder", ["sleep"], indirect=True)
+async def test_without_a_watchdog_it_is_gone_with_its_parent(holder: subprocess.Popen[str]) -> None:
+    group = group_of(holder)
+    assert group_members(group) == [group]
+    holder.kill()
+    holder.wait(60)
+    await until(lambda: not group_members(group), "its end")

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from services.trainer.weights.stage_sender import MemoryRelay, RelayedSender
+from shared.transfer.bucket_ring import BUFFERS
 from shared.transfer.group_channel import GroupSender
-from shared.transfer.memory_channel import MemoryReceiver, MemorySender
+from shared.transfer.manifest import lay_out
+from shared.transfer.memory_channel import MEMORY_BUFFERS, MemoryReceiver, MemorySender
 from shared.transfer.weight_channel import ChannelBroken, TransferDeadline
 from tests.integration.test_memory_channel import CPU, SECONDS, content, manifest, receive, send
 
@@ -72,7 +74,9 @@ def test_an_engine_that_is_lost_on_one_machine_ends_the_push_on_all_of_them(thre
     machines = Machines((1, 1, 1), threads)
     reading = [threads.submit(receive, engine, 1) for engine in (machines.engines[0], machines.engines[2])]
     machines.begin(1)
-    sending = threads.submit(send, machines.source, manifest(), 1)  # the engine on the second machine takes nothing
+    # the engine on the second machine takes nothing, and the buffers between do not hold so many
+    many = lay_out([(str(number), "float32", (9,)) for number in range(3 * (BUFFERS + MEMORY_BUFFERS))], bucket_bytes=1)
+    sending = threads.submit(send, machines.source, many, 1)
     machines.relays[0].abort("rollout-1: its heartbeat has stopped")
     with pytest.raises(ChannelBroken, match="rollout-1: its heartbeat has stopped"):
         machines.relays[0].wait(SECONDS)

@@ -28,7 +28,7 @@ import structlog
 from setproctitle import setproctitle
 
 from shared.process import parent_watchdog
-from shared.process.child_process import WATCHDOG
+from shared.process.child_process import WATCHDOG, die_with_parent
 
 _places: Mapping[str, str] = {}
 _register: Path | None = None
@@ -44,6 +44,8 @@ def python_work(command: Sequence[str]) -> Callable[[], object] | None:
     program, *words = map(str, command)
     if program != sys.executable:
         return None
+    if (inner := _unwrapped(command)) != list(command):
+        return _dying_with_parent(python_work(inner))
     if words[:2] == ["-I", "-S"] and words[2] == str(WATCHDOG):
         lifeline, scratch, *further = words[3:]
         return lambda: sys.exit(parent_watchdog.main(int(lifeline), scratch, further))
@@ -52,6 +54,20 @@ def python_work(command: Sequence[str]) -> Callable[[], object] | None:
     if words and words[0] in _places:
         return lambda: _run_module(_places[words[0]], words[1:])
     return None
+
+
+def _unwrapped(command: Sequence[str]) -> list[str]:
+    """Returns the command that one of `with_parent` becomes; any other as it is."""
+    return list(command[6:] if command[3:5] == [str(WATCHDOG), parent_watchdog.ALONE] else command)
+
+
+def _dying_with_parent(work: Callable[[], object] | None) -> Callable[[], object] | None:
+    def dying() -> None:
+        die_with_parent()
+        assert work is not None
+        work()
+
+    return dying if work else None
 
 
 def install(register: Path | None = None, places: Mapping[str, str] | None = None) -> None:
@@ -68,7 +84,7 @@ def install(register: Path | None = None, places: Mapping[str, str] | None = Non
 
 def named(command: Sequence[str], environment: Mapping[str, str], starter: str) -> str:
     """Returns the name of a process: that of its instance, or of who has started it and what it is (``rollout-0/engine``)."""
-    words = list(command)
+    words = _unwrapped(command)
     if str(WATCHDOG) in words:
         return f"{starter}/watchdog"
     module = words[2] if words[1:2] == ["-m"] else _places.get(words[1], "")
@@ -144,6 +160,7 @@ def become(
         if given["env"] is not None:
             os.environ.clear()
             os.environ.update({os.fsdecode(name): os.fsdecode(value) for name, value in given["env"].items()})
+        command = _unwrapped(command)
         setproctitle(" ".join(command))
         if _register is not None:
             _name = named(command, os.environ, _name)
