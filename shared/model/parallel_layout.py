@@ -122,9 +122,10 @@ def division_problems(
     if layout.tensor > 1 and not layout.sequence_parallel:
         yield from _sequence_problems(architecture)
     yield from _expert_problems(architecture, layout)
-    if architecture.linear is not None and layout.context > 1:
-        reason = f"1; {architecture.model_type} has linear attention, whose state goes through whole sequences"
-        yield ConfigError("trainer.context_parallel_size", layout.context, reason)
+    heads = 0 if architecture.linear is None else architecture.linear.linear_num_key_heads
+    if heads % layout.tensor == 0 and heads // layout.tensor % layout.context:
+        wanted = f"a divisor of {heads // layout.tensor}, the key heads of linear attention on a tensor-parallel rank, which it divides"
+        yield ConfigError("trainer.context_parallel_size", layout.context, wanted)
     yield from _indexer_problems(architecture, layout, overrides or {})
 
 
@@ -170,9 +171,6 @@ def _expert_problems(a: Architecture, layout: ParallelLayout) -> Iterator[Config
 def _indexer_problems(a: Architecture, layout: ParallelLayout, overrides: Mapping[str, Any]) -> Iterator[ConfigError]:
     if a.indexer is None:
         return
-    if layout.context > 1:
-        wanted = f"1; the indexer of {a.model_type} chooses among the keys of whole sequences"
-        yield ConfigError("trainer.context_parallel_size", layout.context, wanted)
     if any(overrides.get(name) for name in UNEVEN if not name.startswith("num_layers_in_")):
         return  # Megatron itself sizes the stages
     starts = list(accumulate(stage_layers(a, layout, overrides), initial=0))[:-1]

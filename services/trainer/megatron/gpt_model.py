@@ -210,8 +210,10 @@ def _architecture_fields(a: Architecture, kind: type[TransformerConfig]) -> dict
         "gated_linear_unit": True,
         "activation_func": F.silu,
     }
-    if a.indexer is not None:
-        fields["experimental_attention_variant"] = None  # `SparseLatentAttention` gives its attention what Megatron would pass
+    if a.indexer is not None or a.linear is not None:
+        # the modules are made here: `SparseLatentAttention` gives its attention what Megatron would pass, and linear attention has
+        # context parallelism, which Megatron refuses
+        fields["experimental_attention_variant"] = None
     if a.experts is not None:
         fields |= {
             "num_moe_experts": a.experts.count,

@@ -2,7 +2,7 @@
 
 Each value head has a state, a matrix [key width, value width]. A token lets it decay, replaces what it holds at the token's key by the
 token's value, in part, and reads it at the token's query. Neither the state nor the convolution before it goes from one sequence of a pack
-to the next.
+to the next. Under context parallelism the ranks exchange their tokens of all heads for whole sequences of some heads, and back.
 
 On a GPU the kernels of flash-linear-attention compute it in half precision where that package is installed. Elsewhere it is plain
 PyTorch: within chunks of `CHUNK` tokens, for all of a pack at once, the tokens' replacements are the solution of a triangular system; from
@@ -20,11 +20,11 @@ import structlog
 import torch
 import torch.nn.functional as F
 from megatron.core.ssm import gated_delta_net
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel import all_to_all, copy_to_tensor_model_parallel_region
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from services.trainer.megatron.packed_sequences import PackedSequences
+from services.trainer.megatron.packed_sequences import ContextSplit, PackedSequences
 
 CHUNK = 64
 NORM_EPS = 1e-6  # of the lengths of queries and keys, a constant of the models
@@ -121,6 +121,20 @@ def convolved(states: Tensor, weight: Tensor, starts: Tensor) -> Tensor:
     return F.conv1d(apart.T[None], weight, groups=states.size(1))[0].T[places]
 
 
+def to_heads(tokens: list[Tensor], split: ContextSplit) -> tuple[Tensor, ...]:
+    """Returns [T, columns / ranks] of each of [U, columns]: the pack's tokens and this rank's heads, of its own tokens and all heads."""
+    ranks = split.group.size()
+    apart = torch.cat([each.unflatten(1, (ranks, -1)) for each in tokens], -1).transpose(0, 1).flatten(0, 1)
+    return all_to_all(split.group, apart).index_select(0, split.back).split([each.size(1) // ranks for each in tokens], -1)
+
+
+def to_tokens(heads: Tensor, split: ContextSplit) -> Tensor:
+    """Returns [U, columns * ranks] of [T, columns], the way back; zeros in the padding."""
+    ranks = split.group.size()
+    rows = heads.new_zeros(ranks * split.rows.numel(), heads.size(1)).index_copy(0, split.back, heads)
+    return all_to_all(split.group, rows).unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1)
+
+
 class PackedGatedDeltaNet(gated_delta_net.GatedDeltaNet):
     """A layer's linear attention. Tensor-parallel ranks share its heads."""
 
@@ -135,33 +149,43 @@ class PackedGatedDeltaNet(gated_delta_net.GatedDeltaNet):
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, packed_seq_params: PackedSequences | None = None, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Takes [U, 1, hidden size], this rank's tokens under sequence parallelism, and returns the same, and no bias."""
-        assert packed_seq_params is not None and packed_seq_params.shared is None and packed_seq_params.context is None
-        starts, ranks = packed_seq_params.cu_seqlens_q, self.tp_size
+        assert packed_seq_params is not None and packed_seq_params.shared is None
+        starts, ranks, context = packed_seq_params.cu_seqlens_q, self.tp_size, packed_seq_params.context
         projected = self.in_proj(hidden_states)[0].squeeze(1)
-        heads = self.num_value_heads // ranks
-        mixed, gate, beta, alpha = projected.split([self.conv_dim // ranks, self.v_dim // ranks, heads, heads], -1)
-        mixed = F.silu(convolved(mixed, self.conv1d.weight, starts))
-        query, key, value = mixed.split([self.qk_dim // ranks, self.qk_dim // ranks, self.v_dim // ranks], -1)
+        heads, widths = self.num_value_heads // ranks, [width // ranks for width in (self.qk_dim, self.qk_dim, self.v_dim)]
+        *mixed, gate, beta, alpha = projected.split([*widths, self.v_dim // ranks, heads, heads], -1)
+        kernels, bias, rate = list(self.conv1d.weight.split(widths)), self.dt_bias, self.A_log
+        if context is not None:
+            *mixed, beta, alpha = to_heads([*mixed, beta, alpha], context)
+            rank, size = context.group.rank(), context.group.size()
+            *kernels, bias, rate = (parameter.chunk(size)[rank] for parameter in (*kernels, bias, rate))
+            starts = context.starts
+        joint = F.silu(convolved(torch.cat(mixed, -1), torch.cat(kernels), starts))
+        query, key, value = joint.split([part.size(1) for part in mixed], -1)
         query, key = (
             _of_length_one(states.unflatten(-1, (-1, self.key_head_dim))).repeat_interleave(self.num_value_heads // self.num_key_heads, 1)
             for states in (query, key)
         )
         value = value.unflatten(-1, (-1, self.value_head_dim))
-        decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias.float())
-        output = self._rule(query, key, value, decay, beta.float().sigmoid(), packed_seq_params)
+        decay = -rate.float().exp() * F.softplus(alpha.float() + bias.float())
+        output = self._rule(query, key, value, decay, beta.float().sigmoid(), packed_seq_params, starts)
+        if context is not None:
+            output = to_tokens(output.flatten(1), context).unflatten(1, (heads, -1))
         weight = copy_to_tensor_model_parallel_region(self.out_norm.weight, group=self.pg_collection.tp)
         normed = F.rms_norm(output.float(), weight.shape, weight.float(), self.out_norm.eps)
         gated = (normed.flatten(1) * F.silu(gate.float())).to(projected.dtype)
         projection: tuple[Tensor, Tensor | None] = self.out_proj(gated[:, None])
         return projection
 
-    def _rule(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, sequences: PackedSequences) -> Tensor:
+    def _rule(
+        self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor, sequences: PackedSequences, starts: Tensor
+    ) -> Tensor:
         if query.dtype != torch.float32 and (rule := fast_rule()) is not None:
             rows = (tensor[None] for tensor in (query, key, value.contiguous()))
-            output: Tensor = rule(*rows, g=decay[None], beta=strength[None].to(query.dtype), cu_seqlens=sequences.cu_seqlens_q.long())[0][0]
+            output: Tensor = rule(*rows, g=decay[None], beta=strength[None].to(query.dtype), cu_seqlens=starts.long())[0][0]
             return output
         if sequences.chunks is None:
-            sequences.chunks = ChunkedSequences.of(sequences.cu_seqlens_q)
+            sequences.chunks = ChunkedSequences.of(starts)
         plain: Tensor = checkpoint(
             plain_rule, query, key, value, decay, strength, sequences.chunks, use_reentrant=False, preserve_rng_state=False
         )

@@ -46,6 +46,7 @@ class ContextSplit:
         keys: int64 [K], for each chunk of this rank in turn the rows of the gathered keys that it sees, oldest first.
         spans: for each chunk of this rank its queries and the keys that it sees; the last query sees the last key.
         cu_queries, cu_keys: int32 [chunks + 1], where the chunks begin among the queries and among ``keys``.
+        starts: int32, where the sequences begin in the pack, without padding, and T.
     """
 
     group: dist.ProcessGroup
@@ -55,6 +56,7 @@ class ContextSplit:
     spans: list[tuple[int, int]]
     cu_queries: Tensor
     cu_keys: Tensor
+    starts: Tensor
 
     def own(self, per_token: Tensor) -> Tensor:
         """Returns this rank's part [U] of a pack's [T]; 0 in the padding."""
@@ -113,6 +115,7 @@ def split(starts: list[int], padded: list[int], group: dist.ProcessGroup, rank: 
         spans,
         bounds[:, 0].contiguous().to(device),
         bounds[:, 1].contiguous().to(device),
+        torch.tensor(starts, dtype=torch.int32).to(device),
     )
 
 
@@ -153,7 +156,7 @@ def obstacle(config: TransformerConfig) -> str | None:
         return "context parallelism cuts every sequence into the same number of parts"
     if config.transformer_impl != "local":
         return "Transformer Engine's attention takes whole sequences only"
-    if config.experimental_attention_variant == "gated_delta_net":
+    if config.linear_attention_freq is not None:
         return "linear attention hands its state from token to token of whole sequences"
     if config.dsa_indexer_topk is not None:
         return "indexers choose keys for whole sequences only"

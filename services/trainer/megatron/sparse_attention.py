@@ -5,7 +5,8 @@ choice of one before them (GLM-5.2). Sequences of at most ``top_k`` tokens are d
 first ``top_k`` queries see all keys before them; the others are masked, in chunks of queries: memory grows with a chunk times the keys.
 
 A choice has no gradient, so the indexer is not trained here: its weights are buffers, which no optimizer sees. They are loaded, saved,
-exported and pushed like the others. With sequence parallelism each rank chooses for its own tokens, and the choices are gathered.
+exported and pushed like the others. With sequence parallelism each rank chooses for its own tokens, and the choices are gathered. Under
+context parallelism keys are gathered, and a rank chooses and attends for its own chunks of the sequences.
 """
 
 from itertools import pairwise
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from services.trainer.megatron.attention import PackedCausalAttention
-from services.trainer.megatron.packed_sequences import PackedSequences
+from services.trainer.megatron.packed_sequences import PackedSequences, gather_keys_and_values
 from services.trainer.megatron.runtime import device
 
 SCORES = 2**25  # elements of the scores of a chunk of queries, over heads and keys
@@ -57,39 +58,46 @@ class KeyIndexer(torch.nn.Module):
         self.weights_proj = FrozenMatrix(self.heads, config.hidden_size, dtype=torch.float32)
 
     @torch.no_grad()
-    def forward(self, hidden: Tensor, low: Tensor, cosines: Tensor, sines: Tensor, starts: tuple[int, ...]) -> Tensor:
-        """Chooses keys for the tokens of a pack; under sequence parallelism ``hidden`` and ``low`` are of this rank's.
+    def forward(self, hidden: Tensor, low: Tensor, cosines: Tensor, sines: Tensor, sequences: PackedSequences) -> Tensor:
+        """Chooses keys for this rank's tokens; under sequence parallelism ``hidden`` and ``low`` are those of a tensor-parallel rank.
 
         Args:
             hidden: [t, hidden size]. low: [t, query rank], normed. cosines, sines: float32 [longest sequence, rotated width].
-            starts: of the pack's sequences, and T.
 
         Returns:
-            int32 [T, top_k], places in the token's sequence; zeros for tokens that see at most ``top_k`` keys.
+            int32 [U, top_k], places in the token's sequence; zeros for tokens that see at most ``top_k`` keys.
         """
-        group, count = parallel_state.get_tensor_model_parallel_group(), hidden.size(0)
+        group, count, spans, context = (
+            parallel_state.get_tensor_model_parallel_group(),
+            hidden.size(0),
+            spans_of(sequences),
+            sequences.context,
+        )
         first = group.rank() * count if self.scattered else 0
-        bounds = torch.tensor(starts)
-        places = torch.arange(starts[-1]) - torch.repeat_interleave(bounds[:-1], bounds.diff())
-        own = places[first : first + count].to(hidden.device)
+        own = torch.cat([torch.arange(keys - queries, keys) for queries, keys in spans])[first : first + count].to(hidden.device)
         cosines, sines = cosines[own], sines[own]
         keys = F.layer_norm(F.linear(hidden, self.wk.weight).float(), (self.width,), self.k_norm.weight, self.k_norm.bias, 1e-6)
         keys = self._rotated(keys.to(hidden.dtype), cosines, sines)
         if self.scattered:
             keys = gather_from_sequence_parallel_region(keys, group=group)
+        if context is not None:
+            keys = gather_from_sequence_parallel_region(keys, group=context.group)[context.keys]
         weights = F.linear(hidden.float(), self.weights_proj.weight) * (self.heads * self.width) ** -0.5
         chosen = torch.zeros(count, self.top_k, dtype=torch.int32, device=hidden.device)
-        for start, stop in pairwise(starts):
-            begin, end = max(start + self.top_k, first), min(stop, first + count)
-            rows = max(SCORES // (self.heads * (stop - start)), 1)
+        start = 0  # of the span's queries
+        for (queries, length), span in zip(spans, keys.split([keys for _, keys in spans]), strict=True):
+            before = length - queries
+            begin, end = max(start + max(self.top_k - before, 0), first), min(start + queries, first + count)
+            rows = max(SCORES // (self.heads * length), 1)
             for row in range(begin, end, rows):
                 part = slice(row - first, min(row + rows, end) - first)
-                queries = F.linear(low[part], self.wq_b.weight).unflatten(-1, (self.heads, self.width))
-                queries = self._rotated(queries, cosines[part, None], sines[part, None])
-                seen = keys[start : first + part.stop].float()
-                scores = torch.einsum("qhk,qh->qk", (queries.float() @ seen.T).relu_(), weights[part])
+                asked = F.linear(low[part], self.wq_b.weight).unflatten(-1, (self.heads, self.width))
+                asked = self._rotated(asked, cosines[part, None], sines[part, None])
+                seen = span[: before + first + part.stop - start].float()
+                scores = torch.einsum("qhk,qh->qk", (asked.float() @ seen.T).relu_(), weights[part])
                 ahead = torch.arange(len(seen), device=scores.device) > own[part, None]
                 chosen[part] = scores.masked_fill_(ahead, -torch.inf).topk(self.top_k, -1, sorted=False).indices.int()
+            start += queries
         return gather_from_sequence_parallel_region(chosen, group=group) if self.scattered else chosen
 
     def _rotated(self, states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
@@ -126,16 +134,21 @@ class ChosenKeysAttention(PackedCausalAttention):
         top_k = self.config.dsa_indexer_topk
         if packed_seq_params is None or not has_choices(packed_seq_params, top_k):
             return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
-        choices = packed_seq_params.choices
+        choices, context = packed_seq_params.choices, packed_seq_params.context
         chosen = choices[self.source] if self.kept else choices.pop(self.source)
+        if context is not None:
+            key, value = gather_keys_and_values(key, value, context)
+        queries, keys = zip(*spans_of(packed_seq_params), strict=True)
         outputs = []
-        for start, stop in pairwise(packed_seq_params.starts):
-            q, k, v = (tensor[start:stop].transpose(0, 1)[None] for tensor in (query, key, value))
-            first = q[:, :, :top_k], k[:, :, :top_k], v[:, :, :top_k]
-            outputs.append(F.scaled_dot_product_attention(*first, is_causal=True, scale=self.scale))
-            for row in range(top_k, stop - start, QUERIES):
-                last = min(row + QUERIES, stop - start)
-                given = q[:, :, row:last], k[:, :, :last], v[:, :, :last], chosen[start + row : start + last]
+        for asked, k, v, places in zip(query.split(queries), key.split(keys), value.split(keys), chosen.split(queries), strict=True):
+            q, k, v = (tensor.transpose(0, 1)[None] for tensor in (asked, k, v))
+            before, length = k.size(2) - q.size(2), q.size(2)
+            dense = min(max(top_k - before, 0), length)  # queries that see all keys before them
+            if dense:
+                outputs.append(self._masked(q[:, :, :dense], *(each[:, :, : before + dense] for each in (k, v)), _causal(before, dense, q)))
+            for row in range(dense, length, QUERIES):
+                last = min(row + QUERIES, length)
+                given = q[:, :, row:last], k[:, :, : before + last], v[:, :, : before + last], places[row:last]
                 outputs.append(checkpoint(self._to_chosen, *given, use_reentrant=False, preserve_rng_state=False))
         return torch.cat(outputs, 2)[0].transpose(0, 1).reshape(query.size(0), -1)
 
@@ -171,8 +184,20 @@ class SparseLatentAttention(MLASelfAttention):
             angles = angles.flatten(1)
             turned = angles.cos() * factor, angles.sin() * factor
             low = found[3].detach()
-            packed_seq_params.choices[self.layer_number] = self.indexer(hidden_states.squeeze(1), low, *turned, packed_seq_params.starts)
+            packed_seq_params.choices[self.layer_number] = self.indexer(hidden_states.squeeze(1), low, *turned, packed_seq_params)
         return found
+
+
+def spans_of(sequences: PackedSequences) -> list[tuple[int, int]]:
+    """Returns the queries that this rank has of each sequence, or of each chunk of one, and the keys up to the last of them."""
+    if sequences.context is not None:
+        return sequences.context.spans
+    return [(stop - start, stop - start) for start, stop in pairwise(sequences.starts)]
+
+
+def _causal(before: int, queries: int, like: Tensor) -> Tensor | None:
+    """Returns the mask of queries behind ``before`` other keys, as `PackedCausalAttention` takes it."""
+    return torch.ones(queries, before + queries, dtype=torch.bool, device=like.device).tril(before) if before else None
 
 
 def has_choices(sequences: PackedSequences, top_k: int) -> bool:

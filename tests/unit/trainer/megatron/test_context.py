@@ -8,6 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.trainer.megatron.packed_sequences import padded_starts, split
+from tests.unit.trainer.megatron import rank_steps
+from tests.unit.trainer.megatron.test_prefix_sharing import gradients
+from tests.unit.trainer.megatron.tiny import pack
 
 
 class Ranks:
@@ -56,3 +59,22 @@ def test_sequences_that_divide_are_not_padded():
 @pytest.mark.parametrize(("size", "tensor", "total"), [(2, 1, 4), (2, 2, 4), (2, 4, 8), (4, 2, 8), (4, 3, 24), (2, 8, 16)])
 def test_one_token_is_padded_to_what_the_ranks_divide(size, tensor, total):
     assert padded_starts([0, 1], size, tensor)[-1] == total
+
+
+def of_uneven_sequences(directory, config):
+    """Loss, gradients and log-probs of a pack whose sequences the ranks do not divide, some of one token, some of several chunks."""
+    model, batch = rank_steps.actor(directory, **config), pack([torch.arange(n) % 67 for n in (1, 151, 6, 65, 1, 2, 40, 7)])
+    loss, _, named = gradients(model, batch, rank_steps.weighted_loss, need_entropy=True)
+    return loss, named, model.log_probs([batch])[0]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "glm_moe_dsa", "gpt_oss"])
+def test_uneven_sequences_have_the_gradients_of_one_rank(kind, hf, two_ranks):
+    loss, named, log_probs = of_uneven_sequences(hf(kind), {})
+    for other_loss, others, others_log_probs in two_ranks.run(
+        of_uneven_sequences, hf(kind), {"context_parallel_size": 2, "use_distributed_optimizer": False}
+    ):
+        assert other_loss == pytest.approx(loss, rel=1e-5)
+        torch.testing.assert_close(others_log_probs, log_probs, atol=1e-5, rtol=0)
+        for name, gradient in others.items():
+            assert (gradient - named[name]).norm() <= 1e-4 * named[name].norm() + 1e-6, name

@@ -24,10 +24,12 @@ CASES = [
     ("gpt_oss", CONTEXT),
     ("qwen3_next", TENSOR),
     ("qwen3_next", PIPELINE),
+    ("qwen3_next", CONTEXT),
     ("qwen3_5", {"tensor_model_parallel_size": 2}),
     ("qwen3_5_moe", EXPERT),
     ("glm_moe_dsa", TENSOR),
     ("glm_moe_dsa", PIPELINE),
+    ("glm_moe_dsa", CONTEXT),
 ]
 MORE = [("glm4", PIPELINE), ("glm4", CONTEXT), ("glm4_moe", TENSOR), ("glm4_moe", EXPERT), ("deepseek_v3", TENSOR)]
 MORE += [
@@ -50,6 +52,9 @@ MORE += [
     ("qwen2_moe", EXPERT),
     ("deepseek_v32", TENSOR),
     ("deepseek_v32", PIPELINE),
+    ("deepseek_v32", CONTEXT),
+    ("qwen3_5", CONTEXT),
+    ("qwen3_5_moe", CONTEXT),
 ]
 
 

@@ -59,6 +59,10 @@ FOUR_RANKS = {
     "MoE EP2 CP2 TP2 SP whole optimizer": ("qwen3_moe", {**EP2, **CP2, **TP2_SP, **WHOLE}),
     "MoE EP2 CP2 PP2 VPP2": ("deep_moe", {**EP2, **CP2, **VPP2}),
     "latent attention, shared experts: EP2 CP2 TP2 SP": ("deepseek_v3", {**EP2, **CP2, **TP2_SP}),
+    "linear attention: CP2 TP2": ("qwen3_5_text", {**CP2, "tensor_model_parallel_size": 2}),
+    "linear attention: CP2 PP2": ("qwen3_5_text", {**CP2, "pipeline_model_parallel_size": 2}),
+    "sparse attention: CP2 TP2 SP": ("glm_moe_dsa", {**CP2, **TP2_SP}),
+    "sparse attention: EP2 CP4": ("deepseek_v32", {**EP2, "context_parallel_size": 4}),
     "MoE TP2 SP ETP4": ("qwen3_moe", {**TP2_SP, **etp(4), **WHOLE}),
 }
 
@@ -75,6 +79,8 @@ PAIRS = {
     "TP2 PP2 SP",
     "MoE EP2 CP2 TP2 SP whole optimizer",
     "MoE EP2 CP2 PP2 VPP2",
+    "linear attention: CP2 TP2",
+    "sparse attention: CP2 TP2 SP",
 }
 
 

@@ -89,8 +89,8 @@ def test_recomputed_layers_train_the_same(hf):
 
 
 def test_what_does_not_go_with_it_is_refused_by_name(hf, make_actor):
-    (problem,) = division_problems(read_architecture(hf("qwen3_next")), ParallelLayout(context=2))
-    assert "trainer.context_parallel_size" in str(problem) and "linear attention" in str(problem)
+    (problem,) = division_problems(read_architecture(hf("qwen3_next")), ParallelLayout(context=4))
+    assert "trainer.context_parallel_size" in str(problem) and "a divisor of 2, the key heads of linear attention" in str(problem)
     (problem, *_) = division_problems(read_architecture(hf("qwen3_next")), ParallelLayout(tensor=4, sequence_parallel=True))
     assert "2 linear attention's key heads" in str(problem)
     with pytest.raises(ConfigError, match=r"trainer\.prefix_sharing.*linear attention"):

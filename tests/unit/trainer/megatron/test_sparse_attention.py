@@ -134,7 +134,6 @@ def test_which_layers_share_is_read_as_engines_read_it(changed):
 def test_what_is_not_exact_is_refused(hf, make_actor):
     architecture = read_architecture(hf(KIND))  # layers 0 and 2 have indexers
     cases = [
-        ({"context_parallel_size": 2}, {}, "trainer.context_parallel_size = 2: 1; the indexer"),
         ({"pipeline_model_parallel_size": 4}, {}, "pipeline_model_parallel_size = 4: stages that begin with layers of [2]"),
         ({"pipeline_model_parallel_size": 2}, {"num_layers_in_first_pipeline_stage": 1}, "those that begin with [1]"),
     ]

@@ -150,7 +150,7 @@ def make_checkpoint(kind: str, directory: Path, **changed: int) -> None:
 
     configs["qwen3_5"] = lambda: with_vision("Qwen3_5")
     configs["qwen3_5_moe"] = lambda: with_vision("Qwen3_5Moe", **experts, shared_expert_intermediate_size=40)
-    configs["qwen3_5_text"] = lambda: with_vision("Qwen3_5").text_config
+    configs["qwen3_5_text"] = lambda: with_vision("Qwen3_5", linear_num_key_heads=4).text_config
     # with fewer heads many scores are 0, all of them negative before the ReLU, and which of these keys are chosen is left to chance
     indexer = {"index_n_heads": 16, "index_head_dim": 12, "index_topk": 6, "num_key_value_heads": 4}
     # a pipeline of two stages divides the four layers where a layer with an indexer begins
