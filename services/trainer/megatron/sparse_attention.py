@@ -145,7 +145,8 @@ class ChosenKeysAttention(PackedCausalAttention):
             before, length = k.size(2) - q.size(2), q.size(2)
             dense = min(max(top_k - before, 0), length)  # queries that see all keys before them
             if dense:
-                outputs.append(self._masked(q[:, :, :dense], *(each[:, :, : before + dense] for each in (k, v)), _causal(before, dense, q)))
+                seen = before + dense
+                outputs.append(self._masked(q[:, :, :dense], k[:, :, :seen], v[:, :, :seen], _causal(before, dense, q)))
             for row in range(dense, length, QUERIES):
                 last = min(row + QUERIES, length)
                 given = q[:, :, row:last], k[:, :, : before + last], v[:, :, : before + last], places[row:last]
