@@ -91,8 +91,8 @@ def main() -> int:
 def measure(name: str, steps: int) -> list[dict[str, Any]]:
     """One case, in this process: a row for each step."""
     from services.trainer.actor import Actor
-    from services.trainer.megatron.trainer_settings import TrainerSettings
     from services.trainer.objective.loss import PolicyLoss
+    from services.trainer.trainer_settings import TrainerSettings
     from shared.config.algorithm import AlgorithmSection
     from shared.config.trainer_section import TrainerSection
     from shared.transfer.weight_checkpoint import LocalCheckpoint, WeightCheckpoints

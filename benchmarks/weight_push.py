@@ -147,7 +147,7 @@ class Bench:
     def _with_trainer(self, model: Path, stage: Any) -> None:
         from services.trainer.actor import Actor
         from services.trainer.commands import CommandBroadcast, Leave, Push
-        from services.trainer.megatron.trainer_settings import TrainerSettings
+        from services.trainer.trainer_settings import TrainerSettings
         from services.trainer.weights.pusher import Pusher
         from shared.config.trainer_section import TrainerSection, WeightsSection
 
@@ -202,7 +202,7 @@ class Bench:
         """Measures with as much of the model as has room once more beside the trainer, whose optimizer's state is taken out first."""
         import torch
 
-        from services.trainer.megatron.offload import Offload
+        from services.trainer.parallel.offload import Offload
 
         Offload(actor.model, actor.optimizer).to_host("optimizer")
         tensors = copied(actor.export(SLIME_BUCKET), lambda: torch.cuda.mem_get_info()[0] - SPARE_BYTES)

@@ -17,15 +17,13 @@ from torch import Tensor
 
 from services.trainer import flops
 from services.trainer.backend import MODULES, Backend, gather_plan
-from services.trainer.megatron import checkpoint, export, runtime
-from services.trainer.megatron.gather_plan import Bucket, GatherPlan
-from services.trainer.megatron.joint_write import JointWrite
-from services.trainer.megatron.moe import on_host
-from services.trainer.megatron.packed_sequences import StageRouting, prefixes_of
-from services.trainer.megatron.passes import LossFunction
-from services.trainer.megatron.runtime import deadline
-from services.trainer.megatron.trainer_settings import DTYPES, TrainerSettings
-from services.trainer.packing import PackedBatch
+from services.trainer.packing import PackedBatch, prefixes_of
+from services.trainer.parallel import checkpoint, export, runtime
+from services.trainer.parallel.gather_plan import Bucket, GatherPlan
+from services.trainer.parallel.joint_write import JointWrite
+from services.trainer.parallel.loss_function import LossFunction
+from services.trainer.parallel.runtime import deadline
+from services.trainer.trainer_settings import DTYPES, TrainerSettings
 from shared.config.trainer_section import LearningRateSchedule
 from shared.model.architecture import Architecture
 
@@ -59,7 +57,7 @@ class Actor:
     def create(
         cls, settings: TrainerSettings, hf_dir: str | Path, *, random: bool = False, initialized: Callable[[], None] | None = None
     ) -> "Actor":
-        """Joins the other ranks (see :mod:`.megatron.runtime`), builds this rank's part of the model in the run's backend and loads it.
+        """Joins the other ranks (see :mod:`.parallel.runtime`), builds this rank's part of the model in the run's backend and loads it.
 
         Args:
             hf_dir: a Hugging Face checkpoint: ``config.json``, ``*.safetensors``, tokenizer.
@@ -79,8 +77,7 @@ class Actor:
 
     @property
     def architecture(self) -> Architecture:
-        architecture: Architecture = self.model.architecture
-        return architecture
+        return self.model.architecture
 
     @property
     def data_parallel_rank(self) -> int:
@@ -101,10 +98,10 @@ class Actor:
 
     def log_probs_and_routing(self, batches: Sequence[PackedBatch]) -> tuple[list[Tensor], list[dict[int, Tensor]]]:
         """Returns the same, and the experts that this rank's routers chose for each micro-batch (`PackedBatch.routing`)."""
-        recorded: dict[int, StageRouting] = {}
+        recorded: dict[int, dict[int, Tensor]] = {}
         with deadline("the computation of log-probs"):
             found = self.backend.passes.log_probs(self.model, batches, self.settings.temperature, recorded)
-        return found, [on_host(recorded[index]) for index in range(len(batches))]
+        return found, [recorded[index] for index in range(len(batches))]
 
     def values(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Returns a critic's values under the current weights, without gradients.
@@ -197,7 +194,7 @@ class Actor:
     def save_checkpoint(
         self, root: str | Path, step: int, extra: dict[str, Any] | None = None, keep: int | None = None, *, wait: bool = True
     ) -> Path:
-        """Writes everything that an exact resume needs; see :func:`.megatron.checkpoint.start_saving`.
+        """Writes everything that an exact resume needs; see :func:`.parallel.checkpoint.start_saving`.
 
         Args:
             wait: until the checkpoint is published. Otherwise the state of this moment is copied to host memory and written
@@ -238,5 +235,4 @@ class Actor:
 
     @cached_property
     def _gather_plan(self) -> GatherPlan:
-        plan: GatherPlan = gather_plan(self.model)
-        return plan
+        return gather_plan(self.model)

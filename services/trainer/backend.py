@@ -1,8 +1,8 @@
 """The seam between the training and what computes it: Megatron-Core, or transformers' models under FSDP2.
 
-A backend is a module whose function ``create`` makes a `Backend`. Its model and its passes have the methods and
-functions that `services.trainer.actor.Actor`, pushes, exports, checkpoints and frozen copies call: those of
-`services.trainer.megatron.gpt_model.MegatronModel` and `services.trainer.megatron.passes`, with the same meaning.
+A backend is a module whose function ``create`` makes a `Backend`. Its model is a `TrainedModel`, which
+`services.trainer.actor.Actor`, pushes, exports, checkpoints and frozen copies work on. What ranks of either share is in
+`services.trainer.parallel`; nothing outside a backend's folder imports that backend.
 """
 
 from collections.abc import Callable
@@ -12,21 +12,23 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from services.trainer.parallel.gather_plan import GatherPlan
+from services.trainer.parallel.trained_model import TrainedModel
 from services.trainer.scheduled_optimizer import ScheduledOptimizer
 
 # trainer.trainer_backend → the module that makes the backend. Only one of them is imported: the other one's imports take seconds
 MODULES = {"megatron": "services.trainer.megatron.megatron_backend", "torch": "services.trainer.fsdp.fsdp_backend"}
-PLANS = {"megatron": "services.trainer.megatron.gather_plan", "torch": "services.trainer.fsdp.shard_gathering"}
+PLANS = {"megatron": "services.trainer.megatron.parameter_gathering", "torch": "services.trainer.fsdp.shard_gathering"}
 
 
-def gather_plan(model: Any, apart: bool = False) -> Any:
-    """Returns what gathers a model's weights under Hugging Face's names: a `services.trainer.megatron.gather_plan.GatherPlan`, or one that
-    has its methods. A collective of all ranks.
+def gather_plan(model: TrainedModel, apart: bool = False) -> GatherPlan:
+    """Returns what gathers a model's weights under Hugging Face's names. A collective of all ranks.
 
     Args:
         apart: over groups of its own, for exports that run beside the training.
     """
-    return import_module(PLANS[model.backend or "megatron"]).plan_of(model, apart)
+    plan: GatherPlan = import_module(PLANS[model.backend or "megatron"]).plan_of(model, apart)
+    return plan
 
 
 class Passes(Protocol):
@@ -55,7 +57,7 @@ class Backend:
         finish_step: is called after an optimizer step with what ``balanced_step`` had made.
     """
 
-    model: Any
+    model: TrainedModel
     optimizer: ScheduledOptimizer
     passes: Passes
     unshared: str | None

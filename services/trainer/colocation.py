@@ -18,8 +18,8 @@ import torch
 
 from services.trainer.actor import Actor
 from services.trainer.control_client import ControlClient
-from services.trainer.megatron.offload import Offload, Part
-from services.trainer.megatron.runtime import together
+from services.trainer.parallel.offload import Offload, Part
+from services.trainer.parallel.runtime import together
 from services.trainer.weights.pusher import ABSENCE_SECONDS
 from shared.bus.connection import TRANSIENT
 from shared.config import devices

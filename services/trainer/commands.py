@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from services.trainer.megatron import runtime
+from services.trainer.parallel import runtime
 from shared.schema import codec
 from shared.schema.messages import Batch
 

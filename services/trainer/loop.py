@@ -22,12 +22,12 @@ from services.trainer.commands import Leave, Push, Snapshot, Train, Wait
 from services.trainer.control_client import ControlClient, StopAsked, checkpoint_span, step_spans
 from services.trainer.flops import Work
 from services.trainer.loss_inputs import LossInputs, old_log_probs
-from services.trainer.megatron import runtime
-from services.trainer.megatron.freezing import FrozenWeights
 from services.trainer.objective.advantage import needs
 from services.trainer.objective.loss import SftLoss
 from services.trainer.objective.policy_gradient import REWARD_KL, kl_estimate
 from services.trainer.packing import PackedBatch
+from services.trainer.parallel import runtime
+from services.trainer.parallel.frozen_weights import FrozenWeights
 from services.trainer.policy_exporter import PolicyExporter
 from services.trainer.reference_policy import ReferencePolicy
 from services.trainer.role_worker import RoleWorker

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from services.trainer.batch_metrics import Sum
 from services.trainer.batches import TEACHER, TrainBatch, baselines_of, rollouts_of
-from services.trainer.megatron import runtime
-from services.trainer.megatron.passes import LossFunction
 from services.trainer.objective.advantage import (
     Advantages,
     discounted_sum,
@@ -26,6 +24,8 @@ from services.trainer.objective.correction import Statistics, batch_statistics
 from services.trainer.objective.custom_objective import ADVANTAGE, REWARDS, CustomFunctions
 from services.trainer.objective.distillation import DistillationLoss
 from services.trainer.objective.loss import ActorLoss, PolicyLoss, loss_of
+from services.trainer.parallel import runtime
+from services.trainer.parallel.loss_function import LossFunction
 from services.trainer.partition import Partition
 from shared.config.algorithm import AlgorithmSection
 from shared.hooks import HookSample

@@ -267,3 +267,21 @@ def _common(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:
     length = min(len(first), len(second))
     differing = np.flatnonzero(first[:length] != second[:length])
     return int(differing[0]) if len(differing) else length
+
+
+def prefixes_of(batch: PackedBatch, least: float | None) -> SharedPrefixes | None:
+    """Returns the beginnings that a micro-batch's sequences share; None where that would save less than ``least`` of its tokens.
+
+    ``least``: None for not at all (the backend decides it).
+    """
+    if least is None or len(batch.cu_seqlens) < 3:
+        return None
+    tokens = batch.tokens.cpu().numpy()
+    # what two sequences begin with alike is computed alike only where it goes through the same experts
+    alike = tokens if batch.experts is None else routed_keys(tokens, batch.experts.cpu().numpy())
+    if (
+        batch.kept is not None
+    ):  # and read alike only where the next token was sampled from the same ones: a token's key has those of its own
+        alike = alike + np.roll(batch.kept.keys(), 1)
+    found = shared_prefixes(alike, batch.cu_seqlens.tolist())
+    return found if found.saved >= least and found.saved > 0 else None

@@ -12,8 +12,8 @@ import structlog
 
 from services.trainer.actor import Actor
 from services.trainer.control_client import ControlClient
-from services.trainer.megatron import runtime
-from services.trainer.megatron.joint_write import JointWrite, SaveFailed
+from services.trainer.parallel import runtime
+from services.trainer.parallel.joint_write import JointWrite, SaveFailed
 from shared.config.run_config import RunConfig
 from shared.model.final_exports import export_directory, holds_policy
 from shared.schema.versions import crossed, is_periodic, newest_due

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from services.trainer.actor import Actor
-from services.trainer.megatron.freezing import FrozenWeights
+from services.trainer.parallel.frozen_weights import FrozenWeights
 from shared.schema.versions import newest_due
 
 

@@ -20,17 +20,17 @@ from services.trainer.batches import BadBatch, MicroBatch, ShardReader, TrainBat
 from services.trainer.commands import Command, CommandBroadcast, Resume, newest_of_all
 from services.trainer.control_client import ControlClient, StopAsked
 from services.trainer.loss_inputs import scored
-from services.trainer.megatron import runtime
-from services.trainer.megatron.checkpoint import checkpoints
-from services.trainer.megatron.checkpoint_parts import CheckpointDamaged, damage, set_aside
-from services.trainer.megatron.passes import LossFunction, MicroBatchesFailed
-from services.trainer.megatron.trainer_settings import TrainerSettings, check_architecture, model_directory
 from services.trainer.metrics_logger import MetricsLogger, TrainingSpeed
 from services.trainer.objective.custom_objective import CustomFunctions
 from services.trainer.packing import BadSample, PackedBatch, separate
+from services.trainer.parallel import runtime
+from services.trainer.parallel.checkpoint import checkpoints
+from services.trainer.parallel.checkpoint_parts import CheckpointDamaged, damage, set_aside
+from services.trainer.parallel.loss_function import LossFunction, MicroBatchesFailed
 from services.trainer.partition import Partition, RefusedSample, Untrainable, partition_batch
 from services.trainer.step_scheduler import CriticStepScheduler, StepScheduler
 from services.trainer.trainer_hooks import CONVERT, MegatronHooks, RolloutLog, converted
+from services.trainer.trainer_settings import TrainerSettings, model_directory
 from shared.config.run_config import RunConfig
 from shared.model.families import replayed_choices
 from shared.runtime.errors import MyxoError
@@ -178,7 +178,6 @@ class RoleWorker:
         self._objective, self._ranks = config.algorithm, config.trainer.ranks(role)
         self._set_state("loading the model")
         self._log_start("model_loading")
-        check_architecture(config, role)
         self._custom = CustomFunctions.of(config)
         self._hooks = MegatronHooks(self._custom)
         settings = TrainerSettings.from_run(config, role)

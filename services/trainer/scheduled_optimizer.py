@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from shared.config.trainer_section import LearningRateSchedule, TrainerSection
 
@@ -67,3 +69,24 @@ class ScheduledOptimizer(ABC):
         Returns:
             The L2 norm of the policy's whole gradient before clipping; and why nothing was changed, or None.
         """
+
+
+def adam(group: dict[str, Any], parameters: list[Tensor], gradients: list[Any], states: list[dict[str, Any]]) -> None:
+    """Updates parameters and their moments in place, by the fused kernel and the settings of a group, whose ``step`` this one is."""
+    beta1, beta2 = group["betas"]
+    adamw(
+        parameters,
+        gradients,
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [],
+        list(torch.full((len(parameters),), float(group["step"] - 1), device=parameters[0].device).unbind()),
+        fused=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )

@@ -23,9 +23,9 @@ from services.trainer.actor import Actor
 from services.trainer.batch_metrics import stats_row
 from services.trainer.batches import TEACHER, Shard, TrainBatch
 from services.trainer.loss_inputs import scored
-from services.trainer.megatron.optimizer import Optimizer
 from services.trainer.objective.custom_objective import CustomFunctions
 from services.trainer.partition import Partition
+from services.trainer.scheduled_optimizer import ScheduledOptimizer
 from shared.hooks import HookSample
 from shared.runtime.errors import MyxoError
 from shared.schema.sample import Sample
@@ -244,7 +244,7 @@ class SchedulerView:
     ``num_steps``: optimizer steps so far.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: ScheduledOptimizer) -> None:
         self._optimizer = optimizer
 
     @property
@@ -277,7 +277,6 @@ class MegatronHooks:
         """Calls ``f(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)``, once gradients are zero. ``index``: of the
         optimizer step in training step ``step``."""
         if BEFORE_STEP in self._custom:
-            optimizer = actor.optimizer
-            assert isinstance(optimizer, Optimizer)  # with another backend the hooks are refused
+            optimizer: Any = actor.optimizer  # Megatron's: with another backend the hooks are refused
             parts = (actor.model.chunks, optimizer.megatron, SchedulerView(optimizer))
             self._custom.call(BEFORE_STEP, self._custom.args, step, index, *parts)

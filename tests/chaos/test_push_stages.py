@@ -13,8 +13,8 @@ import torch
 
 from services.trainer.actor import Actor
 from services.trainer.control_client import ControlClient
-from services.trainer.megatron import runtime
-from services.trainer.megatron.trainer_settings import TrainerSettings
+from services.trainer.parallel import runtime
+from services.trainer.trainer_settings import TrainerSettings
 from services.trainer.weights import pusher
 from services.trainer.weights.pusher import Pusher, PushRequest
 from shared.bus import runs, streams

@@ -117,7 +117,8 @@ def test_shared_beginnings_equal_the_reference() -> None:
 
 @pytest.mark.parametrize(("dtype", "close"), [("float32", 3e-5), ("bfloat16", 0.1)])
 def test_a_model_trains_shared_beginnings_as_whole_sequences(tmp_path: Path, dtype: str, close: float) -> None:
-    from services.trainer.megatron import passes, runtime
+    from services.trainer.megatron import passes
+    from services.trainer.parallel import runtime
     from tests.unit.trainer.megatron.rank_steps import actor, tree, weighted_loss
     from tests.unit.trainer.megatron.tiny import make_checkpoint, pack
 

@@ -18,7 +18,7 @@ HIDDEN, WIDTH, EXPERTS, PER_TOKEN = 256, 128, 16, 4
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    from services.trainer.megatron import runtime
+    from services.trainer.parallel import runtime
 
     torch.backends.cuda.matmul.allow_tf32 = False
     yield
@@ -157,7 +157,7 @@ def test_with_expert_parallelism_it_waits_once_for_the_sizes(tmp_path: Path) -> 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_experts_and_latent_attention_in_bfloat16(kind: str, tmp_path: Path) -> None:
     """The same experts on both sides: a choice that flips by rounding would hide all else."""
-    from services.trainer.megatron import runtime
+    from services.trainer.parallel import runtime
     from tests.unit.trainer.megatron.tiny import make_checkpoint
 
     make_checkpoint(kind, tmp_path)

@@ -11,8 +11,8 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("width", [100, 4096, 151_936])
 def test_kernels_equal_plain_torch(dtype, width, kept):
     """``kept``: a sampler kept every tenth token at most, and none of the first ones."""
-    from services.trainer.megatron import likelihood_kernel
-    from services.trainer.megatron.likelihood import NEVER
+    from services.trainer.parallel import likelihood_kernel
+    from services.trainer.parallel.likelihood import NEVER
 
     torch.manual_seed(1)
     logits, temperature = (torch.randn(33, width + 16, device="cuda") * 4).to(getattr(torch, dtype)), 0.7
@@ -39,7 +39,7 @@ def test_kernels_equal_plain_torch(dtype, width, kept):
 
 
 def test_products_of_bfloat16_are_added_in_float32():
-    from services.trainer.megatron.likelihood import _adds_wide, add_product
+    from services.trainer.parallel.likelihood import _adds_wide, add_product
 
     left, right = (torch.randn(*size, device="cuda").bfloat16() for size in ((500, 300), (300, 64)))
     total = torch.ones(500, 64, device="cuda")

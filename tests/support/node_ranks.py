@@ -19,7 +19,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def main(directory: Path) -> None:
     import torch
 
-    from services.trainer.megatron import runtime
+    from services.trainer.parallel import runtime
     from tests.unit.trainer.megatron import rank_steps
 
     torch.set_num_threads(1)

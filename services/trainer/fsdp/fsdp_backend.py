@@ -6,12 +6,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from services.trainer.backend import Backend
-from services.trainer.fsdp import sharded_passes
+from services.trainer.fsdp import all_ranks, sharded_passes
 from services.trainer.fsdp.model import build
 from services.trainer.fsdp.sharded_adam import FsdpOptimizer
-from services.trainer.megatron import runtime
-from services.trainer.megatron.runtime import deadline
-from services.trainer.megatron.trainer_settings import TrainerSettings
+from services.trainer.parallel import runtime
+from services.trainer.parallel.runtime import deadline
+from services.trainer.trainer_settings import TrainerSettings
 from shared.model.families import read_architecture
 
 
@@ -21,7 +21,7 @@ def create(settings: TrainerSettings, hf_dir: Path, random: bool, initialized: C
     for problem in trainer.torch_problems():
         raise problem
     architecture = read_architecture(hf_dir, backend="torch")
-    runtime.start(settings.layout, trainer.seed, trainer.collective_timeout)
+    runtime.start(settings.layout, trainer.seed, trainer.collective_timeout, all_ranks)
     if initialized is not None:
         initialized()
     model = build(

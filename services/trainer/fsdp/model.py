@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import structlog
@@ -16,19 +15,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from services.trainer.fsdp import packed_attention
 from services.trainer.fsdp.packed_attention import Sequences
-from services.trainer.megatron import DEVICE_TYPE
-from services.trainer.megatron.likelihood import OutputHead, VocabularySlice
-from services.trainer.megatron.runtime import device, together
 from services.trainer.packing import PackedBatch
+from services.trainer.parallel import DEVICE_TYPE
+from services.trainer.parallel.likelihood import OutputHead, VocabularySlice
+from services.trainer.parallel.runtime import device, together
+from services.trainer.parallel.staged_shards import CheckpointPart, StagedShards, read_parts
 from services.trainer.weights.read_lock import WeightReadLock
 from shared.model.architecture import Architecture
 from shared.model.parallel_layout import ParallelLayout
@@ -71,7 +69,7 @@ class ScoredModel(torch.nn.Module):
 
 @dataclass
 class FsdpModel:
-    """The model as this rank holds it; the fields that `services.trainer.megatron.gpt_model.MegatronModel` has too mean the same.
+    """The model as this rank holds it; see `services.trainer.parallel.trained_model.TrainedModel`.
 
     Args:
         root: sharded. hf_dir: the checkpoint that it was made from. dtype: in which layers compute, and weights are sent to engines.
@@ -89,10 +87,6 @@ class FsdpModel:
     value_head: bool = False
     lora: Lora | None = None
     least_saved: float | None = None
-
-    @property
-    def config(self) -> SimpleNamespace:
-        return SimpleNamespace(params_dtype=self.dtype)
 
     @property
     def language_model(self) -> Any:
@@ -147,8 +141,21 @@ class FsdpModel:
         held = {name: one for name, one in self.named_parameters().items() if local(one).numel()}
         return {"model0": dict(sharded("weights", name, one, local(one)) for name, one in {**held, **self.buffers()}.items())}
 
+    def stage_state(self, state: dict[str, Any], random: Any, shards: StagedShards, directory: Path) -> None:
+        shards.stage([*_parts(state), *([] if random is None else [CheckpointPart.of_rank("random", random)])], directory)
+
+    def read_state(self, state: dict[str, Any], directory: Path, *, with_random: bool, exact: bool) -> dict[str, Any]:
+        found = read_parts([*_parts(state), *([CheckpointPart.of_rank("random", None)] if with_random else [])], directory)
+        return {**state, **({"random": next(iter(found.values()))} if with_random else {})}
+
     def load_state(self, loaded: Mapping[str, Any]) -> None:
         """Does nothing: the weights were read in place."""
+
+    def load_adapters(self, directory: Path) -> None:
+        raise MyxoError("the torch backend has no adapters")
+
+    def silence_adapters(self) -> None:
+        raise MyxoError("the torch backend has no adapters")
 
     def run(self, batch: PackedBatch, read: Read) -> Any:
         """Returns what ``read`` makes of a micro-batch on this rank's device. A collective of all ranks."""
@@ -158,8 +165,7 @@ class FsdpModel:
 
     def head(self, weight: Tensor) -> OutputHead:
         """Returns the output layer over its gathered weight."""
-        group = parallel_state.get_tensor_model_parallel_group()
-        return OutputHead(weight, VocabularySlice(group, 0, self.architecture.vocab_size), chunk_size=self.chunk_size)
+        return OutputHead(weight, VocabularySlice(None, 0, self.architecture.vocab_size), chunk_size=self.chunk_size)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -181,13 +187,20 @@ def shard_of(parameter: Tensor, whole: Tensor) -> Tensor:
     return whole[slice(*rows_of(parameter))] if isinstance(parameter, DTensor) else whole
 
 
-def sharded(prefix: str, name: str, parameter: Tensor, data: Tensor) -> tuple[str, ShardedTensor]:
-    """Returns a name, and a tensor that is laid out as a parameter is: by rows over the ranks, or whole on each of them."""
+def _parts(state: Mapping[str, Any]) -> Iterator[CheckpointPart]:
+    for one in state.values():
+        if isinstance(one, CheckpointPart):
+            yield one
+        else:
+            yield from _parts(one)
+
+
+def sharded(prefix: str, name: str, parameter: Tensor, data: Tensor) -> tuple[str, CheckpointPart]:
+    """Returns a name, and a part of a checkpoint that is laid out as a parameter is: by rows over the ranks, or whole on each of them."""
     first = rows_of(parameter)[0] if isinstance(parameter, DTensor) else 0
     offset = (first, *(0 for _ in parameter.shape[1:])) if parameter.dim() else ()
-    replica = 0 if isinstance(parameter, DTensor) else (0, 0, dist.get_rank())
     key = f"{prefix}.{name}"
-    return key, ShardedTensor(key, data, data.dtype, tuple(data.shape), tuple(parameter.shape), offset, None, replica)
+    return key, CheckpointPart(key, data, offset, tuple(parameter.shape))
 
 
 def load(hf_dir: Path, vocab_size: int | None = None, random: bool = False) -> Any:
@@ -247,7 +260,7 @@ def build(
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     packed_attention.keep_linear_layers_apart(model)
-    mesh = DeviceMesh.from_group(parallel_state.get_data_parallel_group(), DEVICE_TYPE)  # of all ranks
+    mesh = init_device_mesh(DEVICE_TYPE, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
     root, names = ScoredModel(model, value_head), set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]

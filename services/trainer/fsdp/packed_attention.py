@@ -4,9 +4,8 @@ Attention is registered there under `NAME`. On a GPU in half precision PyTorch's
 dot-product attention does it sequence by sequence. No mask of T x T tokens is ever made.
 """
 
-import inspect
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from services.trainer.parallel.varlen_attention import varlen
 from shared.runtime.errors import MyxoError
 
 NAME = "packed"
@@ -76,6 +76,11 @@ def attend(
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 
 
+def _by_kernel(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scaling: float | None, window: int | None) -> Tensor:
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return varlen(q, k, v, (sequences.cu_seqlens, sequences.cu_seqlens, sequences.longest, sequences.longest), scaling, window or 0)
+
+
 def _by_scores(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scaling: float | None, sinks: Tensor | None, cap: float | None
 ) -> Tensor:
@@ -87,35 +92,6 @@ def _by_scores(
     if sinks is not None:
         scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(1, -1, scores.size(2), 1)], 3)
     return scores.softmax(3)[..., : k.size(2)].to(v.dtype) @ v
-
-
-def _by_kernel(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scaling: float | None, window: int | None) -> Tensor:
-    varlen_attn, shares_heads = _varlen_kernel()
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    more: dict[str, Any] = {"enable_gqa": True} if shares_heads and q.size(1) != k.size(1) else {}
-    if not shares_heads and (repeat := q.size(1) // k.size(1)) > 1:
-        k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-    padded = -(-q.size(2) // 8) * 8  # the kernel wants one width, a multiple of 8: columns of zeros change no score
-    cu, longest = sequences.cu_seqlens, sequences.longest
-    attended: Tensor = varlen_attn(
-        *(F.pad(tensor, (0, padded - tensor.size(2))).contiguous() for tensor in (q, k, v)),
-        cu,
-        cu,
-        longest,
-        longest,
-        scale=q.size(2) ** -0.5 if scaling is None else scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        **more,
-    )
-    return attended[..., : v.size(2)]
-
-
-@cache
-def _varlen_kernel() -> tuple[Any, bool]:
-    """Returns the kernel (torch >= 2.10), and whether it shares key/value heads."""
-    from torch.nn.attention.varlen import varlen_attn  # registers CUDA operators
-
-    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def keep_linear_layers_apart(model: torch.nn.Module) -> None:

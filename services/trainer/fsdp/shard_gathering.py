@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from services.trainer.fsdp.model import FIELD, FsdpModel, local, rows_of
-from services.trainer.megatron.gather_plan import GatherPlan, GatherUnit
-from services.trainer.megatron.runtime import deadline, timeout_seconds
+from services.trainer.parallel.gather_plan import GatherPlan, GatherUnit
+from services.trainer.parallel.runtime import deadline, timeout_seconds
 from shared.model.hf_checkpoint import read_headers, some
 from shared.runtime.errors import ConfigError
 
@@ -26,7 +25,7 @@ class FsdpGatherPlan(GatherPlan):
     """
 
     def __init__(self, model: FsdpModel, apart: bool = False) -> None:
-        self.model: Any = model
+        self.model, self._language_model = model, model.language_model
         world, self._group = dist.get_world_size(), None
         if apart and world > 1:
             with deadline("the forming of the group that weights are exported over"):
@@ -49,7 +48,7 @@ class FsdpGatherPlan(GatherPlan):
         self.frozen = frozenset(name for name, one in model.named_parameters().items() if not one.requires_grad)
 
     def _converted(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = revert_weight_conversion(self.model.language_model, {name: tensor})
+        found: dict[str, Tensor] = revert_weight_conversion(self._language_model, {name: tensor})
         return found
 
     def parts(self, unit: GatherUnit, owner: int | None = None) -> list[Tensor] | None:

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.trainer.fsdp.model import FsdpModel, local, sharded
-from services.trainer.megatron.optimizer import adam
-from services.trainer.megatron.runtime import anywhere, device
-from services.trainer.scheduled_optimizer import ScheduledOptimizer
+from services.trainer.parallel.runtime import anywhere, device
+from services.trainer.scheduled_optimizer import ScheduledOptimizer, adam
 from shared.config.trainer_section import LearningRateSchedule, TrainerSection
 
 

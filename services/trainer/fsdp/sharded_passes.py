@@ -1,4 +1,4 @@
-"""Forward and backward passes of an FSDP2 model over this rank's micro-batches, with the functions of `services.trainer.megatron.passes`.
+"""Forward and backward passes of an FSDP2 model over this rank's micro-batches, with the functions of `services.trainer.backend.Passes`.
 
 Every rank must pass the same number of micro-batches: each layer of each is a collective.
 """
@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.trainer.fsdp.model import FsdpModel, Read
-from services.trainer.megatron.likelihood import restrict
-from services.trainer.megatron.passes import BadLoss, LossFunction, MicroBatchesFailed, checked, reduce_reports
-from services.trainer.megatron.runtime import anywhere, device
 from services.trainer.packing import PackedBatch
+from services.trainer.parallel.likelihood import restrict
+from services.trainer.parallel.loss_function import BadLoss, LossFunction, MicroBatchesFailed, checked, reduce_reports
+from services.trainer.parallel.runtime import anywhere, device
 from shared.runtime.errors import MyxoError
 
 
@@ -70,7 +70,7 @@ def forward_backward(
         (loss * dist.get_world_size()).backward()  # FSDP2 averages
     if anywhere(bool(failed)):
         raise MicroBatchesFailed(failed, lambda alone: _attempt(batches, seen, loss_fn, alone))
-    return reduce_reports(reports)
+    return reduce_reports(reports, lambda sums, _: dist.all_reduce(sums))
 
 
 def loss_alone(model: FsdpModel, batch: PackedBatch, loss_fn: LossFunction, temperature: float, need_entropy: bool) -> float:

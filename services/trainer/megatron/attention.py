@@ -9,9 +9,6 @@ tensors, and builds a plan for every shape that it has not seen. So each long se
 `benchmarks/trainer_mfu.py`): 8,192 tokens, forward and backward, 471 against 246 TFLOP/s.
 """
 
-import inspect
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -25,7 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from services.trainer.megatron import DEVICE_TYPE
 from services.trainer.megatron.packed_sequences import PackedSequences, gather_keys_and_values
-from services.trainer.megatron.runtime import device, round_up
+from services.trainer.parallel.runtime import device
+from services.trainer.parallel.varlen_attention import Lengths, varlen
 from shared.runtime.errors import MyxoError
 
 GRID = 256
@@ -35,14 +33,6 @@ WIDEST_HEAD = 128  # the widest heads that cuDNN takes in every version
 def uses_dense_batches(dtype: torch.dtype) -> bool:
     """Returns whether attention in ``dtype`` on this machine needs :attr:`PackedSequences.groups`."""
     return DEVICE_TYPE == "cpu" or dtype == torch.float32
-
-
-@cache
-def _varlen_kernel() -> tuple[Callable[..., Any], bool]:
-    """Returns the kernel (torch >= 2.10), and whether it shares key/value heads; older ones want one for each query head."""
-    from torch.nn.attention.varlen import varlen_attn  # registers CUDA operators
-
-    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 class PackedCausalAttention(MegatronModule):
@@ -182,55 +172,8 @@ class PackedCausalAttention(MegatronModule):
             lengths = (context.cu_queries, context.cu_keys, most_queries, most_keys)
         return self._kernel(query, key, value, lengths)
 
-    def _kernel(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[Any, Any, int, int]) -> Tensor:
-        """Calls PyTorch's variable-length kernel. ``lengths``: starts of the sequences, for queries and keys, and the longest of
-        both."""
-        varlen_attn, shares_heads = _varlen_kernel()
-        more: dict[str, Any] = {}
-        if query.size(1) != key.size(1):
-            if shares_heads:
-                more["enable_gqa"] = True
-            else:
-                repeat = query.size(1) // key.size(1)
-                key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-        # the kernel wants one width, a multiple of 8: columns of zeros change no score, and come out as zeros
-        padded = round_up(query.size(2), 8)
-        given = [F.pad(tensor, (0, padded - tensor.size(2))).contiguous() for tensor in (query, key, value)]
-        scale, left = query.size(2) ** -0.5 if self.scale is None else self.scale, self.window - 1
-        if self.softmax_offset is None:
-            attended = varlen_attn(*given, *lengths, scale=scale, window_size=(left, 0), **more)  # nothing ahead: causal
-        else:
-            attended = _WithSinks.apply(*given, self.softmax_offset, lengths, scale, left)
-        assert isinstance(attended, Tensor)
-        return attended[..., : value.size(2)]
-
-
-class _WithSinks(torch.autograd.Function):
-    """Variable-length attention whose softmax has one more logit a head: the kernel's output, scaled by what the sink leaves of it.
-
-    With the larger sum the kernel's backward pass computes the very gradients of queries, keys and values: the sink's value is zero.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, lengths: Any, scale: float, left: int) -> Tensor:
-        options = {"scale": scale, "window_size_left": left, "window_size_right": 0}
-        kernel = torch.ops.aten._flash_attention_forward
-        output, lse, state, unused, _ = kernel(query, key, value, *lengths, 0.0, left < 0, False, **options)
-        total = torch.logaddexp(lse, sinks.float()[:, None])  # [heads, T]
-        output = (output * torch.exp(lse - total).T[..., None]).to(output.dtype)
-        ctx.save_for_backward(query, key, value, sinks, output, total, state, unused)
-        ctx.lengths, ctx.options = lengths, options
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, sinks, output, total, state, unused = ctx.saved_tensors
-        causal, gradient = ctx.options["window_size_left"] < 0, gradient.contiguous()
-        kernel = torch.ops.aten._flash_attention_backward
-        found = kernel(gradient, query, key, value, output, total, *ctx.lengths, 0.0, causal, state, unused, **ctx.options)
-        along = (gradient.float() * output.float()).sum(-1).T
-        of_sinks = -(torch.exp(sinks.float()[:, None] - total) * along).sum(1).to(sinks.dtype)
-        return (*found, of_sinks, None, None, None)
+    def _kernel(self, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> Tensor:
+        return varlen(query, key, value, lengths, self.scale, self.window, self.softmax_offset)
 
 
 def fits(query: Tensor, value: Tensor) -> bool:

@@ -23,9 +23,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from services.trainer.megatron.packed_sequences import ModelInput, PackedSequences
-from services.trainer.megatron.runtime import device
 from services.trainer.megatron.spec import ReplicatedLinear, RMSNorm
 from services.trainer.packing import PackedBatch
+from services.trainer.parallel.runtime import device
 
 
 class DraftLayer(MegatronModule):

@@ -14,18 +14,21 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from services.trainer.megatron import DEVICE_TYPE
+from services.trainer.megatron import DEVICE_TYPE, sharded_state
 from services.trainer.megatron.draft import DraftLayers
 from services.trainer.megatron.expert_balance import Balancing
 from services.trainer.megatron.hf_weights import load_hf, weights_of
-from services.trainer.megatron.likelihood import OutputHead, VocabularySlice
+from services.trainer.megatron.lora import Adapters, adapters_of, load_adapters, silence_adapters
 from services.trainer.megatron.moe import DISPATCHER, dispatcher_of
-from services.trainer.megatron.runtime import device
 from services.trainer.megatron.spec import ValueHead, decoder_spec, family_layer_spec, rotate_by_place
+from services.trainer.parallel.likelihood import OutputHead, VocabularySlice
+from services.trainer.parallel.runtime import device
+from services.trainer.parallel.staged_shards import StagedShards
 from services.trainer.weights.read_lock import WeightReadLock
 from shared.config.flag_table import OF_DEEPEP
 from shared.model.architecture import Architecture, GroupedYarn, Llama3Scaling, Rope
@@ -42,13 +45,28 @@ LayersOf = Callable[[int | None], TransformerBlockSubmodules]
 
 class HiddenStatesModel(GPTModel):
     """Megatron's model, but for its output: the last stage gives its hidden states [1, U, hidden size]. The output layer is applied to a
-    chunk of them at a time (`services.trainer.megatron.likelihood`), so that the logits of a micro-batch never exist at once."""
+    chunk of them at a time (`services.trainer.parallel.likelihood`), so that the logits of a micro-batch never exist at once."""
 
     def _postprocess(self, hidden_states: Tensor, *inputs: Any, **options: Any) -> Tensor:
         if not self.post_process or isinstance(self.output_layer, ValueHead):
             output: Tensor = super()._postprocess(hidden_states, *inputs, **options)
             return output
         return hidden_states.transpose(0, 1).contiguous()
+
+
+@dataclass(frozen=True)
+class ParallelHead(OutputHead):
+    """The output layer of a tensor-parallel rank. ``scattered``: whether the ranks split the tokens."""
+
+    scattered: bool = False
+
+    def inputs(self, hidden: Tensor) -> Tensor:
+        """Returns the layer's whole input [U, hidden size] of this rank's hidden states, whose gradient the ranks sum up."""
+        if self.scattered:
+            whole: Tensor = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.vocabulary.group)
+            return whole
+        copied: Tensor = copy_to_tensor_model_parallel_region(hidden, group=self.vocabulary.group)
+        return copied
 
 
 @dataclass
@@ -81,14 +99,19 @@ class MegatronModel:
     draft_scale: float = 0.0
 
     @property
-    def head(self) -> OutputHead:
+    def head(self) -> ParallelHead:
         """Returns the output layer, on ranks that have the model's last stage."""
         module, group = self.modules[-1], parallel_state.get_tensor_model_parallel_group()
         tied = module.share_embeddings_and_output_weights
         weight = module.shared_embedding_or_output_weight() if tied else module.output_layer.weight
         vocabulary = VocabularySlice.of(group, weight.size(0), self.architecture.vocab_size)
         overlaps = self.chunks[-1].ddp_config.overlap_grad_reduce
-        return OutputHead(weight, vocabulary, self.config.sequence_parallel, self.chunk_size, overlaps)
+        return ParallelHead(weight, vocabulary, self.chunk_size, overlaps, self.config.sequence_parallel)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.config.params_dtype
+        return dtype
 
     @property
     def modules(self) -> list[GPTModel]:
@@ -118,6 +141,17 @@ class MegatronModel:
         """Fills this rank's parameters from a Hugging Face checkpoint of the same architecture, but for draft layers."""
         load_hf(self.modules, self.config, self.architecture, directory, drafts=False)
 
+    @property
+    def adapters(self) -> Adapters:
+        """Returns the adapters of this rank's pipeline stage; none without LoRA."""
+        return {} if self.lora is None else adapters_of(self.modules, self.config, self.architecture)
+
+    def load_adapters(self, directory: Path) -> None:
+        load_adapters(self.adapters, directory)
+
+    def silence_adapters(self) -> None:
+        silence_adapters(self.adapters)
+
     def sharded_state(self, layers_apart: bool = False) -> dict[str, Any]:
         """Returns the weights as checkpoints hold them. ``layers_apart``: each layer has its own name; otherwise like layers are stacked
         under one."""
@@ -128,6 +162,12 @@ class MegatronModel:
         """Takes the weights of a checkpoint that was read by `sharded_state`."""
         for index, module in enumerate(self.modules):
             module.load_state_dict(loaded[f"model{index}"])
+
+    def stage_state(self, state: dict[str, Any], random: Any, shards: StagedShards, directory: Path) -> None:
+        sharded_state.stage(state, random, shards, directory)
+
+    def read_state(self, state: dict[str, Any], directory: Path, *, with_random: bool, exact: bool) -> dict[str, Any]:
+        return sharded_state.read(state, directory, with_random, exact)
 
 
 def flat_buffers(chunk: Any) -> list[Any]:

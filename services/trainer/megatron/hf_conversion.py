@@ -18,7 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, extract_matching_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories, apply_factory_merges
 from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
@@ -28,8 +27,13 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import load as read_shards
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from services.trainer.megatron import runtime
-from services.trainer.megatron.checkpoint import (
+from services.trainer.megatron import parallel_groups
+from services.trainer.megatron.gpt_model import MegatronModel, build_chunks, transformer_config
+from services.trainer.megatron.hf_weights import parameter_of, parameters
+from services.trainer.megatron.lora import attach
+from services.trainer.megatron.parameter_gathering import MegatronGatherPlan
+from services.trainer.parallel import runtime
+from services.trainer.parallel.checkpoint import (
     FORMAT,
     check_architecture,
     check_complete,
@@ -37,15 +41,13 @@ from services.trainer.megatron.checkpoint import (
     model_entries,
     read_marker,
 )
-from services.trainer.megatron.checkpoint_parts import MARKER, METADATA
-from services.trainer.megatron.export import copy_beside_weights, copy_vision, save_hf, write_json
-from services.trainer.megatron.gather_plan import Bucket, GatherPlan, GatherUnit
-from services.trainer.megatron.gpt_model import MegatronModel, build_chunks, transformer_config
-from services.trainer.megatron.hf_weights import SafetensorsReader, parameters
-from services.trainer.megatron.joint_write import alone
-from services.trainer.megatron.lora import attach
-from services.trainer.megatron.staged_shards import StagedShards
-from services.trainer.megatron.trainer_settings import DTYPES
+from services.trainer.parallel.checkpoint_parts import MARKER, METADATA
+from services.trainer.parallel.export import copy_beside_weights, copy_vision, save_hf, write_json
+from services.trainer.parallel.gather_plan import Bucket, GatherUnit
+from services.trainer.parallel.joint_write import alone
+from services.trainer.parallel.safetensors_reader import SafetensorsReader
+from services.trainer.parallel.staged_shards import StagedShards
+from services.trainer.trainer_settings import DTYPES
 from shared.model.architecture import Architecture
 from shared.model.families import read_architecture, with_found_drafts
 from shared.model.parallel_layout import ParallelLayout
@@ -87,7 +89,7 @@ def to_torch_dist(source: Path, target: Path, dtype: str | None, progress: Progr
         step = partial / "step_00000000"
         step.mkdir()
         shards = _StreamedShards(model, reader, progress)
-        dist_checkpointing.save(model.sharded_state(), str(step), shards, validate_access_integrity=False)
+        model.stage_state(model.sharded_state(), None, shards, step)
         (step / METADATA).write_bytes(shards.index([shards.write()], 0))
         kept = step / _HF_FILES
         kept.mkdir()
@@ -179,7 +181,7 @@ def _read_tensors(path: Path, shards: dict[str, Any]) -> dict[str, Tensor]:
     return apply_factory_merges(found, factories)
 
 
-class StoredModel(GatherPlan):
+class StoredModel(MegatronGatherPlan):
     """Exports the weights of a checkpoint: each bucket is read into the model's parameters, which hold nothing before and after."""
 
     def __init__(self, model: MegatronModel, path: Path, progress: Progress) -> None:
@@ -222,7 +224,7 @@ class _StreamedShards(StagedShards):
         local = self._by_storage[target.untyped_storage().data_ptr()]
         if self._last is None or self._last[0] != local.name:  # the halves of a gated MLP are asked for one by one
             self._last = None
-            made = self._reader.parameter(local, self._architecture)
+            made = parameter_of(self._reader, local, self._architecture)
             self._last = local.name, made.to(local.parameter.dtype).contiguous()
         made = self._last[1]
         return made.as_strided(target.size(), target.stride(), made.storage_offset() + target.storage_offset())
@@ -232,7 +234,7 @@ class _StreamedShards(StagedShards):
 def _skeleton(architecture: Architecture, dtype: torch.dtype, lora: Lora | None = None) -> Iterator[MegatronModel]:
     """Yields the model in a world of one, its parameters reserved and not initialised, but for the adapters of ``lora``."""
     layout = ParallelLayout()
-    runtime.start(layout, 0, 600.0)
+    runtime.start(layout, 0, 600.0, parallel_groups)
     try:
         config = transformer_config(architecture, layout, dtype, {"perform_initialization": False})
         built = build_chunks(architecture, config, layout)

@@ -17,14 +17,12 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from services.trainer.megatron.runtime import device
+from services.trainer.parallel.runtime import device
+from services.trainer.parallel.safetensors_reader import SafetensorsReader
 from shared.model.architecture import Architecture
-from shared.model.hf_checkpoint import VISION, draft_prefixes, tensor_problems, weight_files
-from shared.model.tensor_table import TensorSource, hf_tensors, is_untrained, parameter_sources
-from shared.runtime.errors import ConfigError
+from shared.model.tensor_table import TensorSource, is_untrained, parameter_sources
 
 
 class Recipe(TensorSource):
@@ -179,57 +177,11 @@ def parameters(chunks: Sequence[GPTModel], config: TransformerConfig, architectu
             yield LocalParameter(name, parameter, recipe(name, architecture))
 
 
-class SafetensorsReader:
-    """The tensors of a Hugging Face checkpoint directory, read one at a time.
-
-    Args:
-        hf_dir: holds ``*.safetensors``, which stay open while the reader lives.
-
-    Raises:
-        ConfigError: there are none, or one cannot be read.
-    """
-
-    def __init__(self, hf_dir: Path) -> None:
-        self.hf_dir = hf_dir
-        self.files: dict[str, safe_open] = {}
-        for path in weight_files(hf_dir)[0]:
-            try:
-                opened = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise ConfigError("model.hf_checkpoint", str(path), f"a readable safetensors file ({error})") from error
-            self.files.update(dict.fromkeys(opened.keys(), opened))
-
-    def check(self, architecture: Architecture) -> int:
-        """Compares names and shapes with the model's; layers of :func:`draft_prefixes` may be there.
-
-        Returns the number of tensors in the latter. Raises the first ConfigError of `shared.model.hf_checkpoint.tensor_problems`.
-        """
-        unread = draft_prefixes(architecture)
-        shapes = {name: self.shape(name) for name in self.names()}
-        for problem in tensor_problems(self.hf_dir, shapes, hf_tensors(architecture), unread, "model.hf_checkpoint"):
-            raise problem
-        return sum(name.startswith(unread) and not name.startswith(VISION) for name in self.names())
-
-    def names(self) -> set[str]:
-        """Returns the tensors that are part of a model."""
-        return set(self.files)
-
-    def shape(self, name: str) -> Sequence[int]:
-        shape: Sequence[int] = self.files[name].get_slice(name).get_shape()
-        return shape
-
-    def read(self, name: str, expert: int | None = None) -> Tensor:
-        """Returns a tensor, or an expert's part of one of all experts."""
-        if expert is None:
-            return self.files[name].get_tensor(name)
-        part: Tensor = self.files[name].get_slice(name)[expert]
-        return part
-
-    def parameter(self, local: LocalParameter, architecture: Architecture) -> Tensor:
-        """Returns the unsplit parameter, in the checkpoint's dtype."""
-        parts = local.group.size() if local.split_dimension == 0 else 1
-        tensors = [self.read(name, local.recipe.expert) for name in local.recipe.names]
-        return local.recipe.fuse(tensors, architecture, local.parameter.size(0) * parts)
+def parameter_of(reader: SafetensorsReader, local: LocalParameter, architecture: Architecture) -> Tensor:
+    """Returns the unsplit parameter, in the checkpoint's dtype."""
+    parts = local.group.size() if local.split_dimension == 0 else 1
+    tensors = [reader.read(name, local.recipe.expert) for name in local.recipe.names]
+    return local.recipe.fuse(tensors, architecture, local.parameter.size(0) * parts)
 
 
 @torch.no_grad()
@@ -252,4 +204,4 @@ def load_hf(chunks: Sequence[GPTModel], config: TransformerConfig, architecture:
     for local in parameters(chunks, config, architecture):
         if local.name.startswith("mtp.") and not drafts:
             continue
-        local.parameter.copy_(local.shard(reader.parameter(local, architecture)).to(device()))
+        local.parameter.copy_(local.shard(parameter_of(reader, local, architecture)).to(device()))

@@ -12,7 +12,7 @@ To an export adapters are parameters of their own, under PEFT's names.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -35,17 +35,14 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.hf_weights import LocalParameter, Recipe, first_expert, numbered_chunks, recipe
 from services.trainer.megatron.moe import GroupedProduct
-from services.trainer.megatron.runtime import device
 from services.trainer.megatron.spec import ReplicatedLinear
+from services.trainer.parallel.export import ADAPTER_WEIGHTS
+from services.trainer.parallel.runtime import device
 from shared.model.architecture import Architecture
 from shared.model.trainable_parameters import Lora, projection
 from shared.runtime.errors import ConfigError
-
-ADAPTER_DIRECTORY = "adapter"  # the directory beside a merged model that holds its adapters in PEFT's format
-ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 # the Hugging Face name of a matrix → this rank's parts of its ``a`` and ``b``, whose own names are PEFT's
 Adapters = dict[str, tuple[LocalParameter, LocalParameter]]
@@ -238,12 +235,12 @@ def layers(chunks: Sequence[GPTModel], config: TransformerConfig) -> Iterator[tu
                 yield f"decoder.layers.{int(layer[1]) + first_layer}.{within}", module
 
 
-def adapters_of(model: MegatronModel) -> Adapters:
-    """Returns the adapters of this rank's pipeline stage, in the order of the layers; none without LoRA."""
+def adapters_of(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: Architecture) -> Adapters:
+    """Returns the adapters of this rank's pipeline stage, in the order of the layers."""
     found: Adapters = {}
-    for layer, linear in layers(model.modules, model.config) if model.lora is not None else ():
+    for layer, linear in layers(chunks, config):
         pairs = linear.adapter.pairs if hasattr(linear, "adapter") else {}
-        for matrix in recipe(f"{layer}.weight", model.architecture).names:
+        for matrix in recipe(f"{layer}.weight", architecture).names:
             if (pair := pairs.get(projection(matrix))) is not None:
                 found[matrix] = _local(matrix, "A", pair.a), _local(matrix, "B", pair.b)
     return found
@@ -258,14 +255,14 @@ def _local(matrix: str, part: str, parameter: torch.nn.Parameter) -> LocalParame
 
 
 @torch.no_grad()
-def silence_adapters(model: MegatronModel) -> None:
+def silence_adapters(adapters: Adapters) -> None:
     """Zeroes every adapter's ``b``, so that the model computes what its base would."""
-    for _, b in adapters_of(model).values():
+    for _, b in adapters.values():
         b.parameter.zero_()
 
 
 @torch.no_grad()
-def load_adapters(model: MegatronModel, directory: Path) -> None:
+def load_adapters(adapters: Adapters, directory: Path) -> None:
     """Takes the adapters from a directory in PEFT's format, whatever layout wrote it.
 
     Raises:
@@ -274,29 +271,10 @@ def load_adapters(model: MegatronModel, directory: Path) -> None:
     path = directory / ADAPTER_WEIGHTS
     try:
         with safe_open(path, framework="pt") as held:
-            for local in [part for pair in adapters_of(model).values() for part in pair]:
+            for local in [part for pair in adapters.values() for part in pair]:
                 (_, shape), whole = local.recipe.tensors[0], held.get_tensor(local.name)
                 if tuple(whole.shape) != shape:
                     raise ConfigError(f"{path}:{local.name}", tuple(whole.shape), f"shape {shape}")
                 local.parameter.copy_(local.shard(whole))
     except (OSError, SafetensorError) as error:
         raise ConfigError("trainer.lora_rank", str(path), f"a readable file with the adapters of this model ({error})") from error
-
-
-def peft_config(names: Iterable[str], lora: Lora, base: Path) -> dict[str, Any]:
-    """Returns the content of PEFT's config of adapters. ``names``: PEFT's. ``base``: the Hugging Face checkpoint that they belong to."""
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base),
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
-        "target_modules": sorted({name.split(".")[-3] for name in names}),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "use_rslora": False,
-        "init_lora_weights": True,
-        "inference_mode": True,
-        "modules_to_save": None,
-    }

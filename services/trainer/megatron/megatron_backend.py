@@ -5,16 +5,18 @@ from functools import partial
 from pathlib import Path
 
 from services.trainer.backend import Backend
-from services.trainer.megatron import lora, passes, runtime
+from services.trainer.megatron import lora, parallel_groups, passes
 from services.trainer.megatron.expert_balance import Balancing, update_biases
 from services.trainer.megatron.freezing import freeze
 from services.trainer.megatron.gpt_model import MegatronModel, build_chunks, transformer_config, wrap_chunks
 from services.trainer.megatron.hf_weights import load_hf
+from services.trainer.megatron.megatron_flags import buffer_fields, check_architecture, recomputation, resolve
 from services.trainer.megatron.optimizer import Optimizer
 from services.trainer.megatron.packed_sequences import least_saved, obstacle
-from services.trainer.megatron.runtime import deadline, together
 from services.trainer.megatron.spec import check_layers, named_spec
-from services.trainer.megatron.trainer_settings import TrainerSettings
+from services.trainer.parallel import runtime
+from services.trainer.parallel.runtime import deadline, together
+from services.trainer.trainer_settings import TrainerSettings
 from shared.model.families import read_architecture, with_drafts
 from shared.model.named_layers import is_own_module
 from shared.model.parallel_layout import division_problems
@@ -22,9 +24,11 @@ from shared.model.parallel_layout import division_problems
 
 def create(settings: TrainerSettings, hf_dir: Path, random: bool, initialized: Callable[[], None] | None) -> Backend:
     """Makes this rank's part of a model; the arguments are those of `services.trainer.actor.Actor.create`."""
+    flags = resolve(settings.trainer.megatron)
+    check_architecture(flags, hf_dir)
     architecture = with_drafts(read_architecture(hf_dir), settings.trainer, settings.value_head)
     trainer = settings.trainer
-    overrides = {**settings.recomputation, **settings.megatron.transformer}
+    overrides = {**recomputation(trainer), **flags.transformer}
     if trainer.deterministic:
         overrides["deterministic_mode"] = True
     for problem in division_problems(architecture, settings.layout, overrides):
@@ -32,7 +36,7 @@ def create(settings: TrainerSettings, hf_dir: Path, random: bool, initialized: C
     if settings.lora is not None:
         settings.lora.check(architecture, settings.layout, overrides)
     named = is_own_module(trainer.spec, architecture.model_type, trainer.megatron)
-    runtime.start(settings.layout, trainer.seed, trainer.collective_timeout)
+    runtime.start(settings.layout, trainer.seed, trainer.collective_timeout, parallel_groups)
     if initialized is not None:
         initialized()
     megatron = transformer_config(architecture, settings.layout, settings.dtype, overrides)
@@ -50,7 +54,7 @@ def create(settings: TrainerSettings, hf_dir: Path, random: bool, initialized: C
     if not random:
         with together(f"loading {hf_dir}"):
             load_hf(chunks, megatron, architecture, hf_dir)
-    wrapped = wrap_chunks(chunks, megatron, trainer.use_distributed_optimizer, settings.buffers)
+    wrapped = wrap_chunks(chunks, megatron, trainer.use_distributed_optimizer, buffer_fields(flags))
     model = MegatronModel(
         architecture,
         megatron,
@@ -65,7 +69,7 @@ def create(settings: TrainerSettings, hf_dir: Path, random: bool, initialized: C
         draft_scale=trainer.mtp_loss_scaling_factor,
     )
     with deadline("the making of the optimizer"):
-        optimizer = Optimizer(model, trainer, settings.schedule, settings.megatron.optimizer)
+        optimizer = Optimizer(model, trainer, settings.schedule, flags.optimizer)
     return Backend(
         model,
         optimizer,

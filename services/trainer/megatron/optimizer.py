@@ -28,12 +28,11 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from services.trainer.megatron.gpt_model import MegatronModel, flat_buffers, laid_over, sharding_metadata
-from services.trainer.megatron.runtime import anywhere
-from services.trainer.megatron.staged_shards import LiveState
-from services.trainer.scheduled_optimizer import ScheduledOptimizer
+from services.trainer.megatron.sharded_state import LiveState
+from services.trainer.parallel.runtime import anywhere
+from services.trainer.scheduled_optimizer import ScheduledOptimizer, adam
 from shared.config.trainer_section import LearningRateSchedule, OptimizerState, TrainerSection
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
@@ -251,27 +250,6 @@ def _update(one: _Slice) -> None:
     gradient, main = one.shard.decoupled_grad[one.part].float(), one.state["master_param"]  # type: ignore[attr-defined]
     adam(one.group, [main], [gradient], [one.state])
     one.shard[one.part].copy_(main)
-
-
-def adam(group: dict[str, Any], parameters: list[Tensor], gradients: list[Any], states: list[dict[str, Any]]) -> None:
-    """Updates parameters and their moments in place, by the fused kernel and the settings of a group, whose ``step`` this one is."""
-    beta1, beta2 = group["betas"]
-    adamw(
-        parameters,
-        gradients,
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
-        [],
-        list(torch.full((len(parameters),), float(group["step"] - 1), device=parameters[0].device).unbind()),
-        fused=True,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
 
 
 def arm(config: OptimizerConfig, keeping: OptimizerState | None) -> OptimizerConfig:

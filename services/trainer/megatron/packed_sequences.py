@@ -28,8 +28,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from services.trainer.megatron.expert_balance import BalancedTokens, Balancing
-from services.trainer.megatron.runtime import round_up
-from services.trainer.packing import PackedBatch, SharedPrefixes, routed_keys, shared_prefixes
+from services.trainer.packing import PackedBatch, SharedPrefixes, prefixes_of
+from services.trainer.parallel.runtime import round_up
 from shared.model.parallel_layout import ParallelLayout
 from shared.runtime.errors import ConfigError
 from shared.schema.kept_tokens import Kept
@@ -308,24 +308,6 @@ class ModelInput:
         if self.back is not None:
             return per_token.index_select(0, self.back)
         return per_token[: per_token.size(0) - self.padding]
-
-
-def prefixes_of(batch: PackedBatch, least: float | None) -> SharedPrefixes | None:
-    """Returns the beginnings that a micro-batch's sequences share; None where that would save less than ``least`` of its tokens.
-
-    ``least``: None for not at all (`services.trainer.megatron.packed_sequences` decides it).
-    """
-    if least is None or len(batch.cu_seqlens) < 3:
-        return None
-    tokens = batch.tokens.cpu().numpy()
-    # what two sequences begin with alike is computed alike only where it goes through the same experts
-    alike = tokens if batch.experts is None else routed_keys(tokens, batch.experts.cpu().numpy())
-    if (
-        batch.kept is not None
-    ):  # and read alike only where the next token was sampled from the same ones: a token's key has those of its own
-        alike = alike + np.roll(batch.kept.keys(), 1)
-    found = shared_prefixes(alike, batch.cu_seqlens.tolist())
-    return found if found.saved >= least and found.saved > 0 else None
 
 
 def model_input(

@@ -1,6 +1,6 @@
 """Forward and backward passes of a model over this rank's micro-batches, in Megatron's schedule for its pipeline."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,51 +16,27 @@ from services.trainer.megatron.attention import uses_dense_batches
 from services.trainer.megatron.draft import DraftStep
 from services.trainer.megatron.expert_balance import BalancedStep, BalancedTokens, trained_lengths
 from services.trainer.megatron.gpt_model import MegatronModel
-from services.trainer.megatron.likelihood import restrict
-from services.trainer.megatron.moe import stage_routing
+from services.trainer.megatron.moe import on_host, stage_routing
 from services.trainer.megatron.packed_sequences import ModelInput, StageRouting, model_input
-from services.trainer.megatron.runtime import anywhere, device, gather_json, round_up
 from services.trainer.packing import PackedBatch, pack
-from shared.runtime.errors import MyxoError
-
-# ``(log_probs [T], entropy [T] or None, batch) -> (loss, metrics)``; both float32, on the model's device, entropy only if it was asked
-# for. The loss is a scalar that depends on ``log_probs``, the metrics are scalars, the same names in every micro-batch. Losses, metrics
-# and gradients are summed over micro-batches and data-parallel ranks: per-token weights must already hold the denominators. A critic's
-# loss function takes ``values [T]`` in place of the log-probs, and no entropy. A function whose attribute ``takes_logits`` is true is
-# called as ``(logits [T, V / tensor-parallel ranks], batch)``, in the model's dtype and divided by the temperature; where the ranks do not
-# divide the vocabulary, the last rows of the last ones are padding. A function with an attribute ``candidates`` names a field [T, C] of
-# the micro-batch, ids of tokens, and gets their log-probs [T, C] as its last argument. Whatever the layout, a loss function sees whole
-# sequences in the pack's order. Ranks that share a model or a sequence compute the same loss; it counts once.
-LossFunction = Callable[[Tensor, Tensor | None, PackedBatch], tuple[Tensor, dict[str, Tensor]]]
-
-
-class BadLoss(MyxoError):
-    """A loss function broke its contract (see :data:`LossFunction`)."""
-
-
-class MicroBatchesFailed(MyxoError):
-    """Micro-batches failed in a pass, on one rank or several; all ranks have come to its end, and its gradients mean nothing.
-
-    Args:
-        errors: what this rank's micro-batches failed of, by their indices. attempt: makes the same pass for one micro-batch on this rank
-            alone, and raises what it raises.
-    """
-
-    def __init__(self, errors: Mapping[int, Exception], attempt: Callable[[PackedBatch], object]) -> None:
-        self.errors, self.attempt = errors, attempt
-        first = next(iter(errors.values()), None)
-        super().__init__("a micro-batch of another rank failed" if first is None else f"{type(first).__name__}: {first}")
+from services.trainer.parallel.likelihood import restrict
+from services.trainer.parallel.loss_function import BadLoss, LossFunction, MicroBatchesFailed, checked, reduce_reports
+from services.trainer.parallel.runtime import anywhere, device, round_up
 
 
 def log_probs(
-    model: MegatronModel, batches: Sequence[PackedBatch], temperature: float, recorded: dict[int, StageRouting] | None = None
+    model: MegatronModel, batches: Sequence[PackedBatch], temperature: float, recorded: dict[int, dict[int, Tensor]] | None = None
 ) -> list[Tensor]:
     """Returns the log-probability of every label under the model, float32 [T] a micro-batch, on every rank that shares the model.
 
     Args:
-        recorded: gets the choices of this rank's routers, by the index of the micro-batch.
+        recorded: gets the choices of this rank's routers by the index of the micro-batch, by layer, in host memory.
     """
-    return _read(model, batches, lambda hidden, given: _likelihood(model, hidden, given, temperature, need_entropy=False)[0], recorded)
+    routing: dict[int, StageRouting] | None = None if recorded is None else {}
+    found = _read(model, batches, lambda hidden, given: _likelihood(model, hidden, given, temperature, need_entropy=False)[0], routing)
+    if recorded is not None:
+        recorded |= {index: on_host(each) for index, each in (routing or {}).items()}
+    return found
 
 
 def values(model: MegatronModel, batches: Sequence[PackedBatch]) -> list[Tensor]:
@@ -92,7 +68,7 @@ def forward_backward(
     model.train(True)
     drafts = DraftStep.begun(model, batches, model.draft_scale) if model.architecture.trained_drafts else None
     compute = _loss(model, loss_fn, temperature, need_entropy, drafts)
-    loss, metrics = reduce_reports(_run(model, batches, compute, forward_only=False, balanced=balanced))
+    loss, metrics = reduce_reports(_run(model, batches, compute, forward_only=False, balanced=balanced), _share)
     if balanced is not None:
         copies = 1 if model.layout.sequence_parallel else model.layout.tensor
         layers = sum(model.architecture.is_moe_layer(index) for index in range(model.architecture.num_layers))
@@ -141,14 +117,6 @@ def _loss(
         return loss + (of_drafts - of_drafts.detach()), metrics | more
 
     return compute
-
-
-def checked(loss: Tensor, metrics: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns what a loss function has returned, metrics without their graphs. Raises BadLoss."""
-    if loss.dim() or not loss.requires_grad:
-        raise BadLoss(f"loss_fn returned a loss of shape {tuple(loss.shape)} with requires_grad={loss.requires_grad}; "
-                      "expected a scalar that depends on its first argument")  # fmt: skip
-    return loss, {name: value.detach() for name, value in metrics.items()}
 
 
 def _read(
@@ -319,27 +287,12 @@ def _with_candidates(
     return found[:, 0], None if entropy is None else whole(entropy), found[:, 1:]
 
 
-def reduce_reports(reports: list[dict[str, Any]]) -> tuple[float, dict[str, float]]:
-    """Sums the last stage's reports over the data-parallel ranks, and sends the sums to all stages.
-
-    Raises:
-        BadLoss: the micro-batches, or the ranks, do not report the same metrics.
-    """
-    # Ranks with different names would add up different things, or wait for one another: compare before reducing.
-    own = sorted({tuple(sorted(report["metrics"])) for report in reports})
-    found = {tuple(names) for each in gather_json(own) for names in each}
-    if len(found) != 1:
-        raise BadLoss(f"loss_fn must report the same metrics in every micro-batch and on every rank; here: {own}")
-    (names,) = found
-    sums = torch.zeros(1 + len(names), dtype=torch.float32, device=device())
-    for report in reports:
-        sums += torch.stack([report["loss"].float(), *(report["metrics"][name].float() for name in names)])
-    if reports:  # context-parallel ranks have the same ones
+def _share(sums: Tensor, reported: bool) -> None:
+    """Sums what this rank has ``reported`` over the data-parallel ranks, and sends the sums to all stages."""
+    if reported:  # context-parallel ranks have the same ones
         dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=False))
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         _from_last_stage(sums)
-    loss, *totals = sums.tolist()
-    return loss, dict(zip(names, totals, strict=True))
 
 
 def _from_last_stage(tensor: Tensor) -> None:

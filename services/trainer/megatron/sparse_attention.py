@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from services.trainer.megatron.attention import PackedCausalAttention
 from services.trainer.megatron.packed_sequences import PackedSequences, gather_keys_and_values
-from services.trainer.megatron.runtime import device
+from services.trainer.parallel.runtime import device
 
 SCORES = 2**25  # elements of the scores of a chunk of queries, over heads and keys
 QUERIES = 512  # queries of a chunk of masked attention

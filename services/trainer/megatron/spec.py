@@ -46,8 +46,8 @@ from services.trainer.megatron.expert_balance import BalancedRouter
 from services.trainer.megatron.hf_weights import numbered_chunks, weights_of
 from services.trainer.megatron.linear_attention import PackedGatedDeltaNet
 from services.trainer.megatron.moe import GroupedExperts, ReplayedLayer, ReplayedMoELayer
-from services.trainer.megatron.runtime import device
 from services.trainer.megatron.sparse_attention import ChosenKeysAttention, SparseLatentAttention
+from services.trainer.parallel.runtime import device
 from shared.hooks.loading import load_object
 from shared.model.architecture import Architecture
 from shared.model.architecture_flags import flags_of

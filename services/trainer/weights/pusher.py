@@ -22,8 +22,8 @@ import torch
 
 from services.trainer.commands import Push
 from services.trainer.control_client import ControlClient, push_spans
-from services.trainer.megatron import runtime
-from services.trainer.megatron.gpt_model import MegatronModel
+from services.trainer.parallel import runtime
+from services.trainer.parallel.trained_model import TrainedModel
 from services.trainer.weights.push_schedule import (
     ABORT_SECONDS,
     CHECK,
@@ -169,7 +169,7 @@ class Pusher:
         schedule: rank 0's decisions.
     """
 
-    def __init__(self, link: ControlClient | None, model: MegatronModel, config: WeightsSection, kind: ChannelKind = "group") -> None:
+    def __init__(self, link: ControlClient | None, model: TrainedModel, config: WeightsSection, kind: ChannelKind = "group") -> None:
         self._link, self._model, self._config = link, model, config
         self._sender = StageSender(model, kind, config.push_timeout, config.update_weight_buffer_size, config.update_weight_dtype)
         self.schedule = PushSchedule()

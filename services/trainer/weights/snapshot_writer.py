@@ -20,8 +20,8 @@ from torch import Tensor
 
 from services.trainer.actor import Actor
 from services.trainer.control_client import REQUEST_SECONDS, ControlClient
-from services.trainer.megatron.export import copy_beside_weights, write_config
-from services.trainer.megatron.gather_plan import Bucket
+from services.trainer.parallel.export import copy_beside_weights, write_config
+from services.trainer.parallel.gather_plan import Bucket
 from shared.bus.registry import BROKEN_SNAPSHOT
 from shared.config.run_config import RunConfig
 from shared.model.hf_checkpoint import INDEX

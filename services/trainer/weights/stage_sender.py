@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.trainer.backend import gather_plan
-from services.trainer.megatron import runtime
-from services.trainer.megatron.gather_plan import GatherPlan, GatherUnit
-from services.trainer.megatron.gpt_model import MegatronModel
-from services.trainer.megatron.runtime import deadline, device
+from services.trainer.parallel import runtime
+from services.trainer.parallel.gather_plan import GatherPlan, GatherUnit
+from services.trainer.parallel.runtime import deadline, device
+from services.trainer.parallel.trained_model import TrainedModel
 from shared.runtime.addresses import own_address
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import run_in_thread
@@ -60,7 +60,7 @@ class StageExport:
         groups = loaded_together(plan.of_stage(), lambda unit: unit.tensors[0][0])
         held = [group for group in groups if not (skip_frozen and all(map(plan.is_frozen, group)))]
         lora = plan.model.lora
-        sent = (dtype if lora is None else None) or str(plan.model.config.params_dtype).removeprefix("torch.")
+        sent = (dtype if lora is None else None) or str(plan.model.dtype).removeprefix("torch.")
 
         def specs(group: list[GatherUnit]) -> list[TensorSpec]:
             return [(name, "float32" if unit.float32 else sent, shape) for unit in group for name, shape in unit.tensors]
@@ -313,7 +313,7 @@ class StageSender:
         machines: the address of each rank's machine, where each machine has memory channels of its own; else empty.
     """
 
-    def __init__(self, model: MegatronModel, kind: ChannelKind, seconds: float, bucket_bytes: int, dtype: str | None = None) -> None:
+    def __init__(self, model: TrainedModel, kind: ChannelKind, seconds: float, bucket_bytes: int, dtype: str | None = None) -> None:
         self.plan: GatherPlan = gather_plan(model, apart=True)
         self._kind, self._bucket_bytes, self._dtype = kind, bucket_bytes, dtype
         self._life = secrets.token_hex(4)  # a channel of an earlier process must not be mistaken for one of this

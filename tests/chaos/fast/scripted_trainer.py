@@ -19,11 +19,11 @@ from torch import Tensor
 from services.trainer import rank, role_worker
 from services.trainer.__main__ import prepare_environment
 from services.trainer.actor import Actor, StepResult
-from services.trainer.megatron import export
-from services.trainer.megatron.export import HfParts
 from services.trainer.megatron.hf_weights import parameters
-from services.trainer.megatron.passes import LossFunction
 from services.trainer.packing import PackedBatch
+from services.trainer.parallel import export
+from services.trainer.parallel.export import HfParts
+from services.trainer.parallel.loss_function import LossFunction
 from shared.process.child_process import die_with_parent
 from shared.schema.sample import token_digest
 from shared.service.service_base import exit_code

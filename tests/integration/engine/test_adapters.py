@@ -12,7 +12,6 @@ from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.generation import GenerationRequest
 from services.trainer.actor import Actor
-from services.trainer.megatron.lora import silence_adapters
 from services.trainer.weights.stage_sender import SentPush, StageSender
 from shared.schema.weight_messages import WeightsReceived
 from shared.transfer.digest import version_digest
@@ -75,7 +74,7 @@ def test_adapters_of_experts_are_laid_over_the_engines_own_checkpoint(tmp_path: 
         assert again.differences == {}
         assert np.abs(apart).mean() < 0.03  # the engine computes in bfloat16
         changed = actor.log_probs([pack([whole])])[0][:-1]
-        silence_adapters(actor.model)
+        actor.model.silence_adapters()
         assert (actor.log_probs([pack([whole])])[0][:-1] - changed).abs().mean() > 0.1, "the engine would have been near without them, too"
     finally:
         sender.close()

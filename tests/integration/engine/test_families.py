@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.generation import Generation, GenerationRequest
-from services.trainer.megatron import runtime
+from services.trainer.parallel import runtime
 from shared.schema.messages import Sampling
 from tests.integration.engine.conftest import running_engine
 from tests.support.tiny_model import PRINTABLE, character_tokenizer

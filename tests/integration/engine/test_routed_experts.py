@@ -12,8 +12,8 @@ from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.generation import GenerationRequest
 from services.rollout.in_flight import Partial
-from services.trainer.megatron import runtime
 from services.trainer.packing import pack
+from services.trainer.parallel import runtime
 from shared.model.families import read_architecture
 from shared.schema.messages import Sampling
 from shared.schema.sample import ExpertChoices, Sample

@@ -14,8 +14,8 @@ from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.generation import GenerationRequest
 from services.rollout.in_flight import Partial
 from services.trainer.actor import Actor
-from services.trainer.megatron import runtime
 from services.trainer.packing import pack
+from services.trainer.parallel import runtime
 from shared.schema.messages import Sampling
 from shared.schema.sample import Sample, SampleLimits, decode, encode
 from tests.integration.engine.conftest import running_engine

@@ -17,7 +17,7 @@ from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.generation import Generation, GenerationRequest
 from services.trainer.actor import Actor
-from services.trainer.megatron.export import copy_beside_weights
+from services.trainer.parallel.export import copy_beside_weights
 from services.trainer.weights.snapshot_writer import WeightCheckpointWriter, on_host
 from services.trainer.weights.stage_sender import ChannelKind, StageSender
 from shared.schema.messages import Sampling

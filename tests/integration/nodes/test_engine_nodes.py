@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import GenerationRequest
-from services.trainer.megatron import runtime
+from services.trainer.parallel import runtime
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.trainer.megatron import runtime
+from services.trainer.parallel import runtime
 from tests.support.network_nodes import NodeNetwork
 from tests.support.node_ranks import CASES
 from tests.unit.trainer.megatron import rank_steps

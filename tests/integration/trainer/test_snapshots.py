@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from services.trainer.actor import Actor
 from services.trainer.control_client import ControlClient
-from services.trainer.megatron import runtime
+from services.trainer.parallel import runtime
 from services.trainer.weights.snapshot_writer import CURRENT, SnapshotWriter
 from shared.bus import runs
 from shared.bus.connection import Bus

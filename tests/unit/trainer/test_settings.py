@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.trainer.megatron.trainer_settings import TrainerSettings
+from services.trainer.megatron.megatron_flags import recomputation
+from services.trainer.trainer_settings import TrainerSettings
 from shared.config.trainer_section import TrainerSection
 from shared.model.parallel_layout import ParallelLayout
 from shared.model.trainable_parameters import Freezing, Lora
@@ -42,7 +43,7 @@ def test_a_role_takes_the_section(tmp_path: Path):
     assert actor.layout == ParallelLayout(
         tensor=2, pipeline=2, context=2, expert=4, sequence_parallel=True, virtual_pipeline=3, expert_tensor=1
     )
-    assert actor.recomputation == {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
+    assert recomputation(actor.trainer) == {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
     assert (actor.value_head, critic.value_head) == (False, True)
     assert (actor.schedule.lr, critic.schedule.lr) == (1e-6, 1e-5)
     assert actor.dtype is torch.bfloat16 and actor.updates == config.rollout.num_rollout * config.trainer.num_steps_per_rollout
@@ -61,7 +62,7 @@ def test_a_role_takes_the_section(tmp_path: Path):
     ],
 )
 def test_what_the_backward_pass_runs_again(given, fields):
-    assert TrainerSettings(TrainerSection(**given)).recomputation == fields
+    assert recomputation(TrainerSection(**given)) == fields
 
 
 def test_what_contradicts_itself_is_refused_by_field(tmp_path: Path):

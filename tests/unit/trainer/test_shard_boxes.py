@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.trainer.megatron.joint_write import HeldPart, elect
-from services.trainer.megatron.staged_shards import boxes_of_interval, elements_before, is_ordered, overlap, pieces
+from services.trainer.parallel.joint_write import HeldPart, elect
+from services.trainer.parallel.staged_shards import boxes_of_interval, elements_before, is_ordered, overlap, pieces
 
 SHAPES = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+import services.trainer.megatron  # noqa: F401  # before megatron.core
 from services.trainer.actor import Actor
-from services.trainer.megatron import runtime
+from services.trainer.parallel import runtime
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.tiny import make_checkpoint
 from tests.unit.trainer.megatron.world import World

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from services.trainer.actor import Actor
-from services.trainer.megatron.freezing import FrozenWeights
-from services.trainer.megatron.gather_plan import GatherGroups, GatherPlan
-from services.trainer.megatron.lora import silence_adapters
+from services.trainer.megatron.parameter_gathering import GatherGroups, MegatronGatherPlan
+from services.trainer.parallel.frozen_weights import FrozenWeights
 from services.trainer.weights.stage_sender import StageExport
 from shared.transfer.bucket_ring import slot_view
 from shared.transfer.manifest import Manifest
@@ -19,7 +18,7 @@ from tests.unit.trainer.megatron.tiny import pack, sequences
 
 def adapters(model: Actor) -> dict[str, Tensor] | None:
     """All of them on rank 0, under PEFT's names."""
-    plan = GatherPlan(model.model)
+    plan = MegatronGatherPlan(model.model)
     found = plan.bucket(plan.adapter_units)
     return {name: tensor.clone() for name, tensor in found if tensor is not None} or None
 
@@ -31,7 +30,7 @@ def train(hf_dir: Path, config: dict[str, Any], count: int = 3) -> dict[str, Any
     results = steps(model, count)
     report = {"steps": results, "weights": exported(model), "adapters": adapters(model), "first": first}
     report["log_probs"] = model.log_probs([pack(sequences(6, seed=9))])[0]
-    silence_adapters(model.model)
+    model.model.silence_adapters()
     return {**report, "base": exported(model)}
 
 
@@ -72,7 +71,7 @@ def pushed(hf_dir: Path, config: dict[str, Any]) -> tuple[Manifest, dict[str, Te
     model = actor(hf_dir, **config)
     steps(model, 1)
     groups = GatherGroups.own()
-    plan = GatherPlan(model.model, groups)
+    plan = MegatronGatherPlan(model.model, groups)
     export, sent = StageExport(plan, bucket_bytes=1500), {}
     for number, bucket in enumerate(export.manifest.buckets):
         flat = torch.empty(bucket.nbytes, dtype=torch.uint8) if plan.is_source else None

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from services.trainer.actor import Actor, StepResult
 from services.trainer.backend import gather_plan
-from services.trainer.megatron import checkpoint, runtime
-from services.trainer.megatron.freezing import FrozenWeights
-from services.trainer.megatron.joint_write import SaveFailed
-from services.trainer.megatron.likelihood import OutputHead, VocabularySlice
-from services.trainer.megatron.staged_shards import StagedShards
-from services.trainer.megatron.trainer_settings import TrainerSettings
 from services.trainer.objective.loss import PolicyLoss, ValueLoss
 from services.trainer.packing import PackedBatch
+from services.trainer.parallel import checkpoint, runtime
+from services.trainer.parallel.frozen_weights import FrozenWeights
+from services.trainer.parallel.joint_write import SaveFailed
+from services.trainer.parallel.likelihood import OutputHead, VocabularySlice
+from services.trainer.parallel.staged_shards import StagedShards
+from services.trainer.trainer_settings import TrainerSettings
 from services.trainer.weights.stage_sender import StageExport
 from shared.config.algorithm import AlgorithmSection
 from shared.config.trainer_section import TrainerSection
@@ -334,7 +334,8 @@ def head_of(weight: Tensor, vocab: int, chunk_size: int = -1) -> OutputHead:
     """``weight``: this rank's rows; the parallel groups are formed already."""
     from megatron.core import parallel_state
 
-    vocabulary = VocabularySlice.of(parallel_state.get_tensor_model_parallel_group(), weight.size(0), vocab)
+    group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)  # the torch backend has none
+    vocabulary = VocabularySlice(None, 0, vocab) if group is None else VocabularySlice.of(group, weight.size(0), vocab)
     return OutputHead(weight, vocabulary, chunk_size=chunk_size)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.trainer.actor import StepResult
-from services.trainer.megatron.staged_shards import StagedShards
+from services.trainer.parallel.staged_shards import StagedShards
 from shared.runtime.errors import MyxoError
 from tests.unit.trainer.megatron.rank_steps import actor, exported, resume, steps
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.trainer.megatron import checkpoint
-from services.trainer.megatron.checkpoint import CheckpointMissing, latest_step
-from services.trainer.megatron.joint_write import SaveFailed
 from services.trainer.objective.loss import ValueLoss
+from services.trainer.parallel import checkpoint
+from services.trainer.parallel.checkpoint import CheckpointMissing, latest_step
+from services.trainer.parallel.joint_write import SaveFailed
 from shared.runtime.errors import ConfigError
 from tests.support.small_disk import small_disk
 from tests.unit.trainer.megatron import rank_steps

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from services.trainer import convert_command
 from services.trainer.megatron import hf_conversion
-from services.trainer.megatron.checkpoint import CheckpointMissing
-from services.trainer.megatron.hf_weights import SafetensorsReader
+from services.trainer.parallel.checkpoint import CheckpointMissing
+from services.trainer.parallel.safetensors_reader import SafetensorsReader
 from shared.model.families import read_architecture
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError

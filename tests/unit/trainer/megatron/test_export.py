@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.trainer.megatron import export
-from services.trainer.megatron.gather_plan import GatherPlan
+from services.trainer.megatron.parameter_gathering import MegatronGatherPlan
+from services.trainer.parallel import export
 from services.trainer.policy_exporter import PolicyExporter
 from tests.support.run_config import run_config
 from tests.unit.trainer.megatron import rank_steps, save_steps
@@ -112,7 +112,7 @@ def test_saving_replaces_an_older_model_and_states_the_dtype(hf, make_actor, tmp
 
 
 def test_a_large_model_is_saved_in_several_files(hf, make_actor, tmp_path):
-    export.save_hf(GatherPlan(make_actor("qwen3").model), hf("qwen3"), tmp_path / "out", file_bytes=20_000)
+    export.save_hf(MegatronGatherPlan(make_actor("qwen3").model), hf("qwen3"), tmp_path / "out", file_bytes=20_000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     loaded = load_file(hf("qwen3") / "model.safetensors")
     assert index["weight_map"].keys() == loaded.keys()
@@ -196,7 +196,7 @@ def test_an_interval_that_no_checkpoint_ends_at_is_exported_with_the_next_checkp
 
 
 def test_a_copied_export_is_the_same_as_one_that_is_written_at_once(hf, make_actor, tmp_path):
-    plan = GatherPlan(make_actor("qwen3").model)
+    plan = MegatronGatherPlan(make_actor("qwen3").model)
     export.save_hf(plan, hf("qwen3"), tmp_path / "at-once", file_bytes=20_000)
     export.start_export(plan, hf("qwen3"), tmp_path / "deep" / "copied", file_bytes=20_000).finish()
     once, copied = (

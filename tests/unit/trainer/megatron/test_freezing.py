@@ -4,8 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.trainer.megatron.gather_plan import GatherPlan
 from services.trainer.megatron.hf_weights import parameters
+from services.trainer.megatron.parameter_gathering import MegatronGatherPlan
 from shared.model.tensor_table import megatron_parameters
 from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron import lora_steps, rank_steps
@@ -119,10 +119,10 @@ def test_a_checkpoint_of_other_frozen_parameters_is_refused(make_actor, tmp_path
 
 
 def test_the_exporter_knows_what_is_frozen(make_actor):
-    frozen = GatherPlan(make_actor("qwen3", **UPPER).model).frozen
+    frozen = MegatronGatherPlan(make_actor("qwen3", **UPPER).model).frozen
     assert "embedding.word_embeddings.weight" in frozen and "decoder.layers.0.mlp.linear_fc1.weight" in frozen
     assert not any("layers.1." in name or name == "output_layer.weight" for name in frozen)
-    assert not GatherPlan(make_actor("qwen3").model).frozen
+    assert not MegatronGatherPlan(make_actor("qwen3").model).frozen
 
 
 def test_names_count_layers_over_the_whole_model(hf, two_ranks):

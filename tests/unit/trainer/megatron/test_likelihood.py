@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from services.trainer.megatron import runtime
+from services.trainer.megatron import parallel_groups
+from services.trainer.parallel import runtime
 from shared.model.parallel_layout import ParallelLayout
 from tests.unit.trainer.megatron import rank_steps
 
@@ -11,7 +12,7 @@ from tests.unit.trainer.megatron import rank_steps
 @pytest.fixture(scope="module")
 def world_of_one():
     """The parallel groups of one rank."""
-    runtime.start(ParallelLayout(), seed=1, timeout_seconds=60)
+    runtime.start(ParallelLayout(), seed=1, timeout_seconds=60, groups=parallel_groups)
     yield
     runtime.stop()
 

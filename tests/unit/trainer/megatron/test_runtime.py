@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from services.trainer.megatron import runtime
+from services.trainer.parallel import runtime
 from shared.runtime.errors import DeadlineExceeded
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.test_dispatchers import ALLGATHER

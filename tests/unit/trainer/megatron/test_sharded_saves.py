@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from services.trainer.megatron.checkpoint import CheckpointElsewhere, latest_step
-from services.trainer.megatron.joint_write import Places
+from services.trainer.parallel.checkpoint import CheckpointElsewhere, latest_step
+from services.trainer.parallel.joint_write import Places
 from tests.unit.trainer.megatron import rank_steps, save_steps
 from tests.unit.trainer.megatron.test_checkpoint import TP2_SP, assert_exact
 from tests.unit.trainer.megatron.world import RankFailed, World

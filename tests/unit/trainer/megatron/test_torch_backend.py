@@ -7,8 +7,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from services.trainer.megatron.passes import MicroBatchesFailed
 from services.trainer.packing import separate
+from services.trainer.parallel.loss_function import MicroBatchesFailed
 from shared.config.trainer_section import TrainerSection
 from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron import rank_steps

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from services.trainer.megatron.passes import BadLoss
+from services.trainer.parallel.loss_function import BadLoss
 from shared.config.trainer_section import LearningRateSchedule
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.rank_steps import exported, share, steps, weighted_loss

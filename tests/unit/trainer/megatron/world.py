@@ -89,7 +89,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
 
-    from services.trainer.megatron import runtime
+    from services.trainer.parallel import runtime
 
     torch.set_num_threads(1)
     gc.freeze()  # leaving the groups collects twice, and need not look at what was imported

@@ -6,7 +6,7 @@ at most two files of it where training waits. The directory appears when all fil
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,19 +18,21 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from services.trainer.megatron import DEVICE_TYPE
-from services.trainer.megatron.gather_plan import Bucket, GatherPlan, GatherUnit
-from services.trainer.megatron.hf_weights import SafetensorsReader
-from services.trainer.megatron.joint_write import HeldPart, JointWrite, Places, elect, find_places
-from services.trainer.megatron.lora import ADAPTER_CONFIG, ADAPTER_DIRECTORY, ADAPTER_WEIGHTS, peft_config
-from services.trainer.megatron.runtime import host_copy, timeout_seconds, together
+from services.trainer.parallel import DEVICE_TYPE
+from services.trainer.parallel.gather_plan import Bucket, GatherPlan, GatherUnit
+from services.trainer.parallel.joint_write import HeldPart, JointWrite, Places, elect, find_places
+from services.trainer.parallel.runtime import host_copy, timeout_seconds, together
+from services.trainer.parallel.safetensors_reader import SafetensorsReader
 from shared.model.architecture import Architecture
 from shared.model.final_exports import MARK
 from shared.model.hf_checkpoint import DRAFT_COPIES, EMBEDDING, INDEX, OUTPUT, TEMPLATE_FOLDER, VISION, draft_prefixes
+from shared.model.trainable_parameters import Lora
 from shared.runtime.safe_files import fsync_tree, publish, scratch
 
 _NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".gguf"}
 VISION_FILE = "model-vision.safetensors"
+ADAPTER_DIRECTORY = "adapter"  # the directory beside a merged model that holds its adapters in PEFT's format
+ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 FILE_BYTES = 1024**3  # the bytes of a file, and of a bucket: a rank gathers the next one while it writes the one before
 
 
@@ -95,7 +97,7 @@ def files_of(plan: GatherPlan, file_bytes: int, places: Places) -> list[HfFile]:
 
     Only ranks that see rank 0's directory write. Each of them gets what it holds a part of, about as much as the others.
     """
-    dtype, writers = plan.model.config.params_dtype, places.directories[0]
+    dtype, writers = plan.model.dtype, places.directories[0]
     held: list[dict[str, HeldPart]] = [{} for _ in places.leaders]
     for unit in plan.units:
         holders = {rank for one in unit.parameters for rank in plan.holders[one.name]}
@@ -168,7 +170,7 @@ class HfParts:
 
     def publish(self, content: bytes) -> None:
         """Writes what stands beside the weights, and puts the directory into its place."""
-        found, draft, dtype = json.loads(content), self.partial, self._plan.model.config.params_dtype
+        found, draft, dtype = json.loads(content), self.partial, self._plan.model.dtype
         weight_map = {name: found[name] for unit in self._plan.units for name, _ in unit.tensors}
         weight_map |= dict.fromkeys(copy_vision(self._source, draft), VISION_FILE)
         copied, nbytes = self._drafts.write_rest(draft)
@@ -268,3 +270,22 @@ def write_config(directory: Path, dtype: str, drafts: bool = False) -> None:
             entries["torch_dtype" if "torch_dtype" in entries else "dtype"] = dtype
         entries.update({name: 0 for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers") if entries.get(name) and not drafts})
     write_json(path, config)
+
+
+def peft_config(names: Iterable[str], lora: Lora, base: Path) -> dict[str, Any]:
+    """Returns the content of PEFT's config of adapters. ``names``: PEFT's. ``base``: the Hugging Face checkpoint that they belong to."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": sorted({name.split(".")[-3] for name in names}),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None,
+    }

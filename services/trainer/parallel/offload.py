@@ -5,11 +5,12 @@ views. A storage is emptied in place and filled again, so that every view of it 
 """
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from services.trainer.parallel.trained_model import TrainedModel
 from services.trainer.scheduled_optimizer import ScheduledOptimizer
 
 Part = Literal["optimizer", "weights"]
@@ -49,7 +50,7 @@ class Offload:
     kept. No method is a collective: each rank moves its own part.
     """
 
-    def __init__(self, model: Any, optimizer: ScheduledOptimizer) -> None:
+    def __init__(self, model: TrainedModel, optimizer: ScheduledOptimizer) -> None:
         self._model, self._optimizer = model, optimizer
         self._away: dict[Part, list[_Storage]] = {}
         self._known: dict[tuple[int, bool], _Storage] = {}

@@ -1,9 +1,8 @@
-"""The plan of gathering: which rank sends which parameter, and how it is made whole. Every export of the model uses it."""
+"""The gathering of Megatron's parameters under Hugging Face's names."""
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from math import prod
 from typing import Any
 
 import torch
@@ -13,39 +12,9 @@ from torch import Tensor
 
 from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.hf_weights import LocalParameter, parameters
-from services.trainer.megatron.lora import adapters_of
-from services.trainer.megatron.runtime import deadline, device, gather_json, timeout_seconds
+from services.trainer.parallel.gather_plan import GatherPlan, GatherUnit
+from services.trainer.parallel.runtime import deadline, device, gather_json, timeout_seconds
 from shared.model.tensor_table import TensorSource, parameter_sources
-
-Bucket = list[tuple[str, Tensor | None]]
-
-
-@dataclass(frozen=True)
-class GatherUnit:
-    """One Megatron parameter, one matrix of an adapter, or the parameters of all experts that one tensor holds, in an export.
-
-    Args:
-        name: the parameter's global name. owner: global rank that gathers it: the lowest that holds a part.
-        tensors: Hugging Face names and shapes that it becomes. float32: whether it stays float32 in a model of another dtype.
-        experts: the units of a tensor of all experts, in their order; each becomes a part of it along the first dimension. ``name`` and
-            ``owner`` are then the first one's.
-    """
-
-    name: str
-    owner: int
-    tensors: tuple[tuple[str, tuple[int, ...]], ...]
-    float32: bool = False
-    experts: tuple["GatherUnit", ...] = ()
-
-    @property
-    def parameters(self) -> tuple["GatherUnit", ...]:
-        return self.experts or (self,)
-
-    def dtype(self, model: torch.dtype) -> torch.dtype:
-        return torch.float32 if self.float32 else model
-
-    def nbytes(self, model: torch.dtype) -> int:
-        return sum(prod(shape) for _, shape in self.tensors) * self.dtype(model).itemsize
 
 
 @dataclass(frozen=True)
@@ -99,8 +68,8 @@ class GatherGroups:
         self.made.clear()
 
 
-class GatherPlan:
-    """The parameters that this rank holds, and the ranks that send each. All ranks construct it together.
+class MegatronGatherPlan(GatherPlan):
+    """The gathering of Megatron's parameters. All ranks construct it together.
 
     No rank ever holds more than one bucket besides its own shards: the ranks that share a parameter gather it on the first of them, which
     hands it to its destination. Parameters are read when an export runs, any number of times.
@@ -109,15 +78,14 @@ class GatherPlan:
         groups: those to gather over; the training's own if None.
 
     Attributes:
-        stage: this rank's pipeline stage. source: the global rank that sends this stage's weights to the engines. units: of the whole
-            model, with adapters merged into it. adapter_units: LoRA's adapters alone. frozen: names of the parameters that no
-            optimizer updates. local: what this rank holds, by the names of the units. holders: by unit, the ranks that hold it or a part.
+        local: what this rank holds, by the names of the units.
     """
 
     def __init__(self, model: MegatronModel, groups: GatherGroups | None = None) -> None:
-        self.model, self.groups = model, groups or GatherGroups.of_training()
+        self.model: MegatronModel = model
+        self.groups = groups or GatherGroups.of_training()
         held = list(parameters(model.modules, model.config, model.architecture))
-        self._adapters = adapters_of(model)
+        self._adapters = model.adapters
         adapters = [part for pair in self._adapters.values() for part in pair]
         self.local = {local.name: local for local in [*held, *adapters]}
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -133,68 +101,11 @@ class GatherPlan:
         self.frozen = frozenset(name for _, _, names, _ in reported for name in names)
 
     def leave(self) -> None:
-        """Ends the groups that the plan has for itself."""
         self.groups.leave()
-
-    @property
-    def is_source(self) -> bool:
-        """Returns whether this rank sends its stage's weights to the engines."""
-        return self.source == dist.get_rank()
-
-    def of_stage(self) -> list[GatherUnit]:
-        """Returns the units that the ranks of this pipeline stage send in a push: the adapters alone, where the model has some."""
-        units = self.units if self.model.lora is None else self.adapter_units
-        return [unit for unit in units if self._stage_of[unit.owner] == self.stage]
-
-    def is_frozen(self, unit: GatherUnit) -> bool:
-        return all(one.name in self.frozen for one in unit.parameters)
-
-    def buckets(self, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
-        """Yields the whole model in its dtype (routers' biases in float32), in the order of its layers; tied embeddings come once.
-
-        A collective: every rank iterates to the end. All get the same names; rank 0 gets full tensors on its device, the
-        others None. A tensor may be a view of the live parameter: read it before the next optimizer step.
-
-        Args:
-            bucket_bytes: a bucket holds at most this much, unless a single parameter is larger. dtype: instead of the model's.
-        """
-        for units in self.divided(bucket_bytes):
-            yield self.bucket(units, dtype)
-
-    def divided(self, bucket_bytes: int, of: Container[str] | None = None) -> list[list[GatherUnit]]:
-        """Returns the units of each bucket. ``of``: names of the units that are wanted; all if None."""
-        buckets: list[list[GatherUnit]] = []
-        size = 0
-        for unit in self.units if of is None else [unit for unit in self.units if unit.name in of]:
-            nbytes = unit.nbytes(self.model.config.params_dtype)
-            if not buckets or size + nbytes > bucket_bytes:
-                buckets.append([])
-                size = 0
-            buckets[-1].append(unit)
-            size += nbytes
-        return buckets
-
-    def bucket(self, units: Sequence[GatherUnit], dtype: torch.dtype | None = None, destination: int = 0) -> Bucket:
-        """Returns one bucket as `buckets` does, with the tensors on ``destination``. A collective of that rank and those that hold them."""
-        bucket: Bucket = []
-        for unit in units:
-            sent = unit.dtype(dtype or self.model.config.params_dtype)
-            with deadline(f"the export of {unit.name}"), torch.no_grad():
-                tensors = self.deliver(unit, destination, [sent] * len(unit.tensors))
-            bucket += [(name, tensors[index] if tensors else None) for index, (name, _) in enumerate(unit.tensors)]
-        return bucket
 
     def deliver(
         self, unit: GatherUnit, destination: int, dtypes: Sequence[torch.dtype], targets: list[Tensor] | None = None
     ) -> list[Tensor] | None:
-        """Hands a parameter's Hugging Face tensors to one rank. A collective of that rank and those that share the parameter with it, or
-        where it holds no part of it with the unit's owner.
-
-        Args:
-            destination: global rank. dtypes: in which the tensors travel. targets: on the destination, where they are put.
-
-        Returns them on the destination, None elsewhere. Without ``targets`` they may be views of the live parameter.
-        """
         if not unit.experts:
             return self._deliver(unit, destination, dtypes, targets)
         if targets is None and dist.get_rank() == destination:
@@ -224,14 +135,6 @@ class GatherPlan:
         return targets
 
     def parts(self, unit: GatherUnit, owner: int | None = None) -> list[Tensor] | None:
-        """Returns a parameter's Hugging Face tensors on its owner, with adapters laid over them, and None elsewhere.
-
-        Args:
-            owner: a rank that holds it, in the place of the unit's.
-
-        A collective of the ranks that share the parameter. The tensors may be views of the live parameter, in other than row-major order
-        and of more dimensions than the tensors have; their elements come in the tensors' order.
-        """
         local, owner = self.local.get(unit.name), unit.owner if owner is None else owner
         if local is None or owner not in dist.get_process_group_ranks(local.group):
             return None
@@ -246,7 +149,6 @@ class GatherPlan:
         return parts
 
     def is_whole(self, unit: GatherUnit) -> bool:
-        """Returns whether this rank owns a parameter and need not gather it: `parts` are then views that stay valid."""
         local = self.local.get(unit.name)
         if local is None or unit.experts or not local.recipe.is_view or any(name in self._adapters for name, _ in unit.tensors):
             return False
@@ -268,8 +170,8 @@ def _empty(unit: GatherUnit, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     return [torch.empty(shape, dtype=dtype, device=device()) for (_, shape), dtype in zip(unit.tensors, dtypes, strict=True)]
 
 
-def plan_of(model: MegatronModel, apart: bool) -> GatherPlan:
-    return GatherPlan(model, GatherGroups.own() if apart else None)
+def plan_of(model: MegatronModel, apart: bool) -> MegatronGatherPlan:
+    return MegatronGatherPlan(model, GatherGroups.own() if apart else None)
 
 
 def _holders(reported: Sequence[Sequence[Any]]) -> dict[str, list[int]]:

@@ -23,7 +23,7 @@ from typing import Any
 import msgpack
 import torch
 
-from services.trainer.megatron.staged_shards import StagedShards
+from services.trainer.parallel.staged_shards import StagedShards
 from shared.runtime.errors import ConfigError, MyxoError
 from shared.runtime.safe_files import fsync_tree, is_plain_name, open_regular, parse_json, read_regular
 from shared.transfer.weight_checkpoint import FileSum

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
 
 from shared.schema.kept_tokens import Kept
@@ -33,10 +32,11 @@ class VocabularySlice:
     """This rank's part of the vocabulary.
 
     Args:
-        group: the tensor-parallel group. start: id of the first local token. width: local tokens, without padding rows.
+        group: the ranks that share the vocabulary; None for this one alone. start: the first local
+            token's id. width: local tokens, without padding rows.
     """
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     start: int
     width: int
 
@@ -54,7 +54,6 @@ class OutputHead:
 
     Args:
         weight: [rows, hidden size], this rank's rows, or the embedding's where they are tied.
-        scattered: whether the tensor-parallel ranks split the tokens.
         chunk_size: tokens whose logits exist at a time; -1 for all.
         reports_gradient: whether the weight must be handed a gradient even where the real one went to its buffer: Megatron starts to reduce
             a bucket once each of its parameters has got one.
@@ -62,17 +61,8 @@ class OutputHead:
 
     weight: Tensor
     vocabulary: VocabularySlice
-    scattered: bool = False
     chunk_size: int = -1
     reports_gradient: bool = False
-
-    def inputs(self, hidden: Tensor) -> Tensor:
-        """Returns the layer's whole input [U, hidden size] of this rank's hidden states, whose gradient the ranks sum up."""
-        if self.scattered:
-            whole: Tensor = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.vocabulary.group)
-            return whole
-        copied: Tensor = copy_to_tensor_model_parallel_region(hidden, group=self.vocabulary.group)
-        return copied
 
     def logits(self, inputs: Tensor) -> Tensor:
         """Returns all logits, [U, rows], in the model's dtype: for a loss function that asks for them."""
@@ -84,7 +74,7 @@ class OutputHead:
         """Returns the log-probabilities of several tokens at each place, and the entropy of each distribution.
 
         Args:
-            inputs: [U, hidden size], what `inputs` returns. ids: int64 [U, K], of the whole vocabulary.
+            inputs: [U, hidden size], the same on all ranks of the group. ids: int64 [U, K], of the whole vocabulary.
             temperature: logits are divided by it. need_entropy: else None is returned in its place.
             kept: of U places, the tokens that the distributions are over; None: the whole vocabulary.
 
@@ -142,7 +132,7 @@ class _ChunkedLikelihood(torch.autograd.Function):
             highest[rows], total[rows], weighted[rows] = row_statistics(real, temperature, need_entropy)
             chosen = real.gather(1, local[rows].clamp(min=0)).float() / temperature
             picked[rows] = torch.where(local[rows] >= 0, chosen, 0.0)
-        if vocabulary.group.size() > 1:
+        if vocabulary.group is not None and vocabulary.group.size() > 1:
             highest, total, weighted, picked = _over_ranks(vocabulary.group, highest, total, weighted, picked)
         log_sum = total.log()
         log_probs = (picked - highest[:, None]).sub_(log_sum[:, None])
@@ -218,7 +208,7 @@ def row_statistics(logits: Tensor, temperature: float, need_entropy: bool) -> tu
     """Returns for each row of logits [n, width], with x = logits / temperature: the highest x, Σ exp(x - highest), and, if asked for,
     Σ exp(x - highest) (x - highest); float32 [n]. One pass of a kernel on a GPU."""
     if logits.is_cuda:
-        from services.trainer.megatron import likelihood_kernel
+        from services.trainer.parallel import likelihood_kernel
 
         return likelihood_kernel.row_statistics(logits, temperature)
     shifted = _scaled(logits, temperature)
@@ -241,7 +231,7 @@ def to_gradient(
     """
     total = for_log_probs.sum(1)
     if logits.is_cuda:
-        from services.trainer.megatron import likelihood_kernel
+        from services.trainer.parallel import likelihood_kernel
 
         likelihood_kernel.to_gradient(logits, local, normalizer, for_log_probs, total, entropies, temperature)
         return

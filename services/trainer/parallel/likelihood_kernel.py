@@ -1,4 +1,4 @@
-"""The kernels of `services.trainer.megatron.likelihood` on a GPU, which read each logit once forward and once backward. Triton, which comes
+"""The kernels of `services.trainer.parallel.likelihood` on a GPU, which read each logit once forward and once backward. Triton, which comes
 with torch for CUDA."""
 
 from typing import Any

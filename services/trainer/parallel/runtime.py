@@ -6,23 +6,19 @@ group's deadline, and :func:`deadline` turns its timeout into an error that name
 """
 
 import contextlib
-import gc
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from numpy.typing import NDArray
 
-from services.trainer.megatron import DEVICE_TYPE
+from services.trainer.parallel import DEVICE_TYPE
 from shared.model.parallel_layout import ParallelLayout
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 
@@ -35,8 +31,30 @@ class PeerFailed(MyxoError):
     """Another rank reported an error in a step that all ranks take together; that rank raises the cause."""
 
 
+class ParallelGroups(Protocol):
+    """The parallel groups of a backend; a module with these functions is one."""
+
+    def form(self, layout: ParallelLayout, timeout_seconds: float) -> None:
+        """Forms the groups; a collective of all ranks."""
+
+    def leave(self) -> None:
+        """Ends them; models of them are of no use afterwards."""
+
+    def seed(self, seed: int) -> None:
+        """Seeds the random streams that ranks of a model share or must not share."""
+
+    def random_states(self) -> dict[str, Any]:
+        """Returns the states of these streams, as a checkpoint holds them."""
+
+    def set_random_states(self, states: Mapping[str, Any]) -> None:
+        """Takes them from a checkpoint's."""
+
+    def data_parallel(self) -> dist.ProcessGroup:
+        """Returns the ranks that hold the same part of the model, and train on other samples than this one."""
+
+
 _timeout_seconds = 0.0
-_formed: tuple[ParallelLayout, float] | None = None
+_formed: tuple[ParallelLayout, float, ParallelGroups] | None = None
 
 
 def device() -> torch.device:
@@ -51,7 +69,7 @@ def timeout_seconds() -> float:
     return _timeout_seconds
 
 
-def start(layout: ParallelLayout, seed: int, timeout_seconds: float) -> None:
+def start(layout: ParallelLayout, seed: int, timeout_seconds: float, groups: ParallelGroups) -> None:
     """Joins the other ranks and forms the parallel groups.
 
     A process group that exists already is used as it is. Models of one process (an actor, its reference, a critic) share
@@ -59,7 +77,7 @@ def start(layout: ParallelLayout, seed: int, timeout_seconds: float) -> None:
 
     Args:
         layout: checked against the world size. seed: of the model's random streams (dropout, initialisation).
-        timeout_seconds: how long any collective may wait for the other ranks.
+        timeout_seconds: how long any collective may wait for the other ranks. groups: the backend's.
 
     Raises:
         ConfigError: the layout does not divide the world. DeadlineExceeded: the other ranks did not come.
@@ -72,11 +90,13 @@ def start(layout: ParallelLayout, seed: int, timeout_seconds: float) -> None:
     if not dist.is_initialized():
         with deadline(f"the meeting of {world_size} trainer ranks"):
             _join(world_size, timedelta(seconds=timeout_seconds))
-    if _formed != (layout, timeout_seconds):
-        _form_groups(layout, timeout_seconds)
-        _formed = (layout, timeout_seconds)
+    if _formed != (layout, timeout_seconds, groups):
+        leave_groups()
+        with deadline("the forming of the parallel groups"):
+            groups.form(layout, timeout_seconds)
+        _formed = (layout, timeout_seconds, groups)
     torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    groups.seed(seed)
 
 
 def make_deterministic() -> None:
@@ -99,41 +119,12 @@ DETERMINISTIC = {
 }
 
 
-def _form_groups(layout: ParallelLayout, timeout_seconds: float) -> None:
-    leave_groups()
-    with deadline("the forming of the parallel groups"):
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tensor,
-            pipeline_model_parallel_size=layout.pipeline,
-            virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.chunks > 1 else None,
-            context_parallel_size=layout.context,
-            expert_model_parallel_size=layout.expert,
-            expert_tensor_parallel_size=layout.expert_tensor_size,
-            create_gloo_process_groups=False,
-            # declared an integer, but handed to timedelta(minutes=...) as it is
-            distributed_timeout_minutes=timeout_seconds / 60,
-        )
-
-
 def leave_groups() -> None:
-    """Leaves the parallel groups, but not the world; models of them are of no use afterwards.
-
-    Megatron forgets its groups without ending them: each would keep threads of gloo's, which wake up a hundred times a second.
-    """
+    """Leaves the parallel groups, but not the world; models of them are of no use afterwards."""
     global _formed
-    _formed = None
-    if not parallel_state.model_parallel_is_initialized():
-        return
-    groups = list(parallel_state._global_process_group_list or [])
-    parallel_state.destroy_model_parallel()
-    for group in groups:
-        if group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER and group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-    groups, group = [], None
-    for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
-        embedding.forward.cache_clear()  # its keys are the embeddings, which hold the ranks that share a sequence
-    for _ in range(2):  # models are in reference cycles and hold their groups; objects that the first round frees hold more of them
-        gc.collect()
+    formed, _formed = _formed, None
+    if formed is not None:
+        formed[2].leave()
 
 
 def _join(world_size: int, timeout: timedelta) -> None:
@@ -161,7 +152,14 @@ def rank() -> int:
 
 def data_parallel() -> tuple[int, int]:
     """Returns this rank's index among the replicas of the model, and their number."""
-    return int(parallel_state.get_data_parallel_rank()), int(parallel_state.get_data_parallel_world_size())
+    group = groups().data_parallel()
+    return group.rank(), group.size()
+
+
+def groups() -> ParallelGroups:
+    """Returns the backend's parallel groups."""
+    assert _formed is not None  # `start` was called
+    return _formed[2]
 
 
 @contextlib.contextmanager
@@ -254,5 +252,5 @@ def sum_over_data_parallel(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns the sum of arrays of one shape over the data-parallel ranks, on each of them: float64, exact for integers below 2^53."""
     total = torch.from_numpy(values.copy()).to(device())
     with deadline("a sum over the data-parallel ranks"):
-        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        dist.all_reduce(total, group=groups().data_parallel())
     return total.cpu().numpy()

@@ -1,4 +1,4 @@
-"""Training checkpoints: Megatron's distributed format, written by every rank for itself, published atomically, resumed exactly.
+"""Training checkpoints: PyTorch's distributed format, written by every rank for itself, published atomically, resumed exactly.
 
 ``ROOT/step_00000012/`` holds one checkpoint: the shards of model and optimizer (torch_dist), every rank's random state, and
 ``checkpoint.json`` with the step, the model's architecture, the layout, the schedule's position, the caller's own data, and which ranks'
@@ -6,7 +6,7 @@ files lie where. The directory is written under another name and renamed when al
 is complete (see :mod:`.joint_write`). ``ROOT`` may be on a disk that all ranks see, or on one of each node: then each node has the files
 of its ranks, which are enough for the same layout on the same nodes.
 
-Megatron and PyTorch unpickle parts of it when they read it back; :mod:`.checkpoint_parts` sees to it that those run no code.
+PyTorch, and Megatron, unpickle parts of it when they read it back; :mod:`.checkpoint_parts` sees to it that those run no code.
 """
 
 import json
@@ -21,15 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from services.trainer.megatron import DEVICE_TYPE
-from services.trainer.megatron.checkpoint_parts import MARKER, SHARD, CheckpointParts, check_checkpoint_files, shard_files, weights_only
-from services.trainer.megatron.gpt_model import MegatronModel
-from services.trainer.megatron.joint_write import JointWrite, find_places
-from services.trainer.megatron.runtime import deadline, gather_json, timeout_seconds, together
-from services.trainer.megatron.staged_shards import StagedShards
+from services.trainer.parallel import DEVICE_TYPE, runtime
+from services.trainer.parallel.checkpoint_parts import MARKER, SHARD, CheckpointParts, check_checkpoint_files, shard_files, weights_only
+from services.trainer.parallel.joint_write import JointWrite, find_places
+from services.trainer.parallel.runtime import deadline, gather_json, timeout_seconds, together
+from services.trainer.parallel.staged_shards import StagedShards
+from services.trainer.parallel.trained_model import TrainedModel
 from services.trainer.scheduled_optimizer import ScheduledOptimizer
 from shared.config.trainer_section import LearningRateSchedule
 from shared.model.architecture import Architecture
@@ -51,7 +49,7 @@ class CheckpointElsewhere(MyxoError):
 
 
 def start_saving(
-    model: MegatronModel,
+    model: TrainedModel,
     optimizer: ScheduledOptimizer,
     root: Path,
     step: int,
@@ -80,13 +78,13 @@ def start_saving(
     shards = StagedShards(copied, places)
     with deadline(f"staging checkpoint {target}"):
         state, _ = _sharded_state(model, optimizer, loading=False)
-        dist_checkpointing.save(state, str(partial), shards, validate_access_integrity=False)  # DCP checks the plan as a whole
+        model.stage_state(state, _random_state(), shards, partial)
     parts = CheckpointParts(target, partial, shards, marker, lambda: publish(partial, target), lambda: _remove_old(root, keep))
     return JointWrite(f"checkpoint {target}", parts, places, RESTART, timeout_seconds())
 
 
 def load_checkpoint(
-    model: MegatronModel, optimizer: ScheduledOptimizer, root: Path, step: int | None = None, reset_optimizer: bool = False
+    model: TrainedModel, optimizer: ScheduledOptimizer, root: Path, step: int | None = None, reset_optimizer: bool = False
 ) -> dict[str, Any]:
     """Brings model, optimizer, schedule and random state to where a checkpoint left them. This is a collective of all ranks.
 
@@ -111,16 +109,16 @@ def load_checkpoint(
         _check(path, marker, model)
         _check_within_reach(path, marker, same_layout)
         with deadline(f"reading the weights of checkpoint {path}"), weights_only():
-            loaded = dist_checkpointing.load(model.sharded_state(), str(path), strict="assume_ok_unexpected")
+            loaded = model.read_state(model.sharded_state(), path, with_random=False, exact=False)
         model.load_state(loaded)
         optimizer.weights_loaded()
         optimizer.reset(optimizer.schedule)
         return dict(marker["extra"])
     _check(path, marker, model, optimizer)
     _check_within_reach(path, marker, same_layout)
-    state, take_loaded = _sharded_state(model, optimizer, loading=True, with_random=same_layout, updates=marker["updates"])
+    state, take_loaded = _sharded_state(model, optimizer, loading=True, updates=marker["updates"])
     with deadline(f"reading checkpoint {path}"), weights_only():
-        loaded = dist_checkpointing.load(state, str(path), strict="raise_all" if same_layout else "assume_ok_unexpected")
+        loaded = model.read_state(state, path, with_random=same_layout, exact=same_layout)
     model.load_state(loaded)
     for role, take in take_loaded.items():
         take(loaded.get("optimizer", {}).get(role))  # nothing where this rank updates nothing
@@ -212,7 +210,7 @@ def checkpoints(root: Path) -> dict[int, Path]:
     return found
 
 
-def _describe(model: MegatronModel, optimizer: ScheduledOptimizer, step: int, extra: dict[str, Any]) -> dict[str, Any]:
+def _describe(model: TrainedModel, optimizer: ScheduledOptimizer, step: int, extra: dict[str, Any]) -> dict[str, Any]:
     marker = {
         "format": FORMAT,
         "step": step,
@@ -230,31 +228,31 @@ def _describe(model: MegatronModel, optimizer: ScheduledOptimizer, step: int, ex
     return marker
 
 
-def model_entries(model: MegatronModel) -> dict[str, Any]:
+def model_entries(model: TrainedModel) -> dict[str, Any]:
     return {
         "architecture": model.architecture.as_json(),
         "value_head": model.value_head,
         "lora": None if model.lora is None else asdict(model.lora),
-        "dtype": str(model.config.params_dtype).removeprefix("torch."),
+        "dtype": str(model.dtype).removeprefix("torch."),
         "backend": model.backend,
     }
 
 
-def _optimizer_entries(model: MegatronModel, optimizer: ScheduledOptimizer) -> dict[str, Any]:
+def _optimizer_entries(model: TrainedModel, optimizer: ScheduledOptimizer) -> dict[str, Any]:
     return {
         "use_distributed_optimizer": optimizer.trainer.use_distributed_optimizer,
         "freezing": None if model.freezing.nothing else asdict(model.freezing),
     }
 
 
-def _layout(model: MegatronModel) -> dict[str, Any]:
+def _layout(model: TrainedModel) -> dict[str, Any]:
     layout = asdict(model.layout)
     if model.layout.vocabulary_multiple == 1:
         del layout["vocabulary_multiple"]  # earlier versions of this trainer have no such entry, and the same layout
     return {**layout, "world_size": dist.get_world_size(), "device": DEVICE_TYPE}
 
 
-def _check(path: Path, marker: dict[str, Any], model: MegatronModel, optimizer: ScheduledOptimizer | None = None) -> None:
+def _check(path: Path, marker: dict[str, Any], model: TrainedModel, optimizer: ScheduledOptimizer | None = None) -> None:
     """Raises ConfigError naming the first entry in which the checkpoint is not one of this model (and optimizer)."""
     if marker.get("backend") != model.backend:
         writer = marker.get("backend") or "megatron"
@@ -280,7 +278,7 @@ def check_architecture(path: Path, marker: dict[str, Any], architecture: Archite
 
 
 def _sharded_state(
-    model: MegatronModel, optimizer: ScheduledOptimizer, loading: bool, with_random: bool = True, updates: int = 0
+    model: TrainedModel, optimizer: ScheduledOptimizer, loading: bool, updates: int = 0
 ) -> tuple[dict[str, Any], dict[str, Callable[[Any], None]]]:
     """Returns the sharded state of model and optimizer, and by role what takes over the optimizer's when it is loaded.
 
@@ -289,15 +287,13 @@ def _sharded_state(
     """
     state = model.sharded_state()
     state["optimizer"], take_loaded = optimizer.sharded_state(model, loading, updates)
-    if with_random:
-        state["random"] = ShardedObject("random", _random_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
     return state, take_loaded
 
 
 def _random_state() -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+        **runtime.groups().random_states(),
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         **({"cuda": torch.cuda.get_rng_state()} if DEVICE_TYPE == "cuda" else {}),
@@ -306,7 +302,7 @@ def _random_state() -> dict[str, Any]:
 
 def _set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    runtime.groups().set_random_states(state)
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     if DEVICE_TYPE == "cuda":

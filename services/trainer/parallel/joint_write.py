@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-from services.trainer.megatron.runtime import deadline, gather_json, together
+from services.trainer.parallel.runtime import deadline, gather_json, together
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.tasks import log_error
 

@@ -1,0 +1,71 @@
+"""The contract of loss functions, and what a backend's passes report of them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from services.trainer.packing import PackedBatch
+from services.trainer.parallel.runtime import device, gather_json
+from shared.runtime.errors import MyxoError
+
+# ``(log_probs [T], entropy [T] or None, batch) -> (loss, metrics)``; both float32, on the model's device, entropy only if it was asked
+# for. The loss is a scalar that depends on ``log_probs``, the metrics are scalars, the same names in every micro-batch. Losses, metrics
+# and gradients are summed over micro-batches and data-parallel ranks: per-token weights must already hold the denominators. A critic's
+# loss function takes ``values [T]`` in place of the log-probs, and no entropy. A function whose attribute ``takes_logits`` is true is
+# called as ``(logits [T, V / tensor-parallel ranks], batch)``, in the model's dtype and divided by the temperature; where the ranks do not
+# divide the vocabulary, the last rows of the last ones are padding. A function with an attribute ``candidates`` names a field [T, C] of
+# the micro-batch, ids of tokens, and gets their log-probs [T, C] as its last argument. Whatever the layout, a loss function sees whole
+# sequences in the pack's order. Ranks that share a model or a sequence compute the same loss; it counts once.
+LossFunction = Callable[[Tensor, Tensor | None, PackedBatch], tuple[Tensor, dict[str, Tensor]]]
+
+
+class BadLoss(MyxoError):
+    """A loss function broke its contract (see :data:`LossFunction`)."""
+
+
+class MicroBatchesFailed(MyxoError):
+    """Micro-batches failed in a pass, on one rank or several; all ranks have come to its end, and its gradients mean nothing.
+
+    Args:
+        errors: what this rank's micro-batches failed of, by their indices. attempt: makes the same pass for one micro-batch on this rank
+            alone, and raises what it raises.
+    """
+
+    def __init__(self, errors: Mapping[int, Exception], attempt: Callable[[PackedBatch], object]) -> None:
+        self.errors, self.attempt = errors, attempt
+        first = next(iter(errors.values()), None)
+        super().__init__("a micro-batch of another rank failed" if first is None else f"{type(first).__name__}: {first}")
+
+
+def checked(loss: Tensor, metrics: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns what a loss function has returned, metrics without their graphs. Raises BadLoss."""
+    if loss.dim() or not loss.requires_grad:
+        raise BadLoss(f"loss_fn returned a loss of shape {tuple(loss.shape)} with requires_grad={loss.requires_grad}; "
+                      "expected a scalar that depends on its first argument")  # fmt: skip
+    return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+def reduce_reports(reports: list[dict[str, Any]], share: Callable[[Tensor, bool], None]) -> tuple[float, dict[str, float]]:
+    """Returns the sum of all ranks' losses and metrics, on each of them.
+
+    Args:
+        reports: of this rank's micro-batches; none where it has no part of the model that computes a loss.
+        share: sums a tensor, in place, over the ranks that report other micro-batches than this one, and gives the sum to all.
+
+    Raises:
+        BadLoss: the micro-batches, or the ranks, do not report the same metrics.
+    """
+    # Ranks with different names would add up different things, or wait for one another: compare before reducing.
+    own = sorted({tuple(sorted(report["metrics"])) for report in reports})
+    found = {tuple(names) for each in gather_json(own) for names in each}
+    if len(found) != 1:
+        raise BadLoss(f"loss_fn must report the same metrics in every micro-batch and on every rank; here: {own}")
+    (names,) = found
+    sums = torch.zeros(1 + len(names), dtype=torch.float32, device=device())
+    for report in reports:
+        sums += torch.stack([report["loss"].float(), *(report["metrics"][name].float() for name in names)])
+    share(sums, bool(reports))
+    loss, *totals = sums.tolist()
+    return loss, dict(zip(names, totals, strict=True))

@@ -1,0 +1,89 @@
+"""A model as the trainer knows it, whichever backend has it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from services.trainer.parallel.staged_shards import StagedShards
+from services.trainer.weights.read_lock import WeightReadLock
+from shared.model.architecture import Architecture
+from shared.model.parallel_layout import ParallelLayout
+from shared.model.trainable_parameters import Freezing, Lora
+
+
+class TrainedModel(Protocol):
+    """The parts of a model that this rank holds.
+
+    Attributes:
+        backend: the name in checkpoints of the backend that wrote them; Megatron has none. layout: the split of it among the ranks.
+        chunks: the rank's modules, as hooks get them. modules: the same without wrappers.
+        value_head: whether a critic's head stands in the place of the output layer. lora: its adapters' settings, or None.
+        dtype: of weights and activations. readers: the lock of those that read the weights now.
+        least_saved: the least share of a micro-batch's tokens that sharing beginnings must save; None: sequences are computed whole.
+    """
+
+    @property
+    def backend(self) -> str | None: ...
+    @property
+    def architecture(self) -> Architecture: ...
+    @property
+    def layout(self) -> ParallelLayout: ...
+    @property
+    def chunks(self) -> Sequence[torch.nn.Module]: ...
+    @property
+    def modules(self) -> Sequence[torch.nn.Module]: ...
+    @property
+    def value_head(self) -> bool: ...
+    @property
+    def lora(self) -> Lora | None: ...
+    @property
+    def freezing(self) -> Freezing: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def readers(self) -> WeightReadLock: ...
+    @property
+    def least_saved(self) -> float | None: ...
+
+    def train(self, mode: bool) -> None: ...
+
+    def zero_gradients(self) -> None: ...
+
+    def weight_tensors(self, adapters: bool = False) -> list[Tensor]:
+        """Returns what this rank holds of the weights, in the order of the model; or of LoRA's adapters alone."""
+
+    def live_tensors(self) -> Iterator[Tensor]:
+        """Yields tensors whose storages are all that the weights lie in."""
+
+    def load_hf(self, directory: Path) -> None:
+        """Fills this rank's parameters from a Hugging Face checkpoint of the same architecture, but for draft layers."""
+
+    def load_adapters(self, directory: Path) -> None:
+        """Takes the adapters from a directory in PEFT's format, whatever layout wrote it. Raises ConfigError."""
+
+    def silence_adapters(self) -> None:
+        """Has the adapters add nothing."""
+
+    def sharded_state(self) -> dict[str, Any]:
+        """Returns the weights as the backend's checkpoints hold them."""
+
+    def stage_state(self, state: dict[str, Any], random: Any, shards: StagedShards, directory: Path) -> None:
+        """Has this rank's part of a state staged. A collective of all ranks.
+
+        Args:
+            state: what `sharded_state` returns, and that of the optimizer. random: plain data of this rank, or None.
+        """
+
+    def read_state(self, state: dict[str, Any], directory: Path, *, with_random: bool, exact: bool) -> dict[str, Any]:
+        """Returns what a checkpoint has in the places of a state; tensors may be read in place. A collective of all ranks.
+
+        Args:
+            with_random: whether this rank's plain data is read, which comes as ``random``. exact: whether to refuse a checkpoint that
+                has more.
+        """
+
+    def load_state(self, loaded: Mapping[str, Any]) -> None:
+        """Takes the weights that `read_state` returned."""
