@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, filesystem
-from torch.distributed.checkpoint.default_planner import _validate_global_plan, create_default_global_save_plan
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
@@ -265,9 +265,7 @@ class StagedShards:
                 main = [item for item in plan.items if item.index not in seen and _item_name(item) in elected[rank].main]
                 seen.update(item.index for item in main)
                 once.append(replace(plan, items=main))
-            checked, self._metadata = create_default_global_save_plan(once)
-            if not _validate_global_plan(checked, self._metadata):
-                raise ValueError("the parts that the ranks hold do not make up the whole of each tensor")
+            _, self._metadata = DefaultSavePlanner(flatten_state_dict=False).create_global_plan(once)
             return writer.prepare_global_plan(plans)
 
         return _DistWrapper(None, True, 0).reduce_scatter("plan", own, everyones), writer
