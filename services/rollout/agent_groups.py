@@ -13,17 +13,23 @@ import time
 import uuid
 from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
+from http import HTTPStatus
 from typing import Any
+
+import aiohttp
+import numpy as np
+import orjson
 
 from services.rollout.agent_program import AgentProgram, Rewards, agent_data, agent_program
 from services.rollout.agent_runner import AgentDisturbed, AgentRunner
 from services.rollout.engine.engine_client import EngineClient
+from services.rollout.engine.public_requests import GenerateRequest
 from services.rollout.in_flight import Stopped
 from services.rollout.played_group import GroupPlayer, GroupProgress, PlayedRollout
 from services.rollout.replica import Replica
 from services.rollout.request_slots import GroupSlots
 from shared.data.tokenizer import Tokenizer
-from shared.hooks import HookFailed
+from shared.hooks import HookFailed, HookSample
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.runtime.tasks import cancelled, to_the_end
 from shared.runtime.telemetry import declare_metrics
@@ -108,8 +114,9 @@ class AgentGroups(GroupPlayer):
     def rollout(self, task: Task, index: int, earlier: list[Sample], slots: GroupSlots, progress: GroupProgress) -> PlayedRollout:
         return _AgentRollout(self, task, index, earlier, slots, progress)
 
-    def new_session(self, task: Task, rollout: int, seed: int) -> tuple[Session, str]:
-        """Returns a session that is not open yet, and its key. ``seed``: the index that the seed of its tokens is derived from."""
+    def new_session(self, task: Task, rollout: int, seed: int, seconds: float | None = None) -> tuple[Session, str]:
+        """Returns a session that is not open yet, and its key. ``seed``: the index that the seed of its tokens is derived from.
+        ``seconds``: for its turns; None: an agent's."""
         name = f"{task.group}.{task.attempt}.{rollout}.{uuid.uuid4().hex[:12]}"
         key, digest = new_key(name)
         session = Session(
@@ -118,7 +125,7 @@ class AgentGroups(GroupPlayer):
             rollout=rollout,
             attempt=task.attempt,
             key_digest=digest,
-            deadline=time.time() + self.settings.agent_timeout,
+            deadline=time.time() + (self.settings.agent_timeout if seconds is None else seconds),
             sampling=task.sampling,
             seed=self.seeds.of_sample(seed),
             min_version=task.min_version,
@@ -262,3 +269,95 @@ class _AgentRollout(PlayedRollout):
             turns=turns_of(conversation.sampled, conversation.response, decode),
             turn_rewards=[(*span, log.rewards.get(turn, 0.0)) for turn, span in zip(conversation.turns, conversation.spans, strict=True)],
         )
+
+
+# Answers of a gateway that another one, or the same one later, may give otherwise.
+PASSING = {*map(int, (HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY)), 500, 503, 504}
+RETRY_S = 0.5
+
+
+class CallSession:
+    """The session of one call of a generate function, for requests that its own adapters send in the name of its sample (``slime.agent``'s
+    do). They become turns of gateways: any replica generates them, they continue where an engine or a gateway dies, and the record has
+    each token's version and log-prob. The first opens it.
+
+    ``seconds``: for all of its turns."""
+
+    def __init__(self, groups: AgentGroups, task: Task, rollout: int, seconds: float) -> None:
+        self._groups, self._lock, self._opened = groups, asyncio.Lock(), False
+        self._session, self._key = groups.new_session(task, rollout, rollout, seconds)
+
+    async def answer(self, asked: GenerateRequest) -> tuple[int, bytes]:
+        """Returns status and body of the answer to a request that can be a turn, in SGLang's form. Raises DeadlineExceeded."""
+        async with self._lock:
+            if not self._opened:
+                await self._groups.sessions.open(self._session)
+            self._opened = True
+        drawn = asked.sampling[0].model_dump()
+        wanted = {"temperature": drawn["temperature"], "top_p": drawn["top_p"], "top_k": drawn["top_k"], "stop": drawn["stop"]}
+        wanted |= {"stop_token_ids": drawn["stop_token_ids"], "max_tokens": drawn["max_new_tokens"]}
+        body = orjson.dumps({"token_ids": asked.input_ids, "sampling_params": wanted})
+        headers = {"Authorization": f"Bearer {self._key}", "X-Request-Id": uuid.uuid4().hex, "Content-Type": "application/json"}
+        async with aiohttp.ClientSession(headers=headers) as client:
+            while (left := self._session.deadline - time.time()) > 0:
+                url = (await self._groups.gateways.base_url()).removesuffix("/v1") + "/inference/v1/generate"
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # it died: the same request continues at another
+                    async with client.post(url, data=body, timeout=aiohttp.ClientTimeout(total=left)) as given:
+                        whole = await given.read()
+                        if given.status == HTTPStatus.OK:
+                            return given.status, self._converted(asked, orjson.loads(whole))
+                        if given.status not in PASSING:
+                            return given.status, whole
+                await asyncio.sleep(RETRY_S)
+        raise DeadlineExceeded(f"a turn of {self._session.id}", "the gateways", self._session.deadline - (self._session.opened or 0), "")
+
+    def _converted(self, asked: GenerateRequest, given: Mapping[str, Any]) -> bytes:
+        [choice], usage = given["choices"], given["usage"]
+        ids, plain = choice["token_ids"], bool(asked.sampling[0].skip_special_tokens)
+        log_probs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        meta = {
+            "id": given["request_id"],
+            "finish_reason": {"type": choice["finish_reason"]},
+            "prompt_tokens": usage["prompt_tokens"],
+            "completion_tokens": len(ids),
+            "cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
+            "weight_version": str(given["weight_versions"]["oldest"]),
+            "output_token_logprobs": [[log_prob, token, None] for log_prob, token in zip(log_probs, ids, strict=True)],
+        }
+        text = self._groups.tokenizer.decode(np.asarray(ids, np.int32), skip_special_tokens=plain)
+        return orjson.dumps({"text": text, "output_ids": ids, "meta_info": meta})
+
+    async def record(self) -> SessionLog | None:
+        """Ends it, and returns what was recorded; None where it had no turn."""
+        if not self._opened:
+            return None
+        return await self._groups.sessions.end(self._session.id, SessionEnded(at=time.time()))
+
+    async def forget(self, record: SessionLog | None) -> None:
+        """Lets go of it. ``record``: where it was ended."""
+        if self._opened:
+            await self._groups.forget(self._session, record)
+
+
+def of_record(sample: HookSample, log: SessionLog) -> int | None:
+    """Gives a function's sample the versions and log-probs that a session recorded of its tokens. Returns the newest version; None where
+    the session has not sampled all that is trained."""
+    tokens, length = np.asarray(sample.tokens), sample.response_length
+    if tokens.ndim != 1 or not 0 < length <= len(tokens):
+        return None
+    start, versions, log_probs = len(tokens) - length, np.full(len(tokens), -1), np.zeros(len(tokens))
+    for turn in log.turns.values():
+        whole, first = turn.tokens, len(turn.prompt)
+        end = min(len(whole), len(tokens))  # a sample may be cut
+        if end > first and np.array_equal(tokens[:end], whole[:end]):
+            log_probs[first:end] = turn.log_probs[: end - first]
+            for begin, last, version in turn.spans:
+                versions[first + begin : min(first + last, end)] = version
+    known, mask = versions[start:] >= 0, sample.loss_mask
+    trained = np.zeros(length, bool) if sample.remove_sample else np.ones(length, bool) if mask is None else np.asarray(mask) != 0
+    if trained.shape != known.shape or not known[trained].all():
+        return None
+    sample.weight_versions = [int(version) if version >= 0 else None for version in versions[start:]]
+    if sample.rollout_log_probs is not None and len(sample.rollout_log_probs) == length:
+        sample.rollout_log_probs = np.where(known, log_probs[start:], sample.rollout_log_probs).tolist()
+    return int(versions.max())

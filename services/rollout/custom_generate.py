@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from services.rollout.agent_groups import AgentGroups, CallSession, of_record
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine_proxy import SampleCheck
 from services.rollout.in_flight import InFlight, Requests, Stopped
@@ -30,7 +31,7 @@ from shared.model.families import replayed_choices
 from shared.process.worker_pool import LOOP_SECONDS, CallBlocked, WorkerDied, WorkerFailed, WorkerPool
 from shared.rewards.reference import Reference
 from shared.runtime.errors import BadMessage, DeadlineExceeded
-from shared.runtime.tasks import cancelled
+from shared.runtime.tasks import cancelled, to_the_end
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Sampling, Task
 from shared.schema.sample import Sample, SampleLimits
@@ -45,13 +46,15 @@ class CustomGenerate(GroupPlayer):
     """Generates groups by functions in worker processes, which start with `start` or the first group.
 
     ``field``: of the config, that says who generates. ``check``: of the samples. ``goes_on``: an aborted rollout continues from its tokens.
-    ``seconds``: that a rollout has. ``log_probs_reader``, ``choices``, ``kept``: as in `SampleLimits`."""
+    ``seconds``: that a rollout has. ``log_probs_reader``, ``choices``, ``kept``: as in `SampleLimits`. ``agents``: opens sessions at
+    gateways, for functions whose adapters name their sample."""
 
     field = GENERATE
     losing = (HookFailed, DeadlineExceeded, BadMessage)
 
-    def __init__(self, service: Service, replica: Replica, tokenizer: Tokenizer) -> None:
+    def __init__(self, service: Service, replica: Replica, tokenizer: Tokenizer, agents: AgentGroups | None = None) -> None:
         super().__init__(service, replica, tokenizer)
+        self._agents = agents if service.config.gateways else None
         self.goes_on: bool = FOLLOWING["partial_rollout"](service.config)
         self.check = SampleCheck(service, tokenizer)
         rollout = service.config.rollout
@@ -88,9 +91,11 @@ class CustomGenerate(GroupPlayer):
     def rollout(self, task: Task, index: int, earlier: list[Sample], slots: GroupSlots, progress: GroupProgress) -> PlayedRollout:
         return _Rollout(self, task, index, earlier, slots, progress)
 
-    async def call(self, task: Task, index: int, sample: HookSample, requests: Requests, seconds: float, alone: bool) -> list[HookSample]:
-        """Returns what the function made of the sample of a rollout within ``seconds``. Raises HookFailed, or DeadlineExceeded. ``alone``:
-        in a process of its own."""
+    async def call(
+        self, task: Task, index: int, sample: HookSample, requests: Requests, seconds: float, alone: bool
+    ) -> tuple[list[HookSample], int | None]:
+        """Returns what the function made of the sample of a rollout within ``seconds``, and the newest version of it where gateways have
+        recorded all that is trained. Raises HookFailed, or DeadlineExceeded. ``alone``: in a process of its own."""
         path, token = self.path(task), uuid.uuid4().hex
         assert path is not None and self.replica.proxy.address is not None  # it is open from the engine's start on
         request = {
@@ -104,10 +109,18 @@ class CustomGenerate(GroupPlayer):
             "token": token,
             "seconds": seconds,
         }
-        self.replica.proxy.calls[token] = requests
+        session = None if self._agents is None else CallSession(self._agents, task, index, seconds + GRACE_SECONDS)
+        proxy, name, record = self.replica.proxy, str(sample.session_id), None
+        proxy.calls[token] = requests
+        if session is not None:
+            proxy.sessions[name] = session.answer
         try:
             answer = await self._pool.ask(request, "a rollout", f"{GENERATE} = {path}", seconds, alone=alone)
-            return [_checked(fields, path) for fields in answer["samples"]]
+            given = [_checked(fields, path) for fields in answer["samples"]]
+            if session is None or (record := await session.record()) is None:
+                return given, None
+            newest = [of_record(one, record) for one in given]
+            return given, None if None in newest else max(version for version in newest if version is not None)
         except (CallBlocked, WorkerDied) as error:
             raise HookFailed(GENERATE, path, str(error), disruptive=True) from None
         except WorkerFailed as error:
@@ -115,7 +128,10 @@ class CustomGenerate(GroupPlayer):
         except (KeyError, TypeError, ValueError) as error:
             raise HookFailed(GENERATE, path, f"its process gave an answer that cannot be read ({type(error).__name__}: {error})") from None
         finally:
-            del self.replica.proxy.calls[token]
+            del proxy.calls[token]
+            if session is not None:
+                del proxy.sessions[name]
+                await to_the_end(session.forget(record))
 
     def begun(self, task: Task, index: int) -> HookSample:
         """Returns the sample of a rollout that has generated nothing yet."""
@@ -125,7 +141,7 @@ class CustomGenerate(GroupPlayer):
             group_index=group_index(task.group),
             index=place,
             rollout_id=place,
-            session_id=f"{task.group}.{task.attempt}.{index}",
+            session_id=f"{task.group}.{task.attempt}.{index}.{uuid.uuid4().hex[:8]}",  # slime's adapters take no name twice
             prompt=self.prompt(task),
             tokens=task.prompt_tokens.tolist(),
             label=Reference(task.label, task.label_json).value,
@@ -168,10 +184,11 @@ class _Rollout(PlayedRollout):
     async def attempt(self, client: EngineClient, version: int, life: int) -> None:
         replica, oldest = self.replica, self.oldest(version)
         self._limits = replace(self._limits, vocabulary=client.capabilities.vocab_size)
-        given = await self._called(self._sample or self._functions.begun(self.task, self.index), version)
-        trusted, aborted = replica.incarnation == life, any(one.status is Status.ABORTED for one in given)
+        given, newest = await self._called(self._sample or self._functions.begun(self.task, self.index), version)
+        trusted, aborted = newest is not None or replica.incarnation == life, any(one.status is Status.ABORTED for one in given)
         if trusted:
-            self._served = Served(oldest, replica.version, client.late_versions)
+            late = client.late_versions if newest is None else frozenset()  # a record has the version of each token
+            self._served = Served(oldest, max(replica.version, -1 if newest is None else newest), late)
             self._aborted = given[0] if aborted and len(given) == 1 and given[0].response_length else None
         if trusted and not aborted:
             self.samples = self._stored(given)
@@ -193,8 +210,8 @@ class _Rollout(PlayedRollout):
                 raise HookFailed(GENERATE, called, "gave a sample of status ABORTED without a reward, and nothing was aborted")
         return given
 
-    async def _called(self, sample: HookSample, begun: int) -> list[HookSample]:
-        """Returns what the function gives. Raises HookFailed, DeadlineExceeded, or Stopped where it does not come back once stopped.
+    async def _called(self, sample: HookSample, begun: int) -> tuple[list[HookSample], int | None]:
+        """Returns what `CustomGenerate.call` does. Raises HookFailed, DeadlineExceeded; Stopped where it does not come back once stopped.
         ``begun``: the version that is served."""
         seconds, alone = self.patience_s(), self.failures.alone
         call = asyncio.create_task(self._functions.call(self.task, self.index, sample, self.requests, seconds, alone))
@@ -208,10 +225,10 @@ class _Rollout(PlayedRollout):
                 await asyncio.wait((call,), timeout=STOP_SECONDS)
             if not call.done():
                 raise Stopped(self.task.group, self.requests.stale)
-            given = call.result()
+            given, newest = call.result()
             # the engine may have aborted requests of a call that was stopped, or since weights came
             may_abort = self.requests.stopped.is_set() or self.replica.version != begun or not self.replica.serving
-            return given if may_abort else self._given_up(given)
+            return (given if may_abort else self._given_up(given)), newest
         finally:
             await cancelled((call, stopping))
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import Generation, GenerationRequest, with_nuclei
-from services.rollout.engine.public_requests import ChatRequest, GenerateRequest, PublicRequest, engine_body, parse_request
+from services.rollout.engine.public_requests import UNBOUNDED, ChatRequest, GenerateRequest, PublicRequest, engine_body, parse_request
 from services.rollout.engine.transport import EngineError, InvalidRequest, whole_events
 from services.rollout.in_flight import Requests
 from services.rollout.prefill_engines import PREFILL_PATH, VERSION_HEADER, rids_of, was_aborted
@@ -140,6 +140,8 @@ ABORTED = {
     },
 }
 
+ROUTING_HEADER = "X-SMG-Routing-Key"  # how slime's adapters name the sample that a request is for
+
 # The fields of a model that are shown. The engine's own answer tells where its files lie, too.
 MODEL_FIELDS = ("id", "object", "created", "owned_by", "max_model_len")
 
@@ -171,6 +173,7 @@ class EngineProxy(EndpointServer):
             returns the key that the store has by now, where a gateway comes with another.
         calls: requests of the user's generate functions by the token of their call (`shared.hooks.slime.http_requests`); a request of a
             call that was stopped is answered as one that the engine has aborted.
+        sessions: of calls in progress, by their sample's ``session_id``: requests that name one become turns of gateways.
         answers: remembers what the engine answered, where samples are checked by it.
         most_kept: the ``top_k`` of requests that ask for the tokens that the sampler kept and have none; 0: such are refused.
     """
@@ -192,6 +195,7 @@ class EngineProxy(EndpointServer):
         self.public, self.gateway_key = True, ""
         self.renew_key: Callable[[], Awaitable[str]] | None = None
         self.calls: dict[str, Requests] = {}
+        self.sessions: dict[str, Callable[[GenerateRequest], Awaitable[tuple[int, bytes]]]] = {}
         self.answers: EngineAnswers | None = None
         self.most_kept = 0
 
@@ -222,8 +226,7 @@ class EngineProxy(EndpointServer):
                 HTTPStatus.NOT_FOUND, "this address takes " + ", ".join(sorted(map(" ".join, ROUTES))) + ", and nothing else"
             )
         if (kind := GENERATIONS.get(request.raw_path)) is not None:
-            async with self._admitted():
-                return await self._generate(request, kind)
+            return await self._generate_named(request, kind)
         client = self._present()
         if request.raw_path == "/health":
             if self._served.serving:  # it answers nothing while it is paused
@@ -311,9 +314,23 @@ class EngineProxy(EndpointServer):
             raise ConnectionResetError(str(error)) from error
         return response
 
-    async def _generate(self, request: web.BaseRequest, kind: type[PublicRequest]) -> web.StreamResponse:
+    async def _generate_named(self, request: web.BaseRequest, kind: type[PublicRequest]) -> web.StreamResponse:
+        """Answers a request by a turn of a gateway where it names a call's sample and can be one, else by this engine."""
+        turn = None if CALL_HEADER in request.headers else self.sessions.get(request.headers.get(ROUTING_HEADER, ""))
+        body = None if turn is None else await body_of(request)
+        if turn is not None and body is not None:
+            asked = parse_request(kind, body, UNBOUNDED)
+            if isinstance(asked, GenerateRequest) and asked.is_turn:
+                status, whole = await turn(asked)  # not among the admitted ones: the gateway's own request is
+                if status == HTTPStatus.OK and self.answers is not None:
+                    self.answers.add(asked, whole)
+                return web.Response(status=status, body=whole, content_type="application/json")
+        async with self._admitted():
+            return await self._generate(request, kind, body)
+
+    async def _generate(self, request: web.BaseRequest, kind: type[PublicRequest], body: bytes | None) -> web.StreamResponse:
         self._present()  # before a body is read that no one would answer
-        body = await body_of(request)
+        body = await body_of(request) if body is None else body
         client = await self._serving()
         engine, life, rid = client.capabilities, self._served.incarnation, f"{uuid.uuid4().hex}$"
         parsed = parse_request(kind, body, engine.vocab_size, engine.speculates)

@@ -132,7 +132,9 @@ class EpisodeGenerate(CustomGenerate):
         await self.environment.close()
         await close_session()
 
-    async def call(self, task: Task, index: int, sample: HookSample, requests: Requests, seconds: float, alone: bool) -> list[HookSample]:
+    async def call(
+        self, task: Task, index: int, sample: HookSample, requests: Requests, seconds: float, alone: bool
+    ) -> tuple[list[HookSample], int | None]:
         """Plays a rollout, or continues with it. Raises HookFailed, or DeadlineExceeded."""
         token, address = uuid.uuid4().hex, self.replica.proxy.address
         assert address is not None  # it is open from the engine's start on
@@ -140,7 +142,7 @@ class EpisodeGenerate(CustomGenerate):
         current_call.set(CallContext(token, f"{address[0]}:{address[1]}", time.monotonic() + seconds))
         try:
             async with asyncio.timeout(seconds):
-                return [await _Episode(self, task, index, sample, requests, f"{self.replica.proxy.url}/generate").played()]
+                return [await _Episode(self, task, index, sample, requests, f"{self.replica.proxy.url}/generate").played()], None
         except TimeoutError:
             raise DeadlineExceeded("the end of an episode", self.environment.label, seconds, "the group goes back to the queue") from None
         except (EnvironmentAway, EnvironmentFailed) as error:

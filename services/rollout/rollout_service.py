@@ -181,8 +181,8 @@ class Rollout:
         self.weights = WeightsReceiver(service, self.replica)
         self._catch_up = WeightCatchUp(service, self.replica, self.weights.expects_push)
         self._plain = EngineGroups(service, self.replica, self._tokenizer)
-        self._custom = CustomGenerate(service, self.replica, self._tokenizer)
         self._agents = AgentGroups(service, self.replica, self._tokenizer, Gateways(service))
+        self._custom = CustomGenerate(service, self.replica, self._tokenizer, self._agents)
         steps = service.config.episode.episode_url is not None
         self._episodes = EpisodeGenerate(service, self.replica, self._tokenizer) if steps else None
         self._players: list[GroupPlayer] = [self._custom, self._agents, *([self._episodes] if self._episodes is not None else [])]

@@ -402,9 +402,10 @@ class RunConfig(Section):
         """Returns how many gateways `myxo up` starts: as many as are asked for, else what the machine's cores feed, if any."""
         if self.gateway.gateway_replicas is not None:
             return self.gateway.gateway_replicas
-        if self.has_agents and not self.gateway.gateway_port:
+        agents = self.has_agents or any(name.startswith("SLIME_AGENT_") for name in self.reward.worker_environment)  # slime's own, or ours
+        if agents and not self.gateway.gateway_port:
             return max(1, min(MOST_GATEWAYS, len(os.sched_getaffinity(0)) // CORES_OF_GATEWAY))
-        return int(self.has_agents or self.ingest.ingest_groups != "off")
+        return int(agents or self.ingest.ingest_groups != "off")
 
     @property
     def saves_at_start(self) -> bool:

@@ -47,7 +47,8 @@ def noted(sample: HookSample) -> int:
     fields = {**{name: getattr(sample, name) for name in names}, "status": sample.status.value, "pid": os.getpid()}
     note.with_suffix(".part").write_text(json.dumps(fields))
     note.with_suffix(".part").rename(note)
-    return sum(call["session_id"] == sample.session_id for call in calls())
+    name = str(sample.session_id).rpartition(".")[0]  # its end is of this call
+    return sum(call["session_id"].startswith(f"{name}.") for call in calls())
 
 
 def calls() -> list[dict[str, Any]]:
@@ -125,6 +126,32 @@ async def masked_as_stale(args: Arguments, sample: HookSample, sampling_params: 
     first = FIRST_TURN + len(TOOL)
     sample.loss_mask = [0] * first + [1] * SECOND_TURN
     sample.rollout_log_probs = [0.0] * first + (sample.rollout_log_probs or [])[first:]
+    return sample
+
+
+async def named_turns(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
+    """Two turns by a client of its own that names the sample, as slime's adapters do, and keeps no versions; between them it waits."""
+    url, start = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate", len(sample.tokens)
+    noted(sample)
+    sample.rollout_log_probs, sample.loss_mask = [], []
+    for count, tool in ((FIRST_TURN, TOOL), (SECOND_TURN, [])):
+        body = {
+            "rid": "any",
+            "input_ids": sample.tokens,
+            "sampling_params": {**sampling_params, "max_new_tokens": count},
+            "return_logprob": True,
+        }
+        async with aiohttp.ClientSession() as session:
+            answer = await session.post(url, json=body, headers={"X-SMG-Routing-Key": str(sample.session_id)})
+            assert answer.status == 200, await answer.text()
+            sampled = (await answer.json())["meta_info"]["output_token_logprobs"]
+        sample.tokens = [*sample.tokens, *(token for _, token, _ in sampled), *tool]
+        sample.rollout_log_probs += [*(log_prob for log_prob, _, _ in sampled), *(0.0 for _ in tool)]
+        sample.loss_mask += [1] * len(sampled) + [0] * len(tool)
+        tell("between")
+        while tool and not told("go_on"):
+            await asyncio.sleep(0.02)
+    sample.response_length, sample.status = len(sample.tokens) - start, Status.COMPLETED
     return sample
 
 

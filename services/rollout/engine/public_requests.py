@@ -124,6 +124,16 @@ class GenerateRequest(_Request):
         return isinstance(self.sampling_params, SamplingParams) and self.sampling_params.custom_params.get(KEPT, False)
 
     @property
+    def is_turn(self) -> bool:
+        """Returns whether gateways can answer it: the ids of one prompt, one sample, and nothing beside its tokens and log-probs."""
+        one = self.sampling_params
+        if not self.input_ids or _nested(self.input_ids) or isinstance(one, list):
+            return False
+        beside = self.return_routed_experts or self.top_logprobs_num or self.token_ids_logprob or self.return_text_in_logprobs
+        plain = not (one.ignore_eos or one.custom_params or self.stream or beside or self.logprob_start_len >= 0)
+        return plain and one.n == 1 and one.max_new_tokens > 0
+
+    @property
     def sampling(self) -> Sequence[_Drawing]:
         """Returns the parameters of its prompts, one for all or one for each."""
         return self.sampling_params if isinstance(self.sampling_params, list) else [self.sampling_params]

@@ -15,10 +15,12 @@ from shared.schema import sample
 from shared.schema.messages import Interrupted, Sampling
 from tests.integration.engine.bench import PROMPT, Bench, NewBench
 from tests.integration.engine.conftest import Checkpoints
+from tests.integration.engine.hall import NewHall
 from tests.integration.engine.load import load
 from tests.integration.engine.reference import log_probs
 from tests.support import generate_hooks
 from tests.support.generate_hooks import FIRST_TURN, SECOND_TURN, TOOL, calls, tell, told
+from tests.support.scripted_replica import scripted_replica
 from tests.support.service_process import ROOT
 from tests.support.waiting import until
 
@@ -385,3 +387,31 @@ async def test_a_path_that_cannot_be_imported_is_refused_at_the_start(bench: New
     with pytest.raises(ConfigError, match="has no attribute 'absent'; name a function that is in it") as caught:
         await bench("absent")
     assert caught.value.field == "rollout.custom_generate_function_path"
+
+
+async def test_named_requests_are_turns_of_gateways_which_survive_kills(
+    hall: NewHall, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its turns the gateway is killed and the replica that looks after it loses its weights: others generate the second turn, and
+    the sample has the record's versions and log-probs."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    function = {"custom_generate_function_path": "tests.support.generate_hooks:named_turns", "generate_workers": 1}
+    room = await hall(rollout=function | {"max_staleness": 9}, reward={"worker_environment": [generate_hooks.DIRECTORY]})
+    await room.start()
+    desk = room.desk
+    await desk.task(n=1, sampling=Sampling(temperature=1.0, max_new_tokens=20, min_new_tokens=FIRST_TURN))
+    await until(lambda: told("between"), "a first turn", 240)
+    room.processes[0].kill()
+    await desk.replica.fence("as if its engine had died")
+    async with scripted_replica(room.registry, desk.rollout._tokenizer, lambda _: "42" * SECOND_TURN, version=5) as other:
+        tell("go_on")
+        _, [one] = await desk.generated()
+        [(_, second)] = other.given.values()
+    assert one.problem() is None
+    first, trained = one.response[:FIRST_TURN], one.mask.astype(bool)
+    assert one.mask.tolist() == [1] * FIRST_TURN + [0] * len(TOOL) + [1] * SECOND_TURN
+    assert one.versions()[trained].tolist() == [0] * FIRST_TURN + [5] * SECOND_TURN
+    np.testing.assert_allclose(one.log_probs[:FIRST_TURN], log_probs(checkpoint(0).model, one.prompt, first, banned=[1]), atol=EXACT)
+    np.testing.assert_array_equal(one.response[-SECOND_TURN:], second.completion)
+    np.testing.assert_array_equal(one.log_probs[-SECOND_TURN:], second.log_probs)
+    assert len(calls()) == 1, "nothing was generated anew"
