@@ -59,6 +59,7 @@ def check_engine_model(inspection: Inspection) -> Findings:
     given = {key: value for key, value in rollout.sglang.items() if value not in (None, False)}
     flags = {SHORT.get(name := plain_name(key), name): (f"rollout.sglang.{key}", value) for key, value in given.items()}
     yield from _speculation(inspection, flags)
+    yield from _stages(inspection)
     for name, (field, value) in flags.items():
         if name == "quantization" and value != "unquant" and "quantization_config" not in (inspection.model_config or {}):
             yield from _quantized(inspection, field, value)
@@ -66,6 +67,28 @@ def check_engine_model(inspection: Inspection) -> Findings:
             yield Note(f"{field} = {value}: {FEWER_BITS}")
         elif name in ("enable-lora", "lora-paths"):
             yield Note(f"{field} changes nothing: no request names an adapter of the engine's; lora_rank trains one")
+
+
+def _stages(inspection: Inspection) -> Findings:
+    """Yields what engines with pipeline stages cannot do."""
+    config, rollout = inspection.config, inspection.config.rollout
+    if (stages := rollout.stages_per_engine) == 1:
+        return
+    gpus, field, why = rollout.rollout_num_gpus_per_engine, "rollout.sglang.pp-size", f"with pp-size = {stages}"
+    if gpus % stages:
+        yield ConfigError(field, stages, f"a divisor of rollout_num_gpus_per_engine = {gpus}: stages have the same number of GPUs")
+    if inspection.architecture is not None and stages > (layers := inspection.architecture.num_layers):
+        yield ConfigError(field, stages, f"at most the model's {layers} layers: each stage has one or more")
+    if "in_flight_on_push" in rollout.model_fields_set and rollout.in_flight_on_push != "abort":
+        expected = f"abort, or leave it out, {why}: SGLang's stages generate on in any other pause"
+        yield ConfigError("rollout.in_flight_on_push", rollout.in_flight_on_push, expected)
+    if rollout.worker_type in APART:
+        yield ConfigError(field, stages, "1 where prefill and decode are apart")
+    if config.trainer.use_rollout_routing_replay:
+        expected = f"false {why}: the stages of an engine do not tell each other which experts they chose"
+        yield ConfigError("trainer.use_rollout_routing_replay", True, expected)
+    if own := rollout.own_speculation or [f"rollout.sglang.{ALGORITHM}"] * speculates(rollout.engine_flags):
+        yield ConfigError(own[0].partition(" ")[0], own[0].rpartition(" ")[2], f"none {why}: SGLang speculates in one stage alone")
 
 
 ENGINE_CHECKS = (check_engine_flags, check_engine_backend, check_engine_context, check_engine_model)

@@ -252,14 +252,16 @@ def _reference(inspection: Inspection, directory: Path) -> Findings:
 
 def check_engines(inspection: Inspection) -> Findings:
     """Yields where an engine's GPUs cannot share the model's heads: SGLang divides query heads, and divides or copies the others."""
-    gpus, model = inspection.config.rollout.rollout_num_gpus_per_engine, inspection.architecture
+    rollout, model = inspection.config.rollout, inspection.architecture
+    gpus = max(1, rollout.rollout_num_gpus_per_engine // rollout.stages_per_engine)
     if model is None:
         return
     heads = {"attention heads": model.num_attention_heads}
     if model.latent is None and model.num_key_value_heads > gpus:
         heads["key/value heads"] = model.num_key_value_heads
     if undivided := [f"{count} {what}" for what, count in heads.items() if count % gpus]:
-        yield ConfigError("rollout.rollout_num_gpus_per_engine", gpus, f"a divisor of the model's {', '.join(undivided)}")
+        of = f" in each of its {rollout.stages_per_engine} stages" if rollout.stages_per_engine > 1 else ""
+        yield ConfigError("rollout.rollout_num_gpus_per_engine", gpus, f"a divisor of the model's {', '.join(undivided)}{of}")
 
 
 def check_engine_flags(inspection: Inspection) -> Findings:

@@ -68,7 +68,7 @@ class Replica:
         decodes = self._kind == "decode"
         self._prefills = PrefillEngines(service, lambda: self.client.version if self.client else NO_WEIGHTS) if decodes else None
         self._leader = EngineLeader(service, lambda: self.before_start()) if spans_nodes else None
-        if spans_nodes or devices.resolve(self._rollout.rollout_device) == "cuda":
+        if spans_nodes or self._rollout.stages_per_engine > 1 or devices.resolve(self._rollout.rollout_device) == "cuda":
             service.ranks = self._rollout.rollout_num_gpus_per_engine
         self.client: EngineClient | None = None
         self.served = ServedVersion()

@@ -301,7 +301,7 @@ class WeightCatchUp:
         replica.served.begin_update(checkpoint.version)
         replica.show()
         try:
-            await client.pause(self._service.config.rollout.in_flight_on_push, deadline=seconds)
+            await client.pause(self._service.config.rollout.pause_on_push, deadline=seconds)
             await client.update_weights_from_disk(str(checkpoint.path.absolute()), checkpoint.version, deadline=seconds)
             if self._service.config.trainer.lora_rank is None:  # else a version's digest is its adapters', which are not in the snapshot
                 digest = await client.adopt(checkpoint.version, checkpoint.tensors, deadline=seconds)

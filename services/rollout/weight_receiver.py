@@ -252,7 +252,7 @@ class WeightsReceiver:
 
     def __init__(self, service: Service, replica: Replica) -> None:
         self._service, self._replica, self._served = service, replica, replica.served
-        self._mode = service.config.rollout.in_flight_on_push
+        self._mode = service.config.rollout.pause_on_push
         self._channels: frozenset[str] = frozenset()  # that the engine has joined, or is joining
         self._joined_by = -1  # the replica's incarnation then
         self._prepared: int | None = None  # the version whose channels the engine was last told to join

@@ -391,7 +391,7 @@ class RolloutSection(Section):
         description="GPUs of all engines: rollout_replicas x rollout_num_gpus_per_engine; default: what they make it",
         **MUTABLE,
     )
-    rollout_num_gpus_per_engine: int = Field(default=1, gt=0, description="GPUs of an engine on all its nodes (its tensor parallel size)")
+    rollout_num_gpus_per_engine: int = Field(default=1, gt=0, description="GPUs of an engine on all its nodes: tensor parallel x pp-size")
     gpus_per_node: int | None = Field(
         default=None,
         gt=0,
@@ -428,7 +428,9 @@ class RolloutSection(Section):
         default=None, description="slime's YAML file of models and groups of engines; becomes models and engine_groups"
     )
     in_flight_on_push: Literal["in_place", "retract", "abort"] = Field(
-        default="in_place", description="what running generations do across a weight push: keep their KV, recompute it, or stop and resume"
+        default="in_place",
+        description="what running generations do across a weight push: keep their KV, recompute it, or stop and resume; "
+        "with pp-size > 1 always abort",
     )
     speculation: Speculation | None = Field(
         default=None,
@@ -527,6 +529,18 @@ class RolloutSection(Section):
         derived = max(1, self.rollout_num_gpus_per_engine // (self.gpus_per_node or GPUS_OF_MACHINE))
         given = self.engine_flags.get("nnodes", derived)
         return int(given) if str(given).isdecimal() and int(given) > 0 else 1  # the flags' own check refuses anything else
+
+    @property
+    def stages_per_engine(self) -> int:
+        """Returns the number of pipeline stages of one engine: SGLang's ``pp-size``."""
+        flags = self.engine_flags
+        given = flags.get("pp-size", flags.get("pipeline-parallel-size", 1))
+        return int(given) if str(given).isdecimal() and int(given) > 0 else 1  # as `nodes_per_engine`
+
+    @property
+    def pause_on_push(self) -> Literal["in_place", "retract", "abort"]:
+        """Returns what running generations of these engines do across a push: those with stages cannot pause otherwise than by abort."""
+        return "abort" if self.stages_per_engine > 1 else self.in_flight_on_push
 
     @property
     def own_speculation(self) -> list[str]:

@@ -54,8 +54,6 @@ RESERVED = {
 """Flags that only the rollout service sets, and what to do instead."""
 
 ONE_ALONE = {
-    "pp-size": "1: the GPUs of an engine hold its tensors together (rollout_num_gpus_per_engine); a stage passes commands on only after "
-    "it has run them, so that a push, which all ranks take together, would wait for ever",
     "dp-size": "1, or more with enable-dp-attention; further engines are rollout services of their own (rollout_num_gpus)",
 }
 """Flags of which only a value of 1 is taken, and why; but for ``dp-size`` where attention is shared over it."""

@@ -1,4 +1,4 @@
-"""Sends commands to an engine's receivers, one in each of its tensor-parallel ranks: all at once, and each answers.
+"""Sends commands to an engine's receivers, one in each of its ranks: all at once, and each answers.
 
 The other end is `services.rollout.engine.receiver.command_session`, in the engine's processes.
 """
@@ -66,8 +66,8 @@ def report_of(answers: Sequence[Fields], where: str) -> WeightsReceived:
 
 
 class ReceiverClient:
-    """The sockets of one engine. ``directory``: each rank listens there, as ``rank-<r>.sock``. ``ranks``: the engine's tensor-parallel
-    size."""
+    """The sockets of one engine. ``directory``: each rank listens there, as ``rank-<r>.sock``. ``ranks``: how many the engine
+    has, tensor-parallel ones of all stages."""
 
     def __init__(self, directory: Path, ranks: int) -> None:
         self.directory, self.ranks = directory, ranks

@@ -221,7 +221,7 @@ async def read_capabilities(transport: EngineTransport, deadline: float) -> Capa
             max_sequence=longest_sequence(context, info["max_total_num_tokens"], info.get("page_size") or 1),
             weight_sessions=await _has_weight_sessions(transport, deadline),
             overlaps=not info["disable_overlap_schedule"],
-            ranks=int(info.get("tp_size") or 1),
+            ranks=int(info.get("tp_size") or 1) * int(info.get("pp_size") or 1),
             kept_tokens=0 if info.get("disable_radix_cache", True) else int(info["max_total_num_tokens"]) * int(info.get("dp_size") or 1),
             speculates=(info.get("speculative_algorithm") or "NONE") != "NONE",
         )

@@ -16,9 +16,10 @@ from services.rollout.engine.transport import EngineError
 from services.rollout.in_flight import Partial
 from shared.transfer import digest
 from tests.integration.engine.conftest import Checkpoints, fresh_client, running_engine
-from tests.integration.engine.load import LONG, SAMPLING, asked, generating, prompts, requests, served_version, weights_state
+from tests.integration.engine.load import LONG, SAMPLING, asked, generating, load, prompts, requests, served_version, weights_state
 from tests.integration.engine.reference import log_probs, log_probs_with_kept_cache
 from tests.support.service_process import ROOT
+from tests.support.waiting import until
 from tests.support.weights_group import JOIN_SECONDS, Pusher, WeightsGroup, parameters
 
 EXACT = 1e-5
@@ -215,6 +216,54 @@ async def test_an_engine_of_two_ranks(engine_of_two: EngineProcess, checkpoint: 
         await serves(client, checkpoint, 2, 2)
         await client.leave_channels()
     channel.die()
+
+
+@pytest.fixture
+def engine_of_stages(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineProcess]:
+    """An engine whose layers are in two stages, each of which is cut in two."""
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0|0|0")
+    with running_engine(checkpoint(0).path, tmp_path, {"tp-size": 2, "pp-size": 2}) as process:
+        yield process
+
+
+@pytest.mark.extra
+async def test_an_engine_of_two_stages(engine_of_stages: EngineProcess, checkpoint: Checkpoints) -> None:
+    """All ranks receive the whole under load, and each keeps its part of its layers; what was aborted is of the old weights."""
+    channel = WeightsGroup(name(), 5)
+    async with fresh_client(engine_of_stages, checkpoint(0)) as client:
+        assert client.capabilities.ranks == 4
+        await client.join_channels([channel.address], 1, timeout=JOIN_SECONDS)
+        await asyncio.to_thread(channel.join, JOIN_SECONDS)
+        pusher = Pusher([client], [channel])
+        for version in (1, 2):
+            under_way = requests(6)
+            running = asyncio.create_task(client.generate_group(under_way, SAMPLING))
+            await until(lambda: _used(client, 6 * 20), "requests in decode")
+            await client.pause("abort")
+            (taken,) = await pusher.push(checkpoint(version).model, version)
+            await client.resume()
+            assert taken.digest == pusher.digest
+            for prompt, generation in zip([np.asarray(one.tokens) for one in under_way], await running, strict=True):
+                assert generation.finish == "abort"
+                assert generation.spans and {of for _, _, of in generation.spans} == {version - 1}
+                expected = log_probs(checkpoint(version - 1).model, prompt, generation.tokens)
+                np.testing.assert_allclose(generation.log_probs, expected, atol=1e-4)
+            await serves(client, checkpoint, version, version)
+        (checked,) = await pusher.send(pusher.sent, 2, check=True)
+        assert checked.differences == {}
+        tampered = {one: tensor.detach().clone() for one, tensor in pusher.sent.items()}
+        for one in (tampered["model.layers.0.mlp.down_proj.weight"], tampered["model.layers.1.mlp.down_proj.weight"]):
+            one[3, 5] += 1
+        (checked,) = await pusher.send(tampered, 2, check=True)
+        assert checked.differences == {f"model.layers.{layer}.mlp.down_proj.weight": 1 for layer in (0, 1)}
+        await client.update_weights_from_disk(str(checkpoint(1).path), 3)
+        await serves(client, checkpoint, 1, 3)
+        await client.leave_channels()
+    channel.die()
+
+
+async def _used(client: EngineClient, tokens: int) -> bool:
+    return (await load(client)).used_tokens > tokens
 
 
 async def test_commands_that_cannot_be_carried_out(client: EngineClient, pusher: Pusher) -> None:

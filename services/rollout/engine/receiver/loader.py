@@ -55,6 +55,43 @@ def _callers() -> Iterator[Any]:
         frame = frame.f_back  # type: ignore[assignment]
 
 
+def load_stages_together(scheduler: Any) -> None:
+    """Has the stages of a pipeline load at once: SGLang's pass a request on once they have processed it, and a push needs all ranks.
+
+    A request to load waits until no earlier batch is on its way between stages, and is passed on before it is processed. What a later stage
+    fails to read from disk ends the engine: the first one alone answers."""
+    if not hasattr(scheduler, "pp_group") or scheduler.pp_group.world_size == 1:
+        return
+    process, send, worker = scheduler.process_input_requests, scheduler._pp_send_pyobj_to_next_stage, scheduler.tp_worker
+    read, held, passed_on = worker.update_weights_from_disk, list[Any](), list[Any]()
+
+    def processed(requests: list[Any]) -> Any:
+        requests[:0], held[:] = held, []
+        loads = [at for at, request in enumerate(requests) if type(request).__name__.startswith("UpdateWeightsFromTensor")]
+        if loads and (scheduler.pp_outputs is not None or any(batch is not None for batch in scheduler.mbs)):
+            held[:], requests[loads[0] :] = requests[loads[0] :], []  # what comes after them stays behind them
+        elif loads and not scheduler.pp_group.is_last_rank:
+            scheduler._pp_commit_comm_work(scheduler.send_req_work)
+            scheduler.send_req_work = send(requests, async_send=True)
+            passed_on[:] = [requests]
+        return process(requests)
+
+    def sent(data: Any, *arguments: Any, **options: Any) -> Any:
+        if passed_on and data is passed_on.pop():
+            return []
+        return send(data, *arguments, **options)
+
+    def read_or_ended(request: Any) -> Any:
+        success, message = read(request)
+        if not success:
+            raise RuntimeError(f"a later stage of the engine could not read the weights: {message}")
+        return success, message
+
+    scheduler.process_input_requests, scheduler._pp_send_pyobj_to_next_stage = processed, sent
+    if not scheduler.pp_group.is_first_rank:
+        worker.update_weights_from_disk = read_or_ended
+
+
 # How SGLang calls what looks, after each token, whether a request has ended: in 0.5.16 and later, and before.
 CHECKS = ("update_finish_state", "check_finished")
 
@@ -152,6 +189,7 @@ def load(model: Any, tensors: Iterable[object]) -> None:
             device = next(model.parameters()).device
             loaded = WithDraft(model, _draft) if own else model
             receiver = Receiver(loaded, _rank(), device, _model_path(), computing_streams(scheduler), gate.closed)
+            load_stages_together(scheduler)
             gate.install(scheduler)
             if not find_ends_of_aborted(_request_class()):
                 log.warning("aborted requests may continue beyond their ends; samples may count as wholly of their oldest version")
@@ -173,14 +211,17 @@ def _request_class() -> type[Any]:
 
 
 def _rank() -> int:
+    """Returns the rank in the engine: stage by stage, each with the ranks that hold its tensors together."""
     try:
         from sglang.srt.runtime_context import get_parallel
 
-        return int(get_parallel().tp_rank)
+        own = get_parallel()
+        return int(own.pp_rank * own.tp_size + own.tp_rank)
     except MOVED:
-        from sglang.srt.distributed import get_tensor_model_parallel_rank
+        from sglang.srt import distributed as groups
 
-        return int(get_tensor_model_parallel_rank())
+        stage, size = groups.get_pp_group().rank_in_group, groups.get_tensor_model_parallel_world_size()
+        return int(stage * size + groups.get_tensor_model_parallel_rank())
 
 
 def _model_path() -> str | None:

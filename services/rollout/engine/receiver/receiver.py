@@ -280,7 +280,7 @@ def said_by(error: BaseException) -> str:
 class Receiver:
     """The receiver of one rank. `finish`, `receive`, `layout` and `on_stream` belong to the model's thread; others may use the rest.
 
-    ``model``: any module with ``load_weights(names and tensors)``. ``rank``: in the engine's tensor parallelism. ``model_path``: the
+    ``model``: any module with ``load_weights(names and tensors)``. ``rank``: in the engine, all of its stages. ``model_path``: the
     checkpoint that adapters are laid over, where there are any. ``engine_streams``: returns the streams on which the engine computes; None:
     they are not known. ``undisturbed``: a context in which the engine leaves the interpreter to other threads."""
 
