@@ -79,10 +79,9 @@ def test_a_parser_that_somebody_changed_is_asked_itself(monkeypatch: pytest.Monk
 
 
 def test_what_one_engine_cannot_be_divided_into_is_refused() -> None:
-    """SGLang takes these, but weights are pushed to ranks that hold an engine's tensors together."""
-    assert "1: the GPUs of an engine hold its tensors together" in problems(pp_size=2)[0]
+    """SGLang takes these, but each copy of a model is an engine of its own here."""
     assert "rollout_num_gpus" in problems(data_parallel_size=2)[0]
-    assert problems(pp_size="1", dp_size=1) == problems(dp_size=2, enable_dp_attention=True) == []
+    assert problems(pp_size="2", dp_size=1) == problems(dp_size=2, enable_dp_attention=True) == []
 
 
 def test_former_names_go_by_what_is_installed() -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from services.rollout.engine.generation import GenerationRequest, Span, group_bo
 from services.rollout.engine.receiver_client import ReceiverError
 from services.rollout.engine.transport import EngineError
 from services.rollout.in_flight import Partial
+from shared.process.child_process import descendants
+from shared.runtime.errors import DeadlineExceeded
 from shared.transfer import digest
 from tests.integration.engine.conftest import Checkpoints, fresh_client, running_engine
 from tests.integration.engine.load import LONG, SAMPLING, asked, generating, load, prompts, requests, served_version, weights_state
@@ -258,7 +262,14 @@ async def test_an_engine_of_two_stages(engine_of_stages: EngineProcess, checkpoi
         assert checked.differences == {f"model.layers.{layer}.mlp.down_proj.weight": 1 for layer in (0, 1)}
         await client.update_weights_from_disk(str(checkpoint(1).path), 3)
         await serves(client, checkpoint, 1, 3)
-        await client.leave_channels()
+        own = [one.pid for one in descendants(engine_of_stages.pid) if "schedul" in one.name]
+        [later, *_] = [pid for pid in own if b"PP1" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(later, signal.SIGSTOP)
+        pushing = asyncio.create_task(pusher.push(checkpoint(2).model, 4))
+        await asyncio.sleep(1)  # it may have begun in the first stage, or be about to: either way it ends
+        os.kill(later, signal.SIGKILL)
+        with pytest.raises((EngineError, DeadlineExceeded)):
+            await pushing
     channel.die()
 
 

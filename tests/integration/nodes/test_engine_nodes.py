@@ -295,8 +295,8 @@ async def test_ranks_that_share_no_attention_take_pushes_and_draw_by_them(nodes:
     await pushed(nodes, trainer, lambda: strange_messages(nodes, 0))
 
 
-@pytest.mark.parametrize("flags", [{SHARED_EXPERTS: 2}])
-async def test_ranks_with_half_of_the_experts_each_take_pushes_and_draw_by_them(nodes: EngineNodes, trainer: TinyTrainer) -> None:
+@pytest.mark.parametrize("flags", [{SHARED_EXPERTS: 2}, {"pp-size": 2}])
+async def test_ranks_with_half_of_experts_or_layers_each_take_pushes_and_draw_by_them(nodes: EngineNodes, trainer: TinyTrainer) -> None:
     await pushed(nodes, trainer, lambda: None)
 
 

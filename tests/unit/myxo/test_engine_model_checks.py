@@ -1,6 +1,7 @@
 """What the model lacks for flags of SGLang's is refused before the start, and what samples otherwise is said."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,31 @@ def test_what_speculation_lacks_or_leaves_out_is_refused(tmp_path: Path, model: 
     sections |= {"eval": held_out | sections["eval"]} if "eval" in sections else {}
     found = said(check_engine_model(Inspection(run_config(tmp_path, **sections))))
     assert words in found and (words or not found), found
+
+
+@pytest.mark.parametrize(
+    ("rollout", "sections", "words"),
+    [
+        ({"rollout_num_gpus_per_engine": 4}, {}, ""),
+        ({"rollout_num_gpus_per_engine": 4, "in_flight_on_push": "abort"}, {}, ""),
+        ({}, {}, "pp-size = 2: a divisor of rollout_num_gpus_per_engine = 1"),
+        (
+            {"rollout_num_gpus_per_engine": 6, "sglang": {"pipeline_parallel_size": "4"}},
+            {},
+            "pp-size = 4: a divisor of .* = 6.*model's 2 layers",
+        ),
+        ({"in_flight_on_push": "retract"}, {}, "in_flight_on_push = 'retract': abort, or leave it out, with pp-size = 2"),
+        ({"speculation": "ngram"}, {}, "rollout.speculation = 'ngram': none with pp-size"),
+        ({}, {"trainer": {"use_rollout_routing_replay": True}}, "use_rollout_routing_replay = True: false with pp-size = 2"),
+    ],
+)
+def test_what_engines_with_stages_cannot_do_is_refused(
+    tmp_path: Path, model: Path, rollout: dict[str, Any], sections: dict[str, Any], words: str
+) -> None:
+    config = run_config(tmp_path, rollout={"sglang": {"pp-size": 2}, **rollout}, **sections)
+    found = said(check_engine_model(Inspection(config)))
+    assert re.search(words, found) and (words or not found), found
+    assert config.rollout.pause_on_push == "abort"
 
 
 def test_a_draft_has_the_models_vocabulary(tmp_path: Path, model: Path) -> None:
