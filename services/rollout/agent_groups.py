@@ -285,6 +285,7 @@ class CallSession:
 
     def __init__(self, groups: AgentGroups, task: Task, rollout: int, seconds: float) -> None:
         self._groups, self._lock, self._opened = groups, asyncio.Lock(), False
+        self._record: SessionLog | None = None
         self._session, self._key = groups.new_session(task, rollout, rollout, seconds)
 
     async def answer(self, asked: GenerateRequest) -> tuple[int, bytes]:
@@ -327,16 +328,19 @@ class CallSession:
         text = self._groups.tokenizer.decode(np.asarray(ids, np.int32), skip_special_tokens=plain)
         return orjson.dumps({"text": text, "output_ids": ids, "meta_info": meta})
 
-    async def record(self) -> SessionLog | None:
-        """Ends it, and returns what was recorded; None where it had no turn."""
+    async def recorded(self, samples: Sequence[HookSample]) -> int | None:
+        """Ends it, and gives the call's samples what was recorded of them. Returns the newest version in them; None where it has not sampled
+        all that is trained."""
         if not self._opened:
             return None
-        return await self._groups.sessions.end(self._session.id, SessionEnded(at=time.time()))
+        self._record = await self._groups.sessions.end(self._session.id, SessionEnded(at=time.time()))
+        newest = [of_record(sample, self._record) for sample in samples]
+        return None if None in newest else max(version for version in newest if version is not None)
 
-    async def forget(self, record: SessionLog | None) -> None:
-        """Lets go of it. ``record``: where it was ended."""
+    async def forget(self) -> None:
+        """Lets go of it, and ends it where that was not done."""
         if self._opened:
-            await self._groups.forget(self._session, record)
+            await self._groups.forget(self._session, self._record)
 
 
 def of_record(sample: HookSample, log: SessionLog) -> int | None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from services.rollout.agent_groups import AgentGroups, CallSession, of_record
+from services.rollout.agent_groups import AgentGroups, CallSession
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine_proxy import SampleCheck
 from services.rollout.in_flight import InFlight, Requests, Stopped
@@ -110,17 +110,14 @@ class CustomGenerate(GroupPlayer):
             "seconds": seconds,
         }
         session = None if self._agents is None else CallSession(self._agents, task, index, seconds + GRACE_SECONDS)
-        proxy, name, record = self.replica.proxy, str(sample.session_id), None
+        proxy, name = self.replica.proxy, str(sample.session_id)
         proxy.calls[token] = requests
         if session is not None:
             proxy.sessions[name] = session.answer
         try:
             answer = await self._pool.ask(request, "a rollout", f"{GENERATE} = {path}", seconds, alone=alone)
             given = [_checked(fields, path) for fields in answer["samples"]]
-            if session is None or (record := await session.record()) is None:
-                return given, None
-            newest = [of_record(one, record) for one in given]
-            return given, None if None in newest else max(version for version in newest if version is not None)
+            return given, None if session is None else await session.recorded(given)
         except (CallBlocked, WorkerDied) as error:
             raise HookFailed(GENERATE, path, str(error), disruptive=True) from None
         except WorkerFailed as error:
@@ -131,7 +128,7 @@ class CustomGenerate(GroupPlayer):
             del proxy.calls[token]
             if session is not None:
                 del proxy.sessions[name]
-                await to_the_end(session.forget(record))
+                await to_the_end(session.forget())
 
     def begun(self, task: Task, index: int) -> HookSample:
         """Returns the sample of a rollout that has generated nothing yet."""
