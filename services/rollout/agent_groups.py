@@ -329,7 +329,7 @@ class CallSession:
         return orjson.dumps({"text": text, "output_ids": ids, "meta_info": meta})
 
     async def recorded(self, samples: Sequence[HookSample]) -> int | None:
-        """Ends it, and gives the call's samples what was recorded of them. Returns the newest version in them; None where it has not sampled
+        """Ends it, and gives the call's samples what it recorded of them. Returns the newest version in them; None where it has not sampled
         all that is trained."""
         if not self._opened:
             return None
