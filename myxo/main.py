@@ -35,6 +35,7 @@ COMMANDS = {
     "repair": ("repair:declare", "what a run that a loss of power has torn apart needs to continue; with --yes, does it"),
     "move": ("move:declare", "take a run that is at rest to another disk"),
     "samples": ("samples:declare", "the groups of a run, what became of them, and their samples"),
+    "bisect": ("bisect:declare", "where engine and trainer of a run part: the first operation that differs, and likely causes"),
     "watch": ("status:declare_watch", "the progress of a run whose services were started elsewhere, to its end, then its summary"),
     "top": ("top:declare", "who waits for whom in a run, what would help, what its services do, and alarms, live"),
     "env": ("env:declare", "environments: make one, serve it, check that it keeps the protocol"),

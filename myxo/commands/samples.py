@@ -157,6 +157,29 @@ async def _show(parsed: argparse.Namespace, console: Console, group: str, index:
     return exit_codes.DONE
 
 
+async def stored_sample(run: str, directory: Path, text: str) -> Sample:
+    """Returns the sample GROUP/INDEX of a run. Raises ConfigError: there is none, or it is not kept."""
+    group, index = target(text)
+    if index is None:
+        raise ConfigError("--sample", text, f"one sample of the group: {text}/0")
+    life = GroupProvenance(group)
+    async with _opened(run, directory) as there:
+        await there.read_into(life, group)
+        if life.record is None:
+            raise there.no_such_group(group, life.history.admitted)
+        unreachable = await there.ask_store([life.record], life.history)
+        there.read_files([life.record])
+        found = there.shown(life.record, life.history)
+        if unreachable is not None and not found.samples:
+            raise unreachable
+    why = found.absent or f"the group has {len(found.samples)} samples"
+    for one in found.samples:
+        if one.index == index and len(one.prompt):
+            return one
+        why = "its text alone is" if one.index == index else why
+    raise ConfigError("--sample", text, f"a sample whose tokens are kept ({why}); monitoring.keep_rollouts_tokens = true keeps them")
+
+
 @dataclass
 class _OpenRun:
     """A run's groups and their samples. access: None where only its rollout files are left; samples, absent: what was found of each group,

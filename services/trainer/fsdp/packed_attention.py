@@ -4,6 +4,7 @@ Attention is registered there under `NAME`. On a GPU in half precision PyTorch's
 dot-product attention does it sequence by sequence. No mask of T x T tokens is ever made.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -123,6 +124,22 @@ def _convolved_apart(
     before = weight.size(1) - 1
     parts = [F.conv1d(F.pad(part, (before, 0)), weight[:, None], bias, groups=x.size(1)) for part in x.split(lengths, 2)]
     return F.silu(torch.cat(parts, 2)) if activation in ("silu", "swish") else torch.cat(parts, 2)
+
+
+def observed(change: Callable[[torch.nn.Module, str, list[Tensor]], list[Tensor]]) -> Callable[[], None]:
+    """Has ``change`` replace what attention gets and gives from now on. Returns what ends that.
+
+    It gets the module, ``before`` or ``after``, and tensors [T, heads, width]: queries, keys and values, or the output.
+    """
+
+    def watched(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *more: Any, **options: Any) -> tuple[Tensor, None]:
+        given = change(module, "before", [tensor[0].transpose(0, 1) for tensor in (query, key, value)])
+        query, key, value = (tensor.transpose(0, 1)[None] for tensor in given)
+        output, _ = attend(module, query, key, value, *more, **options)
+        return change(module, "after", [output[0]])[0][None], None
+
+    AttentionInterface.register(NAME, watched)
+    return lambda: AttentionInterface.register(NAME, attend)
 
 
 AttentionInterface.register(NAME, attend)

@@ -1,0 +1,236 @@
+"""``python -m services.trainer.layer_capture DIRECTORY``: what the trainer's layers compute for a sequence, for ``myxo bisect``.
+
+``DIRECTORY`` holds its ``request.json`` and what the engine has written. The trainer's ranks compute the sequence several times, each
+into a directory of its own, one file a rank:
+
+* ``plain``: as they compute the log-probs of a batch.
+* ``substituted``: every layer gets what the engine's layer got. A difference in one layer does not reach the next.
+* ``rounded-N``: the same, each operation's output changed at random by as much as rounding may change it. How far these are from
+  ``substituted`` is what the precision explains.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from services.trainer.actor import Actor
+from services.trainer.megatron import runtime
+from services.trainer.megatron.trainer_settings import TrainerSettings
+from services.trainer.packing import PackedBatch
+from shared.config.run_config import RunConfig
+from shared.model.layer_operations import ROUNDINGS, substitutes
+from shared.process.child_process import die_with_parent
+from shared.service.service_base import exit_code
+
+MODULE = "services.trainer.layer_capture"
+
+
+class TrainerCapture:
+    """Hooks on the operations of this rank's layers, for one pass.
+
+    Args:
+        given: what the engine's layers got, [T, hidden size], by `substitutes`; nothing where layers get what the ones before computed.
+        scale: relative size of the changes at random. seed: of these.
+    """
+
+    def __init__(self, model: Any, given: dict[str, Tensor] | None = None, scale: float = 0.0, seed: int = 0) -> None:
+        self._model, self._given, self._scale, self._seed = model, given or {}, scale, seed
+        self._split = model.layout.sequence_parallel and model.layout.tensor > 1
+        self._removers: list[Callable[[], None]] = []
+        self.found: dict[str, Tensor] = {}
+
+    def __enter__(self) -> "TrainerCapture":
+        if self._model.backend == "torch":
+            from services.trainer.fsdp import packed_attention
+
+            base = self._model.language_model.base_model
+            layers, norm = dict(enumerate(base.layers)), base.norm
+            names = {id(layer.self_attn): index for index, layer in layers.items() if hasattr(layer, "self_attn")}
+            self._removers.append(packed_attention.observed(lambda module, place, tensors: self._heads(names[id(module)], place, tensors)))
+        else:
+            decoders = [module.decoder for module in self._model.modules]
+            layers = {layer.layer_number - 1: layer for decoder in decoders for layer in decoder.layers}
+            norm = decoders[-1].final_layernorm
+        for index, layer in layers.items():
+            self._observe(index, layer)
+        if norm is not None:
+            count = self._model.architecture.num_layers
+            self._before(norm, lambda tensors: [self._entering(count, tensors[0]), *tensors[1:]])
+            self._after(norm, "final_norm", "rows")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for remove in self._removers:
+            remove()
+
+    def _observe(self, index: int, layer: Any) -> None:
+        name = f"layers.{index}"
+        self._before(layer, lambda tensors: [self._entering(index, tensors[0]), *tensors[1:]])
+        attention = getattr(layer, "self_attention", None) or getattr(layer, "self_attn", None)
+        norms = ("pre_mlp_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm")
+        for module, operation in (
+            (getattr(layer, "input_layernorm", None), "attention_norm"),
+            (attention, "attention_output"),
+            (next((found for one in norms if (found := getattr(layer, one, None)) is not None), None), "mlp_norm"),
+            (layer.mlp, "mlp_output"),
+        ):
+            if module is not None:
+                self._after(module, f"{name}.{operation}", "rows")
+        core = getattr(attention, "core_attention", None)
+        if core is not None:
+            self._before(core, lambda tensors: self._heads(index, "before", tensors))
+            self._after(core, f"{name}.attention", "columns")
+        router = getattr(layer.mlp, "router", None)
+        if router is not None:
+            gating = router.gating
+
+            def gated(hidden: Tensor) -> Tensor:
+                return self._noted(f"{name}.router_logits", gating(hidden), "rows")
+
+            router.gating = gated
+            self._removers.append(lambda: delattr(router, "gating"))
+            hook = router.register_forward_hook(lambda _module, _inputs, output: self._chosen(name, output[1]))
+            self._removers.append(hook.remove)
+        gate = getattr(layer.mlp, "gate", None)
+        if gate is not None:
+            self._removers.append(gate.register_forward_hook(lambda *call: self._gate(name, *call)).remove)
+
+    def _before(self, module: Any, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
+        """Has ``change`` replace a module's tensors, in whichever way it is called: by place, or the hidden states by name."""
+
+        def hook(_module: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            if not inputs:
+                return inputs, {**named, "hidden_states": change([named["hidden_states"]])[0]}
+            count = next((place for place, one in enumerate(inputs) if not isinstance(one, Tensor)), len(inputs))
+            return (*change(list(inputs[:count])), *inputs[count:]), named
+
+        self._removers.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+    def _after(self, module: Any, name: str, way: str) -> None:
+        def hook(_module: Any, _inputs: Any, output: Any) -> Any:
+            if isinstance(output, tuple):
+                return (self._noted(name, output[0], way), *output[1:])
+            return self._noted(name, output, way)
+
+        self._removers.append(module.register_forward_hook(hook).remove)
+
+    def _entering(self, index: int, hidden: Tensor) -> Tensor:
+        """Returns what a layer gets. ``index``: its number; that of all layers for what the last norm gets."""
+        name = f"layers.{index - 1}.output" if index else "embedding"
+        self._keep(name, hidden, "rows")
+        if (given := self._given.get(name)) is None:
+            return hidden
+        rows, first = hidden.numel() // hidden.shape[-1], 0
+        if self._split:
+            from megatron.core import parallel_state
+
+            first = rows * parallel_state.get_tensor_model_parallel_rank()
+        own = given[first : first + rows].to(hidden)
+        return F.pad(own, (0, 0, 0, rows - len(own))).view(hidden.shape)
+
+    def _heads(self, index: int, place: str, tensors: list[Tensor]) -> list[Tensor]:
+        """Takes note of attention's queries, keys and values [T, heads, width], or of its output; returns what takes their place."""
+        names = "qkv" if place == "before" else ("attention",)
+        noted = [self._noted(f"layers.{index}.{name}", tensor, "columns") for name, tensor in zip(names, tensors, strict=False)]
+        return noted + tensors[len(noted) :]
+
+    def _gate(self, name: str, module: Any, inputs: Any, output: Any) -> None:
+        if isinstance(output, tuple):
+            self._keep(f"{name}.router_logits", F.linear(inputs[0], module.weight), "rows")
+            self._keep(f"{name}.experts", output[-1], "rows")
+        else:
+            self._keep(f"{name}.router_logits", output, "rows")
+
+    def _chosen(self, name: str, routing_map: Tensor) -> None:
+        counts = routing_map.sum(-1)
+        if len(counts) and bool((counts == counts[0]).all()):
+            self._keep(f"{name}.experts", routing_map.nonzero()[:, 1].view(len(counts), -1), "rows")
+
+    def _noted(self, name: str, tensor: Tensor, way: str) -> Tensor:
+        changed = tensor
+        if self._scale and tensor.is_floating_point():
+            generator = torch.Generator().manual_seed(self._seed * 100_003 + len(self.found))
+            changed = tensor * (1 + self._scale * torch.randn(tensor.shape, generator=generator).to(tensor.device, torch.float32))
+            changed = changed.to(tensor.dtype)
+        self._keep(name, changed, way)
+        return changed
+
+    def _keep(self, name: str, tensor: Tensor, way: str) -> None:
+        rows = tensor.reshape(-1, tensor.shape[-1]) if way == "rows" else tensor.reshape(len(tensor), -1)
+        parted = f"{name}:{way}" if way == "columns" or self._split else name
+        self.found[parted] = rows.detach().to("cpu", torch.int32 if name.endswith(".experts") else torch.float32, copy=True).contiguous()
+
+
+def packed(tokens: list[int]) -> PackedBatch:
+    """Returns a sequence as a micro-batch that trains nothing."""
+    ids = torch.tensor(tokens)
+    bounds = torch.tensor([0, len(tokens)], dtype=torch.int32)
+    return PackedBatch(ids, torch.cat([ids[1:], ids.new_zeros(1)]), torch.zeros(len(ids)), bounds, len(ids), {})
+
+
+def from_engine(directory: Path, layers: int) -> dict[str, Tensor]:
+    """Returns what the engine's layers got; the same on each of its ranks."""
+    with safe_open(min(directory.glob("rank-*.safetensors")), "pt") as file:
+        there = set(file.keys())
+        return {name: file.get_tensor(name) for name in substitutes(layers) if name in there}
+
+
+def capture(actor: Actor, request: dict[str, Any], directory: Path) -> None:
+    """Computes all passes of a request and writes this rank's files. A collective of all ranks."""
+    model, batch = actor.model, packed(request["tokens"])
+    given = from_engine(directory / "engine", model.architecture.num_layers)
+    passes: list[tuple[str, dict[str, Any]]] = [("plain", {}), ("substituted", {"given": given})]
+    passes += [(f"rounded-{seed}", {"given": given, "scale": request["rounding"], "seed": seed}) for seed in range(1, ROUNDINGS + 1)]
+    for name, options in passes:
+        with TrainerCapture(model, **options) as captured, runtime.deadline("the computation of layers"):
+            found = actor.backend.passes.log_probs(model, [batch], 1.0)[0][:-1].cpu()
+        if actor.data_parallel_rank == 0:
+            (directory / name).mkdir(exist_ok=True)
+            tensors = {**captured.found, "log_probs": found[:, None].contiguous()}
+            save_file(tensors, directory / name / f"rank-{runtime.rank()}.safetensors")
+    tempered = actor.backend.passes.log_probs(model, [batch], request["temperature"])[0][:-1]
+    if runtime.rank() == 0:
+        save_file({"log_probs": tempered.cpu()[:, None].contiguous()}, directory / "tempered.safetensors")
+
+
+def rank(directory: Path) -> None:
+    """Computes on one rank."""
+    request = json.loads((directory / "request.json").read_text())
+    config = RunConfig.model_validate(request["config"])
+    torch.set_num_threads(config.trainer.torch_threads or 1)
+    settings = replace(TrainerSettings.from_run(config), updates=max(config.rollout.num_rollout, 1))
+    actor = Actor.create(settings, request["trainer_model"])
+    try:
+        capture(actor, request, directory)
+    finally:
+        actor.close()
+
+
+def launch(directory: Path) -> None:
+    """Becomes the only rank, or starts all of them."""
+    from services.trainer.__main__ import name_interfaces, prepare_environment
+    from services.trainer.torchrun import run_ranks
+
+    config = RunConfig.model_validate(json.loads((directory / "request.json").read_text())["config"])
+    prepare_environment(config)
+    name_interfaces()
+    ranks = config.trainer.ranks("actor")
+    if ranks == 1:
+        os.execv(sys.executable, [sys.executable, "-m", MODULE, str(directory), "rank"])
+    run_ranks(ranks, MODULE, str(directory), "rank")
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    where, ranked = Path(sys.argv[1]), sys.argv[2:] == ["rank"]
+    sys.exit(exit_code("bisect", lambda: rank(where) if ranked else launch(where)))
