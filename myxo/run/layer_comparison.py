@@ -256,7 +256,8 @@ def by_activations(captures: Captures, one: OperationDifference) -> list[Cause]:
 def _of_norm(captures: Captures, one: OperationDifference, engine: Array, trainer: Array) -> Iterator[Cause]:
     """Yields the epsilon where each token is scaled by a factor of its own, which another epsilon explains."""
     factor = (engine * trainer).sum(1) / np.maximum((trainer * trainer).sum(1), 1e-300)
-    if errors(engine, factor[:, None] * trainer).max() <= one.bound:
+    varies = float(np.ptp(factor)) > 0.01 * float(np.abs(factor - 1).max())  # with the tokens' sizes
+    if varies and errors(engine, factor[:, None] * trainer).max() <= one.bound:
         spread = f"each token's output is scaled as a whole, by {factor.min():.4g} to {factor.max():.4g}"
         yield Cause("norm epsilon", spread, SWITCHES["norm epsilon"])
 
