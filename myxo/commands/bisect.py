@@ -28,7 +28,7 @@ from myxo.commands.samples import stored_sample
 from myxo.commands.up import take_flags
 from myxo.display.safe_console import SafeConsole
 from myxo.run import layer_comparison as comparison
-from myxo.run.layer_comparison import Captures, Cause, OperationDifference
+from myxo.run.layer_comparison import Captures, MismatchCause, OperationDifference
 from shared.config import devices, flags
 from shared.config.run_config import RunConfig
 from shared.data.tokenizer_files import local_tokenizer
@@ -43,7 +43,7 @@ from shared.schema import sample as sample_codec
 from shared.schema.sample import Sample
 from shared.transfer.tensor_file import TensorFiles
 
-ENGINE, TRAINER = "services.rollout.engine.layer_capture", "services.trainer.layer_capture"
+ENGINE, TRAINER = "services.rollout.engine.layer_scoring", "services.trainer.trainer_layers"
 DIRECTORY = "bisect"  # of a run's, for what the last bisection has written
 FEWEST, DEFAULT_TOKENS = 2, 512
 OLDER = 3  # versions on disk that are compared with the engine's weights at most
@@ -249,11 +249,13 @@ def judged(
     }
 
 
-def _causes(one: OperationDifference, captures: Captures, config: RunConfig, engine_model: Path, model: Path, version: int) -> list[Cause]:
+def _causes(
+    one: OperationDifference, captures: Captures, config: RunConfig, engine_model: Path, model: Path, version: int
+) -> list[MismatchCause]:
     evidence = comparison.by_activations(captures, one)
     if engine_model != model:
         evidence = _of_weights(one, config, engine_model, model, version) or evidence
-        evidence = [Cause(one.kind, "; ".join(filter(None, (one.evidence, *_entries(one.kind, engine_model, model)))), one.switch)
+        evidence = [MismatchCause(one.kind, "; ".join(filter(None, (one.evidence, *_entries(one.kind, engine_model, model)))), one.switch)
                     for one in evidence]  # fmt: skip
     return comparison.likely(one.operation, evidence)
 
@@ -266,7 +268,7 @@ def _entries(kind: str, engine_model: Path, model: Path) -> list[str]:
     return [f"config.json: {name} is {engine.get(name)} for the engine, {trainer.get(name)} for the trainer" for name in differing]
 
 
-def _of_weights(one: OperationDifference, config: RunConfig, engine_model: Path, model: Path, version: int) -> list[Cause]:
+def _of_weights(one: OperationDifference, config: RunConfig, engine_model: Path, model: Path, version: int) -> list[MismatchCause]:
     engine, trainer = (layer_tensors(path, one.layer) for path in (engine_model, model))
     changes = comparison.weight_comparison(one, engine, trainer)
     older = None

@@ -1,6 +1,6 @@
 """Compares what an engine's and a trainer's layers compute for the same tokens, and names the first operation that differs.
 
-Both compute the sequence; the trainer's layers get what the engine's layers got (`services.trainer.layer_capture`). A token's error of an
+Both compute the sequence; the trainer's layers get what the engine's layers got (`services.trainer.trainer_layers`). A token's error of an
 operation is the distance of the two outputs relative to the trainer's length, an operation's is its worst token's. The bound comes from
 the trainer alone: it computes the same again, each operation's output changed at random by the relative size
 
@@ -187,7 +187,7 @@ def origins(found: Sequence[OperationDifference]) -> list[OperationDifference]:
 
 
 @dataclass(frozen=True)
-class Cause:
+class MismatchCause:
     """A cause of a difference. ``kind``: its name. ``evidence``: what speaks for it; empty where nothing does yet. ``switch``: how to
     remove it, or to find out."""
 
@@ -228,13 +228,13 @@ LIKELY = {
 }  # fmt: skip
 
 
-def likely(kind: str, evidence: Sequence[Cause] = ()) -> list[Cause]:
+def likely(kind: str, evidence: Sequence[MismatchCause] = ()) -> list[MismatchCause]:
     """Returns the causes that an operation's difference may have, those that something speaks for first. ``kind``: a key of `LIKELY`."""
     known = {one.kind for one in evidence}
-    return [*evidence, *(Cause(one, "", SWITCHES[one]) for one in LIKELY[kind] if one not in known)]
+    return [*evidence, *(MismatchCause(one, "", SWITCHES[one]) for one in LIKELY[kind] if one not in known)]
 
 
-def by_activations(captures: Captures, one: OperationDifference) -> list[Cause]:
+def by_activations(captures: Captures, one: OperationDifference) -> list[MismatchCause]:
     """Returns the causes that the outputs themselves speak for."""
     engine, trainer = (tensor.astype(np.float64) for tensor in captures.pair(one.name))
     if one.operation.endswith("norm"):
@@ -243,32 +243,36 @@ def by_activations(captures: Captures, one: OperationDifference) -> list[Cause]:
         return list(_of_rope(captures, one, engine, trainer))
     if one.operation == "router_logits" and (order := _permutation(engine.T, trainer.T)):
         return [
-            Cause("swapped experts", f"the engine's logits are the trainer's with experts {order} swapped", SWITCHES["swapped experts"])
+            MismatchCause(
+                "swapped experts", f"the engine's logits are the trainer's with experts {order} swapped", SWITCHES["swapped experts"]
+            )
         ]
     if one.operation == "mlp_output" and (chosen := captures.substituted.get(one.name.replace("mlp_output", "experts"))) is not None:
         beyond = errors(engine, trainer) > one.bound
         experts = [int(e) for e in np.unique(chosen) if beyond[(chosen == e).any(1)].all()]
         if experts and not beyond[~np.isin(chosen, experts).any(1)].any():
-            return [Cause("weights", f"the tokens that differ are those of experts {', '.join(map(str, experts))}", SWITCHES["weights"])]
+            return [
+                MismatchCause("weights", f"the tokens that differ are those of experts {', '.join(map(str, experts))}", SWITCHES["weights"])
+            ]
     return []
 
 
-def _of_norm(captures: Captures, one: OperationDifference, engine: Array, trainer: Array) -> Iterator[Cause]:
+def _of_norm(captures: Captures, one: OperationDifference, engine: Array, trainer: Array) -> Iterator[MismatchCause]:
     """Yields the epsilon where each token is scaled by a factor of its own, which another epsilon explains."""
     factor = (engine * trainer).sum(1) / np.maximum((trainer * trainer).sum(1), 1e-300)
     varies = float(np.ptp(factor)) > 0.01 * float(np.abs(factor - 1).max())  # with the tokens' sizes
     if varies and errors(engine, factor[:, None] * trainer).max() <= one.bound:
         spread = f"each token's output is scaled as a whole, by {factor.min():.4g} to {factor.max():.4g}"
-        yield Cause("norm epsilon", spread, SWITCHES["norm epsilon"])
+        yield MismatchCause("norm epsilon", spread, SWITCHES["norm epsilon"])
 
 
-def _of_rope(captures: Captures, one: OperationDifference, engine: Array, trainer: Array) -> Iterator[Cause]:
+def _of_rope(captures: Captures, one: OperationDifference, engine: Array, trainer: Array) -> Iterator[MismatchCause]:
     each, value = errors(engine, trainer), one.name.rpartition(".")[0] + ".v"
     lengths = np.linalg.norm(engine, axis=1) / np.maximum(np.linalg.norm(trainer, axis=1), 1e-300)
     same_values = value in captures.engine and errors(*captures.pair(value)).max() <= one.bound
     if each[0] <= one.bound and same_values and np.abs(lengths - 1).max() <= one.bound:
         first = int(np.argmax(each > one.bound))
-        yield Cause("rope", f"lengths and the first place agree, directions differ from place {first} on", SWITCHES["rope"])
+        yield MismatchCause("rope", f"lengths and the first place agree, directions differ from place {first} on", SWITCHES["rope"])
 
 
 def _permutation(engine: Array, trainer: Array) -> str:
@@ -305,20 +309,26 @@ class WeightComparison:
     whole: bool = False
     swapped: list[str] = field(default_factory=list)
 
-    def causes(self, version: int | None) -> list[Cause]:
+    def causes(self, version: int | None) -> list[MismatchCause]:
         """Returns the causes that it speaks for. ``version``: another one, of which the engine's tensors of the layer are."""
         shown = "; ".join(f"{name}: {what}" for name, what in list(self.changed.items())[:3])
         if version is not None:
-            return [Cause("another version", f"the engine's tensors are those of version {version}", SWITCHES["another version"])]
+            return [MismatchCause("another version", f"the engine's tensors are those of version {version}", SWITCHES["another version"])]
         if self.swapped:
-            return [Cause("swapped experts", f"experts {', '.join(self.swapped)} are in one another's place", SWITCHES["swapped experts"])]
+            return [
+                MismatchCause(
+                    "swapped experts", f"experts {', '.join(self.swapped)} are in one another's place", SWITCHES["swapped experts"]
+                )
+            ]
         if any("block" in what for what in self.changed.values()):
-            return [Cause("block scale", shown, SWITCHES["block scale"])]
+            return [MismatchCause("block scale", shown, SWITCHES["block scale"])]
         if self.whole and self.changed:
             return [
-                Cause("another version", f"all matrices of the layer differ, as after other steps ({shown})", SWITCHES["another version"])
+                MismatchCause(
+                    "another version", f"all matrices of the layer differ, as after other steps ({shown})", SWITCHES["another version"]
+                )
             ]
-        return [Cause("weights", shown, SWITCHES["weights"])] if self.changed else []
+        return [MismatchCause("weights", shown, SWITCHES["weights"])] if self.changed else []
 
 
 def weight_comparison(one: OperationDifference, engine: Mapping[str, Array], trainer: Mapping[str, Array]) -> WeightComparison:

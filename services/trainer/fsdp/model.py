@@ -27,6 +27,7 @@ from services.trainer.parallel import DEVICE_TYPE
 from services.trainer.parallel.likelihood import OutputHead, VocabularySlice
 from services.trainer.parallel.runtime import device, together
 from services.trainer.parallel.staged_shards import CheckpointPart, StagedShards, read_parts
+from services.trainer.parallel.trained_model import LayerModules
 from services.trainer.weights.read_lock import WeightReadLock
 from shared.model.architecture import Architecture
 from shared.model.parallel_layout import ParallelLayout
@@ -99,6 +100,11 @@ class FsdpModel:
     @property
     def chunks(self) -> list[torch.nn.Module]:
         return [self.root]
+
+    @property
+    def layer_modules(self) -> LayerModules:
+        base = self.language_model.base_model
+        return LayerModules(dict(enumerate(base.layers)), base.norm, observe_attention=packed_attention.observed)
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """Returns the parameters by transformers' names, tied ones once, and a critic's head by its own."""

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from services.trainer.parallel.trained_model import AttentionChange
 from services.trainer.parallel.varlen_attention import varlen
 from shared.runtime.errors import MyxoError
 
@@ -126,17 +127,14 @@ def _convolved_apart(
     return F.silu(torch.cat(parts, 2)) if activation in ("silu", "swish") else torch.cat(parts, 2)
 
 
-def observed(change: Callable[[torch.nn.Module, str, list[Tensor]], list[Tensor]]) -> Callable[[], None]:
-    """Has ``change`` replace what attention gets and gives from now on. Returns what ends that.
+def observed(change: AttentionChange) -> Callable[[], None]:
+    """Has ``change`` replace what attention gets and gives from now on. Returns what ends that."""
 
-    It gets the module, ``before`` or ``after``, and tensors [T, heads, width]: queries, keys and values, or the output.
-    """
-
-    def watched(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *more: Any, **options: Any) -> tuple[Tensor, None]:
-        given = change(module, "before", [tensor[0].transpose(0, 1) for tensor in (query, key, value)])
+    def watched(module: Any, query: Tensor, key: Tensor, value: Tensor, *more: Any, **options: Any) -> tuple[Tensor, None]:
+        given = change(module.layer_idx, "before", [tensor[0].transpose(0, 1) for tensor in (query, key, value)])
         query, key, value = (tensor.transpose(0, 1)[None] for tensor in given)
         output, _ = attend(module, query, key, value, *more, **options)
-        return change(module, "after", [output[0]])[0][None], None
+        return change(module.layer_idx, "after", [output[0]])[0][None], None
 
     AttentionInterface.register(NAME, watched)
     return lambda: AttentionInterface.register(NAME, attend)

@@ -29,6 +29,7 @@ from services.trainer.megatron.spec import ValueHead, decoder_spec, family_layer
 from services.trainer.parallel.likelihood import OutputHead, VocabularySlice
 from services.trainer.parallel.runtime import device
 from services.trainer.parallel.staged_shards import StagedShards
+from services.trainer.parallel.trained_model import LayerModules
 from services.trainer.weights.read_lock import WeightReadLock
 from shared.config.flag_table import OF_DEEPEP
 from shared.model.architecture import Architecture, GroupedYarn, Llama3Scaling, Rope
@@ -116,6 +117,12 @@ class MegatronModel:
     @property
     def modules(self) -> list[GPTModel]:
         return [chunk.module for chunk in self.chunks]
+
+    @property
+    def layer_modules(self) -> LayerModules:
+        decoders = [module.decoder for module in self.modules]
+        layers = {layer.layer_number - 1: layer for decoder in decoders for layer in decoder.layers}
+        return LayerModules(layers, decoders[-1].final_layernorm, parallel_state.get_tensor_model_parallel_rank())
 
     def train(self, mode: bool) -> None:
         for chunk in self.chunks:

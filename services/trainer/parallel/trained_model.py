@@ -1,6 +1,7 @@
 """A model as the trainer knows it, whichever backend has it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +13,26 @@ from services.trainer.weights.read_lock import WeightReadLock
 from shared.model.architecture import Architecture
 from shared.model.parallel_layout import ParallelLayout
 from shared.model.trainable_parameters import Freezing, Lora
+
+# Gets a layer's number, ``before`` or ``after``, and its attention's tensors [T, heads, width]: queries, keys, values, or the output.
+# Returns those that take their place.
+AttentionChange = Callable[[int, str, list[Tensor]], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class LayerModules:
+    """The modules of this rank's layers, for hooks.
+
+    Args:
+        layers: by their number in the whole model. norm: the last one, on ranks that have it. rank: this one's number among those that
+            split each token's work. observe_attention: calls its argument around each layer's attention until what it returns is called;
+            None: the attention is a module of its own, ``core_attention``.
+    """
+
+    layers: Mapping[int, Any]
+    norm: torch.nn.Module | None
+    rank: int = 0
+    observe_attention: Callable[[AttentionChange], Callable[[], None]] | None = None
 
 
 class TrainedModel(Protocol):
@@ -47,6 +68,9 @@ class TrainedModel(Protocol):
     def readers(self) -> WeightReadLock: ...
     @property
     def least_saved(self) -> float | None: ...
+
+    @property
+    def layer_modules(self) -> LayerModules: ...
 
     def train(self, mode: bool) -> None: ...
 

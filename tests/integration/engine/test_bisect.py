@@ -14,8 +14,8 @@ from torch import Tensor
 from myxo.commands import bisect
 from myxo.main import main
 from myxo.run import config_toml
-from services.rollout.engine import layer_capture as engine_capture
-from services.trainer import layer_capture as trainer_capture
+from services.rollout.engine import layer_scoring as engine_capture
+from services.trainer import trainer_layers as trainer_capture
 from tests.support.run_config import run_config, write_jsonl
 from tests.support.tiny_model import PRINTABLE, character_tokenizer
 from tests.unit.trainer.megatron.tiny import VOCAB, make_checkpoint

@@ -1,4 +1,4 @@
-"""``python -m services.rollout.engine.layer_capture DIRECTORY``: a run's engine scores a sequence and writes its layers.
+"""``python -m services.rollout.engine.layer_scoring DIRECTORY``: a run's engine scores a sequence and writes its layers.
 
 Started by ``myxo bisect``. ``DIRECTORY`` holds its ``request.json``; the log-probs and one file for each of the engine's ranks come to
 ``DIRECTORY/engine``.
@@ -19,7 +19,7 @@ from shared.runtime.errors import MyxoError
 from shared.runtime.safe_files import replace_file
 from shared.service.service_base import exit_code
 
-HOOK = "services.rollout.engine.receiver.layer_capture:capture"
+HOOK = "services.rollout.engine.receiver.engine_layers:capture"
 TARGETS = ["model", "*.model", "*language_model"]
 # SGLang's flags by which its layers run as modules, once each, and compute the sequence as one request
 PLAIN: dict[str, Any] = {

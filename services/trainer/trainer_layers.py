@@ -1,4 +1,4 @@
-"""``python -m services.trainer.layer_capture DIRECTORY``: what the trainer's layers compute for a sequence, for ``myxo bisect``.
+"""``python -m services.trainer.trainer_layers DIRECTORY``: what the trainer's layers compute for a sequence, for ``myxo bisect``.
 
 ``DIRECTORY`` holds its ``request.json`` and what the engine has written. The trainer's ranks compute the sequence several times, each
 into a directory of its own, one file a rank:
@@ -24,15 +24,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.trainer.actor import Actor
-from services.trainer.megatron import runtime
-from services.trainer.megatron.trainer_settings import TrainerSettings
 from services.trainer.packing import PackedBatch
+from services.trainer.parallel import runtime
+from services.trainer.parallel.trained_model import TrainedModel
+from services.trainer.trainer_settings import TrainerSettings
 from shared.config.run_config import RunConfig
 from shared.model.layer_operations import ROUNDINGS, substitutes
 from shared.process.child_process import die_with_parent
 from shared.service.service_base import exit_code
 
-MODULE = "services.trainer.layer_capture"
+MODULE = "services.trainer.trainer_layers"
 
 
 class TrainerCapture:
@@ -43,27 +44,19 @@ class TrainerCapture:
         scale: relative size of the changes at random. seed: of these.
     """
 
-    def __init__(self, model: Any, given: dict[str, Tensor] | None = None, scale: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, model: TrainedModel, given: dict[str, Tensor] | None = None, scale: float = 0.0, seed: int = 0) -> None:
         self._model, self._given, self._scale, self._seed = model, given or {}, scale, seed
         self._split = model.layout.sequence_parallel and model.layout.tensor > 1
         self._removers: list[Callable[[], None]] = []
         self.found: dict[str, Tensor] = {}
 
     def __enter__(self) -> "TrainerCapture":
-        if self._model.backend == "torch":
-            from services.trainer.fsdp import packed_attention
-
-            base = self._model.language_model.base_model
-            layers, norm = dict(enumerate(base.layers)), base.norm
-            names = {id(layer.self_attn): index for index, layer in layers.items() if hasattr(layer, "self_attn")}
-            self._removers.append(packed_attention.observed(lambda module, place, tensors: self._heads(names[id(module)], place, tensors)))
-        else:
-            decoders = [module.decoder for module in self._model.modules]
-            layers = {layer.layer_number - 1: layer for decoder in decoders for layer in decoder.layers}
-            norm = decoders[-1].final_layernorm
-        for index, layer in layers.items():
+        modules = self._model.layer_modules
+        if modules.observe_attention is not None:
+            self._removers.append(modules.observe_attention(self._heads))
+        for index, layer in modules.layers.items():
             self._observe(index, layer)
-        if norm is not None:
+        if (norm := modules.norm) is not None:
             count = self._model.architecture.num_layers
             self._before(norm, lambda tensors: [self._entering(count, tensors[0]), *tensors[1:]])
             self._after(norm, "final_norm", "rows")
@@ -132,9 +125,7 @@ class TrainerCapture:
             return hidden
         rows, first = hidden.numel() // hidden.shape[-1], 0
         if self._split:
-            from megatron.core import parallel_state
-
-            first = rows * parallel_state.get_tensor_model_parallel_rank()
+            first = rows * self._model.layer_modules.rank
         own = given[first : first + rows].to(hidden)
         return F.pad(own, (0, 0, 0, rows - len(own))).view(hidden.shape)
 
