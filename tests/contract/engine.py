@@ -119,10 +119,10 @@ def assert_spans(generation: Generation, version: int) -> None:
 
 
 async def drawing(client: EngineClient) -> None:
-    """Returns once the engine draws tokens of what was asked just now."""
+    """Returns once the engine draws tokens of all that was asked just now: it takes new requests in before it goes on."""
     before = await client.generated_tokens() or 0
 
     async def drawn() -> bool:
-        return (await client.generated_tokens() or 0) > before + 4
+        return (await client.generated_tokens() or 0) > before + LONG // 8
 
     await until(drawn, "the drawing of tokens", pause=0.01)
