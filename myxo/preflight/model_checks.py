@@ -17,9 +17,11 @@ from shared.data.tokenizer import Tokenizer
 from shared.model import architecture_flags, hf_checkpoint
 from shared.model.architecture import Architecture
 from shared.model.architecture_flags import contradictions, described_shape
+from shared.model.engine_plan import EngineLayout
 from shared.model.families import read_architecture
 from shared.model.named_layers import is_own_module
 from shared.model.parallel_layout import ParallelLayout, division_problems
+from shared.model.quantization import FACTORS, quantization_of, split_problems
 from shared.model.tensor_table import hf_tensors, megatron_parameters
 from shared.model.trainable_parameters import Freezing, Lora
 from shared.runtime.errors import ConfigError
@@ -28,6 +30,7 @@ MEGATRON_LATEST = "latest_checkpointed_iteration.txt"  # file that Megatron keep
 
 # Attention backends that need a GPU.
 GPU_ATTENTION = ("flashinfer", "fa3", "fa4", "triton", "flashmla", "cutlass_mla", "trtllm_mla", "trtllm_mha")
+FLOAT8 = 8.9, 10.0
 LONGER_CONTEXT = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # SGLang's variable for a context that is longer than the model's own
 
 
@@ -110,8 +113,36 @@ def _weights(directory: Path, architecture: Architecture, field: str, backend: s
     yield from problems or ([] if backend == "torch" else _tensors(directory, headers, replace(architecture, trained_drafts=0), field))
 
 
+def check_quantization(inspection: Inspection) -> Findings:
+    """Yields what cannot be done with a policy whose weights are quantized: engines get each version as their checkpoint is."""
+    config, field = inspection.config, "model.hf_checkpoint"
+    if inspection.architecture is None or (found := quantization_of(config.model.hf_checkpoint)) is None:
+        return
+    here, trains = str(config.model.hf_checkpoint), config.has_steps or config.sft.sft_data is not None
+    if trains:
+        yield Note("engines get each version in blocks of 8-bit floats, as hf_checkpoint is: they sample by these (docs/precision.md)")
+    if trains and config.trainer.trainer_backend == "torch":
+        yield ConfigError("trainer.trainer_backend", "torch", "megatron: it alone reads and pushes 8-bit weights")
+    if trains and config.trainer.lora_rank:
+        wanted = "0: adapters are laid over the engines' own weights, and a sum with 8-bit ones would be rounded"
+        yield ConfigError("trainer.lora_rank", config.trainer.lora_rank, wanted)
+    shapes = {name: inspection.weight_headers[name][1] for name in sorted(found.names & inspection.weight_headers.keys())}
+    for place in range(len(config.rollout.engines())):
+        own = config.of_engines("", place).rollout
+        layout = EngineLayout.of(own.rollout_num_gpus_per_engine, own.engine_flags)
+        experts = max(int(own.engine_flags.get("expert-parallel-size") or own.engine_flags.get("ep-size") or 1), 1)
+        keys = min(layout.heads, inspection.architecture.num_key_value_heads)
+        for problem in split_problems(found.format, shapes, layout.heads, keys, max(layout.tensor // experts, 1)):
+            yield ConfigError(field, here, f"matrices that engines can divide: {problem}; fewer GPUs an engine, or smaller blocks")
+    if other := [one for one in devices.gpu_capabilities() if not FLOAT8[0] <= one < FLOAT8[1]]:
+        wanted = f"GPUs of compute capability from {FLOAT8[0]} to below {FLOAT8[1]}, whose engines keep 8-bit weights as they are pushed"
+        yield ConfigError(field, here, f"{wanted}; here is one of {other[0]}")
+
+
 def _tensors(directory: Path, headers: Headers, architecture: Architecture, field: str) -> Iterator[ConfigError]:
     shapes = {name: shape for name, (_, shape) in headers.items()}
+    if quantization_of(directory):
+        shapes = {name: shape for name, shape in shapes.items() if not name.endswith(FACTORS)}
     unread = hf_checkpoint.draft_prefixes(architecture)
     yield from hf_checkpoint.tensor_problems(directory, shapes, hf_tensors(architecture), unread, field)
 

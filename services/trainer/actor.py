@@ -26,6 +26,7 @@ from services.trainer.parallel.runtime import deadline
 from services.trainer.trainer_settings import DTYPES, TrainerSettings
 from shared.config.trainer_section import LearningRateSchedule
 from shared.model.architecture import Architecture
+from shared.model.quantization import quantization_of
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Actor:
 
     def __init__(self, settings: TrainerSettings, hf_dir: Path, backend: Backend) -> None:
         self.settings, self.hf_dir, self.backend = settings, hf_dir, backend
+        self.quantization = quantization_of(hf_dir)
         self.model, self.optimizer = backend.model, backend.optimizer
         self._saving: JointWrite | None = None
 

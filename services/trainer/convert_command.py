@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from shared.model.quantization import BlockFormat
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
 from shared.runtime.exit_codes import Parser, ended
@@ -19,7 +20,10 @@ _ABOUT = """Convert a model between Hugging Face's format (config.json, *.safete
 
 The direction follows from SOURCE: a Hugging Face checkpoint becomes a checkpoint directory that the trainer loads in any
 layout; a checkpoint of the trainer, or one made here, becomes a Hugging Face checkpoint. Both are streamed: a model may be larger than
-the memory. TARGET appears complete or not at all. docs/models.md lists the families."""
+the memory. TARGET appears complete or not at all. docs/models.md lists the families. With --to a Hugging Face checkpoint becomes one with
+8-bit weights (docs/precision.md)."""
+
+FP8 = "fp8-block"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,6 +47,10 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--step", type=int, metavar="K", help="which of the trainer's checkpoints (default the newest)")
     hf = "from the trainer: where config and tokenizer come from (default: what a converted checkpoint keeps)"
     top.add_argument("--hf", metavar="DIR", type=Path, help=hf)
+    top.add_argument("--to", choices=(FP8,), help="a Hugging Face checkpoint again, its layers' matrices in blocks of 8-bit floats")
+    block = "with --to: rows and columns of a block (default 128 128)"
+    top.add_argument("--block", type=int, nargs=2, metavar=("ROWS", "COLUMNS"), help=block)
+    top.add_argument("--scale-fmt", choices=("float32", "ue8m0"), help="with --to: factors, or powers of two alone (default float32)")
     return top
 
 
@@ -50,22 +58,33 @@ def _convert(given: argparse.Namespace) -> Path:
     if not given.source.is_dir():
         raise ConfigError("SOURCE", str(given.source), "a directory; there is none")
     from_hf = (given.source / "config.json").is_file()
-    misplaced = {"--step": given.step, "--hf": given.hf} if from_hf else {"--dtype": given.dtype}
+    how = {"--block": given.block, "--scale-fmt": given.scale_fmt}
+    misplaced = {"--step": given.step, "--hf": given.hf} if from_hf else {"--dtype": given.dtype, "--to": given.to, **how}
+    if from_hf:
+        misplaced |= how if given.to is None else {"--dtype": given.dtype}
+    there = f", and --to is {given.to or 'not given'}" if from_hf else ""
+    if given.block is not None and min(given.block) < 1:
+        raise ConfigError("--block", given.block, "two numbers from 1 up")
     for option, value in misplaced.items():
         if value is not None:
-            raise ConfigError(option, str(value), f"not given; SOURCE is a {'Hugging Face' if from_hf else 'torch_dist'} checkpoint")
+            raise ConfigError(option, str(value), f"not given; SOURCE is a {'Hugging Face' if from_hf else 'torch_dist'} checkpoint{there}")
     # The conversion computes nothing: it must not take a GPU's memory. torch reads this while it is imported.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.filterwarnings("ignore")
+    from services.trainer import quantized_checkpoint
     from services.trainer.megatron import hf_conversion
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("to torch_dist" if from_hf else "to Hugging Face", total=None)
+        task = bar.add_task(f"to {given.to or ('torch_dist' if from_hf else 'Hugging Face')}", total=None)
 
         def progress(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
 
+        if given.to is not None:
+            rows, wide = given.block or (128, 128)
+            form = BlockFormat(rows, wide, given.scale_fmt == "ue8m0")
+            return quantized_checkpoint.quantize(given.source, given.target, form, progress)
         if from_hf:
             return hf_conversion.to_torch_dist(given.source, given.target, given.dtype, progress)
         return hf_conversion.to_hf(given.source, given.target, given.hf, given.step, progress)

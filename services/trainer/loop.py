@@ -36,6 +36,7 @@ from services.trainer.step_scheduler import StepScheduler
 from services.trainer.trainer_hooks import POSTPROCESS, postprocessed
 from services.trainer.weights.pusher import Pusher
 from services.trainer.weights.snapshot_writer import SnapshotWriter
+from services.trainer.weights.stage_sender import ChannelKind
 from shared.config.algorithm import AlgorithmSection
 from shared.config.run_config import RunConfig
 from shared.data.demonstrations import DemonstrationFile
@@ -71,7 +72,8 @@ class Trainer(RoleWorker):
             first, interval = config.trained / "reference", config.algorithm.ref_update_interval
             self._reference = ReferencePolicy(self._actor, first, interval, keep, config.model.own_reference)
         self._durable = 0
-        self._pusher = Pusher(control, self._actor.model, config.weights, "memory" if config.trainer.colocate else "group")
+        kind: ChannelKind = "memory" if config.trainer.colocate else "group"
+        self._pusher = Pusher(control, self._actor.model, config.weights, kind, self._actor.quantization)
         self._exporter = PolicyExporter(config, control, self._actor)
         self._profiler = StepProfiler(config, runtime.rank())
         self._snapshots = SnapshotWriter(config, control, self._actor)

@@ -45,6 +45,11 @@ def gpu_names() -> list[str]:
     return _told_of_each("name")
 
 
+def gpu_capabilities() -> list[float]:
+    """Returns the compute capability of each GPU of this machine; none where nvidia-smi tells of none."""
+    return [float(line) for line in _told_of_each("compute_cap") if line.replace(".", "", 1).isdigit()]
+
+
 def _told_of_each(field: str) -> list[str]:
     """Returns what nvidia-smi says of each GPU."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]

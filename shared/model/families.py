@@ -23,6 +23,7 @@ from shared.model.architecture import (
     Rope,
     YarnScaling,
 )
+from shared.model.quantization import ENTRY, block_format
 from shared.model.tensor_table import hf_tensors
 from shared.runtime.errors import ConfigError
 from shared.runtime.safe_files import parse_json
@@ -179,8 +180,8 @@ class _Entries:
         self.require("hidden_act", "silu", "other activations are not implemented")
         self.require("mlp_bias", False, "biases in the MLP are not implemented")
         self.require("use_sliding_window", False, "sliding windows are not implemented")
-        if "quantization_config" in self.raw:
-            raise self.error("quantization_config", "no such entry; `myxo convert` makes bfloat16 weights of 8-bit and MXFP4 ones")
+        if ENTRY in self.raw:
+            block_format(self.path, self.raw[ENTRY])
         if family.qkv_bias is False:
             self.require("attention_bias", False, f"{model_type} with attention biases is not implemented")
         heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")

@@ -3,10 +3,6 @@
 Both directions build the model in one process without initialising it: its parameters are reserved, never touched, so they
 take addresses and no memory, and give the name and offset in the format of each of them. Every bucket is written when it is read.
 A model may be larger than the machine's memory.
-
-DeepSeek-V3 and Kimi-K2 are published with 8-bit weights: a matrix is float8 (e4m3), with a float32 factor for each of its blocks. gpt-oss
-has experts in MXFP4: 32 numbers of four bits share a power of two. Only the conversion reads them. A run needs a copy in bfloat16, since
-its engines would take the pushed weights for quantized ones.
 """
 
 import json
@@ -45,19 +41,19 @@ from services.trainer.parallel.checkpoint_parts import MARKER, METADATA
 from services.trainer.parallel.export import copy_beside_weights, copy_vision, save_hf, write_json
 from services.trainer.parallel.gather_plan import Bucket, GatherUnit
 from services.trainer.parallel.joint_write import alone
-from services.trainer.parallel.safetensors_reader import SafetensorsReader
+from services.trainer.parallel.safetensors_reader import SafetensorsReader, reader_of
 from services.trainer.parallel.staged_shards import StagedShards
 from services.trainer.trainer_settings import DTYPES
 from shared.model.architecture import Architecture
 from shared.model.families import read_architecture, with_found_drafts
 from shared.model.parallel_layout import ParallelLayout
+from shared.model.quantization import ENTRY
 from shared.model.trainable_parameters import Lora
 from shared.runtime.errors import ConfigError
 from shared.runtime.safe_files import fsync_tree, publish, scratch
 
 Progress = Callable[[int, int], None]  # A callback that is called with bytes done and bytes in all
 FILE_BYTES = 2 * 1024**3  # the bytes that are read from a distributed checkpoint at a time, and written to one safetensors file
-_FACTORS = "_scale_inv"  # the suffix of the factors' name, after the name of the matrix
 _HF_FILES = "hf"  # The directory of a converted checkpoint for the files beside the weights: config.json, the tokenizer
 
 
@@ -80,7 +76,7 @@ def to_torch_dist(source: Path, target: Path, dtype: str | None, progress: Progr
     architecture = with_found_drafts(read_architecture(source, quantized=True), reader.names())
     reader.check(architecture)
     found = json.loads((source / "config.json").read_text())
-    quantized = found.get("quantization_config") is not None
+    quantized = found.get(ENTRY) is not None
     name = dtype or found.get("dtype") or found.get("torch_dtype") or ("bfloat16" if quantized else None)
     if name not in DTYPES:
         raise ConfigError("--dtype", name, f"one of {', '.join(DTYPES)}, where config.json says neither")
@@ -97,7 +93,7 @@ def to_torch_dist(source: Path, target: Path, dtype: str | None, progress: Progr
         copy_vision(source, kept)
         if quantized:
             config = json.loads((kept / "config.json").read_text())
-            del config["quantization_config"]
+            del config[ENTRY]
             write_json(kept / "config.json", config)
         entries = {"format": FORMAT, "step": 0, **model_entries(model), "weights_only": True, "extra": {}}
         write_json(step / MARKER, entries)
@@ -249,75 +245,3 @@ def _skeleton(architecture: Architecture, dtype: torch.dtype, lora: Lora | None 
 def _check_target(target: Path) -> None:
     if target.exists():
         raise ConfigError("TARGET", str(target), "a path where nothing is yet")
-
-
-def reader_of(hf_dir: Path) -> SafetensorsReader:
-    """Returns a reader that makes plain numbers of a checkpoint's.
-
-    Raises:
-        ConfigError: it is quantized in another format.
-    """
-    path = hf_dir / "config.json"
-    found: Any = json.loads(path.read_text()).get("quantization_config")
-    if found is None:
-        return SafetensorsReader(hf_dir)
-    if found.get("quant_method") == "mxfp4":
-        return Mxfp4Reader(hf_dir)
-    size = found.get("weight_block_size")
-    if found.get("quant_method") != "fp8" or found.get("fmt", "e4m3") != "e4m3" or not isinstance(size, list) or len(size) != 2:
-        raise ConfigError(f"{path}:quantization_config", found, "8-bit floats (e4m3) in blocks, mxfp4, or no such entry")
-    return BlockwiseReader(hf_dir, (int(size[0]), int(size[1])))
-
-
-class BlockwiseReader(SafetensorsReader):
-    """Multiplies each block with its factor.
-
-    Args:
-        block: rows and columns of a block; the last ones of a matrix may be smaller.
-    """
-
-    def __init__(self, hf_dir: Path, block: tuple[int, int]) -> None:
-        super().__init__(hf_dir)
-        self._block = block
-
-    def names(self) -> set[str]:
-        return {name for name in super().names() if not name.endswith(_FACTORS)}
-
-    def read(self, name: str, expert: int | None = None) -> Tensor:
-        tensor = super().read(name, expert)
-        if name + _FACTORS not in self.files:
-            return tensor
-        factors = super().read(name + _FACTORS).float()
-        rows, columns = self._block
-        wanted = (-(-tensor.size(0) // rows), -(-tensor.size(1) // columns))
-        if tuple(factors.shape) != wanted:
-            raise ConfigError(f"{self.hf_dir}:{name}{_FACTORS}", tuple(factors.shape), f"shape {wanted}, a factor for each block")
-        spread = factors.repeat_interleave(rows, 0)[: tensor.size(0)].repeat_interleave(columns, 1)[:, : tensor.size(1)]
-        return (tensor.float() * spread).to(torch.bfloat16)
-
-
-FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # the numbers of e2m1, by their bits
-
-
-class Mxfp4Reader(SafetensorsReader):
-    """Makes bfloat16 tensors of all experts, [experts, inputs, outputs], of MXFP4 ones.
-
-    Those are ``_blocks``, uint8 [experts, outputs, inputs / 32, 16], two numbers in a byte, the lower bits first, and ``_scales``, uint8
-    [experts, outputs, inputs / 32], exponents of two above -127.
-    """
-
-    def names(self) -> set[str]:
-        return {name.removesuffix("_blocks") for name in super().names() if not name.endswith("_scales")}
-
-    def shape(self, name: str) -> Sequence[int]:
-        if name in self.files:
-            return super().shape(name)
-        experts, outputs, blocks, nbytes = super().shape(f"{name}_blocks")
-        return experts, 2 * blocks * nbytes, outputs
-
-    def read(self, name: str, expert: int | None = None) -> Tensor:
-        if name in self.files:
-            return super().read(name, expert)
-        packed, scales = (super(Mxfp4Reader, self).read(f"{name}_{part}", expert) for part in ("blocks", "scales"))
-        numbers = torch.tensor(FOUR_BITS)[torch.stack([packed & 15, packed >> 4], -1).int()].flatten(-2)
-        return torch.ldexp(numbers, scales.int()[..., None] - 127).flatten(-2).transpose(-1, -2).to(torch.bfloat16)

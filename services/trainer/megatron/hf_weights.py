@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from services.trainer.parallel.runtime import device
-from services.trainer.parallel.safetensors_reader import SafetensorsReader
+from services.trainer.parallel.safetensors_reader import SafetensorsReader, reader_of
 from shared.model.architecture import Architecture
 from shared.model.tensor_table import TensorSource, is_untrained, parameter_sources
 
@@ -196,7 +196,7 @@ def load_hf(chunks: Sequence[GPTModel], config: TransformerConfig, architecture:
     Raises:
         ConfigError: the directory holds other tensors than its ``config.json`` describes.
     """
-    reader = SafetensorsReader(hf_dir)
+    reader = reader_of(hf_dir)
     passed_over = reader.check(architecture if drafts else replace(architecture, trained_drafts=0))
     if passed_over and not architecture.trained_drafts and dist.get_rank() == 0:
         layers = architecture.draft_layers

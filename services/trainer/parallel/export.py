@@ -22,10 +22,11 @@ from services.trainer.parallel import DEVICE_TYPE
 from services.trainer.parallel.gather_plan import Bucket, GatherPlan, GatherUnit
 from services.trainer.parallel.joint_write import HeldPart, JointWrite, Places, elect, find_places
 from services.trainer.parallel.runtime import host_copy, timeout_seconds, together
-from services.trainer.parallel.safetensors_reader import SafetensorsReader
+from services.trainer.parallel.safetensors_reader import reader_of
 from shared.model.architecture import Architecture
 from shared.model.final_exports import MARK
 from shared.model.hf_checkpoint import DRAFT_COPIES, EMBEDDING, INDEX, OUTPUT, TEMPLATE_FOLDER, VISION, draft_prefixes
+from shared.model.quantization import ENTRY
 from shared.model.trainable_parameters import Lora
 from shared.runtime.safe_files import fsync_tree, publish, scratch
 
@@ -202,7 +203,7 @@ class Drafts:
         prefixes = tuple(prefix for prefix in draft_prefixes(architecture) if prefix != VISION)
         self.names: list[str] = []
         if prefixes and any(source.glob("*.safetensors")):  # a converted checkpoint has none
-            self._reader = SafetensorsReader(source)
+            self._reader = reader_of(source)
             self.names = sorted(name for name in self._reader.names() if name.startswith(prefixes))
         tied = {OUTPUT: EMBEDDING} if architecture.tied_embeddings else {}
         pairs = {name: copy for name in self.names for end, copy in DRAFT_COPIES.items() if name.endswith(f".{end}")}
@@ -261,10 +262,16 @@ def copy_vision(source: Path, target: Path) -> list[str]:
     return list(found)
 
 
-def write_config(directory: Path, dtype: str, drafts: bool = False) -> None:
-    """Makes a copied ``config.json`` fit the weights: their dtype may have changed. ``drafts``: whether there are draft layers."""
+def write_config(directory: Path, dtype: str, drafts: bool = False, quantized: bool = False) -> None:
+    """Makes a copied ``config.json`` fit the weights: their dtype may have changed.
+
+    Args:
+        drafts: whether there are draft layers. quantized: whether the weights are as the source's are; else they are plain numbers.
+    """
     path = directory / "config.json"
     config = json.loads(path.read_text())
+    if not quantized:
+        config.pop(ENTRY, None)
     for entries in (config, config.get("text_config") or {}):
         if entries is config or "dtype" in entries or "torch_dtype" in entries:
             entries["torch_dtype" if "torch_dtype" in entries else "dtype"] = dtype

@@ -1,15 +1,24 @@
-"""The tensors of a Hugging Face checkpoint."""
+"""The tensors of a Hugging Face checkpoint, read one at a time as plain numbers, however they are quantized.
 
+DeepSeek-V3 and Kimi-K2 are published with 8-bit weights in blocks (`shared.model.quantization`). gpt-oss has experts in MXFP4: 32 numbers
+of four bits share a power of two; engines would take pushed weights for such, so that only the conversion reads those.
+"""
+
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shared.model.architecture import Architecture
 from shared.model.hf_checkpoint import VISION, draft_prefixes, tensor_problems, weight_files
+from shared.model.quantization import ENTRY, FACTORS, quantization_of
 from shared.model.tensor_table import hf_tensors
 from shared.runtime.errors import ConfigError
+from shared.transfer.quantizer import plain
 
 
 class SafetensorsReader:
@@ -57,3 +66,66 @@ class SafetensorsReader:
             return self.files[name].get_tensor(name)
         part: Tensor = self.files[name].get_slice(name)[expert]
         return part
+
+
+def reader_of(hf_dir: Path) -> SafetensorsReader:
+    """Returns a reader that makes plain numbers of a checkpoint's.
+
+    Raises:
+        ConfigError: it is quantized in another format.
+    """
+    found: Any = json.loads((hf_dir / "config.json").read_text()).get(ENTRY)
+    if found is None:
+        return SafetensorsReader(hf_dir)
+    if isinstance(found, dict) and found.get("quant_method") == "mxfp4":
+        return Mxfp4Reader(hf_dir)
+    return BlockwiseReader(hf_dir)
+
+
+class BlockwiseReader(SafetensorsReader):
+    """Makes bfloat16 tensors of 8-bit ones: each block is multiplied with its factor."""
+
+    def __init__(self, hf_dir: Path) -> None:
+        super().__init__(hf_dir)
+        found = quantization_of(hf_dir)
+        assert found is not None  # `reader_of` has looked
+        self._quantization = found
+
+    def names(self) -> set[str]:
+        return {name for name in super().names() if not name.endswith(FACTORS)}
+
+    def read(self, name: str, expert: int | None = None) -> Tensor:
+        tensor = super().read(name, expert)
+        if name not in self._quantization.names:
+            return tensor
+        factors = super().read(name + FACTORS)
+        if not bool((factors > 0).all() and factors.isfinite().all()):
+            raise ConfigError(f"{self.hf_dir}:{name}{FACTORS}", "a factor that is not positive and finite", "positive factors")
+        return plain(tensor, factors, self._quantization.format)
+
+
+FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # the numbers of e2m1, by their bits
+
+
+class Mxfp4Reader(SafetensorsReader):
+    """Makes bfloat16 tensors of all experts, [experts, inputs, outputs], of MXFP4 ones.
+
+    Those are ``_blocks``, uint8 [experts, outputs, inputs / 32, 16], two numbers in a byte, the lower bits first, and ``_scales``, uint8
+    [experts, outputs, inputs / 32], exponents of two above -127.
+    """
+
+    def names(self) -> set[str]:
+        return {name.removesuffix("_blocks") for name in super().names() if not name.endswith("_scales")}
+
+    def shape(self, name: str) -> Sequence[int]:
+        if name in self.files:
+            return super().shape(name)
+        experts, outputs, blocks, nbytes = super().shape(f"{name}_blocks")
+        return experts, 2 * blocks * nbytes, outputs
+
+    def read(self, name: str, expert: int | None = None) -> Tensor:
+        if name in self.files:
+            return super().read(name, expert)
+        packed, scales = (super(Mxfp4Reader, self).read(f"{name}_{part}", expert) for part in ("blocks", "scales"))
+        numbers = torch.tensor(FOUR_BITS)[torch.stack([packed & 15, packed >> 4], -1).int()].flatten(-2)
+        return torch.ldexp(numbers, scales.int()[..., None] - 127).flatten(-2).transpose(-1, -2).to(torch.bfloat16)

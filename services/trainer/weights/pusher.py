@@ -44,6 +44,7 @@ from services.trainer.weights.read_lock import WeightRead
 from services.trainer.weights.stage_sender import ChannelKind, StageSender, whole_push
 from shared.bus.bus_errors import RequestRefused
 from shared.config.trainer_section import WeightsSection
+from shared.model.quantization import Quantization
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import end_soon, log_error, run_in_thread
 from shared.schema.messages import Accepted, Message
@@ -163,15 +164,23 @@ class Pusher:
     """One rank's side of pushes. All ranks construct it together.
 
     Args:
-        link: rank 0's client; None on the others. kind: that of the channels.
+        link: rank 0's client; None on the others. kind: that of the channels. quantization: of the engines' checkpoint.
 
     Attributes:
         schedule: rank 0's decisions.
     """
 
-    def __init__(self, link: ControlClient | None, model: TrainedModel, config: WeightsSection, kind: ChannelKind = "group") -> None:
+    def __init__(
+        self,
+        link: ControlClient | None,
+        model: TrainedModel,
+        config: WeightsSection,
+        kind: ChannelKind = "group",
+        quantization: Quantization | None = None,
+    ) -> None:
         self._link, self._model, self._config = link, model, config
-        self._sender = StageSender(model, kind, config.push_timeout, config.update_weight_buffer_size, config.update_weight_dtype)
+        bucket_bytes, dtype = config.update_weight_buffer_size, config.update_weight_dtype
+        self._sender = StageSender(model, kind, config.push_timeout, bucket_bytes, dtype, quantization)
         self.schedule = PushSchedule()
         self._channels: list[WeightChannelAddress] = []
         self._known: dict[str, TensorDigest] = {}

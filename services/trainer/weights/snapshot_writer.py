@@ -25,6 +25,7 @@ from services.trainer.parallel.gather_plan import Bucket
 from shared.bus.registry import BROKEN_SNAPSHOT
 from shared.config.run_config import RunConfig
 from shared.model.hf_checkpoint import INDEX
+from shared.model.quantization import Quantization
 from shared.runtime.safe_files import fsync_tree, publish, scratch
 from shared.runtime.telemetry import declare_metrics
 from shared.schema.service_messages import ServiceStatus
@@ -32,6 +33,7 @@ from shared.schema.weight_messages import WeightsLive, WeightsSnapshot
 from shared.transfer import digest, tensor_file
 from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.manifest import ITEM_BYTES
+from shared.transfer.quantizer import sent
 from shared.transfer.tensor_file import HASH_THREADS, TensorBytes, TensorFileBroken
 from shared.transfer.weight_checkpoint import (
     BrokenCheckpoint,
@@ -250,7 +252,7 @@ class SnapshotWriter:
         with ThreadPoolExecutor(1, thread_name_prefix="snapshot") as thread:
             writing = thread.submit(self._begin, version)
             for bucket in exported:  # to its end, even after an error: the other ranks take part in gathering it
-                tensors = on_host(bucket)
+                tensors = on_host(bucket, self._actor.quantization)
                 concurrent.futures.wait([writing])  # one bucket is being written while the next is gathered
                 if writing.exception() is None:
                     writing = thread.submit(writing.result().add, tensors)
@@ -288,7 +290,7 @@ class SnapshotWriter:
 
     def _write_beside(self, directory: Path) -> None:
         copy_beside_weights(self._actor.hf_dir, directory)
-        write_config(directory, self._weights.update_weight_dtype or self._actor.settings.trainer.train_dtype)
+        write_config(directory, self._weights.update_weight_dtype or self._actor.settings.trainer.train_dtype, quantized=True)
 
     def _finish(self, written: WeightCheckpoint, seconds: float) -> WeightsSnapshot:
         client = self._client
@@ -329,11 +331,12 @@ class SnapshotWriter:
         self._client.publish_event("snapshot_failed", f"version {version} was not written to {self._checkpoints.directory}: {error}")
 
 
-def on_host(bucket: Bucket) -> dict[str, TensorBytes]:
-    """Returns the bucket's bytes in host memory; on a CPU without a copy."""
+def on_host(bucket: Bucket, quantization: Quantization | None = None) -> dict[str, TensorBytes]:
+    """Returns the bucket's bytes in host memory, quantized as the engines' checkpoint is; on a CPU without a copy."""
     tensors = {}
-    for name, tensor in bucket:
-        assert isinstance(tensor, Tensor)  # not None on rank 0
-        flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        tensors[name] = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat
+    for whole, given in bucket:
+        assert isinstance(given, Tensor)  # not None on rank 0
+        for name, tensor in sent(quantization, whole, given.detach()):
+            flat = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            tensors[name] = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), flat
     return tensors

@@ -24,6 +24,7 @@ from services.trainer.parallel import runtime
 from services.trainer.parallel.gather_plan import GatherPlan, GatherUnit
 from services.trainer.parallel.runtime import deadline, device
 from services.trainer.parallel.trained_model import TrainedModel
+from shared.model.quantization import Quantization
 from shared.runtime.addresses import own_address
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import run_in_thread
@@ -33,6 +34,7 @@ from shared.transfer.digest import TensorDigest, decoded_digests
 from shared.transfer.group_channel import GroupReceiver, GroupSender, on_stream
 from shared.transfer.manifest import RAMP_PART, Bucket, Kind, Manifest, Slot, TensorSpec, lay_out_units, loaded_together, unit_bytes
 from shared.transfer.memory_channel import MemorySender
+from shared.transfer.quantizer import sent
 from shared.transfer.weight_channel import ChannelBroken, ChannelSender, TransferDeadline, abort_channel
 
 Unit = TypeVar("Unit")
@@ -52,24 +54,35 @@ class StageExport:
 
     Args:
         bucket_bytes: the most of a bucket, unless one parameter is larger. dtype: torch's name of the sent dtype; None: as trained.
-        skip_frozen: whether to leave out parameters that no optimizer updates.
+        skip_frozen: whether to leave out parameters that no optimizer updates. quantization: of the engines' checkpoint; its matrices are
+            quantized here, on the device of the weights.
     """
 
-    def __init__(self, plan: GatherPlan, bucket_bytes: int, *, dtype: str | None = None, skip_frozen: bool = False) -> None:
-        self._plan = plan
+    def __init__(
+        self,
+        plan: GatherPlan,
+        bucket_bytes: int,
+        *,
+        dtype: str | None = None,
+        skip_frozen: bool = False,
+        quantization: Quantization | None = None,
+    ) -> None:
+        self._plan, self._quantization = plan, quantization
         groups = loaded_together(plan.of_stage(), lambda unit: unit.tensors[0][0])
         held = [group for group in groups if not (skip_frozen and all(map(plan.is_frozen, group)))]
         lora = plan.model.lora
-        sent = (dtype if lora is None else None) or str(plan.model.dtype).removeprefix("torch.")
+        trained = (dtype if lora is None else None) or str(plan.model.dtype).removeprefix("torch.")
 
         def specs(group: list[GatherUnit]) -> list[TensorSpec]:
-            return [(name, "float32" if unit.float32 else sent, shape) for unit in group for name, shape in unit.tensors]
+            plain = [(name, "float32" if unit.float32 else trained, shape) for unit in group for name, shape in unit.tensors]
+            return plain if quantization is None else [spec for one in plain for spec in quantization.specs(*one)]
 
         held = send_order(held, [unit_bytes(specs(group)) for group in held], bucket_bytes)
         kind: tuple[Kind, float] = ("weights", 1.0) if lora is None else ("adapter", lora.scale)
         self.manifest: Manifest = lay_out_units(map(specs, held), bucket_bytes, *kind, ramped=True)
         units = (unit for group in held for unit in group)
-        self._units = [list(_units_of(bucket, units)) for bucket in self.manifest.buckets]
+        counted = ((unit, len(specs([unit]))) for unit in units)
+        self._units = [list(_units_of(bucket, counted)) for bucket in self.manifest.buckets]
         self._copies: dict[int, _Copies] = {}
 
     @torch.no_grad()
@@ -80,6 +93,9 @@ class StageExport:
         """
         copies = self._own_copies(index, flat) if flat is not None else None
         for unit, slots in self._units[index]:
+            if self._is_quantized(unit):
+                self._fill_quantized(unit, slots, flat)
+                continue
             if copies is not None and self._plan.is_whole(unit):
                 continue
             with deadline(f"the export of {unit.name}"):
@@ -88,12 +104,24 @@ class StageExport:
         if copies is not None and copies.targets:
             torch._foreach_copy_(copies.targets, copies.sources)
 
+    def _is_quantized(self, unit: GatherUnit) -> bool:
+        return self._quantization is not None and any(name in self._quantization.names for name, _ in unit.tensors)
+
+    def _fill_quantized(self, unit: GatherUnit, slots: tuple[Slot, ...], flat: Tensor | None) -> None:
+        dtype = unit.dtype(self._plan.model.dtype)
+        with deadline(f"the export of {unit.name}"):
+            whole = self._plan.deliver(unit, self._plan.source, [dtype] * len(unit.tensors))
+        if whole is not None and flat is not None:
+            made = (part for (name, _), tensor in zip(unit.tensors, whole, strict=True) for part in sent(self._quantization, name, tensor))
+            for slot, (_, tensor) in zip(slots, made, strict=True):
+                slot_view(flat, slot).copy_(tensor)
+
     def _own_copies(self, index: int, flat: Tensor) -> _Copies:
         found = self._copies.get(index)
         if found is None or found.buffer != flat.data_ptr():
             found = self._copies[index] = _Copies(flat.data_ptr(), [], [])
             for unit, slots in self._units[index]:
-                if self._plan.is_whole(unit):
+                if self._plan.is_whole(unit) and not self._is_quantized(unit):
                     parts = self._plan.parts(unit)
                     assert parts is not None  # views of a parameter that this rank owns
                     found.sources += parts
@@ -113,11 +141,11 @@ def _target(flat: Tensor | None, slot: Slot) -> Tensor:
     return slot_view(flat, slot) if flat is not None else torch.empty(slot.shape, dtype=torch_dtype(slot.dtype), device=device())
 
 
-def _units_of(bucket: Bucket, units: Iterator[GatherUnit]) -> Iterator[tuple[GatherUnit, tuple[Slot, ...]]]:
+def _units_of(bucket: Bucket, units: Iterator[tuple[GatherUnit, int]]) -> Iterator[tuple[GatherUnit, tuple[Slot, ...]]]:
     first = 0
     while first < len(bucket.slots):
-        unit = next(units)
-        slots = bucket.slots[first : first + len(unit.tensors)]
+        unit, count = next(units)
+        slots = bucket.slots[first : first + count]
         first += len(slots)
         yield unit, slots
 
@@ -294,28 +322,36 @@ class SentPush(NamedTuple):
 
 def whole_push(parts: Sequence[Sequence[Any]]) -> SentPush:
     """Returns what the ranks have sent together, from each one's `SentPush`. Raises ChannelBroken where one has not sent everything."""
-    sent = [SentPush(*part) for part in parts]
-    if broken := [part.error for part in sent if part.error is not None]:
+    pushes = [SentPush(*part) for part in parts]
+    if broken := [part.error for part in pushes if part.error is not None]:
         raise ChannelBroken(broken[0])
-    known = dict(item for part in sent for item in part.known.items())
-    manifests = dict(item for part in sent for item in part.manifests.items())
+    known = dict(item for part in pushes for item in part.known.items())
+    manifests = dict(item for part in pushes for item in part.manifests.items())
     # what came from other ranks came as JSON
-    return SentPush(sum(part.bytes for part in sent), known if len(sent) == 1 else decoded_digests(known), None, manifests)
+    return SentPush(sum(part.bytes for part in pushes), known if len(pushes) == 1 else decoded_digests(known), None, manifests)
 
 
 class StageSender:
     """The sender of one stage. All ranks construct it together; every method but `abort` is a collective of all, on one thread.
 
     Args:
-        seconds: the longest that a push may take. bucket_bytes, dtype: see `StageExport`.
+        seconds: the longest that a push may take. bucket_bytes, dtype, quantization: see `StageExport`.
 
     Attributes:
         machines: the address of each rank's machine, where each machine has memory channels of its own; else empty.
     """
 
-    def __init__(self, model: TrainedModel, kind: ChannelKind, seconds: float, bucket_bytes: int, dtype: str | None = None) -> None:
+    def __init__(
+        self,
+        model: TrainedModel,
+        kind: ChannelKind,
+        seconds: float,
+        bucket_bytes: int,
+        dtype: str | None = None,
+        quantization: Quantization | None = None,
+    ) -> None:
         self.plan: GatherPlan = gather_plan(model, apart=True)
-        self._kind, self._bucket_bytes, self._dtype = kind, bucket_bytes, dtype
+        self._kind, self._bucket_bytes, self._dtype, self._quantization = kind, bucket_bytes, dtype, quantization
         self._life = secrets.token_hex(4)  # a channel of an earlier process must not be mistaken for one of this
         self._exports: dict[bool, tuple[StageExport, ManifestHasher]] = {}
         self._channel: StageChannel | None = None
@@ -458,7 +494,8 @@ class StageSender:
 
     def _export(self, partial: bool) -> tuple[StageExport, ManifestHasher]:
         if partial not in self._exports:
-            export = StageExport(self.plan, self._bucket_bytes, dtype=self._dtype, skip_frozen=partial)
+            size, dtype, quantization = self._bucket_bytes, self._dtype, self._quantization
+            export = StageExport(self.plan, size, dtype=dtype, skip_frozen=partial, quantization=quantization)
             self._exports[partial] = export, ManifestHasher(export.manifest, runtime.device())
         return self._exports[partial]
 

@@ -1,0 +1,77 @@
+"""Makes a checkpoint with 8-bit weights of a plain one, file by file: ``myxo convert --to fp8-block``."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from services.trainer.parallel.export import copy_beside_weights, write_json
+from shared.model.hf_checkpoint import INDEX, VISION, weight_files
+from shared.model.quantization import ENTRY, BlockFormat, Quantization
+from shared.runtime.errors import ConfigError
+from shared.runtime.safe_files import fsync_tree, publish, scratch
+from shared.transfer.quantizer import sent
+
+LINEAR = re.compile(r"\.layers\.\d+\..*(_proj|\.w[123]|\.wq_b|\.wk|_proj_with_mqa)\.weight$")
+"""The names of layers' matrices: projections, experts of MiniMax, the indexer of sparse attention."""
+KEPT = re.compile(r"\.(eh_proj|weights_proj|in_proj_(a|b|ba)|kv_b_proj)\.weight$")
+"""Those of them that engines have in plain numbers, and latent attention's ``kv_b_proj``: SGLang would round it a second time, whole."""
+
+
+def quantize(source: Path, target: Path, form: BlockFormat, progress: Callable[[int, int], None]) -> Path:
+    """Writes the checkpoint ``source`` with its layers' matrices in blocks of 8-bit floats. Embeddings, the output layer, norms, routers
+    and what sees stay as they are.
+
+    Args:
+        target: must not exist; it appears complete or not at all. progress: is called with the bytes read and those in all.
+
+    Raises ConfigError: the source is quantized already, has no layers that can be, or experts stacked in one tensor; the target exists.
+    """
+    config = json.loads((source / "config.json").read_text())
+    if config.get(ENTRY) is not None:
+        raise ConfigError(f"{source / 'config.json'}:{ENTRY}", config[ENTRY], "no such entry: a checkpoint of plain numbers")
+    if target.exists():
+        raise ConfigError("TARGET", str(target), "a path where nothing is yet")
+    files, _ = weight_files(source)
+    total, done, places, kept = sum(path.stat().st_size for path in files), 0, dict[str, str](), set[str]()
+    draft, nbytes, chosen = scratch(target), 0, 0
+    for path in files:
+        made = dict[str, torch.Tensor]()
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                tensor = file.get_tensor(name)
+                if quantized := is_quantized(source, name, tuple(tensor.shape)):
+                    tensor, chosen = checked(source, name, tensor), chosen + 1
+                elif tensor.dim() == 2 and name.endswith(".weight"):
+                    kept.add(name.removesuffix(".weight"))
+                made |= dict(sent(Quantization(form, frozenset([name] if quantized else [])), name, tensor))
+        save_file(made, draft / path.name, metadata={"format": "pt"})
+        places |= dict.fromkeys(made, path.name)
+        nbytes, done = nbytes + sum(tensor.nbytes for tensor in made.values()), done + path.stat().st_size
+        progress(done, total)
+    if not chosen:
+        raise ConfigError("SOURCE", str(source), "a checkpoint with layers' matrices (…_proj.weight); it has none")
+    if len(files) > 1:
+        write_json(draft / INDEX, {"metadata": {"total_size": nbytes}, "weight_map": places})
+    copy_beside_weights(source, draft)
+    write_json(draft / "config.json", config | {ENTRY: form.entry(kept)})
+    fsync_tree(draft)
+    publish(draft, target)
+    return target
+
+
+def is_quantized(source: Path, name: str, shape: tuple[int, ...]) -> bool:
+    """Returns whether a tensor is one of the layers' matrices that 8 bits are enough for."""
+    if ".experts." in name and len(shape) == 3:
+        raise ConfigError(f"{source}:{name}", list(shape), "a matrix of one expert: tensors of all experts are not quantized in blocks")
+    return len(shape) == 2 and not name.startswith(VISION) and bool(LINEAR.search(name)) and not KEPT.search(name)
+
+
+def checked(source: Path, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_floating_point() or tensor.element_size() == 1 or not bool(tensor.isfinite().all()):
+        raise ConfigError(f"{source}:{name}", str(tensor.dtype), "finite numbers of 16 or 32 bits")
+    return tensor

@@ -1,0 +1,156 @@
+"""Blocks of 8-bit floats: what they are rounded to, which checkpoints have them, and what cannot be divided."""
+
+import ast
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from services.trainer import convert_command
+from shared.model.quantization import BlockFormat, block_format, quantization_of, split_problems
+from shared.runtime.errors import ConfigError
+from shared.transfer.quantizer import plain, quantized
+from tests.unit.trainer.megatron.tiny import make_checkpoint
+
+SGLANG = Path(torch.__file__).parents[1] / "sglang"
+SHAPES = [(128, 128), (130, 257), (1, 1), (3, 300), (256, 8)]
+
+
+def sglangs(file: str, *names: str) -> dict[str, Any]:
+    """Functions of a file of SGLang's, without its imports, which want a GPU's packages."""
+    nodes = {node.name: node for node in ast.parse((SGLANG / file).read_text()).body if isinstance(node, ast.FunctionDef)}
+    found: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, "Tuple": tuple, "List": list, "FP8_MAX": 448.0, "FP8_MIN": -448.0}
+    found |= {"ceil_align": lambda x, y: -(-x // y) * y, "ceildiv": lambda x, y: -(-x // y)}
+    exec(compile(ast.Module([nodes[name] for name in names], []), file, "exec"), found)
+    return found
+
+
+def matrix(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> Tensor:
+    torch.manual_seed(sum(shape))
+    return (torch.randn(shape) * torch.logspace(-3, 2, shape[1])).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_they_are_sglangs_own(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight = matrix(shape, dtype)
+    powers = sglangs("srt/layers/quantization/fp8_utils.py", "per_block_cast_to_fp8", "ceil_to_ue8m0")["per_block_cast_to_fp8"](weight)
+    plainly = sglangs("multimodal_gen/tools/convert_hf_to_fp8.py", "block_fp8")["block_fp8"](weight, [128, 128])
+    for (made, factors), form in ((powers, BlockFormat(powers_of_two=True)), (plainly, BlockFormat())):
+        own, own_factors = quantized(weight, form)
+        assert torch.equal(own.view(torch.uint8), made.view(torch.uint8)) and torch.equal(own_factors, factors.view_as(own_factors))
+        assert own.shape == weight.shape and own_factors.shape == form.factors(shape)
+
+
+@pytest.mark.parametrize("powers", [False, True])
+def test_a_number_is_rounded_to_the_nearest(powers: bool) -> None:
+    """By at most half of the step between two 8-bit floats: 2⁻⁴ of itself, or 2⁻¹⁰ of the factor below the smallest normal one."""
+    form = BlockFormat(16, 32, powers)
+    weight = matrix((50, 70))
+    made, factors = quantized(weight, form)
+    spread = factors.repeat_interleave(16, 0)[:50].repeat_interleave(32, 1)[:, :70]
+    apart = (plain(made, factors, form, torch.float32) - weight).abs()
+    assert bool((apart <= torch.maximum(weight.abs() / 16, spread * 2.0**-10) * (1 + 1e-6)).all())
+    again, same = quantized(plain(made, factors, form, torch.float32), form)
+    assert torch.equal(again.view(torch.uint8), made.view(torch.uint8))
+    assert torch.equal(same, factors) if powers else torch.allclose(same, factors, rtol=1e-6)
+
+
+def test_blocks_of_zeros_and_of_one_size() -> None:
+    made, factors = quantized(torch.zeros(5, 7), BlockFormat(4, 4))
+    assert not plain(made, factors, BlockFormat(4, 4)).any() and bool((factors > 0).all())
+    made, factors = quantized(torch.full((4, 4), -3.5), BlockFormat(4, 4))
+    assert bool((made.float() == -448).all()) and math.isclose(float(factors), 3.5 / 448, rel_tol=1e-6)
+
+
+ENTRY = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [8, 8]}
+OTHERS: list[Any] = [
+    *({"quant_method": method} for method in ("awq", "gptq", "mxfp4", "fp8", "mxfp8", "compressed-tensors", None)),
+    *(ENTRY | {"weight_block_size": size} for size in ([8], [8, 0], [8, -1], [8, 8.0], ["8", "8"], None, 8, [8, 8, 8])),
+    *(ENTRY | other for other in ({"fmt": "e5m2"}, {"activation_scheme": "static"}, {"scale_fmt": "e8m0"}, {"fmt": None})),
+    *([], "fp8", 8, {}),
+]
+
+
+@pytest.mark.parametrize("entry", OTHERS, ids=str)
+def test_another_format_is_named(entry: Any) -> None:
+    with pytest.raises(ConfigError, match=r"config.json:quantization_config = .*: 8-bit floats in blocks"):
+        block_format(Path("config.json"), entry)
+
+
+@pytest.fixture(scope="module")
+def eight_bits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("eight")
+    make_checkpoint("qwen3_moe", directory / "whole")
+    assert convert_command.main([str(directory / "whole"), str(directory / "made"), "--to", "fp8-block", "--block", "8", "8"]) == 0
+    return directory / "made"
+
+
+def test_a_checkpoint_tells_what_is_quantized(eight_bits: Path) -> None:
+    found, whole = quantization_of(eight_bits), load_file(eight_bits.parent / "whole" / "model.safetensors")
+    assert found is not None and found.format == BlockFormat(8, 8) and quantization_of(eight_bits.parent / "whole") is None
+    assert {name.split(".")[-2] for name in found.names} == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    made = load_file(eight_bits / "model.safetensors")
+    assert made.keys() == whole.keys() | {f"{name}_scale_inv" for name in found.names}
+    for name, tensor in whole.items():
+        apart = plain(made[name], made[f"{name}_scale_inv"], found.format, torch.float32) if name in found.names else made[name]
+        assert torch.allclose(apart, tensor, rtol=1 / 16, atol=1e-2) and (name in found.names or torch.equal(apart, tensor))
+    kept = json.loads((eight_bits / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    assert "lm_head" in kept and "model.layers.0.mlp.gate" in kept
+
+
+NAME = "model.layers.0.self_attn.o_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda held: held.pop(f"{NAME}_scale_inv"), rf"{NAME}_scale_inv = 'absent \[\]': float32 \[4, 8\]"),
+        (lambda held: held.update({f"{NAME}_scale_inv": torch.ones(2, 4)}), r"float32 \[2, 4\]': float32 \[4, 8\]"),
+        (lambda held: held.update({f"{NAME}_scale_inv": torch.ones(4, 4, dtype=torch.uint8)}), r"uint8 \[4, 4\]': float32"),
+        (lambda held: held.pop(NAME), rf"{NAME} = 'absent \[\]': a matrix of 8-bit floats"),
+        (lambda held: held.update({NAME: held[NAME].float()}), rf"{NAME} = 'float32 .*: a matrix of 8-bit floats"),
+    ],
+    ids=["no factors", "too few", "of another type", "no matrix", "a plain one"],
+)
+def test_factors_that_do_not_fit(change: Any, says: str, eight_bits: Path, tmp_path: Path) -> None:
+    held = load_file(eight_bits / "model.safetensors")
+    change(held)
+    save_file(held, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((eight_bits / "config.json").read_text())
+    with pytest.raises(ConfigError, match=says):
+        quantization_of(tmp_path)
+
+
+def test_what_cannot_be_converted(eight_bits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = eight_bits.parent / "whole"
+    broken = {"model.layers.0.self_attn.q_proj.weight": torch.full((4, 4), math.inf)}
+    save_file(broken, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    for source, options, says in (
+        (eight_bits, [], "no such entry: a checkpoint of plain numbers"),
+        (tmp_path, [], "finite numbers of 16 or 32 bits"),
+        (whole, ["--block", "8", "0"], "--block = [8, 0]: two numbers from 1 up"),
+        (whole, ["--dtype", "float32"], "--dtype = 'float32': not given"),
+    ):
+        assert convert_command.main([str(source), str(tmp_path / "made"), "--to", "fp8-block", *options]) != 0
+        assert says in " ".join(capsys.readouterr().err.split())
+        assert not (tmp_path / "made").exists()
+    assert convert_command.main([str(whole), str(tmp_path / "made"), "--block", "8", "8"]) != 0
+    assert "--block = '[8, 8]': not given" in " ".join(capsys.readouterr().err.split())
+
+
+def test_engines_divide_whole_blocks() -> None:
+    shapes = {f"model.layers.{layer}.{name}.weight": shape for layer in range(2) for name, shape in (
+        ("self_attn.q_proj", (512, 300)), ("self_attn.k_proj", (256, 300)), ("self_attn.o_proj", (300, 512)),
+        ("mlp.experts.3.up_proj", (128, 300)), ("mlp.experts.3.down_proj", (300, 128)),
+    )}  # fmt: skip
+    form = BlockFormat()
+    assert list(split_problems(form, shapes, 1, 1, 1)) == list(split_problems(form, shapes, 4, 2, 1)) == []
+    problems = list(split_problems(form, shapes, 8, 4, 2))
+    assert len(problems) == 5 and "o_proj.weight has 512 columns, which 8 ranks of an engine cannot" in problems[2]
