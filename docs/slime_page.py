@@ -100,6 +100,7 @@ twice the last counts, and that is reported. A switch that is on by default is t
   own, unless `--support-replay on`), the start says so, and `train/support_mismatch` is 1; so it is with penalties that
   `--sglang-preferred-sampling-params` sets for all requests. Parameters of the checkpoint's `generation_config.json` are not used
   (`--sglang-sampling-defaults openai`).
+- **8-bit rollout** is the checkpoint's to say, as with slime: an FP8 one as `--hf-checkpoint` ([precision](precision.md)). INT4 is refused.
 - **`--sglang-quantization`** is refused where the trainer pushes weights, and `--sglang-speculative-algorithm` without a draft: layers
   of the checkpoint, or `--sglang-speculative-draft-model-path`.
 - **Environment variables** by which slime trains otherwise (`OPEN_TRAINING_INT4_…`, `MEGATRON_USE_SGLANG_…`, `DSA_KV_FP8_QAT…`) are not

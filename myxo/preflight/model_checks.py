@@ -21,7 +21,7 @@ from shared.model.engine_plan import EngineLayout
 from shared.model.families import read_architecture
 from shared.model.named_layers import is_own_module
 from shared.model.parallel_layout import ParallelLayout, division_problems
-from shared.model.quantization import FACTORS, quantization_of, split_problems
+from shared.model.quantization import FACTORS, Quantization, quantization_of, split_problems
 from shared.model.tensor_table import hf_tensors, megatron_parameters
 from shared.model.trainable_parameters import Freezing, Lora
 from shared.runtime.errors import ConfigError
@@ -126,17 +126,23 @@ def check_quantization(inspection: Inspection) -> Findings:
     if trains and config.trainer.lora_rank:
         wanted = "0: adapters are laid over the engines' own weights, and a sum with 8-bit ones would be rounded"
         yield ConfigError("trainer.lora_rank", config.trainer.lora_rank, wanted)
+    yield from _divided_blocks(inspection, inspection.architecture, found)
+    if other := [one for one in devices.gpu_capabilities() if not FLOAT8[0] <= one < FLOAT8[1]]:
+        wanted = f"GPUs of compute capability from {FLOAT8[0]} to below {FLOAT8[1]}, whose engines keep 8-bit weights as they are pushed"
+        yield ConfigError(field, here, f"{wanted}; here is one of {other[0]}")
+
+
+def _divided_blocks(inspection: Inspection, architecture: Architecture, found: Quantization) -> Findings:
+    config = inspection.config
     shapes = {name: inspection.weight_headers[name][1] for name in sorted(found.names & inspection.weight_headers.keys())}
     for place in range(len(config.rollout.engines())):
         own = config.of_engines("", place).rollout
         layout = EngineLayout.of(own.rollout_num_gpus_per_engine, own.engine_flags)
         experts = max(int(own.engine_flags.get("expert-parallel-size") or own.engine_flags.get("ep-size") or 1), 1)
-        keys = min(layout.heads, inspection.architecture.num_key_value_heads)
+        keys = min(layout.heads, architecture.num_key_value_heads)
         for problem in split_problems(found.format, shapes, layout.heads, keys, max(layout.tensor // experts, 1)):
-            yield ConfigError(field, here, f"matrices that engines can divide: {problem}; fewer GPUs an engine, or smaller blocks")
-    if other := [one for one in devices.gpu_capabilities() if not FLOAT8[0] <= one < FLOAT8[1]]:
-        wanted = f"GPUs of compute capability from {FLOAT8[0]} to below {FLOAT8[1]}, whose engines keep 8-bit weights as they are pushed"
-        yield ConfigError(field, here, f"{wanted}; here is one of {other[0]}")
+            wanted = f"matrices that engines can divide: {problem}; fewer GPUs an engine, or smaller blocks"
+            yield ConfigError("model.hf_checkpoint", str(config.model.hf_checkpoint), wanted)
 
 
 def _tensors(directory: Path, headers: Headers, architecture: Architecture, field: str) -> Iterator[ConfigError]:

@@ -54,20 +54,28 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _check_options(given: argparse.Namespace, from_hf: bool) -> None:
+    """Raises ConfigError for an option that the direction gives no meaning."""
+    of_quantizing, of_torch_dist = {"--block": given.block, "--scale-fmt": given.scale_fmt}, {"--dtype": given.dtype}
+    from_trainer = {"--step": given.step, "--hf": given.hf}
+    if not from_hf:
+        misplaced, there = of_torch_dist | of_quantizing | {"--to": given.to}, "SOURCE is a torch_dist checkpoint"
+    elif given.to is None:
+        misplaced, there = from_trainer | of_quantizing, "SOURCE is a Hugging Face checkpoint, and there is no --to"
+    else:
+        misplaced, there = from_trainer | of_torch_dist, "--to makes a Hugging Face checkpoint of one"
+    for option, value in misplaced.items():
+        if value is not None:
+            raise ConfigError(option, str(value), f"not given; {there}")
+    if given.block is not None and min(given.block) < 1:
+        raise ConfigError("--block", given.block, "two numbers from 1 up")
+
+
 def _convert(given: argparse.Namespace) -> Path:
     if not given.source.is_dir():
         raise ConfigError("SOURCE", str(given.source), "a directory; there is none")
     from_hf = (given.source / "config.json").is_file()
-    how = {"--block": given.block, "--scale-fmt": given.scale_fmt}
-    misplaced = {"--step": given.step, "--hf": given.hf} if from_hf else {"--dtype": given.dtype, "--to": given.to, **how}
-    if from_hf:
-        misplaced |= how if given.to is None else {"--dtype": given.dtype}
-    there = f", and --to is {given.to or 'not given'}" if from_hf else ""
-    if given.block is not None and min(given.block) < 1:
-        raise ConfigError("--block", given.block, "two numbers from 1 up")
-    for option, value in misplaced.items():
-        if value is not None:
-            raise ConfigError(option, str(value), f"not given; SOURCE is a {'Hugging Face' if from_hf else 'torch_dist'} checkpoint{there}")
+    _check_options(given, from_hf)
     # The conversion computes nothing: it must not take a GPU's memory. torch reads this while it is imported.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.filterwarnings("ignore")
