@@ -8,13 +8,11 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
-import structlog
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import transformers
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -22,6 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from services.trainer.fsdp import packed_attention
 from services.trainer.fsdp.packed_attention import Sequences
+from services.trainer.fsdp.shards import local, rows_of
+from services.trainer.fsdp.weight_loading import fill, materialize, skeleton
 from services.trainer.packing import PackedBatch
 from services.trainer.parallel import DEVICE_TYPE
 from services.trainer.parallel.likelihood import OutputHead, VocabularySlice
@@ -132,15 +132,10 @@ class FsdpModel:
         yield from self.weight_tensors()
         yield from self.language_model.buffers()
 
-    @torch.no_grad()
     def load_hf(self, directory: Path) -> None:
         """Fills this rank's shards from another checkpoint of the same model."""
         with together(f"loading {directory}"):
-            given = load(directory, self.language_model.config.get_text_config().vocab_size).state_dict()
-        for name, parameter in self.language_model.named_parameters():
-            local(parameter).copy_(shard_of(parameter, given[name]))
-        for name, buffer in self.buffers().items():
-            buffer.copy_(given[name])
+            fill(self.language_model, {**dict(self.language_model.named_parameters()), **self.buffers()}, directory)
 
     def sharded_state(self) -> dict[str, Any]:
         """Returns the weights as checkpoints hold them: this rank's rows, which are read in place, whatever the ranks that wrote them."""
@@ -171,26 +166,15 @@ class FsdpModel:
 
     def head(self, weight: Tensor) -> OutputHead:
         """Returns the output layer over its gathered weight."""
-        return OutputHead(weight, VocabularySlice(None, 0, self.architecture.vocab_size), chunk_size=self.chunk_size)
+        vocabulary = VocabularySlice(None, 0, self.architecture.vocab_size)
+        return OutputHead(weight, vocabulary, chunk_size=self.chunk_size, **logit_transform(self.language_model.config.get_text_config()))
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Returns this rank's shard of a parameter, or the tensor itself where it is not sharded; no copy."""
-    found = tensor.detach()
-    return found.to_local() if isinstance(found, DTensor) else found
-
-
-def rows_of(tensor: DTensor, rank: int | None = None) -> tuple[int, int]:
-    """Returns the first row of a rank's shard, by default this one's, and the row behind it: FSDP2 cuts as `torch.chunk` does."""
-    size, world = tensor.shape[0], tensor.device_mesh.size()
-    each = -(-size // world)
-    own = dist.get_rank() if rank is None else rank
-    return min(own * each, size), min((own + 1) * each, size)
-
-
-def shard_of(parameter: Tensor, whole: Tensor) -> Tensor:
-    """Returns this rank's rows of a whole parameter."""
-    return whole[slice(*rows_of(parameter))] if isinstance(parameter, DTensor) else whole
+def logit_transform(config: Any) -> dict[str, Any]:
+    """Returns what a family does to its logits behind the output layer, as `OutputHead` has it; `check_packing` holds it to the model."""
+    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)  # Cohere's; Granite's
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma's
+    return {"scale": scale, **({} if cap is None else {"cap": cap})}
 
 
 def _parts(state: Mapping[str, Any]) -> Iterator[CheckpointPart]:
@@ -207,33 +191,6 @@ def sharded(prefix: str, name: str, parameter: Tensor, data: Tensor) -> tuple[st
     offset = (first, *(0 for _ in parameter.shape[1:])) if parameter.dim() else ()
     key = f"{prefix}.{name}"
     return key, CheckpointPart(key, data, offset, tuple(parameter.shape))
-
-
-def load(hf_dir: Path, vocab_size: int | None = None, random: bool = False) -> Any:
-    """Returns transformers' model of a checkpoint in float32 in host memory, with its weights or random ones.
-
-    Raises ConfigError: transformers has no causal language model of the kind, or does not read the checkpoint.
-    """
-    field = "model.hf_checkpoint"
-    try:
-        config = transformers.AutoConfig.from_pretrained(hf_dir, local_files_only=True)
-        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": packed_attention.NAME}
-        if random:
-            return transformers.AutoModelForCausalLM.from_config(config, **options)
-        options |= {"config": config, "local_files_only": True, "output_loading_info": True}
-        found, notes = cast(Any, transformers.AutoModelForCausalLM.from_pretrained)(hf_dir, **options)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(field, str(hf_dir), f"a causal language model that transformers reads ({error})") from error
-    for kind in ("missing_keys", "mismatched_keys"):
-        if notes.get(kind):
-            raise ConfigError(
-                field, str(hf_dir), f"a checkpoint with all of its model's tensors; {kind}: {sorted(map(str, notes[kind]))[:5]}"
-            )
-    if unread := sorted(map(str, notes.get("unexpected_keys") or ())):
-        structlog.get_logger().warning("tensors_not_loaded", count=len(unread), first=unread[:5], checkpoint=str(hf_dir))
-    if vocab_size is not None and found.config.get_text_config().vocab_size != vocab_size:
-        raise ConfigError(field, str(hf_dir), f"a checkpoint of the same model, with a vocabulary of {vocab_size}")
-    return found
 
 
 def build(
@@ -257,8 +214,8 @@ def build(
 
     Raises ConfigError: transformers does not read it, the patterns fit nothing, or packed sequences would see one another.
     """
-    with together(f"loading {hf_dir}"):
-        model = load(hf_dir, random=random)
+    with together(f"the making of the model of {hf_dir}"):
+        model = skeleton(hf_dir, random)
     if freezing is not None and not freezing.nothing:
         freezing.check([name for name, _ in model.named_parameters()])
         for name, parameter in model.named_parameters():
@@ -273,8 +230,11 @@ def build(
     if not layers:
         raise ConfigError(FIELD, "torch", f"megatron; transformers does not say what the layers of {type(model).__name__} are")
     for module in [*layers, root]:
+        materialize(module)
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     made = FsdpModel(architecture, layout, root, hf_dir, dtype, freezing or Freezing(), chunk_size, value_head=value_head)
+    if not random:
+        made.load_hf(hf_dir)
     check_packing(made)
     return made
 
@@ -290,17 +250,24 @@ def check_packing(model: FsdpModel) -> None:
     generator, plain, name = torch.Generator().manual_seed(0), model.language_model, type(model.language_model).__name__
     sequences = [torch.randint(0, model.architecture.vocab_size, (length,), generator=generator) for length in PROBED]
     starts, tokens = torch.tensor([0, *itertools.accumulate(PROBED)], dtype=torch.int32), torch.cat(sequences)
+    text = plain.config.get_text_config()
     model.train(False)
+
+    def logits(hidden: Tensor, weight: Tensor) -> Tensor:
+        return model.head(weight).logits(hidden)
+
     try:
-        packed = model.run(PackedBatch(tokens, tokens, torch.ones(len(tokens)), starts, max(PROBED), {}), F.linear)
-        plain.set_attn_implementation("sdpa" if plain._supports_sdpa else "eager")
+        packed = model.run(PackedBatch(tokens, tokens, torch.ones(len(tokens)), starts, max(PROBED), {}), logits)
+        caps = getattr(text, "attn_logit_softcapping", None)  # PyTorch's attention would leave it out in silence
+        plain.set_attn_implementation("sdpa" if plain._supports_sdpa and caps is None else "eager")
         alone, plainly = (torch.cat(rows) for rows in zip(*[model.root(one[None].to(device())) for one in sequences], strict=True))
+        plainly = OutputHead(plainly, VocabularySlice(None, 0, 0), **logit_transform(text)).capped(plainly)
     except (MyxoError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(FIELD, "torch", f"megatron; {name} takes no packed sequences here ({error})") from error
     finally:
         plain.set_attn_implementation(packed_attention.NAME)
     if not torch.allclose(alone, plainly, rtol=1e-3, atol=1e-4):
-        raise ConfigError(FIELD, "torch", f"megatron; {name} changes its logits behind the output layer (caps or scales them)")
+        raise ConfigError(FIELD, "torch", f"megatron; {name} changes its logits behind the output layer in a way that is not known here")
     difference = float((packed.float().log_softmax(-1) - alone.float().log_softmax(-1)).abs().max())
     if not difference < TOLERANCES[model.dtype]:
         reason = f"the log-probs of {name} differ by {difference:.2g} between packed and single sequences"

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from services.trainer.fsdp.model import FIELD, FsdpModel, local, rows_of
+from services.trainer.fsdp.model import FIELD, FsdpModel
+from services.trainer.fsdp.shards import local, rows_of
 from services.trainer.parallel.gather_plan import GatherPlan, GatherUnit
 from services.trainer.parallel.runtime import deadline, timeout_seconds
 from shared.model.hf_checkpoint import read_headers, some

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.trainer.fsdp.model import FsdpModel, local, sharded
+from services.trainer.fsdp.model import FsdpModel, sharded
+from services.trainer.fsdp.shards import local
 from services.trainer.parallel.runtime import anywhere, device
 from services.trainer.scheduled_optimizer import ScheduledOptimizer, adam
 from shared.config.trainer_section import LearningRateSchedule, TrainerSection

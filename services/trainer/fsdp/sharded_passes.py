@@ -87,8 +87,9 @@ def _read(model: FsdpModel, batch: PackedBatch, loss_fn: LossFunction, temperatu
     if getattr(loss_fn, "takes_logits", False):
 
         def logits(hidden: Tensor, weight: Tensor) -> tuple[Tensor]:
-            found = F.linear(hidden, weight)
-            restrict(found, batch.kept, slice(0, len(found)), model.head(weight).vocabulary)
+            head = model.head(weight)
+            found = head.logits(hidden)
+            restrict(found, batch.kept, slice(0, len(found)), head.vocabulary)
             return (found / temperature,)
 
         return logits

@@ -107,7 +107,7 @@ class MegatronModel:
         weight = module.shared_embedding_or_output_weight() if tied else module.output_layer.weight
         vocabulary = VocabularySlice.of(group, weight.size(0), self.architecture.vocab_size)
         overlaps = self.chunks[-1].ddp_config.overlap_grad_reduce
-        return ParallelHead(weight, vocabulary, self.chunk_size, overlaps, self.config.sequence_parallel)
+        return ParallelHead(weight, vocabulary, self.chunk_size, overlaps, scattered=self.config.sequence_parallel)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -57,16 +57,28 @@ class OutputHead:
         chunk_size: tokens whose logits exist at a time; -1 for all.
         reports_gradient: whether the weight must be handed a gradient even where the real one went to its buffer: Megatron starts to reduce
             a bucket once each of its parameters has got one.
+        scale, cap: a logit of the model is cap * tanh(scale * product / cap), or scale * product without a cap.
     """
 
     weight: Tensor
     vocabulary: VocabularySlice
     chunk_size: int = -1
     reports_gradient: bool = False
+    scale: float = 1.0
+    cap: float | None = None
 
     def logits(self, inputs: Tensor) -> Tensor:
         """Returns all logits, [U, rows], in the model's dtype: for a loss function that asks for them."""
-        return F.linear(inputs, self.weight)
+        return self.capped(F.linear(inputs, self.weight))
+
+    def capped(self, product: Tensor) -> Tensor:
+        """Returns the model's logits of the output layer's product, which may be the product itself."""
+        scaled = product if self.scale == 1.0 else product * self.scale
+        return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """Returns the derivatives of logits by the product that they are made of."""
+        return self.scale if self.cap is None else (1 - (logits / self.cap).square()) * self.scale
 
     def likelihood(
         self, inputs: Tensor, ids: Tensor, temperature: float, need_entropy: bool, kept: Kept | None = None
@@ -123,11 +135,12 @@ class _ChunkedLikelihood(torch.autograd.Function):
         highest, total, weighted = (torch.zeros(tokens, device=inputs.device) for _ in range(3))
         highest.fill_(-torch.inf)
         picked = torch.zeros(ids.shape, device=inputs.device)
-        chunks, logits = head.chunks(tokens), None
+        chunks, logits, slope = head.chunks(tokens), None, None
         for rows in chunks if vocabulary.width else ():
             logits = None  # the last chunk's go before this one's come
-            logits = F.linear(inputs[rows], weight)
+            logits = head.capped(F.linear(inputs[rows], weight))
             real = logits[:, : vocabulary.width]
+            slope = head.slope(logits) if rows is chunks[-1] else None  # before tokens are taken out
             restrict(real, kept, rows, vocabulary)
             highest[rows], total[rows], weighted[rows] = row_statistics(real, temperature, need_entropy)
             chosen = real.gather(1, local[rows].clamp(min=0)).float() / temperature
@@ -138,7 +151,7 @@ class _ChunkedLikelihood(torch.autograd.Function):
         log_probs = (picked - highest[:, None]).sub_(log_sum[:, None])
         entropy = log_sum - weighted / total if need_entropy else log_probs.new_empty(0)
         # The last chunk's logits are kept: the backward pass begins with them, and a single chunk is not computed twice.
-        ctx.kept = logits if any(ctx.needs_input_grad[:2]) else None
+        ctx.kept = (logits, slope) if any(ctx.needs_input_grad[:2]) and logits is not None else None
         ctx.save_for_backward(inputs, weight, local, highest + log_sum, entropy)
         ctx.head, ctx.temperature, ctx.need_entropy, ctx.of_kept = head, temperature, need_entropy, kept
         best = (picked[:, 0] >= highest).float()
@@ -159,10 +172,11 @@ class _ChunkedLikelihood(torch.autograd.Function):
             for_weight = buffer if buffer is not None else torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for rows in reversed(head.chunks(inputs.size(0)) if head.vocabulary.width else []):
             if kept is None:
-                logits = F.linear(inputs[rows], weight)
+                logits = head.capped(F.linear(inputs[rows], weight))
+                slope = head.slope(logits)
                 restrict(logits[:, : head.vocabulary.width], ctx.of_kept, rows, head.vocabulary)
             else:
-                logits, kept = kept, None
+                (logits, slope), kept = kept, None
             logits[:, head.vocabulary.width :] = 0
             to_gradient(
                 logits[:, : head.vocabulary.width],
@@ -172,6 +186,8 @@ class _ChunkedLikelihood(torch.autograd.Function):
                 None if for_entropy is None else (entropy[rows], for_entropy[rows]),
                 ctx.temperature,
             )
+            if head.cap is not None or head.scale != 1.0:
+                logits.mul_(slope)
             if for_inputs is not None:
                 torch.mm(logits, weight, out=for_inputs[rows])
             if for_weight is not None:

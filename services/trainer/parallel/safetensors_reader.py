@@ -67,6 +67,10 @@ class SafetensorsReader:
         part: Tensor = self.files[name].get_slice(name)[expert]
         return part
 
+    def read_range(self, name: str, dimension: int, start: int, stop: int) -> Tensor:
+        """Returns the part of a tensor from ``start`` to ``stop`` of a dimension; nothing else of it is read."""
+        part: Tensor = self.files[name].get_slice(name)[(slice(None),) * dimension + (slice(start, stop),)]
+        return part
 
 def reader_of(hf_dir: Path) -> SafetensorsReader:
     """Returns a reader that makes plain numbers of a checkpoint's.

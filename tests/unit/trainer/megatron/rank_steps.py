@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from services.trainer.parallel import checkpoint, runtime
 from services.trainer.parallel.frozen_weights import FrozenWeights
 from services.trainer.parallel.joint_write import SaveFailed
 from services.trainer.parallel.likelihood import OutputHead, VocabularySlice
+from services.trainer.parallel.safetensors_reader import SafetensorsReader
 from services.trainer.parallel.staged_shards import StagedShards
 from services.trainer.trainer_settings import TrainerSettings
 from services.trainer.weights.stage_sender import StageExport
@@ -324,6 +326,27 @@ def pushed(model: Actor, bucket_bytes: int = 4096) -> dict[str, Tensor]:
                 found |= {slot.name: slot_view(flat, slot).clone() for slot in bucket.slots}
     plan.leave()
     return found
+
+
+def bytes_read(hf_dir: Path, config: dict[str, Any]) -> int:
+    """The bytes of the checkpoint that this rank reads to make its model."""
+    found, reads = [], {name: getattr(SafetensorsReader, name) for name in ("read", "read_range")}
+
+    def counted(name: str) -> Callable[..., Tensor]:
+        def read(*given: Any) -> Tensor:
+            found.append((tensor := reads[name](*given)).nbytes)
+            return tensor
+
+        return read
+
+    try:
+        for name in reads:
+            setattr(SafetensorsReader, name, counted(name))
+        actor(hf_dir, **config)
+    finally:
+        for name, read in reads.items():
+            setattr(SafetensorsReader, name, read)
+    return sum(found)
 
 
 def load_and_save(hf_dir: Path, config: dict[str, Any], target: Path) -> None:
