@@ -186,7 +186,7 @@ def check_training(inspection: Inspection) -> Findings:
                 LearningRateSchedule(rate, trainer.min_lr, warmup, decay, trainer.lr_decay_style)
     except ConfigError as error:
         yield error
-    if actor is None:
+    if actor is None or trainer.trainer_backend == "torch":  # which finds its parameters by transformers' names at the start
         return
     if not (patterns := Freezing.of(trainer)).nothing:
         names = megatron_parameters(actor, trainer.megatron.get("transformer_impl") == "transformer_engine")

@@ -156,7 +156,6 @@ _OF_MEGATRON = (
     "spec",
     "use_rollout_routing_replay",
     "use_routing_replay",
-    "lora_rank",
     "custom_megatron_init_path",
     "custom_megatron_before_log_prob_hook_path",
     "custom_megatron_before_train_step_hook_path",
@@ -215,6 +214,16 @@ class TrainerSection(Section):
             "false beside lora_rank, which trains adapters and nothing else",
         ),
         Rule(
+            ("fsdp_shard_ranks", "fsdp_cpu_offload"),
+            lambda trainer, given: given and trainer.trainer_backend != "torch",
+            "not given, or trainer_backend = torch beside it",
+        ),
+        Rule(
+            "fsdp_shard_ranks",
+            lambda trainer, given: given and any(trainer.ranks(role) % given for role in ("actor", "critic")),
+            "a divisor of the number of the actor's ranks, and of the critic's",
+        ),
+        Rule(
             "target_modules",
             lambda _, given: ALL_LINEAR in given and len(given) > 1,
             "all-linear alone, or names of matrices",
@@ -225,6 +234,14 @@ class TrainerSection(Section):
         default="megatron",
         description="what trains: Megatron-Core, for the families of docs/models.md; or transformers' models under FSDP2, for every causal "
         "language model that transformers has",
+    )
+    fsdp_shard_ranks: int | None = Field(
+        default=None,
+        ge=1,
+        description="torch backend: ranks that share the shards of one copy of the model (HSDP: a machine's ranks, say); default: all",
+    )
+    fsdp_cpu_offload: bool = Field(
+        default=False, description="torch backend: keep parameters, gradients and Adam's moments in host memory, and update them there"
     )
     actor_num_nodes: int = Field(default=1, ge=1, description="machines of the trainer")
     actor_num_gpus_per_node: int = Field(default=1, ge=1, le=8, description="trainer ranks on a machine (processes on a CPU)")

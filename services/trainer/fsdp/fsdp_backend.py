@@ -34,6 +34,10 @@ def create(settings: TrainerSettings, hf_dir: Path, random: bool, initialized: C
         freezing=settings.freezing,
         random=random,
         value_head=settings.value_head,
+        lora=settings.lora,
+        seed=trainer.seed,
+        shard_ranks=trainer.fsdp_shard_ranks,
+        cpu_offload=trainer.fsdp_cpu_offload,
     )
     with deadline("the making of the optimizer"):
         optimizer = FsdpOptimizer(model, trainer, settings.schedule)

@@ -13,17 +13,20 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from services.trainer.fsdp import packed_attention
+from services.trainer.fsdp.adapters import MARK, adapters_of, attach, peft_name
 from services.trainer.fsdp.packed_attention import Sequences
-from services.trainer.fsdp.shards import local, rows_of
+from services.trainer.fsdp.shards import is_first_copy, local, rows_of, shard_of
 from services.trainer.fsdp.weight_loading import fill, materialize, skeleton
 from services.trainer.packing import PackedBatch
 from services.trainer.parallel import DEVICE_TYPE
+from services.trainer.parallel.export import ADAPTER_WEIGHTS
 from services.trainer.parallel.likelihood import OutputHead, VocabularySlice
 from services.trainer.parallel.runtime import device, together
 from services.trainer.parallel.staged_shards import CheckpointPart, StagedShards, read_parts
@@ -124,7 +127,9 @@ class FsdpModel:
             parameter.grad = None
 
     def weight_tensors(self, adapters: bool = False) -> list[Tensor]:
-        """Returns what this rank holds of the weights."""
+        """Returns what this rank holds of the weights, or of the adapters alone."""
+        if adapters:
+            return [local(one) for name, one in self.named_parameters().items() if MARK in name]
         return [local(parameter) for parameter in self.named_parameters().values()] + list(self.buffers().values())
 
     def live_tensors(self) -> Iterator[Tensor]:
@@ -135,7 +140,8 @@ class FsdpModel:
     def load_hf(self, directory: Path) -> None:
         """Fills this rank's shards from another checkpoint of the same model."""
         with together(f"loading {directory}"):
-            fill(self.language_model, {**dict(self.language_model.named_parameters()), **self.buffers()}, directory)
+            named = {name: one for name, one in self.language_model.named_parameters() if MARK not in name}
+            fill(self.language_model, {**named, **self.buffers()}, directory)
 
     def sharded_state(self) -> dict[str, Any]:
         """Returns the weights as checkpoints hold them: this rank's rows, which are read in place, whatever the ranks that wrote them."""
@@ -152,11 +158,25 @@ class FsdpModel:
     def load_state(self, loaded: Mapping[str, Any]) -> None:
         """Does nothing: the weights were read in place."""
 
+    @torch.no_grad()
     def load_adapters(self, directory: Path) -> None:
-        raise MyxoError("the torch backend has no adapters")
+        """Takes the adapters from a directory in PEFT's format, whatever wrote it. Raises ConfigError."""
+        path = directory / ADAPTER_WEIGHTS
+        try:
+            with safe_open(path, framework="pt") as held:
+                for matrix, adapter in adapters_of(self.language_model).items():
+                    for part, parameter in adapter.named_parameters():
+                        whole = held.get_tensor(peft_name(matrix, part))
+                        if whole.shape != parameter.shape:
+                            raise ConfigError(f"{path}:{matrix}", tuple(whole.shape), f"shape {tuple(parameter.shape)}")
+                        local(parameter).copy_(shard_of(parameter, whole))
+        except (OSError, SafetensorError) as error:
+            raise ConfigError("trainer.lora_rank", str(path), f"a readable file with the adapters of this model ({error})") from error
 
+    @torch.no_grad()
     def silence_adapters(self) -> None:
-        raise MyxoError("the torch backend has no adapters")
+        for adapter in adapters_of(self.language_model).values():
+            local(adapter.b).zero_()
 
     def run(self, batch: PackedBatch, read: Read) -> Any:
         """Returns what ``read`` makes of a micro-batch on this rank's device. A collective of all ranks."""
@@ -190,7 +210,7 @@ def sharded(prefix: str, name: str, parameter: Tensor, data: Tensor) -> tuple[st
     first = rows_of(parameter)[0] if isinstance(parameter, DTensor) else 0
     offset = (first, *(0 for _ in parameter.shape[1:])) if parameter.dim() else ()
     key = f"{prefix}.{name}"
-    return key, CheckpointPart(key, data, offset, tuple(parameter.shape))
+    return key, CheckpointPart(key, data, offset, tuple(parameter.shape), is_first_copy(parameter))
 
 
 def build(
@@ -204,26 +224,29 @@ def build(
     freezing: Freezing | None = None,
     random: bool = False,
     value_head: bool = False,
+    lora: Lora | None = None,
+    seed: int = 0,
+    shard_ranks: int | None = None,
+    cpu_offload: bool = False,
 ) -> FsdpModel:
     """Loads a model and shards it over all ranks, of which the process group is there.
 
     Args:
         value_head: a critic's head, zero at first, takes the place of the output layer.
         dtype: in which layers compute. chunk_size: tokens whose logits exist at a time; -1 for all. recompute: every layer, in the
-            backward pass. freezing: by transformers' names of the parameters.
+            backward pass. freezing: by transformers' names of the parameters. lora: adapters, whose first values ``seed`` gives.
+        shard_ranks: that share the shards of one copy of the model; None for all. cpu_offload: whether shards are kept in host memory.
 
     Raises ConfigError: transformers does not read it, the patterns fit nothing, or packed sequences would see one another.
     """
     with together(f"the making of the model of {hf_dir}"):
         model = skeleton(hf_dir, random)
-    if freezing is not None and not freezing.nothing:
-        freezing.check([name for name, _ in model.named_parameters()])
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(freezing.trains(name))
+    _choose_trained(model, freezing or Freezing(), lora, seed)
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     packed_attention.keep_linear_layers_apart(model)
-    mesh = init_device_mesh(DEVICE_TYPE, (dist.get_world_size(),))
+    mesh = _mesh(shard_ranks)
+    options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=DEVICE_TYPE != "cpu")} if cpu_offload else {}
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
     root, names = ScoredModel(model, value_head), set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
@@ -231,12 +254,29 @@ def build(
         raise ConfigError(FIELD, "torch", f"megatron; transformers does not say what the layers of {type(model).__name__} are")
     for module in [*layers, root]:
         materialize(module)
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    made = FsdpModel(architecture, layout, root, hf_dir, dtype, freezing or Freezing(), chunk_size, value_head=value_head)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True, **options)
+    made = FsdpModel(architecture, layout, root, hf_dir, dtype, freezing or Freezing(), chunk_size, value_head=value_head, lora=lora)
     if not random:
         made.load_hf(hf_dir)
     check_packing(made)
     return made
+
+
+def _choose_trained(model: Any, freezing: Freezing, lora: Lora | None, seed: int) -> None:
+    if lora is not None:
+        attach(model, lora, seed)
+    elif not freezing.nothing:
+        freezing.check([name for name, _ in model.named_parameters()])
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(freezing.trains(name))
+
+
+def _mesh(shard_ranks: int | None) -> DeviceMesh:
+    """Returns all ranks, or with several copies of the model [copies, ranks that share one's shards]."""
+    world = dist.get_world_size()
+    if shard_ranks is None or shard_ranks == world:
+        return init_device_mesh(DEVICE_TYPE, (world,))
+    return init_device_mesh(DEVICE_TYPE, (world // shard_ranks, shard_ranks), mesh_dim_names=("copies", "shards"))
 
 
 @torch.no_grad()

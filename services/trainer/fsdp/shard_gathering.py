@@ -1,6 +1,6 @@
 """Gathering of an FSDP2 model's weights under Hugging Face's names, one parameter at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from services.trainer.fsdp.adapters import MARK, adapters_of, peft_name
 from services.trainer.fsdp.model import FIELD, FsdpModel
-from services.trainer.fsdp.shards import local, rows_of
+from services.trainer.fsdp.shards import local, rows_of, shard_group
 from services.trainer.parallel.gather_plan import GatherPlan, GatherUnit
-from services.trainer.parallel.runtime import deadline, timeout_seconds
+from services.trainer.parallel.runtime import deadline, device, gather_json, timeout_seconds
 from shared.model.hf_checkpoint import read_headers, some
 from shared.runtime.errors import ConfigError
 
@@ -26,27 +27,36 @@ class FsdpGatherPlan(GatherPlan):
     """
 
     def __init__(self, model: FsdpModel, apart: bool = False) -> None:
-        self.model, self._language_model = model, model.language_model
-        world, self._group = dist.get_world_size(), None
+        self.model, self._language_model, self.model_directory = model, model.language_model, model.hf_dir
+        world = dist.get_world_size()
+        own = shard_group(next(iter(model.named_parameters().values())))
+        self._ranks, self._group, self._made = dist.get_process_group_ranks(own), own, list[dist.ProcessGroup]()
         if apart and world > 1:
             with deadline("the forming of the group that weights are exported over"):
-                self._group = dist.new_group(timeout=timedelta(seconds=timeout_seconds()))
+                self._again(timedelta(seconds=timeout_seconds()))
         self.stage = self.source = 0
         self._stage_of = [0] * world
         buffers = model.buffers()
-        self._held: dict[str, Tensor] = {**dict(model.language_model.named_parameters()), **buffers}
-        self.units = []
+        named = dict(model.language_model.named_parameters())
+        self._held: dict[str, Tensor] = {**{name: one for name, one in named.items() if MARK not in name}, **buffers}
+        self.units = list(self._of_model(buffers))
+        self._adapters = adapters_of(self._language_model) if model.lora is not None else {}
+        self._matrices = {
+            peft_name(matrix, part): one for matrix, adapter in self._adapters.items() for part, one in adapter.named_parameters()
+        }
+        self.adapter_units = [GatherUnit(name, 0, ((name, tuple(one.shape)),)) for name, one in self._matrices.items()]
+        self.holders = {unit.name: list(range(world)) for unit in [*self.units, *self.adapter_units]}
+        self.frozen = frozenset(name for name, one in model.named_parameters().items() if not one.requires_grad)
+
+    def _of_model(self, buffers: Container[str]) -> Iterator[GatherUnit]:
+        """Yields the units of the model. Raises ConfigError: the checkpoint's tensors have other names."""
+        directory = self.model_directory
+        known, _ = read_headers(directory) if any(directory.glob("*.safetensors")) else ({}, [])
         for name, one in self._held.items():
             made = self._converted(name, torch.empty(one.shape, device="meta"))
-            tensors = tuple((each, tuple(part.shape)) for each, part in made.items())
-            self.units.append(GatherUnit(name, 0, tensors, float32=name in buffers))
-        held_by_file, _ = read_headers(model.hf_dir) if any(model.hf_dir.glob("*.safetensors")) else ({}, [])
-        strange = [name for unit in self.units for name, _ in unit.tensors if held_by_file and name not in held_by_file]
-        if strange:
-            raise ConfigError(FIELD, "torch", f"megatron; transformers gives the checkpoint's tensors other names: {some(strange)}")
-        self.adapter_units = []
-        self.holders = {unit.name: list(range(world)) for unit in self.units}
-        self.frozen = frozenset(name for name, one in model.named_parameters().items() if not one.requires_grad)
+            if strange := [each for each in made if known and each not in known]:
+                raise ConfigError(FIELD, "torch", f"megatron; transformers gives the checkpoint's tensors other names: {some(strange)}")
+            yield GatherUnit(name, 0, tuple((each, tuple(part.shape)) for each, part in made.items()), float32=name in buffers)
 
     def _converted(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         found: dict[str, Tensor] = revert_weight_conversion(self._language_model, {name: tensor})
@@ -67,39 +77,54 @@ class FsdpGatherPlan(GatherPlan):
         return targets
 
     def is_whole(self, unit: GatherUnit) -> bool:
-        return dist.get_world_size() == 1 and [name for name, _ in unit.tensors] == [unit.name]
+        return dist.get_world_size() == 1 and [name for name, _ in unit.tensors] == [unit.name] and unit.name not in self._adapters
 
     def leave(self) -> None:
-        """Ends the group that the plan has made."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
+        """Ends the groups that the plan has made."""
+        for group in self._made:
+            dist.destroy_process_group(group)
+        self._made.clear()
+
+    def _again(self, limit: timedelta) -> None:
+        """Forms the group of the ranks that share this one's shards anew; every rank makes those of all copies, in one order."""
+        for ranks in sorted({tuple(ranks) for ranks in gather_json(self._ranks)}):
+            group = dist.new_group(list(ranks), timeout=limit)
+            if group != dist.GroupMember.NON_GROUP_MEMBER:
+                self._made.append(group)
+                self._group = group
 
     def _gathered(self, unit: GatherUnit, destination: int, dtype: torch.dtype | None) -> list[Tensor] | None:
         """Returns a parameter's tensors on one rank, in ``dtype`` or their own, None on the others."""
-        held, own = self._held[unit.name], local(self._held[unit.name])
-        own = own if dtype is None else own.to(dtype)
-        whole: Tensor | None = own
-        if isinstance(held, DTensor) and dist.get_world_size() > 1:
-            whole = self._joined(held, own, destination)
-        elif dist.get_rank() != destination:
-            whole = None
-        if whole is None:
-            return None
+        adapter = self._adapters.get(unit.tensors[0][0])
+        if adapter is not None:  # computed in float32, rounded once
+            weight, a, b = (self._whole(one, destination, None) for one in (self._held[unit.name], adapter.a, adapter.b))
+            if weight is None or a is None or b is None:
+                return None
+            return [torch.addmm(weight, b, a, alpha=adapter.scale).to(dtype or weight.dtype)]
+        held = self._held.get(unit.name)
+        whole = self._whole(self._matrices[unit.name] if held is None else held, destination, dtype)
+        if whole is None or held is None:
+            return None if whole is None else [whole]
         made = self._converted(unit.name, whole)
         return [made[name] for name, _ in unit.tensors]
 
+    def _whole(self, held: Tensor, destination: int, dtype: torch.dtype | None) -> Tensor | None:
+        """Returns a whole parameter on one rank, in ``dtype`` or its own, None on the others."""
+        own = local(held).to(device=device(), dtype=dtype)
+        if isinstance(held, DTensor) and len(self._ranks) > 1:
+            return self._joined(held, own, destination) if destination in self._ranks else None
+        return own if dist.get_rank() == destination else None
+
     def _joined(self, held: DTensor, own: Tensor, destination: int) -> Tensor | None:
         """Gathers shards of equal size, the last ones padded, on one rank."""
-        world = dist.get_world_size()
-        spans = [rows_of(held, rank) for rank in range(world)]
+        spans = [rows_of(held, rank) for rank in range(len(self._ranks))]
         each = spans[0][1] - spans[0][0]
         padded = own.new_zeros((each, *own.shape[1:]))
         padded[: own.shape[0]] = own
         if dist.get_rank() != destination:
             dist.gather(padded, None, dst=destination, group=self._group)
             return None
-        shards = [torch.empty_like(padded) for _ in range(world)]
+        shards = [torch.empty_like(padded) for _ in self._ranks]
         dist.gather(padded, shards, dst=destination, group=self._group)
         return torch.cat([shard[: stop - start] for shard, (start, stop) in zip(shards, spans, strict=True)])
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.trainer.fsdp.model import FsdpModel, sharded
-from services.trainer.fsdp.shards import local
+from services.trainer.fsdp.shards import local, shard_group
 from services.trainer.parallel.runtime import anywhere, device
 from services.trainer.scheduled_optimizer import ScheduledOptimizer, adam
 from shared.config.trainer_section import LearningRateSchedule, TrainerSection
@@ -56,7 +56,7 @@ class FsdpOptimizer(ScheduledOptimizer):
     @torch.no_grad()
     def update(self) -> tuple[float, str | None]:
         gradients = {name: self._gradient(name) for name, one in self._parameters.items() if local(one).numel()}
-        norm = _norm(list(gradients.values()))
+        norm = _norm(list(gradients.values()), next(iter(self._parameters.values())))
         if anywhere(not math.isfinite(norm)):
             return norm, f"gradient norm is {norm}"
         if gradients and self.trainer.clip_grad > 0 and (share := self.trainer.clip_grad / (norm + 1e-6)) < 1:
@@ -86,10 +86,14 @@ class FsdpOptimizer(ScheduledOptimizer):
             adam(group, [local(self._parameters[name]) for name in gradients], list(gradients.values()), states)
 
 
-def _norm(gradients: list[Tensor]) -> float:
-    """Returns the L2 norm of the whole gradient, of which each rank has shards. A collective of all ranks."""
+def _norm(gradients: list[Tensor], one: Tensor) -> float:
+    """Returns the L2 norm of the whole gradient, of which each rank has shards. A collective of the ranks that share them.
+
+    Args:
+        one: any of the parameters.
+    """
     squares = torch.zeros((), dtype=torch.float32, device=device())
     for norm in torch._foreach_norm(gradients) if gradients else ():
-        squares += norm.float().square()
-    dist.all_reduce(squares)
+        squares += norm.float().square().to(device())
+    dist.all_reduce(squares, group=shard_group(one))
     return float(squares.sqrt())

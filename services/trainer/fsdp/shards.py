@@ -1,5 +1,6 @@
 """The rows of a parameter that a rank of FSDP2 holds."""
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -14,6 +15,13 @@ def shard_ranks(tensor: DTensor) -> tuple[int, int]:
     """Returns this rank's place among the ranks that share a parameter's rows, and their number."""
     mesh = tensor.device_mesh
     return mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+
+
+def shard_group(tensor: Tensor) -> dist.ProcessGroup:
+    """Returns the ranks that share a parameter's rows."""
+    assert isinstance(tensor, DTensor)
+    group: dist.ProcessGroup = tensor.device_mesh.get_group(tensor.device_mesh.ndim - 1)
+    return group
 
 
 def rows_of(tensor: Tensor, rank: int | None = None) -> tuple[int, int]:
@@ -33,3 +41,10 @@ def rows_of(tensor: Tensor, rank: int | None = None) -> tuple[int, int]:
 def shard_of(parameter: Tensor, whole: Tensor) -> Tensor:
     """Returns this rank's rows of a whole parameter."""
     return whole[slice(*rows_of(parameter))] if isinstance(parameter, DTensor) else whole
+
+
+def is_first_copy(parameter: Tensor) -> bool:
+    """Returns whether this rank's shard is of the first of the model's copies, of which checkpoints are made."""
+    if not isinstance(parameter, DTensor):
+        return dist.get_rank() == 0
+    return parameter.device_mesh.ndim == 1 or parameter.device_mesh.get_local_rank(0) == 0

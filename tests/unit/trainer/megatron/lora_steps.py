@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.actor import Actor
-from services.trainer.megatron.parameter_gathering import GatherGroups, MegatronGatherPlan
+from services.trainer.backend import gather_plan
 from services.trainer.parallel.frozen_weights import FrozenWeights
 from services.trainer.weights.stage_sender import StageExport
 from shared.transfer.bucket_ring import slot_view
@@ -18,7 +18,7 @@ from tests.unit.trainer.megatron.tiny import pack, sequences
 
 def adapters(model: Actor) -> dict[str, Tensor] | None:
     """All of them on rank 0, under PEFT's names."""
-    plan = MegatronGatherPlan(model.model)
+    plan = gather_plan(model.model)
     found = plan.bucket(plan.adapter_units)
     return {name: tensor.clone() for name, tensor in found if tensor is not None} or None
 
@@ -70,12 +70,11 @@ def pushed(hf_dir: Path, config: dict[str, Any]) -> tuple[Manifest, dict[str, Te
     """The manifest of this rank's stage, and on the stage's source what it fills the buckets with."""
     model = actor(hf_dir, **config)
     steps(model, 1)
-    groups = GatherGroups.own()
-    plan = MegatronGatherPlan(model.model, groups)
+    plan = gather_plan(model.model, apart=True)
     export, sent = StageExport(plan, bucket_bytes=1500), {}
     for number, bucket in enumerate(export.manifest.buckets):
         flat = torch.empty(bucket.nbytes, dtype=torch.uint8) if plan.is_source else None
         export.fill(number, flat)
         sent |= {slot.name: slot_view(flat, slot).clone() for slot in bucket.slots} if flat is not None else {}
-    groups.leave()
+    plan.leave()
     return export.manifest, sent

@@ -349,6 +349,19 @@ def bytes_read(hf_dir: Path, config: dict[str, Any]) -> int:
     return sum(found)
 
 
+def saved_bytes(hf_dir: Path, config: dict[str, Any]) -> int:
+    """The bytes that a step's forward pass keeps for its backward pass outside of layers that are computed again."""
+    model, kept = actor(hf_dir, **config), dict[int, int]()
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        steps(model, 1)
+    return sum(kept.values())
+
+
 def load_and_save(hf_dir: Path, config: dict[str, Any], target: Path) -> None:
     actor(hf_dir, **config).save_hf(target)
 

@@ -11,7 +11,7 @@ from services.trainer.packing import separate
 from services.trainer.parallel.loss_function import MicroBatchesFailed
 from shared.config.trainer_section import TrainerSection
 from shared.runtime.errors import ConfigError
-from tests.unit.trainer.megatron import rank_steps
+from tests.unit.trainer.megatron import lora_steps, rank_steps
 from tests.unit.trainer.megatron.tiny import VOCAB, not_refused, pack, sequences
 
 TORCH = {"trainer_backend": "torch", "adam_eps": 1e-3}
@@ -130,6 +130,51 @@ def test_what_is_pushed_and_saved_is_what_was_loaded(kind, hf, two_ranks, tmp_pa
         assert all(torch.equal(found[name], tensor) for name, tensor in loaded.items())
 
 
+LORA = {"lora_rank": 3, "lora_alpha": 12}
+
+
+def alike(found, expected, tolerance=2e-5):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=tolerance, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("kind, more", [("qwen3", {}), ("deepseek_v3", {"target_modules": ["q_a_proj", "kv_b_proj", "o_proj"]})])
+def test_adapters_are_megatrons(kind, more, hf, alone, two_ranks, tmp_path):
+    expected, config = lora_steps.train(hf(kind), {**LORA, **more}), {**TORCH, **LORA, **more}
+    for found in (lora_steps.train(hf(kind), config), two_ranks.run(lora_steps.train, hf(kind), config)[0]):
+        same(found, expected)
+        alike(found["first"], expected["first"], 0)
+        alike(found["adapters"], expected["adapters"])
+        alike(found["base"], expected["base"], 0)
+    (manifest, sent), _ = two_ranks.run(lora_steps.pushed, hf(kind), config)
+    _, theirs = lora_steps.pushed(hf(kind), {**LORA, **more, "adam_eps": 1e-8})
+    assert (manifest.kind, manifest.scale) == ("adapter", 4.0) and sent.keys() == theirs.keys()
+    found = two_ranks.run(lora_steps.saved_policies, hf(kind), config, tmp_path)[0]
+    for live, saved in zip(found["live"], found["saved"], strict=True):
+        assert torch.equal(live, saved)
+    torch.testing.assert_close(found["merged"], found["live"][2], atol=1e-5, rtol=0)
+    assert torch.equal(*found["own"])
+
+
+@pytest.mark.parametrize("config", [{"fsdp_shard_ranks": 2, "actor_num_gpus_per_node": 4}, {"fsdp_cpu_offload": True}])
+def test_copies_of_shards_and_shards_in_host_memory_train_as_one_rank_does(config, hf, alone, four_ranks, tmp_path):
+    expected = alone.train(hf("qwen3_moe"), TORCH, 2)
+    found, *_ = four_ranks.run(rank_steps.train, hf("qwen3_moe"), {**TORCH, **config}, 2)
+    same(found, expected)
+    (exported, pushed), *_ = four_ranks.run(rank_steps.load_and_export, hf("qwen3_moe"), {**TORCH, **config})
+    alike(exported, loaded := load_file(hf("qwen3_moe") / "model.safetensors"), 0)
+    alike(pushed, loaded, 0)
+    straight = four_ranks.run(rank_steps.save_after, hf("qwen3_moe"), {**TORCH, **config}, tmp_path, 2)[0]
+    for ours, theirs in zip(alone.load_and_train(hf("qwen3_moe"), TORCH, tmp_path, 2), straight, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, abs=1e-5) and ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
+
+
+def test_recomputed_layers_keep_no_activations(hf, alone):
+    plain, recomputed = (alone.saved_bytes(hf("qwen3"), {**TORCH, **more}) for more in ({}, {"recompute": True}))
+    assert recomputed < 0.5 * plain
+
+
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
 def test_a_rank_reads_its_own_rows_alone(kind, hf, two_ranks):
     of_file = sum(tensor.nbytes for tensor in load_file(hf(kind) / "model.safetensors").values())
@@ -194,7 +239,6 @@ def test_a_sequence_whose_loss_fails_is_found(hf, alone):
 def test_what_it_does_not_take_is_refused(hf, alone, tmp_path, monkeypatch):
     cases = [
         ({"tensor_model_parallel_size": 2}, ["tensor_model_parallel_size", "FSDP2"]),
-        ({"lora_rank": 4}, ["lora_rank", "Megatron"]),
         ({"megatron": {"moe_grouped_gemm": True}}, ["trainer.megatron"]),
         ({"recompute_granularity": "selective"}, ["recompute_granularity", "full"]),
         ({"use_routing_replay": True}, ["use_routing_replay"]),
@@ -204,6 +248,9 @@ def test_what_it_does_not_take_is_refused(hf, alone, tmp_path, monkeypatch):
     monkeypatch.setattr("services.trainer.fsdp.model.logit_transform", lambda _: {})
     with pytest.raises(ConfigError, match="behind the output layer"):
         alone.actor(tmp_path, **TORCH)
+    for targets, message in ((["all-linear"], "adapts no experts"), (["w_proj"], "a linear layer of Qwen3Moe")):
+        with pytest.raises(ConfigError, match=f"target_modules.*{message}"):
+            alone.actor(hf("qwen3_moe"), **TORCH, **LORA, target_modules=targets)
     windowed = transformers.AutoConfig.for_model("mistral", **SIZES, sliding_window=11, head_dim=16)
     (tmp_path / "config.json").write_text(windowed.to_json_string())
     with pytest.raises(ConfigError, match="sliding_window.*without windows"):
