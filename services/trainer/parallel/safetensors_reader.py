@@ -72,6 +72,7 @@ class SafetensorsReader:
         part: Tensor = self.files[name].get_slice(name)[(slice(None),) * dimension + (slice(start, stop),)]
         return part
 
+
 def reader_of(hf_dir: Path) -> SafetensorsReader:
     """Returns a reader that makes plain numbers of a checkpoint's.
 
