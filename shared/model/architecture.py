@@ -53,6 +53,13 @@ class GroupedYarn:
 
 
 @dataclass(frozen=True)
+class LinearScaling:
+    """Places are divided by ``factor``."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
 class Rope:
     """Rotary position embedding.
 
@@ -64,7 +71,7 @@ class Rope:
     theta: float
     fraction: float = 1.0
     interleaved: bool = False
-    scaling: Llama3Scaling | YarnScaling | GroupedYarn | None = None
+    scaling: Llama3Scaling | YarnScaling | GroupedYarn | LinearScaling | None = None
 
 
 @dataclass(frozen=True)
@@ -173,7 +180,12 @@ class Architecture:
         zero_centered_norms: norms multiply by one more than their weight, but that of linear attention's output.
         sinks: a learned logit of each head joins its softmax, and takes no value.
         windows: for each layer the tokens that a query sees, itself included; 0 for all. Empty: all, in every layer.
-        post_norms: RMS norms after attention and MLP as well, before the residual sums.
+        window_rope: the rotary embedding of layers with a window; None: that of the others.
+        softmax_scale: factor on attention's logits; None for the root of a head's width, below one.
+        gelu: MLPs are gated by GELU, by the tanh formula, instead of SiLU. scaled_embedding: embeddings are multiplied by the root of the
+            hidden size, rounded to the model's dtype.
+        post_norms: RMS norms after attention and MLP as well, before the residual sums. feedforward_names: the norms before and after the
+            MLP are named by it, and that after attention as others name the one before the MLP.
         fused_gate_up: Hugging Face keeps the two halves of a gated MLP in one tensor.
         prefix: of its tensors' names. apart_projections: it keeps what linear attention projects to in four tensors, not in two.
         mixtral_names: it names experts and routers as Mixtral's are. stacked_experts: it keeps a matrix of all experts in one tensor.
@@ -205,7 +217,12 @@ class Architecture:
     windows: tuple[int, ...] = ()
     output_gate: bool = False
     zero_centered_norms: bool = False
+    window_rope: Rope | None = None
+    softmax_scale: float | None = None
+    gelu: bool = False
+    scaled_embedding: bool = False
     post_norms: bool = False
+    feedforward_names: bool = False
     fused_gate_up: bool = False
     prefix: str = "model"
     apart_projections: bool = False

@@ -47,7 +47,7 @@ def flags_of(architecture: Architecture) -> dict[str, Any]:
         "add_qkv_bias": a.qkv_bias,
         "attention_output_gate": a.output_gate,
         "disable_bias_linear": not a.biases,
-        **_activation_flags(a.experts),
+        **_activation_flags(a.experts, a.gelu),
         "softmax_type": "learnable" if a.sinks else "vanilla",
         **({"window_size": [max(a.windows), 0], "window_attn_skip_freq": [int(w > 0) for w in a.windows]} if any(a.windows) else {}),
         "vocab_size": a.vocab_size,
@@ -61,9 +61,9 @@ def flags_of(architecture: Architecture) -> dict[str, Any]:
     }
 
 
-def _activation_flags(experts: Experts | None) -> dict[str, Any]:
+def _activation_flags(experts: Experts | None, gelu: bool) -> dict[str, Any]:
     if experts is None or experts.swiglu_limit is None:
-        return {"swiglu": True, "quick_geglu": False}
+        return {"swiglu": not gelu, "quick_geglu": False}
     clamped = {"glu_linear_offset": 1.0, "activation_func_clamp_value": experts.swiglu_limit}
     return {"swiglu": False, "quick_geglu": True, **clamped}
 

@@ -19,6 +19,7 @@ from shared.model.architecture import (
     Indexer,
     LatentAttention,
     LinearAttention,
+    LinearScaling,
     Llama3Scaling,
     Rope,
     YarnScaling,
@@ -43,6 +44,8 @@ class Family:
         window_pattern: of so many layers the last one sees all tokens and the others ``sliding_window``, where ``layer_types`` does not
             say which; 0 for a family without windows.
             linear: gated delta net in most layers, gated softmax attention in the others, norms of one more than their weight.
+        gemma: Gemma's choices: GELU, a scaled embedding that is also the output layer, a scale of queries, norms of one more than their
+            weight before and after each block, and another rotary embedding in layers with a window.
         rotary_fraction: default of ``partial_rotary_factor``; None if the family has no such entry.
     """
 
@@ -56,6 +59,7 @@ class Family:
     biases: bool = False
     sinks: bool = False
     window_pattern: int = 0
+    gemma: bool = False
     interleaved_rope: bool = False
     rotary_fraction: float | None = None
     experts: Literal["softmax", "sigmoid", "minimax", "gpt_oss"] | None = None
@@ -86,6 +90,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": _DEEPSEEK,
     "glm_moe_dsa": _SPARSE,
     "kimi_k2": _DEEPSEEK,
+    "gemma3_text": Family(qk_norm=True, window_pattern=6, gemma=True),
     "mimo": Family(qkv_bias=("attention_bias", True)),
     "qwen3_next": _QWEN3_NEXT,
     "qwen3_5": replace(_QWEN3_5, prefix=_WITH_VISION),
@@ -177,7 +182,10 @@ class _Entries:
         if not isinstance(model_type, str) or model_type not in FAMILIES:
             raise self.error("model_type", f"one of {', '.join(sorted(FAMILIES))}")
         family = FAMILIES[model_type]
-        self.require("hidden_act", "silu", "other activations are not implemented")
+        if family.gemma:
+            self.check_gemma()
+        else:
+            self.require("hidden_act", "silu", "other activations are not implemented")
         self.require("mlp_bias", False, "biases in the MLP are not implemented")
         self.require("use_sliding_window", False, "sliding windows are not implemented")
         if ENTRY in self.raw:
@@ -187,7 +195,11 @@ class _Entries:
         heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
         layers = self.integer("num_hidden_layers")
         latent = self.latent() if family.latent else None
-        head_dim = latent.qk_head_dim + latent.qk_pos_emb_head_dim if latent else self.integer("head_dim", default=hidden // heads)
+        head_dim = (
+            latent.qk_head_dim + latent.qk_pos_emb_head_dim
+            if latent
+            else self.integer("head_dim", default=256 if family.gemma else hidden // heads)
+        )
         return Architecture(
             model_type=model_type,
             num_layers=layers,
@@ -199,8 +211,12 @@ class _Entries:
             vocab_size=self.integer("vocab_size"),
             max_positions=self.integer("max_position_embeddings"),
             norm_eps=self.number("rms_norm_eps"),
-            tied_embeddings=bool(self.raw.get("tie_word_embeddings", False)),
+            tied_embeddings=bool(self.raw.get("tie_word_embeddings", family.gemma)),
             rope=self.rope(family),
+            window_rope=self.rope(family, windowed=True) if family.gemma else None,
+            softmax_scale=self.integer("query_pre_attn_scalar", default=256) ** -0.5 if family.gemma else None,
+            gelu=family.gemma,
+            scaled_embedding=family.gemma,
             experts=self.experts(family.experts, layers),
             latent=latent,
             linear=self.linear(layers) if family.linear else None,
@@ -212,8 +228,9 @@ class _Entries:
             sinks=family.sinks,
             windows=self.windows(family.window_pattern, layers),
             output_gate=family.linear,
-            zero_centered_norms=family.linear,
-            post_norms=family.post_norms,
+            zero_centered_norms=family.linear or family.gemma,
+            post_norms=family.post_norms or family.gemma,
+            feedforward_names=family.gemma,
             fused_gate_up=family.fused_gate_up,
             prefix=family.prefix,
             apart_projections=family.apart_projections,
@@ -222,12 +239,19 @@ class _Entries:
             draft_layers=self.integer("num_nextn_predict_layers", default=0, least=0) if family.experts or model_type == "mimo" else 0,
         )
 
+    def check_gemma(self) -> None:
+        self.require("hidden_activation", "gelu_pytorch_tanh", "other activations are not implemented")
+        self.require("use_bidirectional_attention", False, "only causal attention is implemented")
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            self.require(key, None, "soft caps are not implemented")
+
     def windows(self, pattern: int, layers: int) -> tuple[int, ...]:
         """Returns the window of each layer; nothing for a family without."""
         if not pattern:
             return ()
         kinds = self.raw.get("layer_types")
         if kinds is None:
+            pattern = self.integer("sliding_window_pattern", default=pattern)
             kinds = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
         if len(kinds) != layers or not {*kinds} <= {"sliding_attention", "full_attention"}:
             raise self.error("layer_types", f"sliding_attention or full_attention for each of the {layers} layers")
@@ -321,10 +345,17 @@ class _Entries:
             shared_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "shared"),
         )
 
-    def rope(self, family: Family) -> Rope:
-        """Returns the rotary embedding: transformers 5 writes ``rope_parameters``, older versions ``rope_theta`` and ``rope_scaling``."""
+    def rope(self, family: Family, windowed: bool = False) -> Rope:
+        """Returns the rotary embedding: transformers 5 writes ``rope_parameters``, older versions ``rope_theta`` and ``rope_scaling``.
+
+        Args:
+            windowed: that of layers with a window, where it is another one.
+        """
         nested = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
-        theta = float(nested.get("rope_theta", self.raw.get("rope_theta", 10000.0)))
+        outside, usual = ("rope_local_base_freq" if windowed else "rope_theta"), 1e6 if family.gemma and not windowed else 1e4
+        if family.gemma and ("full_attention" in nested or windowed):
+            nested = nested.get("sliding_attention" if windowed else "full_attention") or {}
+        theta = float(nested.get("rope_theta", self.raw.get(outside, usual)))
         fraction = 1.0
         if family.experts == "minimax":
             fraction = self.rotary_share(nested)
@@ -333,12 +364,14 @@ class _Entries:
             fraction = float(nested.get("partial_rotary_factor", outside))
         kind = nested.get("rope_type", nested.get("type", "default"))
         known = "yarn" if family.latent or family.experts == "gpt_oss" else "llama3"
+        if family.gemma:
+            known = "default" if windowed else "linear"
         if kind not in ("default", known):
             expected = f"'default' or '{known}'; other rope scalings are not implemented for this family"
             raise ConfigError(f"{self.path}:rope_type", kind, expected)
         try:
             yarn = _yarn if family.latent else _grouped_yarn
-            scaling = {"default": lambda _: None, "llama3": _llama3, "yarn": yarn}[kind](nested)
+            scaling = {"default": lambda _: None, "llama3": _llama3, "yarn": yarn, "linear": _linear}[kind](nested)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{self.path}:rope_scaling", nested, f"valid entries for rope type {kind!r}: {error}") from error
         return Rope(theta=theta, fraction=fraction, interleaved=family.interleaved_rope, scaling=scaling)
@@ -441,6 +474,10 @@ def _llama3(entries: dict[str, Any]) -> Llama3Scaling:
         high_freq_factor=float(entries["high_freq_factor"]),
         original_max_positions=int(entries["original_max_position_embeddings"]),
     )
+
+
+def _linear(entries: dict[str, Any]) -> LinearScaling:
+    return LinearScaling(float(entries["factor"]))
 
 
 def _yarn(entries: dict[str, Any]) -> YarnScaling:

@@ -82,6 +82,7 @@ def _qkv(kind: str, columns: str = "", queries: str = "queries") -> dict[str, st
     return {f"self_attn.{name}_proj.{kind}": f"{rows}{columns}" for name, rows in (("q", queries), ("k", "keys"), ("v", "keys"))}
 
 
+_BEFORE_MLP = "pre_mlp_layernorm.weight mlp.linear_fc1.layer_norm_weight"
 _EXPERT_UP_BIAS = "mlp.experts.local_experts.{expert}.linear_fc1.bias mlp.experts.linear_fc1.bias{expert}"
 _EXPERT_DOWN_BIAS = "mlp.experts.local_experts.{expert}.linear_fc2.bias mlp.experts.linear_fc2.bias{expert}"
 _EXPERT_UP = "mlp.experts.local_experts.{expert}.linear_fc1.weight mlp.experts.linear_fc1.weight{expert}"
@@ -151,9 +152,11 @@ TABLE: tuple[NameRow, ...] = (
     _row("self_attention.A_log", {"linear_attn.A_log": "linear_heads"}, when="linear"),
     _row("self_attention.out_norm.weight", {"linear_attn.norm.weight": "linear_head"}, when="linear"),
     _row("self_attention.out_proj.weight", {"linear_attn.out_proj.weight": "hidden linear_values"}, when="linear"),
-    _row("self_attn_bda.norm.weight", {"post_self_attn_layernorm.weight": "hidden"}, when="post_norms"),
+    _row("self_attn_bda.norm.weight", {"post_self_attn_layernorm.weight": "hidden"}, when="post_norms attention_names"),
+    _row("self_attn_bda.norm.weight", {"post_attention_layernorm.weight": "hidden"}, when="post_norms feedforward_names"),
     # MLP
-    _row("pre_mlp_layernorm.weight mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": "hidden"}),
+    _row(_BEFORE_MLP, {"post_attention_layernorm.weight": "hidden"}, when="attention_names"),
+    _row(_BEFORE_MLP, {"pre_feedforward_layernorm.weight": "hidden"}, when="feedforward_names"),
     _row("mlp.linear_fc1.weight", _glu("mlp", "ffn"), "glu", "dense gate_up_apart"),
     _row("mlp.linear_fc1.weight", {"mlp.gate_up_proj.weight": "2*ffn hidden"}, "glu", "dense gate_up_fused"),
     _row("mlp.linear_fc2.weight", {"mlp.down_proj.weight": "hidden ffn"}, when="dense"),
@@ -189,7 +192,8 @@ TABLE: tuple[NameRow, ...] = (
     _row(_EXPERT_UP_BIAS, {"mlp.experts.gate_up_proj_bias": "experts 2*expert_ffn"}, "interleaved", "moe stacked_experts biases"),
     _row(_EXPERT_DOWN, {"mlp.experts.down_proj": "experts expert_ffn hidden"}, "transposed", "moe stacked_experts"),
     _row(_EXPERT_DOWN_BIAS, {"mlp.experts.down_proj_bias": "experts hidden"}, when="moe stacked_experts biases"),
-    _row("mlp_bda.norm.weight", {"post_mlp_layernorm.weight": "hidden"}, when="post_norms"),
+    _row("mlp_bda.norm.weight", {"post_mlp_layernorm.weight": "hidden"}, when="post_norms attention_names"),
+    _row("mlp_bda.norm.weight", {"post_feedforward_layernorm.weight": "hidden"}, when="post_norms feedforward_names"),
 )
 
 
@@ -213,6 +217,8 @@ def features(architecture: Architecture, layer: int) -> frozenset[str]:
         "gate_up_fused": a.fused_gate_up,
         "gate_up_apart": not a.fused_gate_up,
         "indexer": a.has_indexer(layer),
+        "feedforward_names": a.feedforward_names,
+        "attention_names": not a.feedforward_names,
         **_expert_features(a),
     }
     traits = {name: getattr(a, name) for name in ("qk_norm", "joint_qk_norm", "qkv_bias", "biases", "sinks", "post_norms")}

@@ -65,20 +65,21 @@ class _Reader:
         clamped = bool(self.get("quick_geglu"))
         self.fixed("normalization", "RMSNorm")
         self.fixed("disable_bias_linear", not clamped)
-        self.fixed("swiglu", not clamped)
         self.fixed("glu_linear_offset", float(clamped))
         self.fixed("position_embedding_type", "yarn" if clamped else "rope")
         self.fixed("softmax_type", "learnable" if clamped else "vanilla")
         heads = self.required("num_attention_heads")
         latent, experts, linear = self.latent(), self.experts(), self.linear()
-        for name in ("apply_layernorm_1p", "attention_output_gate"):
-            self.fixed(name, linear is not None)
+        gemma = bool(self.get("apply_layernorm_1p")) and linear is None
+        self.fixed("swiglu", not clamped and not gemma)
+        self.fixed("apply_layernorm_1p", linear is not None or gemma)
+        self.fixed("attention_output_gate", linear is not None)
         self.fixed("moe_shared_expert_gate", bool(linear and experts))
         qk_norm = bool(self.get("qk_layernorm")) and latent is None
         post_norms = bool(self.get("post_self_attn_layernorm"))
         if post_norms != bool(self.get("post_mlp_layernorm")):
             raise ConfigError("trainer.megatron.post_mlp_layernorm", not post_norms, "as post_self_attn_layernorm is")
-        model_type = self.model_type(qk_norm, post_norms, latent, experts, linear is not None)
+        model_type = self.model_type(qk_norm, post_norms, latent, experts, linear is not None, gemma)
         if latent is not None:
             key_value_heads, head_dim = heads, latent.qk_head_dim + latent.qk_pos_emb_head_dim
         else:
@@ -101,7 +102,10 @@ class _Reader:
             latent=latent,
             linear=linear,
             output_gate=linear is not None,
-            zero_centered_norms=linear is not None,
+            zero_centered_norms=linear is not None or gemma,
+            gelu=gemma,
+            scaled_embedding=gemma,
+            feedforward_names=gemma,
             indexer=self.indexer(),
             qk_norm=qk_norm,
             qkv_bias=bool(self.get("add_qkv_bias")),
@@ -115,13 +119,16 @@ class _Reader:
             fused_gate_up=FAMILIES[model_type].fused_gate_up,
         )
 
-    def model_type(self, qk_norm: bool, post_norms: bool, latent: LatentAttention | None, experts: Experts | None, linear: bool) -> str:
+    def model_type(
+        self, qk_norm: bool, post_norms: bool, latent: LatentAttention | None, experts: Experts | None, linear: bool, gemma: bool
+    ) -> str:
         def fits(family: Family) -> bool:
             return (
                 family.latent == (latent is not None)
                 and family.indexer == (self.indexer() is not None)
                 and family.experts == ("gpt_oss" if self.get("quick_geglu") else experts.score if experts else None)
-                and family.post_norms == post_norms
+                and (family.post_norms or family.gemma) == post_norms
+                and family.gemma == gemma
                 and family.linear == linear
                 and (family.qk_norm == qk_norm or not isinstance(family.qk_norm, bool))
                 and (family.qkv_bias == bool(self.get("add_qkv_bias")) or not isinstance(family.qkv_bias, bool))

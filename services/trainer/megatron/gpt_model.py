@@ -32,7 +32,7 @@ from services.trainer.parallel.staged_shards import StagedShards
 from services.trainer.parallel.trained_model import LayerModules
 from services.trainer.weights.read_lock import WeightReadLock
 from shared.config.flag_table import OF_DEEPEP
-from shared.model.architecture import Architecture, GroupedYarn, Llama3Scaling, Rope
+from shared.model.architecture import Architecture, GroupedYarn, LinearScaling, Llama3Scaling, Rope
 from shared.model.architecture_flags import flags_of
 from shared.model.parallel_layout import ParallelLayout
 from shared.model.trainable_parameters import Freezing, Lora
@@ -256,7 +256,10 @@ def _architecture_fields(a: Architecture, kind: type[TransformerConfig]) -> dict
         "qk_layernorm": a.qk_norm or a.latent is not None,
         "gated_linear_unit": True,
         "activation_func": F.silu,
+        "softmax_scale": a.softmax_scale,
     }
+    if a.gelu:  # Megatron's own formula, of fewer digits, is not transformers'
+        fields |= {"activation_func": partial(F.gelu, approximate="tanh"), "bias_activation_fusion": False}
     if a.indexer is not None or a.linear is not None:
         # the modules are made here: `SparseLatentAttention` gives its attention what Megatron would pass, and linear attention has
         # context parallelism, which Megatron refuses
@@ -339,8 +342,13 @@ def _build_chunk(
             parameter.allreduce = False
     model.to(device())
     if a.latent is None:  # latent attention has its embedding inside
-        # Megatron knows Llama 3's scaling with fixed constants only
-        model.rotary_pos_emb.inv_freq = inverse_frequencies(a.rope, a.head_dim).to(device())
+        for module in model.modules():  # of the model, and of layers that have their own
+            if hasattr(module, "rotary_pos_emb"):
+                rope = a.rope if module is model or a.window_rope is None else a.window_rope
+                module.rotary_pos_emb.inv_freq = inverse_frequencies(rope, a.head_dim).to(device())
+    if a.scaled_embedding and model.pre_process:
+        scale = torch.tensor(a.hidden_size**0.5, dtype=config.params_dtype).item()
+        model.embedding.word_embeddings.register_forward_hook(lambda _module, _inputs, embedded: embedded * scale)
     if config.transformer_impl == "local":
         rotate_by_place(model)
     return model
@@ -351,7 +359,10 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
     rotated = int(head_dim * rope.fraction)
     if isinstance(rope.scaling, GroupedYarn):
         return _blended(rope.scaling, rope.theta, rotated)
+    # Megatron knows Llama 3's scaling with fixed constants only
     frequencies = 1.0 / (rope.theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated))
+    if isinstance(rope.scaling, LinearScaling):
+        return frequencies / rope.scaling.factor
     return _stretched(rope.scaling, frequencies) if isinstance(rope.scaling, Llama3Scaling) else frequencies
 
 

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
@@ -36,6 +37,7 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -136,9 +138,9 @@ class LatentNorm(RMSNorm):
 class NormedResidual(torch.nn.Module):
     """Replaces Megatron's sum of a block's output with the residual: the output is normed first."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, norm: type[RMSNorm]) -> None:
         super().__init__()
-        self.norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+        self.norm = norm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
         """Returns the function that Megatron calls with the block's (output, bias), the residual and a dropout probability."""
@@ -225,6 +227,21 @@ class RotaryByPlace(torch.nn.Module):
         if places is None:
             return found
         return found[places] if isinstance(found, Tensor) else (found[0][places], *found[1:])
+
+
+class WindowedSelfAttention(SelfAttention):
+    """Megatron's attention with a rotary embedding of its own, in the place of the model's."""
+
+    def __init__(self, config: TransformerConfig, *given: Any, **others: Any) -> None:
+        super().__init__(config, *given, **others)
+        self.rotary_pos_emb = RotaryEmbedding(config.kv_channels, 1.0, use_cpu_initialization=config.use_cpu_initialization)
+
+    def forward(self, hidden_states: Tensor, *given: Any, packed_seq_params: Any = None, **others: Any) -> tuple[Tensor, Tensor | None]:
+        """Takes and returns what Megatron's attention does."""
+        length = self.rotary_pos_emb.get_rotary_seq_len(None, None, hidden_states, self.config, packed_seq_params)
+        others["rotary_pos_emb"] = self.rotary_pos_emb(length, packed_seq=True)
+        attended: tuple[Tensor, Tensor | None] = super().forward(hidden_states, *given, packed_seq_params=packed_seq_params, **others)
+        return attended
 
 
 def rotate_by_place(model: torch.nn.Module) -> None:
@@ -371,8 +388,10 @@ def layer_spec(architecture: Architecture, config: TransformerConfig, experts: i
     elif architecture.joint_qk_norm:
         heads = architecture.num_attention_heads, architecture.num_key_value_heads
         attention.q_layernorm, attention.k_layernorm = (ModuleSpec(module=JointHeadNorm, params={"heads": count}) for count in heads)
+    if window and architecture.window_rope is not None:
+        layer.self_attention.module = WindowedSelfAttention
     if architecture.post_norms:
-        after = ModuleSpec(module=NormedResidual, params={"config": config})
+        after = ModuleSpec(module=NormedResidual, params={"config": config, "norm": norm_of(architecture)})
         layer.self_attn_bda = layer.mlp_bda = after
     return spec
 

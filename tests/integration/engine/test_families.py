@@ -21,6 +21,7 @@ from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.tiny import VOCAB, make_checkpoint, pack, sequences
 
 EXTRA = (
+    "gemma3_text",
     "deepseek_v32",
     "glm_moe_dsa",
     "moonlight",

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from services.trainer.megatron import spec
 from services.trainer.megatron.gpt_model import transformer_config
 from services.trainer.megatron.hf_weights import Recipe, recipe
-from shared.model.architecture import Rope
+from shared.model.architecture import LinearScaling, Rope
 from shared.model.families import read_architecture
 from shared.model.parallel_layout import ParallelLayout
 from shared.model.tensor_table import hf_tensors
@@ -117,6 +117,13 @@ def test_a_config_that_cannot_be_reproduced_is_refused(copy_of):
         ("glm_moe_dsa", {"indexer_types": None, "index_topk_pattern": "FS"}, ["index_topk_pattern", "4 layers"]),
         ("glm4_moe_lite", {"first_k_dense_replace": 2}, ["mlp_layer_types", "first 2 layers"]),
         ("glm4", {"rope_parameters": YARN}, ["rope_type", "llama3"]),
+        ("gemma3_text", {"hidden_activation": "gelu"}, ["hidden_activation", "gelu_pytorch_tanh"]),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping", "soft caps"]),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, ["final_logit_softcapping", "soft caps"]),
+        ("gemma3_text", {"use_bidirectional_attention": True}, ["use_bidirectional_attention", "causal"]),
+        ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, ["rope_type", "linear"]),
+        ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, ["rope_type", "default"]),
+        ("gemma3_text", {"sliding_window": None}, ["sliding_window", "positive integer"]),
         ("gpt_oss", {"swiglu_limit": None}, ["swiglu_limit", "stated"]),
         ("gpt_oss", {"swiglu_limit": 8.0}, ["swiglu_limit", "7.0"]),
         ("gpt_oss", {"attention_bias": False}, ["attention_bias"]),
@@ -148,6 +155,17 @@ def test_windows_alternate_where_no_layer_types_are_stated(copy_of, hf):
     stated = read_architecture(hf("gpt_oss"))
     assert stated.windows == (7, 0) == read_architecture(copy_of("gpt_oss", layer_types=None)).windows
     assert [stated.window(layer) for layer in range(2)] == [7, 0] and read_architecture(hf("qwen3")).window(1) == 0
+
+
+def test_gemma_is_read_as_it_was_first_published(copy_of):
+    """Rotary embeddings beside one another, the windows as a pattern, and defaults of its own in the place of what is not stated."""
+    old = {"rope_parameters": None, "rope_theta": 2e6, "rope_local_base_freq": 3e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    given = copy_of("gemma3_text", **old, layer_types=None, sliding_window_pattern=2, tie_word_embeddings=None, head_dim=None)
+    read = read_architecture(given)
+    assert (read.rope, read.window_rope) == (Rope(2e6, scaling=LinearScaling(8.0)), Rope(3e4))
+    assert (read.windows, read.tied_embeddings, read.head_dim) == ((7, 0), True, 256)
+    plain = read_architecture(copy_of("gemma3_text", rope_parameters=None, query_pre_attn_scalar=None))
+    assert (plain.rope, plain.window_rope, plain.softmax_scale) == (Rope(1e6), Rope(1e4), 1 / 16)
 
 
 def test_layers_of_transformer_engine_are_refused_where_they_lack_something(hf, monkeypatch):

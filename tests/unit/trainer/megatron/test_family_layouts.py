@@ -22,6 +22,7 @@ CASES = [
     ("gpt_oss", WHOLE_EXPERTS),
     ("gpt_oss", EXPERT),
     ("gpt_oss", CONTEXT),
+    ("gemma3_text", TENSOR),
     ("qwen3_next", TENSOR),
     ("qwen3_next", PIPELINE),
     ("qwen3_next", CONTEXT),
@@ -53,6 +54,9 @@ MORE += [
     ("deepseek_v32", TENSOR),
     ("deepseek_v32", PIPELINE),
     ("deepseek_v32", CONTEXT),
+    ("gemma3_text", {"tensor_model_parallel_size": 2}),
+    ("gemma3_text", PIPELINE),
+    ("gemma3_text", CONTEXT),
     ("qwen3_5", CONTEXT),
     ("qwen3_5_moe", CONTEXT),
 ]

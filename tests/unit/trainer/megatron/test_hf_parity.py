@@ -37,11 +37,12 @@ def test_packed_log_probs_equal_hugging_face_ones(kind, make_actor, reference):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
-def test_gradients_equal_hugging_face_ones(hf, make_actor):
+@pytest.mark.parametrize("kind", ["gpt_oss", "gemma3_text"])
+def test_gradients_equal_hugging_face_ones(kind, hf, make_actor):
     """Those of sinks, biases and stacked experts among them, tensor by tensor."""
     import transformers
 
-    model, theirs = make_actor("gpt_oss").model, transformers.AutoModelForCausalLM.from_pretrained(hf("gpt_oss")).float()
+    model, theirs = make_actor(kind).model, transformers.AutoModelForCausalLM.from_pretrained(hf(kind)).float()
     batch = pack(sequences(6, longest=60))
     passes.forward_backward(model, [batch], rank_steps.weighted_loss, 1.0, True)
     lengths = batch.cu_seqlens.diff().tolist()

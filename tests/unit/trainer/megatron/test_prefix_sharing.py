@@ -64,7 +64,7 @@ def of_kind(hf):
     return cache(lambda kind: actor(hf(kind)))
 
 
-FAMILIES = ("llama3_rope", "glm4", "qwen3_moe_mixed", "moonlight")
+FAMILIES = ("llama3_rope", "gemma3_text", "glm4", "qwen3_moe_mixed", "moonlight")
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ KINDS += [
     "qwen3_5_moe",
     "qwen3_5_text",
 ]
-KINDS += ["deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "qwen2_moe"]
+KINDS += ["gemma3_text", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "qwen2_moe"]
 """The checkpoints that the tests of all families take."""
 
 
@@ -163,6 +163,12 @@ def make_checkpoint(kind: str, directory: Path, **changed: int) -> None:
         **latent, **sigmoid, **deepseek, q_lora_rank=24, n_group=1, topk_group=1, num_key_value_heads=4
     )
     configs["qwen2_moe"] = lambda: t.Qwen2MoeConfig(**sizes, **experts, shared_expert_intermediate_size=40, norm_topk_prob=False)
+    by_kind = {"sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+               "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}}  # fmt: skip
+    configs["gemma3_text"] = lambda: t.Gemma3TextConfig(
+        **sizes, head_dim=16, sliding_window=7, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=20,
+        rope_parameters=by_kind, tie_word_embeddings=True, pad_token_id=None,
+    )  # fmt: skip
     torch.manual_seed(list(configs).index(kind))
     config = configs[kind]()
     kinds = t.AutoModelForImageTextToText if hasattr(config, "vision_config") else t.AutoModelForCausalLM
