@@ -38,6 +38,14 @@ HARMONY = (
 )
 """As of gpt-oss: the channel is the model's to write, and only the last turn ends in a stop token."""
 
+GEMMA = (
+    "{% set system = messages[0].content + '\\n\\n' if messages[0].role == 'system' else '' %}"
+    "{% for m in (messages[1:] if system else messages) %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ (system if loop.first else '') + m.content }}<end_of_turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
+"""As of Gemma 3: the system's words are a part of the user's first turn, and a line break is behind each turn's end."""
+
 CHATML = (
     "{% if tools %}[{{ tools[0].name }}]{% endif %}"
     "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -330,6 +338,12 @@ def test_of_harmony_a_turn_is_trained_from_its_channel_to_its_return(tmp_path: P
     before, own = "<|start|>user<|message|>1+1=<|end|><|start|>assistant", "<|channel|>final<|message|>"
     again = f"{before}{own}2<|end|><|start|>user<|message|>+3=<|end|><|start|>assistant"
     assert shown(*opened) == [f"{before}[[{own}2<|return|>]]", f"{again}[[{own}5<|return|>]]"]
+
+
+def test_of_gemma_a_turn_is_trained_to_its_end_and_the_system_belongs_to_the_user(tmp_path: Path) -> None:
+    opened = with_markers(tmp_path, GEMMA, ["<eos>", "<start_of_turn>", "<end_of_turn>"], ["<eos>", "<end_of_turn>"], {"messages": CHAT})
+    first = "<start_of_turn>user\nsum\n\n1+1=<end_of_turn>\n<start_of_turn>model\n[[2<end_of_turn>]]\n"
+    assert shown(*opened) == [f"{first}<start_of_turn>user\n+3=<end_of_turn>\n<start_of_turn>model\n[[5<end_of_turn>]]"]
 
 
 def test_each_line_has_to_fit_into_a_micro_batch(tmp_path: Path) -> None:
