@@ -75,6 +75,7 @@ FORMER = {
     "cuda-graph-max-bs": "cuda-graph-max-bs-decode",
     "nsa-prefill-backend": "dsa-prefill-backend",
     "nsa-decode-backend": "dsa-decode-backend",
+    "mamba-scheduler-strategy": "mamba-radix-cache-strategy",
 }
 """Names that flags of SGLang's had, as scripts still spell them, and the present ones; each goes by the one that is installed."""
 

@@ -17,6 +17,8 @@ from shared.config import slime_script
 from shared.config.config_reading import read
 from shared.config.run_config import RunConfig
 from shared.hooks.arguments import Arguments
+from shared.model.architecture_flags import described_shape
+from shared.model.parallel_layout import ParallelLayout, division_problems
 from shared.runtime.errors import ConfigError, raise_problems
 from tests.support.run_config import run_config
 from tests.support.slime_scripts import SCRIPTS
@@ -33,6 +35,16 @@ MACHINE = ["trainer.actor_num_nodes", "rollout.rollout_num_gpus_per_engine", "ro
 
 MISSING = ("Transformer Engine has it, which is not installed", "No module named", "install the package", "is not installed", "needs a GPU")
 """What is said of a package that is not there: a user's own, or one that SGLang, Megatron or a logger needs."""
+
+CONFIGS = Path(__file__).parents[3] / "configs" / "models"
+SPLIT_BY_CONTEXT = {
+    "scripts/run-qwen3-next-80B-A3B.sh": "qwen3-next-80b-a3b",
+    "scripts/run-qwen3.5-27B.sh": "qwen3.5-27b",
+    "examples/coding_agent_rl/run_qwen36_35b_a3b_swe_8nodes.sh": "qwen3.5-35b-a3b",
+    "scripts/run-glm5-744B-A40B.sh": "glm-5",
+    "scripts/run-glm5.2-744B-A40B.sh": "glm-5.2",
+}
+"""Scripts with context parallelism of models with linear or sparse attention, and the published sizes."""
 
 MIS = """use_tis: true
 use_rs: true
@@ -93,6 +105,14 @@ def test_only_files_and_machines_are_missing_for_a_published_script(script: str)
         if problem.field.startswith(("eval.", "rollout.engine_groups.")) or problem.field in (*FILES, *MACHINE):
             continue
         assert any(words in problem.expected for words in MISSING), str(problem)
+
+
+@pytest.mark.parametrize(("script", "shape"), list(SPLIT_BY_CONTEXT.items()))
+def test_a_script_that_splits_sequences_divides_its_model(script: str, shape: str) -> None:
+    config, ready = config_of(SCRIPTS[script]), tomllib.loads((CONFIGS / f"{shape}.toml").read_text())["trainer"]["megatron"]
+    architecture = described_shape(ready)
+    assert config.trainer.context_parallel_size > 1 and architecture is not None
+    assert not list(division_problems(architecture, ParallelLayout.of(config.trainer), config.trainer.megatron))
 
 
 def test_the_toml_of_any_part_of_a_script_gives_the_same_config(tmp_path: Path) -> None:
