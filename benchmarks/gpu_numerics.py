@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.gpu_numerics [--gpus 2] [--device cuda|cpu] [--models NAME …] [--json FILE] [--write]`` computes the log-probs of
 fresh sequences and one training step of a dense model, of one with latent attention (DeepSeek-V3's architecture), of a mixture of experts,
-and of one with linear attention (Qwen3-Next's), each from the same weights, which bfloat16 holds exactly, on the same batches. Everything
-is compared with one GPU in float32 (TF32 off):
+of one with linear attention (Qwen3-Next's), and of others, each from the same weights, which bfloat16 holds exactly, on the same batches.
+Everything is compared with one GPU in float32 (TF32 off):
 
 * one GPU in bfloat16: this is the rounding that the format costs;
 * the layout in bfloat16, and in float32;
@@ -81,9 +81,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "sinks and windows": MEDIUM
     | {"model_type": "gpt_oss", "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 512, "num_local_experts": 16}
     | {"num_experts_per_tok": 4, "sliding_window": 128, "swiglu_limit": 7.0},
+    "gemma": MEDIUM
+    | {"model_type": "gemma3_text", "num_key_value_heads": 4, "head_dim": 64, "sliding_window": 128, "query_pre_attn_scalar": 64}
+    | {"tie_word_embeddings": True, "pad_token_id": None},
 }
 MODELS["sparse attention"] = MODELS["latent attention"] | {"model_type": "glm_moe_dsa", "n_group": 1, "topk_group": 1}
 MODELS["sparse attention"] |= {"index_topk": 512, "index_n_heads": 16, "index_head_dim": 64, "num_key_value_heads": 16}
+MODELS["sparse attention"] |= {"num_hidden_layers": 3, "n_routed_experts": 8, "vocab_size": 8192}  # its plain attention is slow
 SMALLER = {
     "dense": TINY | {"num_key_value_heads": 2, "head_dim": 16},
     "latent attention": TINY
@@ -95,6 +99,7 @@ SMALLER = {
     | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
     | {"num_hidden_layers": 4},
     "sinks and windows": TINY | {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 8, "sliding_window": 16},
+    "gemma": TINY | {"num_hidden_layers": 6, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 16},
 }
 SMALLER["sparse attention"] = SMALLER["latent attention"] | {"index_topk": 8, "index_n_heads": 8, "index_head_dim": 16}
 """What a CPU has instead."""
@@ -130,9 +135,10 @@ def layouts_of(model: str, gpus: int) -> dict[str, dict[str, Any]]:
     context = {f"CP{gpus}": {"context_parallel_size": gpus}}
     experts = {f"EP{gpus}": {"expert_model_parallel_size": gpus}}
     tensor = {f"TP{gpus}": {"tensor_model_parallel_size": gpus, "sequence_parallel": True}}
-    known = {"dense": context, "latent attention": context | experts, "mixture of experts": experts, "linear attention": tensor | experts}
+    known = {"dense": context, "latent attention": context | experts, "mixture of experts": experts}
     known["sinks and windows"] = context | experts
-    known["sparse attention"] = tensor | experts
+    known["gemma"] = tensor | context
+    known["linear attention"] = known["sparse attention"] = tensor | experts | context
     return known[model]
 
 
