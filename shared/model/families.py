@@ -69,6 +69,22 @@ class Family:
     prefix: str = "model"
     apart_projections: bool = False
 
+    @property
+    def activation(self) -> tuple[str, str]:
+        """Returns the entry that names the activation of MLPs, and the one that is implemented."""
+        return ("hidden_activation", "gelu_pytorch_tanh") if self.gemma else ("hidden_act", "silu")
+
+    @property
+    def zero_centered_norms(self) -> bool:
+        return self.linear or self.gemma
+
+    @property
+    def rope_scaling(self) -> str:
+        """Returns the one way in which its rotary embedding may be scaled."""
+        if self.gemma:
+            return "linear"
+        return "yarn" if self.latent or self.experts == "gpt_oss" else "llama3"
+
 
 _DEEPSEEK = Family(latent=True, experts="sigmoid")
 _SPARSE = Family(latent=True, experts="sigmoid", indexer=True)
@@ -90,7 +106,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": _DEEPSEEK,
     "glm_moe_dsa": _SPARSE,
     "kimi_k2": _DEEPSEEK,
-    "gemma3_text": Family(qk_norm=True, window_pattern=6, gemma=True),
+    "gemma3_text": Family(qk_norm=True, post_norms=True, window_pattern=6, gemma=True),
     "mimo": Family(qkv_bias=("attention_bias", True)),
     "qwen3_next": _QWEN3_NEXT,
     "qwen3_5": replace(_QWEN3_5, prefix=_WITH_VISION),
@@ -182,10 +198,8 @@ class _Entries:
         if not isinstance(model_type, str) or model_type not in FAMILIES:
             raise self.error("model_type", f"one of {', '.join(sorted(FAMILIES))}")
         family = FAMILIES[model_type]
-        if family.gemma:
-            self.check_gemma()
-        else:
-            self.require("hidden_act", "silu", "other activations are not implemented")
+        choices = self.gemma(family) if family.gemma else {}
+        self.require(*family.activation, "other activations are not implemented")
         self.require("mlp_bias", False, "biases in the MLP are not implemented")
         self.require("use_sliding_window", False, "sliding windows are not implemented")
         if ENTRY in self.raw:
@@ -195,11 +209,7 @@ class _Entries:
         heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
         layers = self.integer("num_hidden_layers")
         latent = self.latent() if family.latent else None
-        head_dim = (
-            latent.qk_head_dim + latent.qk_pos_emb_head_dim
-            if latent
-            else self.integer("head_dim", default=256 if family.gemma else hidden // heads)
-        )
+        head_dim = latent.qk_head_dim + latent.qk_pos_emb_head_dim if latent else self.integer("head_dim", default=hidden // heads)
         return Architecture(
             model_type=model_type,
             num_layers=layers,
@@ -213,10 +223,6 @@ class _Entries:
             norm_eps=self.number("rms_norm_eps"),
             tied_embeddings=bool(self.raw.get("tie_word_embeddings", family.gemma)),
             rope=self.rope(family),
-            window_rope=self.rope(family, windowed=True) if family.gemma else None,
-            softmax_scale=self.integer("query_pre_attn_scalar", default=256) ** -0.5 if family.gemma else None,
-            gelu=family.gemma,
-            scaled_embedding=family.gemma,
             experts=self.experts(family.experts, layers),
             latent=latent,
             linear=self.linear(layers) if family.linear else None,
@@ -228,22 +234,25 @@ class _Entries:
             sinks=family.sinks,
             windows=self.windows(family.window_pattern, layers),
             output_gate=family.linear,
-            zero_centered_norms=family.linear or family.gemma,
-            post_norms=family.post_norms or family.gemma,
-            feedforward_names=family.gemma,
+            zero_centered_norms=family.zero_centered_norms,
+            post_norms=family.post_norms,
             fused_gate_up=family.fused_gate_up,
             prefix=family.prefix,
             apart_projections=family.apart_projections,
             mixtral_names=family.mixtral_names,
             stacked_experts=family.stacked_experts,
             draft_layers=self.integer("num_nextn_predict_layers", default=0, least=0) if family.experts or model_type == "mimo" else 0,
+            **choices,
         )
 
-    def check_gemma(self) -> None:
-        self.require("hidden_activation", "gelu_pytorch_tanh", "other activations are not implemented")
+    def gemma(self, family: Family) -> dict[str, Any]:
+        """Returns what Gemma alone has."""
         self.require("use_bidirectional_attention", False, "only causal attention is implemented")
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             self.require(key, None, "soft caps are not implemented")
+        scale = self.integer("query_pre_attn_scalar", default=256) ** -0.5
+        return {"window_rope": self.rope(family, windowed=True), "softmax_scale": scale, "gelu": True, "scaled_embedding": True,
+                "feedforward_names": True}  # fmt: skip
 
     def windows(self, pattern: int, layers: int) -> tuple[int, ...]:
         """Returns the window of each layer; nothing for a family without."""
@@ -351,11 +360,7 @@ class _Entries:
         Args:
             windowed: that of layers with a window, where it is another one.
         """
-        nested = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
-        outside, usual = ("rope_local_base_freq" if windowed else "rope_theta"), 1e6 if family.gemma and not windowed else 1e4
-        if family.gemma and ("full_attention" in nested or windowed):
-            nested = nested.get("sliding_attention" if windowed else "full_attention") or {}
-        theta = float(nested.get("rope_theta", self.raw.get(outside, usual)))
+        nested, theta = self.rope_entries(family, windowed)
         fraction = 1.0
         if family.experts == "minimax":
             fraction = self.rotary_share(nested)
@@ -363,9 +368,7 @@ class _Entries:
             outside = self.raw.get("partial_rotary_factor", family.rotary_fraction)
             fraction = float(nested.get("partial_rotary_factor", outside))
         kind = nested.get("rope_type", nested.get("type", "default"))
-        known = "yarn" if family.latent or family.experts == "gpt_oss" else "llama3"
-        if family.gemma:
-            known = "default" if windowed else "linear"
+        known = "default" if windowed else family.rope_scaling
         if kind not in ("default", known):
             expected = f"'default' or '{known}'; other rope scalings are not implemented for this family"
             raise ConfigError(f"{self.path}:rope_type", kind, expected)
@@ -375,6 +378,16 @@ class _Entries:
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{self.path}:rope_scaling", nested, f"valid entries for rope type {kind!r}: {error}") from error
         return Rope(theta=theta, fraction=fraction, interleaved=family.interleaved_rope, scaling=scaling)
+
+    def rope_entries(self, family: Family, windowed: bool) -> tuple[dict[str, Any], float]:
+        """Returns the entries of a rotary embedding, and its base."""
+        nested = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
+        if not family.gemma:
+            return nested, float(nested.get("rope_theta", self.raw.get("rope_theta", 10000.0)))
+        if windowed or "full_attention" in nested:
+            nested = nested.get("sliding_attention" if windowed else "full_attention") or {}
+        outside, usual = ("rope_local_base_freq", 1e4) if windowed else ("rope_theta", 1e6)
+        return nested, float(nested.get("rope_theta", self.raw.get(outside, usual)))
 
     def rotary_share(self, nested: dict[str, Any]) -> float:
         """Returns the rotated share of a head, for MiniMax: engines read ``rotary_dim``, transformers ``rope_parameters``."""

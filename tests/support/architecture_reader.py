@@ -127,7 +127,7 @@ class _Reader:
                 family.latent == (latent is not None)
                 and family.indexer == (self.indexer() is not None)
                 and family.experts == ("gpt_oss" if self.get("quick_geglu") else experts.score if experts else None)
-                and (family.post_norms or family.gemma) == post_norms
+                and family.post_norms == post_norms
                 and family.gemma == gemma
                 and family.linear == linear
                 and (family.qk_norm == qk_norm or not isinstance(family.qk_norm, bool))

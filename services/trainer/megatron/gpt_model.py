@@ -341,17 +341,21 @@ def _build_chunk(
         if ".experts." in name:
             parameter.allreduce = False
     model.to(device())
-    if a.latent is None:  # latent attention has its embedding inside
-        for module in model.modules():  # of the model, and of layers that have their own
-            if hasattr(module, "rotary_pos_emb"):
-                rope = a.rope if module is model or a.window_rope is None else a.window_rope
-                module.rotary_pos_emb.inv_freq = inverse_frequencies(rope, a.head_dim).to(device())
-    if a.scaled_embedding and model.pre_process:
-        scale = torch.tensor(a.hidden_size**0.5, dtype=config.params_dtype).item()
-        model.embedding.word_embeddings.register_forward_hook(lambda _module, _inputs, embedded: embedded * scale)
+    _set_embeddings(model, a, config)
     if config.transformer_impl == "local":
         rotate_by_place(model)
     return model
+
+
+def _set_embeddings(model: GPTModel, a: Architecture, config: TransformerConfig) -> None:
+    """Gives rotary embeddings their frequencies, and tokens' embeddings their scale."""
+    for module in model.modules() if a.latent is None else ():  # latent attention has its own inside
+        if hasattr(module, "rotary_pos_emb"):
+            rope = a.rope if module is model or a.window_rope is None else a.window_rope
+            module.rotary_pos_emb.inv_freq = inverse_frequencies(rope, a.head_dim).to(device())
+    if a.scaled_embedding and model.pre_process:
+        scale = torch.tensor(a.hidden_size**0.5, dtype=config.params_dtype).item()
+        model.embedding.word_embeddings.register_forward_hook(lambda _module, _inputs, embedded: embedded * scale)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:

@@ -160,10 +160,10 @@ def test_windows_alternate_where_no_layer_types_are_stated(copy_of, hf):
 def test_gemma_is_read_as_it_was_first_published(copy_of):
     """Rotary embeddings beside one another, the windows as a pattern, and defaults of its own in the place of what is not stated."""
     old = {"rope_parameters": None, "rope_theta": 2e6, "rope_local_base_freq": 3e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
-    given = copy_of("gemma3_text", **old, layer_types=None, sliding_window_pattern=2, tie_word_embeddings=None, head_dim=None)
+    given = copy_of("gemma3_text", **old, layer_types=None, sliding_window_pattern=2, tie_word_embeddings=None)
     read = read_architecture(given)
     assert (read.rope, read.window_rope) == (Rope(2e6, scaling=LinearScaling(8.0)), Rope(3e4))
-    assert (read.windows, read.tied_embeddings, read.head_dim) == ((7, 0), True, 256)
+    assert (read.windows, read.tied_embeddings) == ((7, 0), True)
     plain = read_architecture(copy_of("gemma3_text", rope_parameters=None, query_pre_attn_scalar=None))
     assert (plain.rope, plain.window_rope, plain.softmax_scale) == (Rope(1e6), Rope(1e4), 1 / 16)
 
