@@ -111,7 +111,7 @@ class GatewaySection(Section):
         default=None,
         ge=0,
         le=64,
-        description="gateways that `myxo up` starts; default: with an agent one for each 8 cores of the machine, 8 at most; one where "
+        description="gateways that `myxo up` starts; default: with an agent (or SLIME_AGENT_ variables) one for each 8 cores, 8 at most; one where "
         "gateway_port is given, or the run only takes groups from outside; else none",
         **MUTABLE,
     )

@@ -6,6 +6,7 @@ besides (strands-agents and strands-sglang 0.4.2) may lie in a directory of its 
 
 import json
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from aiohttp.test_utils import TestServer
 from services.reward.custom_functions import Functions
 from shared.schema.messages import Sampling
 from shared.schema.sample import Sample, Score
+from shared.sessions.session_store import OPENED_SECONDS
 from tests.integration.engine.bench import Bench, NewBench
 from tests.integration.engine.conftest import Checkpoints
+from tests.integration.engine.hall import NewHall
 from tests.integration.engine.reference import log_probs
 from tests.support.service_process import ROOT
 
@@ -280,8 +283,8 @@ async def converse(url, key):
 
 
 @slimes_own
-async def test_slimes_coding_agents(generated: Generated, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`slime.agent` is slime's own, from its checkout: its adapters sample by the address of the engines."""
+async def test_slimes_coding_agents(hall: NewHall, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`slime.agent` is slime's own, from its checkout: what its adapters ask at the address of the engines are turns of the gateway."""
     for name, text in E2B.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -291,11 +294,17 @@ async def test_slimes_coding_agents(generated: Generated, checkpoint: Checkpoint
     variables |= {"SLIME_AGENT_NODE_TARBALL": str(tarball), "SLIME_AGENT_CC_TARBALL": str(tarball)}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    places = (tmp_path, Path(str(SLIME)).resolve().parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tmp_path, Path(str(SLIME)).resolve().parent, ROOT))))
     metadata = {"image": "any", "workdir": "/repository", "eval_cmd": "true"}
-    path = "examples.coding_agent_rl.generate.generate"
-    _, samples = await generated(path, places, variables=list(variables), metadata=metadata, rollout_max_context_len=512)
+    function = {"custom_generate_function_path": "examples.coding_agent_rl.generate.generate", "generate_workers": 1}
+    worker = {"rm_type": "math", "worker_environment": list(variables)}
+    room = await hall(gateway={"gateway_replicas": None}, rollout={**function, "rollout_max_context_len": 512}, reward=worker)
+    await room.desk.task(n=2, sampling=SHORT, prompt="40+2=", metadata=metadata)
+    _, samples = await room.desk.generated()
     check(checkpoint, samples)
+    assert all(set(one.versions()[one.mask.astype(bool)].tolist()) == {0} for one in samples)
+    opened = await room.sessions.opened(int(time.time() // OPENED_SECONDS), 0, 30)
+    assert len(opened) == 2, "a session for each rollout"
     assert [one.given_reward for one in samples] == [1.0] * len(samples) and {one.rollout for one in samples} == {0, 1}
     assert all(one.metadata["agent_exit_code"] == 0 for one in samples)
 
