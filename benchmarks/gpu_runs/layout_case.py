@@ -54,6 +54,11 @@ LAYOUT_CASES: Mapping[str, LayoutCase] = {
         4,
         ("--actor-num-gpus-per-node", "2", "--pipeline-model-parallel-size", "2", "--rollout-num-gpus-per-engine", "2"),
     ),
+    "engine-pp2": LayoutCase(
+        "trainer 1, one engine of two stages",
+        3,
+        ("--rollout-num-gpus-per-engine", "2", "--sglang-pp-size", "2"),
+    ),
     "death": LayoutCase(
         "trainer 1, two engines of 1; one is killed inside pushes",
         3,

@@ -111,8 +111,8 @@ class GatewaySection(Section):
         default=None,
         ge=0,
         le=64,
-        description="gateways that `myxo up` starts; default: with an agent (or SLIME_AGENT_ variables) one for each 8 cores, 8 at most; one where "
-        "gateway_port is given, or the run only takes groups from outside; else none",
+        description="gateways that `myxo up` starts; default: with an agent, or a SLIME_AGENT_ variable, one for each 8 cores, "
+        "8 at most; one where gateway_port is given, or the run only takes groups from outside; else none",
         **MUTABLE,
     )
     gateway_host: str = Field(default="127.0.0.1", min_length=1, description="where gateways serve their API", **MUTABLE)
