@@ -57,7 +57,7 @@ LAYOUT_CASES: Mapping[str, LayoutCase] = {
     "engine-pp2": LayoutCase(
         "trainer 1, one engine of two stages",
         3,
-        ("--rollout-num-gpus-per-engine", "2", "--sglang-pp-size", "2"),
+        ("--rollout-num-gpus-per-engine", "2", "--sglang-pp-size", "2", "--in-flight-on-push", "abort"),
     ),
     "death": LayoutCase(
         "trainer 1, two engines of 1; one is killed inside pushes",

@@ -28,7 +28,7 @@ from shared.config import devices
 from shared.config.engine_limits import CONTEXT_KEPT, context_length, cpu_token_capacity, longest_sequence
 from shared.config.eval_views import eval_views
 from shared.config.external_server import EngineAway, ExternalServer
-from shared.config.rollout_section import APART, GENERATORS, GPUS_OF_MACHINE, TRANSFER, RolloutSection, transfer_backend
+from shared.config.rollout_section import APART, GENERATORS, GPUS_OF_MACHINE, TRANSFER, RolloutSection, flag_size, transfer_backend
 from shared.config.run_config import RunConfig
 from shared.config.sglang_flags import plain_name
 from shared.config.speculation import (
@@ -60,6 +60,7 @@ def check_engine_model(inspection: Inspection) -> Findings:
     flags = {SHORT.get(name := plain_name(key), name): (f"rollout.sglang.{key}", value) for key, value in given.items()}
     yield from _speculation(inspection, flags)
     yield from _stages(inspection)
+    yield from _shares(inspection, flags)
     for name, (field, value) in flags.items():
         if name == "quantization" and value != "unquant" and "quantization_config" not in (inspection.model_config or {}):
             yield from _quantized(inspection, field, value)
@@ -67,6 +68,10 @@ def check_engine_model(inspection: Inspection) -> Findings:
             yield Note(f"{field} = {value}: {FEWER_BITS}")
         elif name in ("enable-lora", "lora-paths"):
             yield Note(f"{field} changes nothing: no request names an adapter of the engine's; lora_rank trains one")
+
+
+DIVISORS = ("dp-size", "data-parallel-size", "ep-size", "expert-parallel-size", "ep", "attn-cp-size", "moe-dp-size")
+"""Flags of SGLang's whose sizes divide its tensor-parallel one."""
 
 
 def _stages(inspection: Inspection) -> Findings:
@@ -87,8 +92,21 @@ def _stages(inspection: Inspection) -> Findings:
     if config.trainer.use_rollout_routing_replay:
         expected = f"false {why}: the stages of an engine do not tell each other which experts they chose"
         yield ConfigError("trainer.use_rollout_routing_replay", True, expected)
-    if own := rollout.own_speculation or [f"rollout.sglang.{ALGORITHM}"] * speculates(rollout.engine_flags):
-        yield ConfigError(own[0].partition(" ")[0], own[0].rpartition(" ")[2], f"none {why}: SGLang speculates in one stage alone")
+    own = {"rollout.speculation": rollout.speculation} if rollout.own_speculation else {}
+    own |= {f"rollout.sglang.{ALGORITHM}": rollout.engine_flags.get(ALGORITHM)} if speculates(rollout.engine_flags) else {}
+    for place, value in own.items():
+        yield ConfigError(place, value, f"none {why}: SGLang speculates in one stage alone")
+
+
+def _shares(inspection: Inspection, flags: Mapping[str, tuple[str, Any]]) -> Findings:
+    """Yields sizes that do not divide the GPUs which hold an engine's tensors together: it would end as it starts."""
+    rollout, gpus = inspection.config.rollout, inspection.config.rollout.tensor_parallel
+    for name in DIVISORS if not rollout.external_engines else ():
+        field, value = flags.get(name, ("", 1))
+        if gpus % (size := flag_size({name: value}, name)):
+            of = f" / {rollout.stages_per_engine} stages" if rollout.stages_per_engine > 1 else ""
+            given = f"rollout_num_gpus_per_engine{of}"
+            yield ConfigError(field, size, f"a divisor of {given} = {gpus}")
 
 
 ENGINE_CHECKS = (check_engine_flags, check_engine_backend, check_engine_context, check_engine_model)
@@ -178,7 +196,10 @@ def _of_group(own: Inspection, field: str, checks: Iterable[Callable[[Inspection
 
 def check_external_engines(inspection: Inspection) -> Findings:
     """Yields the external engines that the run cannot use; notes those that do not answer: their replicas wait for them."""
-    urls = inspection.config.rollout.external_engines
+    rollout, urls = inspection.config.rollout, inspection.config.rollout.external_engines
+    idle = [name for name in ("sglang", "rollout_num_gpus", "rollout_num_gpus_per_engine") if name in rollout.model_fields_set]
+    if urls and idle:
+        yield Note(f"rollout.{', rollout.'.join(idle)}: without effect, as whoever runs the external engines gives them flags and GPUs")
     for url in urls if inspection.model_config is not None else ():  # else the check of the model's files reports it
         try:
             ExternalServer(inspection.config, url).describe()

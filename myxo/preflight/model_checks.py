@@ -290,7 +290,7 @@ def _reference(inspection: Inspection, directory: Path) -> Findings:
 def check_engines(inspection: Inspection) -> Findings:
     """Yields where an engine's GPUs cannot share the model's heads: SGLang divides query heads, and divides or copies the others."""
     rollout, model = inspection.config.rollout, inspection.architecture
-    gpus = max(1, rollout.rollout_num_gpus_per_engine // rollout.stages_per_engine)
+    gpus = rollout.tensor_parallel
     if model is None:
         return
     heads = {"attention heads": model.num_attention_heads}

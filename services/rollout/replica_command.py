@@ -175,9 +175,8 @@ def replica_command(service: Service, name: str, meeting: EngineMeeting | None =
     ``meeting``: where the nodes' ranks meet; None: all ranks are on this machine."""
     config, rollout = service.config, service.config.rollout
     device = devices.resolve(rollout.rollout_device)
-    stages = rollout.stages_per_engine
-    parallel = device == "cuda" or meeting is not None or stages > 1  # else an engine on a CPU has one rank, whatever its share of GPUs
-    flags: dict[str, Any] = {"tp-size": rollout.rollout_num_gpus_per_engine // stages} if parallel else {}
+    parallel = device == "cuda" or meeting is not None or rollout.stages_per_engine > 1  # else it has one rank, whatever its share of GPUs
+    flags: dict[str, Any] = {"tp-size": rollout.tensor_parallel} if parallel else {}
     own = hooks.paths(config, "rollout").keys() - agent_paths(config).keys()  # agents ask gateways, and these the replica
     answers_are_read = not (bool(router_url()) or own)
     flags["disable-radix-cache"] = service.name != MODEL and not keeps_prefixes(config, device, answers_are_read=answers_are_read)

@@ -317,8 +317,8 @@ SGLANG_CONFIG = "rollout.sglang_config"
 
 class _SlimeGroup(ConfigTable):
     worker_type: WorkerType = "regular"
-    num_gpus: int
-    num_gpus_per_engine: int | None = None
+    num_gpus: int = Field(gt=0)
+    num_gpus_per_engine: int | None = Field(default=None, gt=0)
     overrides: dict[str, Any] = {}
 
 
@@ -326,7 +326,7 @@ class _SlimeModel(ConfigTable):
     name: str
     model_path: str | None = None
     update_weights: bool | None = None
-    num_gpus_per_engine: int | None = None
+    num_gpus_per_engine: int | None = Field(default=None, gt=0)
     server_groups: list[_SlimeGroup] = []
     engine_groups: list[_SlimeGroup] = []  # slime's older name
 
@@ -365,9 +365,12 @@ def lay_sglang_config(layers: Layers) -> None:
     if (path := layers.file("rollout", "sglang_config")) is None:
         return
     rollout, own = layers.values["rollout"], str(layers.values.get("model", {}).get("hf_checkpoint", ""))
-    if besides := [name for name in ("models", "engine_groups") if rollout.get(name)]:
+    if besides := [name for name in ("models", "engine_groups", "external_engines") if rollout.get(name)]:
         raise ConfigError(f"rollout.{besides[0]}", "…", f"given besides sglang_config = {path}; leave one of them out")
-    models, wishes = _sglang_models(path, rollout.get("rollout_num_gpus_per_engine", 1))
+    size = str(rollout.get("rollout_num_gpus_per_engine", 1))  # text, where it comes from a command line
+    if not size.isdecimal() or not int(size):
+        raise ConfigError("rollout.rollout_num_gpus_per_engine", size, "a whole number, 1 or more")
+    models, wishes = _sglang_models(path, int(size))
     trained = [name for name, wish in wishes.items() if (models[name].get("hf_checkpoint", own) == own if wish is None else wish)]
     if len(trained) != 1:
         expected = "update_weights for one model, which is trained; " + (f"{' and '.join(trained)} have it" if trained else "none has it")
@@ -383,7 +386,10 @@ def lay_sglang_config(layers: Layers) -> None:
 def lay_prefill_servers(layers: Layers) -> None:
     """Divides the policy's engines into those that prefill, slime's ``prefill_num_servers``, and those that decode. Raises ConfigError."""
     rollout = layers.values.get("rollout", {})
-    if (count := rollout.get("prefill_num_servers")) is None or not str(count).isdecimal():
+    sizes = ("prefill_num_servers", "rollout_num_gpus_per_engine", "rollout_num_gpus", "rollout_replicas")
+    if (count := rollout.get(sizes[0])) is None or not all(str(rollout.get(name) or 1).isdecimal() for name in sizes):
+        return
+    if not (int(count) and int(rollout.get(sizes[1], 1))):  # each field is checked by itself
         return
     field = "rollout.prefill_num_servers"
     if besides := [name for name in ("sglang_config", "engine_groups", "external_engines") if rollout.get(name)]:
@@ -405,9 +411,9 @@ def _sglang_models(path: Path, size: int) -> tuple[dict[str, dict[str, Any]], di
     except ValidationError as error:
         found = error.errors()[0]
         place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in found["loc"])
-        raise ConfigError(
-            SGLANG_CONFIG, f"{path}: {place.removeprefix('.') or 'its top'}", found["msg"].removeprefix("Value error, ")
-        ) from None
+        no_mapping = not place and found["type"] != "value_error"
+        expected = "expected a mapping with the key sglang, a list of models" if no_mapping else found["msg"].removeprefix("Value error, ")
+        raise ConfigError(SGLANG_CONFIG, f"{path}: {place.removeprefix('.') or 'its top'}", expected) from None
     except ValueError as error:
         raise ConfigError(SGLANG_CONFIG, str(path), str(error)) from None
 

@@ -112,6 +112,8 @@ class ExternalServer:
         if apart and self._config.weights.update_weight_transport == "nccl":
             sizes = f"pp_size = {pipeline} and dp_size = {replicas}"
             yield f"SGLang's weight groups do not reach engines of {sizes}: update_weight_transport = disk does"
+        if pipeline > 1 and rollout.in_flight_on_push != "abort":
+            yield f"its stages (pp_size = {pipeline}) generate on in any pause but one: in_flight_on_push = abort"
         needed = rollout.rollout_max_context_len or rollout.rollout_max_response_len + 1
         if found.max_sequence < needed:
             yield f"it holds sequences of {found.max_sequence} tokens, and the run's have up to {needed}"

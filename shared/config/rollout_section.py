@@ -139,6 +139,15 @@ class FrozenModel(ConfigTable):
         return self
 
 
+def flag_size(flags: Mapping[str, Any], *names: str, default: int = 1) -> int:
+    """Returns the number of the first of SGLang's flags, by plain names, that is there; 1 for what is none, which its own check refuses."""
+    given = next((flags[name] for name in names if name in flags), default)
+    try:
+        return max(1, int(str(given)))
+    except ValueError:
+        return 1
+
+
 class RolloutSection(Section):
     """Generation, and how far it may run ahead of training."""
 
@@ -451,7 +460,9 @@ class RolloutSection(Section):
     def _complete(self) -> None:
         given = self.model_fields_set
         if self.external_engines:
-            self.rollout_num_gpus, self.rollout_device = None, "cpu"  # they take no GPU of the run's machines
+            self.rollout_device = "cpu"  # they take no GPU of the run's machines
+            if self.rollout_num_gpus is not None:
+                self.rollout_num_gpus = None
             if "rollout_replicas" not in given:
                 self.rollout_replicas = len(self.external_engines)
         if self.engine_groups and "rollout_replicas" not in given:
@@ -527,15 +538,17 @@ class RolloutSection(Section):
         if self.external_engines:
             return 1
         derived = max(1, self.rollout_num_gpus_per_engine // (self.gpus_per_node or GPUS_OF_MACHINE))
-        given = self.engine_flags.get("nnodes", derived)
-        return int(given) if str(given).isdecimal() and int(given) > 0 else 1  # the flags' own check refuses anything else
+        return flag_size(self.engine_flags, "nnodes", default=derived)
 
     @property
     def stages_per_engine(self) -> int:
         """Returns the number of pipeline stages of one engine: SGLang's ``pp-size``."""
-        flags = self.engine_flags
-        given = flags.get("pp-size", flags.get("pipeline-parallel-size", 1))
-        return int(given) if str(given).isdecimal() and int(given) > 0 else 1  # as `nodes_per_engine`
+        return 1 if self.external_engines else flag_size(self.engine_flags, "pp-size", "pipeline-parallel-size")
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Returns the number of GPUs that hold the tensors of a stage of an engine together."""
+        return max(1, self.rollout_num_gpus_per_engine // self.stages_per_engine)
 
     @property
     def pause_on_push(self) -> Literal["in_place", "retract", "abort"]:

@@ -79,6 +79,9 @@ FORMER = {
 }
 """Names that flags of SGLang's had, as scripts still spell them, and the present ones; each goes by the one that is installed."""
 
+SIZES = ("pp-size", "dp-size", "ep-size", "nnodes", "attn-cp-size", "moe-dp-size", "max-running-requests", "page-size")
+"""Flags whose value counts what there is at least one of, which the parser does not check."""
+
 SHARES = ("mem-fraction-static",)
 """Flags whose value is a share, which the parser does not check."""
 
@@ -133,6 +136,8 @@ class EngineFlag:
             return f"one of {', '.join(self.choices)}"
         if self.spellings[0] in SHARES:
             return "a number between 0 and 1"
+        if self.spellings[0] in SIZES:
+            return "a whole number, 1 or more"
         one = {"int": "a whole number", "count": "a whole number", "float": "a number", "json": "JSON in a string"}.get(self.kind, "text")
         return f"{one}, or several" if self.several else one
 
@@ -144,7 +149,7 @@ class EngineFlag:
             found = _READERS.get(self.kind, str)(text)
         except ValueError:
             return False
-        return self.spellings[0] not in SHARES or 0 < found < 1
+        return (0 < found < 1) if self.spellings[0] in SHARES else self.spellings[0] not in SIZES or found > 0
 
 
 @dataclass(frozen=True)

@@ -196,6 +196,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("no /update_weights_from_disk", {"transport": "disk"}, {"/update_weights_from_disk": 404}),
     ("no /pause_generation", {}, {"/pause_generation": 404}),
     ("pp_size = 2 and dp_size = 1", {}, {"/server_info": {"pp_size": 2}}),
+    ("stages .pp_size = 2. generate on .* in_flight_on_push = abort", {"transport": "disk"}, {"/server_info": {"pp_size": 2}}),
     ("lacks 'tp_size'", {}, {"/server_info": {"tp_size": None}}),
     ("does prefill", {}, {"/server_info": {"disaggregation_mode": "prefill"}}),
     ("sequences of 2046 tokens, and the run's have up to 3001", {"rollout_max_response_len": 3000}, {}),

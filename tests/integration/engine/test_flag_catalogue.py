@@ -81,6 +81,7 @@ def test_a_parser_that_somebody_changed_is_asked_itself(monkeypatch: pytest.Monk
 def test_what_one_engine_cannot_be_divided_into_is_refused() -> None:
     """SGLang takes these, but each copy of a model is an engine of its own here."""
     assert "rollout_num_gpus" in problems(data_parallel_size=2)[0]
+    assert "a whole number, 1 or more" in problems(pp_size=0)[0] and "1 or more" in problems(nnodes="-1")[0]
     assert problems(pp_size="2", dp_size=1) == problems(dp_size=2, enable_dp_attention=True) == []
 
 

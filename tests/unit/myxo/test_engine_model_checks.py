@@ -46,6 +46,7 @@ def checked(directory: Path, flags: dict[str, Any], **sections: dict[str, Any]) 
         ({"quantization": "w8a8_int8"}, "the weights of hf_checkpoint are not quantized"),
         ({"kv-cache-dtype": "fp8_e4m3"}, "note: rollout.sglang.kv-cache-dtype = fp8_e4m3: engines compute with fewer bits"),
         ({"dtype": "half"}, "note: rollout.sglang.dtype = half: engines compute with fewer bits"),
+        ({"enable-dp-attention": True, "dp-size": 3}, "dp-size = 3: a divisor of rollout_num_gpus_per_engine = 1"),
         ({"enable-lora": True}, "note: rollout.sglang.enable-lora changes nothing"),
     ],
 )
@@ -100,8 +101,10 @@ def test_what_speculation_lacks_or_leaves_out_is_refused(tmp_path: Path, model: 
             {},
             "pp-size = 4: a divisor of .* = 6.*model's 2 layers",
         ),
+        ({"rollout_num_gpus_per_engine": 4, "sglang": {"pp-size": "+2", "ep_size": 4}}, {}, "ep_size = 4: a divisor of .* / 2 stages = 2"),
         ({"in_flight_on_push": "retract"}, {}, "in_flight_on_push = 'retract': abort, or leave it out, with pp-size = 2"),
         ({"speculation": "ngram"}, {}, "rollout.speculation = 'ngram': none with pp-size"),
+        ({"sglang": {"pp-size": 2, "speculative-algorithm": "NGRAM"}}, {}, "speculative-algorithm = 'NGRAM': none with pp-size"),
         ({}, {"trainer": {"use_rollout_routing_replay": True}}, "use_rollout_routing_replay = True: false with pp-size = 2"),
     ],
 )

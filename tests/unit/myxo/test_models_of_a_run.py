@@ -121,6 +121,9 @@ def test_the_flags_of_a_group_stand_over_those_of_its_model_and_the_runs(tmp_pat
     ("text", "said"),
     [
         ("models: []", "unknown key 'models'; valid are sglang"),
+        ("", "its top.*expected a mapping with the key sglang"),
+        ("sglang: [{name: a, server_groups: [{num_gpus: 0}]}]", r"server_groups\[0\].num_gpus.*greater than 0"),
+        ("sglang: [{name: a, num_gpus_per_engine: -1, server_groups: [{num_gpus: 1}]}]", "num_gpus_per_engine.*greater than 0"),
         ("sglang: [{name: a}]", "sglang.0.': expected server_groups"),
         ("sglang: [{name: a, groups: []}]", "sglang.0.': unknown key 'groups'"),
         ("sglang: [{name: a, server_groups: [{num_gpu: 1}]}]", "unknown key 'num_gpu'; did you mean num_gpus"),

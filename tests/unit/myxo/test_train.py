@@ -115,6 +115,17 @@ def test_a_script_that_splits_sequences_divides_its_model(script: str, shape: st
     assert not list(division_problems(architecture, ParallelLayout.of(config.trainer), config.trainer.megatron))
 
 
+def test_an_engine_files_sizes_go_with_those_of_the_command_line(tmp_path: Path) -> None:
+    """The words of a command line are text when the file is laid over them."""
+    (tmp_path / "engines.yaml").write_text("sglang: [{name: actor, server_groups: [{num_gpus: 4}]}]")
+    words = [*shlex.split(LEAST), "--sglang-config", "engines.yaml", "--rollout-num-gpus-per-engine"]
+    rollout = config_of([*words, "2"]).rollout
+    assert (rollout.rollout_replicas, rollout.rollout_num_gpus_per_engine) == (2, 2)
+    for size in ("0", "two"):
+        with pytest.raises(ConfigError, match=f"rollout_num_gpus_per_engine = '{size}': a whole number"):
+            config_of([*words, size])
+
+
 def test_the_toml_of_any_part_of_a_script_gives_the_same_config(tmp_path: Path) -> None:
     dice = random.Random(14)
     parts = {script: split(words) for script, words in SCRIPTS.items()}
