@@ -196,10 +196,7 @@ def _of_group(own: Inspection, field: str, checks: Iterable[Callable[[Inspection
 
 def check_external_engines(inspection: Inspection) -> Findings:
     """Yields the external engines that the run cannot use; notes those that do not answer: their replicas wait for them."""
-    rollout, urls = inspection.config.rollout, inspection.config.rollout.external_engines
-    idle = [name for name in ("sglang", "rollout_num_gpus", "rollout_num_gpus_per_engine") if name in rollout.model_fields_set]
-    if urls and idle:
-        yield Note(f"rollout.{', rollout.'.join(idle)}: without effect, as whoever runs the external engines gives them flags and GPUs")
+    urls = inspection.config.rollout.external_engines
     for url in urls if inspection.model_config is not None else ():  # else the check of the model's files reports it
         try:
             ExternalServer(inspection.config, url).describe()

@@ -107,13 +107,7 @@ class ExternalServer:
         if part != "null":
             yield f"it does {part} alone; give an engine that generates by itself"
         yield from self._missing_routes(found.release)
-        pipeline, replicas = (int(info.get(name) or 1) for name in ("pp_size", "dp_size"))
-        apart = pipeline > 1 or (replicas > 1 and not info.get("enable_dp_attention"))
-        if apart and self._config.weights.update_weight_transport == "nccl":
-            sizes = f"pp_size = {pipeline} and dp_size = {replicas}"
-            yield f"SGLang's weight groups do not reach engines of {sizes}: update_weight_transport = disk does"
-        if pipeline > 1 and rollout.in_flight_on_push != "abort":
-            yield f"its stages (pp_size = {pipeline}) generate on in any pause but one: in_flight_on_push = abort"
+        yield from self._size_problems(info)
         needed = rollout.rollout_max_context_len or rollout.rollout_max_response_len + 1
         if found.max_sequence < needed:
             yield f"it holds sequences of {found.max_sequence} tokens, and the run's have up to {needed}"
@@ -121,6 +115,15 @@ class ExternalServer:
             yield "it keeps prefixes of older weights, and in_flight_on_push = retract needs --disable-radix-cache; or take in_place"
         yield from self._kept_problems(info) if self._config.kept_top_k else ()
         yield from self._other_flags(info, quantized)
+
+    def _size_problems(self, info: Mapping[str, Any]) -> Iterator[str]:
+        pipeline, replicas = (int(info.get(name) or 1) for name in ("pp_size", "dp_size"))
+        apart = pipeline > 1 or (replicas > 1 and not info.get("enable_dp_attention"))
+        if apart and self._config.weights.update_weight_transport == "nccl":
+            sizes = f"pp_size = {pipeline} and dp_size = {replicas}"
+            yield f"SGLang's weight groups do not reach engines of {sizes}: update_weight_transport = disk does"
+        if pipeline > 1 and self._config.rollout.in_flight_on_push != "abort":
+            yield f"its stages (pp_size = {pipeline}) generate on in any pause but one: in_flight_on_push = abort"
 
     def _kept_problems(self, info: Mapping[str, Any]) -> Iterator[str]:
         most, algorithm, needed = info.get("sampling_mask_max_tokens"), info.get("speculative_algorithm"), self._config.rollout.most_kept

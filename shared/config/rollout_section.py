@@ -460,9 +460,7 @@ class RolloutSection(Section):
     def _complete(self) -> None:
         given = self.model_fields_set
         if self.external_engines:
-            self.rollout_device = "cpu"  # they take no GPU of the run's machines
-            if self.rollout_num_gpus is not None:
-                self.rollout_num_gpus = None
+            self.rollout_num_gpus, self.rollout_device = None, "cpu"  # they take no GPU of the run's machines
             if "rollout_replicas" not in given:
                 self.rollout_replicas = len(self.external_engines)
         if self.engine_groups and "rollout_replicas" not in given:
