@@ -275,7 +275,9 @@ def named(problem: BadInput, typed: Mapping[str, str], *, alone: bool) -> BadInp
     """
     if not isinstance(problem, ConfigError):
         return problem
-    paths = {**{settled: typed[source] for settled, source in SETTLED_FROM.items() if source in typed}, **typed}
+    demonstrates = "algorithm.loss_type" in typed  # else flags of prompts are not those of demonstrations
+    settled = {field: typed[of] for field, of in SETTLED_FROM.items() if of in typed and (demonstrates or not field.startswith("sft."))}
+    paths = settled | dict(typed)
     above = [path for path in paths if re.match(rf"{re.escape(path)}(?![\w-])", problem.field)]
     section, _, rest = problem.field.partition(".")
     name = re.split(r"[^\w]", rest, maxsplit=1)[0]

@@ -26,7 +26,6 @@ def told(source: Source) -> list[str]:
         (f"{LEAST} --lr -1", "--lr (trainer.lr) = '-1': "),
         (f"{LEAST} --lr=-1", "--lr (trainer.lr) = '-1': "),
         ("--prompt-data /no/p.jsonl --num-rollout 3 --rollout-batch-size 4", "--hf-checkpoint (model.hf_checkpoint) = None: required"),
-        (LEAST, "--prompt-data (data.prompt_data) = '/no/p.jsonl': no such file"),
         (f"{LEAST} --tensor-model-parallel-size 3", "--tensor-model-parallel-size (trainer.tensor_model_parallel_size) = "),
         (
             f"{LEAST} --tensor-model-parallel-size 3 --context-parallel-size 2",
@@ -100,3 +99,11 @@ def test_flags_over_a_run_to_evaluate_are_named_too(tmp_path: Path) -> None:
     path.write_text(RUN + STEPS)
     with pytest.raises(BadInput, match=r"^--eval-top-p \(eval.eval_top_p\) = '7': "):
         evaluate.config_of(str(path), tmp_path, flags.read(["--eval-top-p", "7"]))
+
+
+def test_a_files_demonstrations_are_not_the_prompts_flag(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[sft]\nsft_data = "/no/sft.jsonl"\n')
+    typed = ["--prompt-data", "/no/p.jsonl", "--lr", "1e-3", "--hf-checkpoint", "/no/model", "--rollout-batch-size", "4"]
+    found = told(Source(path, flags.read(typed)))
+    assert any(problem.startswith("sft.sft_data = '/no/sft.jsonl': no such file") for problem in found), found

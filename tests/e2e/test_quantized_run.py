@@ -1,0 +1,30 @@
+"""A whole run whose engine has 8-bit weights: it resumes, every version is pushed, and engine and trainer differ by the rounding alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from services.trainer import convert_command
+from tests.e2e.launched import LaunchedRun
+from tests.e2e.test_deaths import trained
+
+SECONDS = 600
+
+
+@pytest.mark.extra
+@pytest.mark.timeout(3 * SECONDS)
+def test_a_run_with_8_bit_engines(small_run: Callable[..., Path], tmp_path: Path, tiny_model: Path) -> None:
+    config, root, model = small_run("eight", steps=40, staleness=1), tmp_path / "runs" / "eight", tmp_path / "model-fp8"
+    assert convert_command.main([str(tiny_model), str(model), "--to", "fp8-block", "--block", "16", "16"]) == 0
+    flags = ["--hf-checkpoint", str(model), "--save-interval", "2"]
+    with LaunchedRun(config, root, "eight", flags) as run:
+        run.until("4 steps", lambda cards: trained(cards) >= 4, SECONDS)
+        run.kill(run.process.pid)
+        run.process.wait(60)
+    with LaunchedRun(config, root, "eight", flags) as run:
+        assert run.wait(SECONDS) == 0, run.said()
+    summary = run.summary()
+    assert (summary["audit"], summary["steps"]) == ("ok", 40)
+    apart = summary["mean_abs_logprob_diff"]
+    assert isinstance(apart, float) and 1e-5 < apart < 0.5  # rounding; 1e-6 without
