@@ -44,6 +44,7 @@ from shared.config.speculation import (
     reshaped,
     speculates,
     speculation_flags,
+    why_not_switched,
 )
 from shared.runtime.errors import ConfigError, nearest
 from shared.runtime.safe_files import parse_json
@@ -226,6 +227,8 @@ def _speculation(inspection: Inspection, flags: Mapping[str, tuple[str, Any]]) -
     if ALGORITHM in flags:
         yield from _draft(inspection, *flags[ALGORITHM], *flags.get(DRAFT, ("", None)))
         yield from _beside_speculation(inspection, {name: value for name, (_, value) in flags.items()})
+        if rollout.speculation == "auto" and (reason := why_not_switched(inspection.config)):
+            yield Note(f"rollout.speculation = auto chooses the kind, and does not switch it off: no engine is restarted, as {reason}")
     elif idle := [field for name, (field, _) in flags.items() if name.startswith("speculative-")]:
         yield Note(f"{', '.join(idle)}: without effect, as no {ALGORITHM} is given")
 

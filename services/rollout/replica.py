@@ -16,7 +16,7 @@ from services.rollout.engine.external_engine import ExternalEngine
 from services.rollout.engine.transport import EngineError
 from services.rollout.engine_nodes import EngineLeader
 from services.rollout.engine_proxy import EngineProxy
-from services.rollout.in_flight import Stopped
+from services.rollout.in_flight import InFlight, Stopped
 from services.rollout.prefill_engines import DecodeTransport, PrefillEngines
 from services.rollout.replica_command import BOOTSTRAP, engine_log, external_engine, replica_command
 from services.rollout.request_slots import MOST
@@ -88,6 +88,7 @@ class Replica:
         self._shown = asyncio.Event()
         self._process: EngineProcess | ExternalEngine | None = None
         self._killed = ""  # why this service has killed its engine, if it has
+        self._speculates, self.start_seconds = True, 0.0  # as its flags have it; what the engine's start took
         self._last: EngineProcess | None = None  # of several nodes: the part that was begun last
 
     # --- the served version
@@ -246,6 +247,19 @@ class Replica:
             self._killed = reason
             await asyncio.to_thread(self._process.stop, 0)
 
+    async def restart(self, speculates: bool, reason: str, in_flight: InFlight) -> None:
+        """Has another engine take this one's place, which speculates by the run's flags or not at all. Hands groups on."""
+        async with self.update_lock:
+            self._speculates = speculates
+            try:
+                await in_flight.leave(self.client)  # while the tokens so far still count
+                self.engine_up.clear()
+                self.served.engine_died()
+                self.show()
+                await self.kill_engine(reason)
+            finally:
+                in_flight.leaving = False
+
     async def attach(self, client: EngineClient) -> None:
         """Attaches an engine that has started: its weights have not been verified, unless nothing is trained and they are the only ones."""
         self.client = client
@@ -293,6 +307,7 @@ class Replica:
         await client.freeze_gc(deadline=60)
         await client.open_receivers(deadline=60)
         service.log.info("engine_ready", seconds=round(seconds, 1), url=client.url, release=client.capabilities.release)
+        self.start_seconds = seconds
         service.metrics.set("engine_start_seconds", seconds)
         if not client.capabilities.token_versions:
             service.log.warning("no_token_versions", reason="the staleness bound holds for each request, not for each of its tokens")
@@ -301,7 +316,7 @@ class Replica:
         return engine
 
     def _begun(self) -> EngineProcess:
-        command = replica_command(self._service, self._service.instance)
+        command = replica_command(self._service, self._service.instance, speculates=self._speculates)
         self._bootstrap = engine_flags(command.argv).get(BOOTSTRAP, "")
         process = EngineProcess(command, engine_log(self._service))
         if self._prefills is not None:

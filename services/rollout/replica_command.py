@@ -20,7 +20,8 @@ from shared.config.engine_limits import PREFILL_GRAPHS, captures_prefill
 from shared.config.rollout_section import APART, TRANSFER, transfer_backend
 from shared.config.run_config import RunConfig
 from shared.config.sglang_flags import plain_name
-from shared.config.speculation import ALGORITHM, DRAFT, OF_THE_MODEL, speculates, speculation_flags
+from shared.config.speculation import ALGORITHM, DRAFT, OF_THE_MODEL, speculation_flags, without_speculation
+from shared.config.speculation import speculates as with_speculation
 from shared.hooks.loading import agent_paths
 from shared.model.families import read_architecture
 from shared.process.embedded_servers import free_port
@@ -72,7 +73,7 @@ def engine_speculation(config: RunConfig) -> dict[str, Any]:
     chosen = flags | rollout.engine_flags
     if str(chosen.get(ALGORITHM)).upper() in OF_THE_MODEL and not any(chosen.get(name) for name in (DRAFT, "speculative-draft-model")):
         flags[DRAFT] = str(config.model.hf_checkpoint)  # SGLang knows that of some models alone
-    if speculates(chosen) and devices.engines_release(config):
+    if with_speculation(chosen) and devices.engines_release(config):
         flags["enable-draft-weights-cpu-backup"] = True  # no push brings a draft's weights back, where they are not trained
     return flags
 
@@ -170,9 +171,9 @@ def engine_log(service: Service) -> Path:
     return root / f"{service.instance}-engine.log"
 
 
-def replica_command(service: Service, name: str, meeting: EngineMeeting | None = None) -> EngineCommand:
+def replica_command(service: Service, name: str, meeting: EngineMeeting | None = None, speculates: bool = True) -> EngineCommand:
     """Returns the launch command of a replica's engine, or of one node's part of it. Raises ConfigError. ``name``: the replica's.
-    ``meeting``: where the nodes' ranks meet; None: all ranks are on this machine."""
+    ``meeting``: where the nodes' ranks meet; None: all ranks are on this machine. ``speculates``: as the run's flags have it, else not."""
     config, rollout = service.config, service.config.rollout
     device = devices.resolve(rollout.rollout_device)
     parallel = device == "cuda" or meeting is not None or rollout.stages_per_engine > 1  # else it has one rank, whatever its share of GPUs
@@ -191,6 +192,8 @@ def replica_command(service: Service, name: str, meeting: EngineMeeting | None =
         flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": devices.engines_back_up(config)}
     flags |= engine_speculation(config)
     own_flags = sglang_flags.present_names(rollout.sglang)
+    if not speculates:
+        flags, own_flags = without_speculation(flags), without_speculation(own_flags)
     if device == "cuda" and not captures_prefill({sglang_flags.plain_name(name): value for name, value in own_flags.items()}):
         flags |= sglang_flags.known_ones({PREFILL_GRAPHS: "disabled"})
     return engine_command(

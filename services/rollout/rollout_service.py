@@ -21,6 +21,7 @@ from services.rollout.replica import Replica
 from services.rollout.replica_command import FLAG, captured_requests
 from services.rollout.request_slots import GroupSlots, RequestSlots, evaluates
 from services.rollout.router_registration import Router, router_url
+from services.rollout.speculation_switch import keep_worth
 from services.rollout.task_outcomes import TaskOutcomes, handed_back
 from services.rollout.weight_catch_up import WeightCatchUp
 from services.rollout.weight_receiver import WeightsReceiver
@@ -210,6 +211,7 @@ class Rollout:
         routers = [Router(service, url)] if (url := router_url()) and not self._evaluates else []
         work = [self.replica.keep_engine(), self.replica.keep_nodes(), self._catch_up.keep()]
         work += [self.evaluate(), self.measure(), self.stop_stale()]
+        work.append(keep_worth(service, self.replica, self.in_flight, lambda: self._last_generated[0]))
         if self._config.ingest.ingest_groups != "alone":
             work.append(self.produce())
         work += [router.keep() for router in routers]
@@ -259,7 +261,7 @@ class Rollout:
         queue = WorkQueue(service.bus, task_consumer(service.run, self._config.bus, task_class), Task)
         while not service.stopping.is_set():
             room = min(self._slots.room(task_class), FETCHED_GROUPS)
-            if not self.replica.serving or room <= 0 or service.held_back:
+            if not self.replica.serving or room <= 0 or service.held_back or self.in_flight.leaving:
                 await asyncio.sleep(POLL_INTERVAL_S)
                 continue
             for lease in await queue.fetch(room):

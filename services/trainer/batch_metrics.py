@@ -4,9 +4,11 @@ Each rank fills the rows of its own samples and leaves the others 0; their sum o
 ranks get the same loss weights and the same metrics, to the bit. Names of metrics are slime's (docs/metrics.md).
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -14,6 +16,7 @@ import xxhash
 from numpy.typing import ArrayLike, NDArray
 
 from services.trainer.packing import PackedBatch
+from shared.config.speculation import LENGTHS
 from shared.data import pass_rates
 from shared.hooks.hook_sample import ENGINE_TIMES, NO_TIMES
 from shared.runtime.telemetry import declare_metrics
@@ -47,7 +50,8 @@ class StatColumn(IntEnum):
     looping: 1 where the response ends in a loop. rounds: its metadata's ``round_number``, 0 where there is none.
     role: a number of the sample's role, 0 without roles. undrawn: 1 where it is trained and has no log-probs of the rollout's.
     kept: how many tokens its sampler kept at the trained ones, in all.
-    latency, queued, decoding, decoded: of its requests to engines (`shared.hooks.hook_sample.engine_times`), 0 where not measured."""
+    latency, queued, decoding, decoded, verified, verifications, drafted, accepted: of its requests to engines
+    (`shared.hooks.hook_sample.engine_times`), 0 where not measured."""
 
     TRAINED = 0
     MASKED = 1
@@ -64,6 +68,10 @@ class StatColumn(IntEnum):
     QUEUED = 12
     DECODING = 13
     DECODED = 14
+    VERIFIED = 15
+    VERIFICATIONS = 16
+    DRAFTED = 17
+    ACCEPTED = 18
 
 
 def empty_table(samples: int) -> Table:
@@ -91,7 +99,7 @@ def stats_row(sample: Sample, trainable: int) -> tuple[float, ...]:
 
 def _times(given: object) -> tuple[float, ...]:
     """Returns what engines measured of a sample; zeros where a function of the user's has put something else in its place."""
-    numbers = given if isinstance(given, list) and len(given) == len(NO_TIMES) else NO_TIMES
+    numbers = [*given, *NO_TIMES][: len(NO_TIMES)] if isinstance(given, list) else NO_TIMES
     return tuple(float(one) if isinstance(one, int | float) and np.isfinite(one) else 0.0 for one in numbers)
 
 
@@ -141,6 +149,7 @@ def rollout_metrics(batch: Batch, stats: Table, shaped: Sequence[float] | None) 
     found["repetition_frac"] = float(stats[:, StatColumn.LOOPING].mean())
     if kept := float(stats[:, StatColumn.KEPT].sum()):
         found["kept_tokens"] = kept / float(stats[:, StatColumn.TRAINED].sum())
+    found |= speculation_metrics(stats)
     if shaped is not None:
         found["rewards"] = float(np.mean(shaped))
     return found | zero_std([rewards for roles in rewards_by_role(batch, stats) for rewards in roles])
@@ -154,6 +163,18 @@ def rewards_by_role(batch: Batch, stats: Table) -> list[list[list[float]]]:
         for reward, role in zip(group.rewards, roles, strict=False):
             own.setdefault(role, []).append(reward)
         found.append(list(own.values()))
+    return found
+
+
+def speculation_metrics(stats: Table) -> dict[str, float]:
+    """Returns how the samples' drafts were accepted, without the prefix ``rollout/``, as a whole and by the length of responses."""
+    lengths, found = stats[:, StatColumn.RESPONSE], dict[str, float]()
+    bounds = [(0.0, math.inf, ""), *((below, most, f"_of/{most:g}") for below, most in pairwise((0.0, *LENGTHS)))]
+    for below, most, name in bounds:
+        tokens, verifications, drafted, accepted = stats[(lengths > below) & (lengths <= most), StatColumn.VERIFIED :].sum(0)
+        if verifications:
+            found[f"spec_accept_length{name}"] = float(tokens / verifications)
+            found[f"spec_accept_rate{name}"] = float(accepted / drafted) if drafted else 0.0
     return found
 
 
@@ -256,6 +277,11 @@ declare_metrics("""
     rollout/staleness_max | versions | the largest of them
     rollout/masked_tokens | tokens | tokens that left the loss for their age
     rollout/removed_samples | samples | samples that a filter took out of the loss
+    rollout/spec_accept_length | tokens | that a verification of drafts brought, over a step's samples | with [speculation](speculation.md)
+    rollout/spec_accept_rate | share | drafted tokens that were accepted | with [speculation](speculation.md)
+    rollout/spec_accept_length_of/<tokens> | tokens | the same, over responses of at most so many tokens, and more than the bound before |
+        with [speculation](speculation.md)
+    rollout/spec_accept_rate_of/<tokens> | share | the same | with [speculation](speculation.md)
     rollout/kept_tokens | tokens | how many tokens the sampler kept for each trained one, a mean | with
         [support replay](trainer.md#support-replay)
 

@@ -444,7 +444,7 @@ class RolloutSection(Section):
     speculation: Speculation | None = Field(
         default=None,
         description="speculative decoding: off, mtp (layers of the checkpoint that draft), draft (speculative-draft-model-path in sglang), "
-        "ngram, or auto: the best of these that the checkpoint has; default: as sglang has it",
+        "ngram, or auto: the best of these that the checkpoint has, while it is faster than none; default: as sglang has it",
         **MUTABLE,
     )
     engine_start_timeout: float = Field(default=600, gt=0, description="seconds for an engine to answer its first request", **MUTABLE)

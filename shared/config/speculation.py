@@ -5,6 +5,7 @@ the policy's distribution exactly (Leviathan et al. 2023; on a CPU the target is
 accepted). It keeps that of penalties and of a least length only nearly, and on GPUs leaves min_p out, so these are refused beside it.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -22,6 +23,8 @@ ALGORITHMS = (*OF_THE_MODEL, *WITHOUT_A_DRAFT, "EAGLE3", "STANDALONE", "DFLASH",
 
 # Keys of ``config.json`` that count the layers which draft.
 DRAFT_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
+
+LENGTHS = (256.0, 1024.0, 4096.0, math.inf)  # the bounds of responses, in tokens, by which the acceptance of drafts is told
 
 CHAIN = {"speculative-num-steps": 3, "speculative-eagle-topk": 1, "speculative-num-draft-tokens": 4}
 OF_KIND: Mapping[str, Mapping[str, Any]] = {
@@ -51,6 +54,26 @@ def speculation_flags(speculation: Speculation | None, given: Mapping[str, Any],
 def speculates(flags: Mapping[str, Any]) -> bool:
     """Returns whether an engine with these flags, by plain names, speculates."""
     return str(flags.get(ALGORITHM) or "NONE").upper() != "NONE"
+
+
+def without_speculation(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns an engine's flags less those of speculation."""
+    return {name: value for name, value in flags.items() if not plain_name(name).startswith(("speculative-", "enable-draft-weights"))}
+
+
+SPECULATION_OFF, SPECULATION_ON = "speculation_off", "speculation_on"  # a replica's events that its engine is restarted so
+COSTS = "it costs more than it gives"  # how the reason begins by which it is switched off for good; else it is only measured without
+
+
+def why_not_switched(config: Any) -> str:
+    """Returns why the engines of a run (`RunConfig`) are not restarted by ``speculation = "auto"``; empty where they are."""
+    rollout = config.rollout
+    reasons = {
+        "they share their GPUs with the trainer (trainer.colocate)": config.trainer.colocate,
+        f"each spans {rollout.nodes_per_engine} nodes": rollout.nodes_per_engine > 1,
+        f"each is one of a pair (worker_type = {rollout.worker_type})": rollout.worker_type in ("prefill", "decode"),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def is_chain(flags: Mapping[str, Any]) -> bool:

@@ -8,6 +8,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, asdict, dataclass, field, fields
 from enum import Enum
+from itertools import zip_longest
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -102,22 +103,24 @@ def token_versions(meta: Mapping[str, Any], count: int) -> list[int | None]:
     return found
 
 
-NO_TIMES = (0.0, 0.0, 0.0, 0.0)
+NO_TIMES = (0.0,) * 8
 ENGINE_TIMES = "engine_times"  # the attribute of a sample with the sum of its answers' `engine_times`
 
 
 def engine_times(meta: Mapping[str, Any]) -> list[float]:
-    """Returns an answer's seconds in the engine, in its queue and in decoding, and the tokens that were decoded in these; zeros where the
-    engine does not measure them. SGLang's own ``decode_throughput`` counts from the first part that it sends: of an answer that comes as a
-    whole it says nothing."""
+    """Returns an answer's seconds in the engine, in its queue and in decoding, and the tokens that were decoded in these; where drafts were
+    verified its tokens, verifications, drafted and accepted tokens; zeros where the engine does not measure them. SGLang's own
+    ``decode_throughput`` counts from the first part that it sends: of an answer that comes as a whole it says nothing."""
     begun, ended = (meta.get(name) or 0.0 for name in ("prefill_finished_time", "request_finished_ts"))
     decoding = [ended - begun, float(int(meta.get("completion_tokens") or 0) - 1)] if 0.0 < begun < ended else [0.0, 0.0]
-    return [float(meta.get("e2e_latency") or 0.0), float(meta.get("queue_time") or 0.0), *decoding]
+    speculation = [float(meta.get(name) or 0) for name in ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")]
+    verified = float(meta.get("completion_tokens") or 0) if speculation[0] else 0.0
+    return [float(meta.get("e2e_latency") or 0.0), float(meta.get("queue_time") or 0.0), *decoding, verified, *speculation]
 
 
 def add_times(before: Sequence[float], further: Sequence[float]) -> list[float]:
     """Returns the sum of what several answers took."""
-    return [a + b for a, b in zip(before, further, strict=True)]
+    return [a + b for a, b in zip_longest(before, further, fillvalue=0.0)]  # a sample of an older release has fewer
 
 
 def add_nucleus(sample: Any, meta: Mapping[str, Any], count: int, trainable: bool) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from shared.bus.registry import ENVIRONMENT
 from shared.config.run_config import RunConfig
+from shared.config.speculation import COSTS, SPECULATION_OFF, SPECULATION_ON
 from shared.runtime.errors import Fault
 from shared.runtime.host import host_memory
 from shared.runtime.safe_text import number, shortened_line
@@ -37,6 +38,7 @@ class AlarmKind(Enum):
     DEAD = "groups die"
     DROPPED = "groups are dropped for their age"
     PUSH_GROWS = "pushes take longer and longer"
+    SPECULATION = "speculation costs more than it gives"
     DISK = "the disk fills"
     MEMORY = "memory runs out"
 
@@ -83,6 +85,8 @@ EQUAL_SHARE, TRUNCATED_SHARE, UNREAD_SHARE, STALE_SHARE = 0.6, 0.3, 0.3, 0.25
 # Pushes grow where the newest take this many times the first ones' seconds, and this many seconds more
 PUSH_GROWTH, PUSH_SECONDS = 2.0, 0.5
 
+SPECULATION_LENGTH = 1.1  # Tokens of a verification, which takes longer than a plain step: speculation gives less than them
+
 # The fewest steps by which rewards and responses are judged; those of which the first and the last third are compared at a run's end
 LEAST_STEPS, COMPARED_STEPS = 3, 9
 
@@ -116,7 +120,8 @@ class Symptoms:
 
     ``steps``: the newest ones, oldest first; ``metrics``: by step, under the names of docs/metrics.md; ``push_seconds``: of pushes that
     succeeded, in order; ``restarts``: lately, service → (times, newest reason); ``dead``: groups that died lately; ``stale_share``: of
-    groups that ended lately, those dropped for their age; ``away``: server or service → why; ``finished``: the run is. Room: if known.
+    groups that ended lately, those dropped for their age; ``speculation_off``: replica → why it speculates no more; ``away``: server or
+    service → why; ``finished``: the run is. Room: if known.
     """
 
     steps: Sequence[StepRecord] = ()
@@ -126,6 +131,7 @@ class Symptoms:
     restarts: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     dead: Sequence[DeadGroup] = ()
     stale_share: float = 0.0
+    speculation_off: Mapping[str, str] = field(default_factory=dict)
     away: Mapping[str, str] = field(default_factory=dict)
     disk: Room | None = None
     memory: Room | None = None
@@ -141,6 +147,7 @@ def alarms(found: Symptoms, config: RunConfig) -> list[Alarm]:
         *_batches(found.steps[-LATELY_STEPS:], config.run.argument),
         *_ends(found, config),
         *_pushes(found.push_seconds),
+        *_speculation(found),
         *_machine(found),
     ]
     kinds, order = {alarm.kind for alarm in raised}, list(AlarmKind)
@@ -326,6 +333,21 @@ def _pushes(seconds: Sequence[float]) -> Iterator[Alarm]:
         )
 
 
+def _speculation(found: Symptoms) -> Iterator[Alarm]:
+    known = [found.metrics[step].get("rollout/spec_accept_length", math.nan) for step in sorted(found.metrics)[-LATELY_STEPS:]]
+    lengths = [length for length in known if math.isfinite(length)]
+    titles = [f"{shortened_line(name)} has switched speculation off: {shortened_line(why)}" for name, why in found.speculation_off.items()]
+    if len(lengths) >= LEAST_STEPS and (length := statistics.median(lengths)) < SPECULATION_LENGTH:
+        titles.append(f"a verification of drafts brings {length:.2f} tokens, and takes longer than a plain step, which brings 1")
+    for title in titles:
+        yield Alarm(
+            AlarmKind.SPECULATION,
+            title,
+            "Drafts are accepted too seldom, or too many requests run at once: samples are right, but come more slowly than without.",
+            "Train the draft (trainer.enable_mtp_training), have fewer requests at once, or set rollout.speculation = off.",
+        )
+
+
 def _machine(found: Symptoms) -> Iterator[Alarm]:
     disk, memory = found.disk, found.memory
     if disk is not None and disk.share < DISK_SHARE and disk.free < DISK_BYTES:
@@ -419,6 +441,8 @@ def symptoms(
     for event in history.events:
         if event.what == RESTARTED and event.at >= window[0]:
             restarts[event.instance] = restarts.get(event.instance, (0, ""))[0] + 1, event.detail
+    switched = {event.instance: event for event in history.events if event.what in (SPECULATION_OFF, SPECULATION_ON)}  # the newest of each
+    off = {name: event.detail for name, event in switched.items() if event.what == SPECULATION_OFF and event.detail.startswith(COSTS)}
     dropped = history.per_minute(DROPPED, window)
     ended = dropped + history.per_minute(TRAINED, window) + history.per_minute(DEAD, window)
     stale = history.dropped[STALE] / history.dropped.total() if history.dropped else 0.0
@@ -430,6 +454,7 @@ def symptoms(
         restarts=restarts,
         dead=[group for group in history.dead if group.at >= window[0]],
         stale_share=dropped * stale / ended if ended else 0.0,
+        speculation_off=off,
         away=away,
         disk=disk,
         memory=memory,

@@ -249,7 +249,9 @@ def _detail(status: ServiceStatus) -> str:
             return status.detail
         case "rollout" if "running_groups" in gauges:
             rate = gauges.get("generated_tokens_per_s", 0.0)
-            return f"{number(gauges['running_groups'])} groups, {number(gauges.get('running_samples', 0))} samples, {number(rate)} tokens/s"
+            drafts = f", {gauges['accept_length']:.2f} a verification" if "accept_length" in gauges else ""
+            samples = number(gauges.get("running_samples", 0))
+            return f"{number(gauges['running_groups'])} groups, {samples} samples, {number(rate)} tokens/s{drafts}"
         case "reward" if "scoring" in gauges:
             return f"scoring {number(gauges['scoring'])} groups"
         case "buffer" if status.state == STANDBY:

@@ -8,7 +8,6 @@ sent, as ``InvalidRequest``.
 import asyncio
 import base64
 import functools
-import math
 import pickle
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
@@ -39,6 +38,7 @@ from services.rollout.engine.transport import (
 )
 from services.rollout.request_slots import EngineLoad
 from shared.config.engine_limits import Capabilities
+from shared.config.speculation import LENGTHS
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.tasks import log_failure
 from shared.schema.messages import Sampling
@@ -113,8 +113,6 @@ class AcceptedDrafts:
 
     Attributes: ``counts``: most tokens of the response, infinite for the longest, → tokens, verifications, accepted and drafted tokens."""
 
-    LENGTHS = (256.0, 1024.0, 4096.0, math.inf)
-
     def __init__(self) -> None:
         self._version = -1
         self.counts: dict[float, NDArray[np.int64]] = {}
@@ -125,7 +123,7 @@ class AcceptedDrafts:
             return
         if version > self._version:
             self._version, self.counts = version, {}
-        length = next(most for most in self.LENGTHS if tokens <= most)
+        length = next(most for most in LENGTHS if tokens <= most)
         row = self.counts.setdefault(length, np.zeros(4, np.int64))
         row += (tokens, found.verifications, found.accepted, found.drafted)
 

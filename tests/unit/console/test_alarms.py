@@ -27,6 +27,7 @@ from shared.view.alarms import (
     MEMORY_SHARE,
     PUSH_GROWTH,
     PUSH_SECONDS,
+    SPECULATION_LENGTH,
     STALE_SHARE,
     TRUNCATED_SHARE,
     UNREAD_SHARE,
@@ -81,6 +82,8 @@ RAISED: list[tuple[AlarmKind, Symptoms]] = [
     (AlarmKind.DEAD, Symptoms(dead=[DeadGroup("g1", "too old", 1.0)])),
     (AlarmKind.DROPPED, Symptoms(stale_share=0.3)),
     (AlarmKind.PUSH_GROWS, Symptoms(push_seconds=[1.0] * 15 + [3.0] * 5)),
+    (AlarmKind.SPECULATION, Symptoms(speculation_off={"rollout-0": "it costs more than it gives"})),
+    (AlarmKind.SPECULATION, Symptoms(metrics=metrics(3, rollout__spec_accept_length=1.02))),
     (AlarmKind.DISK, Symptoms(disk=Room(1 << 30, 1 << 40))),
     (AlarmKind.MEMORY, Symptoms(memory=Room(1 << 30, 64 << 30))),
 ]
@@ -99,6 +102,7 @@ BOUNDS: dict[AlarmKind, list[str]] = {
     AlarmKind.DEAD: [f"{LATELY_S / 60:g} minutes"],
     AlarmKind.DROPPED: [f"{STALE_SHARE:.0%}", f"{LATELY_S / 60:g} minutes"],
     AlarmKind.PUSH_GROWS: [f"last {LATELY_STEPS}", f"first {FIRST_STEPS}", f"{PUSH_GROWTH:g} times", f"{PUSH_SECONDS:g} s"],
+    AlarmKind.SPECULATION: [f"{SPECULATION_LENGTH:g} tokens", f"last {LATELY_STEPS} steps"],
     AlarmKind.DISK: [f"{DISK_SHARE:.0%}", f"{DISK_BYTES >> 30} GiB"],
     AlarmKind.MEMORY: [f"{MEMORY_SHARE:.0%}"],
 }

@@ -53,6 +53,7 @@ FIRE: dict[str, dict[str, str]] = {
     "MyxoGroupsTeachNothing": {"rollout_zero_std_groups": "0.9+0" + HOURS},
     "MyxoResponsesTruncated": {"rollout_truncated_ratio": "0.5+0" + HOURS},
     "MyxoPushesSlower": {"perf_update_weights_time": "4+0x660 20+0x60"},
+    "MyxoSpeculationSlower": {"speculation_gain": "0.8+0" + HOURS},
     "MyxoTrainerWaits": {"perf_wait_time_ratio": "0.6+0" + HOURS},
 }
 """Series at whose end each alert fires."""
@@ -74,6 +75,7 @@ QUIET: dict[str, dict[str, str]] = {
         "rollout_truncated_ratio": "0.1+0" + HOURS,
         "perf_update_weights_time": "0.1+0x660 0.4+0x60",
         "perf_wait_time_ratio": "0.2+0" + HOURS,
+        "speculation_gain": "1+0" + HOURS,
     },
     "the run has ended, and its replicas have nothing to do": {
         "trained_steps": "3+0" + HOURS,

@@ -160,15 +160,16 @@ def test_engines_times_are_of_the_samples_for_which_they_are_measured() -> None:
     """As SGLang's ``meta_info`` has them, summed over a sample's requests; whatever else stands in their place counts as none."""
     first = {"e2e_latency": 3.0, "queue_time": 1.0, "completion_tokens": 11, "decode_throughput": 1e9, "finish_reason": None}
     first |= {"prefill_finished_time": 100.0, "request_finished_ts": 101.0}
+    first |= {"spec_verify_ct": 4, "spec_num_proposed_drafts": 12, "spec_num_correct_drafts": 7}
     asked = HookSample()
     for meta in (first, first | {"queue_time": None, "request_finished_ts": 100.25}, {"finish_reason": None}):
         asked.append_response_tokens(tokens=[5], log_probs=[-1.0], meta_info=meta)
     times = getattr(asked, ENGINE_TIMES)
-    assert times == [6.0, 1.0, 1.25, 20.0]
+    assert times == [6.0, 1.0, 1.25, 20.0, 22.0, 8.0, 24.0, 14.0]
     assert getattr(HookSample(**vars(asked)), ENGINE_TIMES) == times and ENGINE_TIMES not in vars(HookSample())
     arrays = {"prompt": np.int32([1]), "response": np.int32([2]), "log_probs": np.float32([-1]), "mask": np.uint8([1])}
     stats = empty_table(5)
-    for row, value in enumerate([times, [2.0, 0.0, 0.0, 0.0], None, "many", [float("nan"), 1, 2]]):
+    for row, value in enumerate([times, [2.0], None, "many", [float("nan"), 1, 2]]):
         attributes = {} if value is None else {ENGINE_TIMES: value}
         sample = Sample(group="g", index=0, segments=[(0, 1, 0)], finish="stop", text="", attributes=attributes, **arrays)
         stats[row] = batch_metrics.stats_row(sample, 1)
@@ -177,4 +178,6 @@ def test_engines_times_are_of_the_samples_for_which_they_are_measured() -> None:
         **{"request/e2e_latency/mean": 4.0, "request/e2e_latency/max": 6.0, "request/queue_time/mean": 0.5, "request/queue_time/max": 1.0},
         **{"decode/throughput/mean": 16.0, "decode/throughput/max": 16.0},
     }
-    assert batch_metrics.engine_metrics(empty_table(2)) == {}
+    accepted = {"spec_accept_length": 2.75, "spec_accept_rate": 14 / 24}
+    assert batch_metrics.speculation_metrics(stats) == accepted | {f"{name}_of/256": value for name, value in accepted.items()}
+    assert batch_metrics.engine_metrics(empty_table(2)) == batch_metrics.speculation_metrics(empty_table(2)) == {}

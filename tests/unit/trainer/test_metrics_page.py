@@ -20,7 +20,7 @@ def declared(prefix: str) -> set[str]:
 def test_every_rollout_metric_is_declared() -> None:
     group = BatchGroup(group="g", payload=Payload(keys=["k"], bytes=1, tokens=(3, 4)), rewards=[1.0, 1.0])
     found = batch_metrics.rollout_metrics(Batch(step=0, version=0, groups=[group]), empty_table(2) + 1, [0.0, 0.0])
-    names = {re.sub("count_.*", "count_<reward>", name) for name in found}
+    names = {re.sub("_of/.*", "_of/<tokens>", re.sub("count_.*", "count_<reward>", name)) for name in found}
     assert declared("rollout") == names | set(TOKEN_MEANS)
     assert declared("passrate") == {re.sub(r"@\d+", "@<k>", name) for name in batch_metrics.passrate([[1.0, 0.0]])}
 
