@@ -77,6 +77,7 @@ class SpeculationTrial:
     tries: bool = False
     restarts: int = 0
     gain: float = 1.0
+    _known: bool = False  # rates of both ways, at one load
     _rates: dict[bool, dict[int, deque[float]]] = field(default_factory=lambda: {True: {}, False: {}})
 
     def runs(self, speculates: bool, now: float) -> None:
@@ -90,22 +91,29 @@ class SpeculationTrial:
 
     def decide(self, now: float, start_seconds: float) -> str | None:
         """Returns why the engine is to be restarted the other way; None where it is not. ``start_seconds``: what a start takes."""
-        pause = max(STARTS * start_seconds, LEAST_SECONDS) * 2 ** min(self.restarts, DOUBLINGS)
-        words, waited, sure = None, now - self.since >= pause, 0
-        if (found := self._compared()) is not None:
-            sure, measured = found
-            if self.speculates and sure < 0:
-                words = f"{COSTS}: {measured}"
-            elif not self.speculates and self.tries and sure > 0:
-                words = f"it gives more than it costs: {measured}"
-            self.tries &= bool(self.speculates)
-        if words is None and waited and self.speculates and found is None and any(len(row) >= ENOUGH for row in self._rates[True].values()):
-            words = "plain decoding is measured for comparison"
-        elif words is None and waited and self.speculates is False:
-            words = f"it is tried again after {now - self.since:.0f} s"
+        words = self._by_rates() or self._by_time(now, max(STARTS * start_seconds, LEAST_SECONDS) * 2 ** min(self.restarts, DOUBLINGS))
         if words is not None:
             self.tries, self.restarts = bool(self.speculates), self.restarts + 1
         return words
+
+    def _by_rates(self) -> str | None:
+        found = self._compared()
+        self._known = found is not None
+        if found is None:
+            return None
+        (sure, measured), tried = found, self.tries
+        self.tries &= bool(self.speculates)
+        if self.speculates:
+            return f"{COSTS}: {measured}" if sure < 0 else None
+        return f"it gives more than it costs: {measured}" if tried and sure > 0 else None
+
+    def _by_time(self, now: float, pause: float) -> str | None:
+        if self.speculates is None or now - self.since < pause:
+            return None
+        if not self.speculates:
+            return f"it is tried again after {now - self.since:.0f} s"
+        measured = any(len(row) >= ENOUGH for row in self._rates[True].values())
+        return "plain decoding is measured for comparison" if measured and not self._known else None
 
     def _compared(self) -> tuple[int, str] | None:
         """Returns whether speculation is faster (1), slower (-1) or neither for sure (0), and figures; None: no load of both is known."""

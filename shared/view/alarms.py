@@ -441,8 +441,6 @@ def symptoms(
     for event in history.events:
         if event.what == RESTARTED and event.at >= window[0]:
             restarts[event.instance] = restarts.get(event.instance, (0, ""))[0] + 1, event.detail
-    switched = {event.instance: event for event in history.events if event.what in (SPECULATION_OFF, SPECULATION_ON)}  # the newest of each
-    off = {name: event.detail for name, event in switched.items() if event.what == SPECULATION_OFF and event.detail.startswith(COSTS)}
     dropped = history.per_minute(DROPPED, window)
     ended = dropped + history.per_minute(TRAINED, window) + history.per_minute(DEAD, window)
     stale = history.dropped[STALE] / history.dropped.total() if history.dropped else 0.0
@@ -454,12 +452,17 @@ def symptoms(
         restarts=restarts,
         dead=[group for group in history.dead if group.at >= window[0]],
         stale_share=dropped * stale / ended if ended else 0.0,
-        speculation_off=off,
+        speculation_off=_speculation_off(history),
         away=away,
         disk=disk,
         memory=memory,
         finished=history.finished,
     )
+
+
+def _speculation_off(history: FlowHistory) -> dict[str, str]:
+    newest = {event.instance: event for event in history.events if event.what in (SPECULATION_OFF, SPECULATION_ON)}
+    return {name: event.detail for name, event in newest.items() if event.what == SPECULATION_OFF and event.detail.startswith(COSTS)}
 
 
 def last_alarms(history: FlowHistory, config: RunConfig) -> list[Alarm]:
