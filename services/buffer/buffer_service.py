@@ -69,7 +69,7 @@ class Buffer:
             named_rewards=shows_samples(config),
             eval_function=eval_function(config) is not None,
         )
-        self._tasks = TaskPublisher(service.bus, config, prompts)
+        self._tasks = TaskPublisher(service.bus, config, prompts, service.store)
         self._prompts = prompts
         path = config.rollout.buffer_filter_path
         self._filter = BufferFilter(config, path) if path is not None else None
@@ -138,7 +138,8 @@ class Buffer:
             await service.announce()
             await service.publish_event("took_over")
         watching = (self._watch_versions(), self._watch_gauges(), self._until_broken())
-        outcomes = OutcomeConsumer(service, self._limits, self._state, self._lease.held, self._decide, self._eval_log.release, self._admits)
+        free, most_pictures = self._eval_log.release, self._prompts.most_pictures
+        outcomes = OutcomeConsumer(service, self._limits, self._state, self._lease.held, self._decide, free, self._admits, most_pictures)
         publishing = self._tasks.publishers(outcomes.settle)
         async with service.background(*publishing, self._keeper.run(), self._eval_log.run(), self._free(), outcomes.run(), *watching):
             await service.stopping.wait()

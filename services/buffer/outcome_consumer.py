@@ -1,5 +1,6 @@
 """Takes what services send about groups (rewards, failures, interruptions) from their queue, and has the buffer decide about it."""
 
+import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
@@ -28,7 +29,7 @@ class OutcomeConsumer:
     Args:
         held: awaited before messages are acted on; it raises where another buffer is active. decide: has a decision made and recorded,
             and raises BadRecord where that cannot be. free: has payload keys removed from the store. admits: returns whether groups may be
-            let in now; a rollout function that wants more asks again.
+            let in now; a rollout function that wants more asks again. most_pictures: of a prompt.
     """
 
     def __init__(
@@ -40,7 +41,9 @@ class OutcomeConsumer:
         decide: Callable[[Decision], Awaitable[None]],
         free: Callable[[Iterable[str]], None],
         admits: Callable[[], bool],
+        most_pictures: int = 0,
     ) -> None:
+        self._most_pictures = most_pictures
         self._service, self._limits, self._state = service, limits, state
         self._held, self._decide, self._free, self._admits = held, decide, free, admits
         self._queue = WorkQueue(service.bus, scored_consumer(service.run, service.config.bus), Outcome, self._on_unreadable)
@@ -61,7 +64,14 @@ class OutcomeConsumer:
                     await self.settle([outcome])
                 if late := policy.unwanted(self._state, outcome):
                     self._free(late)
+                await self._free_pictures(outcome)
                 await lease.ack()
+
+    async def _free_pictures(self, outcome: Outcome) -> None:
+        """Frees what the prompt of an attempt that has ended showed: before the ack, so that a death leaves nothing behind."""
+        if self._most_pictures and not isinstance(outcome, Wanted):
+            keys = self._service.subjects.picture_keys(outcome.group, outcome.attempt)
+            await self._service.store.free(list(itertools.islice(keys, self._most_pictures)))
 
     async def _generated_anew(self, outcome: Outcome) -> bool:
         """Has a group generated anew that was given up because the store has lost its samples. False where it is none."""

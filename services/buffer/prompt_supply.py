@@ -182,17 +182,23 @@ TRAINING = "training"
 @dataclass(frozen=True)
 class PromptSupply:
     """Training prompts, None where nothing is trained, and the sets of held-out ones by name. ``stop_ids``: ids that end a response.
-    ``fingerprints``: what their files were when they were opened."""
+    ``fingerprints``: what their files were when they were opened. ``most_pictures``: of a prompt; 0 where prompts are text."""
 
     training: PromptStream | None
     heldout: dict[str, PromptFile]
     stop_ids: list[int]
     fingerprints: Fingerprints
+    most_pictures: int = 0
 
     @property
     def drawn(self) -> bool:
         """Returns whether training prompts come from a source of the user's, which may take long."""
         return isinstance(self.training, DrawnPrompts)
+
+    @property
+    def slow(self) -> bool:
+        """Returns whether a prompt may take long: one of a source of the user's, or one whose pictures are decoded."""
+        return self.drawn or self.most_pictures > 0
 
     def of_group(self, name: str) -> Prompt | None:
         """Returns the prompt of a group; None for one that was held out before and is not any more. Raises ConfigError."""
@@ -247,4 +253,5 @@ def _open(config: RunConfig, report: Callable[[ConfigError], None]) -> PromptSup
     if config.has_steps:
         training = TrainingPrompts(config, tokenizer) if config.data.data_source is None else DrawnPrompts(config, tokenizer, report)
     heldout = {view.name: eval_prompts(view, tokenizer) for view in eval_views(config)}
-    return PromptSupply(training, heldout, tokenizer.stop_ids, fingerprints(config))
+    most = 0 if config.data.multimodal_keys is None else config.data.max_pictures
+    return PromptSupply(training, heldout, tokenizer.stop_ids, fingerprints(config), most)

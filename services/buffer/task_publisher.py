@@ -14,9 +14,12 @@ from shared.bus.subjects import EVAL, TRAIN, Subjects
 from shared.config.eval_views import EvalView, eval_views
 from shared.config.rollout_section import RolloutSection
 from shared.config.run_config import RunConfig
-from shared.runtime.errors import TASK, ConfigError, MessageTooLarge
+from shared.data.prompts import Prompt
+from shared.runtime.errors import TASK, BadMessage, ConfigError, MessageTooLarge
+from shared.schema.digests import reference
 from shared.schema.ledger import eval_group_parts
-from shared.schema.messages import Evaluate, Failed, Sampling, Task
+from shared.schema.messages import Evaluate, Failed, Payload, Sampling, Task
+from shared.store.payload_store import Store
 
 GiveUp = Callable[[Sequence[Failed]], Awaitable[None]]
 BATCH = 64  # Tasks that are published together, and confirmed before the next ones are
@@ -26,8 +29,8 @@ BATCH_BYTES = 1 << 20  # Prompt tokens that are published together, about: what 
 class TaskPublisher:
     """Builds tasks and publishes them. Repeats are harmless: the bus and the buffer both know a group's attempt by its id."""
 
-    def __init__(self, bus: Bus, config: RunConfig, prompts: PromptSupply) -> None:
-        self._bus, self._subjects, self._prompts = bus, Subjects(config.run.name), prompts
+    def __init__(self, bus: Bus, config: RunConfig, prompts: PromptSupply, store: Store) -> None:
+        self._bus, self._subjects, self._prompts, self._store = bus, Subjects(config.run.name), prompts, store
         self._samples, self._sampling = config.rollout.n_samples_per_prompt, _sampling(config.rollout, prompts.stop_ids)
         self._sets = {view.name: _set_fields(view, prompts.stop_ids) for view in eval_views(config)}
         self._longest = {view.name: view.max_context_len for view in eval_views(config)}
@@ -80,8 +83,12 @@ class TaskPublisher:
                 fields = batch.pop()
                 try:
                     # a source of the user's may take long over a prompt: meanwhile the buffer keeps its lease
-                    task = await asyncio.to_thread(self._task, **fields) if self._prompts.drawn else self._task(**fields)
-                except ConfigError as error:
+                    prompt = self._prompts.of_group
+                    found = await asyncio.to_thread(prompt, fields["group"]) if self._prompts.slow else prompt(fields["group"])
+                    task = self._task(found, **fields)
+                    if found is not None and found.pictures:
+                        task = task.model_copy(update={"pictures": await self._stored(task, found.pictures)})
+                except (ConfigError, BadMessage) as error:
                     await give_up([_failed(fields, error)])
                     continue
                 tasks[f"{task.group}.{task.attempt}"] = task
@@ -106,8 +113,15 @@ class TaskPublisher:
             else:
                 await give_up([_failed(vars(task), error) for task in tasks.values()])
 
-    def _task(self, group: str, **fields: Any) -> Task:
-        prompt = self._prompts.of_group(group)
+    async def _stored(self, task: Task, pictures: Sequence[bytes]) -> Payload:
+        """Stores what an attempt's prompt shows, once for all of its samples, under keys that follow from the attempt."""
+        keys = self._subjects.picture_keys(task.group, task.attempt)
+        blobs = dict(zip(keys, pictures, strict=False))
+        payload = reference(self._subjects.run, blobs)
+        await self._store.write(blobs, deadline=600)
+        return payload
+
+    def _task(self, prompt: Prompt | None, group: str, **fields: Any) -> Task:
         if prompt is None:
             raise ConfigError("eval.sets", group, "the run does not have this held-out prompt any more")
         parts = eval_group_parts(group)

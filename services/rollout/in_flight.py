@@ -111,7 +111,7 @@ def samples_of_rollout(earlier: Sequence[Sample], index: int, task: Task) -> lis
     return [] if any(sample.finish != "abort" for sample in old) else found
 
 
-def samples_of(task: Task, partials: Sequence[Partial], tokenizer: Tokenizer) -> list[Sample]:
+def samples_of(task: Task, partials: Sequence[Partial], tokenizer: Tokenizer, pictures: tuple[bytes, ...] = ()) -> list[Sample]:
     """Returns the task's samples as they are stored; unfinished ones have the finish reason ``abort``. Raises BadMessage. One that has
     ended without the experts of all its tokens, which were asked for, is not trained: its mask is 0 everywhere."""
     problems = [_routing_problem(partial, len(task.prompt_tokens)) for partial in partials]
@@ -136,6 +136,7 @@ def samples_of(task: Task, partials: Sequence[Partial], tokenizer: Tokenizer) ->
             },
             routed_experts=partial.routed,
             kept=partial.kept,
+            pictures=pictures,
         )
         for index, partial in enumerate(partials)
     ]

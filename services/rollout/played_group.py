@@ -27,6 +27,7 @@ from services.rollout.replica_command import SampleSeeds
 from services.rollout.request_slots import GroupSlots
 from shared.config.eval_views import eval_view
 from shared.config.rollout_section import RolloutSection
+from shared.data.pictures import PictureRule, ShownPictures
 from shared.data.stop_strings import end_across
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
@@ -288,7 +289,8 @@ class EngineGroups(GroupPlayer):
     def __init__(self, service: Service, replica: Replica, tokenizer: Tokenizer) -> None:
         super().__init__(service, replica, tokenizer)
         self.deadline, self._choices = service.config.rollout.generate_timeout, replayed_choices(service.config)
-        self.kept = service.config.kept_top_k
+        self.kept, sees = service.config.kept_top_k, service.config.data.multimodal_keys is not None
+        self._rule = PictureRule.read(service.config.model.hf_checkpoint) if sees else None
         self._hooks = bool(paths(service.config))  # they see the prompt as it was rendered
 
     async def group(self, task: Task, earlier: Sequence[Sample], in_flight: InFlight | None, slots: GroupSlots) -> PlayedGroup:
@@ -298,9 +300,11 @@ class EngineGroups(GroupPlayer):
         for index, partial in enumerate(partials):
             partial.seed = self.seeds.of_sample(index)
         progress, requests = GroupProgress(task.n, task.n), Requests()
-        rollouts = [_EngineRollout(self, task, index, partials, requests, slots, progress) for index in progress.begun]
+        pictures = () if task.pictures is None else tuple(await self._service.store.read(task.pictures))
+        shown = None if self._rule is None else ShownPictures(self._rule, pictures)
+        rollouts = [_EngineRollout(self, task, index, partials, requests, slots, progress, shown) for index in progress.begun]
         stopped = await self.until_complete(rollouts, progress, in_flight)
-        samples = samples_of(task, partials, self.tokenizer)
+        samples = samples_of(task, partials, self.tokenizer, pictures)
         rendered = {"prompt": self.prompt(task)} if self._hooks else {}
         for sample in samples:
             if (problem := sample.attributes.get(UNROUTED)) is not None:
@@ -321,7 +325,9 @@ class _EngineRollout(PlayedRollout):
         requests: Requests,
         slots: GroupSlots,
         progress: GroupProgress,
+        shown: ShownPictures | None = None,
     ) -> None:
+        self._shown = shown
         super().__init__(task, index, None if partials[index].finish is None else [], groups.replica, slots, progress)
         self._partials, self._partial, self.requests = partials, partials[index], requests
         self._deadline, self._spent, self._failed = groups.deadline, 0.0, 0
@@ -342,6 +348,7 @@ class _EngineRollout(PlayedRollout):
             seed=partial.seed,
             routed_from=partial.routed_from,
             kept=self._kept,
+            shown=self._shown,
         )
         self.requests.rids.add(request.rid)
         try:

@@ -108,7 +108,7 @@ NUCLEI = "rollout_top_p_token_ids", "rollout_top_p_token_offsets"  # slime's nam
 # Fields of a stored sample that slime's have no place for
 MORE_FIELDS = {field.name for field in fields(Sample)} - {
     *("group", "index", "rollout", "prompt", "response", "log_probs", "mask", "segments", "finish"),
-    *("text", "prompt_text", "label", "metadata", "kept"),
+    *("text", "prompt_text", "label", "metadata", "kept", "pictures"),
 }
 
 Finish = Literal["stop", "length", "abort"]
@@ -132,6 +132,8 @@ def entries(batch: Batch, samples: Mapping[str, Sequence[Sample]]) -> dict[str, 
 
 def _entry(sample: Sample, group: BatchGroup, position: int, step: int) -> dict[str, Any]:
     number, width = group_number(group.group), len(group.rewards)
+    if sample.pictures:
+        raise BadMessage(f"sample {sample.name} shows pictures, which files of batches do not hold")
     more = {name: getattr(sample, name) for name in MORE_FIELDS}
     return {
         "group_index": number,

@@ -61,6 +61,7 @@ class PackedBatch:
             own everywhere.
         routing: what a pass over this micro-batch has recorded on this rank: number of a layer, from 1 → int16 [tokens of this rank,
             experts a token]. It takes the place of ``experts``.
+        pictures: of each sequence, PNGs in the order of its tokens; nothing where none shows one.
         kept: the tokens that trained ``labels`` were sampled from, on the host; None: the whole vocabulary everywhere.
     """
 
@@ -73,6 +74,7 @@ class PackedBatch:
     experts: Tensor | None = None
     routing: Mapping[int, Tensor] | None = None
     kept: Kept | None = None
+    pictures: tuple[tuple[bytes, ...], ...] = ()
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Returns the same micro-batch with every tensor on ``device``."""
@@ -126,6 +128,7 @@ def pack(samples: Sequence[Sample], weights: Sequence[float], choices: ExpertCho
         fields={name: torch.from_numpy(array) for name, array in fields.items()},
         experts=None if choices is None else torch.from_numpy(_experts(samples, total, choices)),
         kept=_kept(samples, total),
+        pictures=tuple(sample.pictures for sample in samples) if any(sample.pictures for sample in samples) else (),
     )
 
 
@@ -154,12 +157,14 @@ def _experts(samples: Sequence[Sample], total: int, choices: ExpertChoices) -> n
 def separate(packed: PackedBatch) -> list[PackedBatch]:
     """Returns each of a micro-batch's sequences as a micro-batch of its own: views of its tensors."""
     found = []
-    for start, end in itertools.pairwise(packed.cu_seqlens.tolist()):
+    for number, (start, end) in enumerate(itertools.pairwise(packed.cu_seqlens.tolist())):
         per_token = {name: getattr(packed, name)[start:end] for name in ("tokens", "labels", "loss_mask")}
         fields = {name: tensor[start:end] for name, tensor in packed.fields.items()}
         bounds, experts = torch.tensor([0, end - start], dtype=torch.int32), None if packed.experts is None else packed.experts[start:end]
         kept = packed.kept and packed.kept.part(start, end)
-        found.append(PackedBatch(**per_token, cu_seqlens=bounds, max_seqlen=end - start, fields=fields, experts=experts, kept=kept))
+        pictures = packed.pictures[number : number + 1]
+        found.append(PackedBatch(**per_token, cu_seqlens=bounds, max_seqlen=end - start, fields=fields, experts=experts, kept=kept,
+                                 pictures=pictures))  # fmt: skip
     return found
 
 

@@ -27,18 +27,20 @@ class TrainerSettings:
     Args:
         role: ``actor``, or ``critic``: its output layer is a map from each hidden state to one number, and all of it trains.
         updates: optimizer steps of the whole run, at whose end the decay of the learning rate arrives.
-        temperature: logits are divided by it before log-probabilities are taken.
+        temperature: logits are divided by it before log-probabilities are taken. sees: prompts show pictures.
     """
 
     trainer: TrainerSection
     role: Role = "actor"
     updates: int = 0
     temperature: float = 1.0
+    sees: bool = False
 
     @classmethod
     def from_run(cls, config: RunConfig, role: Role = "actor") -> "TrainerSettings":
         updates = config.rollout.num_rollout * config.trainer.num_steps_per_rollout
-        return cls(config.trainer, role, updates, config.rollout.rollout_temperature or 1.0)
+        sees = config.data.multimodal_keys is not None
+        return cls(config.trainer, role, updates, config.rollout.rollout_temperature or 1.0, sees)
 
     @property
     def value_head(self) -> bool:

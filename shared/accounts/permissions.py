@@ -74,7 +74,7 @@ def rights(run: str) -> tuple[Rights, ...]:
     sessions, ingested = (names.session_keys,), (names.ingest_keys,)
     opener = StoreRights(("expire", "get", "llen", "lrange", "rpush", "rpushx", "setnx", "unlink"), sessions, sessions)
     store = {
-        BUFFER: StoreRights((*_CONNECTION, "exists", "getrange", "info", "unlink"), payloads, payloads),
+        BUFFER: StoreRights((*_CONNECTION, "exists", "getrange", "info", "setnx", "unlink"), payloads, payloads),
         # SETNX sets what is not there: whoever has this account can add payloads, and change none
         ROLLOUT: StoreRights((*_CONNECTION, "getrange", "setnx"), payloads, payloads, (opener,)),
         REWARD: StoreRights((*_CONNECTION, "getrange"), payloads),

@@ -1,6 +1,8 @@
 """The names on the bus: subjects, streams, consumers and KV buckets of a run. Every subject starts with the run's id."""
 
+import itertools
 import re
+from collections.abc import Iterator
 
 from shared.rewards.names import queue_of
 
@@ -124,6 +126,10 @@ class Subjects:
     def payload_key(self, group: str, attempt: int, part: int, generation: str = "0") -> str:
         """Returns the key of one blob; ``generation`` distinguishes two replicas' work on one attempt, after a lease ran out."""
         return f"{self.payload_prefix(group, attempt)}{generation}:{part}"
+
+    def picture_keys(self, group: str, attempt: int) -> Iterator[str]:
+        """Yields the keys of the pictures that an attempt's prompt shows."""
+        return (self.payload_key(group, attempt, part, "pictures") for part in itertools.count())
 
     def exchange_key(self, kind: str, what: str) -> str:
         """Returns the key of data that the trainer's roles exchange."""

@@ -428,7 +428,7 @@ def _policy_engines(groups: list[dict[str, Any]]) -> dict[str, Any]:
 
 _NOTHING_READS = "nothing in slime reads it; leave it out (eval_timeout ends an evaluation that is late)"
 _NOT_IN_SETS = {
-    "multimodal_keys": "prompts with pictures are not supported; leave it out",
+    "multimodal_keys": "sets show pictures as the run's prompts do, by data.multimodal_keys; leave it out",
     **dict.fromkeys(("eval_task_timeout", "eval_early_stop_remaining", "eval_early_stop_idle_timeout", "min_eval_samples"), _NOTHING_READS),
     "app_service": "nothing in slime reads it; give custom_generate_function_path a function that asks that service",
     "message_processor": "nothing in slime reads it; give custom_generate_function_path a function that does it",

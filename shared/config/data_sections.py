@@ -50,6 +50,19 @@ Files = Annotated[list[DataFile] | None, PlainValidator(data_files.unweighted), 
 class DataSection(Section):
     """Prompts and how they are read."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "multimodal_keys",
+            lambda section, given: given is not None and (set(given) != {"image"} or not given["image"]),
+            "one entry, image = KEY; videos and sound are not shown",
+        ),
+        Rule(
+            "multimodal_keys",
+            lambda section, given: given is not None and not section.apply_chat_template,
+            "apply_chat_template = true beside it: the model's own template writes what stands for a picture",
+        ),
+    )
+
     prompt_data: WeightedFiles = Field(
         default=None,
         description="JSONL or Parquet files of prompts: PATH, PATH@[start:stop] for a part of its rows, PATH@[start:stop]*WEIGHT to draw "
@@ -65,6 +78,14 @@ class DataSection(Section):
     tool_key: str = Field(default="tools", description="key of a list of tools, handed to the chat template; a prompt may have none")
     apply_chat_template: bool = Field(default=False, description="render the prompt through the model's chat template")
     apply_chat_template_kwargs: dict[str, Any] = Field(default={}, description="extra variables for the chat template")
+    multimodal_keys: dict[str, str] | None = Field(
+        default=None,
+        description='kind of what a prompt shows → key of it in the row, as `{image = "images"}`: a picture or a list of them, each of '
+        "which takes the place of the next `<image>` in the prompt; messages may also hold pictures as parts; default: prompts are text",
+    )
+    max_pictures: int = Field(default=16, gt=0, le=256, description="the most pictures of one prompt; more are refused")
+    max_picture_bytes: int = Field(default=20 << 20, gt=0, le=64 << 20, description="the most bytes of a picture as it stands in the data")
+    max_picture_pixels: int = Field(default=1 << 26, gt=0, le=1 << 28, description="the most pixels of a picture before it is resized")
     add_special_tokens: bool = Field(
         default=True,
         description="begin text that no chat template renders, of prompts and of demonstrations, with what the checkpoint's tokenizer puts "

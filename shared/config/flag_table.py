@@ -269,7 +269,6 @@ _REFUSED = {
         "names, or the trainer computes it, with --opd-teacher-load",
     ),
     "min_batch_collection_ratio": "a batch has rollout_batch_size groups always",
-    "multimodal_keys": "prompts are text",
     "rollout_buffer_url": "there is no server of trajectories; use --rollout-function-path or --custom-generate-function-path",
     "rollout_task_type": "it is for a server of trajectories; rm_type says how a task is scored",
     "use_rollout_entropy": "entropy is computed where entropy_coef asks for it",

@@ -134,6 +134,11 @@ class RunConfig(Section):
             lambda run, given: run.support_obstacles if given == "on" else (),
             "on, but {2}; use auto or off",
         ),
+        Rule(
+            "data.multimodal_keys",
+            lambda run, given: run.picture_obstacles if given is not None else (),
+            "none: pictures are not shown where {2}",
+        ),
         Rule("algorithm.opd_teachers", lambda run, given: _unknown_models(given, list(run.rollout.models))),
         Rule("reward.judge_url", lambda run, given: _unknown_models({JUDGE: given or ""}, list(run.rollout.models))),
         Rule(
@@ -225,6 +230,31 @@ class RunConfig(Section):
             "rollout_top_k = 1 keeps the sampled token alone, whose log-prob is 0 under all weights": rollout.rollout_top_k == 1,
             f"rollout_top_k is more than rollout.sglang.sampling-mask-max-tokens = {most}": rollout.rollout_top_k > most,
             "the log-probs of opd_teachers are over the whole vocabulary": teachers,
+        }
+        yield from (obstacle for obstacle, stands in obstacles.items() if stands)
+
+    @property
+    def picture_obstacles(self) -> Iterator[str]:
+        """Yields what of the run does not know pictures."""
+        rollout, debug = self.rollout, self.debug
+        trains = self.has_steps and not debug.debug_rollout_only
+        makers = [f"rollout.{name}" for name in rollout.makers]
+        makers += [f"{name} of the set {one.name}" for one in self.eval.sets for name in GENERATORS if getattr(one, name)]
+        dumps = [name for name in ("save_debug_rollout_data", "save_debug_train_data", "load_debug_rollout_data") if getattr(debug, name)]
+        obstacles = {
+            "trainer.trainer_backend = megatron trains text alone; use torch": trains and self.trainer.trainer_backend != "torch",
+            f"{', '.join(makers)} makes rollouts of its own": makers,
+            "episode.episode_url plays rollouts": self.episode.episode_url,
+            "data.data_source makes the prompts": self.data.data_source,
+            "trainer.lora_rank adapts a model of text": trains and self.trainer.lora_rank,
+            "eval.eval_function_path evaluates": self.eval.eval_function_path,
+            "ingest.ingest_groups takes groups from outside": self.ingest.ingest_groups != "off",
+            "servers score the tokens of samples (algorithm.opd_type = sglang)": self.algorithm.use_opd
+            and self.algorithm.opd_type == "sglang",
+            f"debug.{', '.join(dumps)} stores or reads batches": dumps,
+            "rollout.external_engines are not Myxo's own": rollout.external_engines,
+            f"{', '.join(rollout.own_speculation)} verifies drafts": rollout.own_speculation,
+            "engines do prefill or decode alone": {group.worker_type for group in rollout.engines()} != {"regular"},
         }
         yield from (obstacle for obstacle, stands in obstacles.items() if stands)
 

@@ -1,11 +1,13 @@
 """Prompts from rows of files: text or chat messages, label, metadata, tools, environment; rendered and tokenised without torch."""
 
 import bisect
+import hashlib
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +20,7 @@ from shared.data.call_form import in_call_form
 from shared.data.chat_template import BrokenTemplate
 from shared.data.data_files import DataFile
 from shared.data.filter_cache import FilterCache, FilteredRows
+from shared.data.pictures import MOST_BYTES, BadPicture, PictureReader
 from shared.data.read_progress import ReadProgress
 from shared.data.row_order import MixedOrder
 from shared.data.rows import RowEntry, Rows, open_rows
@@ -47,8 +50,8 @@ class UnknownEnvironment(ConfigError):
 class Prompt:
     """One prompt, ready to generate from. ``content`` as it stands in the file, but for absent entries of a chat (`present`).
 
-    ``tokens``: int32 [P]; ``environment`` scores it.
-    ``size``: bytes of content, label and metadata in a message.
+    ``tokens``: int32 [P], as many for each picture as it takes; ``environment`` scores it.
+    ``size``: bytes of content, label and metadata in a message. ``pictures``: PNGs, in the order of their tokens.
     """
 
     content: str | list[dict[str, Any]]
@@ -58,6 +61,7 @@ class Prompt:
     metadata: dict[str, Any]
     environment: str
     size: int = 0
+    pictures: tuple[bytes, ...] = ()
 
 
 class Chat(NamedTuple):
@@ -76,14 +80,49 @@ class PromptReader:
         self._max_tokens = config.rollout.rollout_max_prompt_len
         self._environments, self._given = config.reward.environment_names(), config.may_give_rewards
         self._taught = config.algorithm.use_opd
+        self._pictures = PictureReader(config.model.hf_checkpoint, config.data) if config.data.multimodal_keys is not None else None
 
     def read(self, entry: RowEntry) -> Prompt:
         """Returns a row's prompt. Raises ConfigError with file, line and key: one of the kinds above where it applies."""
         prompt, text = self._rendered(entry)
         tokens = self._tokenizer.encode(text, self._begins(prompt))
+        if self._pictures is not None:
+            try:
+                pictures = [self._pictures.prepared(data) for data in self._encoded(entry)]
+                tokens = self._pictures.rule.expanded(tokens, [picture.tokens for picture in pictures])
+            except BadPicture as error:
+                raise self._bad_picture(entry, error) from None
+            prompt = replace(prompt, pictures=tuple(picture.data for picture in pictures))
+            if (size := sum(map(len, prompt.pictures))) > MOST_BYTES:
+                raise self._bad_picture(entry, f"expected at most {MOST_BYTES} bytes of pictures as they are stored, found {size}")
         if isinstance(problem := self._length(entry, prompt, len(tokens)), ConfigError):
             raise problem
         return replace(prompt, tokens=tokens)
+
+    def _bad_picture(self, entry: RowEntry, problem: object) -> ConfigError:
+        return entry.refusal((self._data.multimodal_keys or {}).get("image"), str(problem))
+
+    def _encoded(self, entry: RowEntry) -> list[bytes]:
+        """Returns a row's pictures as they stand there. Raises BadPicture, and ConfigError as `content` does."""
+        folder = Path(entry.where().rpartition(":")[0]).parent
+        return [] if self._pictures is None else [self._pictures.data_of(given, folder) for given in self._separated(entry)[1]]
+
+    def _separated(self, entry: RowEntry) -> tuple[Any, list[Any]]:
+        """Returns what stands in the place of a prompt, and of each of its pictures. Raises ConfigError."""
+        content = present(entry.value(self._data.input_key, "data.input_key"))
+        if self._pictures is None:
+            return content, []
+        try:
+            return self._pictures.separated(content, entry.values)
+        except BadPicture as error:
+            raise self._bad_picture(entry, error) from None
+
+    def _picture_tokens(self, entry: RowEntry) -> int | ConfigError:
+        """Returns how many tokens a row's pictures take beside one for each, by their headers; or what is wrong with one."""
+        try:
+            return 0 if self._pictures is None else sum(self._pictures.measured(data) - 1 for data in self._encoded(entry))
+        except BadPicture as error:
+            return self._bad_picture(entry, error)
 
     def measure(self, rows: Rows, indices: Sequence[int]) -> list[int | ConfigError]:
         """Returns for each row how many tokens its prompt has, or what `read` would raise; much faster than reading one by one."""
@@ -96,7 +135,11 @@ class PromptReader:
                 rendered.append(error)
         readable = [item for item in rendered if isinstance(item, tuple)]
         lengths = iter(self._tokenizer.lengths([text for _, _, text in readable], [self._begins(prompt) for _, prompt, _ in readable]))
-        return [self._length(*item[:2], next(lengths)) if isinstance(item, tuple) else item for item in rendered]
+        return [self._measured(*item[:2], next(lengths)) if isinstance(item, tuple) else item for item in rendered]
+
+    def _measured(self, entry: RowEntry, prompt: Prompt, length: int) -> int | ConfigError:
+        more = self._picture_tokens(entry)
+        return self._length(entry, prompt, length + more) if isinstance(more, int) else more
 
     def _begins(self, prompt: Prompt) -> bool:
         """Returns whether a prompt gets what the checkpoint puts before a text: a rendered chat has all that it needs."""
@@ -152,7 +195,16 @@ class PromptReader:
 
     def content(self, entry: RowEntry) -> Any:
         """Returns what stands in the place of a prompt, text or chat messages. Raises ConfigError where nothing does."""
-        return present(entry.value(self._data.input_key, "data.input_key"))
+        return self._separated(entry)[0]
+
+    def question(self, entry: RowEntry) -> Any:
+        """Returns what a prompt asks, and the SHA-256 of each picture that it shows. Raises ConfigError."""
+        content = self.content(entry)
+        try:
+            names = [hashlib.sha256(picture).hexdigest() for picture in self._encoded(entry)]
+        except BadPicture as error:
+            raise self._bad_picture(entry, error) from None
+        return [content, names] if names else content
 
     def chat(self, entry: RowEntry) -> Chat | None:
         """Returns what goes through the chat template for a row; None for text that is tokenised as it is. Raises ConfigError."""
@@ -160,7 +212,7 @@ class PromptReader:
         if isinstance(content, str) and not data.apply_chat_template:
             return None
         messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-        if (problem := chat_problem(messages)) is not None:
+        if (problem := chat_problem(messages, pictures=self._pictures is not None)) is not None:
             raise entry.refusal(data.input_key, f"expected text, or a list of chat messages with role and content, {problem}")
         variables = {**data.apply_chat_template_kwargs, **chat_tools(entry, data.tool_key)}
         return Chat(in_call_form(self._tokenizer, messages, variables, keep_text=True), variables)
@@ -189,14 +241,21 @@ class PromptReader:
         return length
 
 
-def chat_problem(messages: object) -> str | None:
-    """Returns what was found in the place of a list of chat messages; None for such a list."""
+def chat_problem(messages: object, pictures: bool = False) -> str | None:
+    """Returns what was found in the place of a list of chat messages; None for such a list. ``pictures``: whether they may hold some."""
     if isinstance(messages, list) and messages and all(map(_is_chat_message, messages)):
-        return None
+        return None if pictures else _shown_problem(messages)
     first = messages[0] if isinstance(messages, list) and messages else None
     sharegpt = isinstance(first, dict) and {"from", "value"} <= first.keys()
     hint = " (these are ShareGPT's from and value: rename them, human to user and gpt to assistant)" if sharegpt else ""
     return f"found {repr(messages)[:100]}{hint}"
+
+
+def _shown_problem(messages: list[dict[str, Any]]) -> str | None:
+    parts = [part for message in messages if isinstance(content := message.get("content"), list) for part in content]
+    kinds = [str(part.get("type")) for part in parts if isinstance(part, dict)]
+    shows = [kind for kind in kinds if kind.startswith(("image", "video", "audio", "input_audio"))]
+    return f"found a part of type {shows[0]!r}: data.multimodal_keys has prompts show pictures" if shows else None
 
 
 def _is_chat_message(message: object) -> bool:
@@ -286,8 +345,8 @@ class PromptFile:
         return self._reader.chat(self.entry(index))
 
     def questions(self, index: int) -> list[Any]:
-        """Returns a prompt's content, alone. Raises ConfigError."""
-        return [self._reader.content(self.entry(index))]
+        """Returns a prompt's content, alone, with its pictures where it has some. Raises ConfigError."""
+        return [self._reader.question(self.entry(index))]
 
     def below(self, row: int) -> int:
         """Returns how many prompts come from the first ``row`` rows."""

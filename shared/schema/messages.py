@@ -125,6 +125,7 @@ class Task(Message):
     it; None: the run's. ``deadline``: seconds since the epoch, from which on it is not waited for; 0: there is none. ``min_version``: a
     replica on an older version hands the task back. ``attempt`` grows when a group is generated anew. ``partial``: samples of an earlier
     attempt to continue from; of those that had ended, the ones whose newest token is older than version ``renew_below`` are generated anew.
+    ``pictures``: those that the prompt shows, a blob each, in the order of their tokens.
     """
 
     group: GroupId
@@ -135,6 +136,7 @@ class Task(Message):
     label: str | None = None
     label_json: bool = False
     metadata: dict[str, Any] = {}
+    pictures: Payload | None = None
     environment: Name
     sampling: Sampling
     generate_function: str | None = Field(default=None, max_length=256)

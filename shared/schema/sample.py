@@ -7,8 +7,9 @@ becomes of a sample that is longer than a micro-batch (`rollout.overlong_samples
 
 import base64
 import binascii
+import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -210,6 +211,7 @@ class Sample:
     attributes: what such a function set on the sample besides the fields here, for the user's reward function.
     routed_experts: int16 [P + R - 1, layers with experts, experts a token], those that the engine chose; None if not asked for.
     kept: the tokens that the sampler kept at each place of the response; None if not asked for.
+    pictures: PNGs of what the tokens show, in order (`shared.data.pictures`).
     turn_rewards: of each turn (start, end, reward), in order, without overlap, 0.0 if it was given none; empty if turns are not known.
     """
 
@@ -234,6 +236,7 @@ class Sample:
     turns: list[str] = field(default_factory=list)
     turn_rewards: list[TurnReward] = field(default_factory=list)
     kept: Kept | None = None
+    pictures: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rollout < 0:
@@ -276,7 +279,13 @@ class Sample:
             or self._routing_problem(limits.choices)
             or self._kept_problem(limits)
             or self._turn_problem()
+            or self._picture_problem()
         )
+
+    def _picture_problem(self) -> str | None:
+        given: object = self.pictures
+        fits = isinstance(given, tuple) and all(isinstance(picture, bytes) and picture for picture in given)
+        return None if fits else "pictures is not a list of encoded pictures"
 
     def _turn_problem(self) -> str | None:
         end = 0
@@ -471,8 +480,12 @@ def rollouts(samples: Iterable[Sample]) -> tuple[int, ...]:
 
 
 def encode(samples: Sequence[Sample], blob_bytes: int) -> list[bytes]:
-    """Returns blobs of about ``blob_bytes`` each, `MAX_KEYS` at most, in sample order. The caller has checked the samples."""
+    """Returns blobs of about ``blob_bytes`` each, `MAX_KEYS` at most, in sample order. The caller has checked the samples.
+
+    Pictures lie once in the first blob, by the SHA-256 of what they hold, by which samples name them; they do not count in its size.
+    """
     batches: list[list[dict[str, Any]]] = [[]]
+    pictures = {picture: hashlib.sha256(picture).hexdigest() for sample in samples for picture in sample.pictures}
     size, fewest = 0, -(-len(samples) // MAX_KEYS)
     for sample in samples:
         if size >= blob_bytes and len(batches[-1]) >= fewest:
@@ -480,12 +493,18 @@ def encode(samples: Sequence[Sample], blob_bytes: int) -> list[bytes]:
             size = 0
         given = {name: (getattr(sample, name), dtype) for name, (_, dtype) in _ARRAYS.items()}
         arrays = {name: None if values is None else codec.array(values, dtype) for name, (values, dtype) in given.items()}
-        batches[-1].append(vars(sample) | arrays)
-        size += len(sample.prompt) * 4 + len(sample.response) * 9 + len(sample.text) + sum(map(len, sample.turns)) + 200
-        size += 20 * len(sample.turn_rewards)
-        size += 0 if sample.routed_experts is None else sample.routed_experts.nbytes
-        size += 0 if sample.kept is None else sum(values.nbytes for values in sample.kept)
-    return [codec.pack({"schema": SCHEMA, "samples": batch}) for batch in batches]
+        batches[-1].append(vars(sample) | arrays | {"pictures": [pictures[picture] for picture in sample.pictures]})
+        size += _encoded_size(sample)
+    held = {"pictures": {name: picture for picture, name in pictures.items()}} if pictures else {}
+    return [codec.pack({"schema": SCHEMA, "samples": batch} | (held if not at else {})) for at, batch in enumerate(batches)]
+
+
+def _encoded_size(sample: Sample) -> int:
+    """Returns about how many bytes a sample takes, without its pictures."""
+    size = len(sample.prompt) * 4 + len(sample.response) * 9 + len(sample.text) + sum(map(len, sample.turns)) + 200
+    size += 20 * len(sample.turn_rewards)
+    size += 0 if sample.routed_experts is None else sample.routed_experts.nbytes
+    return size + (0 if sample.kept is None else sum(values.nbytes for values in sample.kept))
 
 
 def decode(blobs: Iterable[bytes], limits: SampleLimits = _FORMAT) -> list[Sample]:
@@ -494,13 +513,15 @@ def decode(blobs: Iterable[bytes], limits: SampleLimits = _FORMAT) -> list[Sampl
     Raises BadMessage; of a sample that is not valid InvalidSample.
     """
     samples: list[Sample] = []
+    pictures: dict[str, bytes] = {}
     for blob in blobs:
         content = codec.unpack(blob)
         schema = content.get("schema") if isinstance(content, dict) else None
         if not codec.is_schema(schema, SCHEMA):
             raise BadMessage(f"payload of schema {schema!r:.100}; this side reads {SCHEMA}")
         try:
-            read = [_sample(entry) for entry in _list(content["samples"])]
+            pictures |= content.get("pictures", {})
+            read = [_sample(entry, pictures) for entry in _list(content["samples"])]
         except (TypeError, KeyError) as error:
             raise BadMessage(f"payload sample with unexpected fields: {error}") from error
         for position, sample in enumerate(read, len(samples)):
@@ -510,13 +531,14 @@ def decode(blobs: Iterable[bytes], limits: SampleLimits = _FORMAT) -> list[Sampl
     return samples
 
 
-def _sample(entry: Any) -> Sample:
+def _sample(entry: Any, pictures: Mapping[str, bytes]) -> Sample:
     if not isinstance(entry, dict):
         raise TypeError(f"a {type(entry).__name__} where a sample belongs")
     turns = [tuple(_list(turn)) for turn in _list(entry.get("turn_rewards", []))]
     kept = None if entry.get("kept") is None else Kept(*_list(entry["kept"]))
     segments = [_segment(*_list(segment)) for segment in _list(entry["segments"])]
-    return Sample(**{**entry, "segments": segments, "turn_rewards": turns, "kept": kept})
+    shown = tuple(pictures[name] for name in _list(entry.get("pictures", [])))
+    return Sample(**{**entry, "segments": segments, "turn_rewards": turns, "kept": kept, "pictures": shown})
 
 
 def _list(value: Any) -> list[Any]:

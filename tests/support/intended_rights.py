@@ -175,7 +175,7 @@ def everything(run: str, other: str) -> Table:
 
 
 STORE = {
-    BUFFER: {"PING", "GETRANGE", "EXISTS", "INFO", "UNLINK"},
+    BUFFER: {"PING", "GETRANGE", "EXISTS", "INFO", "SETNX", "UNLINK"},
     ROLLOUT: {"PING", "GETRANGE", "SETNX"},
     REWARD: {"PING", "GETRANGE"},
     GATEWAY: {"PING", "SETNX"},

@@ -315,7 +315,8 @@ def attend_linearly(model_path: str) -> None:
     bfloat16 otherwise, by which a float32 engine's log-probs are off by up to 0.2."""
     config = Path(model_path, "config.json")
     entries = json.loads(config.read_text()) if config.is_file() else {}
-    if "linear_num_key_heads" not in {**entries, **entries.get("text_config", {})}:
+    seeing = "vision_config" in entries  # the module that reads pictures for Qwen's models imports those with linear attention
+    if not seeing and "linear_num_key_heads" not in {**entries, **entries.get("text_config", {})}:
         return
     kernels, names = LinearAttentionKernels(), types.ModuleType("sgl_kernel.mamba")
     operators: Any = torch.ops.sgl_kernel

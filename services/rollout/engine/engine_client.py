@@ -247,7 +247,9 @@ class EngineClient:
         request."""
         version, where, seen, ended = self.version, f"{self.url}/generate", 0, False
         body = group_body([request], sampling, self.capabilities, self.cache_key)
-        single = {name: value[0] if name in ("rid", "input_ids", "sampling_params") else value for name, value in body.items()}
+        single = {
+            name: value[0] if name in ("rid", "input_ids", "sampling_params", "image_data") else value for name, value in body.items()
+        }
         self.generating += 1
         try:
             async with asyncio.timeout(deadline), self.transport.events("/generate", single | {"stream": True}) as answers:

@@ -71,6 +71,7 @@ COMMON_VARIABLES = {
     "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0",
     "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs are those of the tempered distribution, as the trainer's
+    "SGLANG_MM_AVOID_RETOKENIZE": "1",  # prompts with pictures keep the ids that they are sent with
 }
 CPU_VARIABLES = {
     "SGLANG_USE_CPU_ENGINE": "1",

@@ -10,6 +10,7 @@ the old weights and is then counted as the new version's. Versions that were loa
 here: their spans begin one token later than the engine says.
 """
 
+import base64
 import uuid
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,9 @@ from numpy.typing import NDArray
 from services.rollout.engine.transport import EngineError, InvalidRequest
 from shared.config.engine_limits import Capabilities
 from shared.config.speculation import reshaped
+from shared.data.pictures import ShownPictures
 from shared.hooks.hook_sample import NO_TIMES, engine_times, token_versions
+from shared.runtime.errors import BadMessage
 from shared.schema.kept_tokens import Kept
 from shared.schema.messages import Sampling
 from shared.schema.sample import segments_of
@@ -36,6 +39,7 @@ Finish = Literal["stop", "length", "abort"]
 # of another.
 RID_END = "$"
 KEPT = "output_token_sampling_mask", "output_token_sampling_logprobs"  # of an answer: the kept tokens, and the log-probs over them
+FORBIDDEN = -1e9  # The bias of the logit of an id that is never sampled
 NEVER = -9999.0  # The log-prob of a token that cannot be sampled, as OpenAI has it
 
 
@@ -49,7 +53,8 @@ class GenerationRequest:
     by it and the token's position, in an engine with deterministic inference; None: at random. ``routed_from``: tells the experts of its
     tokens from this one on, those of the input too; None: does not tell them. ``structural_tag``: the output's grammar; empty: none.
     ``top_count``: so many of the likeliest tokens at each place. ``kept``: returns the tokens that the sampler keeps, at most so many where
-    the sampling settings have no ``top_k``, and log-probs over them; 0: does not return them."""
+    the sampling settings have no ``top_k``, and log-probs over them; 0: does not return them. ``shown``: the pictures of ``tokens``, which
+    hold as many ids for each as it takes; None: the model sees none."""
 
     tokens: Tokens
     max_new_tokens: int
@@ -60,6 +65,7 @@ class GenerationRequest:
     structural_tag: str = ""
     top_count: int = 0
     kept: int = 0
+    shown: ShownPictures | None = None
 
 
 class Routed(NamedTuple):
@@ -138,13 +144,23 @@ def group_body(requests: Sequence[GenerationRequest], sampling: Sampling, engine
         **({"top_logprobs_num": most} if (most := max(request.top_count for request in requests)) else {}),
         "extra_key": cache_key,
         **({"return_sampling_mask": asked} if any(asked) else {}),
+        **_image_data(requests),
         **({} if (start := _routed_from(requests)) is None else {"return_routed_experts": True, "routed_experts_start_len": start}),
     }
+
+
+def _image_data(requests: Sequence[GenerationRequest]) -> dict[str, Any]:
+    """Returns the pictures of a group's requests as data URLs; nothing where none has some."""
+    shown = [() if request.shown is None else request.shown.pictures for request in requests]
+    urls = [[f"data:image/png;base64,{base64.b64encode(picture).decode()}" for picture in pictures] for pictures in shown]
+    return {"image_data": urls} if any(urls) else {}
 
 
 def _own_parameters(request: GenerationRequest, top_k: int, vocabulary: int) -> dict[str, Any]:
     found: dict[str, Any] = {"max_new_tokens": request.max_new_tokens, "ignore_eos": request.ignore_eos, "sampling_seed": request.seed}
     found["structural_tag"] = request.structural_tag or None
+    if request.shown is not None:
+        found["logit_bias"] = dict.fromkeys(map(str, request.shown.rule.forbidden), FORBIDDEN)
     found["top_k"] = min(request.kept, vocabulary) if request.kept and top_k < 1 else None
     return {name: value for name, value in found.items() if value is not None}
 
@@ -246,6 +262,7 @@ def _parse_sample(
     log_probs = np.fromiter((entry[0] for entry in entries), np.float32, count)
     if not np.array_equal(tokens, sample["output_ids"]):
         raise EngineError(where, f"{request.rid}: {count} log-probs do not belong to the output {sample['output_ids']}")
+    _check_read(request, meta, count)
     finish = meta["finish_reason"]["type"]
     if finish not in ("stop", "length", "abort"):
         raise EngineError(where, f"{request.rid}: unknown finish reason {meta['finish_reason']}")
@@ -340,6 +357,14 @@ def _begun_late(spans: tuple[Span, ...], version_before: int, late: Set[int]) ->
     return tuple(Span(start, end, version) for (start, version), end in zip(starts, ends, strict=True) if start < end)
 
 
+def _check_read(request: GenerationRequest, meta: Mapping[str, Any], count: int) -> None:
+    """Raises BadMessage where an engine that has generated ``count`` tokens has read others than it was meant to: its processor sees other
+    pictures than ours."""
+    if count and request.shown is not None and (read := int(meta["prompt_tokens"])) != len(request.tokens):
+        pictures = len(request.shown.pictures)
+        raise BadMessage(f"the engine reads {read} tokens where {len(request.tokens)} were meant, with {pictures} pictures among them")
+
+
 def _checked_tokens(request: GenerationRequest, engine: Capabilities) -> NDArray[np.int32]:
     """Returns the request's tokens as int32 [P]. Raises InvalidRequest that names the request and its error."""
     ids, name = np.asarray(request.tokens), f"request {request.rid}"
@@ -356,4 +381,5 @@ def _checked_tokens(request: GenerationRequest, engine: Capabilities) -> NDArray
             f"{name}: {ids.size} input tokens and {request.max_new_tokens} new ones are more than the "
             f"{engine.max_sequence} that the engine holds for one sequence"
         )
-    return np.ascontiguousarray(ids, np.int32)
+    ids = np.ascontiguousarray(ids, np.int32)
+    return ids if request.shown is None else request.shown.rule.unexpanded(ids)

@@ -38,6 +38,7 @@ def create(settings: TrainerSettings, hf_dir: Path, random: bool, initialized: C
         seed=trainer.seed,
         shard_ranks=trainer.fsdp_shard_ranks,
         cpu_offload=trainer.fsdp_cpu_offload,
+        sees=settings.sees,
     )
     with deadline("the making of the optimizer"):
         optimizer = FsdpOptimizer(model, trainer, settings.schedule)

@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor
 from services.trainer.fsdp import packed_attention
 from services.trainer.fsdp.adapters import MARK, adapters_of, attach, peft_name
 from services.trainer.fsdp.packed_attention import Sequences
+from services.trainer.fsdp.picture_inputs import PictureInputs
 from services.trainer.fsdp.shards import is_first_copy, local, rows_of, shard_of
-from services.trainer.fsdp.weight_loading import fill, materialize, skeleton
+from services.trainer.fsdp.weight_loading import attention, fill, materialize, skeleton
 from services.trainer.packing import PackedBatch
 from services.trainer.parallel import DEVICE_TYPE
 from services.trainer.parallel.export import ADAPTER_WEIGHTS
@@ -55,8 +56,19 @@ class ScoredModel(torch.nn.Module):
             self.value_head = torch.nn.Linear(size, 1, bias=False, dtype=torch.float32)
             torch.nn.init.zeros_(self.value_head.weight)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, sequences: Sequences | None = None, read: Read | None = None) -> Any:
-        """Takes ``tokens`` and ``positions``, int64 [1, T]. Returns what ``read`` returns.
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        sequences: Sequences | None = None,
+        read: Read | None = None,
+        pixels: Mapping[str, Tensor] = {},
+        length: int | None = None,
+    ) -> Any:
+        """Takes ``tokens`` and ``positions``, int64 [1, T], or positions [4, 1, T] of a model that sees. Returns what ``read`` returns.
+
+        Args:
+            pixels: of the pictures. length: tokens that are read; those behind them are computed for their pictures alone.
 
         Without it, and so for one sequence, it returns transformers' own logits [T, V], and those that hidden states and output layer give.
         """
@@ -66,9 +78,12 @@ class ScoredModel(torch.nn.Module):
             return model(input_ids=tokens, use_cache=False).logits[0], F.linear(hidden, model.get_output_embeddings().weight)
         numbers = torch.repeat_interleave(sequences.cu_seqlens.diff().long()).int()
         given = {"packed_sequences": sequences, "cu_seq_lens_q": sequences.cu_seqlens, "seq_idx": numbers[None]}
-        found = model.base_model(input_ids=tokens, position_ids=positions, use_cache=False, **given)
+        found = model.base_model(input_ids=tokens, position_ids=positions, use_cache=False, **given, **pixels)
         head = model.get_output_embeddings() if self.value_head is None else self.value_head
-        return read(found.last_hidden_state[0], head.weight)
+        hidden = found.last_hidden_state[0]
+        if length is not None and length < len(hidden):
+            hidden = hidden[:length] + 0 * hidden[length:].sum()  # every rank's layers that see take part in the backward pass
+        return read(hidden, head.weight)
 
 
 @dataclass
@@ -76,6 +91,7 @@ class FsdpModel:
     """The model as this rank holds it; see `services.trainer.parallel.trained_model.TrainedModel`.
 
     Args:
+        seeing: makes the inputs of a model that sees; None for one that is given text alone.
         root: sharded. hf_dir: the checkpoint that it was made from. dtype: in which layers compute, and weights are sent to engines.
     """
 
@@ -91,6 +107,7 @@ class FsdpModel:
     value_head: bool = False
     lora: Lora | None = None
     least_saved: float | None = None
+    seeing: PictureInputs | None = None
 
     @property
     def language_model(self) -> Any:
@@ -106,7 +123,7 @@ class FsdpModel:
 
     @property
     def layer_modules(self) -> LayerModules:
-        base = self.language_model.base_model
+        base = self.language_model.base_model if self.seeing is None else self.language_model.base_model.language_model
         return LayerModules(dict(enumerate(base.layers)), base.norm, observe_attention=packed_attention.observed)
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -180,14 +197,29 @@ class FsdpModel:
 
     def run(self, batch: PackedBatch, read: Read) -> Any:
         """Returns what ``read`` makes of a micro-batch on this rank's device. A collective of all ranks."""
+        if self.seeing is not None:
+            seen = self.seeing.seen(batch, everywhere=dist.get_world_size() > 1)
+            sequences = Sequences(seen.starts, torch.tensor(seen.starts, dtype=torch.int32, device=device()))
+            pixels = {name: tensor.to(device()) for name, tensor in seen.pixels.items()}
+            tokens, positions = seen.tokens.to(device())[None], seen.positions.to(device())
+            return self.root(tokens, positions, sequences, read, pixels, len(batch.tokens))
         sequences = Sequences(batch.cu_seqlens.tolist(), batch.cu_seqlens.to(device()))
         positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(sequences.starts)]).to(device())
         return self.root(batch.tokens.to(device())[None], positions[None], sequences, read)
 
     def head(self, weight: Tensor) -> OutputHead:
         """Returns the output layer over its gathered weight."""
-        vocabulary = VocabularySlice(None, 0, self.architecture.vocab_size)
+        vocabulary = VocabularySlice(None, 0, self.architecture.vocab_size, self.forbidden)
         return OutputHead(weight, vocabulary, chunk_size=self.chunk_size, **logit_transform(self.language_model.config.get_text_config()))
+
+    @property
+    def forbidden(self) -> tuple[int, ...]:
+        """Returns the ids that engines never sample, since they would stand for pictures."""
+        return () if self.seeing is None else self.seeing.rule.forbidden
+
+    def labels(self, batch: PackedBatch) -> Tensor:
+        """Returns a batch's labels, with a token that can be sampled in the place of each that is not: none of these is trained."""
+        return batch.labels.masked_fill(torch.isin(batch.labels, torch.tensor(self.forbidden, dtype=torch.int64)), 0)
 
 
 def logit_transform(config: Any) -> dict[str, Any]:
@@ -228,11 +260,12 @@ def build(
     seed: int = 0,
     shard_ranks: int | None = None,
     cpu_offload: bool = False,
+    sees: bool = False,
 ) -> FsdpModel:
     """Loads a model and shards it over all ranks, of which the process group is there.
 
     Args:
-        value_head: a critic's head, zero at first, takes the place of the output layer.
+        value_head: a critic's head, zero at first, takes the place of the output layer. sees: pictures are among what it is given.
         dtype: in which layers compute. chunk_size: tokens whose logits exist at a time; -1 for all. recompute: every layer, in the
             backward pass. freezing: by transformers' names of the parameters. lora: adapters, whose first values ``seed`` gives.
         shard_ranks: that share the shards of one copy of the model; None for all. cpu_offload: whether shards are kept in host memory.
@@ -240,7 +273,8 @@ def build(
     Raises ConfigError: transformers does not read it, the patterns fit nothing, or packed sequences would see one another.
     """
     with together(f"the making of the model of {hf_dir}"):
-        model = skeleton(hf_dir, random)
+        model = skeleton(hf_dir, random, sees)
+        seeing = PictureInputs(hf_dir, model) if sees else None
     _choose_trained(model, freezing or Freezing(), lora, seed)
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -255,7 +289,8 @@ def build(
     for module in [*layers, root]:
         materialize(module)
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True, **options)
-    made = FsdpModel(architecture, layout, root, hf_dir, dtype, freezing or Freezing(), chunk_size, value_head=value_head, lora=lora)
+    own: dict[str, Any] = {"value_head": value_head, "lora": lora, "seeing": seeing}
+    made = FsdpModel(architecture, layout, root, hf_dir, dtype, freezing or Freezing(), chunk_size, **own)
     if not random:
         made.load_hf(hf_dir)
     check_packing(made)
@@ -289,6 +324,7 @@ def check_packing(model: FsdpModel) -> None:
         return  # the same layers as the actor's
     generator, plain, name = torch.Generator().manual_seed(0), model.language_model, type(model.language_model).__name__
     sequences = [torch.randint(0, model.architecture.vocab_size, (length,), generator=generator) for length in PROBED]
+    sequences = [one.masked_fill(torch.isin(one, torch.tensor(model.forbidden, dtype=torch.int64)), 0) for one in sequences]
     starts, tokens = torch.tensor([0, *itertools.accumulate(PROBED)], dtype=torch.int32), torch.cat(sequences)
     text = plain.config.get_text_config()
     model.train(False)
@@ -305,7 +341,7 @@ def check_packing(model: FsdpModel) -> None:
     except (MyxoError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(FIELD, "torch", f"megatron; {name} takes no packed sequences here ({error})") from error
     finally:
-        plain.set_attn_implementation(packed_attention.NAME)
+        plain.set_attn_implementation(attention(model.seeing is not None))
     if not torch.allclose(alone, plainly, rtol=1e-3, atol=1e-4):
         raise ConfigError(FIELD, "torch", f"megatron; {name} changes its logits behind the output layer in a way that is not known here")
     difference = float((packed.float().log_softmax(-1) - alone.float().log_softmax(-1)).abs().max())

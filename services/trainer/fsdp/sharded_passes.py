@@ -26,7 +26,7 @@ def log_probs(model: FsdpModel, batches: Sequence[PackedBatch], temperature: flo
     model.train(False)
 
     def read(batch: PackedBatch) -> Read:
-        labels = batch.labels.to(device())[:, None]
+        labels = model.labels(batch).to(device())[:, None]
         return lambda hidden, weight: model.head(weight).likelihood(hidden, labels, temperature, False, batch.kept)[0][:, 0]
 
     with torch.no_grad():
@@ -93,7 +93,7 @@ def _read(model: FsdpModel, batch: PackedBatch, loss_fn: LossFunction, temperatu
             return (found / temperature,)
 
         return logits
-    ids = batch.labels[:, None]
+    ids = model.labels(batch)[:, None]
     if (name := getattr(loss_fn, "candidates", None)) is not None:
         ids = torch.cat([ids, batch.fields[name]], 1)
     ids = ids.to(device())

@@ -26,15 +26,24 @@ from shared.runtime.errors import ConfigError
 FIELD = "model.hf_checkpoint"
 
 
-def skeleton(hf_dir: Path, random: bool = False) -> Any:
+def attention(sees: bool) -> Any:
+    """Returns the attention of a model's parts; patches of pictures attend to one another as transformers has it."""
+    return {"text_config": packed_attention.NAME, "vision_config": "sdpa"} if sees else packed_attention.NAME
+
+
+def skeleton(hf_dir: Path, random: bool = False, sees: bool = False) -> Any:
     """Returns transformers' model of a checkpoint's config: in float32 with random weights, or with parameters that hold nothing.
+
+    Args:
+        sees: with the part of it that sees pictures.
 
     Raises ConfigError: transformers has no causal language model of the kind.
     """
     try:
         config = transformers.AutoConfig.from_pretrained(hf_dir, local_files_only=True)
         with contextlib.nullcontext() if random else _parameters_hold_nothing():
-            return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=packed_attention.NAME)
+            maker: Any = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+            return maker.from_config(config, dtype=torch.float32, attn_implementation=attention(sees))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(FIELD, str(hf_dir), f"a causal language model that transformers has ({error})") from error
 
@@ -130,7 +139,7 @@ def _whole(directory: Path, model: Any) -> Any:
     """Returns transformers' model with its weights in host memory. Raises ConfigError: it does not read the checkpoint."""
     options: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True, "output_loading_info": True}
     try:
-        found, notes = cast(Any, transformers.AutoModelForCausalLM.from_pretrained)(directory, **options)
+        found, notes = cast(Any, type(model).from_pretrained)(directory, **options)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(FIELD, str(directory), f"a causal language model that transformers reads ({error})") from error
     for kind in ("missing_keys", "mismatched_keys"):

@@ -34,11 +34,13 @@ class VocabularySlice:
     Args:
         group: the ranks that share the vocabulary; None for this one alone. start: the first local
             token's id. width: local tokens, without padding rows.
+        forbidden: ids that engines never sample, of the whole vocabulary: distributions are over the others.
     """
 
     group: dist.ProcessGroup | None
     start: int
     width: int
+    forbidden: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, rows: int, vocab_size: int) -> "VocabularySlice":
@@ -107,11 +109,14 @@ class OutputHead:
 
 
 def restrict(logits: Tensor, kept: Kept | None, rows: slice, vocabulary: VocabularySlice) -> None:
-    """Sets the logits of all tokens but the kept ones to `NEVER`, in place, at places that have some.
+    """Sets the logits of all tokens but the kept ones to `NEVER`, in place, at places that have some; those of forbidden ones everywhere.
 
     Args:
         logits: [n, this rank's tokens], of the places ``rows``, whose start and stop are given. kept: of all places; None does nothing.
     """
+    for token in vocabulary.forbidden:
+        if 0 <= token - vocabulary.start < vocabulary.width:
+            logits[:, token - vocabulary.start] = NEVER
     if kept is None:
         return
     part = kept.part(rows.start, rows.stop)

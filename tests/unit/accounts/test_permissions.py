@@ -32,7 +32,7 @@ def test_the_table_speaks_of_every_name_that_the_code_has() -> None:
     for member, name in held.items():
         assert any(name in subject for subject in TABLE), f"Subjects.{member} is not in tests/support/intended_rights.py"
     built = {"task", "generated", "scored", "ledger", "event", "replica_weights", "environment", "inbox"}
-    built |= {"payload_prefix", "payload_key", "exchange_key", "session_key", "ingest_key", "node_lease", "attempt"}
+    built |= {"payload_prefix", "payload_key", "picture_keys", "exchange_key", "session_key", "ingest_key", "node_lease", "attempt"}
     built |= {"trainer_nodes", "engine_nodes"}
     assert {member for member, kind in vars(Subjects).items() if callable(kind) and not member.startswith("_")} == built
 

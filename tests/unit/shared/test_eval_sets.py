@@ -228,7 +228,7 @@ def test_slimes_file_takes_the_place_of_the_pairs_and_says_so(tmp_path: Path) ->
         ({"datasets": [{"name": "a", "path": "/a", "temperture": 1}]}, "unknown key; did you mean temperature?"),
         ({"defaults": {"temperture": 1}, "datasets": [{"name": "a", "path": "/a"}]}, "defaults.temperture"),
         ({"defaults": {}, "dataset": []}, "unknown key; did you mean datasets?"),
-        ({"datasets": [{"name": "a", "path": "/a", "multimodal_keys": {"image": "i"}}]}, "pictures are not supported"),
+        ({"datasets": [{"name": "a", "path": "/a", "multimodal_keys": {"image": "i"}}]}, "by data.multimodal_keys"),
         ({"datasets": [{"name": "a", "path": "/a", "min_eval_samples": 3}]}, "nothing in slime reads it"),
         ({"datasets": [{"name": "a", "path": "${oc.env:DATA}/a"}]}, "interpolations are not read"),
         ("datasets:\n  - {name: a, path: /a, path: /b}", "'path' is there twice"),

@@ -139,6 +139,17 @@ def _around_check(request: type[Any], around: Callable[[Any, Callable[[], Any]],
     return True
 
 
+def forget_pictures() -> None:
+    """Has SGLang compute pictures anew: it keeps what a model has seen in them by their content alone, whatever the weights are now.
+
+    The cache is replaced, not emptied: the scheduler's thread may be reading it."""
+    for name in ("mm_schedule", "mm_utils"):  # in 0.5.20, and before
+        module: Any = sys.modules.get(f"sglang.srt.managers.{name}")
+        cache = vars(module).get("embedding_cache") if module is not None else None
+        if cache is not None:
+            module.embedding_cache = type(cache)(cache.max_size)
+
+
 # The interpreter's switch interval. The scheduler's thread spins, or computes, and delays the receiver's by several intervals for each
 # command; at Python's default of 5 ms, commands took 10 to 90 ms on a GPU.
 SWITCH_SECONDS = 2e-5
@@ -188,7 +199,7 @@ def load(model: Any, tensors: Iterable[object]) -> None:
             tasks.arm()  # an engine without a receiver would serve old weights for ever
             device = next(model.parameters()).device
             loaded = WithDraft(model, _draft) if own else model
-            receiver = Receiver(loaded, _rank(), device, _model_path(), computing_streams(scheduler), gate.closed)
+            receiver = Receiver(loaded, _rank(), device, _model_path(), computing_streams(scheduler), gate.closed, forget_pictures)
             load_stages_together(scheduler)
             gate.install(scheduler)
             if not find_ends_of_aborted(_request_class()):

@@ -282,7 +282,8 @@ class Receiver:
 
     ``model``: any module with ``load_weights(names and tensors)``. ``rank``: in the engine, all of its stages. ``model_path``: the
     checkpoint that adapters are laid over, where there are any. ``engine_streams``: returns the streams on which the engine computes; None:
-    they are not known. ``undisturbed``: a context in which the engine leaves the interpreter to other threads."""
+    they are not known. ``undisturbed``: a context in which the engine leaves the interpreter to other threads. ``forget``: is called on any
+    thread whenever other weights are held: what the engine has computed with those before, and keeps under no weight version, must go."""
 
     def __init__(
         self,
@@ -292,7 +293,9 @@ class Receiver:
         model_path: str | None = None,
         engine_streams: Callable[[], Sequence[torch.cuda.Stream]] | None = None,
         undisturbed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        forget: Callable[[], None] = lambda: None,
     ) -> None:
+        self._forget = forget
         self.model, self.rank, self.device, self.model_path = model, rank, torch.device(device), model_path
         self.engine_streams, self._undisturbed = engine_streams, undisturbed
         self.known: dict[str, TensorDigest] = {}
@@ -319,10 +322,12 @@ class Receiver:
     def adopt(self, version: int, known: Mapping[str, TensorDigest]) -> None:
         """Notes that the model now holds exactly these tensors. None: its tensors are unknown."""
         self.disturb("the weights are being replaced")
+        self._forget()
         self.known, self.version, self._digest = dict(known), version, None
 
     def learn(self, version: int, known: Mapping[str, TensorDigest]) -> None:
         """Notes that the model now holds these tensors, in addition to those already known."""
+        self._forget()
         self.known.update(known)
         self.version, self._digest = version, None
 

@@ -1,0 +1,105 @@
+"""Models that see, on the torch backend: packs with pictures beside transformers' single sequences, and ranks of which one has none."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from services.trainer.fsdp.picture_inputs import PictureInputs
+from services.trainer.packing import separate
+from shared.config.data_sections import DataSection
+from shared.data.pictures import PictureReader, PictureRule
+from shared.runtime.errors import BadMessage
+from tests.support.tiny_vision import png, write_tiny_vision_model
+from tests.unit.trainer.megatron import rank_steps
+from tests.unit.trainer.megatron.tiny import pack
+
+TORCH = {"trainer_backend": "torch", "adam_eps": 1e-3, "sees": True}
+SHOWN = [[(30, 41)], [], [(16, 24), (50, 20)], [(8, 8)]]  # of four sequences, sizes of the pictures
+KINDS = ("qwen3_vl", "qwen2_5_vl", "qwen3_5")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    made = {}
+
+    def model(kind):
+        if kind not in made:
+            made[kind] = directory = tmp_path_factory.mktemp(kind)
+            write_tiny_vision_model(directory, kind)
+        return made[kind]
+
+    return model
+
+
+def batch_of(directory, shown=SHOWN):
+    """One micro-batch: text, pictures, text, in each sequence."""
+    reader = PictureReader(directory, DataSection(apply_chat_template=True, multimodal_keys={"image": "images"}))
+    generator, sequences, pictures = torch.Generator().manual_seed(5), [], []
+    for number, sizes in enumerate(shown):
+        made = [reader.prepared(png(*size, seed=number)) for size in sizes]
+        ids = torch.randint(4, 90, (9 + 4 * number,), generator=generator).int()
+        for picture in made:
+            ids = torch.cat([ids, torch.tensor([reader.rule.token] * picture.tokens + [5, 6]).int()])
+        sequences.append(torch.cat([ids, torch.randint(4, 90, (7,), generator=generator).int()]).long())
+        pictures.append(tuple(picture.data for picture in made))
+    batch = replace(pack(sequences), pictures=tuple(pictures) if any(pictures) else ())
+    seen = torch.isin(batch.labels, torch.tensor(reader.rule.forbidden))
+    return replace(batch, loss_mask=batch.loss_mask * ~seen)
+
+
+def reference(directory, kind, batch):
+    """Log-probs of each sequence alone, by transformers, over the ids that may be sampled."""
+    import transformers
+
+    model = transformers.AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
+    inputs, rule, found = PictureInputs(directory, model), PictureRule.read(directory), []
+    for one in separate(batch):
+        kinds = (one.tokens == rule.token).int()[None]
+        with torch.no_grad():
+            logits = model(input_ids=one.tokens[None], mm_token_type_ids=kinds, **inputs._pixels(one.pictures[0])).logits[0]
+        logits[:, list(rule.forbidden)] = -torch.inf
+        found.append(logits.log_softmax(-1).gather(1, one.labels[:, None])[:, 0])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packs_with_pictures_are_computed_as_single_sequences(kind, models, alone):
+    directory = models(kind)
+    model, batch = alone.actor(directory, **TORCH), batch_of(directory)
+    trained = batch.loss_mask > 0
+    (packed,) = model.log_probs([batch])
+    torch.testing.assert_close(packed[trained], reference(directory, kind, batch)[trained], atol=2e-5, rtol=0)
+    assert packed.isfinite().all()
+    singles = torch.cat(model.log_probs(separate(batch)))
+    torch.testing.assert_close(packed, singles, atol=2e-5, rtol=0)
+    blind = replace(batch, pictures=())
+    with pytest.raises(BadMessage, match="its pictures take 0"):
+        model.log_probs([blind])
+    saved, exported = load_file(directory / "model.safetensors"), alone.exported(model)
+    assert exported.keys() == saved.keys() and all(torch.equal(exported[name], tensor) for name, tensor in saved.items())
+    weights = {name: tensor.clone() for name, tensor in model.model.named_parameters().items()}
+    first, second = (model.train_step([batch], alone.weighted_loss, need_entropy=True) for _ in range(2))
+    assert second.loss < first.loss
+    changed = {name for name, tensor in model.model.named_parameters().items() if not torch.equal(tensor, weights[name])}
+    assert any("visual" in name for name in changed) and any("visual" not in name for name in changed)
+
+
+def trained(directory, config):
+    """Two steps, in which the first rank has all pictures and the second none."""
+    model = rank_steps.actor(directory, **config)
+    batches = [batch_of(directory), batch_of(directory, [[], []])]
+    own = batches[model.data_parallel_rank :: model.data_parallel_size]
+    found = [model.train_step(own, rank_steps.weighted_loss, need_entropy=True) for _ in range(2)]
+    return [(step.loss, step.grad_norm) for step in found]
+
+
+@pytest.mark.parametrize("frozen", [{}, {"freeze_params_name_list": [r"visual\."]}], ids=["tower trained", "tower frozen"])
+def test_a_rank_without_a_picture_takes_part(frozen, models, two_ranks):
+    directory = models("qwen3_vl")
+    expected = trained(directory, {**TORCH, **frozen})
+    for found in two_ranks.run(partial(trained, directory, {**TORCH, **frozen})):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4)
