@@ -9,8 +9,8 @@ import torch
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import GenerationRequest
-from services.trainer.parallel import runtime
 from services.trainer.packing import pack
+from services.trainer.parallel import runtime
 from shared.data.pictures import ShownPictures
 from shared.data.prompts import TrainingPrompts
 from shared.data.tokenizer import Tokenizer
