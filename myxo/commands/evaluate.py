@@ -159,7 +159,7 @@ def evaluating(config: RunConfig, version: int, model: Path) -> RunConfig:
         "sft": {"sft_data": None},
         "trainer": {"critic_load": None, "save_hf": None},
         "weights": {"update_weight_transport": "nccl", "join_from": "auto"}
-        | dict.fromkeys(("update_weight_disk_dir", "update_weight_engine_dir")),
+        | dict.fromkeys(("update_weight_disk_dir", "update_weight_engine_dir", "object_store_url")),
         "debug": {"save_debug_rollout_data": None, "save_debug_train_data": None, "dump_details": None},
     }
     return config.model_copy(update={name: getattr(config, name).model_copy(update=given) for name, given in changes.items()})

@@ -80,6 +80,7 @@ CHECKS: dict[Check, When] = {
     machine_checks.check_commands: STARTS,
     machine_checks.check_gateways: STARTS,
     machine_checks.check_ingest: STARTS,
+    machine_checks.check_object_store: STARTS | TRAINS,
     machine_checks.check_sandbox: STARTS,
     engine_checks.check_external_engines: STARTS | GENERATES,
     engine_checks.check_engine_packages: STARTS,

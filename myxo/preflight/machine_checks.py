@@ -36,6 +36,7 @@ from shared.runtime.host import RuntimeFailed, host_memory, runtime_answer
 from shared.runtime.safe_text import without_credentials
 from shared.runtime.traces import trace_settings
 from shared.sandbox.sandbox import Sandbox, SandboxUnavailable
+from shared.store.s3 import ObjectStoreCredentials, S3Client
 
 # The packages, and the services that need them; importing them would take seconds.
 PACKAGES = {"torch": "the trainer and the engine", "megatron": "the trainer", "sglang": "the engine"}
@@ -367,6 +368,14 @@ def named_rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
     for view in eval_views(config):
         if view.own.rm_type is not None and view.own.custom_rm_path is None:
             yield f"{view.field}.rm_type", view.own.rm_type
+
+
+def check_object_store(inspection: Inspection) -> Findings:
+    """Raises for an object store that does not take, give, list or remove objects with the trainer's credentials."""
+    weights = inspection.config.weights
+    if weights.update_weight_transport == "s3":
+        S3Client(weights.objects(inspection.config.run.name), ObjectStoreCredentials.of()).probe()
+    yield from ()
 
 
 def check_ingest(inspection: Inspection) -> Findings:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.replica import Replica
@@ -26,14 +27,26 @@ from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.runtime.tasks import log_failure
 from shared.runtime.telemetry import declare_metrics
 from shared.schema.messages import Message
-from shared.schema.weight_messages import PeerTransferOffer, PeerTransferRequest, WeightChannelAddress, WeightsLive, WeightsSnapshot
+from shared.schema.weight_messages import (
+    ObjectUrls,
+    ObjectUrlsRequest,
+    PeerTransferOffer,
+    PeerTransferRequest,
+    WeightChannelAddress,
+    WeightsLive,
+    WeightsSnapshot,
+)
 from shared.service.service_base import Service
-from shared.transfer.weight_checkpoint import BrokenCheckpoint, LocalCheckpoint, WeightCheckpoint, WeightCheckpoints
+from shared.store.s3 import is_loopback
+from shared.transfer.object_weights import ObjectMirror
+from shared.transfer.weight_checkpoint import BrokenCheckpoint, LocalCheckpoint, VersionId, WeightCheckpoint, WeightCheckpoints
 
 declare_metrics("""
     peer_weights_differ_total | | times that another replica has sent weights that are not the trainer's
     broken_snapshot | version | that the replica could not load from disk; -1: none. The trainer then writes a whole snapshot | once a
         replica has caught up
+    object_store_received_total | bytes | downloaded from the object store by this replica, for itself and its site | with
+        update_weight_transport = s3
 """)
 
 # The interval at which a replica without weights looks for some, and one that takes all versions from disk for newer ones.
@@ -44,6 +57,9 @@ ASK_SECONDS = 10.0  # the deadline for a source replica's answer to a request fo
 
 # The variable that names a directory on this machine in which deltas are assembled; it takes the size of one model.
 CACHE_VARIABLE = "MYXO_WEIGHTS_CACHE"
+
+# The variable that names a directory, for instance on a file system of the site, in which replicas share what they download.
+SITE_VARIABLE = "MYXO_SITE_CACHE"
 
 Value = TypeVar("Value", bound=Message)
 
@@ -85,10 +101,13 @@ class WeightCatchUp:
     def __init__(self, service: Service, replica: Replica, busy: Callable[[], bool]) -> None:
         self._service, self._replica, self._busy = service, replica, busy
         self._config = service.config.weights
+        self._by_objects = self._config.update_weight_transport == "s3"
         self._pushes, self._external = not service.config.engines_read_snapshots, bool(service.config.rollout.external_engines)
         self._checkpoints = WeightCheckpoints.of_run(service.config)
         self._cache: LocalCheckpoint | None = None
         self._pulling: asyncio.Future[WeightCheckpoint] | None = None
+        self._mirror: ObjectMirror | None = None
+        self._discarded = -1  # the version of a damaged checkpoint that was removed from the mirror, to be downloaded once more
         self._avoided: dict[object, float] = {}  # a source that failed → when it may be tried again
         self._transfers = 0
 
@@ -113,6 +132,7 @@ class WeightCatchUp:
         finally:
             if self._cache is not None and CACHE_VARIABLE not in os.environ:
                 shutil.rmtree(self._cache.directory, ignore_errors=True)
+                shutil.rmtree(self._cache.directory.with_name(f"{self._cache.directory.name}.objects"), ignore_errors=True)
 
     # --- looking for weights
 
@@ -157,6 +177,8 @@ class WeightCatchUp:
         """Returns the replicas that this new one may ask for ``version``: those that serve it on as many ranks. New replicas get them in
         different orders, so that not all ask the same one first."""
         own = self._service
+        if self._by_objects and self._config.join_from == "auto":
+            return ()  # engines of other sites cannot be reached
         if version == NO_WEIGHTS or self._external or self._replica.served.has_weights or self._config.join_from not in ("auto", "peer"):
             return ()
         fit = [
@@ -273,26 +295,76 @@ class WeightCatchUp:
         self._service.metrics.set(BROKEN_SNAPSHOT, -1)
         timing = {"pull_seconds": round(pulled, 3), "load_seconds": round(time.monotonic() - started - pulled, 3)}
         about = {"version": checkpoint.version, "digest": checkpoint.digest, "bytes": checkpoint.bytes}
-        self._service.log.info("caught_up", source="disk", **about, **timing)
-        await self._service.publish_event("caught_up", f"version {checkpoint.version} from disk in {time.monotonic() - started:.1f} s")
+        source = "objects" if self._by_objects else "disk"
+        self._service.log.info("caught_up", source=source, **about, **timing)
+        await self._service.publish_event(
+            "caught_up",
+            f"version {checkpoint.version} from {source} in {time.monotonic() - started:.1f} s",
+        )
 
     async def _pulled(self, snapshot: WeightsSnapshot) -> WeightCheckpoint:
         """Returns the version, verified, in a directory that the engine can read. Raises BrokenCheckpoint, DeadlineExceeded."""
-        seconds, directory = self._config.push_timeout, str(self._checkpoints.directory)
-        if self._cache is None:
-            given, instance = os.environ.get(CACHE_VARIABLE), self._service.instance
-            made = Path(given) / self._service.run / instance if given else Path(tempfile.mkdtemp(prefix=f"myxo-{instance}-weights-"))
-            if self._external and not given and self._config.update_weight_transport == "disk":  # the engine's machine reads it, too
-                made = self._checkpoints.directory / f".{instance}"
-            self._cache = LocalCheckpoint(made)
+        seconds, directory = self._config.push_timeout, self._config.object_store_url or str(self._checkpoints.directory)
+        cache = self._local_copy()
         if self._pulling is not None and not self._pulling.done():
             raise DeadlineExceeded("the end of an earlier pull", directory, seconds, "a file system that does not answer")
-        self._pulling = asyncio.ensure_future(asyncio.to_thread(self._cache.follow, self._checkpoints, snapshot.version))
-        try:
-            return await asyncio.wait_for(asyncio.shield(self._pulling), seconds)
+        work = self._downloaded if self._by_objects else lambda _: cache.follow(self._checkpoints, snapshot.version)
+        self._pulling = asyncio.ensure_future(asyncio.to_thread(work, snapshot))
+        try:  # a download has a deadline for each object
+            return await asyncio.wait_for(asyncio.shield(self._pulling), None if self._by_objects else seconds)
         except TimeoutError:
             log_failure(self._pulling, f"a pull of version {snapshot.version}")  # the caller no longer waits for it
             raise DeadlineExceeded(f"version {snapshot.version}", directory, seconds, "it is tried again") from None
+
+    def _local_copy(self) -> LocalCheckpoint:
+        if self._cache is None:
+            given, instance, run = os.environ.get(CACHE_VARIABLE), self._service.instance, self._service.run
+            made = Path(given) / run / instance if given else Path(tempfile.mkdtemp(prefix=f"myxo-{instance}-weights-"))
+            if self._external and not given and self._config.update_weight_transport == "disk":  # the engine's machine reads it, too
+                made = self._checkpoints.directory / f".{instance}"
+            self._cache = LocalCheckpoint(made)
+            if self._by_objects:
+                site, loop = os.environ.get(SITE_VARIABLE), asyncio.get_running_loop()
+
+                def sign(index: str, name: str) -> str:
+                    return asyncio.run_coroutine_threadsafe(self._signed(index, name), loop).result()
+
+                shared = Path(site) / run if site else made.with_name(f"{made.name}.objects")
+                self._mirror = ObjectMirror(shared, sign, self._config.object_store_connections, self._config.push_timeout)
+        return self._cache
+
+    async def _signed(self, index: str, name: str) -> str:
+        """Returns a URL of an object. Raises DeadlineExceeded, and the trainer's refusal."""
+        service = self._service
+        request = ObjectUrlsRequest(replica=service.instance, index=index, objects=[name])
+        subject, source = service.subjects.object_urls, "the trainer"
+        [url] = (await service.bus.request(subject, request, ObjectUrls, deadline=ASK_SECONDS, awaited_from=source)).urls
+        if urlsplit(url).scheme == "http" and not (self._config.object_store_allow_http or is_loopback(urlsplit(url).hostname or "")):
+            raise MyxoError("the trainer signs URLs without TLS, which the run's config does not allow")
+        return url
+
+    def _downloaded(self, snapshot: WeightsSnapshot) -> WeightCheckpoint:
+        """Returns the version, put together on this machine from what the site has and the store's objects. Raises BrokenCheckpoint."""
+        assert self._cache is not None and self._mirror is not None
+        held, wanted, before = self._cache.held(), VersionId(snapshot.version, snapshot.digest), self._mirror.received
+        if held is not None and held.id == wanted:
+            return held
+        chain = self._mirror.pull(snapshot.index, snapshot.index_bytes, wanted, None if held is None else held.id)
+        self._service.metrics.add("object_store_received", self._mirror.received - before)
+        try:
+            whole = self._cache.follow_chain(chain)
+            if (
+                whole is chain[-1] and self._config.update_weight_mode == "delta"
+            ):  # later deltas lie on a copy of it, and the site's is removed with the store's
+                self._cache.copy_from(whole)
+                whole = self._cache.held() or whole
+            return whole
+        except BrokenCheckpoint as error:
+            self._mirror.discard(error.path)
+            if self._discarded != error.version:
+                self._discarded = error.version
+                raise MyxoError(f"{error}; it is downloaded once more") from error
+            raise
 
     async def _load(self, client: EngineClient, checkpoint: WeightCheckpoint) -> None:
         """Loads a checkpoint directory while nothing is generated; where that fails, the replica is fenced."""
@@ -320,7 +392,7 @@ class WeightCatchUp:
             return
         self._avoid(snapshot.at)
         directory = self._checkpoints.directory
-        if not directory.is_dir():  # the trainer could not repair this
+        if not self._by_objects and not directory.is_dir():  # the trainer could not repair this
             raise MyxoError(f"snapshots cannot be read here: there is no {directory}; mount the trainer's, or set update_weight_disk_dir")
         self._service.log.error("snapshot_broken", version=snapshot.version, broken=error.version, error=str(error))
         self._service.metrics.set(BROKEN_SNAPSHOT, snapshot.version)

@@ -117,7 +117,7 @@ def offline(config: RunConfig) -> RunConfig:
     """Returns the config of a trainer from which no engine takes weights. Raises ConfigError for one with a critic."""
     if config.algorithm.has_critic:
         raise ConfigError("algorithm.advantage_estimator", "ppo", "an estimator without a critic; its values are not in the dumps")
-    unused = {"update_weight_transport": "nccl", "snapshot_interval": 0, "join_from": "trainer"}
+    unused = {"update_weight_transport": "nccl", "object_store_url": None, "snapshot_interval": 0, "join_from": "trainer"}
     return config.model_copy(update={"weights": config.weights.model_copy(update=unused)})
 
 

@@ -102,6 +102,8 @@ def rights_of(role: str, run: str) -> Rights:
 def answering_role(subject: str) -> str | None:
     """Returns the role whose services answer requests on a subject of a run; None for what the server itself takes, streams among it."""
     plane = subject.split(".")[1:2]
+    if plane == ["objects"] and not subject.startswith(("$", "_")):
+        return TRAINER
     return plane[0] if plane in ([BUFFER], [ROLLOUT], [ENVIRONMENT]) and not subject.startswith(("$", "_")) else None
 
 
@@ -184,6 +186,7 @@ def _rollout(names: Subjects) -> BusRights:
         f"$KV.{names.secrets_bucket}.engines.{ANY}.{ANY}",
         *(f"$KV.{names.services_bucket}.{kind}.{ANY}" for kind in (registry.ENGINE_NODE, registry.MODEL)),
         names.replica_weights(ANY, "transfer"),
+        names.object_urls,
         *(names.environment(ANY, verb) for verb in ("describe", "reset", "step", "close")),  # episodes
     )
     return BusRights(publish, (_inbox(names, ROLLOUT), names.replica_weights(ANY, ANY)), _LONG_ANSWER)
@@ -225,7 +228,7 @@ def _trainer(names: Subjects) -> BusRights:
         f"$KV.{names.weights_bucket}.snapshot",
         f"{API}.STREAM.MSG.GET.KV_{names.services_bucket}",  # to list the replicas
     )
-    return BusRights(publish, (_inbox(names, TRAINER),))
+    return BusRights(publish, (_inbox(names, TRAINER), names.object_urls), _SHORT_ANSWER)
 
 
 def _gateway(names: Subjects) -> BusRights:

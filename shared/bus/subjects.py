@@ -28,6 +28,7 @@ class Subjects:
         self.durable = f"{run}.buffer.durable"
         self.refused = f"{run}.buffer.refused"
         self.evaluations = f"{run}.buffer.evaluations"
+        self.object_urls = f"{run}.objects.urls"
         # streams and buckets (no dots allowed in their names)
         self.task_stream = f"{run}-task"
         self.generated_stream = f"{run}-generated"

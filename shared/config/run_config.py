@@ -274,6 +274,8 @@ class RunConfig(Section):
 
     def _work(self) -> Iterator[str]:
         """Yields what the run lacks for what it is to do."""
+        if self.weights.update_weight_transport == "s3" and self.rollout.external_engines:
+            yield "weights.update_weight_transport: s3, but external engines read versions from a file system; use disk"
         if not self.has_steps:
             if not self.eval.named and self.sft.sft_data is None:
                 yield "rollout.num_rollout: 0, with neither prompts to evaluate on (eval_prompt_data) nor demonstrations (sft_data)"
@@ -345,8 +347,8 @@ class RunConfig(Section):
                 f"rollout.rollout_device: {rollout.rollout_device}, but train_device is {trainer.train_device}; colocated services "
                 "compute on the same devices"
             )
-        if self.weights.update_weight_transport == "disk":
-            yield "weights.update_weight_transport: disk, but colocated engines share the trainer's memory; leave it at nccl"
+        if (transport := self.weights.update_weight_transport) != "nccl":
+            yield f"weights.update_weight_transport: {transport}, but colocated engines share the trainer's memory; leave it at nccl"
         if self.weights.join_from in ("peer", "disk"):
             yield (
                 f"weights.join_from: {self.weights.join_from}, but colocated engines get all weights from the trainer, once it has "
@@ -424,8 +426,9 @@ class RunConfig(Section):
 
     @property
     def engines_read_snapshots(self) -> bool:
-        """Returns whether every version is written to disk and none is pushed: replicas read it there, those of external engines too."""
-        return self.weights.update_weight_transport == "disk" or bool(self.rollout.external_engines)
+        """Returns whether every version is written to disk and none is pushed: replicas read it there, those of external engines too, or
+        download it from where it was uploaded."""
+        return self.weights.update_weight_transport != "nccl" or bool(self.rollout.external_engines)
 
     @property
     def gateways(self) -> int:

@@ -241,7 +241,7 @@ RULES = (
     ),
     Rule(
         "weights.update_weight_mode",
-        lambda config, given: given == "delta" and not config.trainer.colocate and config.weights.update_weight_transport != "disk",
+        lambda config, given: given == "delta" and not config.trainer.colocate and config.weights.update_weight_transport == "nccl",
         "full, or --update-weight-transport disk: what is pushed to engines is whole",
     ),
 )

@@ -13,6 +13,7 @@ from shared.config import environment_variables
 from shared.config.section import LARGEST_SEED, MUTABLE, RECORDED, Rule, Section, hook
 from shared.hub import hub_names
 from shared.runtime.errors import ConfigError, nearest
+from shared.store.s3 import ObjectStoreLocation
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 """Bytes of an element."""
@@ -473,8 +474,8 @@ class WeightsSection(Section):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             "join_from",
-            lambda weights, given: given == "trainer" and weights.update_weight_transport == "disk",
-            "there are no pushes with update_weight_transport = disk; use auto, peer or disk",
+            lambda weights, given: given == "trainer" and weights.update_weight_transport != "nccl",
+            "there are no pushes with update_weight_transport = {0.update_weight_transport}; use auto, peer or disk",
         ),
         Rule(
             "snapshot_interval",
@@ -486,7 +487,26 @@ class WeightsSection(Section):
             lambda weights, given: given is not None and (weights.update_weight_disk_dir is None or not given.is_absolute()),
             "an absolute path, beside update_weight_disk_dir, in whose place it is on engines' machines",
         ),
+        Rule(
+            "object_store_url",
+            lambda weights, given: (given is None) == (weights.update_weight_transport == "s3"),
+            "https://HOST/BUCKET[/PREFIX] with update_weight_transport = s3, else none",
+        ),
     )
+
+    def _misfits(self) -> Iterator[str]:
+        if self.object_store_url is not None:
+            try:
+                self.objects("run")
+            except ConfigError as error:
+                yield str(error)
+
+    def objects(self, run: str) -> ObjectStoreLocation:
+        """Returns where a run's objects lie. Raises ConfigError."""
+        assert self.object_store_url is not None  # by a rule
+        url, allow = self.object_store_url.rstrip("/"), self.object_store_allow_http
+        ObjectStoreLocation.parse(url, self.object_store_region, allow_http=allow)  # without the run's name, for the error
+        return ObjectStoreLocation.parse(f"{url}/{run}", self.object_store_region, allow_http=allow)
 
     update_weights_interval: int = Field(default=1, gt=0, description="training steps between pushes")
     update_weight_buffer_size: int = Field(default=536870912, gt=0, description="bytes of a bucket")
@@ -498,9 +518,27 @@ class WeightsSection(Section):
     )
     skip_unchanged: bool = Field(default=False, description="do not send frozen parameters to a replica that has them", **MUTABLE)
     push_timeout: float = Field(default=120, gt=0, description="seconds for one push to all replicas", **MUTABLE)
-    update_weight_transport: Literal["nccl", "disk"] = Field(
+    update_weight_transport: Literal["nccl", "disk", "s3"] = Field(
         default="nccl",
-        description="how versions reach the engines: pushed over process groups (gloo on CPUs), or read by every engine from disk",
+        description="how versions reach the engines: pushed over process groups (gloo on CPUs), read by every engine from disk, or "
+        "downloaded from an object store, which replicas of other sites reach, too",
+    )
+    object_store_url: str | None = Field(
+        default=None, description="with s3: https://HOST[:PORT]/BUCKET[/PREFIX]; objects lie below it, under the run's name"
+    )
+    object_store_region: str = Field(default="us-east-1", min_length=1, description="the bucket's region, which signatures name")
+    object_store_allow_http: bool = Field(
+        default=False, description="take an object store without TLS on another machine; weights and signatures cross the network in clear"
+    )
+    object_store_connections: int = Field(
+        default=16, ge=1, le=256, description="uploads of the trainer, and downloads of a replica, at a time", **MUTABLE
+    )
+    object_store_url_timeout: int = Field(
+        default=300,
+        ge=10,
+        le=604800,
+        description="seconds for which a pre-signed URL holds: a replica that has left can download no longer",
+        **MUTABLE,
     )
     update_weight_engine_dir: Path | None = Field(
         default=None,

@@ -179,7 +179,8 @@ class WeightsSnapshot(Message):
     """KV value ``weights/snapshot``: the newest version on disk (`shared.transfer.weight_checkpoint`).
 
     ``form``: a whole checkpoint, or what changed. ``path``: of its directory, where the trainer sees it; the others of its chain lie
-    beside it. ``bytes``: written for it. ``seconds``: that writing took.
+    beside it. ``bytes``: written for it. ``seconds``: that writing took. ``index``: in an object store, the object that says what the
+    version is made of (`shared.transfer.object_weights`), and its bytes.
     """
 
     version: int
@@ -189,6 +190,24 @@ class WeightsSnapshot(Message):
     bytes: int
     seconds: float
     at: float
+    index: str = ""
+    index_bytes: int = 0
+
+
+class ObjectUrlsRequest(Message):
+    """A replica asks the trainer for pre-signed URLs of objects that ``index`` names, the index itself among them. Subject
+    ``<run>.objects.urls``."""
+
+    replica: str
+    index: str
+    objects: list[str] = Field(min_length=1, max_length=256)
+
+
+class ObjectUrls(Message):
+    """The answer to an `ObjectUrlsRequest`: a URL for each object, in their order; each holds for ``seconds``, to whoever has it."""
+
+    urls: list[str]
+    seconds: float
 
 
 class PeerTransferRequest(Message):

@@ -346,6 +346,11 @@ class WeightCheckpoints:
             _remove(self.path_of(version))
         return removed
 
+    def remove_before(self, version: int) -> None:
+        """Removes the versions below this one."""
+        for found in [found for found in self.versions() if found < version]:
+            _remove(self.path_of(found))
+
     def sweep(self) -> None:
         """Cleans up the changes in which an earlier writer was killed. Only the single writer calls it, when it starts."""
         for path in list(self.directory.iterdir()) if self.directory.is_dir() else []:
@@ -422,17 +427,25 @@ class LocalCheckpoint:
         self._held, self._looked = held.model_copy(update={"path": path}), True
 
     def follow(self, source: WeightCheckpoints, version: int) -> WeightCheckpoint:
-        """Returns ``version``, every byte of it verified: the source's own checkpoint if that is a whole one, else the copy here.
+        """Returns ``version`` as `follow_chain` does. Raises BrokenCheckpoint, also for one of ``source`` that is missing."""
+        return self.follow_chain(source.chain(version))
+
+    def follow_chain(self, chain: list[WeightCheckpoint]) -> WeightCheckpoint:
+        """Returns the last version of a chain that begins with a whole one, or on the version held here; every byte of it is verified. It
+        is the chain's own checkpoint if that is a whole one alone, else the copy here.
 
         Raises:
-            BrokenCheckpoint: it names the checkpoint of ``source`` that is missing, torn or altered.
+            BrokenCheckpoint: it names the checkpoint of the chain that is torn or altered.
         """
-        chain = source.chain(version)
-        if len(chain) == 1:
+        if len(chain) == 1 and chain[0].base is None:
             _verify(chain[0])
             return chain[0]
         ids, held = [part.id for part in chain], self.held()
-        if held is None or held.id not in ids:
+        if chain and (base := chain[0].base) is not None:
+            if held is None or held.id != base:
+                raise chain[0].broken(f"it lies on version {base.version}, which is not held here")
+            ids, chain = [base, *ids], [held, *chain]
+        elif held is None or held.id not in ids:
             _verify(chain[0])
             try:
                 self.copy_from(chain[0])

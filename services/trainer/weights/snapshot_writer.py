@@ -22,6 +22,7 @@ from services.trainer.actor import Actor
 from services.trainer.control_client import REQUEST_SECONDS, ControlClient
 from services.trainer.parallel.export import copy_beside_weights, write_config
 from services.trainer.parallel.gather_plan import Bucket
+from services.trainer.weights.snapshot_upload import SnapshotUpload
 from shared.bus.registry import BROKEN_SNAPSHOT
 from shared.config.run_config import RunConfig
 from shared.model.hf_checkpoint import INDEX
@@ -159,6 +160,7 @@ declare_metrics("""
     snapshot_seconds | s | that writing it took | once there is one
 """)
 
+BRIDGES = ".bridges"  # the directory beside the versions that holds deltas to those that are whole, for replicas that hold the one before
 CURRENT = ".current"  # the directory beside the versions that holds a copy of the one written last; the next delta is made against it
 RETRY_SECONDS = 30.0  # the pause after a snapshot that could not be written, and between whole snapshots for a replica that cannot load one
 _DISK_ERRORS = (OSError, BrokenCheckpoint, TensorFileBroken)
@@ -182,7 +184,10 @@ class SnapshotWriter:
             return
         self._checkpoints = WeightCheckpoints.of_run(config)
         self._current = LocalCheckpoint(self._checkpoints.directory / CURRENT)
-        self._writer: WeightCheckpointWriter | None = None
+        self._bridges = WeightCheckpoints(self._checkpoints.directory / BRIDGES)
+        self._writers: list[WeightCheckpointWriter] = []
+        self._upload = SnapshotUpload(link, self._uploadable, self._announce) if self._weights.update_weight_transport == "s3" else None
+        self._helping = False  # whether the version that is being written is for a replica that cannot load one
         self._written: int | None = None  # written by this process
         self._counted_from: int | None = None  # the version that the interval counts from
         self._not_before = 0.0
@@ -255,38 +260,42 @@ class SnapshotWriter:
                 tensors = on_host(bucket, self._actor.quantization)
                 concurrent.futures.wait([writing])  # one bucket is being written while the next is gathered
                 if writing.exception() is None:
-                    writing = thread.submit(writing.result().add, tensors)
+                    writing = thread.submit(_add, writing.result(), tensors)
         try:
-            written = writing.result().publish(self._write_beside)
+            written, *_ = [writer.publish(self._write_beside) for writer in reversed(writing.result())][::-1]
         except _DISK_ERRORS as error:
             self._fail(version, error)
             return None
         return self._finish(written, time.monotonic() - started)
 
-    def _begin(self, version: int) -> WeightCheckpointWriter:
-        self._writer = None
-        if self._written is None:
-            self._checkpoints.sweep()
-        self._checkpoints.remove_after(version)
-        encoding = self._weights.update_weight_delta_encoding
-        self._writer = WeightCheckpointWriter(self._checkpoints, version, self._base(version), encoding)
-        return self._writer
+    def _begin(self, version: int) -> list[WeightCheckpointWriter]:
+        self._writers = []
+        for checkpoints in (self._checkpoints, self._bridges):
+            if self._written is None:
+                checkpoints.sweep()
+            checkpoints.remove_after(version - (checkpoints is self._bridges))
+        encoding, self._helping = self._weights.update_weight_delta_encoding, bool(self._replicas_to_help())
+        base, whole = self._base(version)
+        self._writers = [WeightCheckpointWriter(self._checkpoints, version, None if whole else base, encoding)]
+        if whole and base is not None and self._upload is not None:
+            self._writers.append(WeightCheckpointWriter(self._bridges, version, base, encoding))
+        return self._writers
 
-    def _base(self, version: int) -> LocalCheckpoint | None:
-        """Returns the checkpoint that a delta can be based on, or None if a whole checkpoint is due."""
-        if self._weights.update_weight_mode != "delta" or self._replicas_to_help():
-            return None
+    def _base(self, version: int) -> tuple[LocalCheckpoint | None, bool]:
+        """Returns the checkpoint that a delta can be based on, if there is one, and whether a whole checkpoint is due."""
+        if self._weights.update_weight_mode != "delta" or self._helping:
+            return None, True
         newest, held = self._checkpoints.newest(), self._current.held()
         if newest is None or held is None or newest.version >= version or held.id != newest.id:
-            return None
+            return None, True
         try:
             chain = self._checkpoints.chain(newest.version)
             for checkpoint in chain:
                 checkpoint.check_files(contents=False)
         except BrokenCheckpoint as error:
             self._log.warning("snapshot_chain_broken", error=str(error))
-            return None
-        return self._current if len(chain) < self._weights.update_weight_full_interval else None
+            return None, True
+        return self._current, len(chain) >= self._weights.update_weight_full_interval
 
     def _write_beside(self, directory: Path) -> None:
         copy_beside_weights(self._actor.hf_dir, directory)
@@ -306,29 +315,44 @@ class SnapshotWriter:
         )
         for status in self._replicas_to_help():
             self._helped[status.instance] = status.gauges[BROKEN_SNAPSHOT], time.monotonic()
-        self._writer, self._written, self._counted_from = None, written.version, written.version
+        self._writers, self._written, self._counted_from = [], written.version, written.version
         self._snapshot_of[written.version] = snapshot
-        bus, bucket = client.service.bus, client.service.subjects.weights_bucket
-        client.call(bus.put(bucket, "snapshot", snapshot.encode(), deadline=REQUEST_SECONDS), REQUEST_SECONDS)
+        if self._upload is None:
+            self._announce(snapshot)
         removed: list[int] = []
         try:
-            if self._weights.update_weight_mode == "delta" and written.kind == "full":
+            if self._weights.update_weight_mode == "delta" and ((held := self._current.held()) is None or held.id != written.id):
                 self._current.copy_from(written)
             removed = self._checkpoints.retain(self._weights.keep_snapshots)
+            self._bridges.remove_before(min(self._checkpoints.versions(), default=0))
         except OSError as error:  # the snapshot itself is complete
             self._log.warning("snapshots_not_tidied", error=str(error))
         figures = {"version": written.version, "kind": written.kind, "bytes": written.bytes, "seconds": round(seconds, 3)}
         self._log.info("snapshot_written", **figures, removed=removed)
+        if self._upload is not None:
+            self._upload.offer(snapshot, again=self._helping)
         client.gauges({"snapshot_version": written.version, "snapshot_bytes": written.bytes, "snapshot_seconds": seconds}, in_status=False)
         return snapshot
 
+    def _announce(self, snapshot: WeightsSnapshot) -> None:
+        assert self._client is not None
+        bus, bucket = self._client.service.bus, self._client.service.subjects.weights_bucket
+        self._client.call(bus.put(bucket, "snapshot", snapshot.encode(), deadline=REQUEST_SECONDS), REQUEST_SECONDS)
+
+    def _uploadable(self) -> list[WeightCheckpoint]:
+        return [*self._checkpoints.readable(), *self._bridges.readable()]
+
     def _fail(self, version: int, error: Exception) -> None:
         assert self._client is not None
-        if self._writer is not None:
-            self._writer.discard()
+        for writer in self._writers:
+            writer.discard()
         self._not_before = time.monotonic() + RETRY_SECONDS
         self._log.error("snapshot_failed", version=version, error=f"{type(error).__name__}: {error}")
         self._client.publish_event("snapshot_failed", f"version {version} was not written to {self._checkpoints.directory}: {error}")
+
+
+def _add(writers: list[WeightCheckpointWriter], tensors: Mapping[str, TensorBytes]) -> list[WeightCheckpointWriter]:
+    return [writer.add(tensors) for writer in writers]
 
 
 def on_host(bucket: Bucket, quantization: Quantization | None = None) -> dict[str, TensorBytes]:
