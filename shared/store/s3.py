@@ -247,11 +247,12 @@ def download(url: Callable[[], str], size: int, digest: str, deadline: float) ->
         with _opened(request) as answer:
             if got and answer.status != http.client.PARTIAL_CONTENT:
                 got.clear()  # the server does not continue
-            while (piece := answer.read1(READ_BYTES)) and len(got) <= size:
+            whole = len(got) + int(answer.headers.get("Content-Length") or size - len(got)) == size
+            while whole and (piece := answer.read1(READ_BYTES)):
                 got.extend(piece)
-        if len(got) < size:
+        if whole and len(got) < size:
             raise http.client.IncompleteRead(b"", size - len(got))
-        if len(got) > size or blake3(got, max_threads=blake3.AUTO if size > READ_BYTES else 1).hexdigest() != digest:
+        if not whole or blake3(got, max_threads=blake3.AUTO).hexdigest() != digest:
             got.clear()
             wrong += 1
             error = ObjectCorrupt(f"object {digest} is not what it is called after")

@@ -123,7 +123,7 @@ class ObjectPublisher:
     def __init__(self, client: S3Client, connections: int, deadline: float) -> None:
         self.client, self._connections, self._deadline = client, connections, deadline
         self._present: set[str] | None = None  # the objects in the store
-        self._described: dict[tuple[Path, VersionId], StoredCheckpoint] = {}
+        self._described: dict[tuple[Path, VersionId, float], StoredCheckpoint] = {}  # by path, version and time of writing
         self.indices: dict[str, set[str]] = {}  # index → the objects that it names, itself among them; the newest is the last
 
     def publish(self, checkpoints: Sequence[WeightCheckpoint], *, again: bool = False) -> PublishedIndex:
@@ -133,13 +133,13 @@ class ObjectPublisher:
         """
         if self._present is None:
             self._present = {key for key in self.client.listed() if OBJECT_NAME.match(key)}
-        if again:
-            self._present = set()
         present, sent, lock = self._present, 0, threading.Lock()
-        self._described = {
-            (found.path, found.id): self._described.get((found.path, found.id)) or _described(found) for found in checkpoints
-        }
-        index = ObjectIndex(checkpoints=list(self._described.values()))
+        described: dict[tuple[Path, VersionId, float], StoredCheckpoint] = {}
+        for found in checkpoints:
+            key = (found.path, found.id, found.at)
+            described[key] = self._described.get(key) or _described(found)
+        self._described = described
+        index = ObjectIndex(checkpoints=list(described.values()))
         content = index.model_dump_json().encode()
 
         def upload(item: tuple[str, bytes | tuple[Path, int]]) -> None:
@@ -152,13 +152,13 @@ class ObjectPublisher:
                 sent += len(data)
 
         missing: dict[str, tuple[Path, int]] = {}
-        for (path, _), found in self._described.items():
+        for (path, *_), found in described.items():
             for file, stored in found.files.items():
-                missing.update({name: (path / file, at) for at, name in enumerate(stored.chunks) if name not in present})
+                missing.update({name: (path / file, at) for at, name in enumerate(stored.chunks) if again or name not in present})
         with ThreadPoolExecutor(self._connections, thread_name_prefix="objects") as threads:
             list(threads.map(upload, missing.items()))
         name = blake3(content).hexdigest()
-        if name not in present:
+        if again or name not in present:
             upload((name, content))
         self.indices[name] = {name, *index.objects}
         return PublishedIndex(name, len(content), sent)

@@ -62,6 +62,8 @@ MUTABLE = {
     "external_engines",
     "external_group_backend",
     "update_weight_engine_dir",
+    "object_store_connections",
+    "object_store_url_timeout",
     "rollout_concurrency",
     "rollout_num_gpus",
     "sglang_server_concurrency",
@@ -254,6 +256,18 @@ def test_external_engines_are_all_the_engines_that_there_are(tmp_path: Path) -> 
         ({"rollout": {"external_engines": ["h1:1"], "models": {"judge": {"hf_checkpoint": "/m"}}}}, "rollout.models"),
         ({"rollout": {"external_engines": ["h1:1"]}, "trainer": {"colocate": True}}, "rollout.external_engines"),
         ({"weights": {"update_weight_engine_dir": "/mnt/weights"}}, "weights.update_weight_engine_dir"),
+        ({"weights": {"update_weight_transport": "s3"}}, "weights.object_store_url"),
+        ({"weights": {"object_store_url": "https://s3.example.org/bucket"}}, "weights.object_store_url"),
+        *(
+            ({"weights": {"update_weight_transport": "s3", "object_store_url": url}}, "weights.object_store_url")
+            for url in (
+                "s3://bucket",
+                "https://s3.example.org",
+                "http://s3.example.org/bucket",
+                "https://k:s@h/bucket",
+                "https://h/bucket/../x",
+            )
+        ),
     ],
 )
 def test_what_does_not_go_with_external_engines_is_refused(sections: dict[str, Any], field: str, tmp_path: Path) -> None:
