@@ -256,18 +256,6 @@ def test_external_engines_are_all_the_engines_that_there_are(tmp_path: Path) -> 
         ({"rollout": {"external_engines": ["h1:1"], "models": {"judge": {"hf_checkpoint": "/m"}}}}, "rollout.models"),
         ({"rollout": {"external_engines": ["h1:1"]}, "trainer": {"colocate": True}}, "rollout.external_engines"),
         ({"weights": {"update_weight_engine_dir": "/mnt/weights"}}, "weights.update_weight_engine_dir"),
-        ({"weights": {"update_weight_transport": "s3"}}, "weights.object_store_url"),
-        ({"weights": {"object_store_url": "https://s3.example.org/bucket"}}, "weights.object_store_url"),
-        *(
-            ({"weights": {"update_weight_transport": "s3", "object_store_url": url}}, "weights.object_store_url")
-            for url in (
-                "s3://bucket",
-                "https://s3.example.org",
-                "http://s3.example.org/bucket",
-                "https://k:s@h/bucket",
-                "https://h/bucket/../x",
-            )
-        ),
     ],
 )
 def test_what_does_not_go_with_external_engines_is_refused(sections: dict[str, Any], field: str, tmp_path: Path) -> None:
@@ -707,3 +695,25 @@ def test_names_of_other_projects_lead_to_fields_and_sections_and_are_none_of_our
     assert set(fields.values()) <= set(field_sections()) and set(sections.values()) <= set(RunConfig.model_fields)
     assert not [name for name in fields if name in field_sections() or flag_table.of_slime(name) or name in flag_table.spellings()]
     assert not set(sections) & set(RunConfig.model_fields)
+
+
+@table(
+    "weights",
+    [
+        {"update_weight_transport": "s3"},
+        {"object_store_url": "https://s3.example.org/bucket"},
+        *(
+            {"update_weight_transport": "s3", "object_store_url": url}
+            for url in (
+                "s3://bucket",
+                "https://h",
+                "http://s3.example.org/bucket",
+                "https://k:s@h/bucket",
+                "https://h/bucket/../x",
+                "https://h/B",
+            )
+        ),
+    ],
+)
+def test_an_object_store_is_named_by_its_bucket_and_over_tls(weights: dict[str, Any]) -> None:
+    assert refused({"weights": weights}).field == "weights.object_store_url"
