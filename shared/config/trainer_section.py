@@ -499,7 +499,7 @@ class WeightsSection(Section):
             try:
                 self.objects("run")
             except ConfigError as error:
-                yield str(error)
+                yield f"{error.field}: {error.expected}"
 
     def objects(self, run: str) -> ObjectStoreLocation:
         """Returns where a run's objects lie. Raises ConfigError."""

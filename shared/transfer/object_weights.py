@@ -135,9 +135,9 @@ class ObjectPublisher:
             self._present = {key for key in self.client.listed() if OBJECT_NAME.match(key)}
         present, sent, lock = self._present, 0, threading.Lock()
         described: dict[tuple[Path, VersionId, float], StoredCheckpoint] = {}
-        for found in checkpoints:
-            key = (found.path, found.id, found.at)
-            described[key] = self._described.get(key) or _described(found)
+        for checkpoint in checkpoints:
+            key = (checkpoint.path, checkpoint.id, checkpoint.at)
+            described[key] = self._described.get(key) or _described(checkpoint)
         self._described = described
         index = ObjectIndex(checkpoints=list(described.values()))
         content = index.model_dump_json().encode()

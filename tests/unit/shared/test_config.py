@@ -715,5 +715,7 @@ def test_names_of_other_projects_lead_to_fields_and_sections_and_are_none_of_our
         ),
     ],
 )
-def test_an_object_store_is_named_by_its_bucket_and_over_tls(weights: dict[str, Any]) -> None:
-    assert refused({"weights": weights}).field == "weights.object_store_url"
+def test_an_object_store_is_named_by_its_bucket_and_over_tls(weights: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run_config(tmp_path, weights=weights)
+    assert caught.value.field == "weights.object_store_url"
