@@ -95,6 +95,7 @@ _WITH_VISION = "model.language_model"
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(),
+    "mistral": Family(),
     "qwen2": Family(qkv_bias=True),
     "qwen2_moe": Family(qkv_bias=("qkv_bias", True), experts="softmax"),
     "qwen3": Family(qk_norm=True),
@@ -232,7 +233,7 @@ class _Entries:
             qkv_bias=self.trait(family.qkv_bias),
             biases=family.biases,
             sinks=family.sinks,
-            windows=self.windows(family.window_pattern, layers),
+            windows=self.windows(family.window_pattern, layers, model_type),
             output_gate=family.linear,
             zero_centered_norms=family.zero_centered_norms,
             post_norms=family.post_norms,
@@ -254,9 +255,10 @@ class _Entries:
         return {"window_rope": self.rope(family, windowed=True), "softmax_scale": scale, "gelu": True, "scaled_embedding": True,
                 "feedforward_names": True}  # fmt: skip
 
-    def windows(self, pattern: int, layers: int) -> tuple[int, ...]:
+    def windows(self, pattern: int, layers: int, model_type: str) -> tuple[int, ...]:
         """Returns the window of each layer; nothing for a family without."""
         if not pattern:
+            self.check_windows(model_type)
             return ()
         kinds = self.raw.get("layer_types")
         if kinds is None:
@@ -266,12 +268,16 @@ class _Entries:
             raise self.error("layer_types", f"sliding_attention or full_attention for each of the {layers} layers")
         return tuple(self.integer("sliding_window") if kind == "sliding_attention" else 0 for kind in kinds)
 
-    def check_served(self, model_type: str) -> None:
-        """Raises ConfigError for what transformers computes otherwise than engines do."""
+    def check_windows(self, model_type: str) -> None:
+        """Raises ConfigError for a window that transformers has and engines do not."""
         window, kinds = self.raw.get("sliding_window"), self.raw.get("layer_types") or ["sliding_attention"]
         slides = isinstance(window, int) and self.raw.get("use_sliding_window", True) and "sliding_attention" in kinds
         if slides and model_type not in _WINDOWS_SERVED and (window or 0) < self.integer("max_position_embeddings", default=2**31):
             raise self.error("sliding_window", f"none: engines serve {model_type} without windows, and would score tokens otherwise")
+
+    def check_served(self, model_type: str) -> None:
+        """Raises ConfigError for what transformers computes otherwise than engines do."""
+        self.check_windows(model_type)
         if self.raw.get("indexer_rope_interleave") is not None:
             raise self.error(
                 "indexer_rope_interleave", "no such entry: engines read it, and transformers does not; Megatron trains the model"

@@ -30,6 +30,7 @@ EXTRA = (
     "glm4_moe_lite",
     "gpt_oss",
     "llama",
+    "mistral",
     "minimax_m2",
     "qwen2",
     "qwen3_moe",

@@ -36,7 +36,9 @@ def loaded(hf):
     return lambda kind: load_file(hf(kind) / "model.safetensors")
 
 
-MORE_KINDS = [pytest.param(kind, marks=pytest.mark.extra) for kind in ("qwen2", "llama3_rope", "glm4", "glm4_moe", "gemma3_text")]
+MORE_KINDS = [
+    pytest.param(kind, marks=pytest.mark.extra) for kind in ("qwen2", "llama3_rope", "glm4", "glm4_moe", "gemma3_text", "mistral")
+]
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,7 @@ def test_a_config_that_cannot_be_reproduced_is_refused(copy_of):
         ("glm_moe_dsa", {"indexer_types": None, "index_topk_pattern": "FS"}, ["index_topk_pattern", "4 layers"]),
         ("glm4_moe_lite", {"first_k_dense_replace": 2}, ["mlp_layer_types", "first 2 layers"]),
         ("glm4", {"rope_parameters": YARN}, ["rope_type", "llama3"]),
+        ("mistral", {"sliding_window": 128}, ["sliding_window", "engines serve mistral without windows"]),
         ("gemma3_text", {"hidden_activation": "gelu"}, ["hidden_activation", "gelu_pytorch_tanh"]),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping", "soft caps"]),
         ("gemma3_text", {"final_logit_softcapping": 30.0}, ["final_logit_softcapping", "soft caps"]),

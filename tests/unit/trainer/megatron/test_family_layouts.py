@@ -25,12 +25,10 @@ CASES = [
     ("gemma3_text", TENSOR),
     ("qwen3_next", TENSOR),
     ("qwen3_next", PIPELINE),
-    ("qwen3_next", CONTEXT),
     ("qwen3_5", {"tensor_model_parallel_size": 2}),
     ("qwen3_5_moe", EXPERT),
     ("glm_moe_dsa", TENSOR),
     ("glm_moe_dsa", PIPELINE),
-    ("glm_moe_dsa", CONTEXT),
 ]
 MORE = [("glm4", PIPELINE), ("glm4", CONTEXT), ("glm4_moe", TENSOR), ("glm4_moe", EXPERT), ("deepseek_v3", TENSOR)]
 MORE += [
@@ -56,6 +54,10 @@ MORE += [
     ("deepseek_v32", CONTEXT),
     ("gemma3_text", {"tensor_model_parallel_size": 2}),
     ("gemma3_text", PIPELINE),
+    ("mistral", TENSOR),
+    ("mistral", PIPELINE),
+    ("qwen3_next", CONTEXT),
+    ("glm_moe_dsa", CONTEXT),
     ("gemma3_text", CONTEXT),
     ("qwen3_5", CONTEXT),
     ("qwen3_5_moe", CONTEXT),

@@ -33,7 +33,7 @@ KINDS += [
     "qwen3_5_moe",
     "qwen3_5_text",
 ]
-KINDS += ["gemma3_text", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "qwen2_moe"]
+KINDS += ["mistral", "gemma3_text", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "qwen2_moe"]
 """The checkpoints that the tests of all families take."""
 
 
@@ -169,6 +169,7 @@ def make_checkpoint(kind: str, directory: Path, **changed: int) -> None:
         **sizes, head_dim=16, sliding_window=7, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=20,
         rope_parameters=by_kind, tie_word_embeddings=True, pad_token_id=None,
     )  # fmt: skip
+    configs["mistral"] = lambda: t.MistralConfig(**sizes, head_dim=16, sliding_window=None, pad_token_id=None)
     torch.manual_seed(list(configs).index(kind))
     config = configs[kind]()
     kinds = t.AutoModelForImageTextToText if hasattr(config, "vision_config") else t.AutoModelForCausalLM
