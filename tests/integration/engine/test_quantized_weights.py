@@ -1,11 +1,13 @@
 """A checkpoint with 8-bit weights: engines serve it as it is, and get every version quantized as it is."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess
@@ -50,6 +52,10 @@ def test_an_engine_computes_with_what_was_quantized(kind: str, how: list[str], t
     try:
         with running_engine(model, tmp_path, {"dtype": "float32"}) as engine:
             asyncio.run(compare(engine, actor, sender, tmp_path))
+        actor.save_hf(tmp_path / "out")
+        whole = load_file(tmp_path / "whole" / "model.safetensors")
+        assert load_file(tmp_path / "out" / "model.safetensors").keys() == whole.keys()
+        assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     finally:
         sender.close()
         rank_steps.runtime.stop()
