@@ -21,6 +21,7 @@ from shared.process.child_process import die_with_parent
 
 TOLD_SECONDS = 10.0
 POLL_INTERVAL_S = 0.2
+EIGHT_BITS, CPU_BLOCK = "model-8-bit", 32
 SUMMARY_SECONDS = 120.0
 WARM_START_ALONE = ("--num-rollout", "0", "--debug-train-only")
 
@@ -92,7 +93,7 @@ def run_case(name: str, gpus: str, options: CaseOptions) -> Iterator[dict[str, A
 def run_words(case: LayoutCase, root: Path, config: list[str], options: CaseOptions) -> list[str]:
     """Returns the words of the run after ``myxo up``. Args: root: its directory. config: its file, and the flags that name its data."""
     on_gpus = options.device == "cuda"
-    model = root.with_name(f"{root.name}-warm") / "hf" if case.adapters else _data(root) / "model"
+    model = root.with_name(f"{root.name}-warm") / "hf" if case.adapters else _data(root) / (EIGHT_BITS if case.block else "model")
     return [
         *_common(root, model, config, options),
         *("--num-rollout", str(options.steps), "--eval-interval", "1000000"),  # the first and the last evaluation remain
@@ -142,6 +143,10 @@ def _started(case: LayoutCase, root: Path, gpus: str, options: CaseOptions) -> s
             except subprocess.TimeoutExpired:
                 stopped(warming)
                 raise
+        if case.block:
+            block = str(case.block if on_gpus else CPU_BLOCK)  # a CPU's model is smaller
+            words = ["convert", str(_data(root) / "model"), str(_data(root) / EIGHT_BITS), "--to", "fp8-block", "--block", block, block]
+            subprocess.run([sys.executable, "-m", "myxo.main", *words], cwd=ROOT, stdout=file, stderr=file, env=environment, check=True)
         return process(run_words(case, root, config, options))
 
 

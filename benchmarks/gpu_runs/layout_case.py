@@ -12,7 +12,8 @@ class LayoutCase:
         words: the layout, as the table has it. gpus: that it takes. flags: of the run. prepared, on_gpus: options of the example's
             ``prepare.py`` and further flags of the run where it has GPUs. killed: an engine that is killed inside pushes, by its service's
             instance. adapters: adapters alone train, beside a model that a run of its own has trained on the demonstrations, and pushes
-            carry nothing else. critic: a critic trains beside the actor.
+            carry nothing else. critic: a critic trains beside the actor. block: rows and columns of the blocks of 8-bit floats in which the
+            engines' checkpoint, and so every version, is; 0: it is not.
     """
 
     words: str
@@ -23,6 +24,7 @@ class LayoutCase:
     killed: str = ""
     adapters: bool = False
     critic: bool = False
+    block: int = 0
 
 
 NO_WARM_START = ("--sft-steps", "1", "--sft-lr", "1e-9")
@@ -58,6 +60,14 @@ LAYOUT_CASES: Mapping[str, LayoutCase] = {
         "trainer 1, one engine of two stages",
         3,
         ("--rollout-num-gpus-per-engine", "2", "--sglang-pp-size", "2", "--in-flight-on-push", "abort"),
+    ),
+    "eight-bits": LayoutCase(
+        "trainer 1, engine 1 with 8-bit weights",
+        2,
+        (),
+        prepared=("--layers", "4", "--hidden-size", "512"),  # whole blocks of keys and values
+        on_gpus=("--sft-steps", "150", "--sft-lr", "5e-4", "--lr", "2e-5", "--sglang-dtype", "bfloat16"),
+        block=128,
     ),
     "death": LayoutCase(
         "trainer 1, two engines of 1; one is killed inside pushes",
