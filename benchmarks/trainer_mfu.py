@@ -93,6 +93,12 @@ def main() -> int:
     parser.add_argument("--no-loop", action="store_true", help="leave out the loop over experts")
     parser.add_argument("--offload", action="store_true", help="keep the optimizer's state in host memory")
     parser.add_argument("--backend", choices=("megatron", "torch"), default="megatron", help="what trains")
+    parser.add_argument(
+        "--layers",
+        choices=("fused", "plain", "compiled"),
+        default="fused",
+        help="of the torch backend: as made there, as transformers has them, or fused and by torch.compile",
+    )
     parser.add_argument("--only", metavar="TOKENS:RECOMPUTE", help=argparse.SUPPRESS)
     parser.add_argument("--loop", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -134,7 +140,7 @@ def command_line(case: str, arguments: argparse.Namespace) -> list[str]:
         *options,
         *(["--profile"] if arguments.profile else []),
         *(["--offload"] if arguments.offload else []),
-        *(["--backend", arguments.backend] if arguments.backend != "megatron" else []),
+        *(["--backend", arguments.backend, "--layers", arguments.layers] if arguments.backend != "megatron" else []),
     ]
 
 
@@ -155,6 +161,11 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(shape))
         section = trainer_section(tokens, case.partition(":")[2], arguments.expert_parallel, arguments.offload, arguments.backend)
+        if arguments.backend == "torch":
+            section = section.model_copy(update={"fsdp_compile": arguments.layers == "compiled"})
+            from services.trainer.fsdp import model as torch_model
+
+            torch_model.fuse = (lambda _: []) if arguments.layers == "plain" else torch_model.fuse
         actor = Actor.create(TrainerSettings(section), directory, random=True)
     batches = [micro_batch(tokens, rank * MICRO_BATCHES + number, shape["vocab_size"]) for number in range(MICRO_BATCHES)]
     loss = PolicyLoss(AlgorithmSection())
@@ -184,6 +195,7 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
         "shape": arguments.shape,
         "experts": "" if "num_experts" not in shape else "loop" if arguments.loop else "grouped",
         "backend": arguments.backend,
+        "layers": arguments.layers if arguments.backend == "torch" else "",
         "gpus": arguments.expert_parallel,
         "tokens": tokens,
         "tokens_per_s": round(tokens * MICRO_BATCHES / step, 1),
@@ -209,7 +221,9 @@ def trainer_section(
     from shared.config.trainer_section import TrainerSection
 
     layout: dict[str, Any] = {"trainer_backend": backend, "expert_model_parallel_size": expert_parallel}
-    if offload:
+    if offload and backend == "torch":
+        layout["fsdp_cpu_offload"] = True
+    elif offload:
         layout["megatron"] = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
     return TrainerSection(lr=1e-6, max_tokens_per_gpu=tokens, **layout, **recomputation(recomputed))
 
@@ -311,7 +325,8 @@ def show_profile(actor: Any, batches: Any, loss: Any) -> None:
 
 def line(row: dict[str, Any]) -> str:
     """One case in a line of the table."""
-    parts = (row.get("experts", ""), f"EP{row['gpus']}" if row.get("gpus", 1) > 1 else "", "torch" if row.get("backend") == "torch" else "")
+    backend = f"torch {row.get('layers', '')}".strip() if row.get("backend") == "torch" else ""
+    parts = (row.get("experts", ""), f"EP{row['gpus']}" if row.get("gpus", 1) > 1 else "", backend)
     named = "".join(f" {part}" for part in parts if part)
     return (
         f"| {row['tokens']}{named} | {row['recompute']} | {row['tokens_per_s']:,.0f} | {row['tflops']:.0f} of {row['limit_tflops']:.0f} | "

@@ -215,7 +215,7 @@ class TrainerSection(Section):
             "false beside lora_rank, which trains adapters and nothing else",
         ),
         Rule(
-            ("fsdp_shard_ranks", "fsdp_cpu_offload"),
+            ("fsdp_shard_ranks", "fsdp_cpu_offload", "fsdp_compile"),
             lambda trainer, given: given and trainer.trainer_backend != "torch",
             "not given, or trainer_backend = torch beside it",
         ),
@@ -244,6 +244,7 @@ class TrainerSection(Section):
     fsdp_cpu_offload: bool = Field(
         default=False, description="torch backend: keep parameters, gradients and Adam's moments in host memory, and update them there"
     )
+    fsdp_compile: bool = Field(default=False, description="torch backend: compile each layer (torch.compile), but for its attention")
     actor_num_nodes: int = Field(default=1, ge=1, description="machines of the trainer")
     actor_num_gpus_per_node: int = Field(default=1, ge=1, le=8, description="trainer ranks on a machine (processes on a CPU)")
     critic_num_nodes: int | None = Field(default=None, ge=1, description="machines of the critic (ppo); default: the actor's")

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from services.trainer.fsdp import packed_attention
 from services.trainer.fsdp.adapters import MARK, adapters_of, attach, peft_name
+from services.trainer.fsdp.fused_layers import compile_layers, fuse
 from services.trainer.fsdp.packed_attention import Sequences
 from services.trainer.fsdp.picture_inputs import PictureInputs
 from services.trainer.fsdp.shards import is_first_copy, local, rows_of, shard_of
@@ -261,6 +262,7 @@ def build(
     shard_ranks: int | None = None,
     cpu_offload: bool = False,
     sees: bool = False,
+    compiled: bool = False,
 ) -> FsdpModel:
     """Loads a model and shards it over all ranks, of which the process group is there.
 
@@ -269,6 +271,7 @@ def build(
         dtype: in which layers compute. chunk_size: tokens whose logits exist at a time; -1 for all. recompute: every layer, in the
             backward pass. freezing: by transformers' names of the parameters. lora: adapters, whose first values ``seed`` gives.
         shard_ranks: that share the shards of one copy of the model; None for all. cpu_offload: whether shards are kept in host memory.
+        compiled: whether layers are compiled.
 
     Raises ConfigError: transformers does not read it, the patterns fit nothing, or packed sequences would see one another.
     """
@@ -286,6 +289,10 @@ def build(
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
         raise ConfigError(FIELD, "torch", f"megatron; transformers does not say what the layers of {type(model).__name__} are")
+    if DEVICE_TYPE != "cpu":  # there the casts keep the order of transformers'
+        fuse(model)
+    if compiled:
+        compile_layers(layers)
     for module in [*layers, root]:
         materialize(module)
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True, **options)

@@ -33,6 +33,7 @@ class Sequences:
         return max(stop - start for start, stop in zip(self.starts, self.starts[1:], strict=False))
 
 
+@torch.compiler.disable  # the bounds of sequences are another program for each pack
 def attend(
     module: torch.nn.Module,
     query: Tensor,

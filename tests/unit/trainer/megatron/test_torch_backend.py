@@ -1,5 +1,6 @@
 """The torch backend beside Megatron's: the same losses, gradients and weights; and families that Megatron has not, beside transformers."""
 
+import copy
 import json
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from services.trainer.fsdp import fused_layers
 from services.trainer.packing import separate
 from services.trainer.parallel.loss_function import MicroBatchesFailed
 from shared.config.trainer_section import TrainerSection
@@ -168,6 +170,29 @@ def test_copies_of_shards_and_shards_in_host_memory_train_as_one_rank_does(confi
     straight = four_ranks.run(rank_steps.save_after, hf("qwen3_moe"), {**TORCH, **config}, tmp_path, 2)[0]
     for ours, theirs in zip(alone.load_and_train(hf("qwen3_moe"), TORCH, tmp_path, 2), straight, strict=True):
         assert ours.loss == pytest.approx(theirs.loss, abs=1e-5) and ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "glm4"])
+def test_fused_layers_compute_the_same(kind, hf, tmp_path):
+    reference = (
+        checkpoint(kind, tmp_path) if kind in OTHERS else transformers.AutoModelForCausalLM.from_pretrained(hf(kind), dtype=torch.float32)
+    )
+    model, tokens = copy.deepcopy(reference), torch.arange(30)[None]
+    fused = {name.rpartition(".")[2] for name in fused_layers.fuse(model)}
+    assert fused == {"qwen3": {"input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "norm", "mlp"}, "gemma3_text": set()}.get(
+        kind, {"input_layernorm", "post_attention_layernorm", "post_mlp_layernorm", "post_self_attn_layernorm", "norm"}
+    )
+    found, expected = (each(input_ids=tokens, labels=tokens) for each in (model, reference))
+    torch.testing.assert_close(found.logits, expected.logits, atol=1e-5, rtol=0)
+    for each in (found, expected):
+        each.loss.backward()
+    for (name, one), (_, other) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.extra
+def test_compiled_layers_train_as_others_do(hf, alone):
+    same(alone.train(hf("qwen3"), {**TORCH, "fsdp_compile": True}, 2), alone.train(hf("qwen3"), TORCH, 2))
 
 
 def test_recomputed_layers_keep_no_activations(hf, alone):

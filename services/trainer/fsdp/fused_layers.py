@@ -1,0 +1,80 @@
+"""Fewer kernels for transformers' layers: RMS norms and gated activations in one each, or whole layers by `torch.compile`.
+
+What a module does is compared with its replacement on the CPU before it is replaced: families' norms differ (Gemma's multiply by one more
+than their weight), and such are left as they are.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def fuse(model: torch.nn.Module) -> list[str]:
+    """Replaces norms and activations of layers before they are sharded. Returns the names of the modules that were."""
+    known: dict[Any, bool] = {}
+    fused = []
+    for name, module in model.named_modules():
+        for fits, forward in ((_is_norm, _rms_norm), (_is_gated, _gated_mlp)):
+            if fits(module):
+                kind = (type(module), getattr(module, "variance_epsilon", None), getattr(module, "eps", None))
+                if kind not in known:
+                    known[kind] = _same(module, forward)
+                if known[kind]:
+                    module.forward = partial(forward, module)
+                    fused.append(name)
+    return fused
+
+
+def compile_layers(layers: list[torch.nn.Module]) -> None:
+    """Has each layer's computation compiled when it first runs; FSDP2's hooks around it, and attention in it, stay as they are."""
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward)
+
+
+def _is_norm(module: Any) -> bool:
+    weight = getattr(module, "weight", None)
+    return type(module).__name__.endswith("RMSNorm") and weight is not None and weight.dim() == 1 and len(list(module.parameters())) == 1
+
+
+def _is_gated(module: Any) -> bool:
+    layers = {name for name, child in module.named_children() if isinstance(child, torch.nn.Linear)}
+    return layers == {"gate_proj", "up_proj", "down_proj"}
+
+
+@torch.no_grad()
+def _same(module: torch.nn.Module, forward: Callable[[Any, Tensor], Tensor]) -> bool:
+    """Returns whether a module of this kind computes what ``forward`` does, at random weights; its own hold nothing yet."""
+    sample: Any = copy.deepcopy(module).to_empty(device="cpu").float()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in sample.parameters():
+        parameter.normal_(generator=generator)
+    width = sample.weight.numel() if hasattr(sample, "weight") else sample.gate_proj.in_features
+    given = torch.randn(3, width, generator=generator)
+    try:
+        return torch.allclose(sample(given), forward(sample, given), rtol=1e-4, atol=1e-4)
+    except (RuntimeError, TypeError, AttributeError):  # it takes more than its input
+        return False
+
+
+def _rms_norm(module: Any, hidden_states: Tensor) -> Tensor:
+    eps = getattr(module, "variance_epsilon", None)
+    return F.rms_norm(hidden_states, module.weight.shape, module.weight, module.eps if eps is None else eps)
+
+
+def _gated_mlp(module: Any, x: Tensor) -> Tensor:
+    activated = _gated(x.is_cuda)(module.gate_proj(x), module.up_proj(x))
+    output: Tensor = module.down_proj(activated)
+    return output
+
+
+@cache
+def _gated(compiled: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    def gated(gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+    return torch.compile(gated, dynamic=True) if compiled else gated
