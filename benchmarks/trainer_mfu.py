@@ -14,6 +14,7 @@ measured beside each case.
 """
 
 import argparse
+import importlib
 import itertools
 import json
 import os
@@ -93,12 +94,7 @@ def main() -> int:
     parser.add_argument("--no-loop", action="store_true", help="leave out the loop over experts")
     parser.add_argument("--offload", action="store_true", help="keep the optimizer's state in host memory")
     parser.add_argument("--backend", choices=("megatron", "torch"), default="megatron", help="what trains")
-    parser.add_argument(
-        "--layers",
-        choices=("fused", "plain", "compiled"),
-        default="fused",
-        help="of the torch backend: as made there, as transformers has them, or fused and by torch.compile",
-    )
+    parser.add_argument("--layers", choices=("fused", "plain", "compiled"), default="fused", help="of the torch backend")
     parser.add_argument("--only", metavar="TOKENS:RECOMPUTE", help=argparse.SUPPRESS)
     parser.add_argument("--loop", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -163,8 +159,7 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
         section = trainer_section(tokens, case.partition(":")[2], arguments.expert_parallel, arguments.offload, arguments.backend)
         if arguments.backend == "torch":
             section = section.model_copy(update={"fsdp_compile": arguments.layers == "compiled"})
-            from services.trainer.fsdp import model as torch_model
-
+            torch_model: Any = importlib.import_module("services.trainer.fsdp.model")
             torch_model.fuse = (lambda _: []) if arguments.layers == "plain" else torch_model.fuse
         actor = Actor.create(TrainerSettings(section), directory, random=True)
     batches = [micro_batch(tokens, rank * MICRO_BATCHES + number, shape["vocab_size"]) for number in range(MICRO_BATCHES)]

@@ -20,8 +20,8 @@ _ABOUT = """Convert a model between Hugging Face's format (config.json, *.safete
 
 The direction follows from SOURCE: a Hugging Face checkpoint becomes a checkpoint directory that the trainer loads in any
 layout; a checkpoint of the trainer, or one made here, becomes a Hugging Face checkpoint. Both are streamed: a model may be larger than
-the memory. TARGET appears complete or not at all. docs/models.md lists the families. With --to a Hugging Face checkpoint becomes one with
-8-bit weights (docs/precision.md)."""
+the memory (but not one of the torch backend's, which is read as a whole). TARGET appears complete or not at all. docs/models.md lists the
+families. With --to a Hugging Face checkpoint becomes one with 8-bit weights (docs/precision.md)."""
 
 FP8 = "fp8-block"
 
@@ -80,7 +80,9 @@ def _convert(given: argparse.Namespace) -> Path:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.filterwarnings("ignore")
     from services.trainer import quantized_checkpoint
+    from services.trainer.fsdp import checkpoint_conversion
     from services.trainer.megatron import hf_conversion
+    from services.trainer.parallel.checkpoint import policy_checkpoint
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
@@ -95,6 +97,8 @@ def _convert(given: argparse.Namespace) -> Path:
             return quantized_checkpoint.quantize(given.source, given.target, form, progress)
         if from_hf:
             return hf_conversion.to_torch_dist(given.source, given.target, given.dtype, progress)
+        if policy_checkpoint(given.source, given.step)[1].get("backend") == "torch":
+            return checkpoint_conversion.to_hf(given.source, given.target, given.hf, given.step, progress)
         return hf_conversion.to_hf(given.source, given.target, given.hf, given.step, progress)
 
 

@@ -246,7 +246,7 @@ def sharded(prefix: str, name: str, parameter: Tensor, data: Tensor) -> tuple[st
     return key, CheckpointPart(key, data, offset, tuple(parameter.shape), is_first_copy(parameter))
 
 
-def build(
+def assemble(
     hf_dir: Path,
     architecture: Architecture,
     layout: ParallelLayout,
@@ -264,7 +264,7 @@ def build(
     sees: bool = False,
     compiled: bool = False,
 ) -> FsdpModel:
-    """Loads a model and shards it over all ranks, of which the process group is there.
+    """Makes a model, random or of parameters that have no meaning yet, and shards it over all ranks, whose process group is there.
 
     Args:
         value_head: a critic's head, zero at first, takes the place of the output layer. sees: pictures are among what it is given.
@@ -273,7 +273,7 @@ def build(
         shard_ranks: that share the shards of one copy of the model; None for all. cpu_offload: whether shards are kept in host memory.
         compiled: whether layers are compiled.
 
-    Raises ConfigError: transformers does not read it, the patterns fit nothing, or packed sequences would see one another.
+    Raises ConfigError: transformers has no such model, or the patterns fit nothing.
     """
     with together(f"the making of the model of {hf_dir}"):
         model = skeleton(hf_dir, random, sees)
@@ -297,7 +297,15 @@ def build(
         materialize(module)
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True, **options)
     own: dict[str, Any] = {"value_head": value_head, "lora": lora, "seeing": seeing}
-    made = FsdpModel(architecture, layout, root, hf_dir, dtype, freezing or Freezing(), chunk_size, **own)
+    return FsdpModel(architecture, layout, root, hf_dir, dtype, freezing or Freezing(), chunk_size, **own)
+
+
+def build(hf_dir: Path, *given: Any, random: bool = False, **options: Any) -> FsdpModel:
+    """Makes a model as `assemble` does, and loads it unless it is to be random.
+
+    Raises ConfigError: as `assemble`; transformers does not read it, or packed sequences would see one another.
+    """
+    made = assemble(hf_dir, *given, random=random, **options)
     if not random:
         made.load_hf(hf_dir)
     check_packing(made)

@@ -32,10 +32,8 @@ from services.trainer.parallel import runtime
 from services.trainer.parallel.checkpoint import (
     FORMAT,
     check_architecture,
-    check_complete,
-    find_checkpoint,
     model_entries,
-    read_marker,
+    policy_checkpoint,
 )
 from services.trainer.parallel.checkpoint_parts import MARKER, METADATA
 from services.trainer.parallel.export import copy_beside_weights, copy_vision, save_hf, write_json
@@ -113,10 +111,7 @@ def to_hf(source: Path, target: Path, hf: Path | None, step: int | None, progres
     Raises:
         CheckpointMissing: there is none. ConfigError: it is a critic's, or of another model than ``hf``; or the target exists.
     """
-    path, marker = (source, read_marker(source)) if (source / MARKER).is_file() else find_checkpoint(source, step)
-    check_complete(path, marker)
-    if marker["value_head"]:
-        raise ConfigError(f"{path}:value_head", True, "a policy's checkpoint; a critic has no output layer")
+    path, marker = policy_checkpoint(source, step)
     if hf is None and not (path / _HF_FILES).is_dir():
         raise ConfigError("--hf", None, f"the Hugging Face checkpoint that {path} was trained from, for config and tokenizer")
     hf = hf or path / _HF_FILES

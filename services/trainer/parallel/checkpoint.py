@@ -176,6 +176,22 @@ def find_checkpoint(root: Path, step: int | None) -> tuple[Path, dict[str, Any]]
     return found[wanted], read_marker(found[wanted])
 
 
+def policy_checkpoint(source: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
+    """Returns the directory and marker of a whole checkpoint of a policy.
+
+    Args:
+        source: a directory of checkpoints, or one of them. step: which; None for the newest.
+
+    Raises:
+        CheckpointMissing, CheckpointElsewhere: there is none, or a part of it. ConfigError: it is a critic's.
+    """
+    path, marker = (source, read_marker(source)) if (source / MARKER).is_file() else find_checkpoint(source, step)
+    check_complete(path, marker)
+    if marker["value_head"]:
+        raise ConfigError(f"{path}:value_head", True, "a policy's checkpoint; a critic has no output layer")
+    return path, marker
+
+
 def read_marker(path: Path) -> dict[str, Any]:
     """Returns the marker of the checkpoint at ``path``, whose files may then be read.
 

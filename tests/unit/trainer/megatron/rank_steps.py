@@ -306,6 +306,15 @@ def save_after(hf_dir: Path, config: dict[str, Any], root: Path, count: int) -> 
     return steps(model, 2, first=count)
 
 
+def save_both(hf_dir: Path, config: dict[str, Any], root: Path, target: Path) -> Tensor:
+    """Log-probs after a step, of which a checkpoint and a Hugging Face one are made."""
+    model = actor(hf_dir, **config)
+    steps(model, 1)
+    model.save_checkpoint(root, 1)
+    model.save_hf(target)
+    return model.log_probs([pack(sequences(6, seed=9))])[0]
+
+
 def load_and_export(hf_dir: Path, config: dict[str, Any]) -> tuple[dict[str, Tensor | None], dict[str, Tensor]]:
     """The weights as `Actor.export` gives them, and what this rank would send to the engines."""
     model = actor(hf_dir, **config)
