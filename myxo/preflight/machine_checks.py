@@ -98,12 +98,14 @@ def check_gpus(inspection: Inspection) -> Findings:
     """Yields the devices that are asked for and not there."""
     config = inspection.config
     if devices.gpus():
+        if devices.amd_gpus() and devices.resolve(config.trainer.train_device) == "cuda" and config.trainer.trainer_backend != "torch":
+            yield ConfigError("trainer.trainer_backend", config.trainer.trainer_backend, "torch; Megatron does not run here on AMD's GPUs")
         devices.assign_gpus(config)  # raises ConfigError
         return
     fields = {"trainer.train_device": config.trainer.train_device, "rollout.rollout_device": config.rollout.rollout_device}
     for field, device in fields.items():
         if device == "cuda":
-            yield ConfigError(field, device, "this machine shows no NVIDIA GPU (/dev/nvidia0); use cpu, or auto")
+            yield ConfigError(field, device, "this machine shows no GPU (/dev/nvidia0, or AMD's in /sys/class/kfd); use cpu, or auto")
 
 
 def check_profilers(inspection: Inspection) -> Findings:

@@ -17,27 +17,48 @@ QUERY_SECONDS = 30.0  # The seconds that nvidia-smi may take: on a machine whose
 
 
 def resolve(wanted: str) -> str:
-    """Returns ``cpu`` or ``cuda``; ``auto`` is CUDA where the machine has an NVIDIA device."""
+    """Returns ``cpu`` or ``cuda``, PyTorch's name of AMD's GPUs too; ``auto`` is that where the machine shows a GPU."""
     if wanted != "auto":
         return wanted
     return "cuda" if gpus() else "cpu"
 
 
+AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")  # The driver's folders of CPUs and GPUs, where it is loaded
+
+
 def gpus() -> int:
-    """Returns how many NVIDIA devices this machine shows."""
-    return sum(entry.name.removeprefix("nvidia").isdigit() for entry in Path("/dev").glob("nvidia[0-9]*"))
+    """Returns how many GPUs this machine shows: NVIDIA's, or else AMD's."""
+    return sum(entry.name.removeprefix("nvidia").isdigit() for entry in Path("/dev").glob("nvidia[0-9]*")) or len(amd_gpus())
+
+
+def amd_gpus() -> list[int]:
+    """Returns the memory of each of this machine's AMD GPUs, in bytes, as their driver describes them; it never ran on one."""
+    found = []
+    for node in sorted(AMD_NODES.glob("[0-9]*"), key=lambda path: int(path.name)):
+        if _properties(node).get("simd_count", 0):  # a CPU has none
+            found.append(sum(_properties(bank).get("size_in_bytes", 0) for bank in node.glob("mem_banks/*")))
+    return found
+
+
+def _properties(directory: Path) -> dict[str, int]:
+    try:
+        lines = [line.split() for line in (directory / "properties").read_text().splitlines()]
+    except OSError:  # another user's
+        return {}
+    return {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdigit()}
 
 
 def visible_gpus() -> list[str]:
-    """Returns this machine's NVIDIA devices, as CUDA_VISIBLE_DEVICES names them: what it lists, where it is set; else all numbers."""
+    """Returns this machine's GPUs, as CUDA_VISIBLE_DEVICES names them (which AMD's runtime reads too): what it lists where it is set, else
+    all numbers."""
     given = os.environ.get(VISIBLE)
     return [str(index) for index in range(gpus())] if given is None else [name.strip() for name in given.split(",") if name.strip()]
 
 
 def gpu_bytes() -> int | None:
-    """Returns the memory of this machine's smallest GPU, in bytes; None where nvidia-smi tells of none."""
-    sizes = [int(line) for line in _told_of_each("memory.total") if line.isdigit()]
-    return min(sizes) << 20 if sizes else None
+    """Returns the memory of this machine's smallest GPU, in bytes; None where neither nvidia-smi nor AMD's driver reports one."""
+    sizes = [int(line) << 20 for line in _told_of_each("memory.total") if line.isdigit()] or amd_gpus()
+    return min(sizes, default=0) or None
 
 
 def gpu_names() -> list[str]:

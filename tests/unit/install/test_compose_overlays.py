@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from shared.config import devices
 from shared.sandbox.sandbox_command import REFUSED
 
 COMPOSE = Path(__file__).resolve().parents[3] / "deploy" / "compose"
@@ -15,9 +16,27 @@ def read(name: str) -> dict[str, dict[str, dict[str, object]]]:
     return dict(yaml.safe_load((COMPOSE / name).read_text()))
 
 
-@pytest.mark.parametrize("name", ["compose.gpu.yaml", "compose.sandbox.yaml", "compose.tls.yaml"])
+@pytest.mark.parametrize("name", ["compose.gpu.yaml", "compose.rocm.yaml", "compose.sandbox.yaml", "compose.tls.yaml"])
 def test_an_overlay_changes_services_that_are_there(name: str) -> None:
     assert read(name)["services"].keys() <= read("compose.yaml")["services"].keys()
+
+
+def test_amds_gpus_are_given_to_the_torch_backend_without_a_word_of_cudas_but_pytorchs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    services = read("compose.rocm.yaml")["services"]
+    for name in ("trainer", "rollout"):
+        assert services[name]["devices"] == ["/dev/kfd", "/dev/dri"] and "ROCM_IMAGE" in str(services[name]["build"])
+    assert "--trainer-backend torch" in str(services["submit"]["command"]) and "nvidia" not in str(services).lower()
+    for node, (simd, size) in enumerate([(0, 0), (256, 64 << 30), (256, 48 << 30)]):
+        (bank := tmp_path / str(node) / "mem_banks" / "0").mkdir(parents=True)
+        (tmp_path / str(node) / "properties").write_text(f"cpu_cores_count 4\nsimd_count {simd}\nbroken\n")
+        (bank / "properties").write_text(f"heap_type 1\nsize_in_bytes {size}\n")
+    monkeypatch.setattr(devices, "AMD_NODES", tmp_path)
+    monkeypatch.setattr(devices, "_told_of_each", lambda _: [])
+    assert devices.amd_gpus() == [64 << 30, 48 << 30] and devices.gpu_bytes() == 48 << 30
+    if not list(Path("/dev").glob("nvidia[0-9]*")):
+        assert devices.gpus() == 2 and devices.resolve("auto") == "cuda"
 
 
 def test_sandboxes_are_allowed_to_the_reward_service_alone_and_without_rights() -> None:
