@@ -21,9 +21,7 @@ def test_an_overlay_changes_services_that_are_there(name: str) -> None:
     assert read(name)["services"].keys() <= read("compose.yaml")["services"].keys()
 
 
-def test_amds_gpus_are_given_to_the_torch_backend_without_a_word_of_cudas_but_pytorchs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_amds_gpus_are_given_to_the_torch_backend_and_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     services = read("compose.rocm.yaml")["services"]
     for name in ("trainer", "rollout"):
         assert services[name]["devices"] == ["/dev/kfd", "/dev/dri"] and "ROCM_IMAGE" in str(services[name]["build"])
