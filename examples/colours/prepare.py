@@ -7,7 +7,9 @@ import argparse
 import base64
 import io
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,8 +28,12 @@ TEMPLATE = (
 )
 
 
-def save_model(folder: Path, seed: int) -> int:
-    """Writes a Qwen3-VL of two layers and a tokenizer of a few words; returns how many parameters it has."""
+def save_model(folder: Path, seed: int, larger: Mapping[str, Mapping[str, Any]] = {}) -> int:
+    """Writes a Qwen3-VL of two layers and a tokenizer of a few words; returns how many parameters it has.
+
+    Args:
+        larger: sizes that take the place of those of ``text``, ``vision`` and of the processor's ``size``.
+    """
     words = Tokenizer(models.WordLevel({token: number for number, token in enumerate(TOKENS)}, unk_token=" "))
     words.pre_tokenizer = pre_tokenizers.Split(Regex("[a-z]+|[^a-z]"), behavior="isolated")
     words.decoder = decoders.Fuse()
@@ -35,27 +41,35 @@ def save_model(folder: Path, seed: int) -> int:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, clean_up_tokenization_spaces=False, **special)
     tokenizer.chat_template = TEMPLATE
     names = ("vision_start", "image", "vision_end", "video")
-    ids = {f"{name}_token_id": TOKENS.index(token) for name, token in zip(names, SEES, strict=True)}
+    ids: dict[str, Any] = {f"{name}_token_id": TOKENS.index(token) for name, token in zip(names, SEES, strict=True)}
     sizes = {"hidden_size": 64, "intermediate_size": 128}
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-    text = {**sizes, "vocab_size": len(TOKENS), "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    text: dict[str, Any] = {
+        **sizes,
+        "vocab_size": len(TOKENS),
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
     text |= {"max_position_embeddings": 512, "rope_parameters": rope, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-    vision = {**sizes, "depth": 2, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    vision: dict[str, Any] = {**sizes, "depth": 2, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
     vision |= {"out_hidden_size": 64, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    text, vision = {**text, **larger.get("text", {})}, {**vision, **larger.get("vision", {})}
     torch.manual_seed(seed)
     model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids)).float()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    size = {"shortest_edge": 256, "longest_edge": 4096}
-    processor = {"image_processor_type": "Qwen2VLImageProcessorFast", "processor_class": "Qwen3VLProcessor", "size": size, "patch_size": 8}
+    processor: dict[str, Any] = {"image_processor_type": "Qwen2VLImageProcessorFast", "processor_class": "Qwen3VLProcessor"}
+    processor |= {"size": {"shortest_edge": 256, "longest_edge": 4096, **larger.get("size", {})}, "patch_size": vision["patch_size"]}
     processor |= {"merge_size": 2, "temporal_patch_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2))
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def picture(rng: np.random.Generator, colour: str) -> bytes:
-    """Returns a PNG of 16 to 48 pixels a side: gray noise, and a square of the colour somewhere on it."""
-    width, height = rng.integers(16, 49, 2)
+def picture(rng: np.random.Generator, colour: str, longest: int) -> bytes:
+    """Returns a PNG of a third of ``longest`` to ``longest`` pixels a side: gray noise, and a square of the colour somewhere on it."""
+    width, height = rng.integers(longest // 3, longest + 1, 2)
     pixels = np.repeat(rng.integers(60, 120, (height, width, 1)), 3, 2).astype(np.uint8)
     side = int(min(width, height) * rng.uniform(0.6, 0.9))
     left, top = rng.integers(0, width - side + 1), rng.integers(0, height - side + 1)
@@ -64,12 +78,12 @@ def picture(rng: np.random.Generator, colour: str) -> bytes:
     return encoded.getvalue()
 
 
-def write_prompts(path: Path, rng: np.random.Generator, count: int, beside: bool) -> None:
+def write_prompts(path: Path, rng: np.random.Generator, count: int, beside: bool, longest: int = 48) -> None:
     """Writes ``count`` prompts; their pictures lie ``beside`` them as files, or in the lines themselves."""
     lines = []
     for number in range(count):
         colour = list(COLOURS)[rng.integers(len(COLOURS))]
-        encoded, name = picture(rng, colour), f"{path.stem}/{number}.png"
+        encoded, name = picture(rng, colour, longest), f"{path.stem}/{number}.png"
         if beside:
             (path.parent / path.stem).mkdir(exist_ok=True)
             (path.parent / name).write_bytes(encoded)

@@ -32,6 +32,7 @@ from services.trainer.step_scheduler import CriticStepScheduler, StepScheduler
 from services.trainer.trainer_hooks import CONVERT, MegatronHooks, RolloutLog, converted
 from services.trainer.trainer_settings import TrainerSettings, model_directory
 from shared.config.run_config import RunConfig
+from shared.data.pictures import picture_check
 from shared.model.families import replayed_choices
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import describe
@@ -190,7 +191,8 @@ class RoleWorker:
         self._store, self._exchange = store, exchange
         self._choices = replayed_choices(config) if role == "actor" else None
         vocabulary, kept = self._actor.architecture.vocab_size, config.kept_top_k > 0
-        limits = SampleLimits(vocabulary, log_probs_reader=config.log_probs_reader, choices=self._choices, kept=kept)
+        reader, shown = config.log_probs_reader, picture_check(config)
+        limits = SampleLimits(vocabulary, log_probs_reader=reader, choices=self._choices, kept=kept, pictures=shown)
         self._reader = ShardReader(store, self._actor.data_parallel_rank, limits)
         self._scheduler: StepScheduler | CriticStepScheduler | None = None
         self._metrics: MetricsLogger | None = None

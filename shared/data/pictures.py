@@ -9,7 +9,8 @@ import base64
 import binascii
 import io
 import math
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.config.data_sections import DataSection
+from shared.config.run_config import RunConfig
 from shared.runtime.errors import ConfigError, shown
 from shared.runtime.safe_files import parse_json
+from shared.schema.sample import Sample
 
 SEEING = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")  # Values of ``model_type`` whose pictures are taken
 MOST_BYTES = 64 << 20  # The most bytes of one prompt's pictures, as they are stored
@@ -28,6 +31,7 @@ PLACEHOLDER = "<image>"  # In a prompt's text: the next of its pictures, as slim
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
+_PNG = b"\x89PNG\r\n\x1a\n"
 _FIELD = "data.multimodal_keys"
 
 
@@ -122,6 +126,28 @@ class ShownPictures(NamedTuple):
 
     rule: PictureRule
     pictures: tuple[bytes, ...] = ()
+
+
+def picture_check(config: RunConfig) -> Callable[[Sample], str | None]:
+    """Returns what says why a sample's pictures are not those of its tokens; the trainer's processor counts as this does.
+
+    Raises ConfigError: the model sees none, though prompts show some.
+    """
+    rule = None if config.data.multimodal_keys is None else PictureRule.read(config.model.hf_checkpoint)
+
+    def problem(sample: Sample) -> str | None:
+        if rule is None:
+            return "pictures are there, and data.multimodal_keys shows none" if sample.pictures else None
+        places = sum(int(np.count_nonzero(ids == rule.token)) for ids in (sample.prompt, sample.response))
+        if any(picture[:8] != _PNG or len(picture) < 24 for picture in sample.pictures):
+            return "pictures holds one that is no PNG"
+        sizes = [struct.unpack(">II", picture[16:24]) for picture in sample.pictures]
+        if any(0 in size or rule.size(*size) != size for size in sizes):
+            return f"pictures holds one of another size than the checkpoint's processor gives it: {sizes}"
+        wanted = sum(rule.tokens(*size) for size in sizes)
+        return None if places == wanted else f"pictures take {wanted} tokens, and {places} tokens stand for pictures"
+
+    return problem
 
 
 class PictureReader:

@@ -176,7 +176,8 @@ class SampleLimits:
     can be (`shared.schema.versions.newest_possible`). There is no oldest one: what becomes of stale samples is the buffer's decision.
     log_probs_reader: what reads the rollout's log-probs (`RunConfig.log_probs_reader`), so that no trained token may lack them.
     choices: of the model, where training replays the rollout's experts, so that no sample with trained tokens may lack them.
-    kept: whether training replays the tokens that samplers kept, so that none may lack these.
+    kept: whether training replays the tokens that samplers kept, so that none may lack these. pictures: says why a sample's pictures are
+    not those of its tokens (`shared.data.pictures.picture_check`); None: they are not compared.
     """
 
     vocabulary: int = 1 << 31
@@ -184,6 +185,7 @@ class SampleLimits:
     log_probs_reader: str | None = None
     choices: ExpertChoices | None = None
     kept: bool = False
+    pictures: "Callable[[Sample], str | None] | None" = None
 
 
 _FORMAT = SampleLimits()
@@ -279,13 +281,14 @@ class Sample:
             or self._routing_problem(limits.choices)
             or self._kept_problem(limits)
             or self._turn_problem()
-            or self._picture_problem()
+            or self._picture_problem(limits)
         )
 
-    def _picture_problem(self) -> str | None:
+    def _picture_problem(self, limits: SampleLimits) -> str | None:
         given: object = self.pictures
-        fits = isinstance(given, tuple) and all(isinstance(picture, bytes) and picture for picture in given)
-        return None if fits else "pictures is not a list of encoded pictures"
+        if not isinstance(given, tuple) or not all(isinstance(picture, bytes) and picture for picture in given):
+            return "pictures is not a list of encoded pictures"
+        return None if limits.pictures is None else limits.pictures(self)
 
     def _turn_problem(self) -> str | None:
         end = 0

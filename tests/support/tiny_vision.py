@@ -75,7 +75,7 @@ def write_tiny_vision_model(path: Path, kind: str, *, seed: int = 0, alphabet: s
         text |= {f"linear_num_{name}": count for name, count in linear.items()}
         text |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4, "num_hidden_layers": 4}
         text |= {"head_dim": 64, "rope_parameters": {**rope, "mrope_interleaved": True, "partial_rotary_factor": 0.25}}
-        vision |= {"num_position_embeddings": 64}
+        vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": []}
     name = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_5": "Qwen3_5"}[kind]
     config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, **ids, tie_word_embeddings=False)
     config.dtype = "float32"

@@ -5,16 +5,18 @@ import io
 import json
 import struct
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from shared.data.pictures import BadPicture, PictureRule
+from shared.data.pictures import BadPicture, PictureRule, picture_check
 from shared.data.prompts import PromptReader, TrainingPrompts
 from shared.data.rows import RowEntry
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
+from shared.schema.sample import Sample, SampleLimits, decode, encode
 from tests.support.run_config import run_config, write_jsonl
 from tests.support.tiny_vision import png, write_tiny_vision_model
 
@@ -207,6 +209,29 @@ def test_runs_that_cannot_show_pictures_are_refused(folder):
     (folder / "blind" / "config.json").write_text(json.dumps({"model_type": "gemma3"}))
     with pytest.raises(ConfigError, match="gemma3.*pictures are shown to qwen2_5_vl"):
         PictureRule.read(folder / "blind")
+
+
+def test_samples_whose_pictures_are_not_those_of_their_tokens_are_refused(folder):
+    prompt, check = reader(folder).read(entry(folder, prompt="<image>?", images=["a.png"])), picture_check(config(folder))
+    whole = Sample(
+        "g", 0, prompt.tokens, np.array([5], np.int32), None, np.zeros(1, np.uint8), [(0, 1, 0)], "stop", "", pictures=prompt.pictures
+    )
+    limits = SampleLimits(pictures=check)
+    assert whole.problem(limits) is None
+    cases = {
+        (): "pictures take 0 tokens, and 40 tokens",
+        prompt.pictures * 2: "pictures take 80 tokens, and 40 tokens",
+        (b"GIF89a",): "no PNG",
+        (png(61, 40),): "another size",
+        (prompt.pictures[0][:16] + bytes(8),): "another size",
+        (b"",): "not a list of encoded pictures",
+    }
+    for pictures, words in cases.items():
+        assert words in str(replace(whole, pictures=pictures).problem(limits))
+    blind = run_config(folder)
+    assert "shows none" in str(whole.problem(SampleLimits(pictures=picture_check(blind))))
+    [again] = decode(encode([whole], 100), limits)
+    assert again.pictures == whole.pictures
 
 
 def test_ids_for_engines_have_one_place_for_each_picture(folder):
