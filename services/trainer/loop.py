@@ -218,7 +218,9 @@ class Trainer(RoleWorker):
         difference = sum(result.metrics.get("agreement_abs_diff", 0.0) for result in results) / max(tokens, 1.0)
         if self._control is not None and difference > monitoring.logprob_alarm:
             self._log.warning("logprobs_differ", step=batch.step, mean_abs_diff=difference, tokens=int(tokens))
+            one = batch.partition.name(0) if batch.partition.items else "GROUP/INDEX"
             detail = f"engine and trainer differ by {difference:.3g} on {int(tokens)} tokens of step {batch.step}"
+            detail += f"; `myxo bisect {self._config.run.argument} --sample {one}` finds where"
             self._control.publish_event("logprobs_differ", detail)
 
     # --- before the first step

@@ -32,6 +32,7 @@ from services.trainer.batch_metrics import Table
 from services.trainer.batches import TrainBatch, baselines_of, rollouts_of
 from services.trainer.control_client import ControlClient
 from services.trainer.flops import NOTHING, Work
+from services.trainer.objective.mismatch import summarised
 from services.trainer.partition import Partition
 from services.trainer.trainer_hooks import RolloutLog
 from services.trainer.weights.push_schedule import PushResult
@@ -358,6 +359,7 @@ class MetricsLogger:
             shared: of all ranks, what samples have in common that is computed once.
         """
         metrics = averaged(results) | ({"support_mismatch": 1.0} if self._config.support_mismatch else {})
+        metrics = summarised(metrics, self._config.monitoring.logprob_alarm)
         performance = self._performance(batch, started, ended, optimized, shared)
         self._write(batch.step, "train", metrics)
         if self._log is None or not self._log.wrote(batch.partition, performance["train_wait_time"]):

@@ -142,7 +142,7 @@ def alarms(found: Symptoms, config: RunConfig) -> list[Alarm]:
     """Returns the alarms that stand, in the order of `AlarmKind`."""
     raised = [
         *_services(found),
-        *_numbers(found, config.monitoring.logprob_alarm),
+        *_numbers(found, config.monitoring.logprob_alarm, _bisection(found, config)),
         *_rewards(found, config),
         *_batches(found.steps[-LATELY_STEPS:], config.run.argument),
         *_ends(found, config),
@@ -184,7 +184,13 @@ def _services(found: Symptoms) -> Iterator[Alarm]:
 # --- what the trainer measures
 
 
-def _numbers(found: Symptoms, bound: float) -> Iterator[Alarm]:
+def _bisection(found: Symptoms, config: RunConfig) -> str:
+    """Returns the command that finds where engine and trainer differ, for a sample of the newest step."""
+    last = found.steps[-1].last if found.steps else None
+    return f"myxo bisect {config.run.argument} --sample {'GROUP/INDEX' if last is None else f'{last.group}/0'}"
+
+
+def _numbers(found: Symptoms, bound: float, bisection: str) -> Iterator[Alarm]:
     steps = sorted(found.metrics)
     lately = [found.metrics[step] for step in steps[-LATELY_STEPS:]]
     broken = sorted({name for values in lately for name in ("train/loss", "train/grad_norm") if not math.isfinite(values.get(name, 0.0))})
@@ -201,7 +207,7 @@ def _numbers(found: Symptoms, bound: float) -> Iterator[Alarm]:
             AlarmKind.LOGPROBS,
             f"the log-probs of engine and trainer differ by {number(difference, '.3g')} nats a token (bound {bound:g})",
             "Under equal weights both should agree: importance weights and clipping then correct an error, not the policy's change.",
-            "Compare dtypes, attention backends and the model's files of both sides; use_tis limits the harm meanwhile.",
+            f"`{bisection}` names the operation that differs, and a switch; use_tis limits the harm meanwhile.",
         )
     yield from _entropy([found.metrics[step] for step in steps])
 

@@ -64,7 +64,7 @@ PANELS = tuple(
     truncation | Truncation | share of responses | responses that ran into their limit, and those that end in a loop |
         rollout/truncated_ratio = truncated, rollout/repetition_frac = looping
     difference | Engine–trainer difference | nats | mean absolute difference of the log-probs that engine and trainer give the same token |
-        train/train_rollout_logprob_abs_diff
+        train/train_rollout_logprob_abs_diff = mean, train/mismatch_p99 = 99 %, train/mismatch_max = largest
     staleness | Staleness | versions | of a batch's samples: the batch's version less that of the oldest trained token |
         rollout/staleness_mean = mean, rollout/staleness_max = largest
     equal | Groups that teach nothing | share of groups | groups whose rewards are all equal: they have no advantage |
