@@ -27,6 +27,7 @@ from services.trainer.trainer_settings import DTYPES, TrainerSettings
 from shared.config.trainer_section import LearningRateSchedule
 from shared.model.architecture import Architecture
 from shared.model.quantization import quantization_of
+from shared.transfer import batch_invariant
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Actor:
         """
         if settings.trainer.deterministic:
             runtime.make_deterministic()
+        batch_invariant.install()
         backend = import_module(MODULES[settings.trainer.trainer_backend])
         return cls(settings, Path(hf_dir), backend.create(settings, Path(hf_dir), random, initialized))
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 VARIABLE = "MYXO_BATCH_INVARIANT"  # environment variable with which a process is asked for it
-ROWS, KEYS = 16, 64
+ROWS, KEYS, TERMS = 16, 64, 64
 _installed: list[torch.library.Library] = []
 
 
@@ -24,12 +24,20 @@ def install() -> None:
     library = torch.library.Library("aten", "IMPL")
     library.impl("mm", product, "CPU")
     library.impl("addmm", _biased, "CPU")
+    library.impl("silu", _activated, "CPU")
     _installed.append(library)
     F.scaled_dot_product_attention = attend  # type: ignore[assignment]
 
 
+def installed() -> bool:
+    """Returns whether they are replaced."""
+    return bool(_installed)
+
+
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """Returns ``left`` [M, K] times ``right`` [K, N]."""
+    """Returns ``left`` [M, K] times ``right`` [K, N]. K is filled up to a multiple of `TERMS`: SGLang pads layers' widths on a CPU."""
+    if missing := -left.size(1) % TERMS:
+        left, right = F.pad(left, (0, missing)), F.pad(right.t(), (0, missing)).t()  # as weights lie
     rows, found = left.size(0), left.new_empty(-(-left.size(0) // ROWS) * ROWS, right.size(1))
     padded = F.pad(left, (0, 0, 0, len(found) - rows)) if len(found) > rows else left.contiguous()
     for first in range(0, len(found), ROWS):
@@ -39,6 +47,12 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 def _biased(bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     return beta * bias + alpha * product(left, right)
+
+
+def _activated(values: Tensor) -> Tensor:
+    """Returns silu of numbers that are all computed in vectors: PyTorch computes those that fill none with another function."""
+    flat = F.pad(values.reshape(-1), (0, -values.numel() % TERMS))
+    return torch.ops.aten.silu.out(flat, out=torch.empty_like(flat))[: values.numel()].view(values.shape)
 
 
 def attend(

@@ -44,6 +44,7 @@ from services.rollout.engine import cpu_quantization, cpu_speculation
 from services.rollout.engine.murmur_hash import murmur_hash32
 from services.rollout.engine.private_endpoints import close_sockets, leave_out_own_requests, serve_on_socket
 from shared.runtime.quick_imports import quick_imports
+from shared.transfer import batch_invariant
 from shared.transfer.channel_store import bind_stores
 
 
@@ -406,6 +407,7 @@ def fork_children() -> None:
     os.register_at_fork(before=gc.freeze)  # or the children's collector would touch, and so copy, every page
 
 
+batch_invariant.install()  # before SGLang takes its functions of torch's
 torchvision_operators = load_torchvision_operators()
 serve_on_socket()
 bind_stores()

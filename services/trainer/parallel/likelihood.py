@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shared.schema.kept_tokens import Kept
+from shared.transfer import batch_invariant
 
 NEVER = -1e30  # The logit of a token that was not kept; finite, so that its probability times its logarithm is 0
 
@@ -137,7 +138,7 @@ class _ChunkedLikelihood(torch.autograd.Function):
         local = ids - vocabulary.start
         local = torch.where((local >= 0) & (local < vocabulary.width), local, -1)
         # of each token: the highest x, Σ exp(x - highest), Σ exp(x - highest) (x - highest); of this rank's slice
-        highest, total, weighted = (torch.zeros(tokens, device=inputs.device) for _ in range(3))
+        highest, total, weighted, ordered = (torch.zeros(tokens, device=inputs.device) for _ in range(4))
         highest.fill_(-torch.inf)
         picked = torch.zeros(ids.shape, device=inputs.device)
         chunks, logits, slope = head.chunks(tokens), None, None
@@ -148,11 +149,13 @@ class _ChunkedLikelihood(torch.autograd.Function):
             slope = head.slope(logits) if rows is chunks[-1] else None  # before tokens are taken out
             restrict(real, kept, rows, vocabulary)
             highest[rows], total[rows], weighted[rows] = row_statistics(real, temperature, need_entropy)
+            if batch_invariant.installed():
+                ordered[rows] = F.log_softmax(_scaled(real, temperature), 1).amax(1).neg()
             chosen = real.gather(1, local[rows].clamp(min=0)).float() / temperature
             picked[rows] = torch.where(local[rows] >= 0, chosen, 0.0)
         if vocabulary.group is not None and vocabulary.group.size() > 1:
             highest, total, weighted, picked = _over_ranks(vocabulary.group, highest, total, weighted, picked)
-        log_sum = total.log()
+        log_sum = ordered if batch_invariant.installed() else total.log()  # summed in the order of an engine's log-softmax
         log_probs = (picked - highest[:, None]).sub_(log_sum[:, None])
         entropy = log_sum - weighted / total if need_entropy else log_probs.new_empty(0)
         # The last chunk's logits are kept: the backward pass begins with them, and a single chunk is not computed twice.
