@@ -110,7 +110,34 @@ def _shares(inspection: Inspection, flags: Mapping[str, tuple[str, Any]]) -> Fin
             yield ConfigError(field, size, f"a divisor of {given} = {gpus}")
 
 
-ENGINE_CHECKS = (check_engine_flags, check_engine_backend, check_engine_context, check_engine_model)
+def check_alignment(inspection: Inspection) -> Findings:
+    """Yields what keeps engines and trainer from computing the same bits, where the run asks for them."""
+    rollout, trainer, model = inspection.config.rollout, inspection.config.trainer, inspection.architecture
+    if rollout.alignment != "bitwise":
+        return
+    sharers = {"tensor": trainer.tensor_model_parallel_size, "context": trainer.context_parallel_size}
+    flags = ("quantization", "kv-cache-dtype", "speculative-algorithm", "dp-size", "attention-backend", "enable-lora")
+    obstacles = {
+        "trainer.train_device": devices.resolve(trainer.train_device) != "cpu",
+        "rollout.rollout_device": devices.resolve(rollout.rollout_device) != "cpu",
+        "trainer.train_dtype": trainer.train_dtype != "float32",
+        "rollout.sglang.dtype": rollout.engine_flags.get("dtype", "float32") != "float32",
+        **{f"trainer.{name}_model_parallel_size".replace("context_model", "context"): size > 1 for name, size in sharers.items()},
+        **{f"rollout.sglang.{name}": rollout.engine_flags.get(name) is not None for name in flags},
+        **{name.partition(" =")[0]: True for name in (*rollout.truncates, *rollout.sampled_otherwise)},
+        "rollout.speculation": rollout.speculation not in (None, "off"),
+        "trainer.lora_rank": trainer.lora_rank,
+        "data.multimodal_keys": inspection.config.data.multimodal_keys,
+    }
+    if model is not None:
+        kinds = {name: getattr(model, name) for name in ("experts", "latent", "linear", "indexer", "sinks", "windows", "joint_qk_norm")}
+        obstacles |= {f"model.hf_checkpoint ({name} of {model.model_type})": kind for name, kind in kinds.items()}
+    if found := [name for name, stands in obstacles.items() if stands]:
+        expected = "close, or a dense model in float32 on CPUs, whole on each rank, sampled from its whole distribution; in the way: "
+        yield ConfigError("rollout.alignment", rollout.alignment, expected + ", ".join(found))
+
+
+ENGINE_CHECKS = (check_engine_flags, check_engine_backend, check_engine_context, check_engine_model, check_alignment)
 
 
 def check_models(inspection: Inspection) -> Findings:

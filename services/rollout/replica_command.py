@@ -7,7 +7,7 @@ captures its decode steps as CUDA graphs.
 import json
 import os
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from shared.model.families import read_architecture
 from shared.process.embedded_servers import free_port
 from shared.runtime.errors import ConfigError
 from shared.service.service_base import Service, default_instance
+from shared.transfer import BATCH_INVARIANT
 
 # Flags of SGLang's under which it generates by seeds; without a seed of its own each request would have the same one.
 SEEDED = ("enable-deterministic-inference", "rl-on-policy-target")
@@ -196,11 +197,12 @@ def replica_command(service: Service, name: str, meeting: EngineMeeting | None =
         flags, own_flags = without_speculation(flags), without_speculation(own_flags)
     if device == "cuda" and not captures_prefill({sglang_flags.plain_name(name): value for name, value in own_flags.items()}):
         flags |= sglang_flags.known_ones({PREFILL_GRAPHS: "disabled"})
-    return engine_command(
+    command = engine_command(
         config.model.hf_checkpoint,
         free_port(),
         device=device,
         random_seed=config.data.rollout_seed + zlib.crc32(name.encode()) % 2**20,  # replicas sample differently
-        flags=flags | own_flags,
+        flags=flags | rollout.alignment_flags | own_flags,
         meeting=meeting,
     )
+    return replace(command, env=command.env | {BATCH_INVARIANT: "1"}) if rollout.alignment == "bitwise" else command

@@ -14,6 +14,7 @@ from shared.process.child_process import die_with_parent
 from shared.runtime.addresses import listening_interfaces, node_rank
 from shared.runtime.user_cache import kernel_cache_variables
 from shared.service.service_base import exit_code
+from shared.transfer import BATCH_INVARIANT
 
 
 def launch(role: str) -> None:
@@ -45,6 +46,8 @@ def prepare_environment(config: RunConfig) -> None:
     if config.trainer.train_device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ |= kernel_cache_variables(os.environ)
+    if config.rollout.alignment == "bitwise":
+        os.environ[BATCH_INVARIANT] = "1"
     # both ends of a weight push must agree on these; SGLang sets them for itself
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")

@@ -75,7 +75,7 @@ class Actor:
         """
         if settings.trainer.deterministic:
             runtime.make_deterministic()
-        batch_invariant.install()
+        batch_invariant.install()  # where the run's alignment is bitwise
         backend = import_module(MODULES[settings.trainer.trainer_backend])
         return cls(settings, Path(hf_dir), backend.create(settings, Path(hf_dir), random, initialized))
 

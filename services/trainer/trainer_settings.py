@@ -39,8 +39,10 @@ class TrainerSettings:
     @classmethod
     def from_run(cls, config: RunConfig, role: Role = "actor") -> "TrainerSettings":
         updates = config.rollout.num_rollout * config.trainer.num_steps_per_rollout
-        sees = config.data.multimodal_keys is not None
-        return cls(config.trainer, role, updates, config.rollout.rollout_temperature or 1.0, sees)
+        trainer, sees = config.trainer, config.data.multimodal_keys is not None
+        if config.rollout.alignment != "off":
+            trainer = trainer.model_copy(update={"deterministic": True})
+        return cls(trainer, role, updates, config.rollout.rollout_temperature or 1.0, sees)
 
     @property
     def value_head(self) -> bool:

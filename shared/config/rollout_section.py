@@ -24,6 +24,8 @@ from shared.schema.sample import OverlongPolicy
 STEPS = "training steps (one rollout batch each), or num_epoch in its place; 0: nothing but the warm start and an evaluation"
 """What `num_rollout` is."""
 
+DETERMINISTIC = "enable-deterministic-inference"
+
 GENERATORS = ("custom_generate_function_path", "agent", "agent_command")
 """The fields that put something of the user's in the place of Myxo's own generation; a set of held-out prompts may have its own."""
 
@@ -188,6 +190,11 @@ class RolloutSection(Section):
             "rollout_window",
             lambda rollout, given: given is not None and rollout.rollout_order != "windowed_fifo",
             "belongs to rollout_order = windowed_fifo, not to {0.rollout_order}",
+        ),
+        Rule(
+            "alignment",
+            lambda rollout, given: given != "off" and (rollout.external_engines or rollout.engine_flags[DETERMINISTIC] in (None, False)),
+            "off with external_engines, or where sglang turns enable-deterministic-inference off",
         ),
         Rule(
             "speculation",
@@ -447,6 +454,11 @@ class RolloutSection(Section):
         "ngram, or auto: the best of these that the checkpoint has, while it is faster than none; default: as sglang has it",
         **MUTABLE,
     )
+    alignment: Literal["off", "close", "bitwise"] = Field(
+        default="off",
+        description="how far engines and trainer compute alike: close (deterministic kernels on both sides, sampling by seeds), or bitwise "
+        "(the same bits: dense models in float32 on CPUs)",
+    )
     engine_start_timeout: float = Field(default=600, gt=0, description="seconds for an engine to answer its first request", **MUTABLE)
     generate_timeout: float = Field(default=600, gt=0, description="seconds for one group's generation", **MUTABLE)
     sglang: dict[str, Any] = Field(default={}, description="SGLang's own flags without their dashes, passed through verbatim")
@@ -523,7 +535,12 @@ class RolloutSection(Section):
     @property
     def engine_flags(self) -> dict[str, Any]:
         """Returns SGLang's own flags by their names as SGLang spells them."""
-        return {plain_name(name): value for name, value in self.sglang.items()}
+        return self.alignment_flags | {plain_name(name): value for name, value in self.sglang.items()}
+
+    @property
+    def alignment_flags(self) -> dict[str, Any]:
+        """Returns the flags of SGLang's that `alignment` stands for."""
+        return {} if self.alignment == "off" else {DETERMINISTIC: True}
 
     @property
     def worker_type(self) -> WorkerType:

@@ -1,32 +1,35 @@
 """Matrix products and attention on a CPU whose every row is computed alike, whatever stands beside it.
 
-A product's kernel is chosen by its shape: a token that an engine decodes alone goes through another one than the same token in a trainer's
-pack, and the last bit differs. Here each product is made of products of one shape, `ROWS` rows at a time. Attention is computed by blocks of
-`ROWS` queries and `KEYS` keys, their softmax's sums are added block by block from the first; keys that a query does not see add exact zeros.
-Both sides of a run import this, so equal weights and tokens give equal bits. Autograd works as before: what is replaced lies below it.
+A product's kernel is chosen by its shape: a token that an engine decodes alone goes through another one than the same token in a
+trainer's pack, and the last bit differs. Here each product is made of products of one shape, `ROWS` rows at a time. Attention is computed
+by blocks of `ROWS` queries and `KEYS` keys, their softmax's sums are added block by block from the first; keys that a query does not see
+add exact zeros. Both sides of a run import this: equal weights and tokens give equal bits. Autograd works as before: what is replaced lies
+below it, and attention is made of operations that it knows.
 """
 
 import os
+import warnings
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-VARIABLE = "MYXO_BATCH_INVARIANT"  # environment variable with which a process is asked for it
+from shared.transfer import BATCH_INVARIANT
+
 ROWS, KEYS, TERMS = 16, 64, 64
 _installed: list[torch.library.Library] = []
 
 
 def install() -> None:
-    """Replaces the products and the scaled dot-product attention of this process, if `VARIABLE` asks for it. Twice is once."""
-    if _installed or not os.environ.get(VARIABLE):
+    """Replaces the products and the scaled dot-product attention of this process, if `BATCH_INVARIANT` asks for it. Twice is once."""
+    if _installed or not os.environ.get(BATCH_INVARIANT):
         return
     library = torch.library.Library("aten", "IMPL")
-    library.impl("mm", product, "CPU")
-    library.impl("addmm", _biased, "CPU")
-    library.impl("silu", _activated, "CPU")
+    with warnings.catch_warnings(action="ignore"):  # that there was one before
+        for name, function in (("mm", product), ("addmm", _biased), ("silu", _activated)):
+            library.impl(name, function, "CPU")
     _installed.append(library)
-    F.scaled_dot_product_attention = attend  # type: ignore[assignment]
+    F.scaled_dot_product_attention = attend
 
 
 def installed() -> bool:

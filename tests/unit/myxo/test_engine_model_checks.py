@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from myxo.preflight.engine_checks import check_engine_model
+from myxo.preflight.engine_checks import check_alignment, check_engine_model
 from myxo.preflight.inspection import Findings, Inspection, Note
 from myxo.preflight.objective_checks import check_support
 from tests.support.run_config import run_config
@@ -67,6 +67,23 @@ def test_what_the_model_lacks_for_an_engines_flag_is_named(tmp_path: Path, model
 )
 def test_what_every_model_has_is_taken(tmp_path: Path, model: Path, flags: dict[str, Any]) -> None:
     assert checked(tmp_path, flags) == ""
+
+
+@pytest.mark.parametrize(
+    ("sections", "named"),
+    [
+        ({}, []),
+        ({"rollout": {"rollout_top_p": 0.9}}, ["rollout_top_p"]),
+        ({"trainer": {"train_dtype": "bfloat16", "lora_rank": 8}}, ["trainer.train_dtype", "trainer.lora_rank"]),
+        ({"trainer": {"tensor_model_parallel_size": 2, "actor_num_gpus_per_node": 2}}, ["trainer.tensor_model_parallel_size"]),
+        ({"rollout": {"sglang": {"kv-cache-dtype": "fp8_e5m2"}}}, ["rollout.sglang.kv-cache-dtype"]),
+    ],
+)
+def test_what_keeps_both_sides_from_the_same_bits_is_named(tmp_path: Path, model: Path, sections: dict[str, Any], named: list[str]) -> None:
+    given = {"rollout": {"alignment": "bitwise", "rollout_device": "cpu", **sections.get("rollout", {})}}
+    given["trainer"] = {"train_device": "cpu", "train_dtype": "float32", **sections.get("trainer", {})}
+    found = said(check_alignment(Inspection(run_config(tmp_path, **given))))
+    assert all(name in found for name in named) and ("in the way" in found) == bool(named)
 
 
 @pytest.mark.parametrize(
