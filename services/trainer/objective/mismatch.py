@@ -65,8 +65,14 @@ def summarised(metrics: Mapping[str, float], bound: float) -> dict[str, float]:
     rest["mismatch_p99"] = next(top for top, below in zip(tops, share, strict=True) if below >= 0.99 - 1e-9)
     rest["mismatch_max"] = max(top for top, one in zip(tops, bins, strict=True) if one)
     rest["mismatch_beyond"] = 1 - next(below for top, below in zip(tops, [*share[:-1], 1.0], strict=True) if top >= min(bound, EDGES[-1]))
+    return rest | _means(metrics)
+
+
+def _means(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns the mean difference of each range of places and of lengths that has tokens."""
+    found = {}
     for name in ("at", "of"):
         for index, edge in enumerate((*PLACES, math.inf)):
             if tokens := metrics[f"{PREFIX}{name}_tokens_{index}"]:
-                rest[f"mismatch_{name}_{edge}"] = metrics[f"{PREFIX}{name}_sum_{index}"] / tokens
-    return rest
+                found[f"mismatch_{name}_{edge}"] = metrics[f"{PREFIX}{name}_sum_{index}"] / tokens
+    return found
