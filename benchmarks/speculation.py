@@ -7,9 +7,12 @@ meanwhile. ``--device cpu`` does it with a tiny model. Exit code 1 with ``proble
 Figures. ``engines``: of each kind and number of requests at once ``tokens_per_s``, ``accept_length`` (tokens that a verification brought)
 and ``times``, its speed over that of the engine that does not speculate. ``versions``: the policy changes with each version, pushed to the
 engine over mapped memory: ``accept_length`` and ``times`` where the layers that draft stay as they were (``without``), and where those of
-the new policy are pushed, as by a trainer that trains them (``with``). ``distribution``: by how many standard deviations the counts of
-(place, token) of two engines differ more than those of one distribution would; ``likeliest`` is the same for a verifier that takes the
-likeliest token. ``logprob_diff``: of tokens as they were generated − as a prefill scores them; mean and largest of absolute values.
+the new policy are pushed, as by a trainer that trains them (``with``). ``distribution``: by how many standard
+deviations the counts of (place, token) of two engines differ more than those of independent samples would, over four runs of each: the
+mean ``distance`` from plain decoding, and the ``floor`` that it must not pass, which is measured: the mean (``own``) of plain decoding's
+distances from itself and four of its standard errors, at least 2. ``likeliest`` is the same for a verifier that takes the likeliest token
+at one place, and must be above. ``logprob_diff``: of tokens as they were generated − as a prefill scores them; mean and largest of absolute
+values.
 """
 
 import argparse
@@ -36,6 +39,7 @@ from shared.transfer.bucket_ring import bucket_views
 from shared.transfer.manifest import lay_out
 from shared.transfer.memory_channel import MemorySender
 from tests.support.drafting_model import DraftingShape, of_policy, signs, write_drafting_model
+from tests.support.two_samples import Responses, compared
 
 SHAPES = {
     "cuda": DraftingShape(2048, 24, 16, 8, 6144, 32768, 4096, sharpness=16.0, dtype=torch.bfloat16),
@@ -55,22 +59,7 @@ FLIPPED = (0.0, 0.05, 0.1, 0.2)
 NEW, GROUP, SECONDS = 6, 64, 60.0
 PROMPT = np.arange(5, 37, dtype=np.int32)
 MEASURED = 2
-LARGEST = 5.0
-
-
-def deviations(one: list[Generation], other: list[Generation]) -> float:
-    """Returns the distance of two runs' counts of (place, token), in standard deviations; cells of fewer than 10 are one."""
-    counts = [Counter((place, token) for found in run for place, token in enumerate(found.tokens.tolist())) for run in (one, other)]
-    scale, squares, freedom = (len(other) / len(one)) ** 0.5, 0.0, 0
-    for place in range(NEW):
-        cells = {key for count in counts for key in count if key[0] == place}
-        common = {key for key in cells if sum(count[key] for count in counts) >= 10}
-        pairs = [tuple(count[key] for count in counts) for key in common]
-        pairs.append(tuple(sum(count[key] for key in cells - common) for count in counts))
-        known = [(a, b) for a, b in pairs if a + b]
-        squares += sum((a * scale - b / scale) ** 2 / (a + b) for a, b in known)
-        freedom += len(known) - 1
-    return (squares - freedom) / (2 * max(freedom, 1)) ** 0.5
+RUNS = 4  # of each engine, one after another, for the test of distributions
 
 
 class Measured:
@@ -183,28 +172,28 @@ class Benchmark:
             await self._measure(engines, tensors)
 
     async def _measure(self, engines: dict[str, Measured], tensors: dict[str, torch.Tensor]) -> None:
-        figures, plain = self.figures, engines["off"]
+        figures = self.figures
         for batch in BATCHES[self.device]:
             for kind, engine in engines.items():
                 found = await engine.speed(batch)
                 figures["engines"][kind][f"{batch}"] = found
                 found["times"] = round(found["tokens_per_s"] / figures["engines"]["off"][f"{batch}"]["tokens_per_s"], 3)
                 self.write()
-        runs: dict[str, list[Generation]] = {}
+        runs: dict[str, list[Responses]] = {kind: [] for kind in engines}
+        for _ in range(RUNS):  # by turns, so that what drifts does so in all of them
+            for kind, engine in engines.items():
+                rows = [one for _ in range(SAMPLES[self.device] // RUNS // GROUP) for one in await engine.generated(GROUP, NEW)]
+                runs[kind].append([one.tokens.tolist() for one in rows])
+        likeliest = Counter(row[1] for row in runs["off"][0]).most_common(1)[0][0]
+        runs["likeliest"] = [[row for row in rows if row[1] == likeliest] for rows in runs["off"]]
+        for kind in [kind for kind in runs if kind != "off"]:
+            found_now = compared(runs["off"], runs[kind], NEW)
+            figures["distribution"][kind] = {name: round(value, 2) for name, value in found_now._asdict().items()}
+            if found_now.differs != (kind == "likeliest"):
+                figures["problems"].append(f"{kind}: {found_now} from plain decoding")
         for kind, engine in engines.items():
             figures["logprob_diff"][kind] = await engine.logprob_diff()
-            runs[kind] = [one for _ in range(SAMPLES[self.device] // GROUP) for one in await engine.generated(GROUP, NEW)]
-            figures["distribution"][kind] = round(deviations(runs["off"], runs[kind]), 2)
-            self.write()
-        again = [one for _ in range(SAMPLES[self.device] // GROUP) for one in await plain.generated(GROUP, NEW)]
-        figures["distribution"]["off"] = round(deviations(runs["off"], again), 2)
-        likeliest = Counter(int(one.tokens[1]) for one in again).most_common(1)[0][0]
-        figures["distribution"]["likeliest"] = round(deviations(runs["off"], [one for one in again if one.tokens[1] == likeliest]), 2)
-        figures["problems"] += [
-            f"{kind}: {value} standard deviations from plain decoding"
-            for kind, value in figures["distribution"].items()
-            if kind != "likeliest" and abs(value) > LARGEST
-        ]
+        self.write()
         if "mtp" in engines:
             await self._versions(engines["mtp"], tensors)
         self.write()

@@ -18,6 +18,7 @@ from services.rollout.engine.transport import InvalidRequest
 from shared.config.speculation import OF_KIND
 from shared.schema.messages import Sampling
 from tests.integration.engine.conftest import running_engine
+from tests.support import two_samples
 from tests.support.drafting_model import DraftingShape, of_policy, signs, write_drafting_model
 from tests.support.tiny_model import PRINTABLE, character_tokenizer
 from tests.support.weights_group import Pusher
@@ -45,18 +46,8 @@ def engines(model: tuple[Path, dict[str, torch.Tensor]], tmp_path_factory: pytes
 
 
 def deviations(one: list[Generation], other: list[Generation]) -> float:
-    """Returns by how many standard deviations the counts of (place, token) of two runs differ more than those of one distribution would."""
-    counts = [Counter((place, token) for found in run for place, token in enumerate(found.tokens.tolist())) for run in (one, other)]
-    squares, freedom = 0.0, 0
-    for place in range(NEW):
-        cells = {key for count in counts for key in count if key[0] == place}
-        common = [key for key in cells if sum(count[key] for count in counts) >= 10]
-        pairs = [(counts[0][key], counts[1][key]) for key in common]
-        rare = [sum(count[key] for key in cells - set(common)) for count in counts]
-        pairs += [(rare[0], rare[1])] if sum(rare) else []
-        squares += sum((a - b) ** 2 / (a + b) for a, b in pairs)
-        freedom += len(pairs) - 1
-    return (squares - freedom) / (2 * freedom) ** 0.5
+    """Returns the distance of two runs; in float32 on a CPU that of one way from itself is the one of independent samples."""
+    return two_samples.deviations([found.tokens.tolist() for found in one], [found.tokens.tolist() for found in other], NEW)
 
 
 async def sampled(client: EngineClient, new: int = NEW) -> list[Generation]:
