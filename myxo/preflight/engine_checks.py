@@ -45,6 +45,7 @@ from shared.config.speculation import (
     speculates,
     speculation_flags,
     why_not_switched,
+    wrong_sizes,
 )
 from shared.runtime.errors import ConfigError, nearest
 from shared.runtime.safe_files import parse_json
@@ -57,7 +58,7 @@ FEWER_BITS = "engines compute with fewer bits than the trainer; train/train_roll
 def check_engine_model(inspection: Inspection) -> Findings:
     """Yields what the model lacks for a flag of SGLang's; notes flags without effect, and those that change an engine's numbers."""
     rollout = inspection.config.rollout
-    given = {key: value for key, value in rollout.sglang.items() if value not in (None, False)}
+    given = {key: value for key, value in rollout.sglang.items() if value is not None and value is not False}
     flags = {SHORT.get(name := plain_name(key), name): (f"rollout.sglang.{key}", value) for key, value in given.items()}
     yield from _speculation(inspection, flags)
     yield from _stages(inspection)
@@ -265,6 +266,7 @@ def _beside_speculation(inspection: Inspection, flags: Mapping[str, Any]) -> Fin
     config = inspection.config
     if not speculates(flags):
         return
+    yield from wrong_sizes(flags)
     chain = "mtp or draft with speculative-eagle-topk = 1" if not is_chain(flags) else ""
     if config.trainer.use_rollout_routing_replay and chain:
         expected = f"false, or speculation by {chain}: the experts of tokens that were accepted off a tree are lost"

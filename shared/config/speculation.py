@@ -26,7 +26,8 @@ DRAFT_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_la
 
 LENGTHS = (256.0, 1024.0, 4096.0, math.inf)  # the bounds of responses, in tokens, by which the acceptance of drafts is told
 
-CHAIN = {"speculative-num-steps": 3, "speculative-eagle-topk": 1, "speculative-num-draft-tokens": 4}
+STEPS, WIDTH, TOKENS = "speculative-num-steps", "speculative-eagle-topk", "speculative-num-draft-tokens"
+CHAIN = {STEPS: 3, WIDTH: 1, TOKENS: 4}
 OF_KIND: Mapping[str, Mapping[str, Any]] = {
     "mtp": {ALGORITHM: "EAGLE", **CHAIN},
     "draft": {ALGORITHM: "STANDALONE", **CHAIN},
@@ -42,13 +43,15 @@ def draft_layers(model_config: Mapping[str, Any]) -> int:
 
 def speculation_flags(speculation: Speculation | None, given: Mapping[str, Any], model_config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns SGLang's flags for a run's ``speculation``, by plain names; none where ``given`` (``rollout.sglang``) names one."""
-    own = {SHORT.get(name := plain_name(key), name): value for key, value in given.items() if value not in (None, False)}
+    own = {SHORT.get(name := plain_name(key), name): value for key, value in given.items() if value is not None and value is not False}
     if speculation in (None, "off") or ALGORITHM in own:
         return {}
     kind = speculation
     if speculation == "auto":
         kind = "draft" if DRAFT in own else "mtp" if draft_layers(model_config) else "ngram"
-    return dict(OF_KIND[str(kind)])
+    steps = str(own.get(STEPS, ""))
+    tokens = {TOKENS: int(steps) + 1} if steps.isdecimal() and kind in ("mtp", "draft") else {}
+    return {**OF_KIND[str(kind)], **tokens}
 
 
 def speculates(flags: Mapping[str, Any]) -> bool:
@@ -74,6 +77,16 @@ def why_not_switched(config: Any) -> str:
         f"each is one of a pair (worker_type = {rollout.worker_type})": rollout.worker_type in ("prefill", "decode"),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def wrong_sizes(flags: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Yields an error for each size of drafts that SGLang would fail at or change by itself."""
+    sizes = {name: str(flags[name]) for name in (STEPS, WIDTH, TOKENS) if flags.get(name) is not None}
+    wrong = [name for name, size in sizes.items() if not size.isdecimal() or int(size) < 1]
+    for name in wrong:
+        yield ConfigError(f"rollout.sglang.{name}", flags[name], "an integer of at least 1")
+    if not wrong and len(sizes) == 3 and sizes[WIDTH] == "1" and int(sizes[TOKENS]) != (whole := int(sizes[STEPS]) + 1):
+        yield ConfigError(f"rollout.sglang.{TOKENS}", flags[TOKENS], f"{whole}, one more than {STEPS}: drafts are a chain")
 
 
 def is_chain(flags: Mapping[str, Any]) -> bool:

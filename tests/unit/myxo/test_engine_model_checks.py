@@ -96,7 +96,17 @@ def test_what_keeps_both_sides_from_the_same_bits_is_named(tmp_path: Path, model
         ({"rollout": {"sglang": {"enable-deterministic-inference": True}}}, "inference = True: none beside speculation"),
         ({"rollout": {"sglang": {"preferred-sampling-params": '{"min_p": 0.1}'}}}, "preferred-sampling-params: min_p = 0.1: none where"),
         ({"rollout": {"sglang": {"speculative-algorithm": "EAGLE3", "speculative-eagle-topk": 4}}}, "1 on a CPU: a chain of drafts"),
+        (
+            {"rollout": {"sglang": {"speculative-algorithm": "EAGLE3", "speculative-num-steps": 0}}},
+            "num-steps = 0: an integer of at least 1",
+        ),
+        ({"rollout": {"sglang": {"speculative-num-draft-tokens": -2}}}, "num-draft-tokens = -2: an integer of at least 1"),
+        (
+            {"rollout": {"speculation": "draft", "sglang": {"speculative-num-steps": 2, "speculative-num-draft-tokens": 8}}},
+            "num-draft-tokens = 8: 3, one more than speculative-num-steps",
+        ),
         ({"rollout": {"speculation": "auto"}}, ""),
+        ({"rollout": {"speculation": "auto"}, "trainer": {"colocate": True}}, "note: rollout.speculation = auto chooses the kind"),
     ],
 )
 def test_what_speculation_lacks_or_leaves_out_is_refused(tmp_path: Path, model: Path, sections: dict[str, Any], words: str) -> None:
