@@ -275,6 +275,8 @@ class _AgentRollout(PlayedRollout):
 PASSING = {*map(int, (HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY)), 500, 503, 504}
 RETRY_S = 0.5
 
+UNRECORDED = -1, False  # what `CallSession.recorded` returns of what it has not sampled
+
 
 class CallSession:
     """The session of one call of a generate function, for requests that its own adapters send in the name of its sample (``slime.agent``'s
@@ -328,14 +330,14 @@ class CallSession:
         text = self._groups.tokenizer.decode(np.asarray(ids, np.int32), skip_special_tokens=plain)
         return orjson.dumps({"text": text, "output_ids": ids, "meta_info": meta})
 
-    async def recorded(self, samples: Sequence[HookSample]) -> int | None:
-        """Ends it, and gives the call's samples what it recorded of them. Returns the newest version in them; None where it has not sampled
-        all that is trained."""
+    async def recorded(self, samples: Sequence[HookSample]) -> tuple[int, bool]:
+        """Ends it, and gives the call's samples what it recorded of them. Returns the newest version in them, -1 for none, and whether it
+        has sampled all that is trained."""
         if not self._opened:
-            return None
+            return UNRECORDED
         self._record = await self._groups.sessions.end(self._session.id, SessionEnded(at=time.time()))
         newest = [of_record(sample, self._record) for sample in samples]
-        return None if None in newest else max(version for version in newest if version is not None)
+        return max((version for version in newest if version is not None), default=-1), None not in newest
 
     async def forget(self) -> None:
         """Lets go of it, and ends it where that was not done."""
@@ -346,7 +348,10 @@ class CallSession:
 def of_record(sample: HookSample, log: SessionLog) -> int | None:
     """Gives a function's sample the versions and log-probs that a session recorded of its tokens. Returns the newest version; None where
     the session has not sampled all that is trained."""
-    tokens, length = np.asarray(sample.tokens), sample.response_length
+    try:
+        tokens, length, mask = np.asarray(sample.tokens), int(sample.response_length), np.asarray(sample.loss_mask)
+    except (TypeError, ValueError):  # what it is instead is refused with its name, as every sample's
+        return None
     if tokens.ndim != 1 or not 0 < length <= len(tokens):
         return None
     start, versions, log_probs = len(tokens) - length, np.full(len(tokens), -1), np.zeros(len(tokens))
@@ -357,8 +362,8 @@ def of_record(sample: HookSample, log: SessionLog) -> int | None:
             log_probs[first:end] = turn.log_probs[: end - first]
             for begin, last, version in turn.spans:
                 versions[first + begin : min(first + last, end)] = version
-    known, mask = versions[start:] >= 0, sample.loss_mask
-    trained = np.zeros(length, bool) if sample.remove_sample else np.ones(length, bool) if mask is None else np.asarray(mask) != 0
+    known = versions[start:] >= 0
+    trained = np.zeros(length, bool) if sample.remove_sample else np.ones(length, bool) if sample.loss_mask is None else mask != 0
     if trained.shape != known.shape or not known[trained].all():
         return None
     sample.weight_versions = [int(version) if version >= 0 else None for version in versions[start:]]

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from services.rollout.agent_groups import AgentGroups, CallSession
+from services.rollout.agent_groups import UNRECORDED, AgentGroups, CallSession
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine_proxy import SampleCheck
 from services.rollout.in_flight import InFlight, Requests, Stopped
@@ -93,9 +93,9 @@ class CustomGenerate(GroupPlayer):
 
     async def call(
         self, task: Task, index: int, sample: HookSample, requests: Requests, seconds: float, alone: bool
-    ) -> tuple[list[HookSample], int | None]:
-        """Returns what the function made of the sample of a rollout within ``seconds``, and the newest version of it where gateways have
-        recorded all that is trained. Raises HookFailed, or DeadlineExceeded. ``alone``: in a process of its own."""
+    ) -> tuple[list[HookSample], tuple[int, bool]]:
+        """Returns what the function made of the sample of a rollout within ``seconds``, and what `CallSession.recorded` says of it. Raises
+        HookFailed, or DeadlineExceeded. ``alone``: in a process of its own."""
         path, token = self.path(task), uuid.uuid4().hex
         assert path is not None and self.replica.proxy.address is not None  # it is open from the engine's start on
         request = {
@@ -117,7 +117,7 @@ class CustomGenerate(GroupPlayer):
         try:
             answer = await self._pool.ask(request, "a rollout", f"{GENERATE} = {path}", seconds, alone=alone)
             given = [_checked(fields, path) for fields in answer["samples"]]
-            return given, None if session is None else await session.recorded(given)
+            return given, UNRECORDED if session is None else await session.recorded(given)
         except (CallBlocked, WorkerDied) as error:
             raise HookFailed(GENERATE, path, str(error), disruptive=True) from None
         except WorkerFailed as error:
@@ -181,11 +181,11 @@ class _Rollout(PlayedRollout):
     async def attempt(self, client: EngineClient, version: int, life: int) -> None:
         replica, oldest = self.replica, self.oldest(version)
         self._limits = replace(self._limits, vocabulary=client.capabilities.vocab_size)
-        given, newest = await self._called(self._sample or self._functions.begun(self.task, self.index), version)
-        trusted, aborted = newest is not None or replica.incarnation == life, any(one.status is Status.ABORTED for one in given)
+        given, (newest, recorded) = await self._called(self._sample or self._functions.begun(self.task, self.index), version)
+        trusted, aborted = recorded or replica.incarnation == life, any(one.status is Status.ABORTED for one in given)
         if trusted:
-            late = client.late_versions if newest is None else frozenset()  # a record has the version of each token
-            self._served = Served(oldest, max(replica.version, -1 if newest is None else newest), late)
+            late = frozenset() if recorded else client.late_versions  # a record has the version of each token
+            self._served = Served(oldest, max(replica.version, newest), late)
             self._aborted = given[0] if aborted and len(given) == 1 and given[0].response_length else None
         if trusted and not aborted:
             self.samples = self._stored(given)
@@ -207,7 +207,7 @@ class _Rollout(PlayedRollout):
                 raise HookFailed(GENERATE, called, "gave a sample of status ABORTED without a reward, and nothing was aborted")
         return given
 
-    async def _called(self, sample: HookSample, begun: int) -> tuple[list[HookSample], int | None]:
+    async def _called(self, sample: HookSample, begun: int) -> tuple[list[HookSample], tuple[int, bool]]:
         """Returns what `CustomGenerate.call` does. Raises HookFailed, DeadlineExceeded; Stopped where it does not come back once stopped.
         ``begun``: the version that is served."""
         seconds, alone = self.patience_s(), self.failures.alone
@@ -222,10 +222,10 @@ class _Rollout(PlayedRollout):
                 await asyncio.wait((call,), timeout=STOP_SECONDS)
             if not call.done():
                 raise Stopped(self.task.group, self.requests.stale)
-            given, newest = call.result()
+            given, recorded = call.result()
             # the engine may have aborted requests of a call that was stopped, or since weights came
             may_abort = self.requests.stopped.is_set() or self.replica.version != begun or not self.replica.serving
-            return (given if may_abort else self._given_up(given)), newest
+            return (given if may_abort else self._given_up(given)), recorded
         finally:
             await cancelled((call, stopping))
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from services.rollout.agent_groups import UNRECORDED
 from services.rollout.custom_generate import CustomGenerate, parameters
 from services.rollout.in_flight import Requests
 from services.rollout.played_group import RETRY_PAUSE
@@ -134,7 +135,7 @@ class EpisodeGenerate(CustomGenerate):
 
     async def call(
         self, task: Task, index: int, sample: HookSample, requests: Requests, seconds: float, alone: bool
-    ) -> tuple[list[HookSample], int | None]:
+    ) -> tuple[list[HookSample], tuple[int, bool]]:
         """Plays a rollout, or continues with it. Raises HookFailed, or DeadlineExceeded."""
         token, address = uuid.uuid4().hex, self.replica.proxy.address
         assert address is not None  # it is open from the engine's start on
@@ -142,7 +143,7 @@ class EpisodeGenerate(CustomGenerate):
         current_call.set(CallContext(token, f"{address[0]}:{address[1]}", time.monotonic() + seconds))
         try:
             async with asyncio.timeout(seconds):
-                return [await _Episode(self, task, index, sample, requests, f"{self.replica.proxy.url}/generate").played()], None
+                return [await _Episode(self, task, index, sample, requests, f"{self.replica.proxy.url}/generate").played()], UNRECORDED
         except TimeoutError:
             raise DeadlineExceeded("the end of an episode", self.environment.label, seconds, "the group goes back to the queue") from None
         except (EnvironmentAway, EnvironmentFailed) as error:
