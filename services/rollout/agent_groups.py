@@ -349,7 +349,8 @@ def of_record(sample: HookSample, log: SessionLog) -> int | None:
     """Gives a function's sample the versions and log-probs that a session recorded of its tokens. Returns the newest version; None where
     the session has not sampled all that is trained."""
     try:
-        tokens, length, mask = np.asarray(sample.tokens), int(sample.response_length), np.asarray(sample.loss_mask)
+        tokens, length = np.asarray(sample.tokens), int(sample.response_length)
+        mask = np.asarray([1] * length if sample.loss_mask is None else sample.loss_mask)
     except (TypeError, ValueError):  # what it is instead is refused with its name, as every sample's
         return None
     if tokens.ndim != 1 or not 0 < length <= len(tokens):
@@ -363,8 +364,7 @@ def of_record(sample: HookSample, log: SessionLog) -> int | None:
             for begin, last, version in turn.spans:
                 versions[first + begin : min(first + last, end)] = version
     known = versions[start:] >= 0
-    trained = np.zeros(length, bool) if sample.remove_sample else np.ones(length, bool) if sample.loss_mask is None else mask != 0
-    if trained.shape != known.shape or not known[trained].all():
+    if mask.shape != known.shape or not (known | (mask == 0) | bool(sample.remove_sample)).all():
         return None
     sample.weight_versions = [int(version) if version >= 0 else None for version in versions[start:]]
     if sample.rollout_log_probs is not None and len(sample.rollout_log_probs) == length:
