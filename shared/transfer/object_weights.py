@@ -35,9 +35,15 @@ from shared.transfer.weight_checkpoint import (
 )
 
 OBJECT_NAME = re.compile(r"[0-9a-f]{64}\Z")
-OBJECT_BYTES = 16 * 1024**2  # of a chunk: what a broken connection costs at most, and what each connection holds in memory
+# Bytes of a chunk: a far connection carries so little that even a delta has to be spread over many; a large model has to have few objects.
+LEAST_OBJECT, LARGEST_OBJECT = 1 << 20, 1 << 26
 MAX_INDEX = 256 * 1024**2  # bytes of an index, which has about 70 for each chunk
 LOCK_POLL_S = 0.1
+
+
+def object_bytes(size: int) -> int:
+    """Returns the bytes of each chunk, but the last, of a file of ``size`` bytes: 128 to 256 of them where the bounds allow it."""
+    return min(max(LEAST_OBJECT, 1 << (size >> 8).bit_length()), LARGEST_OBJECT)
 
 
 class StoredFile(NamedTuple):
@@ -99,7 +105,7 @@ class ObjectIndex(BaseModel):
             if (
                 not is_plain_name(name)
                 or not all(map(OBJECT_NAME.match, file.chunks))
-                or len(file.chunks) != -(-file.bytes // OBJECT_BYTES)
+                or len(file.chunks) != -(-file.bytes // object_bytes(file.bytes))
             ):
                 raise ValueError(f"a file {name!r} of {file.bytes} bytes in {len(file.chunks)} chunks")
         return index
@@ -179,7 +185,7 @@ def _described(checkpoint: WeightCheckpoint) -> StoredCheckpoint:
     files = {}
     for name in [*checkpoint.files, CHECKPOINT_FILE]:
         size = (checkpoint.path / name).stat().st_size
-        count = -(-size // OBJECT_BYTES)
+        count = -(-size // object_bytes(size))
         files[name] = StoredFile(size, [_name(_chunk(checkpoint.path / name, at)) for at in range(count)])
     return StoredCheckpoint(version=checkpoint.version, digest=checkpoint.digest, base=checkpoint.base, files=files)
 
@@ -190,8 +196,9 @@ def _name(data: bytes) -> str:
 
 def _chunk(path: Path, at: int) -> bytes:
     with open_regular(path) as file:
-        file.seek(at * OBJECT_BYTES)
-        return file.read(OBJECT_BYTES)
+        length = object_bytes(os.fstat(file.fileno()).st_size)
+        file.seek(at * length)
+        return file.read(length)
 
 
 class ObjectMirror:
@@ -255,8 +262,8 @@ class ObjectMirror:
 
     def _fetch(self, index: str, draft: Path, file: str, size: int, at: int, name: str) -> None:
         """Writes a chunk to its place in a file, unless it lies there already: an earlier attempt may have been interrupted."""
-        start, path = at * OBJECT_BYTES, draft / file
-        length = min(OBJECT_BYTES, size - start)
+        start, path = at * object_bytes(size), draft / file
+        length = min(object_bytes(size), size - start)
         with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b") as target:
             if not length:
                 return

@@ -15,13 +15,13 @@ from services.trainer.weights.snapshot_writer import WeightCheckpointWriter
 from shared.runtime.errors import ConfigError, DeadlineExceeded
 from shared.store import s3
 from shared.store.s3 import ObjectStoreCredentials, ObjectStoreLocation, S3Client
-from shared.transfer.object_weights import OBJECT_BYTES, ObjectMirror, ObjectPublisher, PublishedIndex
+from shared.transfer.object_weights import LEAST_OBJECT, ObjectMirror, ObjectPublisher, PublishedIndex
 from shared.transfer.weight_checkpoint import BrokenCheckpoint, LocalCheckpoint, VersionId, WeightCheckpoint, WeightCheckpoints
 from tests.support.object_store import READER, TRAINER, RunningObjectStore
 from tests.support.tables import table
 
 SECONDS = 60.0
-ELEMENTS = 5 * OBJECT_BYTES // 4  # of two bytes: two and a half chunks
+ELEMENTS = 9 * LEAST_OBJECT // 4  # of two bytes: four and a half chunks
 
 
 class Training:
@@ -107,7 +107,7 @@ def test_what_is_damaged_in_the_store_is_found_and_mended_by_another_upload(trai
     client, replica = training.publisher.client, Replica(tmp_path / "copy", tmp_path / "site", training.publisher.client)
     written, index = training.step()
     [damaged, *_] = sorted(training.publisher.indices[index.name] - {index.name})
-    client.put(damaged, b"?" * OBJECT_BYTES, SECONDS)
+    client.put(damaged, b"?" * LEAST_OBJECT, SECONDS)
     with pytest.raises(BrokenCheckpoint, match=f"object {damaged} is not what it is called after"):
         replica.take(written, index)
     client.remove(damaged)
@@ -116,7 +116,7 @@ def test_what_is_damaged_in_the_store_is_found_and_mended_by_another_upload(trai
     taken = replica.mirror.received
     assert training.publish(again=True).name == index.name
     replica.take(written, index)
-    assert replica.mirror.received - taken <= OBJECT_BYTES + index.bytes  # the other chunks had come before
+    assert replica.mirror.received - taken <= LEAST_OBJECT + index.bytes  # the other chunks had come before
     with pytest.raises(BrokenCheckpoint, match="announced as '../x'"):
         replica.mirror.pull("../x", 10, written.id, None)
     with pytest.raises(BrokenCheckpoint, match="no whole checkpoint"):
@@ -153,13 +153,13 @@ def test_a_download_continues_where_its_connection_broke(training: Training, obj
     written, _ = training.step()
     name = max(training.publisher.indices.values(), key=len)
     stored = next(iter(training.publisher._described.values())).files[written.tensor_files()[0].name]
-    breaking = Breaking(training.publisher.client.location.endpoint, [3_000_000, 5_000_000, 10])
+    breaking = Breaking(training.publisher.client.location.endpoint, [300_000, 500_000, 10])
     breaking.start()
     location = replace(training.publisher.client.location, endpoint=breaking.url)
     client = S3Client(location, TRAINER)
     assert stored.chunks[0] in name
-    data = s3.download(lambda: client.url(stored.chunks[0], 60), OBJECT_BYTES, stored.chunks[0], SECONDS)
-    assert len(data) == OBJECT_BYTES and len(breaking.ranges) == 3 and breaking.ranges[0] != breaking.ranges[1] == breaking.ranges[2]
+    data = s3.download(lambda: client.url(stored.chunks[0], 60), LEAST_OBJECT, stored.chunks[0], SECONDS)
+    assert len(data) == LEAST_OBJECT and len(breaking.ranges) == 3 and breaking.ranges[0] != breaking.ranges[1] == breaking.ranges[2]
 
 
 def test_a_store_that_is_down_is_waited_for_and_named(training: Training, object_store: RunningObjectStore, tmp_path: Path) -> None:
