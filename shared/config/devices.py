@@ -84,7 +84,7 @@ def _told_of_each(field: str) -> list[str]:
 def trainer_offloads(config: RunConfig) -> bool:
     """Returns whether a trainer that shares its GPUs moves weights and optimizer to host memory while the engines generate."""
     trainer = config.trainer
-    if not trainer.colocate:
+    if not trainer.colocate or trainer.fsdp_cpu_offload:  # there they are in host memory already
         return False
     return resolve(trainer.train_device) == "cuda" if trainer.offload_train is None else trainer.offload_train
 

@@ -66,13 +66,16 @@ def plan_trainer(architecture: Architecture, trainer: TrainerSection, ranks: int
 
 
 def _sharded(plan: StagePlan, a: Architecture, trainer: TrainerSection, ranks: int) -> StagePlan:
-    """Returns a plan under FSDP2: every rank has a float32 share of all, and gathers two layers and the embeddings at a time. transformers'
-    layers keep more than ours for the backward pass: of Qwen3-4B's shape on an H200 `KEPT_BY_TRANSFORMERS` times as much."""
-    share = -(-plan.parameters // ranks)
+    """Returns a plan under FSDP2: every rank has a float32 share of a copy, and gathers two layers and the embeddings at a time.
+    transformers' layers keep more than ours for the backward pass: of Qwen3-4B's shape on an H200 `KEPT_BY_TRANSFORMERS` times as much."""
+    shards = trainer.fsdp_shard_ranks or ranks
+    share, trained = -(-plan.parameters // shards), -(-plan.gradients // 4 // shards)
     ends = (1 if a.tied_embeddings else 2) * a.vocab_size * a.hidden_size
     gathered = (ends + 2 * (plan.parameters - ends) // a.num_layers) * (4 if trainer.train_dtype == "float32" else 2)
     activations = int(plan.activations * KEPT_BY_TRANSFORMERS)
-    return replace(plan, weights=4 * share + gathered, gradients=4 * share, optimizer=8 * share, activations=activations)
+    if trainer.fsdp_cpu_offload:
+        return replace(plan, weights=gathered, gradients=0, optimizer=0, activations=activations, host=4 * share + 12 * trained)
+    return replace(plan, weights=4 * share + gathered, gradients=4 * trained, optimizer=8 * trained, activations=activations)
 
 
 def _stage(

@@ -83,3 +83,13 @@ def test_draft_layers_that_train_are_planned_on_the_last_stage():
     assert first_with == first and last_with.parameters - last.parameters == added
     assert last_with.weights - last.weights == 2 * (added + shape.vocab_size * shape.hidden_size)
     assert last_with.activations > last.activations and last_with.likelihood == 2 * last.likelihood
+
+
+def test_the_torch_backends_shards_are_counted_by_copy_by_what_trains_and_where_they_lie():
+    _, shape, _, _ = ready(next(path for path in READY if path.stem == "qwen3-4b"))
+    base = TrainerSection(trainer_backend="torch", actor_num_gpus_per_node=8)
+    changes = {"all": {}, "copies": {"fsdp_shard_ranks": 2}, "lora": {"lora_rank": 8}, "host": {"fsdp_cpu_offload": True}}
+    plan = {name: plan_trainer(shape, base.model_copy(update=given), 8)[0] for name, given in changes.items()}
+    assert plan["copies"].optimizer == pytest.approx(4 * plan["all"].optimizer, rel=1e-6)
+    assert plan["lora"].optimizer < 0.02 * plan["all"].optimizer
+    assert plan["host"].optimizer == 0 and plan["host"].host == pytest.approx(16 * plan["all"].parameters / 8, rel=1e-6)
