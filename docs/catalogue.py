@@ -17,13 +17,13 @@ from pydantic.fields import FieldInfo
 from shared.bus.streams import DUPLICATE_WINDOW
 from shared.bus.subjects import EVAL, TRAIN, Subjects
 from shared.config.service_sections import BusSection
-from shared.schema import ledger, messages, service_messages, weight_messages
+from shared.schema import client_commands, ledger, messages, service_messages, weight_messages
 from shared.schema.ledger import LedgerRecord
 from shared.schema.message import SCHEMA, Message, Part, Tokens
 
 PAGE = Path(__file__).with_name("messages.md")
 
-MODULES = (messages, service_messages, weight_messages)
+MODULES = (messages, service_messages, weight_messages, client_commands)
 """The modules of the wire schema, in the order of the page."""
 
 _LIMITS = {"gt": "> {}", "ge": "≥ {}", "lt": "< {}", "le": "≤ {}", "min_length": "at least {} long", "pattern": "matches `{}`"}
@@ -56,8 +56,8 @@ def render() -> str:
     lines = [
         "# Messages",
         "",
-        "Written by `python -m docs.catalogue` from `messages.py`, `service_messages.py`, `weight_messages.py` and `ledger.py` in",
-        "`shared/schema`. Do not edit.",
+        "Written by `python -m docs.catalogue` from `messages.py`, `service_messages.py`, `weight_messages.py`, `client_commands.py` and",
+        "`ledger.py` in `shared/schema`. Do not edit.",
         "",
         f'Every message is a MessagePack map `{{"schema": {SCHEMA}, "kind": <name>, …fields}}`. A receiver refuses an unknown schema',
         "version, an unknown kind, an unknown or missing field and a value that does not fit, naming it. An array is a map",
@@ -100,6 +100,12 @@ def _names() -> list[str]:
         (run.event("trainer", "metrics"), f"stream `{run.events_stream}`", "`MetricsWritten`"),
         (run.event("trainer", "step"), f"stream `{run.events_stream}`", "`Trained`"),
         (run.event("trainer", "warm_start"), f"stream `{run.events_stream}`", "`WarmStartEnded`"),
+        (
+            run.command("command", "<client>", 0),
+            f"stream `{run.commands_stream}`, each subject once",
+            "`Command`, its number last",
+        ),
+        (run.command("outcome", "<client>", 0), f"stream `{run.commands_stream}`, each subject once", "`CommandOutcome`"),
         (run.event("service", "<what>"), f"stream `{run.events_stream}`", "`ServiceEvent`"),
     ]
     buckets = [

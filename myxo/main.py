@@ -22,6 +22,7 @@ COMMANDS = {
     "init": ("init:declare", "write a first config for a model and a file of prompts"),
     "up": ("up:declare_up", "run a config's run on this machine"),
     "train": ("up:declare_train", "run a run on this machine from flags alone, slime's and Megatron's among them"),
+    "serve": ("serve:declare", "serve a model to clients of the Tinker SDK, who train and sample by loops of their own"),
     "try": ("try_functions:declare", "call your own functions on two prompts, in seconds, and say what is wrong with them"),
     "plan": ("plan:declare", "the memory that a config needs of its GPUs, and what would lower it; exits 1 where it does not fit"),
     "submit": ("up:declare_submit", "put a config's run on an external bus"),

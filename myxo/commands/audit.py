@@ -11,11 +11,14 @@ from rich.text import Text
 from myxo.commands.command_arguments import add_json, add_run
 from myxo.run.run_access import reach
 from shared.bus import streams
+from shared.bus.command_log import CommandAudit
+from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.data.rollout_files import DIRECTORY, trained_groups
 from shared.runtime import exit_codes
 from shared.runtime.safe_text import by_fault, figure_table, json_text
+from shared.schema.client_commands import LogEntry
 from shared.schema.ledger import LedgerRecord
 from shared.schema.ledger_audit import Audit, AuditReport
 
@@ -33,6 +36,8 @@ def declare(command: argparse.ArgumentParser) -> None:
 async def audit(run: str, directory: Path, console: Console, as_json: bool) -> int:
     """Prints the verdict. Returns 0, or 1 where an invariant is violated. Raises ConfigError where there is no such run."""
     async with reach(run, directory) as access:
+        if access.config.tinker.tinker_endpoint:
+            return await audit_commands(access.bus, access.run, console, as_json)
         rollout = access.config.rollout
         checker = Audit(rollout.max_staleness, rollout.rollout_batch_size)
         async for _, record in streams.read(access.bus, Subjects(access.run).ledger_stream, LedgerRecord):
@@ -47,6 +52,23 @@ async def audit(run: str, directory: Path, console: Console, as_json: bool) -> i
             for violation in report.violations:
                 console.print(Text(f"violation: {violation}", style="bold red"), soft_wrap=True)
     return exit_codes.DONE if report.ok else exit_codes.FAILED
+
+
+async def audit_commands(bus: Bus, run: str, console: Console, as_json: bool) -> int:
+    """Prints the verdict on the log of a run whose commands come from outside (`myxo serve`). Returns as `audit` does."""
+    checker = CommandAudit()
+    async for _, entry in streams.read(bus, Subjects(run).commands_stream, LogEntry):
+        checker.see(entry)
+    counts = {"commands": checker.counts["commands"], "carried_out": checker.counts["carried out"], "failed": checker.counts["failed"]}
+    if as_json:
+        report = {"run": run, "ok": not checker.violations, **counts, "waiting": checker.waiting, "violations": checker.violations}
+        console.file.write(json_text(report) + "\n")
+    else:
+        rows = figure_table([*((name.replace("_", " "), f"{count}") for name, count in counts.items()), ("waiting", f"{checker.waiting}")])
+        console.print(f"{run}: {'ok' if not checker.violations else 'VIOLATED'}", rows)
+        for violation in checker.violations:
+            console.print(Text(f"violation: {violation}", style="bold red"), soft_wrap=True)
+    return exit_codes.FAILED if checker.violations else exit_codes.DONE
 
 
 def without_responses(config: RunConfig, root: Path, report: AuditReport) -> int | None:

@@ -51,7 +51,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)  # signals at which the trainer saves 
 
 
 @contextlib.contextmanager
-def _held(config: RunConfig, directory: RunDirectory, fresh: bool, given: GivenServers | None = None) -> Iterator[None]:
+def held(config: RunConfig, directory: RunDirectory, fresh: bool, given: GivenServers | None = None) -> Iterator[None]:
     """Holds the run's directory, emptied where the run is to be ``fresh``, once the ``given`` servers answer."""
     places = [directory, RunDirectory(config.trained)] if fresh else []
     for place in places:
@@ -66,7 +66,7 @@ def _held(config: RunConfig, directory: RunDirectory, fresh: bool, given: GivenS
 
 
 @contextlib.contextmanager
-def _logged(config: RunConfig, directory: RunDirectory, instance: str) -> Iterator[None]:
+def logged(config: RunConfig, directory: RunDirectory, instance: str) -> Iterator[None]:
     """Writes the launcher's log lines to the log of an instance."""
     directory.logs.mkdir(parents=True, exist_ok=True)
     with directory.open_log(instance) as log:
@@ -82,7 +82,7 @@ def train_on_dumps(config: RunConfig, directory: RunDirectory, console: Console,
 
     SIGINT and SIGTERM have it save and end, ``again`` continues. Returns the exit code. Raises ConfigError for input that it removes.
     """
-    with _held(config, directory, fresh), _logged(config, directory, LAUNCHER):
+    with held(config, directory, fresh), logged(config, directory, LAUNCHER):
         before = runs.frozen(directory.root)
         if before is not None and (changed := changes(before.shown(), config.shown(), "recorded")):
             record = ValuesChanged(step=max(checkpoints(config), default=0), changed=tuple(changed), at=time.time())
@@ -225,9 +225,9 @@ def up(source: Source, console: Console, *, fresh: bool = False, dry_run: DryRun
         assert given.nats_url is not None  # or the rank would not be settled
         asyncio.run(check_servers(given, config.run.name))
         directory.make(config)  # nodes may share it: it is the first node's to hold
-        with _logged(config, directory, f"node-{rank}"):
+        with logged(config, directory, f"node-{rank}"):
             return asyncio.run(NodeLaunch(config, directory, given.nats_url, rank, console).run())
-    with _held(config, directory, fresh, given), _logged(config, directory, LAUNCHER):
+    with held(config, directory, fresh, given), logged(config, directory, LAUNCHER):
         return asyncio.run(Launch(config, directory, given, console, fresh=fresh, again=continuing(config, source)).run())
 
 

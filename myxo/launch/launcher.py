@@ -55,7 +55,7 @@ async def erase_from_bus(bus: Bus, run: str) -> None:
     """
     names, start = Subjects(run), time.monotonic()
     buckets = (names.services_bucket, names.leases_bucket, names.secrets_bucket, names.weights_bucket, names.config_bucket)
-    streams = (names.task_stream, names.generated_stream, names.scored_stream, names.events_stream)
+    streams = (names.task_stream, names.generated_stream, names.scored_stream, names.events_stream, names.commands_stream)
     for stream in (*streams, *(f"KV_{bucket}" for bucket in buckets), names.ledger_stream):
         try:
             await bus.js.delete_stream(stream)
@@ -70,7 +70,7 @@ async def erase_from_store(url: str, run: str) -> None:
     """Deletes the run's payloads, and the data that its trainers exchanged."""
     client = redis.asyncio.Redis.from_url(url, **options(url))
     try:
-        for kind in ("group", "exchange"):
+        for kind in ("group", "exchange", "command"):
             async for key in client.scan_iter(match=f"{run}:{kind}:*", count=SCAN):
                 await client.unlink(key)
     finally:

@@ -90,6 +90,9 @@ def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
 def _instances(config: RunConfig) -> list[tuple[str, str]]:
     """Returns the kind and the instance of each of Myxo's own services."""
     rollouts = config.rollout.rollout_replicas
+    if config.tinker.tinker_endpoint:
+        kinds = [("rollout", rollouts), ("gateway", 1), ("trainer", 1)]
+        return [(kind, f"{kind}-{index}") for kind, count in kinds for index in range(count)]
     if shares_trainer(config):
         rollouts = len(devices.colocated_engines(config, 0))
     counts = {"buffer": config.run.buffer_replicas, "reward": config.reward.reward_replicas, "rollout": rollouts}

@@ -10,6 +10,7 @@ DIR/NAME/
   checkpoints/ tensorboard/ reference/ hf/   the trainer's
   prompts/        which prompts are left out, what a custom data source has given
   rollouts/       the responses of groups that have ended (`shared.data.rollout_files`)
+  clients/        checkpoints and weights of the clients of `myxo serve`
   summary.json reward.png         what `myxo summary` makes; trace.json.gz: `myxo trace`
 ```
 Whatever else lies there is the user's and never touched.
@@ -35,7 +36,7 @@ from shared.runtime.safe_files import private_directory, replace_file
 
 # The names that `--fresh` removes.
 STATE = (
-    *("nats", "valkey", "logs", "checkpoints", "tensorboard", "reference", "hf", "profile", "prompts", "rollouts"),
+    *("nats", "valkey", "logs", "checkpoints", "tensorboard", "reference", "hf", "profile", "prompts", "rollouts", "clients"),
     *(runs.FROZEN, "summary.json", "reward.png", "trace.json.gz", "servers.json"),
 )
 

@@ -11,6 +11,7 @@ from services.gateway.chat_tokens import ChatTokens
 from services.gateway.ingest import GroupIntake, add_ingest_routes
 from services.gateway.replicas import GenerationClient, Replicas
 from services.gateway.routes import Api
+from services.gateway.tinker import tinker_service
 from services.gateway.turns import Turns, UnrecordedSessions
 from shared.config.eval_views import reward_key
 from shared.config.service_sections import ingest_key
@@ -40,6 +41,8 @@ async def serve(service: Service) -> None:
     """Serves until asked to stop. Raises ConfigError for a model without a tokenizer, an address that cannot be listened at, a URL that is
     none, or no key for groups from outside."""
     config, section = service.config, service.config.gateway
+    if config.tinker.tinker_endpoint:
+        return await tinker_service.serve(service, _address(service))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each client's connection is one
     variables, control = config.data.apply_chat_template_kwargs, section.gateway_control_tokens

@@ -21,6 +21,7 @@ import orjson
 from aiohttp import ClientError, ClientResponse, web
 from numpy.typing import NDArray
 
+from services.rollout.client_adapters import Adapters
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import Generation, GenerationRequest, with_nuclei
 from services.rollout.engine.public_requests import UNBOUNDED, ChatRequest, GenerateRequest, PublicRequest, engine_body, parse_request
@@ -198,6 +199,7 @@ class EngineProxy(EndpointServer):
         self.sessions: dict[str, Callable[[GenerateRequest], Awaitable[tuple[int, bytes]]]] = {}
         self.answers: EngineAnswers | None = None
         self.most_kept = 0
+        self.adapters: Adapters | None = None
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
@@ -246,11 +248,16 @@ class EngineProxy(EndpointServer):
             raise RequestDenied(HTTPStatus.CONFLICT, f"this replica serves version {client.version}, older than {asked.min_version}")
         life, limit = self._served.incarnation, asked.sampling.max_new_tokens
         wanted = GenerationRequest(asked.input_ids, limit, seed=asked.seed, structural_tag=asked.structural_tag, top_count=asked.top_count)
-        wanted = replace(wanted, kept=asked.kept)
+        wanted = replace(wanted, kept=asked.kept, prompt_log_probs=asked.scores_prompt)
         pauses = client.retracting_pauses
         if asked.stream:
             return await self._stream_generation(request, client, wanted, asked)
-        [found] = await client.generate_group([wanted], asked.sampling, deadline=min(asked.seconds, self._generate_s))
+        seconds = min(asked.seconds, self._generate_s)
+        if asked.weights is None or self.adapters is None:
+            [found] = await client.generate_group([wanted], asked.sampling, deadline=seconds)
+        else:
+            async with self.adapters.serving(client, asked.weights) as adapter:
+                [found] = await client.generate_group([replace(wanted, adapter=adapter)], asked.sampling, deadline=seconds)
         self._still(life)
         return web.Response(body=_generation_of(found, client.retracting_pauses - pauses).encode(), content_type=CONTENT_TYPE)
 
@@ -422,6 +429,7 @@ def _generation_of(found: Generation, pauses: int) -> TurnGeneration:
         cached=found.cached_tokens,
         retractions=max(0, found.retractions - pauses),
         top_log_probs=found.top_log_probs,
+        prompt_log_probs=found.prompt_log_probs,
         **({} if found.kept is None else {"kept": found.kept.marked()}),
     )
 

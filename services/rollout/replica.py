@@ -9,6 +9,7 @@ import contextlib
 import functools
 from collections.abc import Awaitable, Callable
 
+from services.rollout.client_adapters import Adapters
 from services.rollout.engine.early_processes import engine_flags
 from services.rollout.engine.engine_client import EngineClient, patience, until_hung
 from services.rollout.engine.engine_process import EngineProcess
@@ -83,6 +84,7 @@ class Replica:
         wait = service.config.weights.push_timeout
         self.proxy = EngineProxy(self.served, lambda: self.client, service.metrics, limit, rollout.generate_timeout, wait)
         self.proxy.most_kept = service.config.kept_top_k
+        self.proxy.adapters = Adapters(service.config)
         self.proxy.public = False  # gateways have their own way in
         self._life = service.incarnation
         self._shown = asyncio.Event()
@@ -277,7 +279,7 @@ class Replica:
         self.served.engine_started()
         self._tell_of_last("")
         self.engine_up.set()
-        if self._service.config.debug.debug_rollout_only:
+        if self._service.config.debug.debug_rollout_only or self._service.config.tinker.tinker_endpoint:
             await client.set_weight_version(INITIAL_VERSION)
             await self.serve(INITIAL_VERSION)
         else:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from services.rollout.client_adapters import adapter_flags
 from services.rollout.engine.engine_process import EngineCommand, EngineMeeting, engine_command
 from services.rollout.router_registration import router_url
 from shared import hooks
@@ -191,7 +192,7 @@ def replica_command(service: Service, name: str, meeting: EngineMeeting | None =
     flags |= routing_flags(config, device) | graph_flags(config, device) | kind_flags(config, device)
     if devices.engines_release(config):
         flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": devices.engines_back_up(config)}
-    flags |= engine_speculation(config)
+    flags |= engine_speculation(config) | adapter_flags(config, device)
     own_flags = sglang_flags.present_names(rollout.sglang)
     if not speculates:
         flags, own_flags = without_speculation(flags), without_speculation(own_flags)

@@ -445,7 +445,7 @@ async def serve(service: Service) -> None:
             raise_problems([] if flags is None else list(flags.problems(given)))
         except sglang_flags.NoCatalogue as error:
             service.log.warning("engine_flags_not_checked", error=str(error))
-    if service.name in (ENGINE_NODE, MODEL):
+    if service.name in (ENGINE_NODE, MODEL) or service.config.tinker.tinker_endpoint:
         await (follow(service) if service.name == ENGINE_NODE else serve_model(service))
         return
     async with model_routers(service):

@@ -191,6 +191,10 @@ class Actor:
         """
         export.save_hf(self._gather_plan, self.hf_dir, Path(directory), steps=steps)
 
+    def save_adapters(self, directory: str | Path) -> None:
+        """Writes LoRA's adapters alone, in PEFT's format. The directory appears complete or not at all."""
+        export.save_adapters(self._gather_plan, self.hf_dir, Path(directory))
+
     def start_export(self, directory: str | Path, steps: int | None = None) -> JointWrite:
         """Begins `save_hf`: copies each rank's share of the weights to its host memory, to be written while training continues."""
         return export.start_export(self._gather_plan, self.hf_dir, Path(directory), steps=steps)

@@ -6,13 +6,14 @@ A command travels as MessagePack over a gloo group of the trainer's ranks; nothi
 import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from services.trainer.parallel import runtime
+from shared.schema import client_commands as schema
 from shared.schema import codec
 from shared.schema.messages import Batch
 
@@ -76,9 +77,17 @@ class Leave:
     done: bool
 
 
-Command = Resume | Train | Value | Push | Snapshot | Wait | Leave
+@dataclass(frozen=True)
+class Execute:
+    """Carry out a command from outside. ``replayed``: its outcome is in the log already; it only has to change the client's state again."""
 
-_FORMS: dict[str, TypeAdapter[Command]] = {kind.__name__: TypeAdapter(kind) for kind in (Resume, Train, Value, Push, Snapshot, Wait, Leave)}
+    command: schema.Command
+    replayed: bool = False
+
+
+Command = Resume | Train | Value | Push | Snapshot | Execute | Wait | Leave
+
+_FORMS: dict[str, TypeAdapter[Command]] = {kind.__name__: TypeAdapter(kind) for kind in get_args(Command)}
 
 
 def newest_of_all(held: Sequence[Sequence[int]]) -> int | None:

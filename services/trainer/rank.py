@@ -30,6 +30,7 @@ def main(role: str) -> None:
         import torch
 
         from services.trainer.actor_critic_exchange import ActorCriticExchange
+        from services.trainer.command_worker import CommandWorker
         from services.trainer.control_client import ControlClient
         from services.trainer.critic import Critic
         from services.trainer.loop import Trainer
@@ -50,8 +51,10 @@ def main(role: str) -> None:
             torch.set_num_threads(config.trainer.torch_threads)
         exchange = ActorCriticExchange(redis_url, config.run.name) if config.algorithm.has_critic else None
         store = BlockingStore(redis_url, config.run.name)
-        worker: Trainer | Critic
-        if role == "actor":
+        worker: Trainer | Critic | CommandWorker
+        if config.tinker.tinker_endpoint:
+            worker = CommandWorker(config, store, control)
+        elif role == "actor":
             worker = Trainer(config, store, control, exchange)
         else:
             assert exchange is not None  # the critic is only started for an objective that has one

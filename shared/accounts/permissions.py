@@ -71,7 +71,7 @@ def rights(run: str) -> tuple[Rights, ...]:
     bus = dict(zip(ROLES, (_buffer, _rollout, _reward, _trainer, _gateway, _console, _operator, _environment), strict=True))
     names = Subjects(run)
     payloads, exchange, everything = (names.payload_keys,), (names.exchange_keys,), (f"{run}:*",)
-    sessions, ingested = (names.session_keys,), (names.ingest_keys,)
+    sessions, ingested, commands = (names.session_keys,), (names.ingest_keys,), (names.command_keys,)
     opener = StoreRights(("expire", "get", "llen", "lrange", "rpush", "rpushx", "setnx", "unlink"), sessions, sessions)
     store = {
         BUFFER: StoreRights((*_CONNECTION, "exists", "getrange", "info", "setnx", "unlink"), payloads, payloads),
@@ -79,14 +79,21 @@ def rights(run: str) -> tuple[Rights, ...]:
         ROLLOUT: StoreRights((*_CONNECTION, "getrange", "setnx"), payloads, payloads, (opener,)),
         REWARD: StoreRights((*_CONNECTION, "getrange"), payloads),
         TRAINER: StoreRights(
-            (*_CONNECTION, "get", "getrange", "hexists", "hmget", "hset", "set", "unlink"), (*payloads, *exchange), exchange
+            (*_CONNECTION, "get", "getrange", "hexists", "hmget", "hset", "set", "unlink"),
+            (*payloads, *exchange),
+            exchange,
+            (StoreRights(("getrange", "setnx", "unlink"), commands, commands),),
         ),
         # RPUSHX appends to what is there: a gateway opens no session
         GATEWAY: StoreRights(
             (*_CONNECTION, "get", "llen", "lrange", "rpushx"),
             sessions,
             sessions,
-            (StoreRights(("setnx",), (), payloads), StoreRights(("get", "set"), ingested, ingested)),
+            (
+                StoreRights(("setnx",), (), payloads),
+                StoreRights(("get", "set"), ingested, ingested),
+                StoreRights(("expire", "getrange", "setnx"), commands, commands),
+            ),
         ),
         CONSOLE: StoreRights((*_CONNECTION, "getrange", "info"), payloads, (), (StoreRights(("llen", "lrange"), sessions),)),
         OPERATOR: StoreRights((*_CONNECTION, "exists", "get", "getrange", "scan", "unlink"), everything, everything),
@@ -136,6 +143,12 @@ def _service(names: Subjects, role: str) -> tuple[str, ...]:
 
 def _inbox(names: Subjects, role: str) -> str:
     return f"{names.inbox(role)}.{REST}"
+
+
+def _commands(names: Subjects, *kinds: str) -> tuple[str, ...]:
+    """Returns the subjects that `shared.bus.command_log` uses. ``kinds``: of the entries that the role writes."""
+    stream, written = names.commands_stream, (names.command(kind, ANY, ANY) for kind in kinds)
+    return *written, _stream_info(stream), f"{API}.DIRECT.GET.{stream}", f"{API}.STREAM.MSG.GET.{stream}"
 
 
 # --- the roles
@@ -228,7 +241,8 @@ def _trainer(names: Subjects) -> BusRights:
         f"$KV.{names.weights_bucket}.snapshot",
         f"{API}.STREAM.MSG.GET.KV_{names.services_bucket}",  # to list the replicas
     )
-    return BusRights(publish, (_inbox(names, TRAINER), names.object_urls), _SHORT_ANSWER)
+    listens = (_inbox(names, TRAINER), names.object_urls, names.command(REST))
+    return BusRights((*publish, *_commands(names, "outcome")), listens, _SHORT_ANSWER)
 
 
 def _gateway(names: Subjects) -> BusRights:
@@ -239,7 +253,7 @@ def _gateway(names: Subjects) -> BusRights:
         names.generated(ANY),
         *_read(names.weights_bucket),  # to learn the live version
     )
-    return BusRights(publish, (_inbox(names, GATEWAY),))
+    return BusRights((*publish, *_commands(names, "command", "outcome")), (_inbox(names, GATEWAY), names.command(REST)))
 
 
 def _console(names: Subjects) -> BusRights:
@@ -250,8 +264,8 @@ def _console(names: Subjects) -> BusRights:
     publish = (
         f"{API}.INFO",
         *(_stream_info(stream) for stream in _streams(names)),
-        *(f"{API}.STREAM.MSG.GET.{stream}" for stream in (names.ledger_stream, names.events_stream)),
-        *(f"{API}.DIRECT.GET.{stream}" for stream in (names.ledger_stream, names.events_stream)),
+        *(f"{API}.STREAM.MSG.GET.{stream}" for stream in (names.ledger_stream, names.events_stream, names.commands_stream)),
+        *(f"{API}.DIRECT.GET.{stream}" for stream in (names.ledger_stream, names.events_stream, names.commands_stream)),
         *(f"{API}.STREAM.MSG.GET.KV_{bucket}" for bucket in _buckets(names)),
         *(f"{API}.CONSUMER.INFO.{queue.stream}.{queue.name}" for queue in queues),
     )
@@ -291,7 +305,7 @@ def _administer(stream: str) -> Iterator[str]:
 
 def _streams(names: Subjects) -> tuple[str, ...]:
     queues = (names.task_stream, names.generated_stream, names.scored_stream)
-    return (*queues, names.ledger_stream, names.events_stream, *(f"KV_{bucket}" for bucket in _buckets(names)))
+    return (*queues, names.ledger_stream, names.events_stream, names.commands_stream, *(f"KV_{bucket}" for bucket in _buckets(names)))
 
 
 def _buckets(names: Subjects) -> tuple[str, ...]:

@@ -290,6 +290,7 @@ class Bus(NatsClient):
         before: Callable[[], Awaitable[None]] | None = None,
         deadline: float = 60.0,
         hold: bool = True,
+        once: bool = False,
     ) -> int:
         """Publishes a message, or the bytes of one, into a stream and waits for the server's acknowledgement.
 
@@ -297,11 +298,13 @@ class Bus(NatsClient):
             msg_id: makes a repeated publish count once, within the stream's duplicate window.
             after: (stream, its last sequence as this writer knows it); the server refuses the message if the stream has moved on.
             before: awaited before each attempt; attempts are made only while connected. deadline: seconds of retrying.
-            hold: see `retry`; False for what may rather be lost than waited for.
+            hold: see `retry`; False for what may rather be lost than waited for. once: the server refuses it where the subject has one.
 
         Returns the stream sequence. Raises MessageTooLarge, WrongSequence, DeadlineExceeded, StreamFull.
         """
         outgoing, unconfirmed = self._outgoing(subject, message, msg_id, after), self._unconfirmed()
+        if once:
+            outgoing = outgoing[0], {**(outgoing[1] or {}), "Nats-Expected-Last-Subject-Sequence": "0"}
 
         async def attempt() -> int:
             if before is not None:

@@ -101,6 +101,8 @@ async def _create(bus: Bus, config: RunConfig) -> None:
     made.append(_stream(names.ledger_stream, [names.ledger(">")], config.bus))
     events = _stream(names.events_stream, [names.event(plane, ">") for plane in ("weights", "trainer", "service")], config.bus)
     made.append(events.evolve(discard=DiscardPolicy.OLD, max_msgs=MAX_EVENTS, max_bytes=EVENTS_BYTES))
+    if config.tinker.tinker_endpoint:
+        made.append(_stream(names.commands_stream, [names.command(">")], config.bus))
     for stream in made:
         with _name_in_use_is_fine():
             await bus.js.add_stream(stream)

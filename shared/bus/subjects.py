@@ -35,6 +35,7 @@ class Subjects:
         self.scored_stream = f"{run}-scored"
         self.ledger_stream = f"{run}-ledger"
         self.events_stream = f"{run}-events"
+        self.commands_stream = f"{run}-commands"
         self.config_bucket = f"{run}-config"
         self.services_bucket = f"{run}-services"
         self.weights_bucket = f"{run}-weights"
@@ -54,6 +55,10 @@ class Subjects:
 
     def ledger(self, event: str) -> str:
         return f"{self.run}.ledger.{event}"
+
+    def command(self, kind: str, client: str = "", number: int | str = 0) -> str:
+        """Returns the subject of a command from outside (``kind`` command) or of its outcome (``outcome``); ``>``: of all."""
+        return f"{self.run}.commands.{kind}" if kind == ">" else f"{self.run}.commands.{kind}.{client}.{number}"
 
     def event(self, plane: str, what: str) -> str:
         """Returns the subject of an event; ``plane`` is one of weights, trainer, service."""
@@ -110,6 +115,15 @@ class Subjects:
     def session_key(self, session: str) -> str:
         """Returns the key of a session's log."""
         return f"{self.run}:session:{session}"
+
+    @property
+    def command_keys(self) -> str:
+        """Returns the pattern of the keys of commands' payloads and results."""
+        return f"{self.run}:command:*"
+
+    def command_key(self, client: str, number: int, part: str) -> str:
+        """Returns the key of a command's payload, or of its result (``part``)."""
+        return f"{self.run}:command:{client}:{number}:{part}"
 
     @property
     def ingest_keys(self) -> str:

@@ -64,7 +64,7 @@ def parse(values: dict[str, Any]) -> RunConfig:
 def _without_steps(config: RunConfig) -> RunConfig:
     """Returns the config of a run without training steps as that half of a run which it needs: engines to evaluate, or a trainer for the
     warm start; both where the warm start's weights are evaluated."""
-    if config.has_steps or config.debug.trains_only:
+    if config.has_steps or config.debug.trains_only or config.tinker.tinker_endpoint:
         return config
     half = {"debug_rollout_only": True} if config.sft.sft_data is None else {} if config.eval.named else {"debug_train_only": True}
     trainer = config.trainer.model_copy(update={"lr_decay_style": "constant"})  # over no steps nothing decays

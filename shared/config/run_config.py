@@ -31,6 +31,7 @@ from shared.config.service_sections import (
     RunSection,
     SandboxSection,
     StoreSection,
+    TinkerSection,
 )
 from shared.config.sglang_flags import plain_name
 from shared.config.speculation import ALGORITHM
@@ -139,6 +140,21 @@ class RunConfig(Section):
             lambda run, given: run.picture_obstacles if given is not None else (),
             "none: pictures are not shown where {2}",
         ),
+        Rule(
+            "trainer.trainer_backend",
+            lambda run, given: run.tinker.tinker_endpoint and given != "megatron",
+            "megatron where commands come from outside (myxo serve)",
+        ),
+        Rule(
+            ("trainer.pipeline_model_parallel_size", "trainer.actor_num_nodes"),
+            lambda run, given: run.tinker.tinker_endpoint and given > 1,
+            "1 where commands come from outside (myxo serve)",
+        ),
+        Rule(
+            ("trainer.colocate", "rollout.external_engines", "rollout.models", "rollout.num_rollout"),
+            lambda run, given: run.tinker.tinker_endpoint and given,
+            "left out where commands come from outside (myxo serve)",
+        ),
         Rule("algorithm.opd_teachers", lambda run, given: _unknown_models(given, list(run.rollout.models))),
         Rule("reward.judge_url", lambda run, given: _unknown_models({JUDGE: given or ""}, list(run.rollout.models))),
         Rule(
@@ -177,6 +193,7 @@ class RunConfig(Section):
     store: StoreSection = StoreSection()
     gateway: GatewaySection = GatewaySection()
     ingest: IngestSection = IngestSection()
+    tinker: TinkerSection = TinkerSection()
     console: ConsoleSection = ConsoleSection()
 
     def _complete(self) -> None:
@@ -277,7 +294,7 @@ class RunConfig(Section):
         if self.weights.update_weight_transport == "s3" and self.rollout.external_engines:
             yield "weights.update_weight_transport: s3, but external engines read versions from a file system; use disk"
         if not self.has_steps:
-            if not self.eval.named and self.sft.sft_data is None:
+            if not any((self.eval.named, self.sft.sft_data is not None, self.tinker.tinker_endpoint)):
                 yield "rollout.num_rollout: 0, with neither prompts to evaluate on (eval_prompt_data) nor demonstrations (sft_data)"
             return
         if self.curriculum.reasoning_gym and (self.data.prompt_data is not None or self.data.data_source != REASONING_GYM_SOURCE):
@@ -433,6 +450,8 @@ class RunConfig(Section):
     @property
     def gateways(self) -> int:
         """Returns how many gateways `myxo up` starts: as many as are asked for, else what the machine's cores feed, if any."""
+        if self.tinker.tinker_endpoint:
+            return 1
         if self.gateway.gateway_replicas is not None:
             return self.gateway.gateway_replicas
         agents = self.has_agents or any(name.startswith("SLIME_AGENT_") for name in self.reward.worker_environment)  # slime's own, or ours

@@ -180,6 +180,27 @@ class IngestSection(Section):
     )
 
 
+class TinkerSection(Section):
+    """The training endpoint of `myxo serve`, for clients of the Tinker SDK."""
+
+    tinker_endpoint: bool = Field(default=False, description="train by commands from outside alone; `myxo serve` sets it")
+    tinker_tenants: Path | None = Field(
+        default=None,
+        description="JSON file of tenants, name → key (begins with tml-) and quotas tokens, models, bytes; default: one, default, with the "
+        "key of MYXO_TINKER_KEY and without quotas",
+        **MUTABLE,
+    )
+    tinker_model_name: str | None = Field(
+        default=None, min_length=1, description="the model's name to clients; default: model.hf_checkpoint as it is given"
+    )
+    tinker_body_bytes: int = Field(default=32 << 20, ge=1 << 10, description="bytes of a request's body, unpacked", **MUTABLE)
+    tinker_checkpoint_steps: int = Field(
+        default=10, gt=0, description="optimizer steps of a client between two checkpoints of it: what a death costs to do again", **MUTABLE
+    )
+    tinker_samples: int = Field(default=256, gt=0, description="sequences that are sampled at once; more wait", **MUTABLE)
+    tinker_adapters: int = Field(default=8, gt=0, le=64, description="adapters that an engine serves at once; others take turns", **MUTABLE)
+
+
 KEY_VARIABLE = "MYXO_INGEST_KEY"
 """The environment variable that holds it."""
 

@@ -549,7 +549,8 @@ class TurnRequest(Message):
 
     ``seed``: by it and the token's position, in an engine with deterministic inference. ``min_version``: by weights of this version at
     least. ``structural_tag``: the grammar that holds the tokens, of xgrammar; empty: none. ``top_count``: so many of the likeliest
-    tokens are reported at each place. ``kept``: as in `Session`. ``seconds``: the most it may take. ``stream``:
+    tokens are reported at each place. ``kept``: as in `Session`. ``weights``: the directory of a client's (`myxo serve`); empty: the
+    base; None: what the replica serves. ``scores_prompt``: log-probs of the input, too. ``seconds``: the most it may take. ``stream``:
     answered by pieces as they are generated: each is a `TurnGeneration`, and continues where the one before ended; all but the last have
     ``finish`` ``abort``, as which they count where nothing follows.
     """
@@ -564,18 +565,21 @@ class TurnRequest(Message):
     structural_tag: str = ""
     top_count: int = Field(default=0, ge=0, le=MOST_TOP)
     kept: Count = 0
+    weights: str | None = Field(default=None, max_length=4096)
+    scores_prompt: bool = False
 
 
 class TurnGeneration(SampledTokens):
     """What was generated. ``spans`` tile the completion.
 
     ``cached``: input tokens whose keys and values were there already. ``retractions``: how often the engine took the request back for want
-    of memory.
+    of memory. ``prompt_log_probs``: of the input's tokens, where they were asked for; NaN for the first.
     """
 
     finish: Finish
     cached: Count = 0
     retractions: Count = 0
+    prompt_log_probs: LogProbs = Field(default_factory=_none)
 
     def then(self, piece: "TurnGeneration") -> "TurnGeneration":
         """Returns this with the piece that goes on where it ends."""

@@ -28,10 +28,10 @@ class LaunchedRun:
         config: the TOML file. root: the run's directory. run: its id.
     """
 
-    def __init__(self, config: Path, root: Path, run: str, flags: Sequence[str] = ()) -> None:
+    def __init__(self, config: Path, root: Path, run: str, flags: Sequence[str] = (), command: str = "up") -> None:
         self.root, self.run = root, run
         self.directory = RunDirectory(root)
-        self._command = [sys.executable, "-m", "myxo.main", "up", str(config), *flags]
+        self._command = [sys.executable, "-m", "myxo.main", command, str(config), *flags]
         root.parent.mkdir(parents=True, exist_ok=True)
         self.output = root.parent / f"{run}.out"
 

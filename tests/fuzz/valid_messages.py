@@ -10,13 +10,14 @@ import numpy as np
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from shared.schema import ledger, messages, weight_messages  # noqa: F401  # they register their kinds
+from shared.schema import client_commands, ledger, messages, weight_messages  # noqa: F401  # they register their kinds
 from shared.schema.messages import Message
 from shared.sessions import session  # noqa: F401
 
 SPECIAL: dict[str, Any] = {"group": "000007", "digest": "0" * 32, "secret": "0" * 32, "key_digest": "0" * 64}
 SPECIAL |= {name: np.array([1, 2], dtype=np.int32) for name in ("prompt_tokens", "rest", "completion", "input_ids")}
-SPECIAL |= {name: np.array([-1, -2], dtype=np.float32) for name in ("log_probs", "top_log_probs")}
+SPECIAL |= {name: np.array([-1, -2], dtype=np.float32) for name in ("log_probs", "top_log_probs", "prompt_log_probs")}
+SPECIAL |= {"client": "default-0123456789abcdef:train:0"}
 SPECIAL |= {"point": "localhost:1", "points": ["localhost:1"], "silent": ["localhost:1"]}
 """Fields of which not every value of their type is valid."""
 

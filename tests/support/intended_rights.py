@@ -51,6 +51,8 @@ def subjects(run: str) -> Table:
         names.environment("math", "describe"): ({REWARD, ROLLOUT} | PEOPLE, {ENVIRONMENT}),
         names.environment("math", "step"): ({ROLLOUT} | PEOPLE, {ENVIRONMENT}),
         names.environment("math", "score"): ({REWARD} | PEOPLE, {ENVIRONMENT}),
+        names.command("command", "a", 1): ({GATEWAY} | PEOPLE, {TRAINER, GATEWAY}),
+        names.command("outcome", "a", 1): ({TRAINER, GATEWAY} | PEOPLE, {TRAINER, GATEWAY}),
         f"{run}.anything.else": (PEOPLE, NOBODY),
         f"{run}.>": (PEOPLE, NOBODY),
     }
@@ -113,6 +115,9 @@ def interface(run: str) -> Table:
         f"STREAM.MSG.GET.KV_{names.weights_bucket}": {BUFFER, ROLLOUT, REWARD, TRAINER, GATEWAY, CONSOLE},
         f"STREAM.MSG.GET.KV_{names.leases_bucket}": {BUFFER, ROLLOUT, TRAINER, CONSOLE},
         f"STREAM.MSG.GET.{names.task_stream}": NOBODY,
+        f"STREAM.MSG.GET.{names.commands_stream}": {TRAINER, GATEWAY, CONSOLE},
+        f"STREAM.INFO.{names.commands_stream}": {TRAINER, GATEWAY, CONSOLE},
+        f"DIRECT.GET.{names.commands_stream}": {TRAINER, GATEWAY, CONSOLE},
         f"STREAM.MSG.GET.{names.scored_stream}": NOBODY,
         f"CONSUMER.INFO.{names.task_stream}.train": {BUFFER, CONSOLE},
         f"CONSUMER.INFO.{names.generated_stream}.math": {BUFFER, CONSOLE},
@@ -162,7 +167,14 @@ def server() -> Table:
 
 def every_stream(run: str) -> Iterator[str]:
     names = Subjects(run)
-    yield from (names.task_stream, names.generated_stream, names.scored_stream, names.ledger_stream, names.events_stream)
+    yield from (
+        names.task_stream,
+        names.generated_stream,
+        names.scored_stream,
+        names.ledger_stream,
+        names.events_stream,
+        names.commands_stream,
+    )
     buckets = (names.config_bucket, names.services_bucket, names.weights_bucket, names.leases_bucket, names.secrets_bucket)
     yield from (f"KV_{bucket}" for bucket in buckets)
 
@@ -198,6 +210,9 @@ SESSIONS = {
 
 INGESTED = {"GET", "SET"}
 """Those that a gateway may run on what became of groups from outside."""
+
+COMMANDED = {TRAINER: {"GETRANGE", "SETNX", "UNLINK"}, GATEWAY: {"EXPIRE", "GETRANGE", "SETNX"}}
+"""Those that it may run on the payloads and results of commands from outside."""
 
 PAYLOADS, EXCHANGED, SESSION, ALL = "group:*", "exchange:*", "session:*", "*"
 KEYS: dict[str, tuple[set[str], set[str]]] = {

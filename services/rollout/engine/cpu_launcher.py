@@ -373,6 +373,14 @@ def keep_experts_unpinned() -> None:
     common.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, *, dtype, device, **_: torch.empty(dims, dtype=dtype, device=device)
 
 
+def pin_nothing() -> None:
+    """Lets adapters (``--enable-lora``) be served from plain memory: SGLang pins what it copies to a GPU, and there is none."""
+    for name in ("tensor", "zeros", "empty", "arange"):
+        made = getattr(torch, name)
+        setattr(torch, name, lambda *given, _made=made, pin_memory=False, **options: _made(*given, **options))
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+
+
 def pad_shared_attention() -> None:
     """Lets torch's native attention run with data-parallel attention: ranks pad their batches alike, by sequences of one token in the
     cache's spare place, whose length it does not tell."""
@@ -435,6 +443,8 @@ if __name__ == "__main__":
         seeded_operators = sample_by_seeds()
     if "--enable-return-routed-experts" in sys.argv:
         keep_experts_unpinned()
+    if "--enable-lora" in sys.argv:
+        pin_nothing()
     if "--enable-dp-attention" in sys.argv:
         pad_shared_attention()
     if {"--ep-size", "--ep", "--expert-parallel-size"} & set(sys.argv):

@@ -54,7 +54,8 @@ class GenerationRequest:
     tokens from this one on, those of the input too; None: does not tell them. ``structural_tag``: the output's grammar; empty: none.
     ``top_count``: so many of the likeliest tokens at each place. ``kept``: returns the tokens that the sampler keeps, at most so many where
     the sampling settings have no ``top_k``, and log-probs over them; 0: does not return them. ``shown``: the pictures of ``tokens``, which
-    hold as many ids for each as it takes; None: the model sees none."""
+    hold as many ids for each as it takes; None: the model sees none. ``adapter``: the engine's
+    name of the LoRA adapter that is laid over its weights. ``prompt_log_probs``: those of the input's tokens, too."""
 
     tokens: Tokens
     max_new_tokens: int
@@ -66,6 +67,8 @@ class GenerationRequest:
     top_count: int = 0
     kept: int = 0
     shown: ShownPictures | None = None
+    adapter: str | None = None
+    prompt_log_probs: bool = False
 
 
 class Routed(NamedTuple):
@@ -97,7 +100,8 @@ class Generation:
     ``times``: `engine_times`.
     ``verifications``: passes that verified drafts, where the engine speculates; ``drafted`` tokens, of which it ``accepted`` so many.
     ``top_log_probs``: float32 [T K 2], of the K likeliest tokens at each place, most likely first, (log-prob, id). ``kept``: those that the
-    sampler kept, where they were asked for: ``log_probs`` are then over these."""
+    sampler kept, where they were asked for: ``log_probs`` are then over these. ``prompt_log_probs``: float32 [P], of the input's
+    tokens, where they were asked for; the first has none (NaN)."""
 
     tokens: NDArray[np.int32]
     log_probs: NDArray[np.float32]
@@ -112,6 +116,7 @@ class Generation:
     accepted: int = 0
     top_log_probs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     kept: Kept | None = None
+    prompt_log_probs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
 
 
 def group_body(requests: Sequence[GenerationRequest], sampling: Sampling, engine: Capabilities, cache_key: str) -> dict[str, Any]:
@@ -143,6 +148,7 @@ def group_body(requests: Sequence[GenerationRequest], sampling: Sampling, engine
         "return_logprob": True,
         **({"top_logprobs_num": most} if (most := max(request.top_count for request in requests)) else {}),
         "extra_key": cache_key,
+        **_of_clients(requests),
         **({"return_sampling_mask": asked} if any(asked) else {}),
         **_image_data(requests),
         **({} if (start := _routed_from(requests)) is None else {"return_routed_experts": True, "routed_experts_start_len": start}),
@@ -154,6 +160,12 @@ def _image_data(requests: Sequence[GenerationRequest]) -> dict[str, Any]:
     shown = [() if request.shown is None else request.shown.pictures for request in requests]
     urls = [[f"data:image/png;base64,{base64.b64encode(picture).decode()}" for picture in pictures] for pictures in shown]
     return {"image_data": urls} if any(urls) else {}
+
+
+def _of_clients(requests: Sequence[GenerationRequest]) -> dict[str, Any]:
+    adapters = [request.adapter for request in requests]
+    scored = {"logprob_start_len": 0} if any(request.prompt_log_probs for request in requests) else {}
+    return {**scored, **({"lora_path": adapters} if any(adapters) else {})}
 
 
 def _own_parameters(request: GenerationRequest, top_k: int, vocabulary: int) -> dict[str, Any]:
@@ -283,7 +295,17 @@ def _parse_sample(
         accepted=int(meta.get("spec_num_correct_drafts") or 0),
         top_log_probs=_top_log_probs(meta, request, count, where),
         kept=kept,
+        prompt_log_probs=_prompt_log_probs(meta, request, where),
     )
+
+
+def _prompt_log_probs(meta: Mapping[str, Any], request: GenerationRequest, where: str) -> NDArray[np.float32]:
+    if not request.prompt_log_probs:
+        return np.empty(0, np.float32)
+    entries = meta.get("input_token_logprobs") or []
+    if [entry[1] for entry in entries] != list(request.tokens):
+        raise EngineError(where, f"{request.rid}: {len(entries)} log-probs do not belong to the {len(request.tokens)} tokens of the input")
+    return np.array([np.nan if entry[0] is None else entry[0] for entry in entries], np.float32)
 
 
 def with_nuclei(answer: bytes, where: str) -> bytes:

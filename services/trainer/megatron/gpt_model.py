@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from services.trainer.megatron import DEVICE_TYPE, sharded_state
 from services.trainer.megatron.draft import DraftLayers
 from services.trainer.megatron.expert_balance import Balancing
 from services.trainer.megatron.hf_weights import load_hf, weights_of
-from services.trainer.megatron.lora import Adapters, adapters_of, load_adapters, silence_adapters
+from services.trainer.megatron.lora import Adapters, adapters_of, load_adapters, renew_adapters, silence_adapters
 from services.trainer.megatron.moe import DISPATCHER, dispatcher_of
 from services.trainer.megatron.spec import ValueHead, decoder_spec, family_layer_spec, rotate_by_place
 from services.trainer.parallel.likelihood import OutputHead, VocabularySlice
@@ -155,6 +155,10 @@ class MegatronModel:
 
     def load_adapters(self, directory: Path) -> None:
         load_adapters(self.adapters, directory)
+
+    def renew_adapters(self, seed: int, rank: int, parts: Collection[str]) -> None:
+        """Makes all adapters new ones, as `lora.renew_adapters` does."""
+        renew_adapters(self.modules, self.config, self.architecture, seed, rank, parts)
 
     def silence_adapters(self) -> None:
         silence_adapters(self.adapters)

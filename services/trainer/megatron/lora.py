@@ -12,7 +12,7 @@ To an export adapters are parameters of their own, under PEFT's names.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -91,7 +91,7 @@ class Adapter(torch.nn.Module):
         assert linear.weight.size(0) == sum(self.rows.values())
         for matrix in made.names:
             if lora.takes(name := projection(matrix)):
-                a = self._sampled_a(linear.weight.size(1), xxhash.xxh3_64_intdigest(f"{seed}:{matrix}".encode()) >> 1)
+                a = self.sampled_a(linear.weight.size(1), seed, matrix)
                 self.add_module(name, AdapterPair(a, self.rows[name], config.params_dtype))
         for name, parameter in self.named_parameters():
             if self.of_experts:
@@ -103,10 +103,11 @@ class Adapter(torch.nn.Module):
             elif self.group is not None and self.group.size() == 1:  # no other rank has it: the gradient's norm counts it on every rank
                 set_tensor_model_parallel_attributes(parameter, True, 0, 1)
 
-    def _sampled_a(self, inputs: int, seed: int) -> Tensor:
-        """Draws this rank's part of A as PEFT does (Kaiming, uniform within 1 / sqrt(inputs)), the same in every layout."""
+    def sampled_a(self, inputs: int, seed: int, matrix: str) -> Tensor:
+        """Samples this rank's part of a matrix's A as PEFT does (Kaiming, uniform within 1 / sqrt(inputs)), the same in every layout."""
         rank, parts = (self.group.rank(), self.group.size()) if self.group is not None and self.split == "inputs" else (0, 1)
-        bound, generator = (inputs * parts) ** -0.5, torch.Generator().manual_seed(seed)
+        bound, generator = (inputs * parts) ** -0.5, torch.Generator()
+        generator.manual_seed(xxhash.xxh3_64_intdigest(f"{seed}:{matrix}".encode()) >> 1)
         whole = torch.empty(self.lora.rank, inputs * parts).uniform_(-bound, bound, generator=generator)
         return whole.chunk(parts, 1)[rank]
 
@@ -259,6 +260,25 @@ def silence_adapters(adapters: Adapters) -> None:
     """Zeroes every adapter's ``b``, so that the model computes what its base would."""
     for _, b in adapters.values():
         b.parameter.zero_()
+
+
+@torch.no_grad()
+def renew_adapters(
+    chunks: Sequence[GPTModel], config: TransformerConfig, architecture: Architecture, seed: int, rank: int, parts: Collection[str]
+) -> None:
+    """Makes all adapters new ones that add nothing, by a seed.
+
+    Rows of A beyond ``rank``, and pairs of layers that are in none of ``parts`` (attn, mlp), are zero on both sides: no gradient reaches
+    them, and they stay so.
+    """
+    for layer, linear in layers(chunks, config):
+        pairs, kind = linear.adapter.pairs if hasattr(linear, "adapter") else {}, "attn" if "self_attention" in layer else "mlp"
+        for matrix in recipe(f"{layer}.weight", architecture).names if pairs else ():
+            if (pair := pairs.get(projection(matrix))) is not None:
+                a = linear.adapter.sampled_a(linear.weight.size(1), seed, matrix)
+                a[rank if kind in parts else 0 :] = 0
+                pair.a.copy_(a)
+                pair.b.zero_()
 
 
 @torch.no_grad()

@@ -414,6 +414,20 @@ class Optimizer(ScheduledOptimizer):
         self.updates += 1
         return grad_norm, None
 
+    def set_adam(self, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, clip_grad: float) -> None:
+        """Sets what the next updates use in the place of the run's; the rate is constant. ``clip_grad``: 0: the norm is not clipped."""
+        self.schedule = LearningRateSchedule(lr)
+        self.trainer = self.trainer.model_copy(update={"weight_decay": weight_decay, "clip_grad": clip_grad})
+        for group in self.megatron.param_groups:
+            group["betas"], group["eps"] = tuple(betas), eps
+
+    def count(self, updates: int) -> None:
+        """Sets how many updates were made, by which Adam corrects its bias."""
+        self.updates = updates
+        for part in self.parts().values():
+            for group in part.optimizer.param_groups:
+                group["step"] = updates
+
     def weights_loaded(self) -> None:
         self.megatron.reload_model_params()
 

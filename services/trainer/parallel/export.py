@@ -159,11 +159,9 @@ class HfParts:
             self._write(*self._files.pop(0))
         if self.adapters is not None:
             assert self._plan.model.lora is not None  # or there were no adapters
-            config = peft_config([name for name, _ in self.adapters], self._plan.model.lora, self._source)
             directory = self.partial / ADAPTER_DIRECTORY
             directory.mkdir()
-            _write(directory / ADAPTER_WEIGHTS, self.adapters)
-            write_json(directory / ADAPTER_CONFIG, config)
+            _write_adapters(directory, self.adapters, self._plan.model.lora, self._source)
         return self._names
 
     def beside(self, everyone: list[dict[str, str]]) -> list[bytes]:
@@ -189,6 +187,26 @@ class HfParts:
 
     def tidy(self) -> None:
         """Does nothing: the new directory replaces the older one by its name."""
+
+
+def _write_adapters(directory: Path, bucket: Bucket, lora: Lora, source: Path) -> None:
+    _write(directory / ADAPTER_WEIGHTS, bucket)
+    write_json(directory / ADAPTER_CONFIG, peft_config([name for name, _ in bucket], lora, source))
+
+
+def save_adapters(plan: GatherPlan, source: Path, target: Path) -> None:
+    """Writes a model's adapters alone, in PEFT's format. A collective of all ranks; ``target`` appears complete or not at all.
+
+    ``source``: the checkpoint that they belong to.
+    """
+    bucket = plan.bucket(plan.adapter_units)
+    assert plan.model.lora is not None
+    with together(f"writing {target}"):
+        if dist.get_rank() == 0:
+            draft = scratch(target)
+            _write_adapters(draft, _on_host(bucket, copied=True), plan.model.lora, source)
+            fsync_tree(draft)
+            publish(draft, target)
 
 
 class Drafts:

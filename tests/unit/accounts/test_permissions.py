@@ -33,7 +33,7 @@ def test_the_table_speaks_of_every_name_that_the_code_has() -> None:
         assert any(name in subject for subject in TABLE), f"Subjects.{member} is not in tests/support/intended_rights.py"
     built = {"task", "generated", "scored", "ledger", "event", "replica_weights", "environment", "inbox"}
     built |= {"payload_prefix", "payload_key", "picture_keys", "exchange_key", "session_key", "ingest_key", "node_lease", "attempt"}
-    built |= {"trainer_nodes", "engine_nodes"}
+    built |= {"trainer_nodes", "engine_nodes", "command", "command_key"}
     assert {member for member, kind in vars(Subjects).items() if callable(kind) and not member.startswith("_")} == built
 
 
@@ -62,7 +62,7 @@ def test_two_roles_share_a_right_to_publish_only_where_the_flow_has_two_sources(
     taking = {f"$JS.API.CONSUMER.MSG.NEXT.{tasks}", f"$JS.ACK.{tasks}.>"}
     flow = {subject for subject in shared if not subject.startswith("$JS.API.")} - taking
     described = names.environment("*", "describe")  # one that scores, and one that plays episodes
-    assert flow == {names.event("service", "*"), names.generated("*"), described}
+    assert flow == {names.event("service", "*"), names.generated("*"), described, names.command("outcome", "*", "*")}
     changing = {subject for subject in shared if ("CONSUMER" in subject and "CONSUMER.INFO" not in subject) or "$JS.ACK" in subject}
     assert changing == taking
 
@@ -88,13 +88,18 @@ def test_the_store_is_for_the_run_only_and_for_nothing_dangerous() -> None:
             continue
         commands = {command.upper() for command in one.store.commands}
         sessions = intended.SESSIONS.get(one.role, set())
+        further_rights = list(one.store.further)
+        if one.role in intended.COMMANDED:
+            commanded = further_rights.pop()
+            assert {command.upper() for command in commanded.commands} == intended.COMMANDED[one.role]
+            assert commanded.read == commanded.write == (f"{RUN}:command:*",)
         if one.role == "rollout":
             [further] = one.store.further
             assert {command.upper() for command in further.commands} == sessions
             assert further.read == further.write == (f"{RUN}:session:*",)
             sessions = set()
         elif one.role == "gateway":
-            payloads, ingested = one.store.further
+            payloads, ingested = further_rights
             assert ({command.upper() for command in payloads.commands}, payloads.read) == (intended.STORE["gateway"] - {"PING"}, ())
             assert payloads.write == (f"{RUN}:group:*",)
             assert {command.upper() for command in ingested.commands} == intended.INGESTED
@@ -106,7 +111,7 @@ def test_the_store_is_for_the_run_only_and_for_nothing_dangerous() -> None:
             assert (further.read, further.write) == ((f"{RUN}:session:*",), ())
             sessions = set()
         else:
-            assert one.store.further == ()
+            assert further_rights == []
         assert commands == intended.STORE[one.role] | intended.EXCHANGE.get(one.role, set()) | sessions
         reads, writes = intended.KEYS[one.role]
         assert ({*one.store.read}, {*one.store.write}) == ({f"{RUN}:{keys}" for keys in reads}, {f"{RUN}:{keys}" for keys in writes})

@@ -74,13 +74,16 @@ def test_redis_has_no_user_without_a_password_and_no_password_in_the_clear() -> 
         (
             "gateway",
             "%RW~demo:session:*",
-            ["+ping +get +llen +lrange +rpushx", "(%W~demo:group:* -@all +setnx)", "(%RW~demo:ingest:* -@all +get +set)"],
+            [
+                *("+ping +get +llen +lrange +rpushx", "(%W~demo:group:* -@all +setnx)", "(%RW~demo:ingest:* -@all +get +set)"),
+                "(%RW~demo:command:* -@all +expire +getrange +setnx)",
+            ],
         ),
         ("reward", "%R~demo:group:*", ["+ping", "+getrange"]),
         (
             "trainer",
             "%R~demo:group:* %RW~demo:exchange:*",
-            ["+ping", "+get", "+getrange", "+hexists", "+hmget", "+hset", "+set", "+unlink"],
+            ["+ping +get +getrange +hexists +hmget +hset +set +unlink", "(%RW~demo:command:* -@all +getrange +setnx +unlink)"],
         ),
         ("operator", "%RW~demo:*", ["+ping", "+exists", "+get", "+getrange", "+scan", "+unlink"]),
     ],

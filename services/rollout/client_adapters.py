@@ -1,0 +1,90 @@
+"""Clients' weights in a replica's engine: adapters side by side over the base, or whole models one after the other."""
+
+import asyncio
+import contextlib
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from services.rollout.engine.engine_client import EngineClient
+from services.rollout.engine.transport import EngineError, InvalidRequest
+from shared.config.run_config import RunConfig
+from shared.model.trainable_parameters import ALL_LINEAR
+
+LOAD_SECONDS = 120.0
+ADAPTER = "adapter_config.json"  # the file by which a directory is one of adapters
+
+
+def adapter_flags(config: RunConfig, device: str) -> dict[str, Any]:
+    """Returns the engine's flags where clients' weights are served; none in a run of its own weights."""
+    trainer, flags = config.trainer, dict[str, Any]()
+    if not config.tinker.tinker_endpoint:
+        return flags
+    if device == "cpu":
+        flags = {"enable-deterministic-inference": True, "lora-backend": "torch_native"}
+    if trainer.lora_rank is None:
+        return {name: value for name, value in flags.items() if name != "lora-backend"}
+    targets = ["all"] if ALL_LINEAR in trainer.target_modules else trainer.target_modules
+    most = config.tinker.tinker_adapters
+    return {**flags, "enable-lora": True, "max-lora-rank": trainer.lora_rank, "lora-target-modules": targets, "max-loras-per-batch": most}
+
+
+class Adapters:
+    """The weights that one replica's engine has loaded."""
+
+    _engine: EngineClient | None
+
+    def __init__(self, config: RunConfig) -> None:
+        self._root, self._base = config.trained / "clients" / "sampler_weights", str(config.model.hf_checkpoint)
+        self._most, self._engine = 4 * config.tinker.tinker_adapters, None
+        self._loaded, self._used, self._changed = OrderedDict[str, str](), Counter[str](), asyncio.Condition()
+        self._whole = self._base
+
+    @contextlib.asynccontextmanager
+    async def serving(self, engine: EngineClient, weights: str) -> AsyncIterator[str | None]:
+        """Has the engine serve some weights while the body runs; yields the adapter's name there, None for whole models.
+
+        ``weights``: a directory; empty: the base. Raises InvalidRequest for one that is not a client's, EngineError.
+        """
+        path = str(Path(weights).resolve()) if weights else self._base
+        if weights and not Path(path).is_relative_to(self._root.resolve()):
+            raise InvalidRequest(f"weights {weights!r}: expected a directory in {self._root}")
+        adapter = Path(path, ADAPTER).is_file()
+        async with self._changed:
+            await self._loading(engine, path, adapter=adapter)
+            self._used[path] += 1
+        try:
+            yield self._loaded.get(path)
+        finally:
+            async with self._changed:
+                self._used[path] -= 1
+                self._changed.notify_all()
+
+    async def _loading(self, engine: EngineClient, path: str, *, adapter: bool) -> None:
+        """Loads weights where they are not; must hold the condition."""
+        if engine is not self._engine:  # a new engine has the base alone
+            self._loaded.clear()
+            self._engine, self._whole = engine, self._base
+        if adapter:
+            if path in self._loaded:
+                return self._loaded.move_to_end(path)
+            while len(self._loaded) >= self._most:
+                if (oldest := next((one for one in self._loaded if not self._used[one]), None)) is None:
+                    await self._changed.wait()
+                    continue
+                await self._post(engine, "unload", lora_name=self._loaded.pop(oldest))
+            name = hashlib.blake2b(path.encode(), digest_size=16).hexdigest()
+            await self._post(engine, "load", lora_name=name, lora_path=path)
+            self._loaded[path] = name
+        elif path != self._whole:
+            while any(count for one, count in self._used.items() if one != path):
+                await self._changed.wait()
+            await engine.update_weights_from_disk(path, 0, deadline=LOAD_SECONDS)
+            self._whole = path
+
+    async def _post(self, engine: EngineClient, verb: str, **body: str) -> None:
+        answer = await engine.transport.post(f"/{verb}_lora_adapter", body, LOAD_SECONDS, "the request is given up")
+        if not answer.get("success"):
+            raise EngineError(f"{engine.url}/{verb}_lora_adapter", str(answer.get("error_message")))

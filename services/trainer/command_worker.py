@@ -1,0 +1,405 @@
+"""The trainer of the training endpoint, on every rank: carries out clients' commands from the log, each once, in each client's order.
+
+Rank 0 follows the log and broadcasts what is next. After a death each client goes back to its newest checkpoint, and the commands after it
+are carried out again; those whose outcome the log has are not answered again.
+"""
+
+import base64
+import json
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import structlog
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from services.trainer.actor import Actor
+from services.trainer.client_states import MARKER, ClientRefused, ClientStates, newest_checkpoint, read_marker
+from services.trainer.commands import CommandBroadcast, Execute, Leave, Wait
+from services.trainer.control_client import ControlClient
+from services.trainer.objective.client_loss import ClientLoss
+from services.trainer.packing import PackedBatch
+from services.trainer.parallel import runtime
+from services.trainer.parallel.loss_function import MicroBatchesFailed
+from services.trainer.partition import balance
+from services.trainer.trainer_settings import TrainerSettings, model_directory
+from shared.bus.command_log import CommandLog
+from shared.config.run_config import RunConfig
+from shared.runtime.errors import MyxoError
+from shared.runtime.safe_files import publish, replace_file, scratch
+from shared.runtime.tasks import describe
+from shared.runtime.telemetry import declare_metrics
+from shared.schema import codec
+from shared.schema.client_commands import TRAINED, Command, CommandOutcome
+from shared.schema.digests import reference
+from shared.store.payload_store import BlockingStore
+
+declare_metrics("""
+    clients | models | of clients that the trainer holds
+    client_commands_total | commands | that it has carried out
+    client_commands_replayed_total | commands | of them, that a client's newest checkpoint did not hold after a start
+    client_tokens_total | tokens | of them, forward or forward and backward
+""")
+
+POLL_SECONDS = 0.5  # the longest time between two looks at whether to stop
+BUS_SECONDS = 120.0  # the time that an outcome may take to be written
+BURST = 8  # commands of one client in a row while others wait
+FATAL = 5  # attempts at one command that each ended the trainer, after which it is answered as failed
+
+
+class ClientQueues:
+    """The commands of all clients that wait, and whose turn it is. Pure.
+
+    Args:
+        begun: returns the number of a client's newest command that needs not be carried out any more; -1: none.
+    """
+
+    def __init__(self, begun: Callable[[str], int]) -> None:
+        self._begun, self._next = begun, dict[str, int]()
+        self._waiting: dict[str, dict[int, Command]] = {}
+        self._turns: deque[str] = deque()
+        self._taken = 0
+
+    def add(self, command: Command) -> None:
+        """Takes a command, in any order."""
+        client = command.client
+        if client not in self._next:
+            self._next[client] = self._begun(client) + 1
+            self._turns.append(client)
+        if command.number >= self._next[client]:
+            self._waiting.setdefault(client, {})[command.number] = command
+
+    def next(self) -> Command | None:
+        """Returns the next command: of the last one's client, up to `BURST` and up to its optimizer step, then of the others in turn."""
+        for _ in range(len(self._turns) + bool(self._turns)):  # once more: the last one's turn is over, and no other may wait
+            client = self._turns[0]
+            command = self._waiting.get(client, {}).pop(self._next[client], None) if self._taken < BURST else None
+            if command is not None:
+                self._next[client] += 1
+                self._taken += 1
+                if command.verb == "optim_step":
+                    self._rotate()
+                return command
+            self._rotate()
+        return None
+
+    def _rotate(self) -> None:
+        self._turns.rotate(-1)
+        self._taken = 0
+
+
+class CommandWorker:
+    """One rank. ``control``: rank 0's connection to the bus; None on the other ranks."""
+
+    def __init__(self, config: RunConfig, store: BlockingStore, control: ControlClient | None) -> None:
+        self._config, self._store, self._control, self._log = config, store, control, structlog.get_logger()
+        self._set_state("loading the model")
+        # sequences are not shared: a client's targets need not be the tokens that follow
+        plain = {"prefix_sharing": "off", "lr_decay_style": "constant"}
+        settings = replace(TrainerSettings.from_run(config), trainer=config.trainer.model_copy(update=plain))
+        self._actor = Actor.create(settings, model_directory(config, "actor"))
+        self._broadcast = CommandBroadcast(config.trainer.collective_timeout)
+        self._states, self._root = ClientStates(self._actor), config.trained
+        self._most = config.trainer.micro_batch_tokens
+        self._queues, self._known = (
+            ClientQueues(lambda client: newest_checkpoint(self._checkpoints(client))),
+            dict[tuple[str, int], CommandOutcome](),
+        )
+        self._lock, self._came, self._caught_up = threading.Lock(), threading.Event(), False
+        self._unfreed: dict[str, dict[int, list[str]]] = {}  # keys of payloads that a replay still needs, by client and number
+        self._following: Future[None] | None = None
+        self._replayed: CommandOutcome | None = None  # the known outcome of the command that is replayed
+
+    def close(self) -> None:
+        """Closes groups and connections."""
+        if self._following is not None:
+            self._following.cancel()
+        self._store.close()
+        self._actor.close()
+
+    def run(self) -> None:
+        """Carries commands out until a stop is asked for; every client's state is then on disk."""
+        if self._control is not None:
+            self._following = self._control.begin(self._follow(CommandLog(self._control.service.bus, self._config.run.name)))
+        self._set_state("ready")
+        while True:
+            match self._broadcast.receive() if self._control is None else self._broadcast.send(self._next()):
+                case Execute(command=command, replayed=replayed):
+                    self._carry_out(command, replayed)
+                case Leave():
+                    return self._leave()
+
+    def _set_state(self, state: str) -> None:
+        if self._control is not None:
+            self._control.set_state(state)
+
+    # --- rank 0: what is next
+
+    async def _follow(self, log: CommandLog) -> None:
+        async for _, entry in log.follow():
+            with self._lock:
+                if entry is None:
+                    self._caught_up = True
+                elif isinstance(entry, CommandOutcome):
+                    self._known[entry.key] = entry
+                elif isinstance(entry, Command) and ":train:" in entry.client:
+                    self._queues.add(entry)
+            self._came.set()
+
+    def _next(self) -> Execute | Wait | Leave:
+        assert self._control is not None and self._following is not None
+        end = time.monotonic() + POLL_SECONDS
+        while not self._control.stopping:
+            if self._following.done():
+                self._following.result()
+            self._came.clear()
+            with self._lock:
+                command = self._queues.next() if self._caught_up else None
+                known = None if command is None else self._known.pop(command.key, None)
+            if command is None:
+                if time.monotonic() > end:
+                    return Wait()
+                self._came.wait(0.05)
+            elif self._is_due(command, known):
+                self._replayed = known
+                return Execute(command, known is not None)
+        return Leave(done=False)
+
+    def _is_due(self, command: Command, known: CommandOutcome | None) -> bool:
+        """Returns whether a command has to be carried out; one that is not to be is answered."""
+        if known is not None:
+            if not known.error and command.verb in TRAINED:
+                return True
+            self._free(command)  # it has changed nothing
+        elif command.refused:
+            self._answer(command, failed(command, command.refused, "user"))
+        elif self._attempts(command) > FATAL:
+            self._answer(command, failed(command, f"{command.verb}: the trainer ended in each of {FATAL} attempts at it", "server"))
+        else:
+            return True
+        return False
+
+    def _attempts(self, command: Command) -> int:
+        """Counts an attempt at a command, over the trainer's lives, and returns its number."""
+        path = self._root / "clients" / "attempt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        name, _, count = path.read_text().partition(" ") if path.is_file() else ("", "", "0")
+        own = f"{command.client}/{command.number}"
+        attempt = int(count) + 1 if name == own and count.isdecimal() else 1
+        replace_file(path, f"{own} {attempt}".encode())
+        return attempt
+
+    def _answer(self, command: Command, outcome: CommandOutcome, blob: bytes | None = None) -> None:
+        """Writes an outcome into the log, with the rest of the answer in the store."""
+        control = self._control
+        assert control is not None
+        service = control.service
+        if blob is not None:
+            key = service.subjects.command_key(command.client, command.number, "result")
+            control.call(service.store.write({key: blob}, BUS_SECONDS), BUS_SECONDS)
+            outcome = outcome.model_copy(update={"payload": reference(service.run, {key: blob})})
+        control.call(CommandLog(service.bus, service.run).append(outcome), BUS_SECONDS)
+
+    # --- all ranks: one command
+
+    def _carry_out(self, command: Command, replayed: bool) -> None:
+        started, blob = time.monotonic(), None
+        outcome = failed(command, "", "")
+        try:
+            self._restore(command.client)
+            if command.verb not in ("create_model", "load_weights") and command.client not in self._states.held:
+                raise ClientRefused(f"{command.verb}: {command.client} is not there: it was unloaded, or was not made")
+            found = getattr(self, f"_{command.verb}")(command, json.loads(command.arguments))
+            blob = found.pop("blob", None)
+            outcome = outcome.model_copy(update=found)
+        except ClientRefused as error:
+            outcome = outcome.model_copy(update={"error": str(error), "category": "user"})
+        except MicroBatchesFailed as error:
+            outcome = outcome.model_copy(update={"error": describe(error), "category": "server"})
+        if self._control is not None:
+            seconds = time.monotonic() - started
+            outcome = outcome.model_copy(update={"at": time.time(), "figures": {**outcome.figures, "seconds": seconds}})
+            self._note(command, outcome, replayed)
+            if not replayed:
+                self._answer(command, outcome, blob)
+        state = self._states.held.get(command.client)
+        if outcome.error or command.verb not in TRAINED or state is None:
+            return self._free(command)
+        if command.payload is not None:
+            self._unfreed.setdefault(command.client, {})[command.number] = command.payload.keys
+        if command.verb != "forward_backward":
+            state.number = command.number
+            if state.updates - state.saved >= self._config.tinker.tinker_checkpoint_steps:
+                self._checkpoint(command.client)
+
+    def _note(self, command: Command, outcome: CommandOutcome, replayed: bool) -> None:
+        assert self._control is not None
+        metrics = self._control.service.metrics
+        metrics.set("clients", len(self._states.held))
+        metrics.add("client_commands")
+        metrics.add("client_tokens", command.tokens)
+        if replayed:
+            assert self._replayed is not None
+            metrics.add("client_commands_replayed")
+            if outcome.error:
+                raise MyxoError(
+                    f"{command.client} {command.number} ({command.verb}) succeeded before, and its replay failed: {outcome.error}"
+                )
+            if self._replayed.state != outcome.state:
+                detail = f"update {outcome.figures.get('updates', 0):g} of {command.client} came to other weights than before the restart"
+                self._control.publish_event("replay_differs", detail)
+                self._log.error("replay_differs", client=command.client, number=command.number)
+        self._log.info("command", client=command.client, number=command.number, verb=command.verb, replayed=replayed, error=outcome.error)
+
+    def _restore(self, client: str) -> None:
+        """Takes a client's newest checkpoint where this life has none of its state."""
+        root = self._checkpoints(client)
+        newest = -1 if client in self._states.held else newest_checkpoint(root)
+        if newest >= 0 and not (read_marker(root / str(newest)) or {}).get("unloaded"):
+            self._states.read(client, root / str(newest))
+            self._states.held[client].number = newest
+
+    def _checkpoints(self, client: str) -> Path:
+        return self._root / "clients" / client
+
+    def _checkpoint(self, client: str) -> None:
+        """Writes a client's state as it was after its last step; what only its replay needed is removed."""
+        state, root = self._states.held[client], self._checkpoints(client)
+        self._states.write(client, root / str(state.number), {"client": client, "number": state.number})
+        state.saved = state.updates
+        self._forget_before(client, state.number)
+
+    def _forget_before(self, client: str, number: int) -> None:
+        keys = self._unfreed.get(client, {})
+        done = [key for known in sorted(keys) if known <= number for key in keys.pop(known)]
+        if self._control is not None:
+            for path in self._checkpoints(client).iterdir():
+                if path.name.isdecimal() and int(path.name) < number:
+                    shutil.rmtree(path)
+            self._control.call(self._control.service.store.free(done), BUS_SECONDS)
+
+    def _free(self, command: Command) -> None:
+        if self._control is not None and command.payload is not None:
+            self._control.call(self._control.service.store.free(command.payload.keys), BUS_SECONDS)
+
+    def _leave(self) -> None:
+        for client, state in self._states.held.items():
+            if state.updates > state.saved:
+                self._checkpoint(client)
+
+    # --- the commands: each returns fields of its outcome, and a blob for the store
+
+    def _create_model(self, command: Command, given: Mapping[str, Any]) -> dict[str, Any]:
+        self._states.create(command.client, given["seed"], given["rank"], given["parts"])
+        return {"figures": {"updates": 0}}
+
+    def _unload_model(self, command: Command, given: Mapping[str, Any]) -> dict[str, Any]:
+        self._states.forget(command.client)
+        target = self._checkpoints(command.client) / str(command.number)
+        with runtime.together(f"the end of {command.client}"):
+            if runtime.rank() == 0:
+                (scratch(target) / MARKER).write_text(json.dumps({"unloaded": True}))
+                publish(target.with_name(f".{target.name}.partial"), target)
+        self._forget_before(command.client, command.number)
+        return {}
+
+    def _load_weights(self, command: Command, given: Mapping[str, Any]) -> dict[str, Any]:
+        self._states.read(command.client, self._directory("weights", given["path"]), given["optimizer"])
+        self._states.held[command.client].number = command.number
+        self._checkpoint(command.client)  # what it has loaded may be overwritten before a replay
+        return {"figures": {"updates": self._states.held[command.client].updates}}
+
+    def _save_weights(self, command: Command, given: Mapping[str, Any]) -> dict[str, Any]:
+        target, own = self._directory("weights", given["path"]), {"client": command.client, "number": command.number}
+        return {"bytes": self._states.write(command.client, target, own)}
+
+    def _save_weights_for_sampler(self, command: Command, given: Mapping[str, Any]) -> dict[str, Any]:
+        self._states.enter(command.client)
+        target = self._directory("sampler_weights", given["path"])
+        if self._actor.model.lora is None:
+            self._actor.save_hf(target)
+        else:
+            self._actor.save_adapters(target)
+        return {"bytes": sum(path.stat().st_size for path in target.iterdir()) if runtime.rank() == 0 else 0}
+
+    def _directory(self, kind: str, path: str) -> Path:
+        """Returns where weights with a path ``tinker://CLIENT/KIND/NAME`` lie; the endpoint has checked it."""
+        client, _, name = path.removeprefix("tinker://").split("/")
+        return self._root / "clients" / kind / client / name
+
+    def _optim_step(self, command: Command, given: Mapping[str, Any]) -> dict[str, Any]:
+        norm, skipped = self._states.step(command.client, dict(given))
+        if skipped is not None:
+            raise ClientRefused(f"optim_step: {skipped}; weights and moments are as they were, the gradients are gone")
+        state = self._states.held[command.client]
+        metrics = {"grad_norm:l2": norm, "updates": state.updates}
+        return {"result": json.dumps({"metrics": metrics}), "figures": metrics, "state": self._states.digest(command.client)}
+
+    def _forward(self, command: Command, given: Mapping[str, Any]) -> dict[str, Any]:
+        return self._passed(command, given, backward=False)
+
+    def _forward_backward(self, command: Command, given: Mapping[str, Any]) -> dict[str, Any]:
+        return self._passed(command, given, backward=True)
+
+    def _passed(self, command: Command, given: Mapping[str, Any], *, backward: bool) -> dict[str, Any]:
+        assert command.payload is not None
+        self._states.enter(command.client)
+        datums = codec.unpack(self._store.read(command.payload)[0])
+        lengths, actor = [len(datum["tokens"]) for datum in datums], self._actor
+        placement = balance([min(length, self._most) for length in lengths], actor.data_parallel_size, self._most)[actor.data_parallel_rank]
+        batches = [packed([datums[index] for index in indices]) for indices in placement]
+        loss, passes, model = ClientLoss(given["loss_fn"], given["loss_fn_config"]), actor.backend.passes, actor.model
+        if backward:
+            model.zero_gradients()
+            actor.optimizer.zero_gradients()
+            with runtime.deadline("the forward and backward passes"):
+                total, _ = passes.forward_backward(model, batches, loss, 1.0, False)
+            self._states.add_gradients(command.client)
+        else:
+            with runtime.deadline("the forward passes"):
+                found = passes.log_probs(model, batches, 1.0)
+            mine = sum(float(loss(each, None, batch.to(each.device))[0]) for each, batch in zip(found, batches, strict=True))
+            total = float(runtime.sum_over_data_parallel(np.array([mine]))[0])
+        log_probs = self._gathered(placement, lengths, loss.found)
+        metrics = {"loss:sum": total}
+        return {"blob": codec.pack({"log_probs": log_probs, "metrics": metrics}), "figures": {**metrics, "tokens": sum(lengths)}}
+
+    def _gathered(self, placement: Sequence[Sequence[int]], lengths: Sequence[int], found: Sequence[Tensor]) -> list[NDArray[np.float32]]:
+        """Returns every datum's log-probs, in the request's order, of all data-parallel ranks."""
+        own = dict[int, NDArray[np.float32]]()
+        for indices, values in zip(placement, found, strict=True):
+            split = values.float().cpu().split([lengths[index] for index in indices] if indices else [len(values)])
+            own |= {index: part.numpy() for index, part in zip(indices, split, strict=bool(indices))}
+        if self._actor.data_parallel_size > 1:
+            encoded = [[index, base64.b64encode(values.tobytes()).decode()] for index, values in own.items()]
+            everyone = [item for each in runtime.gather_json(encoded) for item in each]
+            own = {index: np.frombuffer(base64.b64decode(text), np.float32) for index, text in everyone}
+        return [own[index] for index in range(len(lengths))]
+
+
+def failed(command: Command, error: str, category: Literal["", "user", "server"]) -> CommandOutcome:
+    """Returns the outcome of a command that is not carried out."""
+    return CommandOutcome(client=command.client, number=command.number, at=time.time(), error=error, category=category)
+
+
+def packed(datums: Sequence[Mapping[str, NDArray[Any]]]) -> PackedBatch:
+    """Lays datums end to end as one micro-batch; without any, a filler whose losses are 0.
+
+    A datum: ``tokens`` and ``target_tokens``, int32 [N], and float32 [N] for each further field; target n is predicted after token n.
+    """
+    filler = {"tokens": np.zeros(2, np.int32), "target_tokens": np.zeros(2, np.int32)}
+    given = datums or [filler | {name: np.zeros(2, np.float32) for name in ("weights", "advantages", "logprobs")}]
+    columns = {name: torch.from_numpy(np.concatenate([datum[name] for datum in given])) for name in given[0]}
+    lengths = [len(datum["tokens"]) for datum in given]
+    tokens, labels = columns.pop("tokens").long(), columns.pop("target_tokens").long()
+    starts = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    return PackedBatch(tokens, labels, torch.ones(len(tokens)), starts, max(lengths), columns)

@@ -1,0 +1,164 @@
+"""The Tinker SDK as it is, against `myxo serve`: loops in the shape of the cookbook's. Prints what came of them as JSON.
+
+python tinker_loops.py URL MODEL LOOP [STEPS]
+"""
+
+import json
+import random
+import sys
+import threading
+
+import tinker
+from tinker import types
+
+URL, MODEL, LOOP = sys.argv[1:4]
+STEPS = int(sys.argv[4]) if len(sys.argv) > 4 else 10
+KEY = "tml-0123456789abcdefghij"
+DIGITS = range(20, 30)  # tokens of the characters 0 to 9 in the tiny model's vocabulary
+EQUALS, PLUS = 33, 15
+
+
+def tensor(data, dtype="float32"):
+    return types.TensorData(data=list(data), dtype=dtype, shape=[len(data)])
+
+
+def datum(tokens, **inputs):
+    given = {name: tensor(values) for name, values in inputs.items()}
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs={"target_tokens": tensor(tokens[1:], "int64"), **given}
+    )
+
+
+def question(left, right):
+    return [DIGITS[left], PLUS, DIGITS[right], EQUALS]
+
+
+def client_of(service, seed=1):
+    return service.create_lora_training_client(base_model=MODEL, rank=8, seed=seed).result()
+
+
+def supervised(service):
+    """Learns one-digit sums by cross-entropy on the answer alone."""
+    client, losses = client_of(service), []
+    data = [datum([*question(a, b), DIGITS[a + b]], weights=[0, 0, 0, 1]) for a in range(4) for b in range(4)]
+    for _ in range(STEPS):
+        passed, stepped = client.forward_backward(data, "cross_entropy"), client.optim_step(types.AdamParams(learning_rate=2e-2))
+        losses.append(passed.result().metrics["loss:sum"] / len(data))
+        stepped.result()
+    return losses
+
+
+def reinforced(service):
+    """Learns to answer with a digit that is right: reward 1 for the sum, 0.3 for another digit; advantages within a group."""
+    client, rewards = client_of(service), []
+    prompts = [question(1, 2), question(2, 2)]
+    for step in range(STEPS):
+        sampler, data, got = client.save_weights_and_get_sampling_client().result(), [], []
+        params = types.SamplingParams(max_tokens=1, temperature=1.0, seed=step)
+        asked = [
+            (sampler.sample(types.ModelInput.from_ints(prompt), 32, params), prompt, want)
+            for prompt, want in zip(prompts, (3, 4), strict=True)
+        ]
+        for future, prompt, want in asked:
+            answers = future.result().sequences
+            scores = [1.0 if one.tokens[0] == DIGITS[want] else 0.3 * (one.tokens[0] in DIGITS) for one in answers]
+            mean = sum(scores) / len(scores)
+            got += scores
+            for one, score in zip(answers, scores, strict=True):
+                rest = [0.0] * (len(prompt) - 1)
+                data.append(datum([*prompt, one.tokens[0]], logprobs=[*rest, one.logprobs[0]], advantages=[*rest, score - mean]))
+        rewards.append(sum(got) / len(got))
+        passed, stepped = client.forward_backward(data, "importance_sampling"), client.optim_step(types.AdamParams(learning_rate=1e-2))
+        passed.result()
+        stepped.result()
+    return rewards
+
+
+def preferred(service):
+    """Learns to prefer one answer to another (DPO), by a loss of the client's own."""
+    import torch
+
+    client, margins = client_of(service), []
+    pairs = [tokens for a in range(4) for tokens in ([*question(a, 1), DIGITS[a + 1]], [*question(a, 1), DIGITS[9]])]
+    data = [datum(tokens, weights=[0, 0, 0, 1]) for tokens in pairs]
+    reference = [float(one["logprobs"].data[-1]) for one in client.forward(data, "cross_entropy").result().loss_fn_outputs]
+
+    def loss(_, log_probs):
+        gains = [values[-1] - before for values, before in zip(log_probs, reference, strict=True)]
+        margin = torch.stack([good - bad for good, bad in zip(gains[::2], gains[1::2], strict=True)])
+        return -torch.nn.functional.logsigmoid(0.5 * margin).sum(), {"margin": margin.mean().item()}
+
+    for _ in range(STEPS):
+        passed, stepped = client.forward_backward_custom(data, loss), client.optim_step(types.AdamParams(learning_rate=1e-2))
+        margins.append(passed.result().metrics["margin"])
+        stepped.result()
+    return margins
+
+
+def tracked(service, seed):
+    """Returns all that a client gets that trains, saves and samples: its numbers are to be the same bits each time."""
+    client, found, rng = client_of(service, seed), [], random.Random(seed)
+    for step in range(STEPS):
+        data = [datum([rng.randrange(4, 99) for _ in range(rng.randrange(3, 20))]) for _ in range(3)]
+        for one in data:
+            one.loss_fn_inputs["weights"] = tensor([1.0] * one.model_input.length)
+        passed, stepped = client.forward_backward(data, "cross_entropy"), client.optim_step(types.AdamParams(learning_rate=1e-2))
+        passed = passed.result()
+        found.append([passed.metrics["loss:sum"], *(value for one in passed.loss_fn_outputs for value in map(float, one["logprobs"].data))])
+        found.append(sorted(stepped.result().metrics.items()))
+        if step % 4 == 3:
+            sampler = client.save_weights_and_get_sampling_client().result()
+            answer = sampler.sample(types.ModelInput.from_ints([5, 6, 7]), 2, types.SamplingParams(max_tokens=5, seed=3)).result()
+            found.append([list(one.tokens) for one in answer.sequences])  # an engine's log-probs depend in the last bit on its batch
+    saved = client.save_state("end").result().path
+    again = service.create_training_client_from_state_with_optimizer(saved).result()
+    found.append([one.forward([datum([5, 6, 7], weights=[1, 1])], "cross_entropy").result().metrics["loss:sum"] for one in (client, again)])
+    return found
+
+
+def alone(service):
+    """Two clients, one after the other."""
+    return [tracked(service, 1), tracked(service, 2)]
+
+
+def together(service):
+    """The same two at once."""
+    found = {}
+    threads = [threading.Thread(target=lambda seed=seed: found.update({seed: tracked(service, seed)})) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found.get(1), found.get(2)]
+
+
+def refused(service):
+    """What the server has not, in the SDK's own errors; and that the client goes on afterwards."""
+    client = client_of(service)
+    good, found = datum([5, 6, 7], weights=[1, 1]), {}
+    outside, uneven = datum([5, 6, 700], weights=[1, 1]), datum([5, 6, 7], weights=[1])
+    tried = {
+        "loss": lambda: client.forward([good], "gspo"),
+        "token": lambda: client.forward_backward([outside], "cross_entropy"),
+        "shape": lambda: client.forward_backward([uneven], "cross_entropy"),
+        "setting": lambda: client.forward([good], "cross_entropy", {"beta": 1.0}),
+        "step": lambda: client.optim_step(types.AdamParams()),
+        "name": lambda: client.save_state("../up"),
+        "rank": lambda: service.create_lora_training_client(base_model=MODEL, rank=64),
+        "model": lambda: service.create_lora_training_client(base_model="another", rank=8),
+        "weights": lambda: service.create_training_client_from_state("tinker://other-0123456789abcdef:train:0/weights/x"),
+        "key": lambda: tinker.ServiceClient(base_url=URL, api_key="tml-another-key-of-nobody").create_sampling_client(base_model=MODEL),
+    }
+    for name, attempt in tried.items():
+        try:
+            attempt().result()
+            found[name] = "accepted"
+        except Exception as error:
+            found[name] = f"{type(error).__name__} {getattr(error, 'category', '')}: {error}"
+    found["after"] = client.forward([good], "cross_entropy").result().metrics["loss:sum"] > 0
+    return found
+
+
+if __name__ == "__main__":
+    loops = {each.__name__: each for each in (supervised, reinforced, preferred, alone, together, refused)}
+    print(json.dumps(loops[LOOP](tinker.ServiceClient(base_url=URL, api_key=KEY))))

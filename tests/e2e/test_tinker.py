@@ -1,0 +1,157 @@
+"""The unmodified Tinker SDK against `myxo serve`: loops learn, clients at once get what each gets alone, kills lose and double nothing."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.launched import LaunchedRun
+from tests.support.service_process import ROOT
+from tests.support.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.timeout(900)
+
+SDK, KEY = "tinker==0.38.0", "tml-0123456789abcdefghij"
+CONFIG = """
+[run]
+name = "serve"
+dir = "{directory}/runs"
+[model]
+hf_checkpoint = "{directory}/model"
+[rollout]
+rollout_device = "cpu"
+[trainer]
+train_device = "cpu"
+train_dtype = "float32"
+lora_rank = 8
+[tinker]
+tinker_checkpoint_steps = 3
+[console]
+console = false
+"""
+Loop = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture(scope="module")
+def sdk() -> Path:
+    """A directory with the SDK and what it needs, made where there is none."""
+    path = ROOT / ".venv" / "clients" / SDK.replace("==", "-")
+    if not (path / "ready").is_file():
+        installing = [sys.executable, "-m", "pip", "install", "-q", "--no-compile", "--target", str(path), SDK]
+        done = subprocess.run(installing, capture_output=True, text=True, timeout=600)
+        if done.returncode:
+            pytest.skip(f"the registry does not give {SDK}: {done.stderr.strip().splitlines()[-1]}")
+        (path / "ready").touch()
+    return path
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LaunchedRun, str]]:
+    """A server, and its URL."""
+    directory = tmp_path_factory.mktemp("serve")
+    write_tiny_model(directory / "model")
+    (directory / "serve.toml").write_text(CONFIG.format(directory=directory))
+    os.environ["MYXO_TINKER_KEY"] = KEY
+    with LaunchedRun(directory / "serve.toml", directory / "runs" / "serve", "serve", command="serve") as run:
+        end = time.monotonic() + 300
+        while not (found := re.search(r"TINKER_BASE_URL=(\S+)", run.output.read_text())):
+            assert run.process.poll() is None and time.monotonic() < end, run.said()
+            time.sleep(0.2)
+        yield run, found[1]
+
+
+@pytest.fixture
+def loop(sdk: Path, served: tuple[LaunchedRun, str]) -> Loop:
+    run, url = served
+
+    def start(name: str, steps: int) -> "subprocess.Popen[str]":
+        command = [sys.executable, str(ROOT / "tests/clients/tinker_loops.py"), url, str(run.root.parents[1] / "model"), name, str(steps)]
+        environment = {**os.environ, "PYTHONPATH": str(sdk), "TINKER_TELEMETRY": "0"}
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=run.root)
+
+    return start
+
+
+def result(process: "subprocess.Popen[str]") -> Any:
+    out, error = process.communicate(timeout=600)
+    assert process.returncode == 0, error[-4000:]
+    return json.loads(out.splitlines()[-1])
+
+
+def audited(run: LaunchedRun) -> dict[str, Any]:
+    done = subprocess.run([sys.executable, "-m", "myxo", "audit", str(run.root), "--json"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def test_loops_learn(loop: Loop) -> None:
+    losses, margins = result(loop("supervised", 8)), result(loop("preferred", 5))
+    assert losses[-1] < 0.5 * losses[0], losses
+    assert margins[-1] > 2.0 > abs(margins[0]), margins
+    rewards = result(loop("reinforced", 12))
+    assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.15, rewards
+
+
+def test_refusals_name_the_field_and_leave_the_client_at_work(loop: Loop) -> None:
+    found = result(loop("refused", 1))
+    assert found.pop("after") is True
+    words = {
+        "loss": "loss_fn: gspo", "token": "target_tokens: 700", "shape": "weights: shape", "setting": "loss_fn_config.beta",
+        "step": "no gradient", "name": "path: '../up'", "rank": "lora_config.rank: 64", "model": "base_model: another",
+        "weights": "no such weights", "key": "X-API-Key",
+    }  # fmt: skip
+    assert {name: text for name, text in found.items() if words[name] not in text} == {}
+    assert all("user" in text.partition(":")[0] for name, text in found.items() if name != "key"), found
+
+
+def killed(run: LaunchedRun, process: "subprocess.Popen[str]", kills: int, rng: random.Random) -> int:
+    """Kills endpoint or trainer again and again until a loop has ended. Returns how often."""
+    done = 0
+    while process.poll() is None and done < kills:
+        time.sleep(rng.uniform(0.2, 2.0))
+        try:
+            run.kill(run.child(rng.choice(["services.gateway", "services.trainer"])))
+            done += 1
+        except (AssertionError, ProcessLookupError):
+            continue  # it is being started
+    return done
+
+
+def compared(run: LaunchedRun, loop: Loop, steps: int, kills: int) -> None:
+    apart = result(loop("alone", steps))
+    at_once = loop("together", steps)
+    done = killed(run, at_once, kills, random.Random(5))
+    assert result(at_once) == apart, f"after {done} kills"
+    assert done >= min(kills, 2)
+    report = audited(run)
+    assert (report["ok"], report["waiting"], report["violations"]) == (True, 0, [])
+    assert "replay_differs" not in run.said()
+
+
+def test_two_clients_at_once_through_kills_get_what_each_gets_alone(served: tuple[LaunchedRun, str], loop: Loop) -> None:
+    compared(served[0], loop, 8, 3)
+
+
+@pytest.mark.extra
+def test_twenty_kills_lose_and_double_nothing(served: tuple[LaunchedRun, str], loop: Loop) -> None:
+    compared(served[0], loop, 120, 20)
+
+
+def test_a_stop_and_a_start_continue_every_client(served: tuple[LaunchedRun, str], loop: Loop) -> None:
+    run, _ = served
+    before = audited(run)
+    run.kill(run.child("services.trainer"))
+    run.kill(run.child("services.gateway"))
+    assert result(loop("supervised", 2))
+    assert audited(run)["commands"] > before["commands"]
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(120) == 128 + signal.SIGTERM
