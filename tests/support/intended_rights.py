@@ -53,6 +53,7 @@ def subjects(run: str) -> Table:
         names.environment("math", "score"): ({REWARD} | PEOPLE, {ENVIRONMENT}),
         names.command("command", "a", 1): ({GATEWAY} | PEOPLE, {TRAINER, GATEWAY}),
         names.command("outcome", "a", 1): ({TRAINER, GATEWAY} | PEOPLE, {TRAINER, GATEWAY}),
+        names.object_urls: ({ROLLOUT} | PEOPLE, {TRAINER}),
         f"{run}.anything.else": (PEOPLE, NOBODY),
         f"{run}.>": (PEOPLE, NOBODY),
     }

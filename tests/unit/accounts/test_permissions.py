@@ -78,7 +78,7 @@ def test_the_console_asks_jetstream_and_publishes_nothing() -> None:
 
 
 def test_only_those_who_are_asked_may_answer() -> None:
-    assert {one.role for one in rights(RUN) if one.bus.answer_seconds} == {"buffer", "rollout", "environment"}
+    assert {one.role for one in rights(RUN) if one.bus.answer_seconds} == {"buffer", "rollout", "trainer", "environment"}
 
 
 def test_the_store_is_for_the_run_only_and_for_nothing_dangerous() -> None:

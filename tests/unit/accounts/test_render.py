@@ -45,7 +45,7 @@ def test_every_role_has_one_user_of_nats_with_rights_of_its_own() -> None:
     assert all(found["subscribe"]["allow"] for found in permissions)
     assert [role for role, found in zip(ROLES, permissions, strict=True) if "publish" not in found] == ["environment"], "it only answers"
     assert all(found["publish"]["allow"] for found in permissions if "publish" in found)
-    assert [found["allow_responses"]["max"] for found in permissions if "allow_responses" in found] == [1, 1, 1]
+    assert [found["allow_responses"]["max"] for found in permissions if "allow_responses" in found] == [1, 1, 1, 1]
 
 
 def test_redis_has_no_user_without_a_password_and_no_password_in_the_clear() -> None:
