@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer import convert_command
 from tests.e2e.launched import LaunchedRun
 from tests.e2e.test_deaths import trained
+from tests.support.converting import to_8_bits
 
 SECONDS = 600
 
@@ -15,9 +15,8 @@ SECONDS = 600
 @pytest.mark.extra
 @pytest.mark.timeout(3 * SECONDS)
 def test_a_run_with_8_bit_engines(small_run: Callable[..., Path], tmp_path: Path, tiny_model: Path) -> None:
-    config, root, model = small_run("eight", steps=40, staleness=1), tmp_path / "runs" / "eight", tmp_path / "model-fp8"
-    assert convert_command.main([str(tiny_model), str(model), "--to", "fp8-block", "--block", "16", "16"]) == 0
-    flags = ["--hf-checkpoint", str(model), "--save-interval", "2"]
+    config, root = small_run("eight", steps=40, staleness=1), tmp_path / "runs" / "eight"
+    flags = ["--hf-checkpoint", str(to_8_bits(tiny_model, tmp_path / "model-fp8", 16)), "--save-interval", "2"]
     with LaunchedRun(config, root, "eight", flags) as run:
         run.until("4 steps", lambda cards: trained(cards) >= 4, SECONDS)
         run.kill(run.process.pid)

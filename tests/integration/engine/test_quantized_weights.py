@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.generation import Generation, GenerationRequest
-from services.trainer import convert_command
 from services.trainer.actor import Actor
 from services.trainer.weights.snapshot_writer import WeightCheckpointWriter, on_host
 from services.trainer.weights.stage_sender import StageSender
@@ -22,6 +21,7 @@ from shared.transfer.quantizer import plain, quantized
 from shared.transfer.weight_checkpoint import LocalCheckpoint, WeightCheckpoints
 from tests.integration.engine.conftest import running_engine
 from tests.integration.engine.load import SAMPLING
+from tests.support.converting import to_8_bits
 from tests.support.tiny_model import PRINTABLE, character_tokenizer
 from tests.support.weights_group import JOIN_SECONDS
 from tests.unit.trainer.megatron import rank_steps
@@ -43,8 +43,7 @@ def test_an_engine_computes_with_what_was_quantized(kind: str, how: list[str], t
     """By pushes, twice, and from disk: its log-probs are those of a trainer whose matrices are rounded the same way."""
     make_checkpoint(kind, tmp_path / "whole")
     character_tokenizer(PRINTABLE[: VOCAB - 4]).save_pretrained(tmp_path / "whole")
-    model = tmp_path / "model"
-    assert convert_command.main([str(tmp_path / "whole"), str(model), "--to", "fp8-block", "--block", "8", "8", *how]) == 0
+    model = to_8_bits(tmp_path / "whole", tmp_path / "model", 8, *how)
     quantization = quantization_of(model)
     assert quantization is not None and len(quantization.names) >= 14
     actor = rank_steps.actor(model, lr=3e-2)

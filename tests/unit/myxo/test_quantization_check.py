@@ -7,16 +7,14 @@ import pytest
 
 from myxo.preflight.inspection import Inspection, Note
 from myxo.preflight.model_checks import check_actor, check_quantization
-from services.trainer import convert_command
 from shared.config import devices
+from tests.support.converting import to_8_bits
 from tests.support.run_config import run_config
 
 
 @pytest.fixture(scope="module")
 def eight_bits(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("eight") / "model"
-    assert convert_command.main([str(tiny_model), str(made), "--to", "fp8-block", "--block", "16", "16"]) == 0
-    return made
+    return to_8_bits(tiny_model, tmp_path_factory.mktemp("eight") / "model", 16)
 
 
 def said(directory: Path, model: Path, **sections: dict[str, Any]) -> list[str]:

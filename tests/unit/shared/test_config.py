@@ -127,6 +127,7 @@ MUTABLE = {
     "batch_timeout",
     "collective_timeout",
     "torch_threads",
+    *("tinker_tenants", "tinker_adapters", "tinker_samples", "tinker_checkpoint_steps", "tinker_body_bytes"),
     "skip_unchanged",
     "push_timeout",
     "update_weight_mode",

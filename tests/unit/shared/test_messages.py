@@ -126,6 +126,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "WeightsAsleep": {"replica": "r", "version": -1},
     "WeightsWake": {"deadline": 60.0},
     "WeightsLive": {"version": 1, "replicas": ["r"], "seconds": 0.1, "bytes": 10, "at": 1.0},
+    "ObjectUrlsRequest": {"replica": "r", "index": "i/1", "objects": ["o/1"]},
+    "ObjectUrls": {"urls": ["https://store/o/1?X-Amz-Signature=1"], "seconds": 300.0},
     "WeightsSnapshot": {
         "version": 1,
         "digest": "0f",

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from services.trainer import convert_command
 from shared.model.quantization import BlockFormat, block_format, quantization_of, split_problems
 from shared.runtime.errors import ConfigError
 from shared.transfer.quantizer import plain, quantized
+from tests.support.converting import convert, to_8_bits
 from tests.unit.trainer.megatron.tiny import make_checkpoint
 
 SGLANG = Path(torch.__file__).parents[1] / "sglang"
@@ -87,8 +87,7 @@ def test_another_format_is_named(entry: Any) -> None:
 def eight_bits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("eight")
     make_checkpoint("qwen3_moe", directory / "whole")
-    assert convert_command.main([str(directory / "whole"), str(directory / "made"), "--to", "fp8-block", "--block", "8", "8"]) == 0
-    return directory / "made"
+    return to_8_bits(directory / "whole", directory / "made", 8)
 
 
 def test_a_checkpoint_tells_what_is_quantized(eight_bits: Path) -> None:
@@ -138,10 +137,10 @@ def test_what_cannot_be_converted(eight_bits: Path, tmp_path: Path, capsys: pyte
         (whole, ["--block", "8", "0"], "--block = [8, 0]: two numbers from 1 up"),
         (whole, ["--dtype", "float32"], "--dtype = 'float32': not given"),
     ):
-        assert convert_command.main([str(source), str(tmp_path / "made"), "--to", "fp8-block", *options]) != 0
+        assert convert(source, tmp_path / "made", "--to", "fp8-block", *options) != 0
         assert says in " ".join(capsys.readouterr().err.split())
         assert not (tmp_path / "made").exists()
-    assert convert_command.main([str(whole), str(tmp_path / "made"), "--block", "8", "8"]) != 0
+    assert convert(whole, tmp_path / "made", "--block", "8", "8") != 0
     assert "--block = '[8, 8]': not given" in " ".join(capsys.readouterr().err.split())
 
 

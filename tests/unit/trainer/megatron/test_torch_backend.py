@@ -8,12 +8,12 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from services.trainer import convert_command
 from services.trainer.fsdp import fused_layers
 from services.trainer.packing import separate
 from services.trainer.parallel.loss_function import MicroBatchesFailed
 from shared.config.trainer_section import TrainerSection
 from shared.runtime.errors import ConfigError
+from tests.support.converting import convert
 from tests.unit.trainer.megatron import lora_steps, rank_steps
 from tests.unit.trainer.megatron.tiny import VOCAB, not_refused, pack, sequences
 
@@ -123,14 +123,13 @@ def test_one_process_goes_on_where_two_ranks_were(hf, alone, two_ranks, tmp_path
 @pytest.mark.parametrize("kind, more", [("qwen3_moe", {}), ("qwen3", {"lora_rank": 3})])
 def test_a_checkpoint_becomes_one_that_megatron_starts_from(kind, more, hf, two_ranks, tmp_path, capsys):
     expected = two_ranks.run(rank_steps.save_both, hf(kind), {**TORCH, **more}, tmp_path / "checkpoints", tmp_path / "hf")[0]
-    given = [str(tmp_path / "checkpoints"), str(tmp_path / "made"), "--hf", str(hf(kind))]
-    assert convert_command.main(given) == 0, capsys.readouterr().err
+    assert convert(tmp_path / "checkpoints", tmp_path / "made", "--hf", str(hf(kind))) == 0, capsys.readouterr().err
     saved = {name: tensor for path in (tmp_path / "hf").glob("*.safetensors") for name, tensor in load_file(path).items()}
     made = {name: tensor for path in (tmp_path / "made").glob("*.safetensors") for name, tensor in load_file(path).items()}
     alike(made, saved, 0)
     megatron = rank_steps.actor(tmp_path / "made")
     torch.testing.assert_close(megatron.log_probs([pack(sequences(6, seed=9))])[0], expected, atol=1e-5, rtol=0)
-    assert convert_command.main([*given[:1], str(tmp_path / "again")]) != 0 and "--hf" in capsys.readouterr().err
+    assert convert(tmp_path / "checkpoints", tmp_path / "again") != 0 and "--hf" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])

@@ -1,0 +1,21 @@
+"""``myxo convert`` in this process, which stays as it was: the command hides GPUs and warnings from its own."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+from services.trainer import convert_command
+
+
+def convert(source: Path, target: Path, *options: str) -> int:
+    """Returns the exit code."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        return convert_command.main([str(source), str(target), *options])
+
+
+def to_8_bits(source: Path, target: Path, block: int, *options: str) -> Path:
+    """Makes a checkpoint in blocks of 8-bit floats; returns its directory."""
+    assert convert(source, target, "--to", "fp8-block", "--block", str(block), str(block), *options) == 0
+    return target
