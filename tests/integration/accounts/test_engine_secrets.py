@@ -56,6 +56,7 @@ async def engine(guarded: GuardedServers, tmp_path: Path) -> AsyncIterator[list[
     write_jsonl(tmp_path / "prompts.jsonl")
     config = run_config(tmp_path, run={"name": RUN}, reward={"rm_type": "exact"})
     await runs.create(operator, config, None)
+    await operator.js.add_stream(name=NAMES.commands_stream, subjects=[NAMES.command(">")])  # of `myxo serve` alone
     async with contextlib.AsyncExitStack() as stack:
         agents, work = [], []
         for rank, secret in enumerate(OWN):

@@ -64,6 +64,7 @@ async def operator(guarded: GuardedServers, tmp_path: Path) -> AsyncIterator[Bus
     bus = await Bus.connect(guarded.nats_url("operator"), "test", inbox=NAMES.inbox("operator"))
     write_jsonl(tmp_path / "prompts.jsonl")
     await runs.create(bus, run_config(tmp_path, run={"name": RUN}, reward={"rm_type": "exact"}), None)
+    await bus.js.add_stream(name=NAMES.commands_stream, subjects=[NAMES.command(">")])  # of `myxo serve` alone
     for subject in WRITING[:-1]:
         await bus.js.publish(subject.replace(".config", ".phase") if "-config" in subject else subject, EVIL)
     await bus.js.publish(NAMES.generated("exact"), EVIL)

@@ -110,7 +110,7 @@ def assert_equal(expected, ranks):
             assert step.loss == pytest.approx(reference.loss, abs=1e-5), name
             assert step.grad_norm == pytest.approx(reference.grad_norm, abs=1e-4), name
             assert step.metrics.keys() == reference.metrics.keys()
-            assert step.metrics == pytest.approx(reference.metrics, abs=1e-5)
+            assert step.metrics == pytest.approx(reference.metrics, rel=1e-6, abs=1e-5)
         assert (rank["log_probs"] - expected["log_probs"]).abs().max() < 1e-4
         assert (rank["values"] - expected["values"]).abs().max() < 1e-4
     first, *others = (rank["weights"] for rank in ranks)
