@@ -238,7 +238,7 @@ MISTAKES = [
 ]  # fmt: skip
 
 if not devices.gpus():
-    wanted = ("trainer.train_device = 'cuda'", "rollout.rollout_device = 'cuda'", "no NVIDIA GPU")
+    wanted = ("trainer.train_device = 'cuda'", "rollout.rollout_device = 'cuda'", "shows no GPU")
     MISTAKES.append(Mistake("GPUs on a machine without", wanted, flags=("--train-device", "cuda", "--rollout-device", "cuda"), lines=2))
 if importlib.util.find_spec("transformer_engine") is None:
     wanted = ("transformer_impl = 'transformer_engine'", "not installed")
