@@ -72,6 +72,9 @@ def check_engine_model(inspection: Inspection) -> Findings:
             yield Note(f"{field} changes nothing: no request names an adapter of the engine's; lora_rank trains one")
 
 
+OWN_SIZES = ("rollout_num_gpus", "rollout_num_gpus_per_engine", "gpus_per_node", "rollout_device")
+"""Fields that say what engines of the run's own take of its machines."""
+
 DIVISORS = ("dp-size", "data-parallel-size", "ep-size", "expert-parallel-size", "ep", "attn-cp-size", "moe-dp-size")
 """Flags of SGLang's whose sizes divide its tensor-parallel one."""
 
@@ -224,8 +227,11 @@ def _of_group(own: Inspection, field: str, checks: Iterable[Callable[[Inspection
 
 
 def check_external_engines(inspection: Inspection) -> Findings:
-    """Yields the external engines that the run cannot use; notes those that do not answer: their replicas wait for them."""
-    urls = inspection.config.rollout.external_engines
+    """Yields the external engines that the run cannot use; notes those that do not answer, for which their replicas wait, and what is given
+    for engines of the run's own."""
+    rollout, urls = inspection.config.rollout, inspection.config.rollout.external_engines
+    for name in filter(rollout.model_fields_set.__contains__, OWN_SIZES if urls else ()):
+        yield Note(f"rollout.{name} changes nothing: external_engines have the GPUs that whoever runs them has given them")
     for url in urls if inspection.model_config is not None else ():  # else the check of the model's files reports it
         try:
             ExternalServer(inspection.config, url).describe()

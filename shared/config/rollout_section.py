@@ -470,9 +470,10 @@ class RolloutSection(Section):
         return min(n, max(2, -(-n // 2)) if self.min_rollouts is None else self.min_rollouts)
 
     def _complete(self) -> None:
-        given = self.model_fields_set
+        given = set(self.model_fields_set)
         if self.external_engines:
             self.rollout_num_gpus, self.rollout_device = None, "cpu"  # they take no GPU of the run's machines
+            self.model_fields_set.intersection_update(given)  # what is taken for them was not given
             if "rollout_replicas" not in given:
                 self.rollout_replicas = len(self.external_engines)
         if self.engine_groups and "rollout_replicas" not in given:

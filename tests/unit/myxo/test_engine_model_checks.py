@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from myxo.preflight.engine_checks import check_alignment, check_engine_model
+from myxo.preflight.engine_checks import check_alignment, check_engine_model, check_external_engines
 from myxo.preflight.inspection import Findings, Inspection, Note
 from myxo.preflight.objective_checks import check_support
 from tests.support.run_config import run_config
@@ -213,3 +213,12 @@ def test_a_run_that_samples_otherwise_than_it_trains_is_told_so(tmp_path: Path, 
 )
 def test_a_run_that_samples_what_it_trains_is_not(tmp_path: Path, rollout: dict[str, Any]) -> None:
     assert run_config(tmp_path, rollout=rollout).support_mismatch == []
+
+
+def test_sizes_of_own_engines_are_said_to_change_nothing_beside_external_ones(tmp_path: Path, model: Path) -> None:
+    away = {"external_engines": ["http://127.0.0.1:1"]}
+    given = {"rollout_num_gpus": 16, "rollout_num_gpus_per_engine": 8, "rollout_device": "cuda"}
+    for rollout, notes in ((away, 0), (away | given, len(given)), (given, None)):
+        found = said(check_external_engines(Inspection(run_config(tmp_path, model={"hf_checkpoint": str(model)}, rollout=rollout))))
+        assert found.count("changes nothing") == (notes or 0), found
+        assert all(f"rollout.{name} changes nothing" in found for name in given if notes), found
