@@ -29,7 +29,8 @@ def attention(window: int = 0, sinks: bool = False) -> Any:
 @pytest.mark.parametrize(("window", "sinks"), [(0, False), (128, False), (0, True), (128, True)])
 @pytest.mark.parametrize("lengths", [[2048], [300, 2500, 17, 40, 4096, 2, 3000], [5, 700, 64]], ids=["one long", "mixed", "short"])
 def test_packs_equal_the_reference(lengths: list[int], window: int, sinks: bool) -> None:
-    from services.trainer.megatron.packed_sequences import PackedSequences, long_sequences
+    from services.trainer.megatron.packed_sequences import PackedSequences
+    from services.trainer.parallel.varlen_attention import long_sequences
 
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
     generator = torch.Generator(device="cuda").manual_seed(1)

@@ -1,12 +1,14 @@
-"""Fewer kernels for transformers' layers: RMS norms and gated activations in one each, or whole layers by `torch.compile`.
+"""Fewer kernels for transformers' layers: RMS norms, gated activations and rotations in one each, or whole layers by `torch.compile`.
 
 What a module does is compared with its replacement on the CPU before it is replaced: families' norms differ (Gemma's multiply by one more
 than their weight), and such are left as they are.
 """
 
 import copy
+import sys
 from collections.abc import Callable
 from functools import cache, partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -27,7 +29,20 @@ def fuse(model: torch.nn.Module) -> list[str]:
                 if known[kind]:
                     module.forward = partial(forward, module)
                     fused.append(name)
+        functions = vars(sys.modules[type(module).__module__])
+        if isinstance(rotation := functions.get("apply_rotary_pos_emb"), FunctionType):
+            functions["apply_rotary_pos_emb"] = _Rotation(rotation)
     return fused
+
+
+class _Rotation:
+    """A family's rotation of queries and keys by their places; one kernel on a GPU."""
+
+    def __init__(self, plain: Callable[..., Any]) -> None:
+        self.plain, self.compiled = plain, torch.compile(plain, dynamic=True)
+
+    def __call__(self, q: Tensor, *more: Any, **options: Any) -> Any:
+        return (self.compiled if q.is_cuda else self.plain)(q, *more, **options)
 
 
 def compile_layers(layers: list[torch.nn.Module]) -> None:

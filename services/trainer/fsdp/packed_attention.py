@@ -1,12 +1,12 @@
 """Layers of transformers' models that keep the sequences of a pack apart.
 
-Attention is registered there under `NAME`. On a GPU in half precision PyTorch's variable-length kernel does the work; elsewhere, scaled
-dot-product attention does it sequence by sequence. No mask of T x T tokens is ever made.
+Attention is registered there under `NAME`. On a GPU in half precision the kernels of `services.trainer.parallel.varlen_attention` do the
+work; elsewhere, scaled dot-product attention does it sequence by sequence. No mask of T x T tokens is ever made.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from services.trainer.parallel.trained_model import AttentionChange
-from services.trainer.parallel.varlen_attention import varlen
+from services.trainer.parallel.varlen_attention import LongSequences, by_length, fits, long_sequences, varlen
 from shared.runtime.errors import MyxoError
 
 NAME = "packed"
@@ -27,6 +27,10 @@ class Sequences:
 
     starts: list[int]
     cu_seqlens: Tensor
+
+    @cached_property
+    def long(self) -> LongSequences | None:
+        return long_sequences(self.starts, self.cu_seqlens.device)
 
     @property
     def longest(self) -> int:
@@ -81,6 +85,8 @@ def attend(
 
 def _by_kernel(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scaling: float | None, window: int | None) -> Tensor:
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if sequences.long is not None and not window and fits(q, v):
+        return by_length(q, k, v, sequences.long, scaling)
     return varlen(q, k, v, (sequences.cu_seqlens, sequences.cu_seqlens, sequences.longest, sequences.longest), scaling, window or 0)
 
 

@@ -2,11 +2,6 @@
 
 Megatron's own ``DotProductAttention`` refuses packed sequences. Here, in half precision on a GPU, PyTorch's variable-length
 flash attention does the work; anywhere else, scaled dot-product attention on dense batches of sequences of similar length.
-
-Long sequences on a GPU go through cuDNN's attention, a kernel without packs that is about twice as fast on a Hopper GPU. It takes dense
-tensors, and builds a plan for every shape that it has not seen. So each long sequence goes through it alone, padded to a multiple of
-`GRID` tokens: few shapes, and under a causal mask no token sees the padding behind it. Measured on an H200 (by
-`benchmarks/trainer_mfu.py`): 8,192 tokens, forward and backward, 471 against 246 TFLOP/s.
 """
 
 from typing import Any
@@ -18,16 +13,12 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from services.trainer.megatron import DEVICE_TYPE
 from services.trainer.megatron.packed_sequences import PackedSequences, gather_keys_and_values
 from services.trainer.parallel.runtime import device
-from services.trainer.parallel.varlen_attention import Lengths, varlen
+from services.trainer.parallel.varlen_attention import Lengths, by_length, fits, varlen
 from shared.runtime.errors import MyxoError
-
-GRID = 256
-WIDEST_HEAD = 128  # the widest heads that cuDNN takes in every version
 
 
 def uses_dense_batches(dtype: torch.dtype) -> bool:
@@ -146,19 +137,7 @@ class PackedCausalAttention(MegatronModule):
         found = sequences.long
         if found is None or self.window or self.softmax_offset is not None or not fits(query, value):
             return self._varlen(query, key, value, sequences)
-        parts = [tensor.split([stop - start for start, stop, _ in found.runs]) for tensor in (query, key, value)]
-        runs = list(zip(*parts, strict=True))
-        short = [run for run, (_, _, is_long) in zip(runs, found.runs, strict=True) if not is_long]
-        others: list[Tensor] = []
-        if found.cu_short is not None:
-            q, k, v = (torch.cat(tensors) for tensors in zip(*short, strict=True))
-            lengths = (found.cu_short, found.cu_short, found.longest_short, found.longest_short)
-            others = list(self._kernel(q, k, v, lengths).split([len(run[0]) for run in short]))
-        outputs = [
-            attend_long(q, k, v, self.scale) if is_long else others.pop(0)
-            for (q, k, v), (_, _, is_long) in zip(runs, found.runs, strict=True)
-        ]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return by_length(query, key, value, found, self.scale)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
         context, shared = sequences.context, sequences.shared
@@ -174,23 +153,3 @@ class PackedCausalAttention(MegatronModule):
 
     def _kernel(self, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> Tensor:
         return varlen(query, key, value, lengths, self.scale, self.window, self.softmax_offset)
-
-
-def fits(query: Tensor, value: Tensor) -> bool:
-    """Returns whether the heads are of a kind that the kernel takes: [T, heads, width]."""
-    return query.size(2) == value.size(2) <= WIDEST_HEAD and query.size(2) % 8 == 0
-
-
-def attend_long(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Computes causal attention within one sequence: ``query`` [T, heads, width], ``key`` and ``value`` [T, key/value heads, width]."""
-    length = query.size(0)
-    missing = -length % GRID
-
-    def dense(tensor: Tensor) -> Tensor:
-        padded = F.pad(tensor, (0, 0, 0, 0, 0, missing)) if missing else tensor
-        return padded.transpose(0, 1)[None]
-
-    gqa = query.size(1) != key.size(1)
-    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
-        attended = F.scaled_dot_product_attention(dense(query), dense(key), dense(value), is_causal=True, scale=scale, enable_gqa=gqa)
-    return attended[0].transpose(0, 1)[:length]

@@ -30,6 +30,7 @@ from torch import Tensor
 from services.trainer.megatron.expert_balance import BalancedTokens, Balancing
 from services.trainer.packing import PackedBatch, SharedPrefixes, prefixes_of
 from services.trainer.parallel.runtime import round_up
+from services.trainer.parallel.varlen_attention import LongSequences, long_sequences
 from shared.model.parallel_layout import ParallelLayout
 from shared.runtime.errors import ConfigError
 from shared.schema.kept_tokens import Kept
@@ -169,9 +170,6 @@ SHORT = 16  # Sequences up to this many tokens share one batch, whatever padding
 SIMILAR = 0.75  # A sequence joins a batch of longer ones if it fills at least this share of a row
 
 
-LONG = 2048  # Tokens from which a sequence counts as long on a GPU
-
-
 @dataclass
 class LengthGroup:
     """Sequences of similar length, as a dense batch.
@@ -188,20 +186,6 @@ class LengthGroup:
     count: int
     keys: Tensor
     seen: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class LongSequences:
-    """A pack that has long sequences.
-
-    Args:
-        runs: the pack from end to end, as (start, stop, long): each long sequence alone, the others between them together.
-        cu_short: int32, where the other sequences begin, laid end to end; None where there are none. longest_short: tokens.
-    """
-
-    runs: tuple[tuple[int, int, bool], ...]
-    cu_short: Tensor | None
-    longest_short: int
 
 
 @dataclass(frozen=True)
@@ -454,20 +438,3 @@ def _seen(prefix: Tensor, queries: int, keys: int) -> Tensor:
     if (prefix == prefix[0]).all():
         prefix = prefix[:1]
     return (torch.arange(keys) <= prefix[..., None] + torch.arange(queries)[:, None])[:, None]
-
-
-def long_sequences(starts: list[int], device: torch.device) -> LongSequences | None:
-    """Returns the plan for sequences that begin at ``starts``, whose last entry is T; None where none is long."""
-    runs: list[tuple[int, int, bool]] = []
-    short: list[int] = []
-    for start, stop in pairwise(starts):
-        is_long = stop - start >= LONG
-        if not is_long:
-            short.append(stop - start)
-            if runs and not runs[-1][2]:
-                start = runs.pop()[0]
-        runs.append((start, stop, is_long))
-    if not any(is_long for _, _, is_long in runs):
-        return None
-    bounds = torch.tensor([0, *short]).cumsum(0).int().to(device) if short else None
-    return LongSequences(tuple(runs), bounds, max(short, default=0))
