@@ -95,6 +95,7 @@ def main() -> int:
     parser.add_argument("--offload", action="store_true", help="keep the optimizer's state in host memory")
     parser.add_argument("--backend", choices=("megatron", "torch"), default="megatron", help="what trains")
     parser.add_argument("--layers", choices=("fused", "plain", "compiled"), default="fused", help="of the torch backend")
+    parser.add_argument("--keep-gathered", action="store_true", help="of the torch backend: gather weights once a step")
     parser.add_argument("--only", metavar="TOKENS:RECOMPUTE", help=argparse.SUPPRESS)
     parser.add_argument("--loop", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -136,6 +137,7 @@ def command_line(case: str, arguments: argparse.Namespace) -> list[str]:
         *options,
         *(["--profile"] if arguments.profile else []),
         *(["--offload"] if arguments.offload else []),
+        *(["--keep-gathered"] if arguments.keep_gathered else []),
         *(["--backend", arguments.backend, "--layers", arguments.layers] if arguments.backend != "megatron" else []),
     ]
 
@@ -158,7 +160,8 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
         Path(directory, "config.json").write_text(json.dumps(shape))
         section = trainer_section(tokens, case.partition(":")[2], arguments.expert_parallel, arguments.offload, arguments.backend)
         if arguments.backend == "torch":
-            section = section.model_copy(update={"fsdp_compile": arguments.layers == "compiled"})
+            kept = {"fsdp_reshard_after_forward": not arguments.keep_gathered}
+            section = section.model_copy(update=kept | {"fsdp_compile": arguments.layers == "compiled"})
             torch_model: Any = importlib.import_module("services.trainer.fsdp.model")
             torch_model.fuse = (lambda _: []) if arguments.layers == "plain" else torch_model.fuse
         actor = Actor.create(TrainerSettings(section), directory, random=True)
@@ -190,7 +193,7 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
         "shape": arguments.shape,
         "experts": "" if "num_experts" not in shape else "loop" if arguments.loop else "grouped",
         "backend": arguments.backend,
-        "layers": arguments.layers if arguments.backend == "torch" else "",
+        "layers": arguments.layers + ", gathered once" * arguments.keep_gathered if arguments.backend == "torch" else "",
         "gpus": arguments.expert_parallel,
         "tokens": tokens,
         "tokens_per_s": round(tokens * MICRO_BATCHES / step, 1),

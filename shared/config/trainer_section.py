@@ -220,6 +220,11 @@ class TrainerSection(Section):
             "not given, or trainer_backend = torch beside it",
         ),
         Rule(
+            "fsdp_reshard_after_forward",
+            lambda trainer, given: not given and (trainer.trainer_backend != "torch" or trainer.fsdp_cpu_offload),
+            "true, or trainer_backend = torch beside it, without fsdp_cpu_offload",
+        ),
+        Rule(
             "fsdp_shard_ranks",
             lambda trainer, given: given and any(trainer.ranks(role) % given for role in ("actor", "critic")),
             "a divisor of the number of the actor's ranks, and of the critic's",
@@ -243,6 +248,10 @@ class TrainerSection(Section):
     )
     fsdp_cpu_offload: bool = Field(
         default=False, description="torch backend: keep parameters, gradients and Adam's moments in host memory, and update them there"
+    )
+    fsdp_reshard_after_forward: bool = Field(
+        default=True,
+        description="torch backend: gather a layer's weights anew for each pass over it; or once a step, all of which each GPU then holds",
     )
     fsdp_compile: bool = Field(default=False, description="torch backend: compile each layer (torch.compile), but for its attention")
     actor_num_nodes: int = Field(default=1, ge=1, description="machines of the trainer")

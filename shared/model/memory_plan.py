@@ -66,12 +66,13 @@ def plan_trainer(architecture: Architecture, trainer: TrainerSection, ranks: int
 
 
 def _sharded(plan: StagePlan, a: Architecture, trainer: TrainerSection, ranks: int) -> StagePlan:
-    """Returns a plan under FSDP2: every rank has a float32 share of a copy, and gathers two layers and the embeddings at a time.
+    """Returns a plan under FSDP2: every rank has a float32 share of a copy, and gathers two layers, or all, and the embeddings at a time.
     transformers' layers keep more than ours for the backward pass: of Qwen3-4B's shape on an H200 `KEPT_BY_TRANSFORMERS` times as much."""
     shards = trainer.fsdp_shard_ranks or ranks
     share, trained = -(-plan.parameters // shards), -(-plan.gradients // 4 // shards)
     ends = (1 if a.tied_embeddings else 2) * a.vocab_size * a.hidden_size
-    gathered = (ends + 2 * (plan.parameters - ends) // a.num_layers) * (4 if trainer.train_dtype == "float32" else 2)
+    layers = (2 if trainer.fsdp_reshard_after_forward else a.num_layers) * (plan.parameters - ends) // a.num_layers
+    gathered = (ends + layers) * (4 if trainer.train_dtype == "float32" else 2)
     activations = int(plan.activations * KEPT_BY_TRANSFORMERS)
     if trainer.fsdp_cpu_offload:
         return replace(plan, weights=gathered, gradients=0, optimizer=0, activations=activations, host=4 * share + 12 * trained)

@@ -39,6 +39,7 @@ def create(settings: TrainerSettings, hf_dir: Path, random: bool, initialized: C
         shard_ranks=trainer.fsdp_shard_ranks,
         cpu_offload=trainer.fsdp_cpu_offload,
         sees=settings.sees,
+        reshards=trainer.fsdp_reshard_after_forward,
         compiled=trainer.fsdp_compile,
     )
     with deadline("the making of the optimizer"):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from services.trainer.fsdp import packed_attention
@@ -93,6 +93,7 @@ class FsdpModel:
 
     Args:
         seeing: makes the inputs of a model that sees; None for one that is given text alone.
+        reshards: whether layers' weights are gathered anew for each pass.
         root: sharded. hf_dir: the checkpoint that it was made from. dtype: in which layers compute, and weights are sent to engines.
     """
 
@@ -109,6 +110,7 @@ class FsdpModel:
     lora: Lora | None = None
     least_saved: float | None = None
     seeing: PictureInputs | None = None
+    reshards: bool = True
 
     @property
     def language_model(self) -> Any:
@@ -139,6 +141,16 @@ class FsdpModel:
 
     def train(self, mode: bool) -> None:
         self.root.train(mode)
+
+    def keep_gathered(self, keep: bool) -> None:
+        """Has the next backward pass keep the weights that the forward pass has gathered, or give them up."""
+        self.root.set_reshard_after_backward(not keep or self.reshards)
+
+    def reshard(self) -> None:
+        """Gives up gathered weights, which a pass without gradients keeps where backward passes begin with them."""
+        for module in self.root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def zero_gradients(self) -> None:
         for parameter in self.root.parameters():
@@ -261,6 +273,7 @@ def assemble(
     seed: int = 0,
     shard_ranks: int | None = None,
     cpu_offload: bool = False,
+    reshards: bool = True,
     sees: bool = False,
     compiled: bool = False,
 ) -> FsdpModel:
@@ -271,7 +284,7 @@ def assemble(
         dtype: in which layers compute. chunk_size: tokens whose logits exist at a time; -1 for all. recompute: every layer, in the
             backward pass. freezing: by transformers' names of the parameters. lora: adapters, whose first values ``seed`` gives.
         shard_ranks: that share the shards of one copy of the model; None for all. cpu_offload: whether shards are kept in host memory.
-        compiled: whether layers are compiled.
+        reshards: whether a layer's weights are gathered anew for each pass over it. compiled: whether layers are compiled.
 
     Raises ConfigError: transformers has no such model, or the patterns fit nothing.
     """
@@ -295,8 +308,9 @@ def assemble(
         compile_layers(layers)
     for module in [*layers, root]:
         materialize(module)
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True, **options)
-    own: dict[str, Any] = {"value_head": value_head, "lora": lora, "seeing": seeing}
+        # the root's backward pass begins where its forward pass ends
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards and module is not root, **options)
+    own: dict[str, Any] = {"value_head": value_head, "lora": lora, "seeing": seeing, "reshards": reshards}
     return FsdpModel(architecture, layout, root, hf_dir, dtype, freezing or Freezing(), chunk_size, **own)
 
 
@@ -356,6 +370,7 @@ def check_packing(model: FsdpModel) -> None:
     except (MyxoError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(FIELD, "torch", f"megatron; {name} takes no packed sequences here ({error})") from error
     finally:
+        model.reshard()
         plain.set_attn_implementation(attention(model.seeing is not None))
     if not torch.allclose(alone, plainly, rtol=1e-3, atol=1e-4):
         raise ConfigError(FIELD, "torch", f"megatron; {name} changes its logits behind the output layer in a way that is not known here")

@@ -29,15 +29,20 @@ def log_probs(model: FsdpModel, batches: Sequence[PackedBatch], temperature: flo
         labels = model.labels(batch).to(device())[:, None]
         return lambda hidden, weight: model.head(weight).likelihood(hidden, labels, temperature, False, batch.kept)[0][:, 0]
 
-    with torch.no_grad():
-        return [model.run(batch, read(batch)) for batch in batches]
+    return _without_gradients(model, [(batch, read(batch)) for batch in batches])
 
 
 def values(model: FsdpModel, batches: Sequence[PackedBatch]) -> list[Tensor]:
     """Returns a critic's values before each label, float32 [T] a micro-batch, without gradients."""
     model.train(False)
+    return _without_gradients(model, [(batch, _value) for batch in batches])
+
+
+def _without_gradients(model: FsdpModel, batches: Sequence[tuple[PackedBatch, Read]]) -> list[Tensor]:
     with torch.no_grad():
-        return [model.run(batch, _value) for batch in batches]
+        found = [model.run(batch, read) for batch, read in batches]
+    model.reshard()
+    return found
 
 
 def _value(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -58,6 +63,7 @@ def forward_backward(
     model.train(True)
     reports, failed, seen = list[dict[str, Any]](), dict[int, Exception](), dict[int, tuple[Tensor, ...]]()
     for index, batch in enumerate(batches):
+        model.keep_gathered(index < len(batches) - 1)
         found = model.run(batch, _read(model, batch, loss_fn, temperature, need_entropy))
         try:
             loss, metrics = _applied(loss_fn, found, batch.to(device()))
@@ -77,7 +83,9 @@ def loss_alone(model: FsdpModel, batch: PackedBatch, loss_fn: LossFunction, temp
     """Returns the loss of one micro-batch, without gradients. A collective of all ranks."""
     model.train(True)
     found = model.run(batch, _read(model, batch, loss_fn, temperature, need_entropy))
-    return float(_applied(loss_fn, found, batch.to(device()))[0].detach())
+    loss = float(_applied(loss_fn, found, batch.to(device()))[0].detach())
+    model.reshard()
+    return loss
 
 
 def _read(model: FsdpModel, batch: PackedBatch, loss_fn: LossFunction, temperature: float, need_entropy: bool) -> Read:

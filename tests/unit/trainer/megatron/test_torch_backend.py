@@ -75,9 +75,10 @@ def test_it_trains_as_megatron_does(kind, hf, alone):
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", pytest.param("qwen3", marks=pytest.mark.extra)])
 def test_two_ranks_train_as_one_does(kind, hf, alone, two_ranks):
-    config = {**TORCH, "recompute": True}
-    found, _ = two_ranks.run(rank_steps.train, hf(kind), config, 3)
-    same(found, alone.train(hf(kind), TORCH, 3))
+    expected = alone.train(hf(kind), TORCH, 3)
+    for more in ({"recompute": True}, {"fsdp_reshard_after_forward": False}):
+        found, _ = two_ranks.run(rank_steps.train, hf(kind), {**TORCH, **more}, 3)
+        same(found, expected)
 
 
 def test_policy_losses_and_candidates_are_the_same(hf, alone):
