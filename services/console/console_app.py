@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from services.console.access_token import LEAST_TOKEN, AccessToken
 from services.console.event_history import runs_beside
-from services.console.pages import run, sample_pages, session_list, weights
+from services.console.pages import clients, run, sample_pages, session_list, weights
 from services.console.run_pipeline import RunPipeline
 from services.console.run_source import RunSource, SourceAway
 from shared import __version__
@@ -57,7 +57,8 @@ class Overview(BaseModel):
     that bus is served for the console alone. ``steps``: trained, of ``of``.
 
     ``phase``: running, finished, failed, or None where it is not known; ``failure``: why it failed. ``runs``: others beside this one's
-    directory. ``waiting``: what the next step waits for; None where that is not known, or none is to come.
+    directory. ``waiting``: what the next step waits for; None where that is not known, or none is to come. ``serves``: whether the run
+    trains for clients of `myxo serve`.
     """
 
     run: str
@@ -71,6 +72,7 @@ class Overview(BaseModel):
     away: list[AwayPart]
     waiting: WaitPart | None
     runs: list[str]
+    serves: bool
 
 
 def overview(source: RunSource, wait: Stall | None) -> Overview:
@@ -92,6 +94,7 @@ def overview(source: RunSource, wait: Stall | None) -> Overview:
         if wait is None
         else WaitPart(awaited=wait.awaited, since=wait.since, next_action=wait.next_action, trouble=wait.cause in TROUBLES),
         runs=runs_beside(source.directory),
+        serves=source.config is not None and source.config.tinker.tinker_endpoint,
     )
 
 
@@ -142,7 +145,12 @@ def console_app(source: RunSource, token: str, names: Iterable[str] = ()) -> Fas
 
     pipeline = RunPipeline(source)
     app.include_router(frame_router(source, pipeline), prefix="/api", tags=["console"])
-    routers = {"run": run.router(source), "weights": weights.router(source), "samples": sample_pages.router(source)}
+    routers = {
+        "run": run.router(source),
+        "weights": weights.router(source),
+        "samples": sample_pages.router(source),
+        "clients": clients.router(source),
+    }
     for page, router in routers.items():
         app.include_router(router, prefix=f"/api/{page}", tags=[page])
     app.include_router(pipeline_router(pipeline), prefix="/api")

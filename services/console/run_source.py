@@ -36,7 +36,7 @@ from shared.view.live_services import needed
 from shared.view.stall import NATS, STORE, Away, Stall, reported_wait
 
 # What the feed tells of: the pages, and what stands above them all
-OVERVIEW, RUN, FLOW, WEIGHTS, SAMPLES, HEALTH = PAGES = ("overview", "run", "flow", "weights", "samples", "health")
+OVERVIEW, RUN, FLOW, WEIGHTS, SAMPLES, HEALTH, CLIENTS = PAGES = ("overview", "run", "flow", "weights", "samples", "health", "clients")
 
 PAUSE_SECONDS = 1.0  # The least time between two events of one browser
 HEARTBEAT_SECONDS = 5.0

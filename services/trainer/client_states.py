@@ -45,10 +45,6 @@ class ClientState:
     saved: int = 0  # updates of its newest checkpoint
     number: int = 0  # of the newest command that its weights and moments hold
 
-    def described(self) -> dict[str, Any]:
-        """Returns what a directory of it records besides its tensors."""
-        return {name: value for name, value in asdict(self).items() if name in ("seed", "rank", "parts", "updates")}
-
 
 class ClientStates:
     """All clients' states of one trainer.
@@ -78,19 +74,24 @@ class ClientStates:
 
     def create(self, client: str, seed: int, rank: int, parts: list[str]) -> None:
         """Makes a new client's state, in the model. Raises ClientRefused where all of the model is another client's."""
-        model = self._model
-        if model.lora is None and self.held:
-            raise ClientRefused(f"the whole model is trained, by {next(iter(self.held))}; unload that model first, or serve with lora_rank")
+        self._refuse_second(client)
         self._leave()
-        if model.lora is None:
+        if self._model.lora is None:
             with runtime.together("loading the base model"):
-                model.load_hf(self._actor.hf_dir)
+                self._model.load_hf(self._actor.hf_dir)
         else:
-            model.renew_adapters(seed, rank, parts)
+            self._model.renew_adapters(seed, rank, parts)
         self._optimizer.weights_loaded()
+        self._begin_optimizer()
+        self.held[client], self._inside = ClientState(seed, rank, parts), client
+
+    def _refuse_second(self, client: str) -> None:
+        if self._model.lora is None and (others := self.held.keys() - {client}):
+            raise ClientRefused(f"the whole model is trained, by {others.pop()}; unload that model first, or serve with lora_rank")
+
+    def _begin_optimizer(self) -> None:
         self._optimizer.reset_moments()
         self._optimizer.updates = 0
-        self.held[client], self._inside = ClientState(seed, rank, parts), client
 
     def forget(self, client: str) -> None:
         """Removes a client's state."""
@@ -103,8 +104,11 @@ class ClientStates:
         self._inside = None
 
     def _live(self) -> list[Tensor]:
-        weights = self._model.weight_tensors(adapters=self._model.lora is not None)
-        return [*weights, *(tensor for tensor, kept in self._optimizer.live_tensors(self._model) if kept)]
+        return [*self._weights(), *(tensor for tensor, kept in self._optimizer.live_tensors(self._model) if kept)]
+
+    def _weights(self) -> list[Tensor]:
+        found: list[Tensor] = self._model.weight_tensors(adapters=self._model.lora is not None)
+        return found
 
     @torch.no_grad()
     def _lay(self, tensors: list[Tensor], updates: int) -> None:
@@ -150,32 +154,28 @@ class ClientStates:
     def digest(self, client: str) -> str:
         """Returns a digest of this rank's part of the client's weights; empty where they are many."""
         self.enter(client)
-        weights = self._model.weight_tensors(adapters=self._model.lora is not None)
+        weights, found = self._weights(), xxhash.xxh3_128()
         if sum(tensor.nbytes for tensor in weights) > MOST_HASHED:
             return ""
-        found = xxhash.xxh3_128()
         for tensor in weights:
-            found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+            found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
         return found.hexdigest()
 
     # --- on disk
 
-    def write(self, client: str, directory: Path, marker: dict[str, Any]) -> int:
+    def write(self, client: str, directory: Path, number: int) -> int:
         """Writes a client's state as a directory, which appears complete or not at all. Returns the bytes of this rank's part."""
         state, rank = self.enter(client), runtime.rank()
-        partial = directory.with_name(f".{directory.name}.partial")
+        marker = {"number": number, **{name: getattr(state, name) for name in ("seed", "rank", "parts", "updates")}, **self._layout()}
         with runtime.together(f"the preparation of {directory}"):
             if rank == 0:
-                directory.parent.mkdir(parents=True, exist_ok=True)
                 scratch(directory)
         tensors = {f"{index:06d}": tensor.detach().to("cpu", copy=True).contiguous() for index, tensor in enumerate(self._live())}
         with runtime.together(f"writing {directory}"):
-            save_file(tensors, partial / f"rank-{rank}.safetensors")
+            save_file(tensors, directory.with_name(f".{directory.name}.partial") / f"rank-{rank}.safetensors")
         with runtime.together(f"publishing {directory}"):
             if rank == 0:
-                (partial / MARKER).write_text(json.dumps({**state.described(), **self._layout(), **marker}))
-                fsync_tree(partial)
-                publish(partial, directory)
+                publish_marked(directory, marker)
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def read(self, client: str, directory: Path, optimizer: bool = True) -> None:
@@ -186,32 +186,34 @@ class ClientStates:
         with runtime.together(f"finding {directory}"):
             if runtime.rank() == 0:
                 settle(directory)
-        marker = read_marker(directory)
-        if marker is None:
+        if (marker := read_marker(directory)) is None:
             raise ClientRefused(f"{directory.name}: no complete state is saved under that name")
         if (found := {name: marker.get(name) for name in self._layout()}) != self._layout():
             raise ClientRefused(f"{directory.name}: was saved with {found}, and this server has {self._layout()}")
-        if self._model.lora is None and self.held.keys() - {client}:
-            raise ClientRefused(f"the whole model is trained, by {next(iter(self.held))}; unload that model first")
+        self._refuse_second(client)
         with runtime.together(f"reading {directory}"):
             tensors = load_file(directory / f"rank-{runtime.rank()}.safetensors")
         self._leave()
-        state = ClientState(marker["seed"], marker["rank"], marker["parts"], marker["updates"])
+        state = ClientState(marker["seed"], marker["rank"], marker["parts"], marker["updates"], number=marker["number"])
         self._lay([tensors[name] for name in sorted(tensors)], state.updates)
         if not optimizer:
-            self._optimizer.reset_moments()
-            state.updates = self._optimizer.updates = 0
+            self._begin_optimizer()
+            state.updates = 0
         state.saved = state.updates
         self.held[client], self._inside = state, client
 
     def _layout(self) -> dict[str, Any]:
-        lora = self._model.lora
-        return {
-            "layout": asdict(self._model.layout),
-            "lora": None if lora is None else [lora.rank, lora.alpha, *lora.targets],
-            "dtype": str(self._model.dtype),
-            "ranks": dist.get_world_size(),
-        }
+        lora, layout = self._model.lora, asdict(self._model.layout)
+        adapters = None if lora is None else [lora.rank, lora.alpha, *lora.targets]
+        return {"layout": layout, "lora": adapters, "dtype": str(self._model.dtype), "ranks": dist.get_world_size()}
+
+
+def publish_marked(directory: Path, marker: dict[str, Any]) -> None:
+    """Publishes the scratch directory of a state, with what it records."""
+    partial = directory.with_name(f".{directory.name}.partial")
+    (partial / MARKER).write_text(json.dumps(marker))
+    fsync_tree(partial)
+    publish(partial, directory)
 
 
 def read_marker(directory: Path) -> dict[str, Any] | None:
@@ -226,5 +228,4 @@ def read_marker(directory: Path) -> dict[str, Any] | None:
 def newest_checkpoint(root: Path) -> int:
     """Returns the number of the newest complete state below a client's directory, -1 where there is none."""
     names = [path for path in root.iterdir() if path.name.isdecimal()] if root.is_dir() else []
-    found = (int(path.name) for path in names if read_marker(path) is not None)
-    return max(found, default=-1)
+    return max((int(path.name) for path in names if read_marker(path) is not None), default=-1)

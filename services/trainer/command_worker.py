@@ -4,10 +4,10 @@ Rank 0 follows the log and broadcasts what is next. After a death each client go
 are carried out again; those whose outcome the log has are not answered again.
 """
 
-import base64
+import contextlib
 import json
+import queue
 import shutil
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.trainer.actor import Actor
-from services.trainer.client_states import MARKER, ClientRefused, ClientStates, newest_checkpoint, read_marker
+from services.trainer.client_states import ClientRefused, ClientStates, newest_checkpoint, publish_marked, read_marker
 from services.trainer.commands import CommandBroadcast, Execute, Leave, Wait
 from services.trainer.control_client import ControlClient
 from services.trainer.objective.client_loss import ClientLoss
@@ -35,12 +35,11 @@ from services.trainer.trainer_settings import TrainerSettings, model_directory
 from shared.bus.command_log import CommandLog
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import MyxoError
-from shared.runtime.safe_files import publish, replace_file, scratch
+from shared.runtime.safe_files import replace_file, scratch
 from shared.runtime.tasks import describe
 from shared.runtime.telemetry import declare_metrics
 from shared.schema import codec
-from shared.schema.client_commands import TRAINED, Command, CommandOutcome
-from shared.schema.digests import reference
+from shared.schema.client_commands import MAKES, TRAINED, Command, CommandOutcome, LogEntry, is_expired, weights_directory
 from shared.store.payload_store import BlockingStore
 
 declare_metrics("""
@@ -50,7 +49,8 @@ declare_metrics("""
     client_tokens_total | tokens | of them, forward or forward and backward
 """)
 
-POLL_SECONDS = 0.5  # the longest time between two looks at whether to stop
+POLL_SECONDS = 0.5  # the longest time until the other ranks hear of rank 0
+LOOK_SECONDS = 0.1  # the longest time between two looks at whether to stop
 BUS_SECONDS = 120.0  # the time that an outcome may take to be written
 BURST = 8  # commands of one client in a row while others wait
 FATAL = 5  # attempts at one command that each ended the trainer, after which it is answered as failed
@@ -109,14 +109,13 @@ class CommandWorker:
         self._actor = Actor.create(settings, model_directory(config, "actor"))
         self._broadcast = CommandBroadcast(config.trainer.collective_timeout)
         self._states, self._root = ClientStates(self._actor), config.trained
-        self._most = config.trainer.micro_batch_tokens
-        self._queues, self._known = (
-            ClientQueues(lambda client: newest_checkpoint(self._checkpoints(client))),
-            dict[tuple[str, int], CommandOutcome](),
-        )
-        self._lock, self._came, self._caught_up = threading.Lock(), threading.Event(), False
+        self._queues = ClientQueues(lambda client: newest_checkpoint(self._checkpoints(client)))
         self._unfreed: dict[str, dict[int, list[str]]] = {}  # keys of payloads that a replay still needs, by client and number
+        # rank 0's: what it has read of the log
+        self._entries: queue.SimpleQueue[LogEntry | None] = queue.SimpleQueue()
         self._following: Future[None] | None = None
+        self._caught_up = False
+        self._known, self._expiring = dict[tuple[str, int], CommandOutcome](), dict[str, CommandOutcome]()
         self._replayed: CommandOutcome | None = None  # the known outcome of the command that is replayed
 
     def close(self) -> None:
@@ -145,15 +144,22 @@ class CommandWorker:
     # --- rank 0: what is next
 
     async def _follow(self, log: CommandLog) -> None:
-        async for _, entry in log.follow():
-            with self._lock:
+        async for entry in log.follow():
+            self._entries.put(entry)
+
+    def _read(self, seconds: float) -> None:
+        """Takes what has come of the log; waits for so long where nothing has."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                entry, seconds = self._entries.get(timeout=seconds), 0
                 if entry is None:
                     self._caught_up = True
                 elif isinstance(entry, CommandOutcome):
                     self._known[entry.key] = entry
+                    if path := json.loads(entry.result).get("path"):
+                        self._expiring[path] = entry
                 elif isinstance(entry, Command) and ":train:" in entry.client:
                     self._queues.add(entry)
-            self._came.set()
 
     def _next(self) -> Execute | Wait | Leave:
         assert self._control is not None and self._following is not None
@@ -161,18 +167,22 @@ class CommandWorker:
         while not self._control.stopping:
             if self._following.done():
                 self._following.result()
-            self._came.clear()
-            with self._lock:
-                command = self._queues.next() if self._caught_up else None
-                known = None if command is None else self._known.pop(command.key, None)
-            if command is None:
-                if time.monotonic() > end:
+            self._read(0)
+            self._remove_expired()
+            if (command := self._queues.next() if self._caught_up else None) is None:
+                if (left := end - time.monotonic()) <= 0:
                     return Wait()
-                self._came.wait(0.05)
-            elif self._is_due(command, known):
+                self._read(min(left, LOOK_SECONDS))
+            elif self._is_due(command, known := self._known.pop(command.key, None)):
                 self._replayed = known
                 return Execute(command, known is not None)
         return Leave(done=False)
+
+    def _remove_expired(self) -> None:
+        """Removes saved weights whose time is over."""
+        for path in [path for path, saved in self._expiring.items() if is_expired(saved, time.time())]:
+            shutil.rmtree(weights_directory(self._root, path), ignore_errors=True)
+            del self._expiring[path]
 
     def _is_due(self, command: Command, known: CommandOutcome | None) -> bool:
         """Returns whether a command has to be carried out; one that is not to be is answered."""
@@ -181,9 +191,9 @@ class CommandWorker:
                 return True
             self._free(command)  # it has changed nothing
         elif command.refused:
-            self._answer(command, failed(command, command.refused, "user"))
+            self._answer(failed(command, command.refused, "user"))
         elif self._attempts(command) > FATAL:
-            self._answer(command, failed(command, f"{command.verb}: the trainer ended in each of {FATAL} attempts at it", "server"))
+            self._answer(failed(command, f"{command.verb}: the trainer ended in each of {FATAL} attempts at it", "server"))
         else:
             return True
         return False
@@ -198,16 +208,14 @@ class CommandWorker:
         replace_file(path, f"{own} {attempt}".encode())
         return attempt
 
-    def _answer(self, command: Command, outcome: CommandOutcome, blob: bytes | None = None) -> None:
+    def _answer(self, outcome: CommandOutcome, blob: bytes | None = None) -> None:
         """Writes an outcome into the log, with the rest of the answer in the store."""
-        control = self._control
-        assert control is not None
-        service = control.service
+        assert self._control is not None
+        service, call = self._control.service, self._control.call
+        log = CommandLog(service.bus, service.run)
         if blob is not None:
-            key = service.subjects.command_key(command.client, command.number, "result")
-            control.call(service.store.write({key: blob}, BUS_SECONDS), BUS_SECONDS)
-            outcome = outcome.model_copy(update={"payload": reference(service.run, {key: blob})})
-        control.call(CommandLog(service.bus, service.run).append(outcome), BUS_SECONDS)
+            outcome = call(log.with_payload(outcome, blob, service.store), BUS_SECONDS)
+        call(log.append(outcome), BUS_SECONDS)
 
     # --- all ranks: one command
 
@@ -216,7 +224,7 @@ class CommandWorker:
         outcome = failed(command, "", "")
         try:
             self._restore(command.client)
-            if command.verb not in ("create_model", "load_weights") and command.client not in self._states.held:
+            if command.verb not in MAKES and command.client not in self._states.held:
                 raise ClientRefused(f"{command.verb}: {command.client} is not there: it was unloaded, or was not made")
             found = getattr(self, f"_{command.verb}")(command, json.loads(command.arguments))
             blob = found.pop("blob", None)
@@ -230,7 +238,7 @@ class CommandWorker:
             outcome = outcome.model_copy(update={"at": time.time(), "figures": {**outcome.figures, "seconds": seconds}})
             self._note(command, outcome, replayed)
             if not replayed:
-                self._answer(command, outcome, blob)
+                self._answer(outcome, blob)
         state = self._states.held.get(command.client)
         if outcome.error or command.verb not in TRAINED or state is None:
             return self._free(command)
@@ -266,7 +274,6 @@ class CommandWorker:
         newest = -1 if client in self._states.held else newest_checkpoint(root)
         if newest >= 0 and not (read_marker(root / str(newest)) or {}).get("unloaded"):
             self._states.read(client, root / str(newest))
-            self._states.held[client].number = newest
 
     def _checkpoints(self, client: str) -> Path:
         return self._root / "clients" / client
@@ -274,7 +281,7 @@ class CommandWorker:
     def _checkpoint(self, client: str) -> None:
         """Writes a client's state as it was after its last step; what only its replay needed is removed."""
         state, root = self._states.held[client], self._checkpoints(client)
-        self._states.write(client, root / str(state.number), {"client": client, "number": state.number})
+        self._states.write(client, root / str(state.number), state.number)
         state.saved = state.updates
         self._forget_before(client, state.number)
 
@@ -304,37 +311,35 @@ class CommandWorker:
 
     def _unload_model(self, command: Command, given: Mapping[str, Any]) -> dict[str, Any]:
         self._states.forget(command.client)
-        target = self._checkpoints(command.client) / str(command.number)
         with runtime.together(f"the end of {command.client}"):
             if runtime.rank() == 0:
-                (scratch(target) / MARKER).write_text(json.dumps({"unloaded": True}))
-                publish(target.with_name(f".{target.name}.partial"), target)
+                target = self._checkpoints(command.client) / str(command.number)
+                scratch(target)
+                publish_marked(target, {"unloaded": True})
         self._forget_before(command.client, command.number)
         return {}
 
     def _load_weights(self, command: Command, given: Mapping[str, Any]) -> dict[str, Any]:
-        self._states.read(command.client, self._directory("weights", given["path"]), given["optimizer"])
+        self._states.read(command.client, weights_directory(self._root, given["path"]), given["optimizer"])
         self._states.held[command.client].number = command.number
         self._checkpoint(command.client)  # what it has loaded may be overwritten before a replay
         return {"figures": {"updates": self._states.held[command.client].updates}}
 
     def _save_weights(self, command: Command, given: Mapping[str, Any]) -> dict[str, Any]:
-        target, own = self._directory("weights", given["path"]), {"client": command.client, "number": command.number}
-        return {"bytes": self._states.write(command.client, target, own)}
+        return self._saved(given, self._states.write(command.client, weights_directory(self._root, given["path"]), command.number))
 
     def _save_weights_for_sampler(self, command: Command, given: Mapping[str, Any]) -> dict[str, Any]:
         self._states.enter(command.client)
-        target = self._directory("sampler_weights", given["path"])
+        target = weights_directory(self._root, given["path"])
         if self._actor.model.lora is None:
             self._actor.save_hf(target)
         else:
             self._actor.save_adapters(target)
-        return {"bytes": sum(path.stat().st_size for path in target.iterdir()) if runtime.rank() == 0 else 0}
+        return self._saved(given, sum(path.stat().st_size for path in target.iterdir()) if runtime.rank() == 0 else 0)
 
-    def _directory(self, kind: str, path: str) -> Path:
-        """Returns where weights with a path ``tinker://CLIENT/KIND/NAME`` lie; the endpoint has checked it."""
-        client, _, name = path.removeprefix("tinker://").split("/")
-        return self._root / "clients" / kind / client / name
+    def _saved(self, given: Mapping[str, Any], size: int) -> dict[str, Any]:
+        ttl = given.get("ttl")
+        return {"bytes": size, "result": json.dumps({"path": given["path"]}), "figures": {"expires": time.time() + ttl} if ttl else {}}
 
     def _optim_step(self, command: Command, given: Mapping[str, Any]) -> dict[str, Any]:
         norm, skipped = self._states.step(command.client, dict(given))
@@ -354,8 +359,8 @@ class CommandWorker:
         assert command.payload is not None
         self._states.enter(command.client)
         datums = codec.unpack(self._store.read(command.payload)[0])
-        lengths, actor = [len(datum["tokens"]) for datum in datums], self._actor
-        placement = balance([min(length, self._most) for length in lengths], actor.data_parallel_size, self._most)[actor.data_parallel_rank]
+        lengths, actor, most = [len(datum["tokens"]) for datum in datums], self._actor, self._config.trainer.micro_batch_tokens
+        placement = balance([min(length, most) for length in lengths], actor.data_parallel_size, most)[actor.data_parallel_rank]
         batches = [packed([datums[index] for index in indices]) for indices in placement]
         loss, passes, model = ClientLoss(given["loss_fn"], given["loss_fn_config"]), actor.backend.passes, actor.model
         if backward:
@@ -379,10 +384,9 @@ class CommandWorker:
         for indices, values in zip(placement, found, strict=True):
             split = values.float().cpu().split([lengths[index] for index in indices] if indices else [len(values)])
             own |= {index: part.numpy() for index, part in zip(indices, split, strict=bool(indices))}
-        if self._actor.data_parallel_size > 1:
-            encoded = [[index, base64.b64encode(values.tobytes()).decode()] for index, values in own.items()]
-            everyone = [item for each in runtime.gather_json(encoded) for item in each]
-            own = {index: np.frombuffer(base64.b64decode(text), np.float32) for index, text in everyone}
+        if self._actor.data_parallel_size > 1:  # Python's JSON gives every float32 back, those that are not finite, too
+            everyone = runtime.gather_json([[index, values.tolist()] for index, values in own.items()])
+            own = {index: np.array(values, np.float32) for each in everyone for index, values in each}
         return [own[index] for index in range(len(lengths))]
 
 

@@ -12,8 +12,11 @@ from shared.bus.connection import Bus, WrongSequence
 from shared.bus.subjects import Subjects
 from shared.runtime.errors import MyxoError
 from shared.schema.client_commands import TRAINED, Command, CommandOutcome, LogEntry
+from shared.schema.digests import reference
+from shared.store.payload_store import Store
 
 Entry = TypeVar("Entry", bound=LogEntry)
+KEPT_SECONDS = 24 * 3600  # the time that a result is kept for its client
 LOOK_SECONDS = 1.0  # the longest time until a new entry is read where its announcement was lost
 
 
@@ -36,10 +39,17 @@ class CommandLog:
             stored = await self._bus.js.get_last_msg(self._names.commands_stream, subject)
             return type(entry).decode(stored.data or b"")
 
-    async def follow(self) -> AsyncIterator[tuple[int, LogEntry | None]]:
-        """Yields all entries with their places, oldest first, and new ones as they come, without an end; a None whenever all that was there
-        has been yielded."""
-        stream, last, came = self._names.commands_stream, 0, asyncio.Event()
+    async def with_payload(self, entry: Entry, blob: bytes, store: Store, name: str = "result", seconds: int = KEPT_SECONDS) -> Entry:
+        """Returns an entry with the rest of it, which is in the store then. ``seconds``: that it stays there; 0: until it is freed."""
+        key = self._names.command_key(entry.client, entry.number, name)
+        await store.write({key: blob})
+        if seconds:
+            await store.commands("the expiry of a result", [("EXPIRE", key, seconds)])
+        return entry.model_copy(update={"payload": reference(self._names.run, {key: blob})})
+
+    async def follow(self) -> AsyncIterator[LogEntry | None]:
+        """Yields all entries, oldest first, and new ones as they come; a None whenever all that was there has been yielded."""
+        last, came = 0, asyncio.Event()
 
         async def announced(_: object) -> None:
             came.set()
@@ -48,10 +58,10 @@ class CommandLog:
         try:
             while True:
                 came.clear()
-                async for place, entry in streams.read(self._bus, stream, LogEntry, after=last):
+                async for place, entry in streams.read(self._bus, self._names.commands_stream, LogEntry, after=last):
                     last = place
-                    yield last, entry
-                yield last, None
+                    yield entry
+                yield None
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_SECONDS):
                         await came.wait()

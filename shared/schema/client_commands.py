@@ -1,5 +1,6 @@
 """The log of commands from outside: what clients of the training endpoint have asked for, and what became of each command."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
@@ -19,6 +20,7 @@ Verb = Literal[
     "create_sampling_session",
     "sample",
 ]
+MAKES = ("create_model", "load_weights")  # the verbs by which a client begins
 TRAINED = ("create_model", "load_weights", "forward_backward", "optim_step")  # the verbs that change a client's state
 MOST_ARGUMENTS = 1 << 16  # characters of a command's arguments
 TENANT = r"[a-z0-9]{1,32}"
@@ -61,8 +63,8 @@ class Command(LogEntry):
 class CommandOutcome(LogEntry):
     """What became of a command. ``error``: why it failed, and then it has changed nothing. ``category``: of the error, whose fault it is.
 
-    ``result``: a JSON object. ``payload``: the rest of the answer, in the store. ``figures``: for displays. ``state``: digest of the
-    client's weights after an optimizer step. ``bytes``: that it has written and that stay.
+    ``result``: a JSON object. ``payload``: the rest of the answer, in the store. ``figures``: for displays; ``expires``: when what it saved
+    is removed. ``state``: digest of the client's weights after an optimizer step. ``bytes``: that it has written and that stay.
     """
 
     error: Reason = ""
@@ -72,3 +74,14 @@ class CommandOutcome(LogEntry):
     figures: Gauges = {}
     state: str = Field(default="", max_length=64)
     bytes: Number = 0
+
+
+def is_expired(saved: CommandOutcome, now: float) -> bool:
+    """Returns whether what a command has saved is to be removed. ``now``: seconds since the epoch."""
+    return saved.figures.get("expires", now) < now
+
+
+def weights_directory(trained: Path, path: str) -> Path:
+    """Returns where saved weights with a path ``tinker://CLIENT/KIND/NAME`` lie; the endpoint has checked it. ``trained``: the run's."""
+    client, kind, name = path.removeprefix("tinker://").split("/")
+    return trained / "clients" / kind / client / name

@@ -41,17 +41,30 @@ console = false
 Loop = Callable[..., "subprocess.Popen[str]"]
 
 
-@pytest.fixture(scope="module")
-def sdk() -> Path:
-    """A directory with the SDK and what it needs, made where there is none."""
-    path = ROOT / ".venv" / "clients" / SDK.replace("==", "-")
+def installed(packages: list[str], *, dependencies: bool = True) -> Path:
+    """Returns a directory with packages of other people's clients, made where there is none."""
+    path = ROOT / ".venv" / "clients" / packages[0].replace("==", "-")
     if not (path / "ready").is_file():
-        installing = [sys.executable, "-m", "pip", "install", "-q", "--no-compile", "--target", str(path), SDK]
-        done = subprocess.run(installing, capture_output=True, text=True, timeout=600)
+        installing = [sys.executable, "-m", "pip", "install", "-q", "--no-compile", "--target", str(path), *packages]
+        done = subprocess.run(installing + ["--no-deps"] * (not dependencies), capture_output=True, text=True, timeout=600)
         if done.returncode:
-            pytest.skip(f"the registry does not give {SDK}: {done.stderr.strip().splitlines()[-1]}")
+            pytest.skip(f"the registry does not give {packages[0]}: {done.stderr.strip().splitlines()[-1]}")
         (path / "ready").touch()
     return path
+
+
+@pytest.fixture(scope="module")
+def sdk() -> Path:
+    return installed([SDK])
+
+
+def endpoint(run: LaunchedRun) -> str:
+    """Returns a server's URL, once it serves."""
+    end = time.monotonic() + 300
+    while not (found := re.search(r"TINKER_BASE_URL=(\S+)", run.output.read_text())):
+        assert run.process.poll() is None and time.monotonic() < end, run.said()
+        time.sleep(0.2)
+    return found[1]
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +75,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LaunchedR
     (directory / "serve.toml").write_text(CONFIG.format(directory=directory))
     os.environ["MYXO_TINKER_KEY"] = KEY
     with LaunchedRun(directory / "serve.toml", directory / "runs" / "serve", "serve", command="serve") as run:
-        end = time.monotonic() + 300
-        while not (found := re.search(r"TINKER_BASE_URL=(\S+)", run.output.read_text())):
-            assert run.process.poll() is None and time.monotonic() < end, run.said()
-            time.sleep(0.2)
-        yield run, found[1]
+        yield run, endpoint(run)
 
 
 @pytest.fixture

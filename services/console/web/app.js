@@ -4,7 +4,7 @@ import { get as ask } from "./api.js";
 import { el, fill, shown } from "./dom.js";
 import { follow } from "./live.js";
 
-const PAGES = { run: "Run", flow: "Flow", weights: "Weights", samples: "Samples", health: "Health" };
+const PAGES = { run: "Run", flow: "Flow", weights: "Weights", samples: "Samples", health: "Health", clients: "Clients" };
 const THEMES = ["system", "light", "dark"];
 const AGAIN_MS = 1000;
 
@@ -115,6 +115,7 @@ async function refreshOverview() {
     return;
   }
   document.getElementById("title").textContent = overview.run;
+  document.querySelector("#pages a[data-page=clients]").hidden = !overview.serves;
   document.getElementById("progress").textContent = progress(overview);
   showTitle(route(location.hash).page);
   showBanner();
@@ -202,7 +203,7 @@ theme(stored());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => document.dispatchEvent(new Event("themechange")));
 fill(
   document.getElementById("pages"),
-  Object.entries(PAGES).map(([page, name]) => el("a", { href: `#/${page}`, "data-page": page }, name)),
+  Object.entries(PAGES).map(([page, name]) => el("a", { href: `#/${page}`, "data-page": page, hidden: page === "clients" }, name)),
 );
 addEventListener("hashchange", show);
 document.querySelector(".skip").addEventListener("click", (event) => {

@@ -2,29 +2,42 @@
 
 import asyncio
 import json
+import time
 from collections import Counter
 from typing import Any
 
-from shared.schema.client_commands import Command, CommandOutcome, LogEntry
+from services.gateway.tinker.tenants import Tenant
+from shared.runtime.errors import MyxoError
+from shared.runtime.safe_files import is_plain_name
+from shared.schema.client_commands import MAKES, Command, CommandOutcome, LogEntry, Verb, is_expired
 
-MAKES = ("create_model", "load_weights")
+PREFIX = "tinker://"
+MADE_BY = {"weights": "save_state", "sampler_weights": "save_weights_for_sampler"}
+
+
+class WrongRequest(MyxoError):
+    """A request that is wrong for what it asks."""
+
+
+def wrong(name: str, given: object, expected: str) -> WrongRequest:
+    """Returns the refusal of a field."""
+    return WrongRequest(f"{name}: {str(given)[:200]}; expected {expected}")
 
 
 class CommandBook:
     """The log so far.
 
     Attributes:
-        commands, outcomes: by key. samplers: sampling session → path of its weights, None: the base. sizes: bytes by path of saved weights.
-        used: tokens by tenant. models: models that are there, with what made each.
+        commands, outcomes: by key. samplers: sampling session → path of its weights, None: the base. models: those that are there, with
+            what made each.
     """
 
     def __init__(self) -> None:
         self.commands, self.outcomes = dict[tuple[str, int], Command](), dict[tuple[str, int], CommandOutcome]()
-        self.samplers, self.sizes = dict[str, str | None](), dict[str, int]()
-        self.used, self.models = Counter[str](), dict[str, Command]()
+        self.samplers, self.models = dict[str, str | None](), dict[str, Command]()
+        self._used, self._newest = Counter[str](), Counter[str]()
+        self._saved, self._taken = dict[str, CommandOutcome](), dict[str, tuple[str, int]]()
         self._awaited: dict[tuple[str, int], asyncio.Event] = {}
-        self._taken: dict[str, tuple[str, int]] = {}
-        self._newest: Counter[str] = Counter()
 
     def see(self, entry: LogEntry) -> None:
         """Takes an entry of the log; one that is known changes nothing."""
@@ -32,53 +45,86 @@ class CommandBook:
             self.commands[entry.key] = entry
             self._newest[entry.client] = max(entry.number, self._newest[entry.client])
             if not entry.refused:
-                self.used[entry.client.partition("-")[0]] += entry.tokens
-                self._note_begun(entry)
+                self._note_begun(entry, json.loads(entry.arguments))
         elif isinstance(entry, CommandOutcome) and entry.key not in self.outcomes:
             self.outcomes[entry.key] = entry
-            if not self.commands[entry.key].refused:
-                self._note_ended(self.commands[entry.key], entry)
+            command = self.commands[entry.key]
+            if not command.refused:
+                self._note_ended(command, entry, json.loads(command.arguments))
             if (event := self._awaited.pop(entry.key, None)) is not None:
                 event.set()
 
-    def _note_begun(self, command: Command) -> None:
-        if command.verb in MAKES and command.client not in self.models:
-            self.models[command.client] = command
+    def _note_begun(self, command: Command, arguments: dict[str, Any]) -> None:
+        self._used[command.client.partition("-")[0]] += command.tokens
+        if command.verb in MAKES:
+            self.models.setdefault(command.client, command)
         elif command.verb == "unload_model":
             self.models.pop(command.client, None)
         elif command.verb == "create_sampling_session":
-            self.samplers[command.client] = json.loads(command.arguments)["path"]
+            self.samplers[command.client] = arguments["path"]
         elif command.verb.startswith("save_weights"):
-            self._taken[json.loads(command.arguments)["path"]] = command.key
+            self._taken[arguments["path"]] = command.key
+            if not self.is_there(arguments["path"]):
+                self._saved.pop(arguments["path"], None)  # expired
 
-    def _note_ended(self, command: Command, outcome: CommandOutcome) -> None:
-        arguments = json.loads(command.arguments)
+    def _note_ended(self, command: Command, outcome: CommandOutcome, arguments: dict[str, Any]) -> None:
+        path = arguments.get("path", "")
         if command.verb.startswith("save_weights"):
-            if outcome.error:
-                if self._taken.get(arguments["path"]) == command.key and arguments["path"] not in self.sizes:
-                    del self._taken[arguments["path"]]
-                return
-            self.sizes[arguments["path"]] = outcome.bytes
-            if sampler := arguments.get("sampler"):
-                self.samplers[sampler] = arguments["path"]
+            if not outcome.error:
+                self._saved[path] = outcome
+                if sampler := arguments.get("sampler"):
+                    self.samplers[sampler] = path
+            elif self._taken.get(path) == command.key and path not in self._saved:
+                del self._taken[path]
         elif outcome.error and self.models.get(command.client) is command:
             del self.models[command.client]
 
+    def is_begun(self, client: str) -> bool:
+        """Returns whether a model was made, or a sampling session, by this id."""
+        return (client, 0) in self.commands or client in self.samplers
+
+    def is_there(self, path: str) -> bool:
+        """Returns whether weights are saved under this path, and have not expired."""
+        return path in self._saved and not is_expired(self._saved[path], time.time())
+
     def is_taken(self, path: str) -> bool:
         """Returns whether weights of this path are saved, or are about to be."""
-        return path in self._taken
+        return path in self._taken and (path not in self._saved or self.is_there(path))
+
+    def saved(self, path: str, client: str, kind: str, *, coming: bool = False) -> str:
+        """Returns a path of saved weights. ``coming``: also where they are about to be.
+
+        Raises WrongRequest where it is none, or another tenant's: as one that is not there.
+        """
+        parts = path.removeprefix(PREFIX).split("/")
+        if not path.startswith(PREFIX) or len(parts) != 3 or parts[1] not in MADE_BY or not is_plain_name(parts[2]):
+            raise wrong("path", path, f"{PREFIX}MODEL/{kind}/NAME")
+        if parts[1] != kind:
+            raise wrong("path", path, f"{kind}: {MADE_BY[kind]} makes them")
+        if parts[0].partition("-")[0] != client.partition("-")[0] or not (self.is_taken(path) if coming else self.is_there(path)):
+            raise WrongRequest(f"path: {path}: there are no such weights")
+        return path
+
+    def check_sampler(self, client: str) -> None:
+        """Raises WrongRequest where a sampling session's weights have expired."""
+        if (path := self.samplers.get(client)) is not None and not self.is_there(path):
+            raise WrongRequest(f"sampling_session_id: {client}: its weights, {path}, have expired (ttl_seconds)")
+
+    def check_quotas(self, tenant: str, quotas: Tenant, client: str, verb: Verb, tokens: int) -> None:
+        """Raises WrongRequest where a command takes its tenant over a quota."""
+        if quotas.tokens is not None and (used := self._used[tenant]) + tokens > quotas.tokens:
+            raise WrongRequest(f"tokens: {tokens} more than the {used} that {tenant} has used; its quota is {quotas.tokens}")
+        held = [model for model in self.models if model.startswith(f"{tenant}-")]
+        if quotas.models is not None and verb in MAKES and client not in held and len(held) >= quotas.models:
+            raise WrongRequest(f"models: {len(held)} of {tenant} are there; the quota is {quotas.models}; close a session to unload some")
+        paths = [path for path in self._saved if path.startswith(f"{PREFIX}{tenant}-") and self.is_there(path)]
+        stored = sum(self._saved[path].bytes for path in paths)
+        if quotas.bytes is not None and verb.startswith("save_weights") and stored >= quotas.bytes:
+            raise WrongRequest(f"bytes: {stored} of saved weights of {tenant} are there; its quota is {quotas.bytes}")
 
     def next_number(self, client: str) -> int:
         """Returns the number after a client's newest command."""
         return self._newest[client] + 1
-
-    def stored(self, tenant: str) -> int:
-        """Returns the bytes of a tenant's saved weights."""
-        return sum(size for path, size in self.sizes.items() if path.removeprefix("tinker://").startswith(f"{tenant}-"))
-
-    def held(self, tenant: str) -> list[str]:
-        """Returns a tenant's models."""
-        return [model for model in self.models if model.startswith(f"{tenant}-")]
 
     async def outcome(self, key: tuple[str, int], seconds: float) -> CommandOutcome | None:
         """Waits for what becomes of a command; None where that takes longer."""
@@ -89,7 +135,3 @@ class CommandBook:
             except TimeoutError:
                 return None
         return self.outcomes[key]
-
-    def described(self, model: str) -> dict[str, Any]:
-        """Returns what made a model."""
-        return {**json.loads(self.models[model].arguments), "verb": self.models[model].verb}

@@ -4,7 +4,6 @@ A request that is wrong takes its number all the same, since the client counts i
 """
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -15,19 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shared.runtime.errors import MyxoError
+from services.gateway.tinker.command_book import PREFIX, CommandBook, WrongRequest, wrong
+from services.gateway.tinker.protobuf import DTYPES
 from shared.runtime.safe_files import is_plain_name
-from shared.schema import codec
-from shared.schema.client_commands import TENANT
+from shared.schema.client_commands import TENANT, Verb
 from shared.schema.message import LARGEST
 
-PREFIX = "tinker://"
 CLIENT = re.compile(rf"{TENANT}-[0-9a-f]{{16}}(:(train|sample):[0-9]{{1,9}})?\Z")
-KINDS = ("weights", "sampler_weights")
-DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 MOST_SAMPLES = 1024
-# loss → its inputs beside target_tokens, and its settings with their defaults
+MOST_AHEAD = 10_000  # numbers by which a request may come before one that its client sent earlier
 CLIPPED = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+# loss → its inputs beside target_tokens, and its settings with their defaults
 LOSSES: dict[str, tuple[tuple[str, ...], dict[str, float]]] = {
     "cross_entropy": (("weights",), {}),
     "importance_sampling": (("logprobs", "advantages"), {}),
@@ -35,15 +32,6 @@ LOSSES: dict[str, tuple[tuple[str, ...], dict[str, float]]] = {
     "cispo": (("logprobs", "advantages"), {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
     "dro": (("logprobs", "advantages"), {"beta": 0.05}),
 }
-
-
-class WrongRequest(MyxoError):
-    """A request that is wrong for what it asks."""
-
-
-def wrong(name: str, given: object, expected: str) -> WrongRequest:
-    """Returns the refusal of a field."""
-    return WrongRequest(f"{name}: {str(given)[:200]}; expected {expected}")
 
 
 @dataclass(frozen=True)
@@ -57,6 +45,10 @@ class ServedModel:
     context: int
     seeded: bool
 
+    def check_name(self, given: str | None) -> None:
+        if given not in self.names:
+            raise wrong("base_model", given, self.names[0])
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -66,14 +58,38 @@ class Asked:
     content: Any = None
     tokens: int = 0
 
-    def encoded(self) -> tuple[str, bytes | None]:
-        """Returns arguments and payload as the log and the store hold them."""
-        return json.dumps(self.arguments, sort_keys=True), None if self.content is None else codec.pack(self.content)
+
+class NotThere(WrongRequest):
+    """A name of nothing, or of another tenant's: the two are not told apart."""
 
 
-def digest(verb: str, body: bytes) -> str:
-    """Returns the digest by which a repeated request is known."""
-    return hashlib.blake2b(verb.encode() + b"\0" + body, digest_size=16).hexdigest()
+def owned(tenant: str, body: Mapping[str, Any], name: str, kind: str = "") -> str:
+    """Returns the id in a field of a request. ``kind``: train or sample; empty: a session. Raises NotThere."""
+    client = str(body.get(name))
+    if not (match := CLIENT.match(client)) or client.partition("-")[0] != tenant or (match[2] or "") != kind:
+        raise NotThere(f"{name}: {client[:100]}: there is no such thing")
+    return client
+
+
+def number_of(body: Mapping[str, Any], name: str, least: int, most: int = 10**9) -> int:
+    """Returns a whole number in a field of a request. Raises WrongRequest."""
+    number = body.get(name)
+    if not isinstance(number, int) or isinstance(number, bool) or not least <= number < most:
+        raise wrong(name, repr(number), f"a number from {least} to {most - 1}")
+    return number
+
+
+def key_of(tenant: str, verb: Verb, body: Mapping[str, Any], book: CommandBook) -> tuple[str, int]:
+    """Returns client and number of a request's command. Raises WrongRequest."""
+    if verb == "create_sampling_session":
+        return f"{owned(tenant, body, 'session_id')}:sample:{number_of(body, 'sampling_session_seq_id', 0)}", 0
+    if verb == "create_model" or (verb == "load_weights" and body.get("session_id") is not None):
+        return f"{owned(tenant, body, 'session_id')}:train:{number_of(body, 'model_seq_id', 0)}", 0
+    name, kind, first = ("sampling_session_id", "sample", 0) if verb == "sample" else ("model_id", "train", 1)
+    client = owned(tenant, body, name, kind)
+    if not book.is_begun(client):
+        raise NotThere(f"{name}: {client}: there is no such thing")
+    return client, number_of(body, "seq_id", first, book.next_number(client) + MOST_AHEAD) + 1 - first
 
 
 class _Body(BaseModel):
@@ -94,30 +110,30 @@ class _Optimizer(_Body):
 
 
 Token = Annotated[int, Field(ge=0, le=LARGEST)]
+Sequential = Annotated[int, Field(ge=0)] | None
 Metadata = dict[str, Any] | None
 
 
 class CreateModel(_Body):
     session_id: str
-    model_seq_id: int = Field(ge=0, lt=10**9)
+    model_seq_id: int
     base_model: str
     user_metadata: Metadata = None
     lora_config: _Lora | None = None
     optimizer_config: _Optimizer = _Optimizer()
 
-    def asked(self, served: ServedModel, client: str) -> Asked:
-        if self.base_model not in served.names:
-            raise wrong("base_model", self.base_model, served.names[0])
+    def asked(self, served: ServedModel, book: CommandBook, client: str) -> Asked:
+        served.check_name(self.base_model)
         lora = self.lora_config or _Lora(rank=served.rank or 1)
-        if served.rank is not None and lora.rank > served.rank:
-            raise wrong("lora_config.rank", lora.rank, f"at most {served.rank}, this server's trainer.lora_rank")
         parts = [name for name, trains in (("attn", lora.train_attn), ("mlp", lora.train_mlp)) if trains]
-        if served.rank is not None and not parts:
-            raise wrong("lora_config", "neither train_attn nor train_mlp", "one of them: this server has no adapter on the output layer")
         if served.rank is None and len(parts) < 2:
             raise wrong("lora_config", "train_attn or train_mlp false", "both: this server trains the whole model (no trainer.lora_rank)")
+        if served.rank is not None and lora.rank > served.rank:
+            raise wrong("lora_config.rank", lora.rank, f"at most {served.rank}, this server's trainer.lora_rank")
+        if not parts:
+            raise wrong("lora_config", "neither train_attn nor train_mlp", "one of them: this server has no adapter on the output layer")
         seed = int.from_bytes(hashlib.blake2b(client.encode(), digest_size=4).digest()) if lora.seed is None else lora.seed
-        return Asked({"seed": seed, "rank": min(lora.rank, served.rank or lora.rank), "parts": parts})
+        return Asked({"seed": seed, "rank": lora.rank, "parts": parts})
 
 
 class LoadWeights(_Body):
@@ -132,10 +148,9 @@ class LoadWeights(_Body):
     optimizer_config: _Optimizer | None = None
     weights_access_token: None = None
 
-    def asked(self, served: ServedModel, client: str) -> Asked:
-        if self.base_model is not None and self.base_model not in served.names:
-            raise wrong("base_model", self.base_model, served.names[0])
-        return Asked({"path": checked_path(self.path, client, "weights"), "optimizer": self.optimizer})
+    def asked(self, served: ServedModel, book: CommandBook, client: str) -> Asked:
+        served.check_name(self.base_model or served.names[0])
+        return Asked({"path": book.saved(self.path, client, "weights", coming=True), "optimizer": self.optimizer})
 
 
 class _Adam(_Body):
@@ -152,7 +167,7 @@ class OptimStep(_Body):
     seq_id: int
     adam_params: _Adam
 
-    def asked(self, served: ServedModel, client: str) -> Asked:
+    def asked(self, served: ServedModel, book: CommandBook, client: str) -> Asked:
         adam = self.adam_params
         betas, clip = (adam.beta1, adam.beta2), max(0.0, adam.grad_clip_norm)
         return Asked({"lr": adam.learning_rate, "betas": betas, "eps": adam.eps, "weight_decay": adam.weight_decay, "clip_grad": clip})
@@ -162,29 +177,42 @@ class SaveWeights(_Body):
     model_id: str
     seq_id: int
     path: str | None = None
-    ttl_seconds: int | None = None
+    ttl_seconds: Annotated[int, Field(ge=1, le=10**9)] | None = None
     overwrite: bool = False
     user_metadata: Metadata = None
-    sampling_session_seq_id: int | None = Field(default=None, ge=0, lt=10**9)
+    sampling_session_seq_id: Annotated[int, Field(ge=0, lt=10**9)] | None = None
     kind: Literal["snapshot"] = "snapshot"
 
-    def asked(self, served: ServedModel, client: str, kind: str) -> Asked:
+    _of = "weights"
+
+    def asked(self, served: ServedModel, book: CommandBook, client: str) -> Asked:
         name = self.path if self.path is not None else f"step-{self.seq_id}"
         if not is_plain_name(name) or name.startswith("."):
             raise wrong("path", repr(name), "a name without / that begins with no dot")
-        return Asked({"path": f"{PREFIX}{client}/{kind}/{name}", "overwrite": self.overwrite})
+        path, replaces = f"{PREFIX}{client}/{self._of}/{name}", self._of == "weights"
+        if book.is_taken(path) and not (replaces and self.overwrite):
+            raise wrong("path", path, "a name that is not taken" + ", or overwrite" * replaces)
+        arguments: dict[str, Any] = {"path": path, "ttl": self.ttl_seconds}
+        if self.sampling_session_seq_id is not None:
+            arguments["sampler"] = f"{client.partition(':')[0]}:sample:{self.sampling_session_seq_id}"
+        return Asked(arguments)
+
+
+class SaveWeightsForSampler(SaveWeights):
+    _of = "sampler_weights"
 
 
 class CreateSamplingSession(_Body):
     session_id: str
-    sampling_session_seq_id: int = Field(ge=0, lt=10**9)
+    sampling_session_seq_id: int
     base_model: str | None = None
     model_path: str | None = None
 
-    def asked(self, served: ServedModel, client: str) -> Asked:
-        if self.model_path is None and self.base_model not in served.names:
-            raise wrong("base_model", self.base_model, f"{served.names[0]}, or a model_path")
-        return Asked({"path": None if self.model_path is None else checked_path(self.model_path, client, "sampler_weights")})
+    def asked(self, served: ServedModel, book: CommandBook, client: str) -> Asked:
+        if self.model_path is None:
+            served.check_name(self.base_model)
+            return Asked({"path": None})
+        return Asked({"path": book.saved(self.model_path, client, "sampler_weights")})
 
 
 class _TextChunk(_Body):
@@ -213,22 +241,21 @@ class _SamplingParams(_Body):
         if self.top_k == 0:
             raise wrong("sampling_params.top_k", 0, "-1, or at least 1")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        ids = [stop for stop in stops if isinstance(stop, int)]
-        if ids:
+        if ids := [stop for stop in stops if isinstance(stop, int)]:
             checked_tokens("sampling_params.stop", np.array(ids, np.int64), served)
         texts = [stop for stop in stops if isinstance(stop, str)]
         limits = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         return {**limits, "max_new_tokens": min(room, self.max_tokens or room), "stop": texts, "stop_token_ids": ids}
 
 
-class SampleBody(_Body):
+class Sample(_Body):
     num_samples: int = Field(default=1, ge=1, le=MOST_SAMPLES)
     prompt: _Prompt
     sampling_params: _SamplingParams
     base_model: str | None = None
     model_path: str | None = None
     sampling_session_id: str
-    seq_id: int = Field(ge=0)
+    seq_id: int
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Literal[0] = 0
     topk_sample_logprobs: Literal[0] = 0
@@ -237,7 +264,8 @@ class SampleBody(_Body):
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
     record_stability_info: Literal[False] | None = None
 
-    def asked(self, served: ServedModel, client: str) -> Asked:
+    def asked(self, served: ServedModel, book: CommandBook, client: str) -> Asked:
+        book.check_sampler(client)
         tokens = [token for chunk in self.prompt.chunks for token in chunk.tokens]
         prompt, last = checked_tokens("prompt", np.array(tokens, np.int64), served), self.prompt_logprobs_last_n
         if last is not None and not (self.prompt_logprobs and last < len(prompt)):
@@ -250,15 +278,26 @@ class SampleBody(_Body):
         return Asked(arguments, {"tokens": prompt}, len(prompt) + self.num_samples * sampling["max_new_tokens"])
 
 
-def read_json(model: type[Any], body: Any) -> Any:
-    """Returns a request's fields. Raises WrongRequest, which names the first that is wrong."""
+FORMS: dict[Verb, type[Any]] = {
+    "create_model": CreateModel,
+    "load_weights": LoadWeights,
+    "optim_step": OptimStep,
+    "save_weights": SaveWeights,
+    "save_weights_for_sampler": SaveWeightsForSampler,
+    "create_sampling_session": CreateSamplingSession,
+    "sample": Sample,
+}
+
+
+def read_json(verb: Verb, body: Mapping[str, Any], served: ServedModel, book: CommandBook, client: str) -> Asked:
+    """Returns a JSON request. Raises WrongRequest with the first wrong field."""
     try:
-        return model.model_validate(body)
+        asked: Asked = FORMS[verb].model_validate(body, strict=True).asked(served, book, client)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        name = ".".join(map(str, first["loc"]))
         given = first["input"] if not isinstance(first["input"], dict | list) else type(first["input"]).__name__
-        raise wrong(name, given, f"otherwise: {first['msg']}") from None
+        raise wrong(".".join(map(str, first["loc"])), given, f"otherwise: {first['msg']}") from None
+    return asked
 
 
 def checked_tokens(name: str, tokens: NDArray[Any], served: ServedModel) -> NDArray[np.int32]:
@@ -270,84 +309,66 @@ def checked_tokens(name: str, tokens: NDArray[Any], served: ServedModel) -> NDAr
     return tokens.astype(np.int32)
 
 
-def checked_path(path: str, client: str, kind: str) -> str:
-    """Returns a path of saved weights. Raises WrongRequest where it is none, or another tenant's: as one that is not there."""
-    parts = path.removeprefix(PREFIX).split("/")
-    if not path.startswith(PREFIX) or len(parts) != 3 or parts[1] not in KINDS or not is_plain_name(parts[2]) or parts[2].startswith("."):
-        raise wrong("path", path, f"{PREFIX}MODEL/{kind}/NAME")
-    if parts[1] != kind:
-        raise wrong("path", path, f"{kind}: {'save_state' if kind == 'weights' else 'save_weights_for_sampler'} makes them")
-    if parts[0].partition("-")[0] != client.partition("-")[0]:
-        raise WrongRequest(f"path: {path}: there are no such weights")
-    return path
-
-
-def forward_backward(message: Mapping[str, Any], served: ServedModel) -> Asked:
+def forward_backward(message: Any, served: ServedModel) -> Asked:
     """Returns the request of a decoded ``ForwardBackwardRequest``. Raises WrongRequest."""
-    loss, data = message.get("loss_fn", ""), message["data"]
-    if loss not in LOSSES:
-        raise wrong("loss_fn", loss, f"one of {', '.join(LOSSES)}; others run as forward_backward_custom on the client")
-    needed, settings = LOSSES[loss]
-    config = settings | {each["key"]: each.get("value", 0.0) for each in message["loss_fn_config"] if "key" in each}
-    for each in message["loss_fn_config_v2"]:
-        value = each.get("value", {})
-        if "text" in value:
-            raise wrong(f"loss_fn_config.{each.get('key')}", value["text"], "a number")
-        config[each.get("key", "")] = value.get("number", 0.0)
-    if unknown := sorted(config.keys() - settings.keys()):
-        raise wrong(f"loss_fn_config.{unknown[0]}", config[unknown[0]], f"{' and '.join(settings) or 'nothing'} with {loss}")
-    if not all(map(math.isfinite, config.values())):
-        raise wrong("loss_fn_config", config, "finite numbers")
-    if not data:
+    if message.loss_fn not in LOSSES:
+        raise wrong("loss_fn", message.loss_fn, f"one of {', '.join(LOSSES)}; others run as forward_backward_custom on the client")
+    needed, settings = LOSSES[message.loss_fn]
+    given = {each.key: each.value for each in message.loss_fn_config}
+    for each in message.loss_fn_config_v2:
+        if each.value.text:
+            raise wrong(f"loss_fn_config.{each.key}", each.value.text, "a number")
+        given[each.key] = each.value.number
+    if unknown := sorted(given.keys() - settings.keys()):
+        raise wrong(f"loss_fn_config.{unknown[0]}", given[unknown[0]], f"{' and '.join(settings) or 'nothing'} with {message.loss_fn}")
+    if not all(map(math.isfinite, given.values())):
+        raise wrong("loss_fn_config", given, "finite numbers")
+    if not message.data:
         raise wrong("data", "no datums", "at least one")
-    datums = [_datum(index, datum, needed, served) for index, datum in enumerate(data)]
-    return Asked({"loss_fn": loss, "loss_fn_config": config}, datums, sum(len(datum["tokens"]) for datum in datums))
+    datums = [_datum(f"data.{index}", datum, needed, served) for index, datum in enumerate(message.data)]
+    arguments = {"loss_fn": message.loss_fn, "loss_fn_config": settings | given}
+    return Asked(arguments, datums, sum(len(datum["tokens"]) for datum in datums))
 
 
-def _datum(index: int, datum: Mapping[str, Any], needed: tuple[str, ...], served: ServedModel) -> dict[str, NDArray[Any]]:
-    name = f"data.{index}"
-    chunks = []
-    for chunk in datum["model_input"]:
-        if "encoded_text" not in chunk:
-            raise wrong(f"{name}.model_input", next(iter(chunk), "an empty chunk"), "chunks of tokens; this server trains text alone")
-        tokens = chunk["encoded_text"].get("tokens", b"")
-        if len(tokens) % 4:
-            raise wrong(f"{name}.model_input", f"{len(tokens)} bytes", "int32 token ids")
-        chunks.append(np.frombuffer(tokens, "<i4"))
-    tokens = checked_tokens(f"{name}.model_input", np.concatenate([*chunks, np.empty(0, np.int32)]), served)
+def _datum(name: str, datum: Any, needed: tuple[str, ...], served: ServedModel) -> dict[str, NDArray[Any]]:
+    chunks = [np.empty(0, np.int32)]
+    for chunk in datum.model_input:
+        if not chunk.HasField("encoded_text"):
+            raise wrong(f"{name}.model_input", "no text", "chunks of tokens; this server trains text alone")
+        if len(chunk.encoded_text.tokens) % 4:
+            raise wrong(f"{name}.model_input", f"{len(chunk.encoded_text.tokens)} bytes", "int32 token ids")
+        chunks.append(np.frombuffer(chunk.encoded_text.tokens, "<i4"))
+    tokens = checked_tokens(f"{name}.model_input", np.concatenate(chunks), served)
     if len(tokens) > served.context:
         raise wrong(f"{name}.model_input", f"{len(tokens)} tokens", f"at most the context, {served.context}")
-    inputs = {each.get("key", ""): each.get("value", {}) for each in datum["loss_fn_inputs"]}
-    wanted = ("target_tokens", *needed)
+    inputs, wanted = {each.key: each.value for each in datum.loss_fn_inputs}, ("target_tokens", *needed)
     if unknown := sorted(inputs.keys() - {*wanted}):
         raise wrong(f"{name}.loss_fn_inputs.{unknown[0]}", "given", f"{', '.join(wanted)} alone")
     found: dict[str, NDArray[Any]] = {"tokens": tokens}
     for key in wanted:
+        field_name = f"{name}.loss_fn_inputs.{key}"
         if key not in inputs and key != "weights":
-            raise wrong(f"{name}.loss_fn_inputs.{key}", "absent", f"a tensor of {len(tokens)}, one for each token of model_input")
-        values = _tensor(f"{name}.loss_fn_inputs.{key}", inputs[key], len(tokens)) if key in inputs else np.ones(len(tokens), np.float32)
-        found[key] = checked_tokens(f"{name}.loss_fn_inputs.{key}", values, served) if key == "target_tokens" else values
+            raise wrong(field_name, "absent", f"a tensor of {len(tokens)}, one for each token of model_input")
+        values = _tensor(field_name, inputs[key], len(tokens)) if key in inputs else np.ones(len(tokens), np.float32)
+        if key == "target_tokens":
+            if values.dtype.kind != "i":
+                raise wrong(field_name, "float32", "integers")
+            values = checked_tokens(field_name, values, served)
+        elif not np.isfinite(values).all():
+            raise wrong(field_name, values[~np.isfinite(values)][0], "finite numbers")
+        found[key] = values if key == "target_tokens" else values.astype(np.float32)
     return found
 
 
-def _tensor(name: str, given: Mapping[str, Any], length: int) -> NDArray[Any]:
-    if "sparse_csr" in given:
+def _tensor(name: str, given: Any, length: int) -> NDArray[Any]:
+    if given.HasField("sparse_csr"):
         raise wrong(name, "sparse", "a dense tensor")
-    dtype, data = DTYPES.get(given.get("dtype", 0)), given.get("dense", b"")
-    if dtype is None or len(data) % dtype.itemsize:
-        raise wrong(name, f"dtype {given.get('dtype', 0)}, {len(data)} bytes", "float32, int64 or int32")
-    if len(given["shape"]) > 1 or len(data) // dtype.itemsize != length:
-        raise wrong(
-            name, f"shape {given['shape'] or [len(data) // dtype.itemsize]}", f"[{length}], one value for each token of model_input"
-        )
-    values = np.frombuffer(data, dtype)
-    if name.endswith(".target_tokens"):
-        if dtype.kind != "i":
-            raise wrong(name, "float32", "integers")
-        return values
-    if not np.isfinite(values).all():
-        raise wrong(name, values[~np.isfinite(values)][0], "finite numbers")
-    return values.astype(np.float32)
+    dtype, size = DTYPES.get(given.dtype), len(given.dense)
+    if dtype is None or size % dtype.itemsize:
+        raise wrong(name, f"dtype {given.dtype}, {size} bytes", "float32, int64 or int32")
+    if len(given.shape) > 1 or size // dtype.itemsize != length:
+        raise wrong(name, f"shape {list(given.shape) or [size // dtype.itemsize]}", f"[{length}], one value for each token of model_input")
+    return np.frombuffer(given.dense, dtype)
 
 
 def seed_of(given: int | None, client: str, number: int, index: int) -> int:

@@ -4,6 +4,7 @@ Every request that trains, saves or samples becomes a command before it is answe
 that is sent again finds its command, and is not carried out twice.
 """
 
+import hashlib
 import json
 import time
 import uuid
@@ -14,25 +15,25 @@ from typing import Any
 import structlog
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from google.protobuf.message import DecodeError
 
 from services.gateway.routes import bounded_body
 from services.gateway.tinker import protobuf, requests
-from services.gateway.tinker.command_book import CommandBook
-from services.gateway.tinker.requests import PREFIX, Asked, ServedModel, WrongRequest, digest, read_json, wrong
-from services.gateway.tinker.sampler import Sampler
+from services.gateway.tinker.command_book import PREFIX, CommandBook, WrongRequest
+from services.gateway.tinker.requests import FORMS, Asked, NotThere, ServedModel, key_of, owned, read_json
 from services.gateway.tinker.tenants import Tenant, owner
 from services.gateway.wire.request import TurnRefused
 from shared.bus.bus_errors import StreamFull
 from shared.bus.command_log import CommandLog
-from shared.runtime.errors import BadMessage, MyxoError, PayloadMissing
+from shared.runtime.errors import MyxoError, PayloadMissing
 from shared.schema import codec
 from shared.schema.client_commands import Command, CommandOutcome, Verb
-from shared.schema.digests import reference
 from shared.service.service_base import Service
 from shared.store.payload_store import StoreFull
 
 API = "/api/v1"
 POLL_SECONDS = 20.0  # the longest time that a future's request waits; the SDK's own limit is 45
+MOST_REASON = 1000  # characters of why a request is refused: it may name what a client has sent
 READ_SECONDS = 3600  # the time that a result stays after it was read first
 PROTOBUF = "application/x-protobuf"
 UNEMBEDDING = "train_unembed is accepted and trains nothing: this server has no adapter on the output layer"
@@ -42,71 +43,57 @@ FIXED: dict[str, dict[str, str]] = {
     "telemetry": {"status": "accepted"},
     "session_heartbeat": {"type": "session_heartbeat"},
 }
-JSON_VERBS: dict[Verb, type[Any]] = {
-    "load_weights": requests.LoadWeights,
-    "optim_step": requests.OptimStep,
-    "save_weights": requests.SaveWeights,
-    "save_weights_for_sampler": requests.SaveWeights,
-}
-
-
-class ApiError(MyxoError):
-    """An answer with an error's status."""
-
-    def __init__(self, status: int, message: str) -> None:
-        self.status = status
-        super().__init__(message)
+Handler = Callable[[str, Request], Awaitable[Response]]
 
 
 class TinkerApi:
-    """The API. ``served``: what this server serves. ``tenants``: by name."""
+    """The API. ``sample``: begins a sampling command. ``served``: what this server serves. ``tenants``: by name."""
 
     def __init__(
-        self, service: Service, log: CommandLog, book: CommandBook, sampler: Sampler, served: ServedModel, tenants: dict[str, Tenant]
+        self,
+        service: Service,
+        log: CommandLog,
+        book: CommandBook,
+        sample: Callable[[Command], None],
+        served: ServedModel,
+        tenants: dict[str, Tenant],
     ) -> None:
-        self._service, self._log, self._book, self._sampler, self._served = service, log, book, sampler, served
-        self._tenants = tenants
+        self._service, self._log, self._book, self._sample, self._served, self._tenants = service, log, book, sample, served, tenants
 
     def app(self) -> FastAPI:
         """Returns the application."""
         app = FastAPI(openapi_url=None)
-        posts: dict[str, Callable[[str, Request], Awaitable[Response]]] = {
+        posts: dict[str, Handler] = {
             "client/config": self._client_config,
             "create_session": self._create_session,
             "get_info": self._get_info,
             "weights_info": self._weights_info,
-            "create_model": self._create_model,
             "forward_backward": self._forward_backward,
-            **{verb: self._train(verb) for verb in JSON_VERBS},
-            **{path: self._fixed(answer) for path, answer in FIXED.items()},
-            "create_sampling_session": self._create_sampling_session,
-            "asample": self._sample,
             "retrieve_future": self._retrieve,
             "sessions/{session}/finish": self._finish,
+            **{"asample" if verb == "sample" else verb: self._command(verb) for verb in FORMS},
+            **{path: self._fixed(answer) for path, answer in FIXED.items()},
         }
-        gets = {"get_server_capabilities": self._capabilities, "samplers/{sampler}": self._get_sampler}
         for path, handler in posts.items():
             app.post(f"{API}/{path}")(self._guarded(handler))
-        for path, handler in gets.items():
-            app.get(f"{API}/{path}")(self._guarded(handler))
+        app.get(f"{API}/get_server_capabilities")(self._guarded(self._capabilities))
+        app.get(f"{API}/samplers/{{sampler}}")(self._guarded(self._get_sampler))
         app.get(f"{API}/healthz")(self._health)
         app.api_route("/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])(self._unknown)
         return app
 
-    def _guarded(self, handler: Callable[[str, Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    def _guarded(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         """Returns a handler that gets the tenant of the request's key, and whose errors are answers."""
 
         async def answer(request: Request) -> Response:
             try:
                 if (tenant := owner(self._tenants, request.headers.get("x-api-key", ""))) is None:
-                    raise ApiError(HTTPStatus.UNAUTHORIZED, "X-API-Key: no tenant has this key")
+                    return _failed(HTTPStatus.UNAUTHORIZED, "X-API-Key: no tenant has this key")
                 return await handler(tenant, request)
-            except ApiError as error:
-                return _failed(error.status, str(error))
-            except (WrongRequest, BadMessage) as error:
-                return _failed(HTTPStatus.BAD_REQUEST, str(error))
             except TurnRefused as error:
                 return _failed(error.status, str(error))
+            except WrongRequest as error:
+                return _failed(HTTPStatus.NOT_FOUND if isinstance(error, NotThere) else HTTPStatus.BAD_REQUEST, str(error))
             except (StreamFull, StoreFull) as error:  # the SDK waits and asks again
                 return _failed(HTTPStatus.TOO_MANY_REQUESTS, str(error))
             except MyxoError as error:
@@ -123,16 +110,16 @@ class TinkerApi:
 
     async def _body(self, request: Request) -> bytes:
         if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
-            raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"Content-Encoding: {encoding}; expected none")
+            raise TurnRefused(400, f"Content-Encoding: {encoding}; expected none")
         return await bounded_body(request, self._service.config.tinker.tinker_body_bytes)
 
     async def _json(self, request: Request) -> dict[str, Any]:
         try:
             found = json.loads(await self._body(request))
         except (ValueError, RecursionError) as error:
-            raise ApiError(HTTPStatus.BAD_REQUEST, f"the body: expected JSON ({error})") from error
+            raise WrongRequest(f"the body: expected JSON ({error})") from error
         if not isinstance(found, dict):
-            raise ApiError(HTTPStatus.BAD_REQUEST, f"the body: a {type(found).__name__}; expected a JSON object")
+            raise WrongRequest(f"the body: a {type(found).__name__}; expected a JSON object")
         return found
 
     # --- without commands
@@ -140,7 +127,7 @@ class TinkerApi:
     async def _health(self) -> Response:
         return JSONResponse({"status": "ok"})
 
-    def _fixed(self, answer: dict[str, str]) -> Callable[[str, Request], Awaitable[Response]]:
+    def _fixed(self, answer: dict[str, str]) -> Handler:
         async def handler(tenant: str, request: Request) -> Response:
             return JSONResponse(answer)
 
@@ -166,16 +153,14 @@ class TinkerApi:
         return JSONResponse({"type": "create_session", "session_id": session, "info_message": warning})
 
     async def _capabilities(self, tenant: str, request: Request) -> Response:
-        served = self._served
-        names = {"max_context_length": served.context, "trainable": True, "sampleable": True}
-        return JSONResponse({"supported_models": [{"model_name": name, **names} for name in served.names[:1]]})
+        model = {"model_name": self._served.names[0], "max_context_length": self._served.context, "trainable": True, "sampleable": True}
+        return JSONResponse({"supported_models": [model]})
 
     async def _get_info(self, tenant: str, request: Request) -> Response:
-        model = _owned(tenant, str((await self._json(request)).get("model_id")), "model_id")
-        if model not in self._book.models:
-            raise ApiError(HTTPStatus.NOT_FOUND, f"model_id: {model}: there is no such model")
-        rank = self._served.rank and self._book.described(model).get("rank", self._served.rank)
-        name = self._served.names[0]
+        model = owned(tenant, await self._json(request), "model_id", "train")
+        if (made := self._book.models.get(model)) is None:
+            raise NotThere(f"model_id: {model}: there is no such model")
+        rank, name = self._served.rank and json.loads(made.arguments).get("rank", self._served.rank), self._served.names[0]
         data = {"arch": "", "model_name": name, "tokenizer_id": self._served.names[-1]}
         return JSONResponse(
             {"type": "get_info", "model_data": data, "model_id": model, "is_lora": rank is not None, "lora_rank": rank, "model_name": name}
@@ -184,151 +169,110 @@ class TinkerApi:
     async def _weights_info(self, tenant: str, request: Request) -> Response:
         given = await self._json(request)
         path = str(given.get("tinker_path", given.get("path")))
-        if path not in self._book.sizes or not path.removeprefix(PREFIX).startswith(f"{tenant}-"):
-            raise ApiError(HTTPStatus.NOT_FOUND, f"path: {path}: there are no such weights")
+        if not path.startswith(f"{PREFIX}{tenant}-") or not self._book.is_there(path):
+            raise NotThere(f"path: {path[:200]}: there are no such weights")
         rank = self._served.rank
         trained = {"train_unembed": False, "train_mlp": True, "train_attn": True} if rank is not None else {}
         return JSONResponse({"base_model": self._served.names[0], "is_lora": rank is not None, "lora_rank": rank, **trained})
 
     async def _get_sampler(self, tenant: str, request: Request) -> Response:
-        sampler = _owned(tenant, request.path_params["sampler"], "sampler")
+        sampler = owned(tenant, request.path_params, "sampler", "sample")
         if sampler not in self._book.samplers:
-            raise ApiError(HTTPStatus.NOT_FOUND, f"sampler: {sampler}: there is no such sampling session")
+            raise NotThere(f"sampler: {sampler}: there is no such sampling session")
         return JSONResponse({"sampler_id": sampler, "base_model": self._served.names[0], "model_path": self._book.samplers[sampler]})
 
     # --- commands
 
-    async def _create_model(self, tenant: str, request: Request) -> Response:
-        body = await self._json(request)
-        client = _numbered(tenant, body, "session_id", "model_seq_id", "train")
-        return await self._submit(
-            tenant, client, 0, "create_model", body, lambda: read_json(requests.CreateModel, body).asked(self._served, client)
-        )
-
-    def _train(self, verb: Verb) -> Callable[[str, Request], Awaitable[Response]]:
+    def _command(self, verb: Verb) -> Handler:
         async def answer(tenant: str, request: Request) -> Response:
             body = await self._json(request)
-            if verb == "load_weights" and body.get("session_id") is not None:
-                client, number = _numbered(tenant, body, "session_id", "model_seq_id", "train"), 0
-            else:
-                client, number = _owned(tenant, str(body.get("model_id")), "model_id"), _number(body, "seq_id", 1)
-            return await self._submit(tenant, client, number, verb, body, lambda: self._asked(verb, body, client))
+            client, number = key_of(tenant, verb, body, self._book)
+            return await self._submit(tenant, client, number, verb, body, lambda: read_json(verb, body, self._served, self._book, client))
 
         return answer
-
-    def _asked(self, verb: Verb, body: dict[str, Any], client: str) -> Asked:
-        found = read_json(JSON_VERBS[verb], body)
-        if not verb.startswith("save_weights"):
-            asked: Asked = found.asked(self._served, client)
-            if verb == "load_weights" and not self._book.is_taken(asked.arguments["path"]):
-                raise WrongRequest(f"path: {asked.arguments['path']}: there are no such weights")
-            return asked
-        asked = found.asked(self._served, client, "weights" if verb == "save_weights" else "sampler_weights")
-        if self._book.is_taken(path := asked.arguments["path"]) and not (found.overwrite and verb == "save_weights"):
-            raise wrong("path", path, "a name that is not taken" + (", or overwrite" if verb == "save_weights" else ""))
-        if found.sampling_session_seq_id is not None:
-            asked.arguments["sampler"] = f"{client.partition(':')[0]}:sample:{found.sampling_session_seq_id}"
-        return asked
 
     async def _forward_backward(self, tenant: str, request: Request) -> Response:
         if (kind := request.headers.get("content-type", "").partition(";")[0]) != PROTOBUF:
-            raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"Content-Type: {kind}; expected {PROTOBUF}, as the SDK from 0.38 sends")
-        message = protobuf.read(await self._body(request), protobuf.FORWARD_BACKWARD)
-        client, number = _owned(tenant, message.get("model_id", ""), "model_id"), _number(message, "seq_id", 1)
-        verb: Verb = "forward" if message.get("forward_only") else "forward_backward"
-        return await self._submit(tenant, client, number, verb, None, lambda: requests.forward_backward(message, self._served))
-
-    async def _create_sampling_session(self, tenant: str, request: Request) -> Response:
-        body = await self._json(request)
-        client = _numbered(tenant, body, "session_id", "sampling_session_seq_id", "sample")
-        asked = read_json(requests.CreateSamplingSession, body).asked(self._served, client)
-        if asked.arguments["path"] is not None and asked.arguments["path"] not in self._book.sizes:
-            raise ApiError(HTTPStatus.NOT_FOUND, f"model_path: {asked.arguments['path']}: there are no such weights")
-        await self._submit(tenant, client, 0, "create_sampling_session", body, lambda: asked)
-        self._book.see(await self._log.append(CommandOutcome(client=client, number=0, at=time.time())))
-        return JSONResponse({"type": "create_sampling_session", "sampling_session_id": client})
-
-    async def _sample(self, tenant: str, request: Request) -> Response:
-        body = await self._json(request)
-        client, number = _owned(tenant, str(body.get("sampling_session_id")), "sampling_session_id"), _number(body, "seq_id", 0) + 1
-        if client not in self._book.samplers:
-            raise ApiError(HTTPStatus.NOT_FOUND, f"sampling_session_id: {client}: there is no such sampling session")
-        answer = await self._submit(
-            tenant, client, number, "sample", body, lambda: read_json(requests.SampleBody, body).asked(self._served, client)
-        )
-        self._sampler.start(self._book.commands[client, number])
-        return answer
+            raise TurnRefused(400, f"Content-Type: {kind}; expected {PROTOBUF}, as the SDK from 0.38 sends")
+        body = await self._body(request)
+        try:
+            message = protobuf.MESSAGES["ForwardBackwardRequest"].FromString(body)
+        except DecodeError as error:
+            raise WrongRequest(f"the body: expected a ForwardBackwardRequest ({error})") from None
+        verb: Verb = "forward" if message.forward_only else "forward_backward"
+        client, number = key_of(tenant, verb, {"model_id": message.model_id, "seq_id": message.seq_id}, self._book)
+        return await self._submit(tenant, client, number, verb, body, lambda: requests.forward_backward(message, self._served))
 
     async def _finish(self, tenant: str, request: Request) -> Response:
         """Ends a session: its models are unloaded, what it saved stays."""
-        session = _owned(tenant, request.path_params["session"], "session")
+        session = owned(tenant, request.path_params, "session")
         for model in [model for model in self._book.models if model.startswith(f"{session}:")]:
             await self._submit(tenant, model, self._book.next_number(model), "unload_model", {}, Asked)
         return JSONResponse({"type": "finish_session"})
 
     async def _submit(
-        self, tenant: str, client: str, number: int, verb: Verb, body: dict[str, Any] | None, build: Callable[[], Asked]
+        self, tenant: str, client: str, number: int, verb: Verb, body: dict[str, Any] | bytes, build: Callable[[], Asked]
     ) -> Response:
         """Answers with the future of a command, which is in the log then: this one, or the same request's from before."""
-        refused, asked = "", Asked()
-        known = self._book.commands.get((client, number))
-        try:
-            if known is None or known.refused:
-                asked = build()
-                self._check_quotas(tenant, client, verb, asked)
-            elif body is None:
-                asked = build()
-        except WrongRequest as error:
-            refused = str(error)
-        arguments, blob = asked.encoded()
-        told = json.dumps(body, sort_keys=True).encode() if body is not None else arguments.encode() + (blob or refused.encode())
-        command = Command(client=client, number=number, at=time.time(), verb=verb, digest=digest(verb, told), refused=refused)
-        if known is None:
-            if not refused:
-                command = command.model_copy(update={"arguments": arguments, "tokens": asked.tokens})
-                if blob is not None:
-                    key = self._service.subjects.command_key(client, number, "request")
-                    await self._service.store.write({key: blob})
-                    command = command.model_copy(update={"payload": reference(self._service.run, {key: blob})})
-            known = await self._log.append(command)
-            self._book.see(known)
-        if known.digest != command.digest:
+        content = body if isinstance(body, bytes) else json.dumps(body, sort_keys=True).encode()
+        digest = hashlib.blake2b(verb.encode() + b"\0" + content, digest_size=16).hexdigest()
+        if (known := self._book.commands.get((client, number))) is None:
+            known = await self._append(tenant, Command(client=client, number=number, at=time.time(), verb=verb, digest=digest), build)
+        if known.digest != digest:
             message = f"{client}: its request number {number} is there already, a {known.verb} with another content"
-            raise ApiError(HTTPStatus.UNPROCESSABLE_ENTITY, message)
+            raise TurnRefused(422, message)
         self._service.metrics.add("commands_accepted")
-        future: dict[str, Any] = {"request_id": f"{client}/{number}", "model_id": client if ":train:" in client else None}
+        if verb == "create_sampling_session":  # is carried out by its being in the log
+            self._book.see(await self._log.append(CommandOutcome(client=client, number=0, at=time.time())))
+            return JSONResponse({"type": verb, "sampling_session_id": client})
+        future: dict[str, Any] = {"request_id": f"{client}/{number}", "model_id": client if verb != "sample" else None}
         if verb == "sample":
+            self._sample(known)
             count = json.loads(known.arguments).get("n", 1)
             future["sample_sequence_ids"] = [f"{client}/{number}/{index}" for index in range(count)]
         return JSONResponse(future)
 
-    def _check_quotas(self, tenant: str, client: str, verb: Verb, asked: Asked) -> None:
-        quotas, book = self._tenants[tenant], self._book
-        if quotas.tokens is not None and (used := book.used[tenant]) + asked.tokens > quotas.tokens:
-            raise WrongRequest(f"tokens: {asked.tokens} more than the {used} that {tenant} has used; its quota is {quotas.tokens}")
-        makes = verb == "create_model" or (verb == "load_weights" and client not in book.models)
-        if makes and quotas.models is not None and len(held := book.held(tenant)) >= quotas.models:
-            raise WrongRequest(f"models: {len(held)} of {tenant} are there; the quota is {quotas.models}; close a session to unload some")
-        if verb.startswith("save_weights") and quotas.bytes is not None and (stored := book.stored(tenant)) >= quotas.bytes:
-            raise WrongRequest(f"bytes: {stored} of saved weights of {tenant} are there; its quota is {quotas.bytes}")
+    async def _append(self, tenant: str, command: Command, build: Callable[[], Asked]) -> Command:
+        """Returns what the log has under a new command's key: the command, refused where its request is wrong, or another one that came
+        meanwhile."""
+        try:
+            asked = build()
+            self._book.check_quotas(tenant, self._tenants[tenant], command.client, command.verb, asked.tokens)
+            command = command.model_copy(update={"arguments": json.dumps(asked.arguments, sort_keys=True), "tokens": asked.tokens})
+            if asked.content is not None:
+                blob, name = codec.pack(asked.content), f"request-{command.digest}"
+                command = await self._log.with_payload(command, blob, self._service.store, name, seconds=0)
+        except WrongRequest as error:
+            if command.verb == "create_sampling_session":
+                raise  # it has no future that could say so
+            command = command.model_copy(update={"refused": str(error)[:MOST_REASON]})
+        known = await self._log.append(command)
+        self._book.see(known)
+        if known.digest != command.digest and command.payload is not None:
+            await self._service.store.free(command.payload.keys)
+        return known
 
     # --- futures
 
     async def _retrieve(self, tenant: str, request: Request) -> Response:
         given = str((await self._json(request)).get("request_id"))
         client, _, number = given.rpartition("/")
-        key = _owned(tenant, client, "request_id"), int(number) if number.isdecimal() else -1
-        if key not in self._book.commands:
-            raise ApiError(HTTPStatus.NOT_FOUND, f"request_id: {given}: there is no such request")
+        owned(tenant, {"request_id": client}, "request_id", "sample" if ":sample:" in client else "train")
+        key = client, int(number) if number.isdecimal() and len(number) < 20 else -1
+        if (command := self._book.commands.get(key)) is None:
+            raise NotThere(f"request_id: {given[:200]}: there is no such request")
         if (outcome := await self._book.outcome(key, POLL_SECONDS)) is None:
             waiting = {"type": "try_again", "request_id": given, "queue_state": "active"}
             return JSONResponse(waiting, HTTPStatus.REQUEST_TIMEOUT)
         if outcome.error:
             return JSONResponse({"error": outcome.error, "category": outcome.category})
-        command = self._book.commands[key]
-        if command.verb in ("forward", "forward_backward", "sample"):
+        if outcome.payload is not None:
             return await self._result(command, outcome)
-        return JSONResponse(self._plain_result(command, outcome))
+        if command.verb == "optim_step":
+            return JSONResponse(json.loads(outcome.result))
+        arguments = json.loads(command.arguments)
+        result = {"type": command.verb, "model_id": client, "path": arguments.get("path"), "sampling_session_id": arguments.get("sampler")}
+        return JSONResponse({name: value for name, value in result.items() if value is not None or name == "path"})
 
     async def _result(self, command: Command, outcome: CommandOutcome) -> Response:
         assert outcome.payload is not None
@@ -339,40 +283,9 @@ class TinkerApi:
         await self._service.store.commands("the expiry of a result", [("EXPIRE", outcome.payload.keys[0], READ_SECONDS)])
         found = codec.unpack(blob)
         if command.verb == "sample":
-            sequences = [(one["stopped"], one["tokens"], one["log_probs"]) for one in found["sequences"]]
-            return Response(protobuf.sample_response(sequences, found["prompt"], found["cached"]), media_type=PROTOBUF)
+            return Response(protobuf.sample_response(found), media_type=PROTOBUF)
         return Response(protobuf.forward_backward_output(found["log_probs"], found["metrics"]), media_type=PROTOBUF)
-
-    def _plain_result(self, command: Command, outcome: CommandOutcome) -> dict[str, Any]:
-        arguments = json.loads(command.arguments)
-        if command.verb == "optim_step":
-            return dict(json.loads(outcome.result))
-        result = {"type": command.verb, "model_id": command.client, "path": arguments.get("path")}
-        if sampler := arguments.get("sampler"):
-            result |= {"sampling_session_id": sampler}
-        return result
 
 
 def _failed(status: int, message: str) -> Response:
     return JSONResponse({"error": message, "detail": message, "category": "user" if status < 500 else "server"}, status)
-
-
-def _owned(tenant: str, client: str, name: str) -> str:
-    """Returns a client's id. Raises ApiError where it is another tenant's, or none: as one that is not there."""
-    if not requests.CLIENT.match(client) or client.partition("-")[0] != tenant:
-        raise ApiError(HTTPStatus.NOT_FOUND, f"{name}: {client[:100]}: there is no such thing")
-    return client
-
-
-def _number(body: dict[str, Any], name: str, least: int) -> int:
-    number = body.get(name)
-    if not isinstance(number, int) or isinstance(number, bool) or not least <= number < 1 << 61:
-        raise ApiError(HTTPStatus.BAD_REQUEST, f"{name}: {number!r}; expected a number from {least} on")
-    return number
-
-
-def _numbered(tenant: str, body: dict[str, Any], session: str, name: str, kind: str) -> str:
-    number = _number(body, name, 0)
-    if number >= 10**9:
-        raise ApiError(HTTPStatus.BAD_REQUEST, f"{name}: {number}; expected less than {10**9}")
-    return f"{_owned(tenant, str(body.get(session)), session).partition(':')[0]}:{kind}:{number}"

@@ -303,7 +303,8 @@ def _prompt_log_probs(meta: Mapping[str, Any], request: GenerationRequest, where
     if not request.prompt_log_probs:
         return np.empty(0, np.float32)
     entries = meta.get("input_token_logprobs") or []
-    if [entry[1] for entry in entries] != list(request.tokens):
+    # SGLang names a vocabulary's last token 0 here; its log-prob is right
+    if len(entries) != len(request.tokens) or any(entry[1] not in (token, 0) for entry, token in zip(entries, request.tokens, strict=True)):
         raise EngineError(where, f"{request.rid}: {len(entries)} log-probs do not belong to the {len(request.tokens)} tokens of the input")
     return np.array([np.nan if entry[0] is None else entry[0] for entry in entries], np.float32)
 

@@ -92,7 +92,7 @@ async def test_browsers_hear_of_what_is_new_and_that_the_console_lives(served: S
         heard = events(answer)
         async with asyncio.timeout(SECONDS):
             kind, first = await anext(heard)
-            assert kind == "message" and set(first) == {"overview", "run", "flow", "weights", "samples", "health"}
+            assert kind == "message" and set(first) == {"overview", "run", "flow", "weights", "samples", "health", "clients"}
             while (await anext(heard))[0] != "heartbeat":
                 pass
             crash(served.nats)

@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.tinker import protobuf, requests
-from services.gateway.tinker.command_book import CommandBook
-from services.gateway.tinker.protobuf import field
-from services.gateway.tinker.requests import ServedModel, WrongRequest, forward_backward, read_json
-from services.gateway.tinker.tenants import owner, read_tenants
+from services.gateway.tinker import protobuf
+from services.gateway.tinker.command_book import CommandBook, WrongRequest
+from services.gateway.tinker.requests import ServedModel, forward_backward, key_of, read_json
+from services.gateway.tinker.tenants import Tenant, owner, read_tenants
 from shared.bus.command_log import CommandAudit
-from shared.runtime.errors import BadMessage, ConfigError
+from shared.runtime.errors import ConfigError
 from shared.schema.client_commands import Command, CommandOutcome, LogEntry, Verb
 from tests.support.tables import table
 
@@ -24,27 +24,28 @@ SERVED = ServedModel(("base", "/base"), 8, 100, 50, True)
 CLIENT = "alice-0123456789abcdef:train:0"
 
 
-def pair(name: str, value: bytes) -> bytes:
-    return field(1, name) + field(2, value)
+REQUEST = protobuf.MESSAGES["ForwardBackwardRequest"]
 
 
-def tensor(values: Any, dtype: int = 1) -> bytes:
-    data = np.asarray(values, {1: "<f4", 2: "<i8"}[dtype]).tobytes()
-    return field(1, data) + field(3, dtype) + field(4, len(values))
+def tensor(values: Any, dtype: int = 1) -> dict[str, Any]:
+    return {"dense": np.asarray(values, {1: "<f4", 2: "<i8"}[dtype]).tobytes(), "dtype": dtype, "shape": [len(values)]}
 
 
-def message(tokens: list[int], loss: str = "cross_entropy", config: dict[str, float] | None = None, **inputs: bytes) -> dict[str, Any]:
+def message(tokens: list[int], loss: str = "cross_entropy", config: dict[str, float] | None = None, **inputs: Any) -> Any:
     given = inputs or {"target_tokens": tensor(tokens, 2)}
-    datum = field(1, field(1, field(1, np.array(tokens, "<i4").tobytes())))
-    datum += b"".join(field(2, pair(name, value)) for name, value in given.items())
-    settings = b"".join(field(7, field(1, name) + field(2, field(1, value))) for name, value in (config or {}).items())
-    return protobuf.read(field(1, CLIENT) + field(2, 7) + field(3, datum) + field(4, loss) + settings, protobuf.FORWARD_BACKWARD)
+    datum = {
+        "model_input": [{"encoded_text": {"tokens": np.array(tokens, "<i4").tobytes()}}],
+        "loss_fn_inputs": [{"key": name, "value": value} for name, value in given.items()],
+    }
+    settings = [{"key": name, "value": {"number": value}} for name, value in (config or {}).items()]
+    sent = REQUEST(model_id=CLIENT, seq_id=7, data=[datum], loss_fn=loss, loss_fn_config_v2=settings)
+    return REQUEST.FromString(sent.SerializeToString())
 
 
 def test_a_request_is_read() -> None:
     found = message([1, 2, 3], "ppo", {"clip_low_threshold": 0.5}, target_tokens=tensor([2, 3, 4], 2), logprobs=tensor([0, -1, -2]),
                     advantages=tensor([1, 1, 1]))  # fmt: skip
-    assert (found["model_id"], found["seq_id"]) == (CLIENT, 7)
+    assert (found.model_id, found.seq_id) == (CLIENT, 7)
     asked = forward_backward(found, SERVED)
     assert asked.arguments == {"loss_fn": "ppo", "loss_fn_config": {"clip_low_threshold": 0.5, "clip_high_threshold": 1.2}}
     assert {name: values.tolist() for name, values in asked.content[0].items()} == {
@@ -66,10 +67,10 @@ def test_a_request_is_read() -> None:
         ("weights: nan", message([1], target_tokens=tensor([1], 2), weights=tensor([np.nan]))),
         ("target_tokens: float32", message([1], target_tokens=tensor([1]))),
         ("loss_fn_config.beta", message([1], config={"beta": 1.0})),
-        ("data: no datums", protobuf.read(field(4, "cross_entropy"), protobuf.FORWARD_BACKWARD)),
+        ("data: no datums", REQUEST(loss_fn="cross_entropy")),
     ],
 )
-def test_a_wrong_request_is_refused_by_its_field(words: str, given: dict[str, Any]) -> None:
+def test_a_wrong_request_is_refused_by_its_field(words: str, given: Any) -> None:
     with pytest.raises(WrongRequest) as refused:
         forward_backward(given, SERVED)
     assert words in str(refused.value)
@@ -95,14 +96,14 @@ SAMPLE = {"sampling_session_id": "x", "seq_id": 0, "prompt": {"chunks": [{"token
 )
 def test_a_wrong_sample_is_refused_by_its_field(words: str, change: dict[str, Any]) -> None:
     with pytest.raises(WrongRequest) as refused:
-        read_json(requests.SampleBody, {**SAMPLE, **change}).asked(SERVED, CLIENT)
+        read_json("sample", {**SAMPLE, **change}, SERVED, CommandBook(), CLIENT)
     assert words in str(refused.value)
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
-    with contextlib.suppress(BadMessage, WrongRequest):
-        forward_backward(protobuf.read(data, protobuf.FORWARD_BACKWARD), SERVED)
+    with contextlib.suppress(DecodeError, WrongRequest):
+        forward_backward(REQUEST.FromString(data), SERVED)
 
 
 def test_tenants(tmp_path: Path) -> None:
@@ -125,20 +126,12 @@ def test_tenants(tmp_path: Path) -> None:
         read_tenants(None, {})
 
 
-def test_paths_of_others_are_not_there() -> None:
-    own = "tinker://alice-0123456789abcdef:train:3/weights/x"
-    assert requests.checked_path(own, CLIENT, "weights") == own
-    for path in (own.replace("alice", "bob"), own.replace("x", ".."), own.replace("weights", "sampler_weights"), own + "/y", "x"):
-        with pytest.raises(WrongRequest, match="path"):
-            requests.checked_path(path, CLIENT, "weights")
-
-
 def command(number: int, verb: Verb, refused: str = "", **arguments: Any) -> Command:
     return Command(client=CLIENT, number=number, at=0.0, verb=verb, arguments=json.dumps(arguments), refused=refused, tokens=10)
 
 
-def outcome(number: int, error: str = "", updates: float = -1, size: int = 0) -> CommandOutcome:
-    return CommandOutcome(client=CLIENT, number=number, at=0.0, error=error, figures={"updates": updates}, bytes=size)
+def outcome(number: int, error: str = "", size: int = 0, **figures: float) -> CommandOutcome:
+    return CommandOutcome(client=CLIENT, number=number, at=0.0, error=error, figures=figures, bytes=size)
 
 
 PATH = f"tinker://{CLIENT}/weights/x"
@@ -155,10 +148,63 @@ def test_the_book_of_a_log() -> None:
     book = CommandBook()
     for entry in [*WHOLE, *WHOLE]:  # an entry that comes twice counts once
         book.see(entry)
-    assert (book.used["alice"], book.stored("alice"), book.held("alice"), book.stored("bob")) == (50, 7, [CLIENT], 0)
+    quotas = Tenant(key="tml-" + "a" * 16, tokens=50, models=1, bytes=7)
+    book.check_quotas("alice", quotas, CLIENT, "create_model", 0)  # it is there already
+    book.check_quotas("bob", quotas, CLIENT.replace("alice", "bob"), "save_weights", 50)
+    tried: list[tuple[str, Verb, int]] = [
+        ("tokens: 1 more", "forward", 1),
+        ("bytes: 7", "save_weights", 0),
+        ("models: 1", "create_model", 0),
+    ]
+    for words, verb, tokens in tried:
+        with pytest.raises(WrongRequest, match=words):
+            book.check_quotas("alice", quotas, f"{CLIENT}1", verb, tokens)
     assert book.is_taken(PATH)
     book.see(command(6, "unload_model"))
-    assert book.held("alice") == []
+    assert not book.models
+
+
+def test_paths_of_others_and_expired_ones_are_not_there() -> None:
+    book = CommandBook()
+    for entry in WHOLE:
+        book.see(entry)
+    assert book.saved(PATH, CLIENT, "weights") == PATH
+    others = CLIENT.replace("alice", "bob")
+    for path, client in (
+        (PATH, others), (PATH.replace("/x", "/.."), CLIENT), (PATH.replace("/weights", "/sampler_weights"), CLIENT), (PATH + "/y", CLIENT),
+        ("x", CLIENT), (PATH.replace("/x", "/other"), CLIENT),
+    ):  # fmt: skip
+        with pytest.raises(WrongRequest, match="path"):
+            book.saved(path, client, "weights")
+    book.see(command(6, "save_weights", path=PATH))
+    book.see(outcome(6, size=7, expires=1.0))
+    assert not book.is_taken(PATH)
+    with pytest.raises(WrongRequest, match="no such weights"):
+        book.saved(PATH, CLIENT, "weights")
+
+
+@table(
+    ("words", "verb", "body"),
+    [
+        ("model_id: bob-", "optim_step", {"model_id": CLIENT.replace("alice", "bob"), "seq_id": 7}),
+        ("model_id: alice-0123456789abcdef: ", "optim_step", {"model_id": CLIENT.partition(":")[0], "seq_id": 7}),
+        ("model_id: .*sample:0: ", "optim_step", {"model_id": CLIENT.replace("train", "sample"), "seq_id": 7}),
+        ("model_id: .*train:9: ", "optim_step", {"model_id": CLIENT.replace(":0", ":9"), "seq_id": 1}),
+        ("model_id: None", "optim_step", {}),
+        ("seq_id: 0;", "optim_step", {"model_id": CLIENT, "seq_id": 0}),
+        ("seq_id: True;", "optim_step", {"model_id": CLIENT, "seq_id": True}),
+        ("seq_id: 100000;", "optim_step", {"model_id": CLIENT, "seq_id": 100_000}),
+        ("sampling_session_id: ", "sample", {"sampling_session_id": CLIENT, "seq_id": 0}),
+        ("model_seq_id: -1;", "create_model", {"session_id": CLIENT.partition(":")[0], "model_seq_id": -1}),
+    ],
+)
+def test_a_command_that_would_wait_for_ever_is_refused(words: str, verb: Verb, body: dict[str, Any]) -> None:
+    book = CommandBook()
+    for entry in WHOLE:
+        book.see(entry)
+    assert key_of("alice", "optim_step", {"model_id": CLIENT, "seq_id": 6}, book) == (CLIENT, 6)
+    with pytest.raises(WrongRequest, match=words):
+        key_of("alice", verb, body, book)
 
 
 def test_the_audit_of_a_log() -> None:
