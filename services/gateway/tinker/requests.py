@@ -22,6 +22,7 @@ from shared.schema.message import LARGEST
 
 CLIENT = re.compile(rf"{TENANT}-[0-9a-f]{{16}}(:(train|sample):[0-9]{{1,9}})?\Z")
 MOST_SAMPLES = 1024
+UNNAMED_SECONDS = 7 * 24 * 3600  # the time that weights for sampling stay that were saved without a name
 MOST_AHEAD = 10_000  # numbers by which a request may come before one that its client sent earlier
 CLIPPED = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 # loss → its inputs beside target_tokens, and its settings with their defaults
@@ -192,7 +193,10 @@ class SaveWeights(_Body):
         path, replaces = f"{PREFIX}{client}/{self._of}/{name}", self._of == "weights"
         if book.is_taken(path) and not (replaces and self.overwrite):
             raise wrong("path", path, "a name that is not taken" + ", or overwrite" * replaces)
-        arguments: dict[str, Any] = {"path": path, "ttl": self.ttl_seconds}
+        arguments: dict[str, Any] = {
+            "path": path,
+            "ttl": self.ttl_seconds or (None if replaces or self.path is not None else UNNAMED_SECONDS),
+        }
         if self.sampling_session_seq_id is not None:
             arguments["sampler"] = f"{client.partition(':')[0]}:sample:{self.sampling_session_seq_id}"
         return Asked(arguments)
