@@ -154,12 +154,11 @@ class CommandWorker:
                 entry, seconds = self._entries.get(timeout=seconds), 0
                 if entry is None:
                     self._caught_up = True
-                elif isinstance(entry, CommandOutcome):
-                    self._known[entry.key] = entry
-                    if path := json.loads(entry.result).get("path"):
-                        self._expiring[path] = entry
-                elif isinstance(entry, Command) and ":train:" in entry.client:
+                elif ":train:" in entry.client and isinstance(entry, Command):
                     self._queues.add(entry)
+                elif isinstance(entry, CommandOutcome) and not self._caught_up:  # later ones are this life's own
+                    self._known[entry.key] = entry
+                    self._note_saved(entry)
 
     def _next(self) -> Execute | Wait | Leave:
         assert self._control is not None and self._following is not None
@@ -177,6 +176,10 @@ class CommandWorker:
                 self._replayed = known
                 return Execute(command, known is not None)
         return Leave(done=False)
+
+    def _note_saved(self, outcome: CommandOutcome) -> None:
+        if path := json.loads(outcome.result).get("path"):
+            self._expiring[path] = outcome
 
     def _remove_expired(self) -> None:
         """Removes saved weights whose time is over."""
@@ -215,7 +218,7 @@ class CommandWorker:
         log = CommandLog(service.bus, service.run)
         if blob is not None:
             outcome = call(log.with_payload(outcome, blob, service.store), BUS_SECONDS)
-        call(log.append(outcome), BUS_SECONDS)
+        self._note_saved(call(log.append(outcome), BUS_SECONDS))
 
     # --- all ranks: one command
 

@@ -117,10 +117,12 @@ class CommandBook:
         held = [model for model in self.models if model.startswith(f"{tenant}-")]
         if quotas.models is not None and verb in MAKES and client not in held and len(held) >= quotas.models:
             raise WrongRequest(f"models: {len(held)} of {tenant} are there; the quota is {quotas.models}; close a session to unload some")
-        paths = [path for path in self._saved if path.startswith(f"{PREFIX}{tenant}-") and self.is_there(path)]
-        stored = sum(self._saved[path].bytes for path in paths)
-        if quotas.bytes is not None and verb.startswith("save_weights") and stored >= quotas.bytes:
+        if quotas.bytes is not None and verb.startswith("save_weights") and (stored := self._stored(tenant)) >= quotas.bytes:
             raise WrongRequest(f"bytes: {stored} of saved weights of {tenant} are there; its quota is {quotas.bytes}")
+
+    def _stored(self, tenant: str) -> int:
+        paths = (path for path in self._saved if path.startswith(f"{PREFIX}{tenant}-") and self.is_there(path))
+        return sum(self._saved[path].bytes for path in paths)
 
     def next_number(self, client: str) -> int:
         """Returns the number after a client's newest command."""

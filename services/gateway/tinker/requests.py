@@ -94,8 +94,18 @@ def key_of(tenant: str, verb: Verb, body: Mapping[str, Any], book: CommandBook) 
 
 
 class _Body(BaseModel):
+    """What any request may name: whose it is, as `key_of` has checked, and notes of the client's own, which nothing reads."""
+
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
     type: str = ""
+    session_id: str | None = None
+    model_id: str | None = None
+    sampling_session_id: str | None = None
+    seq_id: int | None = None
+    model_seq_id: int | None = None
+    sampling_session_seq_id: Annotated[int, Field(ge=0, lt=10**9)] | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
 
 
 class _Lora(_Body):
@@ -111,15 +121,9 @@ class _Optimizer(_Body):
 
 
 Token = Annotated[int, Field(ge=0, le=LARGEST)]
-Sequential = Annotated[int, Field(ge=0)] | None
-Metadata = dict[str, Any] | None
 
 
 class CreateModel(_Body):
-    session_id: str
-    model_seq_id: int
-    base_model: str
-    user_metadata: Metadata = None
     lora_config: _Lora | None = None
     optimizer_config: _Optimizer = _Optimizer()
 
@@ -138,12 +142,6 @@ class CreateModel(_Body):
 
 
 class LoadWeights(_Body):
-    model_id: str | None = None
-    seq_id: int | None = None
-    session_id: str | None = None
-    model_seq_id: int | None = None
-    base_model: str | None = None
-    user_metadata: Metadata = None
     path: str
     optimizer: bool
     optimizer_config: _Optimizer | None = None
@@ -164,8 +162,6 @@ class _Adam(_Body):
 
 
 class OptimStep(_Body):
-    model_id: str
-    seq_id: int
     adam_params: _Adam
 
     def asked(self, served: ServedModel, book: CommandBook, client: str) -> Asked:
@@ -175,13 +171,9 @@ class OptimStep(_Body):
 
 
 class SaveWeights(_Body):
-    model_id: str
-    seq_id: int
     path: str | None = None
     ttl_seconds: Annotated[int, Field(ge=1, le=10**9)] | None = None
     overwrite: bool = False
-    user_metadata: Metadata = None
-    sampling_session_seq_id: Annotated[int, Field(ge=0, lt=10**9)] | None = None
     kind: Literal["snapshot"] = "snapshot"
 
     _of = "weights"
@@ -207,9 +199,6 @@ class SaveWeightsForSampler(SaveWeights):
 
 
 class CreateSamplingSession(_Body):
-    session_id: str
-    sampling_session_seq_id: int
-    base_model: str | None = None
     model_path: str | None = None
 
     def asked(self, served: ServedModel, book: CommandBook, client: str) -> Asked:
@@ -252,14 +241,11 @@ class _SamplingParams(_Body):
         return {**limits, "max_new_tokens": min(room, self.max_tokens or room), "stop": texts, "stop_token_ids": ids}
 
 
-class Sample(_Body):
+class SampleBody(_Body):
     num_samples: int = Field(default=1, ge=1, le=MOST_SAMPLES)
     prompt: _Prompt
     sampling_params: _SamplingParams
-    base_model: str | None = None
-    model_path: str | None = None
-    sampling_session_id: str
-    seq_id: int
+    model_path: None = None
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Literal[0] = 0
     topk_sample_logprobs: Literal[0] = 0
@@ -289,7 +275,7 @@ FORMS: dict[Verb, type[Any]] = {
     "save_weights": SaveWeights,
     "save_weights_for_sampler": SaveWeightsForSampler,
     "create_sampling_session": CreateSamplingSession,
-    "sample": Sample,
+    "sample": SampleBody,
 }
 
 
