@@ -138,14 +138,7 @@ RECOMPUTABLE = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe"
 """The modules of a layer that can be recomputed, as Megatron-Core 0.16 names them."""
 
 
-_SPLITS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
+_SPLITS = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size")
 """Sizes of layouts that the torch backend does not have."""
 
 _OF_MEGATRON = (
@@ -437,6 +430,11 @@ class TrainerSection(Section):
             if value != default and value is not None:
                 reason = "FSDP2 shards the model over all ranks" if name in _SPLITS else "that is Megatron's"
                 yield ConfigError(f"trainer.{name}", value, f"{default} {own}: {reason}")
+        shared = {name: getattr(self, name) for name in ("tensor_model_parallel_size", "expert_model_parallel_size")}
+        for name, size in shared.items():
+            others = ("lora_rank", "fsdp_shard_ranks", "fsdp_compile", *(other for other in shared if other != name and shared[other] > 1))
+            if size > 1 and (beside := [other for other in others if getattr(self, other)]):
+                yield ConfigError(f"trainer.{name}", size, f"1 {own} and {beside[0]} = {getattr(self, beside[0])}")
         if self.recompute_granularity == "selective" or self.recompute_num_layers not in (None, 1):
             yield ConfigError(
                 "trainer.recompute_granularity", self.recompute_granularity, f"full {own}, which recomputes every layer or none"

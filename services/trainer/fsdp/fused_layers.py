@@ -87,6 +87,20 @@ def _gated_mlp(module: Any, x: Tensor) -> Tensor:
     return output
 
 
+def weighted_gate(wide: Tensor, weights: Tensor) -> Tensor:
+    """Returns SiLU of the first half of each of [rows, 2 * width], times the second half and the row's weight, [rows, 1]."""
+    gate, up = wide.chunk(2, -1)
+    return _weighted(wide.is_cuda)(gate, up, weights)
+
+
+@cache
+def _weighted(compiled: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def weighted(gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:
+        return (F.silu(gate) * up * weights).to(gate.dtype)
+
+    return torch.compile(weighted, dynamic=True) if compiled else weighted
+
+
 @cache
 def _gated(compiled: bool) -> Callable[[Tensor, Tensor], Tensor]:
     def gated(gate: Tensor, up: Tensor) -> Tensor:

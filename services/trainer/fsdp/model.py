@@ -19,12 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from services.trainer.fsdp import packed_attention
+from services.trainer.fsdp import all_ranks, experts, packed_attention
 from services.trainer.fsdp.adapters import MARK, adapters_of, attach, peft_name
 from services.trainer.fsdp.fused_layers import compile_layers, fuse
 from services.trainer.fsdp.packed_attention import Sequences
 from services.trainer.fsdp.picture_inputs import PictureInputs
-from services.trainer.fsdp.shards import is_first_copy, local, rows_of, shard_of
+from services.trainer.fsdp.shards import box_of, is_first_copy, local, mark, shard_of, whole_shape
+from services.trainer.fsdp.split_layers import SplitLayers, split
+from services.trainer.fsdp.token_rows import ContextPart, TokenRows, mapped
 from services.trainer.fsdp.weight_loading import attention, fill, materialize, skeleton
 from services.trainer.packing import PackedBatch
 from services.trainer.parallel import DEVICE_TYPE
@@ -43,7 +45,8 @@ PROBED = (7, 4)  # tokens of the two sequences that `check_packing` compares
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.15}  # of their log-probs
 FIELD = "trainer.trainer_backend"
 
-Read = Callable[[Tensor, Tensor], Any]  # hidden states [T, hidden size] and the output layer's weight [V, hidden size] → tensors
+# Hidden states [n, hidden size], the output layer's weight [V, hidden size], which n of T tokens they are or None for all → tensors [n, ...]
+Read = Callable[[Tensor, Tensor, TokenRows | None], Any]
 
 
 class ScoredModel(torch.nn.Module):
@@ -65,11 +68,13 @@ class ScoredModel(torch.nn.Module):
         read: Read | None = None,
         pixels: Mapping[str, Tensor] = {},
         length: int | None = None,
+        rows: TokenRows | None = None,
     ) -> Any:
         """Takes ``tokens`` and ``positions``, int64 [1, T], or positions [4, 1, T] of a model that sees. Returns what ``read`` returns.
 
         Args:
-            pixels: of the pictures. length: tokens that are read; those behind them are computed for their pictures alone.
+            rows: which tokens are read, where ranks share them. pixels: of the pictures.
+            length: tokens that are read; those behind them are computed for their pictures alone.
 
         Without it, and so for one sequence, it returns transformers' own logits [T, V], and those that hidden states and output layer give.
         """
@@ -77,14 +82,16 @@ class ScoredModel(torch.nn.Module):
         if read is None or sequences is None:
             hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0]
             return model(input_ids=tokens, use_cache=False).logits[0], F.linear(hidden, model.get_output_embeddings().weight)
-        numbers = torch.repeat_interleave(sequences.cu_seqlens.diff().long()).int()
-        given = {"packed_sequences": sequences, "cu_seq_lens_q": sequences.cu_seqlens, "seq_idx": numbers[None]}
+        given: dict[str, Any] = {"packed_sequences": sequences}
+        if sequences.part is None:
+            numbers = torch.repeat_interleave(sequences.cu_seqlens.diff().long()).int()
+            given |= {"cu_seq_lens_q": sequences.cu_seqlens, "seq_idx": numbers[None]}
         found = model.base_model(input_ids=tokens, position_ids=positions, use_cache=False, **given, **pixels)
         head = model.get_output_embeddings() if self.value_head is None else self.value_head
         hidden = found.last_hidden_state[0]
         if length is not None and length < len(hidden):
             hidden = hidden[:length] + 0 * hidden[length:].sum()  # every rank's layers that see take part in the backward pass
-        return read(hidden, head.weight)
+        return read(hidden, head.weight, rows)
 
 
 @dataclass
@@ -93,7 +100,7 @@ class FsdpModel:
 
     Args:
         seeing: makes the inputs of a model that sees; None for one that is given text alone.
-        reshards: whether layers' weights are gathered anew for each pass.
+        reshards: whether layers' weights are gathered anew for each pass. split: what ranks share within layers.
         root: sharded. hf_dir: the checkpoint that it was made from. dtype: in which layers compute, and weights are sent to engines.
     """
 
@@ -111,6 +118,7 @@ class FsdpModel:
     least_saved: float | None = None
     seeing: PictureInputs | None = None
     reshards: bool = True
+    split: SplitLayers = field(default_factory=SplitLayers)
 
     @property
     def language_model(self) -> Any:
@@ -216,9 +224,33 @@ class FsdpModel:
             pixels = {name: tensor.to(device()) for name, tensor in seen.pixels.items()}
             tokens, positions = seen.tokens.to(device())[None], seen.positions.to(device())
             return self.root(tokens, positions, sequences, read, pixels, len(batch.tokens))
-        sequences = Sequences(batch.cu_seqlens.tolist(), batch.cu_seqlens.to(device()))
-        positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(sequences.starts)]).to(device())
-        return self.root(batch.tokens.to(device())[None], positions[None], sequences, read)
+        rows, tokens, starts, part = self._rows(len(batch.tokens)), batch.tokens, batch.cu_seqlens.tolist(), None
+        if rows is not None:
+            starts = starts if rows.total == rows.count else [*starts, rows.total]
+            tokens = F.pad(tokens, (0, rows.total - rows.count))
+        positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(starts)])
+        if rows is not None and (context := all_ranks.group("context")) is not None:
+            part = ContextPart(rows, starts, context, device())
+            own = rows.of_layers(context.rank())
+            tokens, positions = tokens[own], positions[own]
+        sequences = Sequences(starts, torch.tensor(starts, dtype=torch.int32, device=device()), part)
+        if self.split.exchange is not None:
+            self.split.exchange.agree(len(tokens))
+        self.split.cuts = self.layout.tensor > 1
+        try:
+            found = self.root(tokens.to(device())[None], positions.to(device())[None], sequences, read, rows=rows)
+        finally:
+            self.split.cuts = False
+        if rows is None:
+            return found
+        group = all_ranks.group("batch")
+        assert group is not None
+        return mapped(lambda own: rows.joined(own, group), found)
+
+    def _rows(self, tokens: int) -> TokenRows | None:
+        """Returns which tokens of a micro-batch this rank computes; None for all."""
+        group = all_ranks.group("batch")
+        return None if group is None else TokenRows(tokens, self.layout.context, self.layout.tensor, group.rank())
 
     def head(self, weight: Tensor) -> OutputHead:
         """Returns the output layer over its gathered weight."""
@@ -252,10 +284,10 @@ def _parts(state: Mapping[str, Any]) -> Iterator[CheckpointPart]:
 
 def sharded(prefix: str, name: str, parameter: Tensor, data: Tensor) -> tuple[str, CheckpointPart]:
     """Returns a name, and a part of a checkpoint that is laid out as a parameter is: by rows over the ranks, or whole on each of them."""
-    first = rows_of(parameter)[0] if isinstance(parameter, DTensor) else 0
-    offset = (first, *(0 for _ in parameter.shape[1:])) if parameter.dim() else ()
     key = f"{prefix}.{name}"
-    return key, CheckpointPart(key, data, offset, tuple(parameter.shape), is_first_copy(parameter))
+    return key, CheckpointPart(
+        key, data, tuple(part.start for part in box_of(parameter)), tuple(whole_shape(parameter)), is_first_copy(parameter)
+    )
 
 
 def assemble(
@@ -294,8 +326,11 @@ def assemble(
     _choose_trained(model, freezing or Freezing(), lora, seed)
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    _check_layout(model, layout, sees)
+    if experts.experts_of(model):
+        model.set_experts_implementation(experts.NAME)
     packed_attention.keep_linear_layers_apart(model)
-    mesh = _mesh(shard_ranks)
+    mesh, cut = _mesh(shard_ranks), split(model, layout)
     options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=DEVICE_TYPE != "cpu")} if cpu_offload else {}
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
     root, names = ScoredModel(model, value_head), set(model._no_split_modules or ())
@@ -306,12 +341,30 @@ def assemble(
         fuse(model)
     if compiled:
         compile_layers(layers)
-    for module in [*layers, root]:
+    apart = list(experts.experts_of(model).values()) if layout.expert > 1 else []
+    for module in [*apart, *layers, root]:
         materialize(module)
         # the root's backward pass begins where its forward pass ends
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards and module is not root, **options)
-    own: dict[str, Any] = {"value_head": value_head, "lora": lora, "seeing": seeing, "reshards": reshards}
+        shared = 1 if module is root else layout.expert if module in apart else layout.tensor
+        given: dict[str, Any] = {
+            "mesh": mesh if shared == 1 else _columns(shared),
+            "reshard_after_forward": reshards and module is not root,
+        }
+        fully_shard(module, mp_policy=policy, **given, **options)
+    for name, one in model.named_parameters():
+        mark(one, cut.splits.get(name))
+    own: dict[str, Any] = {"value_head": value_head, "lora": lora, "seeing": seeing, "reshards": reshards, "split": cut}
     return FsdpModel(architecture, layout, root, hf_dir, dtype, freezing or Freezing(), chunk_size, **own)
+
+
+def _check_layout(model: Any, layout: ParallelLayout, sees: bool) -> None:
+    sizes = {"tensor_model": layout.tensor, "context": layout.context, "expert_model": layout.expert}
+    shared = {f"trainer.{name}_parallel_size": size for name, size in sizes.items() if size > 1}
+    for name, size in shared.items() if sees else ():
+        raise ConfigError(name, size, "1 where pictures are shown, with trainer_backend = torch")
+    if layout.context > 1 and any(hasattr(module, "chunk_gated_delta_rule") for module in model.modules()):
+        wanted = f"1; the layers of gated delta rules of {type(model).__name__} want whole sequences here"
+        raise ConfigError("trainer.context_parallel_size", layout.context, wanted)
 
 
 def build(hf_dir: Path, *given: Any, random: bool = False, **options: Any) -> FsdpModel:
@@ -343,6 +396,11 @@ def _mesh(shard_ranks: int | None) -> DeviceMesh:
     return init_device_mesh(DEVICE_TYPE, (world // shard_ranks, shard_ranks), mesh_dim_names=("copies", "shards"))
 
 
+def _columns(shared: int) -> DeviceMesh:
+    """Returns the ranks that hold the same pieces as this one, where ``shared`` neighbours hold different ones."""
+    return init_device_mesh(DEVICE_TYPE, (dist.get_world_size() // shared, shared), mesh_dim_names=("shards", "pieces"))["shards"]
+
+
 @torch.no_grad()
 def check_packing(model: FsdpModel) -> None:
     """Compares two sequences in a pack with each alone, through transformers' own logits. A collective of all ranks.
@@ -358,12 +416,14 @@ def check_packing(model: FsdpModel) -> None:
     text = plain.config.get_text_config()
     model.train(False)
 
-    def logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    def logits(hidden: Tensor, weight: Tensor, _: object) -> Tensor:
         return model.head(weight).logits(hidden)
 
     try:
         packed = model.run(PackedBatch(tokens, tokens, torch.ones(len(tokens)), starts, max(PROBED), {}), logits)
         caps = getattr(text, "attn_logit_softcapping", None)  # PyTorch's attention would leave it out in silence
+        if model.split.exchange is not None:
+            model.split.exchange.agree(max(PROBED))
         plain.set_attn_implementation("sdpa" if plain._supports_sdpa and caps is None else "eager")
         alone, plainly = (torch.cat(rows) for rows in zip(*[model.root(one[None].to(device())) for one in sequences], strict=True))
         plainly = OutputHead(plainly, VocabularySlice(None, 0, 0), **logit_transform(text)).capped(plainly)

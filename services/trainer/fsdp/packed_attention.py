@@ -7,6 +7,7 @@ work; elsewhere, scaled dot-product attention does it sequence by sequence. No m
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from services.trainer.fsdp.token_rows import ContextPart
 from services.trainer.parallel.trained_model import AttentionChange
 from services.trainer.parallel.varlen_attention import LongSequences, by_length, fits, long_sequences, varlen
 from shared.runtime.errors import MyxoError
@@ -23,14 +25,24 @@ NAME = "packed"
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of a pack. ``starts``: of each, and T. ``cu_seqlens``: the same, int32 [S + 1] on the model's device."""
+    """The sequences of a pack. ``starts``: of each, and T. ``cu_seqlens``: the same, int32 [S + 1] on the model's device.
+
+    Args:
+        part: what this rank computes of them, where ranks share sequences.
+    """
 
     starts: list[int]
     cu_seqlens: Tensor
+    part: ContextPart | None = None
 
     @cached_property
     def long(self) -> LongSequences | None:
         return long_sequences(self.starts, self.cu_seqlens.device)
+
+    @property
+    def spans(self) -> list[tuple[int, int, int, int]]:
+        """Returns starts and stops of queries and of the keys that these see, each up to its own."""
+        return [(*span, *span) for span in pairwise(self.starts)] if self.part is None else self.part.spans
 
     @property
     def longest(self) -> int:
@@ -65,16 +77,18 @@ def attend(
     sequences = packed_sequences
     if sequences is None:
         raise MyxoError(f"{type(module).__name__} does not say which sequences are packed")
+    if sequences.part is not None:
+        key, value = sequences.part.all_rows(key), sequences.part.all_rows(value)
     plain = sinks is not None or cap is not None
     if query.is_cuda and not plain and query.dtype != torch.float32:
         return _by_kernel(query, key, value, sequences, scaling, sliding_window)[None], None
     outputs = []
-    for start, stop in zip(sequences.starts, sequences.starts[1:], strict=False):
-        q, k, v = (tensor[:, :, start:stop] for tensor in (query, key, value))
-        seen = None
-        if plain or (sliding_window is not None and stop - start > sliding_window):
-            seen = torch.ones(stop - start, stop - start, dtype=torch.bool, device=q.device).tril()
-            seen = seen if sliding_window is None else seen.triu(1 - sliding_window)
+    for start, stop, first, last in sequences.spans:
+        q, k, v = query[:, :, start:stop], key[:, :, first:last], value[:, :, first:last]
+        seen, before = None, q.size(2) - k.size(2)
+        if plain or before or (sliding_window is not None and stop - start > sliding_window):
+            seen = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).tril(-before)
+            seen = seen if sliding_window is None else seen.triu(1 - sliding_window - before)
         if plain:
             outputs.append(_by_scores(q, k, v, seen, scaling, sinks, cap))
         else:
@@ -85,6 +99,9 @@ def attend(
 
 def _by_kernel(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scaling: float | None, window: int | None) -> Tensor:
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if sequences.part is not None:
+        keys = sequences.part.keys
+        return varlen(q, k.index_select(0, keys), v.index_select(0, keys), sequences.part.lengths, scaling, window or 0)
     if sequences.long is not None and not window and fits(q, v):
         return by_length(q, k, v, sequences.long, scaling)
     return varlen(q, k, v, (sequences.cu_seqlens, sequences.cu_seqlens, sequences.longest, sequences.longest), scaling, window or 0)

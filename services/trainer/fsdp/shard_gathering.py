@@ -11,7 +11,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from services.trainer.fsdp.adapters import MARK, adapters_of, peft_name
 from services.trainer.fsdp.model import FIELD, FsdpModel
-from services.trainer.fsdp.shards import local, rows_of, shard_group
+from services.trainer.fsdp.shards import box_of, local, shard_group, split_of, whole_shape
 from services.trainer.parallel.gather_plan import GatherPlan, GatherUnit
 from services.trainer.parallel.runtime import deadline, device, gather_json, timeout_seconds
 from shared.model.hf_checkpoint import read_headers, some
@@ -29,10 +29,14 @@ class FsdpGatherPlan(GatherPlan):
     def __init__(self, model: FsdpModel, apart: bool = False) -> None:
         self.model, self._language_model, self.model_directory = model, model.language_model, model.hf_dir
         world = dist.get_world_size()
-        own = shard_group(next(iter(model.named_parameters().values())))
-        self._ranks, self._group, self._made = dist.get_process_group_ranks(own), own, list[dist.ProcessGroup]()
+        assert dist.group.WORLD is not None
+        self._groups = {tuple(range(world)): dist.group.WORLD}
+        for one in model.named_parameters().values():
+            if isinstance(one, DTensor) and split_of(one) is None:
+                self._groups.setdefault(tuple(dist.get_process_group_ranks(shard_group(one))), shard_group(one))
+        self._made = list[dist.ProcessGroup]()
         if apart and world > 1:
-            with deadline("the forming of the group that weights are exported over"):
+            with deadline("the forming of the groups that weights are exported over"):
                 self._again(timedelta(seconds=timeout_seconds()))
         self.stage = self.source = 0
         self._stage_of = [0] * world
@@ -53,7 +57,7 @@ class FsdpGatherPlan(GatherPlan):
         directory = self.model_directory
         known, _ = read_headers(directory) if any(directory.glob("*.safetensors")) else ({}, [])
         for name, one in self._held.items():
-            made = self._converted(name, torch.empty(one.shape, device="meta"))
+            made = self._converted(name, torch.empty(whole_shape(one), device="meta"))
             if strange := [each for each in made if known and each not in known]:
                 raise ConfigError(FIELD, "torch", f"megatron; transformers gives the checkpoint's tensors other names: {some(strange)}")
             yield GatherUnit(name, 0, tuple((each, tuple(part.shape)) for each, part in made.items()), float32=name in buffers)
@@ -86,12 +90,12 @@ class FsdpGatherPlan(GatherPlan):
         self._made.clear()
 
     def _again(self, limit: timedelta) -> None:
-        """Forms the group of the ranks that share this one's shards anew; every rank makes those of all copies, in one order."""
-        for ranks in sorted({tuple(ranks) for ranks in gather_json(self._ranks)}):
+        """Forms the groups of ranks that share shards anew; every rank makes those of all, in one order."""
+        for ranks in sorted({tuple(ranks) for of_rank in gather_json(list(self._groups)) for ranks in of_rank}):
             group = dist.new_group(list(ranks), timeout=limit)
             if group != dist.GroupMember.NON_GROUP_MEMBER:
                 self._made.append(group)
-                self._group = group
+                self._groups[ranks] = group
 
     def _gathered(self, unit: GatherUnit, destination: int, dtype: torch.dtype | None) -> list[Tensor] | None:
         """Returns a parameter's tensors on one rank, in ``dtype`` or their own, None on the others."""
@@ -111,22 +115,25 @@ class FsdpGatherPlan(GatherPlan):
     def _whole(self, held: Tensor, destination: int, dtype: torch.dtype | None) -> Tensor | None:
         """Returns a whole parameter on one rank, in ``dtype`` or its own, None on the others."""
         own = local(held).to(device=device(), dtype=dtype)
-        if isinstance(held, DTensor) and len(self._ranks) > 1:
-            return self._joined(held, own, destination) if destination in self._ranks else None
+        if isinstance(held, DTensor) and dist.get_world_size() > 1:
+            ranks = tuple(range(dist.get_world_size()) if split_of(held) else dist.get_process_group_ranks(shard_group(held)))
+            return self._joined(held, own, destination, ranks) if destination in ranks else None
         return own if dist.get_rank() == destination else None
 
-    def _joined(self, held: DTensor, own: Tensor, destination: int) -> Tensor | None:
+    def _joined(self, held: DTensor, own: Tensor, destination: int, ranks: tuple[int, ...]) -> Tensor | None:
         """Gathers shards of equal size, the last ones padded, on one rank."""
-        spans = [rows_of(held, rank) for rank in range(len(self._ranks))]
-        each = spans[0][1] - spans[0][0]
-        padded = own.new_zeros((each, *own.shape[1:]))
+        boxes = [box_of(held, rank) for rank in range(len(ranks))]
+        padded = own.new_zeros((boxes[0][0].stop - boxes[0][0].start, *own.shape[1:]))
         padded[: own.shape[0]] = own
         if dist.get_rank() != destination:
-            dist.gather(padded, None, dst=destination, group=self._group)
+            dist.gather(padded, None, dst=destination, group=self._groups[ranks])
             return None
-        shards = [torch.empty_like(padded) for _ in self._ranks]
-        dist.gather(padded, shards, dst=destination, group=self._group)
-        return torch.cat([shard[: stop - start] for shard, (start, stop) in zip(shards, spans, strict=True)])
+        shards = [torch.empty_like(padded) for _ in ranks]
+        dist.gather(padded, shards, dst=destination, group=self._groups[ranks])
+        whole = own.new_empty(whole_shape(held))
+        for box, shard in zip(boxes, shards, strict=True):
+            whole[box] = shard[: box[0].stop - box[0].start]
+        return whole
 
 
 def plan_of(model: FsdpModel, apart: bool) -> FsdpGatherPlan:

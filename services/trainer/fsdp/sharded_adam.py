@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.trainer.fsdp.model import FsdpModel, sharded
-from services.trainer.fsdp.shards import local, shard_group
+from services.trainer.fsdp.shards import is_first_copy, local
 from services.trainer.parallel.runtime import anywhere, device
 from services.trainer.scheduled_optimizer import ScheduledOptimizer, adam
 from shared.config.trainer_section import LearningRateSchedule, TrainerSection
@@ -24,6 +24,7 @@ class FsdpOptimizer(ScheduledOptimizer):
 
     def __init__(self, model: FsdpModel, trainer: TrainerSection, schedule: LearningRateSchedule) -> None:
         super().__init__(trainer, schedule)
+        self._split = model.split
         self._parameters = {name: one for name, one in model.named_parameters().items() if one.requires_grad}
         self.moments = {name: (torch.zeros_like(local(one)), torch.zeros_like(local(one))) for name, one in self._parameters.items()}
         self.steps = 0  # updates since the moments were zero
@@ -56,7 +57,8 @@ class FsdpOptimizer(ScheduledOptimizer):
     @torch.no_grad()
     def update(self) -> tuple[float, str | None]:
         gradients = {name: self._gradient(name) for name, one in self._parameters.items() if local(one).numel()}
-        norm = _norm(list(gradients.values()), next(iter(self._parameters.values())))
+        self._split.complete(gradients, self._parameters)
+        norm = _norm([gradient for name, gradient in gradients.items() if is_first_copy(self._parameters[name])])
         if anywhere(not math.isfinite(norm)):
             return norm, f"gradient norm is {norm}"
         if gradients and self.trainer.clip_grad > 0 and (share := self.trainer.clip_grad / (norm + 1e-6)) < 1:
@@ -86,14 +88,10 @@ class FsdpOptimizer(ScheduledOptimizer):
             adam(group, [local(self._parameters[name]) for name in gradients], list(gradients.values()), states)
 
 
-def _norm(gradients: list[Tensor], one: Tensor) -> float:
-    """Returns the L2 norm of the whole gradient, of which each rank has shards. A collective of the ranks that share them.
-
-    Args:
-        one: any of the parameters.
-    """
+def _norm(gradients: list[Tensor]) -> float:
+    """Returns the L2 norm of the whole gradient. A collective of all ranks. ``gradients``: this one's shards; no other rank gives them."""
     squares = torch.zeros((), dtype=torch.float32, device=device())
     for norm in torch._foreach_norm(gradients) if gradients else ():
         squares += norm.float().square().to(device())
-    dist.all_reduce(squares, group=shard_group(one))
+    dist.all_reduce(squares)
     return float(squares.sqrt())

@@ -11,12 +11,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from services.trainer.fsdp import all_ranks
 from services.trainer.fsdp.model import FsdpModel, Read
+from services.trainer.fsdp.token_rows import TokenRows
 from services.trainer.packing import PackedBatch
 from services.trainer.parallel.likelihood import restrict
 from services.trainer.parallel.loss_function import BadLoss, LossFunction, MicroBatchesFailed, checked, reduce_reports
 from services.trainer.parallel.runtime import anywhere, device
 from shared.runtime.errors import MyxoError
+from shared.schema.kept_tokens import Kept
 
 
 def log_probs(model: FsdpModel, batches: Sequence[PackedBatch], temperature: float, recorded: Any = None) -> list[Tensor]:
@@ -26,8 +29,11 @@ def log_probs(model: FsdpModel, batches: Sequence[PackedBatch], temperature: flo
     model.train(False)
 
     def read(batch: PackedBatch) -> Read:
-        labels = model.labels(batch).to(device())[:, None]
-        return lambda hidden, weight: model.head(weight).likelihood(hidden, labels, temperature, False, batch.kept)[0][:, 0]
+        def log_probs(hidden: Tensor, weight: Tensor, rows: TokenRows | None) -> Tensor:
+            labels, kept = _own(rows, model.labels(batch)[:, None], batch.kept)
+            return model.head(weight).likelihood(hidden, labels, temperature, False, kept)[0][:, 0]
+
+        return log_probs
 
     return _without_gradients(model, [(batch, read(batch)) for batch in batches])
 
@@ -45,7 +51,12 @@ def _without_gradients(model: FsdpModel, batches: Sequence[tuple[PackedBatch, Re
     return found
 
 
-def _value(hidden: Tensor, weight: Tensor) -> Tensor:
+def _own(rows: TokenRows | None, ids: Tensor, kept: Kept | None) -> tuple[Tensor, Kept | None]:
+    """Returns ids and kept tokens of the rows that a rank reads, the ids on its device."""
+    return (ids if rows is None else rows.of(ids)).to(device()), kept if rows is None else rows.kept(kept)
+
+
+def _value(hidden: Tensor, weight: Tensor, _: object = None) -> Tensor:
     return F.linear(hidden.float(), weight.float())[:, 0]
 
 
@@ -76,7 +87,7 @@ def forward_backward(
         (loss * dist.get_world_size()).backward()  # FSDP2 averages
     if anywhere(bool(failed)):
         raise MicroBatchesFailed(failed, lambda alone: _attempt(batches, seen, loss_fn, alone))
-    return reduce_reports(reports, lambda sums, _: dist.all_reduce(sums))
+    return reduce_reports(reports, lambda sums, _: dist.all_reduce(sums, group=all_ranks.data_parallel()))
 
 
 def loss_alone(model: FsdpModel, batch: PackedBatch, loss_fn: LossFunction, temperature: float, need_entropy: bool) -> float:
@@ -91,24 +102,24 @@ def loss_alone(model: FsdpModel, batch: PackedBatch, loss_fn: LossFunction, temp
 def _read(model: FsdpModel, batch: PackedBatch, loss_fn: LossFunction, temperature: float, need_entropy: bool) -> Read:
     """Returns what computes the loss function's arguments before the batch: tensors of T rows."""
     if model.value_head:
-        return lambda hidden, weight: (_value(hidden, weight),)
+        return lambda hidden, weight, _: (_value(hidden, weight),)
     if getattr(loss_fn, "takes_logits", False):
 
-        def logits(hidden: Tensor, weight: Tensor) -> tuple[Tensor]:
+        def logits(hidden: Tensor, weight: Tensor, rows: TokenRows | None) -> tuple[Tensor]:
             head = model.head(weight)
             found = head.logits(hidden)
-            restrict(found, batch.kept, slice(0, len(found)), head.vocabulary)
+            restrict(found, batch.kept if rows is None else rows.kept(batch.kept), slice(0, len(found)), head.vocabulary)
             return (found / temperature,)
 
         return logits
     ids = model.labels(batch)[:, None]
     if (name := getattr(loss_fn, "candidates", None)) is not None:
         ids = torch.cat([ids, batch.fields[name]], 1)
-    ids = ids.to(device())
 
-    def read(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        found, entropy = model.head(weight).likelihood(hidden, ids, temperature, need_entropy, batch.kept)
-        return (found[:, 0], *([] if entropy is None else [entropy]), *([found[:, 1:]] if ids.size(1) > 1 else []))
+    def read(hidden: Tensor, weight: Tensor, rows: TokenRows | None) -> tuple[Tensor, ...]:
+        own, kept = _own(rows, ids, batch.kept)
+        found, entropy = model.head(weight).likelihood(hidden, own, temperature, need_entropy, kept)
+        return (found[:, 0], *([] if entropy is None else [entropy]), *([found[:, 1:]] if own.size(1) > 1 else []))
 
     return read
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from services.trainer.fsdp import packed_attention
-from services.trainer.fsdp.shards import local, rows_of, shard_of
+from services.trainer.fsdp.shards import box_of, local, shard_of, whole_shape
 from services.trainer.parallel.runtime import device
 from services.trainer.parallel.safetensors_reader import SafetensorsReader
 from shared.runtime.errors import ConfigError
@@ -96,9 +96,9 @@ def fill(model: Any, held: dict[str, Tensor], directory: Path) -> None:
             local(one).copy_(shard_of(one, given[name]))
         return
     for name, one in held.items():
-        rows, target = rows_of(one), local(one)
+        box, target = box_of(one), local(one)
         for tensor, view in sources[name].items():
-            _copy_rows(reader, tensor, view, one.shape, target, rows)
+            _copy_part(reader, tensor, view, whole_shape(one), target, box)
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
     used = {tensor for tensors in sources.values() for tensor in tensors}
     unread = sorted(name for name in reader.names() - used if not any(pattern.search(name) for pattern in ignored))
@@ -113,17 +113,24 @@ def _all_sources(model: Any, held: dict[str, Tensor], reader: SafetensorsReader)
         return None
     found = {}
     for name, one in held.items():
-        whole = torch.empty(one.shape, device="meta")
+        whole = torch.empty(whole_shape(one), device="meta")
         found[name] = made = revert_weight_conversion(model, {name: whole})
         for tensor, view in made.items():
             is_view = view.untyped_storage()._cdata == whole.untyped_storage()._cdata
+            cut = any(part.stop - part.start < size for part, size in zip(box_of(one)[1:], whole.shape[1:], strict=False))
+            is_view = is_view and (not cut or view.shape == whole.shape)
             if not is_view or tensor not in reader.files or tuple(reader.shape(tensor)) != tuple(view.shape):
                 return None
     return found
 
 
-def _copy_rows(reader: SafetensorsReader, name: str, view: Tensor, shape: torch.Size, target: Tensor, rows: tuple[int, int]) -> None:
-    """Reads those elements of a tensor that lie in rows ``rows`` of a parameter of this ``shape``, of which ``target`` has these rows."""
+def _copy_part(reader: SafetensorsReader, name: str, view: Tensor, shape: torch.Size, target: Tensor, box: tuple[slice, ...]) -> None:
+    """Reads those elements of a tensor that lie in a box of a parameter of this ``shape``, which ``target`` is. Of a tensor that is only a
+    part of the parameter, or in another order, the box has whole rows."""
+    rows = (box[0].start, box[0].stop) if box else (0, 1)
+    if view.shape == shape and target.shape[1:] != shape[1:]:
+        target.copy_(reader.read_range(name, 0, *rows)[(slice(None), *box[1:])])
+        return
     inner = shape[1:].numel()
     first, within = divmod(int(view.storage_offset()), inner)
     along = next((index for index in range(view.dim()) if view.size(index) > 1 and view.stride(index) == inner), None)

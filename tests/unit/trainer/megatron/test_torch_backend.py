@@ -81,6 +81,15 @@ def test_two_ranks_train_as_one_does(kind, hf, alone, two_ranks):
         same(found, expected)
 
 
+TENSOR, EXPERT, CONTEXT = ({f"{name}_parallel_size": 2} for name in ("tensor_model", "expert_model", "context"))
+
+
+@pytest.mark.parametrize("kind, more", [("qwen3", TENSOR), ("qwen3_moe", TENSOR), ("qwen3_moe", EXPERT), ("qwen3", CONTEXT)])
+def test_two_ranks_that_share_the_work_train_as_one_does(kind, more, hf, alone, two_ranks):
+    found, _ = two_ranks.run(rank_steps.train, hf(kind), {**TORCH, "recompute": True, **more}, 3)
+    same(found, alone.train(hf(kind), TORCH, 3))
+
+
 def test_policy_losses_and_candidates_are_the_same(hf, alone):
     for function, options in ((alone.first_step, ()), (alone.logit_loss, (True,)), (alone.candidate_loss, (False,))):
         ours, theirs = function(hf("qwen3"), TORCH, *options), function(hf("qwen3"), {}, *options)

@@ -1,0 +1,145 @@
+"""Experts of transformers' models: grouped matrix products of rows in the order of their experts, which ranks may share.
+
+transformers' own way to order rows and bring them back takes index kernels whose backward passes sort; here both are sums of known rows.
+Ranks that share experts have whole ones, neighbours neighbouring ones. In expert parallelism each trains tokens of its own: they are
+gathered, each rank's experts take theirs, and what they give is summed and handed back. In tensor parallelism all have the same tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate, _grouped_linear
+
+from services.trainer.fsdp.exchanges import Copied, Gathered, SharedOut, Summed, gathered
+from services.trainer.fsdp.fused_layers import weighted_gate
+from services.trainer.parallel.runtime import device
+
+NAME = "packed"
+
+
+@dataclass
+class Exchange:
+    """How ranks share a model's experts.
+
+    Args:
+        group: of these ranks. alike: whether they have the same tokens. tokens: of the rank with most in this pass, where they have not.
+    """
+
+    group: dist.ProcessGroup
+    alike: bool
+    tokens: int = 0
+
+    def agree(self, tokens: int) -> None:
+        """Makes known how many tokens ranks have in the next pass. A collective of them."""
+        if not self.alike:
+            most = torch.tensor([tokens], device=device())
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
+            self.tokens = int(most.item())
+
+    def given(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the tokens that this rank's experts may take, their choices of experts, and the weights of these."""
+        if self.alike:
+            return Copied.apply(hidden, self.group), chosen, Copied.apply(weights, self.group)
+        missing = (0, 0, 0, self.tokens - len(hidden))
+        hidden, weights = (Gathered.apply(F.pad(tensor, missing), self.group) for tensor in (hidden, weights))
+        return hidden, gathered(F.pad(chosen, missing, value=-1), self.group), weights
+
+    def summed(self, output: Tensor, tokens: int) -> Tensor:
+        """Returns what all ranks' experts give for this rank's tokens."""
+        found: Tensor = Summed.apply(output, self.group) if self.alike else SharedOut.apply(output, self.group)
+        return found[:tokens]
+
+
+def experts_of(model: torch.nn.Module) -> dict[str, Any]:
+    """Returns the modules of experts by their names."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "_apply_gate") and hasattr(module, "down_proj")}
+
+
+def compute(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Computes [N, H] of tokens [N, H] by the experts that each has chosen, int64 [N, K], and their weights, [N, K]."""
+    exchange: Exchange | None = getattr(self, "exchange", None)
+    tokens, first = len(hidden_states), 0
+    if exchange is not None:
+        hidden_states, top_k_index, top_k_weights = exchange.given(hidden_states, top_k_index, top_k_weights)
+        first = exchange.group.rank() * self.down_proj.size(0)
+    output = _computed(self, hidden_states, top_k_index - first if first else top_k_index, top_k_weights, exchange is not None)
+    return output if exchange is None else exchange.summed(output, tokens)
+
+
+def _computed(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, some: bool) -> Tensor:
+    """Computes what this rank's experts give. ``some``: whether other numbers than theirs are among those chosen."""
+    count, (tokens, each) = module.down_proj.size(0), chosen.shape
+    numbers = chosen.reshape(-1)
+    taken = ((numbers >= 0) & (numbers < count)).nonzero()[:, 0] if some else None
+    if taken is not None and not len(taken):  # parameters get gradients of zeros: other ranks wait for them
+        return hidden * 0 + sum(parameter.sum() for parameter in module.parameters()).to(hidden.dtype) * 0
+    own = numbers if taken is None else numbers[taken]
+    ordered, order = own.sort(stable=True)
+    places = order if taken is None else taken[order]  # [rows], of each row in the flattened choices
+    rows = torch.zeros_like(numbers).scatter_(0, places, torch.arange(len(places), device=places.device)).view(tokens, each)
+    valid = None if taken is None else torch.zeros_like(numbers, dtype=torch.bool).index_fill_(0, taken, True).view(tokens, each)
+    bounds = torch.arange(1, count + 1, device=ordered.device)
+    ends = torch.searchsorted(ordered, bounds).int()
+    given: Tensor = _Ordered.apply(hidden, places // each, rows, valid)
+    scale = weights.reshape(-1).index_select(0, places)[:, None]
+
+    def product(name: str, rows: Tensor) -> Tensor:
+        bias = getattr(module, f"{name}_bias")[ordered] if module.has_bias else None
+        return _grouped_linear(rows, getattr(module, name), ends, bias, module.is_transposed)
+
+    if not module.has_gate:
+        inner = module.act_fn(product("up_proj", given)) * scale
+    elif type(module)._apply_gate is _default_apply_gate and isinstance(getattr(module, "act_fn", None), torch.nn.SiLU):
+        inner = weighted_gate(product("gate_up_proj", given), scale)
+    elif module.has_bias:
+        inner = module._apply_gate(product("gate_up_proj", given))
+    else:
+        inner = module._apply_gate(product("gate_up_proj", given)) * scale
+    output = product("down_proj", inner.to(given.dtype))
+    if module.has_bias:
+        output = output * scale
+    restored: Tensor = _Restored.apply(output.to(hidden.dtype), places // each, rows, valid)
+    return restored
+
+
+def _sums(ordered: Tensor, rows: Tensor, valid: Tensor | None) -> Tensor:
+    """Returns [N, H], each the sum of its rows of [R, H]: ``rows``, int64 [N, K], of which ``valid`` count; all if None."""
+    factors = None if valid is None else valid.to(ordered.dtype)
+    if ordered.is_cuda:  # in one kernel, which adds in float32
+        return F.embedding_bag(rows, ordered, mode="sum", per_sample_weights=factors)
+    found = ordered.index_select(0, rows.reshape(-1)).view(*rows.shape, -1)
+    return (found if factors is None else found * factors[..., None]).sum(1)
+
+
+class _Ordered(torch.autograd.Function):
+    """Returns rows [R, H] of tokens [N, H]. ``tokens``: int64 [R], of each row; the others are those of `_sums`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, tokens: Tensor, rows: Tensor, valid: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows, valid)
+        return hidden.index_select(0, tokens)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _sums(gradient.contiguous(), *ctx.saved_tensors), None, None, None
+
+
+class _Restored(torch.autograd.Function):
+    """Returns tokens [N, H], each the sum of its rows of [R, H]."""
+
+    @staticmethod
+    def forward(ctx: Any, ordered: Tensor, tokens: Tensor, rows: Tensor, valid: Tensor | None) -> Tensor:
+        ctx.save_for_backward(tokens)
+        return _sums(ordered, rows, valid)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (tokens,) = ctx.saved_tensors
+        return gradient.index_select(0, tokens), None, None, None
+
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, compute)

@@ -1,0 +1,155 @@
+"""Tensor parallelism by transformers' plans (``base_model_tp_plan``), and experts that ranks share.
+
+Between split matrices all ranks of a group have the same hidden states. Of what follows the layers, each computes its own part of the
+tokens, so that the vocabulary's work is split as well: norm, output layer and log-probs come behind `OwnPart`, and every parameter that is
+not within a layer gets the gradient of each token from one rank. Gradients of a parameter within layers that all ranks have, and each uses
+for its own heads, are summed by `SplitLayers.complete`.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from services.trainer.fsdp import all_ranks
+from services.trainer.fsdp.exchanges import Copied, OwnPart, Share, Summed
+from services.trainer.fsdp.experts import Exchange, experts_of
+from services.trainer.fsdp.shards import Split
+from shared.model.parallel_layout import ParallelLayout
+from shared.runtime.errors import ConfigError
+
+SIZE = "trainer.tensor_model_parallel_size"
+WHOLE = {"colwise_gather_output", "rowwise_split_input"}  # entries of plans whose modules stay whole here: nothing needs them split
+OF_EXPERTS = {"moe_tp_experts", "packed_colwise", "packed_rowwise", "grouped_gemm", "ep_router"}
+PARTIAL = "replicated_with_grad_allreduce"
+
+
+@dataclass
+class SplitLayers:
+    """What ranks share within a model's layers.
+
+    Args:
+        splits: of parameters, by transformers' names. partial: names of whole ones whose gradients are partial on each rank.
+        exchange: of experts, or None. cuts: whether the tokens behind the layers are cut now: their number is a multiple of the ranks'.
+    """
+
+    splits: dict[str, Split] = field(default_factory=dict)
+    partial: set[str] = field(default_factory=set)
+    exchange: Exchange | None = None
+    cuts: bool = False
+
+    def complete(self, gradients: Mapping[str, Tensor], parameters: Mapping[str, Any]) -> None:
+        """Completes gradients, by transformers' names, in place. A collective of the ranks that share matrices.
+
+        FSDP2 has taken the mean over the ranks of a parameter's mesh of losses that were multiplied by the number of all ranks.
+        """
+        for name, gradient in gradients.items():
+            if (shared := dist.get_world_size() // parameters[name].device_mesh.size()) > 1:
+                gradient.div_(shared)
+        group = all_ranks.group("tensor")
+        for name in sorted(self.partial & gradients.keys()) if group is not None else ():
+            dist.all_reduce(gradients[name], group=group)
+
+
+def split(model: Any, layout: ParallelLayout) -> SplitLayers:
+    """Cuts a model's layers into the pieces of this rank. Raises ConfigError: the plan does not say how, or the sizes do not divide."""
+    found, experts = SplitLayers(), experts_of(model)
+    tensor, expert = all_ranks.group("tensor"), all_ranks.group("expert")
+    if expert is not None and not experts:
+        raise ConfigError("trainer.expert_model_parallel_size", layout.expert, f"1; {type(model).__name__} has no experts in one tensor")
+    group = tensor or expert
+    if group is not None and experts:
+        found.exchange = Exchange(group, alike=tensor is not None)
+        size = SIZE if tensor is not None else "trainer.expert_model_parallel_size"
+        for name, module in experts.items():
+            module.exchange = found.exchange
+            for each, _ in list(module.named_parameters()):
+                _cut(found, module, each, f"{name}.{each}", 0, group, size)
+    if tensor is not None:
+        _split_matrices(found, model, tensor)
+        base = model.base_model
+        strange = [name for name, _ in base.named_parameters() if not re.match(r"layers\.|norm\.|embed_tokens\.", name)]
+        if strange:
+            raise ConfigError(SIZE, tensor.size(), f"1; {type(model).__name__} has parameters beside its layers: {strange[:3]}")
+        model.get_input_embeddings().register_forward_hook(lambda _, __, output: Share.apply(output, tensor.size()))
+        base.norm.register_forward_pre_hook(partial(_cut_tokens, found, tensor))
+    return found
+
+
+def _cut_tokens(found: SplitLayers, group: dist.ProcessGroup, _: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    return (OwnPart.apply(given[0][0], group)[None], *given[1:]) if found.cuts else None
+
+
+def _entries(model: Any) -> Iterator[tuple[str, Any, str]]:
+    """Yields modules and parameters of the base model that its plan names, by their names in the model, with the plan's entry."""
+    base = model.base_model
+    plan = getattr(base.config.get_text_config(), "base_model_tp_plan", None)
+    if not plan:
+        raise ConfigError(SIZE, "more than 1", f"1; transformers has no plan of it for {type(model).__name__}")
+    things: Iterable[tuple[str, Any]] = [*base.named_modules(), *base.named_parameters()]
+    for name, thing in things:
+        entry = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        if entry is not None:
+            yield f"{model.base_model_prefix}.{name}", thing, entry
+
+
+def _split_matrices(found: SplitLayers, model: Any, group: dist.ProcessGroup) -> None:
+    sharing, heads = _Sharing(group), model.config.get_text_config().num_key_value_heads
+    of_experts = tuple(f"{name}." for name in experts_of(model))
+    for name, thing, entry in list(_entries(model)):
+        linear = isinstance(thing, torch.nn.Linear)
+        if f"{name}.".startswith(of_experts):
+            continue
+        if entry == "colwise" and linear:
+            if name.endswith(("k_proj", "v_proj")) and heads % group.size():
+                raise ConfigError(SIZE, group.size(), f"a divisor of the model's {heads} key/value heads")
+            for each, _ in list(thing.named_parameters()):
+                _cut(found, thing, each, f"{name}.{each}", 0, group, SIZE)
+            thing.register_forward_pre_hook(sharing)
+        elif entry == "rowwise" and linear:
+            _cut(found, thing, "weight", f"{name}.weight", 1, group, SIZE)
+            thing.forward = partial(_rowwise, thing, group)
+        elif entry == "colwise" and isinstance(thing, torch.nn.Parameter):
+            owner, _, each = name.rpartition(".")
+            _cut(found, model.get_submodule(owner), each, name, 0, group, SIZE)
+        elif entry == PARTIAL:
+            found.partial |= {f"{name}.{each}" for each, _ in thing.named_parameters()}
+        elif entry not in WHOLE | OF_EXPERTS:
+            raise ConfigError(
+                SIZE, group.size(), f"1; the plan of {type(model).__name__} has {entry!r} for {name}, which is not known here"
+            )
+
+
+class _Sharing:
+    """Hands a tensor to the split matrices that are given the same one, with one sum of their gradients."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, _: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if self._last is None or self._last[0] is not given[0]:
+            self._last = given[0], Copied.apply(given[0], self.group)
+        return (self._last[1], *given[1:])
+
+
+def _rowwise(module: Any, group: dist.ProcessGroup, given: Tensor) -> Tensor:
+    output: Tensor = Summed.apply(F.linear(given, module.weight), group)
+    return output if module.bias is None else output + module.bias
+
+
+def _cut(found: SplitLayers, module: Any, each: str, name: str, dimension: int, group: dist.ProcessGroup, size: str) -> None:
+    """Puts this rank's piece into a parameter's place."""
+    whole = getattr(module, each)
+    count, left = divmod(whole.size(dimension), group.size())
+    if left:
+        raise ConfigError(size, group.size(), f"a divisor of the {whole.size(dimension)} {'columns' if dimension else 'rows'} of {name}")
+    piece = whole.detach().narrow(dimension, group.rank() * count, count).clone()
+    setattr(module, each, torch.nn.Parameter(piece, whole.requires_grad))
+    found.splits[name] = Split(dimension, group.size())
