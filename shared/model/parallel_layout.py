@@ -59,7 +59,8 @@ class ParallelLayout:
             pipeline=trainer.pipeline_model_parallel_size,
             context=trainer.context_parallel_size,
             expert=trainer.expert_model_parallel_size,
-            sequence_parallel=trainer.sequence_parallel and trainer.tensor_model_parallel_size > 1,
+            # the torch backend needs no such choice: tokens are split behind the layers
+            sequence_parallel=(trainer.sequence_parallel or trainer.trainer_backend == "torch") and trainer.tensor_model_parallel_size > 1,
             virtual_pipeline=trainer.virtual_pipeline_model_parallel_size,
             expert_tensor=trainer.expert_tensor_parallel_size,
             vocabulary_multiple=trainer.make_vocab_size_divisible_by,

@@ -45,7 +45,7 @@ PROBED = (7, 4)  # tokens of the two sequences that `check_packing` compares
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.15}  # of their log-probs
 FIELD = "trainer.trainer_backend"
 
-# Hidden states [n, hidden size], the output layer's weight [V, hidden size], which n of T tokens they are or None for all → tensors [n, ...]
+# Hidden states [n, hidden size], the output layer's weight [V, hidden size], which n of T tokens they are (None: all) → tensors [n, ...]
 Read = Callable[[Tensor, Tensor, TokenRows | None], Any]
 
 

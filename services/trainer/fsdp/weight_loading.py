@@ -41,7 +41,7 @@ def skeleton(hf_dir: Path, random: bool = False, sees: bool = False) -> Any:
     """
     try:
         config = transformers.AutoConfig.from_pretrained(hf_dir, local_files_only=True)
-        with contextlib.nullcontext() if random else _parameters_hold_nothing():
+        with device() if random else _parameters_hold_nothing():  # numbers by the billion are made where they are needed
             maker: Any = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
             return maker.from_config(config, dtype=torch.float32, attn_implementation=attention(sees))
     except (OSError, ValueError, KeyError, RuntimeError) as error:

@@ -89,7 +89,9 @@ def test_the_torch_backends_shards_are_counted_by_copy_by_what_trains_and_where_
     _, shape, _, _ = ready(next(path for path in READY if path.stem == "qwen3-4b"))
     base = TrainerSection(trainer_backend="torch", actor_num_gpus_per_node=8)
     changes = {"all": {}, "copies": {"fsdp_shard_ranks": 2}, "lora": {"lora_rank": 8}, "host": {"fsdp_cpu_offload": True}}
+    changes |= {"tensor": {"tensor_model_parallel_size": 2}}
     plan = {name: plan_trainer(shape, base.model_copy(update=given), 8)[0] for name, given in changes.items()}
     assert plan["copies"].optimizer == pytest.approx(4 * plan["all"].optimizer, rel=1e-6)
+    assert plan["tensor"].optimizer == pytest.approx(plan["all"].optimizer, rel=1e-3) and plan["tensor"].weights < plan["all"].weights
     assert plan["lora"].optimizer < 0.02 * plan["all"].optimizer
     assert plan["host"].optimizer == 0 and plan["host"].host == pytest.approx(16 * plan["all"].parameters / 8, rel=1e-6)

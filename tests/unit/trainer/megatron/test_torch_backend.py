@@ -122,8 +122,9 @@ def test_a_resume_is_exact(hf, two_ranks, tmp_path):
         assert all(again[name] is None or torch.equal(tensor, again[name]) for name, tensor in straight.items())
 
 
-def test_one_process_goes_on_where_two_ranks_were(hf, alone, two_ranks, tmp_path):
-    straight = two_ranks.run(rank_steps.save_after, hf("qwen3_moe"), TORCH, tmp_path, 2)[0]
+@pytest.mark.parametrize("more", [{}, TENSOR, EXPERT])
+def test_one_process_goes_on_where_two_ranks_were(more, hf, alone, two_ranks, tmp_path):
+    straight = two_ranks.run(rank_steps.save_after, hf("qwen3_moe"), {**TORCH, **more}, tmp_path, 2)[0]
     for ours, theirs in zip(alone.load_and_train(hf("qwen3_moe"), TORCH, tmp_path, 2), straight, strict=True):
         assert ours.loss == pytest.approx(theirs.loss, abs=1e-5) and ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
     with pytest.raises(ConfigError, match="backend"):
@@ -142,11 +143,11 @@ def test_a_checkpoint_becomes_one_that_megatron_starts_from(kind, more, hf, two_
     assert convert(tmp_path / "checkpoints", tmp_path / "again") != 0 and "--hf" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
-def test_what_is_pushed_and_saved_is_what_was_loaded(kind, hf, two_ranks, tmp_path):
-    loaded = load_file(hf(kind) / "model.safetensors")
-    (exported, pushed), (_, nothing) = two_ranks.run(rank_steps.load_and_export, hf(kind), TORCH)
-    two_ranks.run(rank_steps.load_and_save, hf(kind), TORCH, tmp_path / "saved")
+@pytest.mark.parametrize("kind, more", [("qwen3_moe", {}), ("deepseek_v3", {}), ("qwen3_moe", TENSOR), ("deepseek_v3", EXPERT)])
+def test_what_is_pushed_and_saved_is_what_was_loaded(kind, more, hf, two_ranks, tmp_path):
+    loaded, config = load_file(hf(kind) / "model.safetensors"), {**TORCH, **more}
+    (exported, pushed), (_, nothing) = two_ranks.run(rank_steps.load_and_export, hf(kind), config)
+    two_ranks.run(rank_steps.load_and_save, hf(kind), config, tmp_path / "saved")
     files = [load_file(path) for path in sorted((tmp_path / "saved").glob("*.safetensors"))]
     saved = {name: tensor for file in files for name, tensor in file.items()}
     assert not nothing
@@ -286,7 +287,9 @@ def test_a_sequence_whose_loss_fails_is_found(hf, alone):
 
 def test_what_it_does_not_take_is_refused(hf, alone, tmp_path, monkeypatch):
     cases = [
-        ({"tensor_model_parallel_size": 2}, ["tensor_model_parallel_size", "FSDP2"]),
+        ({"pipeline_model_parallel_size": 2}, ["pipeline_model_parallel_size", "FSDP2"]),
+        ({"tensor_model_parallel_size": 2, "lora_rank": 4}, ["tensor_model_parallel_size", "lora_rank = 4"]),
+        ({"expert_model_parallel_size": 2, "fsdp_shard_ranks": 2}, ["expert_model_parallel_size", "fsdp_shard_ranks = 2"]),
         ({"megatron": {"moe_grouped_gemm": True}}, ["trainer.megatron"]),
         ({"recompute_granularity": "selective"}, ["recompute_granularity", "full"]),
         ({"use_routing_replay": True}, ["use_routing_replay"]),
