@@ -430,15 +430,18 @@ class TrainerSection(Section):
             if value != default and value is not None:
                 reason = "FSDP2 shards the model over all ranks" if name in _SPLITS else "that is Megatron's"
                 yield ConfigError(f"trainer.{name}", value, f"{default} {own}: {reason}")
+        yield from self._sharing_problems(own)
+        if self.recompute_granularity == "selective" or self.recompute_num_layers not in (None, 1):
+            yield ConfigError(
+                "trainer.recompute_granularity", self.recompute_granularity, f"full {own}, which recomputes every layer or none"
+            )
+
+    def _sharing_problems(self, own: str) -> Iterator[ConfigError]:
         shared = {name: getattr(self, name) for name in ("tensor_model_parallel_size", "expert_model_parallel_size")}
         for name, size in shared.items():
             others = ("lora_rank", "fsdp_shard_ranks", "fsdp_compile", *(other for other in shared if other != name and shared[other] > 1))
             if size > 1 and (beside := [other for other in others if getattr(self, other)]):
                 yield ConfigError(f"trainer.{name}", size, f"1 {own} and {beside[0]} = {getattr(self, beside[0])}")
-        if self.recompute_granularity == "selective" or self.recompute_num_layers not in (None, 1):
-            yield ConfigError(
-                "trainer.recompute_granularity", self.recompute_granularity, f"full {own}, which recomputes every layer or none"
-            )
 
     def _misfits(self) -> Iterator[str]:
         if self.trainer_backend == "torch":

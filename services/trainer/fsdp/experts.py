@@ -59,6 +59,13 @@ def experts_of(model: torch.nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "_apply_gate") and hasattr(module, "down_proj")}
 
 
+def installed(model: Any) -> Any:
+    """Has a model's experts, if there are some, compute by `compute`. Returns the model."""
+    if experts_of(model):
+        model.set_experts_implementation(NAME)
+    return model
+
+
 def compute(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Computes [N, H] of tokens [N, H] by the experts that each has chosen, int64 [N, K], and their weights, [N, K]."""
     exchange: Exchange | None = getattr(self, "exchange", None)

@@ -321,19 +321,14 @@ def assemble(
     Raises ConfigError: transformers has no such model, or the patterns fit nothing.
     """
     with together(f"the making of the model of {hf_dir}"):
-        model = skeleton(hf_dir, random, sees)
+        model = experts.installed(skeleton(hf_dir, random, sees))
         seeing = PictureInputs(hf_dir, model) if sees else None
     _choose_trained(model, freezing or Freezing(), lora, seed)
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     _check_layout(model, layout, sees)
-    if experts.experts_of(model):
-        model.set_experts_implementation(experts.NAME)
     packed_attention.keep_linear_layers_apart(model)
-    mesh, cut = _mesh(shard_ranks), split(model, layout)
-    options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=DEVICE_TYPE != "cpu")} if cpu_offload else {}
-    policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
-    root, names = ScoredModel(model, value_head), set(model._no_split_modules or ())
+    names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
         raise ConfigError(FIELD, "torch", f"megatron; transformers does not say what the layers of {type(model).__name__} are")
@@ -341,20 +336,25 @@ def assemble(
         fuse(model)
     if compiled:
         compile_layers(layers)
-    apart = list(experts.experts_of(model).values()) if layout.expert > 1 else []
-    for module in [*apart, *layers, root]:
-        materialize(module)
-        # the root's backward pass begins where its forward pass ends
-        shared = 1 if module is root else layout.expert if module in apart else layout.tensor
-        given: dict[str, Any] = {
-            "mesh": mesh if shared == 1 else _columns(shared),
-            "reshard_after_forward": reshards and module is not root,
-        }
-        fully_shard(module, mp_policy=policy, **given, **options)
+    options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=DEVICE_TYPE != "cpu")} if cpu_offload else {}
+    options["mp_policy"] = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
+    root, cut = ScoredModel(model, value_head), split(model, layout)
+    _shard(root, layers, layout, _mesh(shard_ranks), reshards, options)
     for name, one in model.named_parameters():
         mark(one, cut.splits.get(name))
     own: dict[str, Any] = {"value_head": value_head, "lora": lora, "seeing": seeing, "reshards": reshards, "split": cut}
     return FsdpModel(architecture, layout, root, hf_dir, dtype, freezing or Freezing(), chunk_size, **own)
+
+
+def _shard(root: Any, layers: list[Any], layout: ParallelLayout, mesh: DeviceMesh, reshards: bool, options: dict[str, Any]) -> None:
+    """Shards experts that ranks share, layers, and the rest, each over the ranks that have the same piece of it."""
+    apart = list(experts.experts_of(root).values()) if layout.expert > 1 else []
+    for module in [*apart, *layers, root]:
+        materialize(module)
+        shared = 1 if module is root else layout.expert if module in apart else layout.tensor
+        own = mesh if shared == 1 else _columns(shared)
+        # the root's backward pass begins where its forward pass ends
+        fully_shard(module, mesh=own, reshard_after_forward=reshards and module is not root, **options)
 
 
 def _check_layout(model: Any, layout: ParallelLayout, sees: bool) -> None:

@@ -85,16 +85,22 @@ def attend(
     outputs = []
     for start, stop, first, last in sequences.spans:
         q, k, v = query[:, :, start:stop], key[:, :, first:last], value[:, :, first:last]
-        seen, before = None, q.size(2) - k.size(2)
-        if plain or before or (sliding_window is not None and stop - start > sliding_window):
-            seen = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).tril(-before)
-            seen = seen if sliding_window is None else seen.triu(1 - sliding_window - before)
+        seen = _seen(q, k, sliding_window, plain)
         if plain:
             outputs.append(_by_scores(q, k, v, seen, scaling, sinks, cap))
         else:
             gqa = q.size(1) != k.size(1)
             outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=scaling, enable_gqa=gqa))
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+
+
+def _seen(q: Tensor, k: Tensor, window: int | None, always: bool) -> Tensor | None:
+    """Returns the keys that each of the last queries sees, bool [queries, keys]; None where these are all up to its own, if not ``always``."""
+    behind = k.size(2) - q.size(2)
+    if not always and not behind and (window is None or q.size(2) <= window):
+        return None
+    seen = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).tril(behind)
+    return seen if window is None else seen.triu(1 - window + behind)
 
 
 def _by_kernel(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scaling: float | None, window: int | None) -> Tensor:

@@ -29,11 +29,7 @@ class FsdpGatherPlan(GatherPlan):
     def __init__(self, model: FsdpModel, apart: bool = False) -> None:
         self.model, self._language_model, self.model_directory = model, model.language_model, model.hf_dir
         world = dist.get_world_size()
-        assert dist.group.WORLD is not None
-        self._groups = {tuple(range(world)): dist.group.WORLD}
-        for one in model.named_parameters().values():
-            if isinstance(one, DTensor) and split_of(one) is None:
-                self._groups.setdefault(tuple(dist.get_process_group_ranks(shard_group(one))), shard_group(one))
+        self._groups = _groups(model)
         self._made = list[dist.ProcessGroup]()
         if apart and world > 1:
             with deadline("the forming of the groups that weights are exported over"):
@@ -134,6 +130,13 @@ class FsdpGatherPlan(GatherPlan):
         for box, shard in zip(boxes, shards, strict=True):
             whole[box] = shard[: box[0].stop - box[0].start]
         return whole
+
+
+def _groups(model: FsdpModel) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Returns the groups over which parameters are gathered, by their ranks: those of shards, and that of all pieces."""
+    assert dist.group.WORLD is not None
+    shards = {shard_group(one) for one in model.named_parameters().values() if isinstance(one, DTensor) and split_of(one) is None}
+    return {tuple(dist.get_process_group_ranks(group)): group for group in (*shards, dist.group.WORLD)}
 
 
 def plan_of(model: FsdpModel, apart: bool) -> FsdpGatherPlan:

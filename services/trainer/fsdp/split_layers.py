@@ -101,20 +101,15 @@ def _entries(model: Any) -> Iterator[tuple[str, Any, str]]:
 
 def _split_matrices(found: SplitLayers, model: Any, group: dist.ProcessGroup) -> None:
     sharing, heads = _Sharing(group), model.config.get_text_config().num_key_value_heads
+    if heads % group.size():
+        raise ConfigError(SIZE, group.size(), f"a divisor of the model's {heads} key/value heads")
     of_experts = tuple(f"{name}." for name in experts_of(model))
     for name, thing, entry in list(_entries(model)):
         linear = isinstance(thing, torch.nn.Linear)
         if f"{name}.".startswith(of_experts):
             continue
-        if entry == "colwise" and linear:
-            if name.endswith(("k_proj", "v_proj")) and heads % group.size():
-                raise ConfigError(SIZE, group.size(), f"a divisor of the model's {heads} key/value heads")
-            for each, _ in list(thing.named_parameters()):
-                _cut(found, thing, each, f"{name}.{each}", 0, group, SIZE)
-            thing.register_forward_pre_hook(sharing)
-        elif entry == "rowwise" and linear:
-            _cut(found, thing, "weight", f"{name}.weight", 1, group, SIZE)
-            thing.forward = partial(_rowwise, thing, group)
+        if entry in ("colwise", "rowwise") and linear:
+            _split_linear(found, thing, name, entry == "colwise", sharing)
         elif entry == "colwise" and isinstance(thing, torch.nn.Parameter):
             owner, _, each = name.rpartition(".")
             _cut(found, model.get_submodule(owner), each, name, 0, group, SIZE)
@@ -137,6 +132,16 @@ class _Sharing:
         if self._last is None or self._last[0] is not given[0]:
             self._last = given[0], Copied.apply(given[0], self.group)
         return (self._last[1], *given[1:])
+
+
+def _split_linear(found: SplitLayers, layer: Any, name: str, by_rows: bool, sharing: _Sharing) -> None:
+    if by_rows:
+        for each, _ in list(layer.named_parameters()):
+            _cut(found, layer, each, f"{name}.{each}", 0, sharing.group, SIZE)
+        layer.register_forward_pre_hook(sharing)
+    else:
+        _cut(found, layer, "weight", f"{name}.weight", 1, sharing.group, SIZE)
+        layer.forward = partial(_rowwise, layer, sharing.group)
 
 
 def _rowwise(module: Any, group: dist.ProcessGroup, given: Tensor) -> Tensor:
