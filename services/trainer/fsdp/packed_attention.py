@@ -95,7 +95,7 @@ def attend(
 
 
 def _seen(q: Tensor, k: Tensor, window: int | None, always: bool) -> Tensor | None:
-    """Returns the keys that each of the last queries sees, bool [queries, keys]; None where these are all up to its own, if not ``always``."""
+    """Returns the keys that each of the last queries sees, bool [queries, keys]; None for all up to its own, if not ``always``."""
     behind = k.size(2) - q.size(2)
     if not always and not behind and (window is None or q.size(2) <= window):
         return None
