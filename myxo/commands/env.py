@@ -92,7 +92,11 @@ async def run(parsed: argparse.Namespace, console: Console) -> int:
     served = ServedEnvironment(parsed.path.rpartition(":")[2], _made(parsed.path), parsed.timeout, parsed.session_ttl)
     async with contextlib.AsyncExitStack() as stack:
         if parsed.nats is not None:
-            where = await _on_bus(served, parsed, stack)
+            if not environment_url.NAME.match(parsed.nats):
+                raise ConfigError("--nats", parsed.nats, "use 1 to 63 letters, digits, '-' and '_'")
+            bus = await _bus(parsed.run, stack, "with --nats", "the run's id")
+            await serve_on_bus(served, bus.connection, parsed.run, parsed.nats)
+            where = f"nats:{parsed.nats}"
         else:
             from shared.environment.http_environment import served_over_http  # aiohttp comes with the extra `reward`
 
@@ -117,14 +121,6 @@ def _made(path: str) -> Any:
     except (Exception, SystemExit) as error:  # importing runs the module: it can raise anything
         raise ConfigError("MODULE:CLASS", path, f"cannot be served: {type(error).__name__}: {error}") from None
     return made
-
-
-async def _on_bus(served: ServedEnvironment, parsed: argparse.Namespace, stack: contextlib.AsyncExitStack) -> str:
-    if not environment_url.NAME.match(parsed.nats):
-        raise ConfigError("--nats", parsed.nats, "use 1 to 63 letters, digits, '-' and '_'")
-    bus = await _bus(parsed.run, stack, "with --nats", "the run's id")
-    await serve_on_bus(served, bus.connection, parsed.run, parsed.nats)
-    return f"nats:{parsed.nats}"
 
 
 async def _bus(run: str | None, stack: contextlib.AsyncExitStack, reason: str, expected: str) -> Bus:

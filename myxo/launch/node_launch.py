@@ -29,19 +29,14 @@ from shared.runtime.errors import ConfigError, DeadlineExceeded
 from shared.runtime.safe_text import say
 
 
-def most_nodes(config: RunConfig) -> int:
-    """Returns how many machines a run needs: its trainer, its critic, or one of its engines."""
-    trainer = config.trainer
-    engines = 1 if config.debug.trains_only else config.rollout.nodes_per_engine
-    return max(trainer.nodes("actor"), trainer.nodes("critic") if config.algorithm.has_critic else 1, engines)
-
-
 def settle_node_rank(config: RunConfig, given: GivenServers, rank: int | None) -> int:
     """Returns the rank of the node that this machine is, and puts it into the environment of the services to start.
 
     ``rank``: that of ``--node-rank``; None: the environment names it, where the trainer has several nodes. Raises ConfigError.
     """
-    nodes = most_nodes(config)
+    trainer = config.trainer
+    engines = 1 if config.debug.trains_only else config.rollout.nodes_per_engine
+    nodes = max(trainer.nodes("actor"), trainer.nodes("critic") if config.algorithm.has_critic else 1, engines)
     if nodes == 1:
         if rank:
             raise ConfigError("--node-rank", rank, "0; trainer and engines have one node each (trainer.actor_num_nodes, --sglang-nnodes)")

@@ -225,7 +225,9 @@ class Supervisor:
                 if reason is not None:
                     return reason
             if service.due is not None and now >= service.due and not hold:
-                self._restart(service)
+                service.child = _started(service.spec, self._logs(service.spec.instance))
+                service.ready = False
+                self.restarted.append(service.note_restart())
         return None
 
     def note_ready(self, statuses: Sequence[ServiceStatus]) -> None:
@@ -293,11 +295,6 @@ class Supervisor:
         if not again:
             return StopReason(instance, False, service.backoff.deaths_unready, child.last_lines(LAST_LINES), self._logs(instance))
         return None
-
-    def _restart(self, service: SupervisedService) -> None:
-        service.child = _started(service.spec, self._logs(service.spec.instance))
-        service.ready = False
-        self.restarted.append(service.note_restart())
 
 
 def _started(spec: ServiceSpec, log_path: Path) -> ChildProcess:

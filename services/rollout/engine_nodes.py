@@ -185,22 +185,19 @@ class RankTunnels:
 
     async def _carry(self, near: Streams, node: int, rank: int) -> None:
         try:
-            far = await self._entered(node, rank)
+            seen = self._nodes().get(node)
+            if seen is None or seen.state is None or not seen.state.command_port:
+                raise RankUnreachable("its lease names no port for commands")
+            secret = await self._secret(node)
+            async with asyncio.timeout(GREETING_SECONDS):
+                reader, writer = await asyncio.open_connection(seen.state.address, seen.state.command_port)
+                text = (await reader.readline()).decode().strip()
+            writer.write(f"{proof_of(secret, text)} {rank}\n".encode())
+            far = (reader, writer)
         except (OSError, TimeoutError, *BUS_ERRORS) as error:
             reason = f"rank {rank} on {self._nodes().get(node, f'node {node}')}: {type(error).__name__} {error}"
             return _refuse(near[1], reason)
         await joined(near, far)
-
-    async def _entered(self, node: int, rank: int) -> Streams:
-        seen = self._nodes().get(node)
-        if seen is None or seen.state is None or not seen.state.command_port:
-            raise RankUnreachable("its lease names no port for commands")
-        secret = await self._secret(node)
-        async with asyncio.timeout(GREETING_SECONDS):
-            reader, writer = await asyncio.open_connection(seen.state.address, seen.state.command_port)
-            text = (await reader.readline()).decode().strip()
-        writer.write(f"{proof_of(secret, text)} {rank}\n".encode())
-        return reader, writer
 
 
 def proof_of(secret: str, text: str) -> str:

@@ -25,8 +25,7 @@ LOG_RATIO_LIMIT = 20.0
 overflows at e^88: inf times a zero advantage, or times the zero gradient of the branch that ``max`` did not take, is
 NaN. The clamp also ends the gradient there, as MIS and verl do; slime's plain PPO has none."""
 
-SMALLEST_RATIO = exp(-LOG_RATIO_LIMIT)
-"""The smallest importance ratio that there is, after the clamp."""
+SMALLEST_RATIO = exp(-LOG_RATIO_LIMIT)  # The smallest importance ratio that there is, after the clamp
 
 BY_DEVIATION = ("grpo", "gspo", "cispo")
 """The estimators that divide by a group's deviation, and use no rewards of single tokens."""

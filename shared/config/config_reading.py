@@ -127,8 +127,7 @@ def load(path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> RunC
     return config
 
 
-COMMAND_LINE = Path("the command line")
-"""The origin of values in no file."""
+COMMAND_LINE = Path("the command line")  # The origin of values in no file
 
 
 def read(path: Path | None, overrides: dict[str, dict[str, Any]] | None = None, refused: Sequence[BadInput] = ()) -> ConfigReading:

@@ -106,8 +106,7 @@ class DataSection(Section):
     rollout_seed: int = Field(default=42, ge=0, le=LARGEST_SEED, description="seed of the prompt order and of the engines")
 
 
-REASONING_GYM_SOURCE = "shared.data.reasoning_gym_source:make"
-"""The source of prompts of ``reasoning_gym``."""
+REASONING_GYM_SOURCE = "shared.data.reasoning_gym_source:make"  # The source of prompts of ``reasoning_gym``
 
 _TASK = re.compile(r"(?P<name>[A-Za-z]\w*)(?:\*(?P<weight>\d+(?:\.\d*)?))?", re.ASCII)
 

@@ -8,11 +8,9 @@ from pydantic import Field
 
 from shared.config.section import MUTABLE, Rule, Section
 
-DUMPS = "debug.load_debug_rollout_data"
-"""The field that errors about dumps name."""
+DUMPS = "debug.load_debug_rollout_data"  # The field that errors about dumps name
 
-STEP, RANK = "{rollout_id}", "{rank}"
-"""What stands for the step and the rank in the paths of dumps, as slime has it."""
+STEP, RANK = "{rollout_id}", "{rank}"  # What stands for the step and the rank in the paths of dumps, as slime has it
 
 ProfileTarget = Literal["train_overall", "train_actor", "train_log_probs", "rollout"]
 

@@ -10,14 +10,12 @@ CPU_KV_BYTES = 512 * 2**20
 """The bytes that the KV cache may take on a CPU. SGLang's own default is a share of all memory, filled with zeros at the start:
 8 GB and 19 s on a machine of 24 GB, for a model of 1 MB."""
 
-CPU_MAX_TOKENS = 65_536
-"""The most KV tokens on a CPU: more are of no use at its speed, however few bytes each takes."""
+CPU_MAX_TOKENS = 65_536  # The most KV tokens on a CPU: more are of no use at its speed, however few bytes each takes
 
 CPU_MIN_TOKENS = 4_096
 """The fewest KV tokens on a CPU, enough for a few requests: a larger model takes more than ``CPU_KV_BYTES``."""
 
-CONTEXT_KEPT = 2
-"""Tokens of its context that SGLang keeps for itself."""
+CONTEXT_KEPT = 2  # Tokens of its context that SGLang keeps for itself
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,8 @@ from shared.data.data_files import DataFile
 from shared.runtime.errors import nearest
 from shared.schema.message import MAX_SAMPLES
 
-NAME = r"^[A-Za-z0-9_-]{1,64}$"
-"""The pattern of a set's name: it is part of its groups' ids, whose parts dots divide."""
-
-ALONE = "heldout"
-"""The name of a set that is given without one."""
+NAME = r"^[A-Za-z0-9_-]{1,64}$"  # The pattern of a set's name: it is part of its groups' ids, whose parts dots divide
+ALONE = "heldout"  # The name of a set that is given without one
 
 _FileList = Annotated[
     list[DataFile],
@@ -125,8 +122,7 @@ _AsTables = PlainSerializer(
 PromptPairs = Annotated[list[EvalSet] | None, BeforeValidator(_pairs), _AsPairs]
 """``eval_prompt_data``: a list, so that a flag takes the words up to the next one."""
 
-Sets = Annotated[list[EvalSet], BeforeValidator(_tables), _AsTables]
-"""``[[eval.sets]]``."""
+Sets = Annotated[list[EvalSet], BeforeValidator(_tables), _AsTables]  # ``[[eval.sets]]``
 
 
 EVAL_LOOP = "slime.rollout.sglang_rollout.generate_rollout"

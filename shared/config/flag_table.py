@@ -27,17 +27,11 @@ from shared.runtime.errors import ConfigError, near
 OF_DEEPEP = frozenset({"moe_enable_deepep", "moe_deepep_num_sms", "moe_flex_dispatcher_backend", "moe_hybridep_num_sms"})
 """Flags that only the flex dispatcher of tokens reads."""
 
-UNSET = object()
-"""The mark for no fixed value."""
+UNSET = object()  # The mark for no fixed value
+ANYTHING = "anythings"  # The kind of a flag whose value is not read: any number of words
+MAX_LIST = 4096  # The most entries of a list that an expression may make
 
-ANYTHING = "anythings"
-"""The kind of a flag whose value is not read: any number of words."""
-
-MAX_LIST = 4096
-"""The most entries of a list that an expression may make."""
-
-Fields = dict[str, Any]
-"""Field of the config → value."""
+Fields = dict[str, Any]  # Field of the config → value
 
 Kind = Literal["taken", "renamed", "no-op", "refused"]
 
@@ -286,8 +280,7 @@ SLIME: dict[str, Flag] = {
 }
 """slime's flags by name."""
 
-ROUTER = "router_"
-"""What the flags of slime's router begin with, behind ``sglang_`` or alone."""
+ROUTER = "router_"  # What the flags of slime's router begin with, behind ``sglang_`` or alone
 
 
 def of_slime(name: str) -> Flag | None:

@@ -24,8 +24,7 @@ from shared.runtime.errors import BadInput, ConfigError, near, nearest, raise_pr
 
 SGLANG = "--sglang-"
 
-Overrides = dict[str, dict[str, Any]]
-"""Section → field → value."""
+Overrides = dict[str, dict[str, Any]]  # Section → field → value
 
 
 @dataclasses.dataclass

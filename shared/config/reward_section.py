@@ -15,23 +15,12 @@ from shared.rewards.names import GIVEN, QUEUES, VERIFIERS, queue_of
 from shared.runtime.errors import nearest
 from shared.schema.sample import ScoredText
 
-OWN = "environment"
-"""The environment of ``environment_url``."""
-
-CUSTOM = "custom_rm"
-"""The environment of ``custom_rm_path``."""
-
-REMOTE = "remote_rm"
-"""The environment of ``rm_url``."""
-
-JUDGE = "judge"
-"""The environment of ``judge_url`` for each response."""
-
-TOURNAMENT = "tournament"
-"""The environment of ``judge_url`` for whole groups."""
-
-WEIGHTED = "weighted"
-"""The environment of ``reward_weights``."""
+OWN = "environment"  # The environment of ``environment_url``
+CUSTOM = "custom_rm"  # The environment of ``custom_rm_path``
+REMOTE = "remote_rm"  # The environment of ``rm_url``
+JUDGE = "judge"  # The environment of ``judge_url`` for each response
+TOURNAMENT = "tournament"  # The environment of ``judge_url`` for whole groups
+WEIGHTED = "weighted"  # The environment of ``reward_weights``
 
 JUDGE_PROMPT = """Judge an answer to a task.
 

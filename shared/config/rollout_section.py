@@ -76,8 +76,7 @@ def _preferred(given: Any) -> list[str]:
     return []
 
 
-GPUS_OF_MACHINE = 8
-"""GPUs of a machine where a run does not say how many: slime's number, too."""
+GPUS_OF_MACHINE = 8  # GPUs of a machine where a run does not say how many: slime's number, too
 
 WorkerType = Literal["regular", "prefill", "decode", "encoder", "placeholder"]
 """The kinds of groups of engines in slime's words; a placeholder has GPUs and no engines."""

@@ -43,8 +43,7 @@ from shared.runtime.errors import nearest
 from shared.runtime.safe_text import without_credentials
 from shared.schema.sample import NO_LIMIT
 
-MODEL_FIELDS = ("hf_checkpoint", "critic_load")
-"""Fields that hold the path of a model, or its name on the hub."""
+MODEL_FIELDS = ("hf_checkpoint", "critic_load")  # Fields that hold the path of a model, or its name on the hub
 
 CORES_OF_GATEWAY, MOST_GATEWAYS = 8, 8
 """How many cores of the machine there are for each gateway, and the most gateways, where the run does not say how many."""

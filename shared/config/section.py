@@ -6,8 +6,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
-MUTABLE: dict[str, Any] = {"json_schema_extra": {"mutable": True}}
-"""Marks fields that may change when a run is resumed."""
+MUTABLE: dict[str, Any] = {"json_schema_extra": {"mutable": True}}  # Marks fields that may change when a run is resumed
 
 RECORDED: dict[str, Any] = {"json_schema_extra": {"mutable": True, "recorded": True}}
 """Marks fields of the training itself that may change when a run is resumed: the change is recorded in the run's ledger."""

@@ -201,11 +201,8 @@ class TinkerSection(Section):
     tinker_adapters: int = Field(default=8, gt=0, le=64, description="adapters that an engine serves at once; others take turns", **MUTABLE)
 
 
-KEY_VARIABLE = "MYXO_INGEST_KEY"
-"""The environment variable that holds it."""
-
-SHORTEST_KEY = 16
-"""Characters."""
+KEY_VARIABLE = "MYXO_INGEST_KEY"  # The environment variable that holds it
+SHORTEST_KEY = 16  # Characters
 
 
 def ingest_key(environment: Mapping[str, str] = os.environ) -> str:

@@ -28,11 +28,8 @@ CATALOGUE = Path(__file__).with_name("sglang_flags.json")
 FURTHER = Path(__file__).with_name("sglang_flags_cuda.json")
 """The catalogue of the SGLang that goes with torch 2.11 on CUDA 13, made once: importing it on a fresh machine takes half a minute."""
 
-LISTING = "services.rollout.engine.sglang_catalogue"
-"""The module that prints the catalogue of the installed SGLang."""
-
-LISTING_SECONDS = 120.0
-"""The seconds that importing SGLang may take."""
+LISTING = "services.rollout.engine.sglang_catalogue"  # The module that prints the catalogue of the installed SGLang
+LISTING_SECONDS = 120.0  # The seconds that importing SGLang may take
 
 RESERVED = {
     "model-path": "set model.hf_checkpoint",
@@ -82,8 +79,7 @@ FORMER = {
 SIZES = ("pp-size", "dp-size", "ep-size", "nnodes", "attn-cp-size", "moe-dp-size", "max-running-requests", "page-size")
 """Flags whose value counts what there is at least one of, which the parser does not check."""
 
-SHARES = ("mem-fraction-static",)
-"""Flags whose value is a share, which the parser does not check."""
+SHARES = ("mem-fraction-static",)  # Flags whose value is a share, which the parser does not check
 
 
 def count(text: str) -> int:

@@ -20,8 +20,7 @@ from shared.config.section import Rule
 from shared.rewards.names import GIVEN
 from shared.runtime.errors import ConfigError
 
-Values = dict[str, Any]
-"""Section → field → value, as flags and TOML give it: text, or plain."""
+Values = dict[str, Any]  # Section → field → value, as flags and TOML give it: text, or plain
 
 FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 TEACHER = "slime.rollout.on_policy_distillation.reward_func"

@@ -15,8 +15,7 @@ from shared.hub import hub_names
 from shared.runtime.errors import ConfigError, nearest
 from shared.store.s3 import ObjectStoreLocation
 
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-"""Bytes of an element."""
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}  # Bytes of an element
 
 _DTYPES = {"main_params_dtype": ("fp32", "fp16"), "exp_avg_dtype": tuple(ELEMENT_BYTES), "exp_avg_sq_dtype": tuple(ELEMENT_BYTES)}
 """The flags of the state's dtypes, in the order main weights, first and second moments, and what they may be."""
@@ -131,8 +130,7 @@ class LearningRateSchedule:
         return self.min_lr + left * (self.lr - self.min_lr)
 
 
-ALL_LINEAR = "all-linear"
-"""The target that stands for all matrices that can have adapters."""
+ALL_LINEAR = "all-linear"  # The target that stands for all matrices that can have adapters
 
 RECOMPUTABLE = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 """The modules of a layer that can be recomputed, as Megatron-Core 0.16 names them."""

@@ -368,11 +368,9 @@ class HookSample:
 
 Status = HookSample.Status
 
-Sample = HookSample
-"""slime's name for it, which functions that were written for slime use."""
+Sample = HookSample  # slime's name for it, which functions that were written for slime use
 
-RolloutBatch = dict[str, Any]
-"""slime's type of a rank's batch."""
+RolloutBatch = dict[str, Any]  # slime's type of a rank's batch
 
 FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 """The status by the engine's ``finish_reason``."""

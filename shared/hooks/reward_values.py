@@ -8,8 +8,7 @@ from shared.environment.protocol import shown
 from shared.schema.message import LARGEST_REWARD, MAX_NAME, MAX_PARTS, is_part_name, is_reward
 from shared.schema.sample import Score
 
-REWARD = "reward"
-"""The name of the reward that counts where the run names no other."""
+REWARD = "reward"  # The name of the reward that counts where the run names no other
 
 
 def read(value: object, key: str | None) -> Score:

@@ -55,8 +55,7 @@ _STORED = {
 }  # fmt: skip
 """Fields that a stored sample keeps in a form of its own."""
 
-_BARE = vars(HookSample())
-"""What a sample has whose fields were not set."""
+_BARE = vars(HookSample())  # What a sample has whose fields were not set
 
 
 @dataclass(frozen=True)

@@ -70,11 +70,9 @@ def run(coro: Coroutine[Any, Any, Any]) -> Any:
 
 TRIES = 60
 PAUSE_S = 1.0
-LONGEST_S = 14400.0
-"""The seconds for one request outside of a call that has a deadline of its own."""
+LONGEST_S = 14400.0  # The seconds for one request outside of a call that has a deadline of its own
 
-_PASSING = {408, 409, 425, 429}
-"""Status codes of 4xx that another try may change."""
+_PASSING = {408, 409, 425, 429}  # Status codes of 4xx that another try may change
 
 _sessions: weakref.WeakKeyDictionary[AbstractEventLoop, aiohttp.ClientSession] = weakref.WeakKeyDictionary()
 

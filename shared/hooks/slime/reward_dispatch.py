@@ -25,8 +25,7 @@ REMOTE_TRIES = 10
 ELSEWHERE = ("environment", "judge")
 """Rewards that the reward service alone can ask for, besides the environments that the run names: it has the connections and the keys."""
 
-WEIGHTED = "weighted"
-"""The sum of ``args.reward_weights``."""
+WEIGHTED = "weighted"  # The sum of ``args.reward_weights``
 
 _BY_NAME: dict[str, Callable[[str, Any, dict[str, Any]], Any]] = {
     "exact": lambda response, label, _: exact(response, _reference(label)),

@@ -21,8 +21,7 @@ from shared.hooks.slime import http_requests, model_processors, reward_dispatch
 from shared.hooks.slime.prompt_sources import Dataset
 from shared.runtime.errors import nearest
 
-Generated = HookSample | list[HookSample]
-"""What one rollout gives: a sample, or several."""
+Generated = HookSample | list[HookSample]  # What one rollout gives: a sample, or several
 
 
 class GenerateState(metaclass=SingletonMeta):
@@ -205,11 +204,9 @@ __all__ = [
     "generate_rollout", "generate_rollout_async", "get_model_url", "sampling_params",
 ]  # fmt: skip
 
-Group = list[Any]
-"""The samples of a group; in the place of a sample a list where its rollout gave several."""
+Group = list[Any]  # The samples of a group; in the place of a sample a list where its rollout gave several
 
-NO_PROMPTS_S = 0.05
-"""The pause where the source has no prompts now and nothing is under way."""
+NO_PROMPTS_S = 0.05  # The pause where the source has no prompts now and nothing is under way
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput | RolloutFnEvalOutput:

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 Messages = list[dict[str, Any]]
-Masked = tuple[list[int], list[int]]
-"""Token ids, and for each 1 where it is trained."""
+Masked = tuple[list[int], list[int]]  # Token ids, and for each 1 where it is trained
 
 PLACEHOLDER = "A TEXT OF NO MEANING"
 
