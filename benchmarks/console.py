@@ -30,7 +30,7 @@ from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.config.config_reading import parse
-from shared.process.child_process import die_with_parent
+from shared.process.child_process import with_parent
 from shared.process.embedded_servers import EmbeddedNats, free_port
 from shared.schema.ledger import (
     BatchFormed,
@@ -135,7 +135,7 @@ def console(url: str) -> Iterator[tuple[str, int]]:
     port = free_port()
     given = {"NATS_URL": url, "MYXO_RUN": RUN, "MYXO_CONSOLE": f"127.0.0.1:{port}", "MYXO_CONSOLE_TOKEN": TOKEN}
     process = subprocess.Popen(
-        [sys.executable, "-m", "services.console"], env={**os.environ, **given}, preexec_fn=die_with_parent, stderr=subprocess.DEVNULL
+        with_parent([sys.executable, "-m", "services.console"]), env={**os.environ, **given}, stderr=subprocess.DEVNULL
     )
     try:
         yield f"http://127.0.0.1:{port}/api/", process.pid

@@ -38,7 +38,7 @@ from benchmarks.page_table import put_table
 from myxo.run.run_directory import RunDirectory
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
-from shared.process.child_process import die_with_parent
+from shared.process.child_process import with_parent
 from shared.runtime.host import host_memory
 from shared.schema.service_messages import ServiceStatus
 from tests.chaos.fast.fast_config import RUN, FastShape, sections, write_toml
@@ -211,9 +211,7 @@ async def _launched(variant: Variant, place: Path) -> AsyncIterator["DisturbedRu
         await link.open()
     own = {**os.environ, "OMP_NUM_THREADS": "1", **start.environment}
     with output.open("wb") as file:
-        launcher = subprocess.Popen(
-            start.command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file, preexec_fn=die_with_parent, env=own
-        )
+        launcher = subprocess.Popen(with_parent(start.command), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=own)
     try:
         async with Observer(root, start.addresses) as observer:
             run = DisturbedRun(root, output, launcher, observer, variant.processes(place, launcher.pid))

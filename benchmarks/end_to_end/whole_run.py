@@ -24,7 +24,7 @@ from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
 from shared.config.devices import VISIBLE
-from shared.process.child_process import die_with_parent
+from shared.process.child_process import with_parent
 from shared.runtime.errors import MyxoError
 from shared.schema.ledger import BatchFormed, GroupRequeued, GroupsDropped, GroupsScored
 from shared.schema.messages import Trained
@@ -96,9 +96,7 @@ def measured(plan: RunPlan, name: str, bound: int, further: Sequence[str] = ()) 
     plan.directory.mkdir(parents=True, exist_ok=True)
     joining = JoiningReplicas(name, root / "logs", plan.engines, plan.engines + plan.joining, plan.devices[plan.own :])
     with (plan.directory / f"{name}.out").open("wb") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=die_with_parent
-        )
+        process = subprocess.Popen(with_parent(command), cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         watched = WatchedRun(plan, name, bound, process, joining)
         try:
             with joining:

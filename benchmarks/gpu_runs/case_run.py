@@ -17,7 +17,7 @@ from benchmarks.example_run import ROOT, SMALL_ENGINE_FLAGS, launch, lines, prep
 from benchmarks.gpu_runs.engine_deaths import EngineDeaths
 from benchmarks.gpu_runs.layout_case import LAYOUT_CASES, SMALL_DATA, SMALL_RUN, LayoutCase
 from benchmarks.gpu_runs.layout_figures import death_figures, problems, run_figures
-from shared.process.child_process import die_with_parent
+from shared.process.child_process import with_parent
 
 TOLD_SECONDS = 10.0
 POLL_INTERVAL_S = 0.2
@@ -133,7 +133,7 @@ def _started(case: LayoutCase, root: Path, gpus: str, options: CaseOptions) -> s
 
         def process(words: list[str]) -> subprocess.Popen[bytes]:
             command, none = launch(words), subprocess.DEVNULL
-            return subprocess.Popen(command, cwd=ROOT, stdin=none, stdout=file, stderr=file, env=environment, preexec_fn=die_with_parent)
+            return subprocess.Popen(with_parent(command), cwd=ROOT, stdin=none, stdout=file, stderr=file, env=environment)
 
         if case.adapters:
             warming = process(words := warm_words(root, config, options))

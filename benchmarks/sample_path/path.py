@@ -25,7 +25,7 @@ from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.config.config_reading import parse
 from shared.config.run_config import RunConfig
-from shared.process.child_process import die_with_parent
+from shared.process.child_process import with_parent
 from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.ledger import LedgerRecord
 from shared.schema.ledger_audit import Audit
@@ -132,14 +132,13 @@ class Ends:
         for name, command in commands.items():
             with self._logs[name].open("ab") as log:
                 self._processes[name] = subprocess.Popen(
-                    [sys.executable, "-m", *command],
+                    with_parent([sys.executable, "-m", *command]),
                     cwd=ROOT,
                     env=environment,
                     bufsize=0,  # `select` knows nothing of a line that lies in a buffer here
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE if name == "consumer" else log,
                     stderr=log,
-                    preexec_fn=die_with_parent,
                 )
         assert running.nats.process is not None and running.valkey.process is not None  # they run
         pids = {name: process.pid for name, process in self._processes.items()}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from myxo.launch import service_plan
-from myxo.preflight import data_checks, engine_checks, machine_checks, model_checks, objective_checks, plausibility, run_plan
+from myxo.preflight import data_checks, engine_checks, machine_checks, model_checks, objective_checks, run_plan
 from myxo.preflight.inspection import Findings, Inspection, Note
 from myxo.run import run_access
 from shared.config import devices, flags, slime_script
@@ -101,7 +101,7 @@ CHECKS: dict[Check, When] = {
     data_checks.check_dates: ALWAYS,
     data_checks.check_labels: GENERATES,
     engine_checks.check_lengths: GENERATES,
-    plausibility.check_values: ALWAYS,
+    objective_checks.check_values: ALWAYS,
 }
 
 

@@ -18,7 +18,7 @@ from services.trainer.scheduled_optimizer import ScheduledOptimizer
 
 # trainer.trainer_backend → the module that makes the backend. Only one of them is imported: the other one's imports take seconds
 MODULES = {"megatron": "services.trainer.megatron.megatron_backend", "torch": "services.trainer.fsdp.fsdp_backend"}
-PLANS = {"megatron": "services.trainer.megatron.parameter_gathering", "torch": "services.trainer.fsdp.shard_gathering"}
+PLANS = {"megatron": "services.trainer.megatron.hf_conversion", "torch": "services.trainer.fsdp.shard_gathering"}
 
 
 def gather_plan(model: TrainedModel, apart: bool = False) -> GatherPlan:

@@ -18,7 +18,7 @@ from typing import Any
 
 from nats.js.errors import NotFoundError
 
-from shared.process.child_process import die_with_parent
+from shared.process.child_process import with_parent
 from shared.process.embedded_servers import EmbeddedNats
 from shared.runtime import exit_codes
 from shared.runtime.tasks import cancelled
@@ -96,12 +96,11 @@ async def _disturbed(schedule: Schedule, variant: Variant, directory: Path, disk
     own = {"TMPDIR": str(directory / "tmp"), "MYXO_CACHE": str(directory / "cache")}
     with (directory / "output").open("wb") as output:
         launcher = subprocess.Popen(
-            start.command,
+            with_parent(start.command),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             start_new_session=True,
-            preexec_fn=die_with_parent,
             env={**os.environ, **own, **start.environment},
         )
     processes = variant.processes(directory, launcher.pid)

@@ -25,7 +25,7 @@ import nats.errors
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from shared.process.child_process import die_with_parent
+from shared.process.child_process import with_parent
 from tests.chaos import results_page
 from tests.chaos.fast.fast_config import RUN, FastShape
 from tests.chaos.fast.fast_variant import FastVariant
@@ -75,12 +75,11 @@ async def soak(hours: float, model: Path, every_s: float = SAMPLE_SECONDS) -> di
     with (directory / "output").open("wb") as output:
         own = {"TMPDIR": str(directory / "tmp"), "MYXO_CACHE": str(directory / "cache"), "MYXO_CHAOS_STEP_SECONDS": STEP_SECONDS}
         launcher = subprocess.Popen(
-            start.command,
+            with_parent(start.command),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             start_new_session=True,
-            preexec_fn=die_with_parent,
             env={**os.environ, **own, **start.environment},
         )
     series: Series = {}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.process.child_process import die_with_parent
+from shared.process.child_process import with_parent
 from tests.chaos.fast.fast_config import RUN, FastShape, write_model
 from tests.chaos.fast.fast_variant import FastVariant
 from tests.chaos.observer import Observer
@@ -31,12 +31,11 @@ async def launched(start: Start, directory: Path) -> AsyncIterator[subprocess.Po
         await link.open()
     with (directory / "output").open("ab") as output:
         process = subprocess.Popen(
-            start.command,
+            with_parent(start.command),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             env={**os.environ, **start.environment},
-            preexec_fn=die_with_parent,
         )
         try:
             yield process

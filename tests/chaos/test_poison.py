@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from myxo.run.run_directory import RunDirectory
-from shared.process.child_process import die_with_parent
+from shared.process.child_process import with_parent
 from tests.chaos import poisonous_rollout
 from tests.chaos.poisonous_rollout import KINDS, REFERENCES, kind_of
 from tests.integration.myxo.command import COMMAND_SECONDS, ROOT, Myxo, children, kill_child, wait_for
@@ -37,13 +37,12 @@ def test_a_run_with_poison_and_deaths_reaches_its_end(
     root, output = tmp_path / "runs" / "test", tmp_path / "output"
     with output.open("wb") as out:
         launcher = ForkServerPopen(
-            [sys.executable, "-m", "tests.chaos.poisonous_myxo", "up", str(config)],
+            with_parent([sys.executable, "-m", "tests.chaos.poisonous_myxo", "up", str(config)]),
             cwd=ROOT,
             env={**myxo.environment, "POISON_EVERY": str(every)},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
-            preexec_fn=die_with_parent,
         )
     myxo.started.append(launcher)  # type: ignore[arg-type]
     trained = root / "checkpoints" / "steps"

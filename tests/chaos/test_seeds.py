@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.process.child_process import die_with_parent
+from shared.process.child_process import with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = {"fast": 2, "real": 1}
@@ -25,7 +25,7 @@ def test_seeds(variant: str, seeds: str, tmp_path: Path):
     path = tmp_path / "results.jsonl"
     jobs = JOBS[variant]
     command = [sys.executable, "-m", "tests.chaos", f"--{variant}", "--seeds", seeds, "--jobs", str(jobs), "--json", str(path)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
+    ended = subprocess.run(with_parent(command), cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-3000:]
     results = [json.loads(line) for line in path.read_text().splitlines()]
     assert sorted(result["seed"] for result in results) == list(range(int(first), int(end)))

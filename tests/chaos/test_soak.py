@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.process.child_process import die_with_parent
+from shared.process.child_process import with_parent
 from tests.chaos.soak import growing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +40,7 @@ def test_what_grows_is_told_from_what_does_not():
 def test_an_hour_of_a_run_grows_nothing(tmp_path: Path):
     path = tmp_path / "soak.json"
     command = [sys.executable, "-m", "tests.chaos", "--hours", "1", "--json", str(path)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
+    ended = subprocess.run(with_parent(command), cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     found = json.loads(path.read_text())
     assert found["steps"] >= FEWEST_STEPS

@@ -14,7 +14,7 @@ from pathlib import Path
 from myxo.run.run_directory import RunDirectory
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
-from shared.process.child_process import die_with_parent
+from shared.process.child_process import with_parent
 from shared.runtime.errors import DeadlineExceeded
 from shared.schema.service_messages import ServiceStatus
 
@@ -37,9 +37,7 @@ class LaunchedRun:
 
     def __enter__(self) -> "LaunchedRun":
         with self.output.open("ab") as output:
-            self.process = subprocess.Popen(
-                self._command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=die_with_parent
-            )
+            self.process = subprocess.Popen(with_parent(self._command), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         return self
 
     def __exit__(self, *_: object) -> None:

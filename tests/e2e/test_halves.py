@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared.process.child_process import die_with_parent
+from shared.process.child_process import with_parent
 from tests.e2e.launched import ROOT, LaunchedRun
 
 RUN_SECONDS = 900
@@ -96,7 +96,7 @@ def test_demonstrations_alone_are_trained_and_each_step_is_told(tmp_path: Path, 
         --train-device cpu --train-dtype float32 --save {tmp_path}/saved --run-name sft
     """
     command = [sys.executable, "-m", "myxo.main", "train", *words.split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, preexec_fn=die_with_parent)
+    done = subprocess.run(with_parent(command), cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"sft_step"')]
     assert [(step["sft_step"], step["sft_steps"]) for step in told] == [(1, 3), (2, 3), (3, 3)]

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from shared.process.child_process import die_with_parent
+from shared.process.child_process import with_parent
 from tests.e2e.conftest import SUMS
 from tests.e2e.launched import ROOT
 from tests.support.shrunk_script import command_line, shrunk, write_model
@@ -95,14 +95,13 @@ def test_a_shrunk_script_trains(script: str, tmp_path: Path) -> None:
     output = tmp_path / "output"
     with output.open("wb") as out:
         done = subprocess.run(
-            [sys.executable, "-m", "myxo.main", "train", *command_line(flags), "--run-name", "script"],
+            with_parent([sys.executable, "-m", "myxo.main", "train", *command_line(flags), "--run-name", "script"]),
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
             timeout=RUN_SECONDS,
-            preexec_fn=die_with_parent,
         )
     root = tmp_path / "saved" / "script"
     said = output.read_text() + "".join(f"--- {log.name}\n{log.read_text()[-2500:]}" for log in sorted(root.glob("logs/*.log")))

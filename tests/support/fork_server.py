@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from shared.process.child_process import WATCHDOG, die_with_parent
+from shared.process.child_process import WATCHDOG
 from tests.support import forking
 
 FORKED = (
@@ -51,14 +51,17 @@ class ForkServerPopen(subprocess.Popen):  # type: ignore[type-arg]
 
     def _execute_child(self, *positional: Any, **named: Any) -> None:
         given = dict(forking.SIGNATURE.bind(self, *positional, **named).arguments)
-        if not is_forked(given["args"]) or given["preexec_fn"] not in (None, die_with_parent):
+        if not is_forked(given["args"]) or given["preexec_fn"] is not None:
             return super()._execute_child(*positional, **named)  # type: ignore[misc]
         ends = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         passed = [_Passed(number if end == -1 else end) for number, end in enumerate(ends)]
         kept = {number: _Passed(number) for number in given["pass_fds"]}
         mounts = os.open("/proc/self/ns/mnt", os.O_RDONLY)
-        words = {name: given[name] for name in ("start_new_session", "preexec_fn")}
-        words |= {"env": dict(os.environ if given["env"] is None else given["env"]), "cwd": given["cwd"] or os.getcwd()}
+        words = {
+            "start_new_session": given["start_new_session"],
+            "env": dict(os.environ if given["env"] is None else given["env"]),
+            "cwd": given["cwd"] or os.getcwd(),
+        }
         arguments = (list(map(os.fspath, given["args"])), words, passed, kept, _Passed(mounts))
         self._forked = _server.Process(target=_become, args=arguments, daemon=True)
         self._forked.start()

@@ -153,8 +153,6 @@ def become(
             os.setsid()
         _set_signals()
         _move_descriptors(ends, kept)
-        if given["preexec_fn"] is not None:
-            given["preexec_fn"]()
         if given["cwd"] is not None:
             os.chdir(given["cwd"])
         if given["env"] is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.process.child_process import die_with_parent
+from shared.process.child_process import with_parent
 from shared.process.embedded_servers import EmbeddedNats
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,13 +94,12 @@ class NodeNetwork:
         """Starts ``python WORDS`` on a node; its output is appended to ``log``."""
         with log.open("ab") as output:
             return subprocess.Popen(
-                ["ip", "netns", "exec", self.names[node], sys.executable, *words],
+                with_parent(["ip", "netns", "exec", self.names[node], sys.executable, *words]),
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                preexec_fn=die_with_parent,
             )
 
     @staticmethod

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from shared.process.child_process import die_with_parent
+from shared.process.child_process import with_parent
 from shared.process.embedded_servers import free_port
 from shared.schema.service_messages import ServiceStatus
 from tests.support.dashboards import ALERTS, MONITORING
@@ -44,7 +44,7 @@ class PrometheusServer:
         flags = [f"--config.file={self._directory}/prometheus.yml", f"--storage.tsdb.path={self._directory}/tsdb"]
         with (self._directory / "log").open("wb") as log:
             self._process = subprocess.Popen(
-                [str(PROMETHEUS), *flags, f"--web.listen-address={self._address}"], stdout=log, stderr=log, preexec_fn=die_with_parent
+                with_parent([str(PROMETHEUS), *flags, f"--web.listen-address={self._address}"]), stdout=log, stderr=log
             )
         return self
 

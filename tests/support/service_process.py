@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from shared.process.child_process import die_with_parent
+from shared.process.child_process import with_parent
 from tests.support.fork_server import ForkServerPopen
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,13 +26,12 @@ class ServiceProcess:
         self.name, self.log = name, log
         with log.open("ab") as output:
             self.process = popen(
-                [sys.executable, "-m", f"services.{name}"],
+                with_parent([sys.executable, "-m", f"services.{name}"]),
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])), **environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                preexec_fn=die_with_parent,
             )
 
     def kill(self) -> None:

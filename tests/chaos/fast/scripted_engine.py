@@ -18,7 +18,7 @@ import aiohttp
 from aiohttp import web
 
 from services.rollout.engine.private_endpoints import DIRECTORY_VARIABLE, SOCKET
-from shared.process.child_process import die_with_parent
+from shared.process.child_process import die_with_parent, with_parent
 
 SCHEDULER_SOCKET, DETOKENIZER_SOCKET = "scheduler.sock", "detokenizer.sock"
 """The names of the children's sockets in the engine's private directory."""
@@ -76,8 +76,8 @@ async def _detokenize(directory: Path) -> None:
 async def _run(model: Path, directory: Path) -> None:
     module = "tests.chaos.fast.scripted_scheduler"
     children = [
-        subprocess.Popen([sys.executable, "-m", module, str(model)], preexec_fn=die_with_parent),
-        subprocess.Popen([sys.executable, "-m", "tests.chaos.fast.scripted_detokenizer"], preexec_fn=die_with_parent),
+        subprocess.Popen(with_parent([sys.executable, "-m", module, str(model)])),
+        subprocess.Popen(with_parent([sys.executable, "-m", "tests.chaos.fast.scripted_detokenizer"])),
     ]
     while not all((directory / name).exists() for name in (SCHEDULER_SOCKET, DETOKENIZER_SOCKET)):
         await asyncio.sleep(CONNECT_PAUSE_S)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.process.child_process import die_with_parent
+from shared.process.child_process import with_parent
 from tests.e2e.conftest import write_small_run
 from tests.support.network_nodes import ROOT, NodeNetwork, node_network
 from tests.support.waiting import until
@@ -65,7 +65,7 @@ class SlurmJob:
         }
         command = ["ip", "netns", "exec", self.network.names[0], "bash", str(ROOT / "deploy/slurm/run.sbatch"), *words]
         with self.log.open("ab") as output:
-            return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output, preexec_fn=die_with_parent)
+            return subprocess.Popen(with_parent(command), cwd=ROOT, env=environment, stdout=output, stderr=output)
 
 
 @pytest.mark.extra

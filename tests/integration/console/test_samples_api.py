@@ -21,7 +21,7 @@ from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.data import rollout_files
 from shared.data.rollout_files import RolloutRecord
-from shared.process.child_process import die_with_parent
+from shared.process.child_process import with_parent
 from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey, free_port
 from shared.schema import sample
 from shared.schema.digests import reference
@@ -72,7 +72,7 @@ def console(run: str, **environment: str) -> Iterator[Console]:
     port = free_port()
     given = {"MYXO_RUN": run, "MYXO_CONSOLE": f"127.0.0.1:{port}", "MYXO_CONSOLE_TOKEN": TOKEN, **environment}
     clean = {name: value for name, value in os.environ.items() if name not in ("NATS_URL", "REDIS_URL")}
-    process = subprocess.Popen([sys.executable, "-m", "services.console"], env=clean | given, preexec_fn=die_with_parent)
+    process = subprocess.Popen(with_parent([sys.executable, "-m", "services.console"]), env=clean | given)
     try:
         yield Console(f"http://127.0.0.1:{port}")
     finally:

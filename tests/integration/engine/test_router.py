@@ -19,7 +19,7 @@ from services.rollout.replica import Replica
 from services.rollout.router_registration import Router
 from shared.bus import runs
 from shared.bus.connection import Bus
-from shared.process.child_process import die_with_parent
+from shared.process.child_process import with_parent
 from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey, free_port
 from shared.runtime import router_server
 from shared.runtime.errors import ConfigError
@@ -79,7 +79,7 @@ def router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningR
     command += ["--policy", "round_robin", "--prometheus-port", str(free_port())]
     log = tmp_path / "router.log"
     with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, preexec_fn=die_with_parent)
+        process = subprocess.Popen(with_parent(command), stdout=file, stderr=file)
     try:
         yield RunningRouter(url, psutil.Process(process.pid), log)
     finally:

@@ -16,7 +16,7 @@ import pytest
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse
 
-from shared.process.child_process import die_with_parent
+from shared.process.child_process import with_parent
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "examples" / "environments"
@@ -35,12 +35,11 @@ class EnvironmentProcess:
         """Starts it (again)."""
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
-                self._command,
+                with_parent(self._command),
                 env={**os.environ, **self._environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                preexec_fn=die_with_parent,
             )
 
     def kill(self) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 from myxo.main import main
-from shared.process.child_process import die_with_parent
+from shared.process.child_process import with_parent
 from tests.support.fork_server import ForkServerPopen
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -35,14 +35,13 @@ class Myxo:
         """Starts a command; its output can be read from the process's pipes. It is killed when the test ends."""
         module = "tests.integration.myxo.standin_myxo" if standins else "myxo.main"
         process = ForkServerPopen(
-            [sys.executable, "-m", module, *map(str, words)],
+            with_parent([sys.executable, "-m", module, *map(str, words)]),
             cwd=ROOT,
             env={**self.environment, **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=die_with_parent,
         )
         self.started.append(process)
         return process

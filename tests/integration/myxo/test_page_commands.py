@@ -26,7 +26,7 @@ import pytest
 
 from docs.commands import PAGES, block_commands, entry_of
 from myxo.main import main
-from shared.process.child_process import die_with_parent
+from shared.process.child_process import with_parent
 from tests.integration.myxo.command import COMMAND_SECONDS, ROOT
 
 WRITTEN = ("benchmarks",)
@@ -103,14 +103,13 @@ def run_line(place: Path, line: str, *, any_exit: bool = False) -> str:
 def shell(place: Path, command: str, *, any_exit: bool = False) -> str:
     """Runs a line in a shell of its own, likewise."""
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", command],
+        with_parent(["bash", "-euo", "pipefail", "-c", command]),
         cwd=place,
         env=environment(place),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=COMMAND_SECONDS,
-        preexec_fn=die_with_parent,
     )
     assert any_exit or done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     return done.stdout
@@ -168,13 +167,12 @@ class Page:
         log = (self._place / "served.log").open("ab")
         with log:
             server = subprocess.Popen(
-                ["bash", "-c", f"exec {command}"],
+                with_parent(["bash", "-c", f"exec {command}"]),
                 cwd=self._place,
                 env=environment(self._place),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                preexec_fn=die_with_parent,
             )
         self._servers.append(server)
         end = time.monotonic() + COMMAND_SECONDS

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.gateway.replicas import ASKED_AT_ONCE, GenerationTarget, Replicas
-from services.gateway.residents import IDLE_SECONDS, Resident
+from services.gateway.replicas import ASKED_AT_ONCE, IDLE_SECONDS, GenerationTarget, Replicas, Resident
 from shared.process.embedded_servers import EmbeddedValkey
 from shared.schema.messages import Sampling
 from shared.sessions.session import (

@@ -11,8 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from services.gateway.replicas import BACKED_OFF, FEWEST, GenerationLimit, GenerationTarget, Replicas, choose, targets
-from services.gateway.residents import Resident
+from services.gateway.replicas import BACKED_OFF, FEWEST, GenerationLimit, GenerationTarget, Replicas, Resident, choose, targets
 from services.gateway.wire.request import TurnRefused
 from shared.schema.service_messages import ServiceStatus
 from shared.service.engine_load_balancer import EngineSpread

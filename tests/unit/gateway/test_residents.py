@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 
-from services.gateway.residents import HELD_SHARE, Resident, Residents
+from services.gateway.replicas import HELD_SHARE, Resident, Residents
 from shared.schema.messages import Sampling
 from shared.sessions.session import Session, SessionLog
 

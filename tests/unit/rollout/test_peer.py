@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from services.rollout.engine.receiver import peer_transfer
+from services.rollout.engine.receiver import command_session
 from services.rollout.engine.receiver.receiver import ReceiveError, Receiver
 from shared.runtime.errors import BadMessage
 from shared.schema.weight_messages import WeightChannelAddress
@@ -101,7 +101,7 @@ def receiver(seed: int, version: int = -1, rank: int = 0, ranks: int = 1, specia
 def offered(source: Receiver, version: int = 3, seconds: float = SECONDS, ranks: int = 1, name: str = "") -> dict[str, Any]:
     name = name or f"transfer-{id(source)}-{source.rank}"
     order = {"version": version, "name": name, "address": "127.0.0.1", "ranks": ranks, "seconds": seconds}
-    return peer_transfer.send_to_peer(source, order, TransferDeadline(SECONDS))
+    return command_session.send_to_peer(source, order, TransferDeadline(SECONDS))
 
 
 def receive(destination: Receiver, *channels: dict[str, Any], version: int = 3, seconds: float = SECONDS) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def source() -> Iterator[Receiver]:
 
 
 def test_the_destination_holds_what_was_pushed_to_the_source(source: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_transfer, "BUCKET_BYTES", 300)  # several buckets, more than there are buffers
+    monkeypatch.setattr(command_session, "BUCKET_BYTES", 300)  # several buckets, more than there are buffers
     destination = receiver(2)
     offer = offered(source)
     answer = receive(destination, offer["channel"])
@@ -137,7 +137,7 @@ def test_the_destination_holds_what_was_pushed_to_the_source(source: Receiver, m
 
 
 def test_ranks_give_their_parts_to_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_transfer, "BUCKET_BYTES", 600)
+    monkeypatch.setattr(command_session, "BUCKET_BYTES", 600)
     sources = [receiver(1, version=3, rank=rank, ranks=2) for rank in range(2)]
     destinations = [receiver(2, rank=rank, ranks=2) for rank in range(2)]
     channels = [offered(source, ranks=2)["channel"] for source in sources]
@@ -257,7 +257,7 @@ async def test_a_push_breaks_a_transfer_off(source: Receiver) -> None:
 
 
 def test_a_push_in_the_middle_of_a_transfer(source: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_transfer, "BUCKET_BYTES", 300)
+    monkeypatch.setattr(command_session, "BUCKET_BYTES", 300)
     give, given = GroupSender.send, threading.Event()
 
     def disturbed(channel: GroupSender, index: int, flat: torch.Tensor) -> None:
@@ -293,10 +293,10 @@ def test_bytes_that_changed_on_their_way(source: Receiver, monkeypatch: pytest.M
 
 DYING = """
 import json, os, signal, sys, time
-from services.rollout.engine.receiver import load_plan, peer_transfer
+from services.rollout.engine.receiver import command_session, load_plan
 from shared.transfer.group_channel import GroupSender
 from tests.unit.rollout import test_peer as t
-peer_transfer.BUCKET_BYTES, give, given = 300, GroupSender.send, []
+command_session.BUCKET_BYTES, give, given = 300, GroupSender.send, []
 def last_words(channel, index, flat):
     if given:
         os.kill(os.getpid(), signal.SIGKILL)

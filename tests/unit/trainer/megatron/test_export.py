@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.trainer.megatron.parameter_gathering import MegatronGatherPlan
+from services.trainer.megatron.hf_conversion import MegatronGatherPlan
 from services.trainer.parallel import export
 from services.trainer.policy_exporter import PolicyExporter
 from tests.support.run_config import run_config

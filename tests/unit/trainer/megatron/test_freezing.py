@@ -4,8 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from services.trainer.megatron.hf_conversion import MegatronGatherPlan
 from services.trainer.megatron.hf_weights import parameters
-from services.trainer.megatron.parameter_gathering import MegatronGatherPlan
 from shared.model.tensor_table import megatron_parameters
 from shared.runtime.errors import ConfigError
 from tests.unit.trainer.megatron import lora_steps, rank_steps
