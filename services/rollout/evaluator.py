@@ -6,7 +6,6 @@ result, or a reason, or no one waits for it any more.
 """
 
 import asyncio
-import time
 import uuid
 from typing import Any
 
@@ -64,7 +63,7 @@ class Evaluator:
     async def _handle(self, lease: MessageLease[Evaluate]) -> None:
         task, log = lease.message, self._service.log.bind(version=lease.message.version)
         try:
-            async with lease.held(), asyncio.timeout(max(0.0, task.deadline - time.time())) as limit:
+            async with lease.held(), asyncio.timeout(max(0.0, task.deadline - self._service.bus.now())) as limit:
                 await self._evaluate(lease)
         except asyncio.CancelledError:
             await lease.hand_back()
@@ -99,7 +98,7 @@ class Evaluator:
         rollout_id = last_rollout(task.version, self._config.weights.update_weights_interval)
         request = {"rollout_id": rollout_id, "engine": self._spread.address, "engines": self._spread.engines}
         self._service.log.info("evaluation_begun", version=task.version, rollout_id=rollout_id, function=self._named)
-        left = task.deadline - time.time() + SPARE_SECONDS
+        left = task.deadline - self._service.bus.now() + SPARE_SECONDS
         return await self._pool.ask(request, f"the evaluation of version {task.version}", self._named, left)
 
     async def _failed(self, lease: MessageLease[Evaluate], reason: str) -> None:

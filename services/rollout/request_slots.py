@@ -178,6 +178,45 @@ def evaluates(config: RunConfig) -> bool | None:
     return given == "1" if config.rollout.eval_replicas else None
 
 
+@dataclass
+class DeliveryPace:
+    """Holds a replica back that is too slow, or too far away, for what it generates to be trained: by its measured speed.
+
+    Of a group that is begun now, as many versions will have come when its samples are handed in as the replica serves behind the live one,
+    and as come while a group takes, from its task to the store. Where that is over ``max_staleness``, one group at a time is taken, which
+    measures on. Times are seconds, means over about eight values.
+    """
+
+    max_staleness: int
+    group_s: float = 0.0
+    version_s: float = 0.0
+    _live: tuple[int, float] | None = None
+
+    def note_live(self, version: int, now: float) -> None:
+        """Notes the newest version that was announced."""
+        if version > (-1 if self._live is None else self._live[0]):
+            if self._live is not None:
+                self.version_s = _mean(self.version_s, (now - self._live[1]) / (version - self._live[0]))
+            self._live = version, now
+
+    def note_group(self, seconds: float) -> None:
+        """Notes how long a group took."""
+        self.group_s = _mean(self.group_s, seconds)
+
+    def staleness(self, served: int) -> int:
+        """Returns the expected staleness, in versions, of a group that is begun with version ``served``."""
+        behind = 0 if self._live is None else max(0, self._live[0] - served)
+        return behind + (int(self.group_s / self.version_s) if self.version_s else 0)
+
+    def room(self, room: int, served: int, held: int) -> int:
+        """Returns how many groups a replica may take that has ``room`` for so many and holds ``held``."""
+        return room if self.staleness(served) <= self.max_staleness else min(room, int(not held))
+
+
+def _mean(mean: float, value: float) -> float:
+    return value if not mean else mean + (value - mean) / 8
+
+
 class RequestSlots:
     """The slots of one replica.
 

@@ -19,7 +19,7 @@ from services.rollout.played_group import EngineGroups, GroupPlayer
 from services.rollout.producer import Producer, run_where_active
 from services.rollout.replica import Replica
 from services.rollout.replica_command import FLAG, captured_requests
-from services.rollout.request_slots import GroupSlots, RequestSlots, evaluates
+from services.rollout.request_slots import DeliveryPace, GroupSlots, RequestSlots, evaluates
 from services.rollout.router_registration import Router, router_url
 from services.rollout.speculation_switch import keep_worth
 from services.rollout.task_outcomes import TaskOutcomes, handed_back
@@ -141,6 +141,8 @@ declare_metrics("""
     running_groups | groups | that are being generated
     running_samples | samples | of groups that are being generated, those that have ended included
     request_slots | requests | that the replica may have in its engine at once: `rollout_concurrency`, or by the engine's load
+    expected_staleness | versions | that will have come when a group that is begun now is handed in, by this replica's measured speed;
+        beyond `max_staleness` it takes one group at a time | with update_weight_transport = s3
     used_slots | requests | that it has in its engine now, or rollouts of functions and agents
     running_requests | requests | that the engine computes now, by its own count
     queued_requests | requests | that wait in the engine for its memory, by its own count
@@ -186,6 +188,8 @@ class Rollout:
         self._custom = CustomGenerate(service, self.replica, self._tokenizer, self._agents)
         steps = service.config.episode.episode_url is not None
         self._episodes = EpisodeGenerate(service, self.replica, self._tokenizer) if steps else None
+        by_objects = service.config.weights.update_weight_transport == "s3"
+        self._pace = DeliveryPace(service.config.rollout.max_staleness) if by_objects else None
         self._players: list[GroupPlayer] = [self._custom, self._agents, *([self._episodes] if self._episodes is not None else [])]
         self._outcomes = TaskOutcomes(service)
         function = self._config.rollout.rollout_function_path
@@ -261,6 +265,8 @@ class Rollout:
         queue = WorkQueue(service.bus, task_consumer(service.run, self._config.bus, task_class), Task)
         while not service.stopping.is_set():
             room = min(self._slots.room(task_class), FETCHED_GROUPS)
+            if self._pace is not None and task_class == TRAIN:
+                room = self._pace.room(room, self.replica.version, len(self.running))
             if not self.replica.serving or room <= 0 or service.held_back or self.in_flight.leaving:
                 await asyncio.sleep(POLL_INTERVAL_S)
                 continue
@@ -271,8 +277,9 @@ class Rollout:
                 handling.add_done_callback(self._handled)
 
     def _handled(self, handling: asyncio.Task[None]) -> None:
-        del self.running[handling]
+        task = self.running.pop(handling)
         _, slots = self._taken.pop(handling)
+        self._outcomes.forget(task)
         slots.close()
         if not handling.cancelled() and (error := handling.exception()) is not None:
             if isinstance(error, StoreFull | StreamFull):
@@ -284,13 +291,17 @@ class Rollout:
         log = service.log.bind(group=task.group, attempt=task.attempt)
         try:
             async with lease.held():
-                if task.deadline and time.time() >= task.deadline:  # no one waits for it any more
+                if task.deadline and service.bus.now() >= task.deadline:  # no one waits for it any more
                     log.info("task_late")
                 elif lease.exhausted:
                     failed = self._outcomes.failed(task, f"given up after {lease.deliveries - 1} deliveries", INFRASTRUCTURE)
                     await self._outcomes.publish(task, failed, started)
+                elif (spooled := await self._outcomes.spooled(lease)) is not None:
+                    await self._outcomes.publish(task, spooled, started)
                 else:
                     await self._generate_in_time(task, started, slots)
+                    if self._pace is not None and not is_evaluation(task.group):
+                        self._pace.note_group(time.time() - started)
             await lease.ack()
         except asyncio.CancelledError:
             await lease.hand_back()
@@ -311,7 +322,7 @@ class Rollout:
     async def _generate_in_time(self, task: Task, started: float, slots: GroupSlots) -> None:
         """Generates a group and publishes what became of it; nothing once its deadline has passed."""
         try:
-            async with asyncio.timeout(task.deadline - time.time() if task.deadline else None) as limit:
+            async with asyncio.timeout(task.deadline - self._service.bus.now() if task.deadline else None) as limit:
                 outcome = await self._generate(task, slots)
         except TimeoutError:
             if not limit.expired():
@@ -331,7 +342,7 @@ class Rollout:
         if aborted:
             self._service.metrics.add("aborted_rollouts", aborted)
         generated = await self._outcomes.generated(task, samples, started, time.time(), aborted)
-        self.tokens += sum(sample.tokens for sample in generated.samples)
+        self.tokens += sum(len(sample.response) for sample in samples)
         return generated
 
     def _player(self, task: Task) -> GroupPlayer:
@@ -408,6 +419,9 @@ class Rollout:
             metrics.set("lost_rollouts", self._custom.lost + self._agents.lost)
             load = None if self.replica.client is None else self.replica.client.load
             self._slots.note(load, tokens, time.monotonic())
+            if self._pace is not None:
+                self._pace.note_live(self._catch_up.newest, time.monotonic())
+                metrics.set("expected_staleness", self._pace.staleness(self.replica.version))
             gauges: dict[str, float] = {"request_slots": self._slots.slots, "used_slots": sum(self._slots.held.values())}
             if load is not None:
                 gauges |= {"running_requests": load.running, "queued_requests": load.queued, "kv_usage": load.kv_usage}

@@ -110,6 +110,7 @@ class WeightCatchUp:
         self._discarded = -1  # the version of a damaged checkpoint that was removed from the mirror, to be downloaded once more
         self._avoided: dict[object, float] = {}  # a source that failed → when it may be tried again
         self._transfers = 0
+        self.newest = NO_WEIGHTS  # the newest version that was announced when the replica last asked
 
     async def listen(self) -> None:
         """Subscribes to requests of other replicas."""
@@ -146,6 +147,7 @@ class WeightCatchUp:
         if snapshot is not None and self._is_avoided(snapshot.at):
             snapshot = None
         live_version, on_disk = (NO_WEIGHTS if found is None else found.version for found in (live, snapshot))
+        self.newest = max(live_version, on_disk)
         peers = await self._peers(live_version)
         choice = choose(config.join_from, Situation(held, live_version, on_disk, peers, self._pushes))
         if choice == "peer" and live is not None:

@@ -47,6 +47,11 @@ class MessageLease(Generic[Work]):
         return self._raw.metadata.num_delivered
 
     @property
+    def published(self) -> int:
+        """Returns when the server took the message, by its clock: nanoseconds since the epoch."""
+        return int(self._raw.metadata.timestamp.timestamp() * 1e9)
+
+    @property
     def exhausted(self) -> bool:
         """Returns whether it was delivered more often than the queue allows; it is then declared dead instead of tried again."""
         return self.deliveries > self._consumer.settings.max_deliver
@@ -120,6 +125,7 @@ class WorkQueue(Generic[Work]):
         return [lease for message in raw if (lease := await self._lease(message)) is not None]
 
     async def _lease(self, message: Msg) -> MessageLease[Work] | None:
+        self._bus.note_server_time(message.metadata.timestamp.timestamp())
         try:
             return MessageLease(message, self._model.decode(message.data), self._consumer)
         except BadMessage as error:

@@ -61,3 +61,8 @@ def is_lost(oldest: int, live: int, max_staleness: int, policy: str) -> bool:
     batch's bound, the other policies mask its stale tokens.
     """
     return policy in ("drop", "requeue") and oldest < live - max_staleness
+
+
+def last_live(oldest: int, newest: int, max_staleness: int, policy: str) -> int:
+    """Returns the newest live version under which something will be trained of a group with tokens of these versions."""
+    return max_staleness + (oldest if policy in ("drop", "requeue") else newest)
