@@ -566,8 +566,11 @@ class WeightsSection(Section):
         default=None,
         description="where snapshots lie, below the run's name, for trainer and engines alike; default: weights in the run's directory",
     )
-    update_weight_delta_encoding: Literal["xor", "overwrite"] = Field(
-        default="xor", description="a delta's tensors: old xor new, or positions and values of the elements that changed", **MUTABLE
+    update_weight_delta_encoding: Literal["auto", "xor", "overwrite", "magnitude"] = Field(
+        default="auto",
+        description="a delta's tensors: old xor new; positions and values of the elements that changed; or positions among those of one "
+        "magnitude, and steps; auto: magnitude for elements of one or two bytes, else xor",
+        **MUTABLE,
     )
     update_weight_full_interval: int = Field(default=10, gt=0, description="with delta: every so many snapshots one is whole", **MUTABLE)
     snapshot_interval: int = Field(

@@ -10,7 +10,9 @@ taken for a version.
 
 A delta stores bits, never arithmetic. ``xor`` stores the exclusive or of old and new, the elements' first bytes before all their second
 ones: after a small step the leading ones are zeros. ``overwrite`` stores positions (as distances) and values of the elements that differ;
-it is shorter where few do. Everything is compressed with zstd.
+it is shorter where few do. ``magnitude`` stores distances among the elements of one magnitude, which the older version tells, and by how
+many representable values each moves: less than half of ``xor`` for bfloat16 after a small step. ``auto`` is ``magnitude`` for elements of
+one or two bytes, else ``xor``. Everything is compressed with zstd.
 """
 
 import contextlib
@@ -21,11 +23,12 @@ import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import xxhash
 import zstandard
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shared.config.run_config import RunConfig
@@ -36,12 +39,16 @@ from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.manifest import ITEM_BYTES, checked_tensor
 from shared.transfer.tensor_file import HASH_THREADS, ByteArray, TensorFileBroken, TensorFiles
 
-DeltaEncoding = Literal["xor", "overwrite"]
-DeltaParts = dict[str, ByteArray]  # A tensor's change: ``xor`` alone, or ``gaps`` and ``values``; each compressed
+DeltaEncoding = Literal["auto", "xor", "overwrite", "magnitude"]
+DeltaParts = dict[str, ByteArray]  # A tensor's change: ``xor`` alone, ``gaps`` and ``values``, or `_MAGNITUDE`; each compressed
+_MAGNITUDE = ["far", "near", "steps"]
+BLOCK = 1 << 16  # elements that are ordered at once: they stay in a core's cache
+_FAR = 255  # a gap as long as this or longer has a word of its own
 LEVEL = 1  # the level of zstd; level 3 saves less than 1 % of such bytes
 # The bytes processed at once, so that a large tensor does not need several times its memory. It is part of the format of ``xor``.
 CHUNK_BYTES = 64 * 1024**2
-_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+Words: TypeAlias = NDArray[np.unsignedinteger[Any]]
+_WORDS: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def encode_delta(old: ByteArray, new: ByteArray, item: int, encoding: DeltaEncoding) -> DeltaParts:
@@ -52,9 +59,13 @@ def encode_delta(old: ByteArray, new: ByteArray, item: int, encoding: DeltaEncod
     """
     if np.array_equal(old, new):
         return {}
+    if encoding == "auto":
+        encoding = "magnitude" if item <= 2 else "xor"
     if encoding == "xor":
         return {"xor": _packed([_planes(old[part] ^ new[part], item) for part in _chunks(len(old))])}
     before, after = old.view(_WORDS[item]), new.view(_WORDS[item])
+    if encoding == "magnitude":
+        return _by_magnitude(before, after, item)
     step = CHUNK_BYTES // item
     found = [np.flatnonzero(before[start : start + step] != after[start : start + step]) + start for start in range(0, len(after), step)]
     positions = np.concatenate(found)
@@ -81,8 +92,10 @@ def apply_delta(target: ByteArray, parts: Mapping[str, ByteArray], item: int) ->
         for part in _chunks(len(target)):
             target[part] ^= _elements(flat[part], item)
         return
+    if kinds == _MAGNITUDE:
+        return _apply_by_magnitude(target.view(_WORDS[item]), parts, item)
     if kinds not in (["gaps32", "values"], ["gaps64", "values"]):
-        raise BadMessage(f"a change made of {kinds or 'nothing'}: neither xor nor gaps and values")
+        raise BadMessage(f"a change made of {kinds or 'nothing'}: neither xor, nor gaps and values, nor near, far and steps")
     width = int(kinds[0].removeprefix("gaps")) // 8
     words = target.view(_WORDS[item])
     gaps = _elements(_unpacked(parts[kinds[0]], width * len(words)), width).view(f"<u{width}")
@@ -95,6 +108,81 @@ def apply_delta(target: ByteArray, parts: Mapping[str, ByteArray], item: int) ->
     if int(positions[-1]) >= len(words):
         raise BadMessage(f"a change of element {int(positions[-1])} of {len(words)}")
     words[positions] = values
+
+
+def _by_magnitude(before: Words, after: Words, item: int) -> DeltaParts:
+    """Returns the change as distances and steps, in an order of the elements that both sides know: chunk by chunk by `_magnitudes`.
+
+    Adam moves all elements by about the same amount, so how likely one is to reach a neighbouring value depends on its magnitude alone:
+    within one the distances are those of independent events, which zstd's entropy stage packs to within some percent of the least.
+    """
+    ranks, steps = [np.empty(0, np.int64)], [np.empty(0, before.dtype)]
+    for start in range(0, len(before), CHUNK_BYTES // item):
+        old, new = (words[start : start + CHUNK_BYTES // item] for words in (before, after))
+        firsts, kinds, found, moved = _firsts(old, item) + start, [], [], []
+        for begin in range(0, len(old), BLOCK):
+            here, there = old[begin : begin + BLOCK], new[begin : begin + BLOCK]
+            magnitudes, order, own = _ordered(here, item)
+            places = np.flatnonzero((here != there)[order])
+            elements = order[places]
+            kinds.append(magnitudes[elements])
+            found.append(places + (firsts - own)[kinds[-1]])
+            moved.append(there[elements] - here[elements])
+            firsts += np.diff(own, append=len(here))
+        by_kind = np.argsort(np.concatenate(kinds), kind="stable")
+        ranks.append(np.concatenate(found)[by_kind])
+        steps.append(np.concatenate(moved)[by_kind])
+    gaps = np.diff(np.concatenate(ranks), prepend=-1) - 1
+    far, step = gaps[gaps >= _FAR] - _FAR, np.concatenate(steps)
+    folded = np.where(step >> (8 * item - 1), ~(step << 1), step << 1).astype(step.dtype)  # small steps down are small numbers, too
+    return {
+        "near": _packed([np.minimum(gaps, _FAR).astype(np.uint8)]),
+        "far": _packed([_planes(far.astype("<u8").view(np.uint8), 8)]),
+        "steps": _packed([_planes(folded.view(np.uint8), item)]),
+    }
+
+
+def _apply_by_magnitude(words: Words, parts: Mapping[str, ByteArray], item: int) -> None:
+    near = _unpacked(parts["near"], len(words))
+    far = _elements(_unpacked(parts["far"], 8 * len(words)), 8).view("<u8")
+    folded = _elements(_unpacked(parts["steps"], item * len(words)), item).view(words.dtype)
+    long = np.flatnonzero(near == _FAR)
+    if not len(near) == len(folded) > 0 or len(long) != len(far) or (len(far) and int(far.max()) >= len(words)):
+        raise BadMessage(f"a change of {len(near)} distances, {len(far)} of {len(long)} long ones, and {len(folded)} steps")
+    gaps = near.astype(np.int64)
+    gaps[long] += far.astype(np.int64)
+    ranks = np.cumsum(gaps + 1) - 1
+    if int(ranks[-1]) >= len(words):
+        raise BadMessage(f"a change of element {int(ranks[-1])} of {len(words)}")
+    steps = np.where(folded & 1, ~(folded >> 1), folded >> 1).astype(words.dtype)
+    for start in range(0, len(words), CHUNK_BYTES // item):
+        old = words[start : start + CHUNK_BYTES // item]
+        firsts = _firsts(old, item) + start
+        for begin in range(0, len(old), BLOCK):
+            here = old[begin : begin + BLOCK]
+            _, order, own = _ordered(here, item)
+            counts = np.diff(own, append=len(here))
+            lows, highs = np.searchsorted(ranks, firsts), np.searchsorted(ranks, firsts + counts)
+            for kind in np.flatnonzero(highs > lows):
+                these = slice(lows[kind], highs[kind])
+                here[order[ranks[these] - firsts[kind] + own[kind]]] += steps[these]
+            firsts += counts
+
+
+def _ordered(words: Words, item: int) -> tuple[ByteArray, NDArray[np.int64], NDArray[np.int64]]:
+    """Returns the magnitudes of a block's elements, the elements ordered by them, and where each of 256 begins in this order. A magnitude
+    is the eight bits after the sign: of bfloat16 and float32 the exponent."""
+    magnitudes = ((words << 1) >> (8 * item - 8)).astype(np.uint8)
+    counts = np.bincount(magnitudes, minlength=256)
+    return magnitudes, np.argsort(magnitudes, kind="stable"), np.cumsum(counts) - counts
+
+
+def _firsts(words: Words, item: int) -> NDArray[np.int64]:
+    """Returns where each magnitude begins in a chunk's order."""
+    counts = np.zeros(256, np.int64)
+    for begin in range(0, len(words), BLOCK):
+        counts += np.bincount(((words[begin : begin + BLOCK] << 1) >> (8 * item - 8)).astype(np.uint8), minlength=256)
+    return np.cumsum(counts) - counts
 
 
 def _chunks(size: int) -> list[slice]:

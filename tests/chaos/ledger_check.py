@@ -3,6 +3,7 @@
 What the weights must be at the run's end follows from it, too: from the digests of what each step trained (`fast.scripted_weights`).
 """
 
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -195,16 +196,16 @@ class LedgerCheck:
         return True
 
 
-async def ledger_messages(url: str, run: str) -> list[tuple[int, bytes]]:
-    """Returns every message of a run's ledger, with its sequence."""
-    connection, stream = await nats.connect(url), f"{run}-ledger"
+async def ledger_messages(url: str, run: str, inbox: str = "_INBOX") -> list[tuple[int, bytes]]:
+    """Returns every message of a run's ledger, with its sequence. ``inbox``: the prefix of the account's replies."""
+    connection, stream, name = await nats.connect(url, inbox_prefix=inbox), f"{run}-ledger", f"chaos-{secrets.token_hex(4)}"
     try:
         js = connection.jetstream()
         config = ConsumerConfig(
-            ack_policy=AckPolicy.NONE, deliver_policy=DeliverPolicy.ALL, name="chaos", inactive_threshold=60, mem_storage=True
+            ack_policy=AckPolicy.NONE, deliver_policy=DeliverPolicy.ALL, name=name, inactive_threshold=60, mem_storage=True
         )
         info = await js.add_consumer(stream, config)
-        pull = await js.pull_subscribe_bind("chaos", stream)
+        pull = await js.pull_subscribe_bind(name, stream)
         found, pending = [], info.num_pending or 0
         while len(found) < pending:
             batch = await pull.fetch(min(256, pending - len(found)), timeout=10)

@@ -42,10 +42,10 @@ class GuardedServers:
     """Both servers of one run, and its credentials.
 
     Args:
-        directory: for everything. tls: encrypt. certificates: whose directory both servers read theirs from.
+        directory: for everything. tls: encrypt. certificates: whose directory both servers read theirs from. host: where they are reached.
     """
 
-    def __init__(self, directory: Path, run: str, tls: bool = False, certificates: str = "nats") -> None:
+    def __init__(self, directory: Path, run: str, tls: bool = False, certificates: str = "nats", host: str = "127.0.0.1") -> None:
         self.run, self.accounts, self.tls = run, directory / "accounts", tls
         # a unix socket's path may have 107 bytes
         self.socket = Path(tempfile.mkdtemp(prefix="myxo-")) / "redis.sock"
@@ -54,16 +54,17 @@ class GuardedServers:
         nats_port, redis_port = free_port(), free_port()
         self.deployment = Deployment(
             run,
-            ServerAddress("127.0.0.1", nats_port),
-            ServerAddress("127.0.0.1", redis_port),
+            ServerAddress(host, nats_port),
+            ServerAddress(host, redis_port),
             tls=tls,
             nats_settings=NatsSettings(f"0.0.0.0:{nats_port}", f"127.0.0.1:{free_port()}", str(directory / "nats")),
-            redis_settings=RedisSettings("127.0.0.1", redis_port, str(self.socket), str(directory / "valkey")),
+            redis_settings=RedisSettings(host, redis_port, str(self.socket), str(directory / "valkey")),
             mounted=str(self.accounts / certificates),
         )
         self.said = make(self.accounts, self.deployment)
         self.nats = GuardedNats(directory / "nats", self.accounts / "nats" / "nats.conf", nats_port)
         self.valkey = GuardedValkey(directory / "valkey", self.accounts / "redis" / "redis.conf", redis_port)
+        self.valkey.address = (host, redis_port)
 
     def nats_url(self, role: str) -> str:
         return (self.accounts / role / NATS_URL).read_text().strip()

@@ -33,7 +33,7 @@ class RunningObjectStore:
     process: ChildProcess | None = None
 
     def client(self, run: str, credentials: ObjectStoreCredentials = TRAINER) -> S3Client:
-        return S3Client(ObjectStoreLocation.parse(f"{self.url}/{run}", "us-east-1"), credentials)
+        return S3Client(ObjectStoreLocation.parse(f"{self.url}/{run}", "us-east-1", allow_http=True), credentials)
 
     def start(self) -> None:
         """Returns once it answers."""
@@ -55,7 +55,7 @@ class RunningObjectStore:
 
 
 @contextlib.contextmanager
-def running_object_store(directory: Path) -> Iterator[RunningObjectStore]:
+def running_object_store(directory: Path, host: str = "127.0.0.1") -> Iterator[RunningObjectStore]:
     """Starts one with an empty bucket, and accounts that may do everything and only read."""
     weed = shutil.which("weed") or ROOT / ".venv" / "bin" / "weed"
     if not Path(weed).exists():
@@ -73,7 +73,7 @@ def running_object_store(directory: Path) -> Iterator[RunningObjectStore]:
         **dict(zip(names, ports, strict=True)),
         "dir": directory / "data",
         "ip": "127.0.0.1",
-        "ip.bind": "127.0.0.1",
+        "ip.bind": "0.0.0.0" if host != "127.0.0.1" else host,
         "volume.max": 8,
         "master.volumeSizeLimitMB": 256,
         "master.telemetry": "false",
@@ -85,10 +85,10 @@ def running_object_store(directory: Path) -> Iterator[RunningObjectStore]:
         "s3.iam": "false",
     }
     command = [str(weed), "server", "-filer", "-s3", *(f"-{name}={value}" for name, value in flags.items())]
-    store = RunningObjectStore(f"http://127.0.0.1:{s3}/{BUCKET}", command, directory / "log")
+    store = RunningObjectStore(f"http://{host}:{s3}/{BUCKET}", command, directory / "log")
     store.start()
     try:
-        client = S3Client(ObjectStoreLocation.parse(store.url, "us-east-1"), TRAINER)
+        client = S3Client(ObjectStoreLocation.parse(store.url, "us-east-1", allow_http=True), TRAINER)
         request = urllib.request.Request(client.url("", 60, method="PUT"), b"", method="PUT")
         urllib.request.urlopen(request, timeout=SECONDS).close()
         yield store

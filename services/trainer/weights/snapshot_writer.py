@@ -55,7 +55,7 @@ class WeightCheckpointWriter:
     """
 
     def __init__(
-        self, checkpoints: WeightCheckpoints, version: int, base: LocalCheckpoint | None = None, encoding: DeltaEncoding = "xor"
+        self, checkpoints: WeightCheckpoints, version: int, base: LocalCheckpoint | None = None, encoding: DeltaEncoding = "auto"
     ) -> None:
         self._path, self._version, self._base, self._encoding = checkpoints.path_of(version), version, base, encoding
         self._tensors: dict[str, TensorDigest] = {}
