@@ -242,6 +242,11 @@ class Architecture:
         return self.linear is not None and layer in self.linear.layers
 
     @property
+    def mimo_drafts(self) -> bool:
+        """Returns whether draft layers have MiMo's names, take hidden states first, and no embedding at a sequence's first place."""
+        return self.model_type == "mimo"
+
+    @property
     def softmax_layers(self) -> int:
         """Returns how many layers have softmax attention."""
         return self.num_layers - (len(self.linear.layers) if self.linear else 0)

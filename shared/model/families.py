@@ -118,9 +118,6 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": Family(qkv_bias=True, biases=True, sinks=True, window_pattern=2, experts="gpt_oss", stacked_experts=True),
 }
 
-_DRAFTS_NOT_TRAINED = ("mimo", "minimax_m2")  # Families whose draft layers have other names or modules
-
-
 _WINDOWS_SERVED = {"gemma2", "gemma3_text", "gemma3n_text", "gpt_oss", "olmo3", "exaone4", "cohere2"}
 """The families whose sliding windows SGLang's models apply."""
 
@@ -527,7 +524,7 @@ def _grouped_yarn(entries: dict[str, Any]) -> GroupedYarn:
 
 
 def _trains_drafts(a: Architecture) -> bool:
-    return a.draft_layers > 0 and a.indexer is None and a.linear is None and a.model_type not in _DRAFTS_NOT_TRAINED
+    return a.draft_layers > 0 and a.indexer is None and a.linear is None and a.model_type != "minimax_m2"
 
 
 def with_drafts(architecture: Architecture, trainer: TrainerSection, value_head: bool = False) -> Architecture:

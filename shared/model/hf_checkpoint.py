@@ -131,6 +131,6 @@ def draft_prefixes(architecture: Architecture) -> tuple[str, ...]:
     where the layers are trained of the copies that they have of the embedding and the output layer."""
     if architecture.linear is not None:
         return "mtp.", VISION
-    first, prefix = (0, "model.mtp_layers") if architecture.model_type == "mimo" else (architecture.num_layers, "model.layers")
+    first, prefix = (0, "model.mtp_layers") if architecture.mimo_drafts else (architecture.num_layers, "model.layers")
     layers = [f"{prefix}.{layer}." for layer in range(first, first + architecture.draft_layers)]
     return tuple(layer + copy for layer in layers for copy in (DRAFT_COPIES if architecture.trained_drafts else ("",)))

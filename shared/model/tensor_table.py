@@ -283,8 +283,13 @@ def layer_rows(architecture: Architecture, layer: int) -> tuple[NameRow, ...]:
     return tuple(row for row in TABLE if row.when <= having)
 
 
-# Megatron's name of a draft layer's own parameter, the Hugging Face one, and of a matrix its width in hidden states
-DRAFT_NAMES = (("enorm", "enorm", 0), ("hnorm", "hnorm", 0), ("eh_proj", "eh_proj", 2), ("final_layernorm", "shared_head.norm", 0))
+# Megatron's name of a draft layer's own parameter, the Hugging Face one, MiMo's, and of a matrix its width in hidden states
+DRAFT_NAMES = (
+    ("enorm", "enorm", "token_layernorm", 0),
+    ("hnorm", "hnorm", "hidden_layernorm", 0),
+    ("eh_proj", "eh_proj", "input_proj", 2),
+    ("final_layernorm", "shared_head.norm", "final_layernorm", 0),
+)
 
 
 @lru_cache(maxsize=4)
@@ -304,25 +309,27 @@ def _parameters(architecture: Architecture) -> Iterator[tuple[tuple[str, ...], T
     vocabulary = a.vocab_size, hidden
     yield ("embedding.word_embeddings.weight",), TensorSource(((f"{a.prefix}.embed_tokens.weight", vocabulary),), "vocabulary")
     for layer in range(a.num_layers):
-        yield from _layer_parameters(a, layer, f"decoder.layers.{layer}")
+        yield from _layer_parameters(a, layer, f"decoder.layers.{layer}", f"{a.prefix}.layers.{layer}")
     for draft in range(a.trained_drafts):
         layer = a.num_layers + draft
-        yield from _layer_parameters(a, layer, f"mtp.layers.{draft}.transformer_layer")
-        for name, tensor, columns in DRAFT_NAMES:
+        prefix = f"{a.prefix}.mtp_layers.{draft}" if a.mimo_drafts else f"{a.prefix}.layers.{layer}"
+        yield from _layer_parameters(a, layer, f"mtp.layers.{draft}.transformer_layer", prefix)
+        for name, usual, mimo, columns in DRAFT_NAMES:
             shape = (hidden, columns * hidden) if columns else (hidden,)
-            yield (f"mtp.layers.{draft}.{name}.weight",), TensorSource(((f"{a.prefix}.layers.{layer}.{tensor}.weight", shape),))
+            tensor = f"{prefix}.{mimo if a.mimo_drafts else usual}.weight"
+            yield (f"mtp.layers.{draft}.{name}.weight",), TensorSource(((tensor, shape),))
     yield ("decoder.final_layernorm.weight",), TensorSource(((f"{a.prefix}.norm.weight", (hidden,)),))
     if not a.tied_embeddings:
         yield ("output_layer.weight",), TensorSource((("lm_head.weight", vocabulary),), "vocabulary")
 
 
-def _layer_parameters(a: Architecture, layer: int, within: str) -> Iterator[tuple[tuple[str, ...], TensorSource]]:
-    """Yields the same of one layer, whose parameters have names that begin with ``within``."""
+def _layer_parameters(a: Architecture, layer: int, within: str, prefix: str) -> Iterator[tuple[tuple[str, ...], TensorSource]]:
+    """Yields the same of one layer, whose parameters have names that begin with ``within``, and its tensors with ``prefix``."""
     size = sizes(a)
     for row in layer_rows(a, layer):
         shapes = [(name, tuple(size[word] for word in words)) for name, words in row.tensors]
         for expert in range(a.experts.count) if a.experts and row.per_expert else (0,):
-            tensors = tuple((f"{a.prefix}.layers.{layer}.{name.format(expert=expert)}", shape) for name, shape in shapes)
+            tensors = tuple((f"{prefix}.{name.format(expert=expert)}", shape) for name, shape in shapes)
             names = tuple(f"{within}.{name.format(expert=expert)}" for name in row.megatron)
             sections = tuple(size[word] for word in row.sections)
             yield names, TensorSource(tensors, row.layout, row.float32, expert if row.stacked else None, sections)

@@ -27,16 +27,20 @@ from services.trainer.megatron.spec import ReplicatedLinear, RMSNorm
 from services.trainer.packing import PackedBatch
 from services.trainer.parallel.runtime import device
 
+NONE = -1  # in the place of a token whose embedding is zeros
+
 
 class DraftLayer(MegatronModule):
     """One draft layer, under Megatron's names.
 
     Args:
         spec: of its transformer layer. number: that layer's in the model, from 1. vp_stage: which of the rank's model chunks has it.
+        states_first: the matrix that joins the two takes the hidden states first, as MiMo's does, not the embeddings.
     """
 
-    def __init__(self, config: TransformerConfig, spec: ModuleSpec, number: int, vp_stage: int | None) -> None:
+    def __init__(self, config: TransformerConfig, spec: ModuleSpec, number: int, vp_stage: int | None, states_first: bool = False) -> None:
         super().__init__(config)
+        self._states_first = states_first
         hidden, norm = config.hidden_size, partial(RMSNorm, config, config.hidden_size, config.layernorm_epsilon)
         self.enorm, self.hnorm = norm(), norm()
         self.eh_proj = ReplicatedLinear(2 * hidden, hidden, config=config, init_method=config.init_method)
@@ -46,19 +50,20 @@ class DraftLayer(MegatronModule):
 
     def forward(self, hidden: Tensor, embedded: Tensor, sequences: PackedSequences, rotary: Tensor | None) -> Tensor:
         """Returns the states that the output layer takes, of those of the policy and the embeddings of later tokens, [U, 1, H] each."""
-        joined, _ = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1))
+        both = [self.enorm(embedded), self.hnorm(hidden)]
+        joined, _ = self.eh_proj(torch.cat(both[::-1] if self._states_first else both, -1))
         output, _ = self.transformer_layer(joined, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=sequences)
         normed: Tensor = self.final_layernorm(output)
         return normed
 
 
 class DraftLayers(MegatronModule):
-    """The draft layers of a model, on its last stage."""
+    """The draft layers of a model, on its last stage. ``mimo``: they are MiMo's."""
 
-    def __init__(self, config: TransformerConfig, specs: Sequence[ModuleSpec], vp_stage: int | None) -> None:
+    def __init__(self, config: TransformerConfig, specs: Sequence[ModuleSpec], vp_stage: int | None, mimo: bool = False) -> None:
         super().__init__(config)
         first = config.num_layers + 1
-        self.layers = torch.nn.ModuleList(DraftLayer(config, spec, first + index, vp_stage) for index, spec in enumerate(specs))
+        self.layers = torch.nn.ModuleList(DraftLayer(config, spec, first + index, vp_stage, mimo) for index, spec in enumerate(specs))
         for parameter in self.parameters():
             parameter.draft = True  # the optimizer clips its gradient apart
 
@@ -117,7 +122,10 @@ class DraftStep:
         hidden = output.detach().unsqueeze(1)
         loss, right = torch.zeros((), device=output.device), torch.zeros((), device=output.device)
         for depth, layer in enumerate(self.layers.layers):
-            embedded = self._embedded(model, given.own(later(batch, batch.labels, depth), 0))
+            following = later(batch, batch.labels, depth)
+            if model.architecture.mimo_drafts:  # engines give it zeros at the first place
+                following = following.index_fill(0, batch.cu_seqlens[:-1].long(), NONE)
+            embedded = self._embedded(model, given.own(following, NONE))
             hidden = layer(hidden, embedded, sequences, rotary)
             targets = given.own(later(batch, batch.labels, depth + 1), 0)
             found, best = head.likelihood_and_best(head.inputs(hidden.squeeze(1)), targets[:, None], temperature)
@@ -128,7 +136,7 @@ class DraftStep:
 
     @torch.no_grad()
     def _embedded(self, model: Any, ids: Tensor) -> Tensor:
-        """Returns the embeddings [U, 1, H] of ids [U], this rank's part of them under sequence parallelism."""
+        """Returns the embeddings [U, 1, H] of ids [U], zeros of `NONE`; this rank's part of them under sequence parallelism."""
         assert self.embedding is not None
         group, rows = parallel_state.get_tensor_model_parallel_group(), self.embedding.size(0)
         local = ids - group.rank() * rows

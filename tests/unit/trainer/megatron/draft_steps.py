@@ -36,6 +36,32 @@ def make_drafted(kind: str, directory: Path, count: int = 1) -> Path:
     return directory
 
 
+MIMO = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj", "shared_head.norm": "final_layernorm"}
+
+
+def mimo_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors with a draft layer behind two others as MiMo has them: by its names, the matrix for hidden states first."""
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith("eh_proj.weight"):
+            tensor = torch.cat(tensor.chunk(2, 1)[::-1], 1)
+        if name.startswith(prefix := "model.layers.2.") and "embed_tokens" not in name and "shared_head.head" not in name:
+            kind, _, end = name.removeprefix(prefix).rpartition(".")
+            name = f"model.mtp_layers.0.{MIMO.get(kind, kind)}.{end}"
+        found[name] = tensor
+    return {name: tensor for name, tensor in found.items() if "layers.2." not in name}
+
+
+def make_mimo(directory: Path) -> Path:
+    """Writes a tiny Qwen2 with a draft layer, and below it the same model as a MiMo, whose directory is returned."""
+    make_drafted("qwen2", directory)
+    tensors, config = load_file(directory / "model.safetensors"), json.loads((directory / "config.json").read_text())
+    (target := directory / "mimo").mkdir()
+    save_file(mimo_names(tensors), target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_text(json.dumps(config | {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "attention_bias": True}))
+    return target
+
+
 def train_drafts(hf_dir: Path, config: dict[str, Any], count: int = 2) -> dict[str, Any]:
     """Steps, and the weights after them as they are exported and pushed."""
     model = actor(hf_dir, **{"adam_eps": 1e-3, **config})

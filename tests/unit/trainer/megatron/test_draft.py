@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from services.trainer.megatron import hf_conversion
 from tests.unit.trainer.megatron import draft_steps, rank_steps
-from tests.unit.trainer.megatron.draft_steps import make_drafted
+from tests.unit.trainer.megatron.draft_steps import make_drafted, make_mimo, mimo_names
 from tests.unit.trainer.megatron.tiny import not_refused, pack, sequences
 
 ON = {"enable_mtp_training": True, "mtp_loss_scaling_factor": 0.3}
@@ -35,13 +35,13 @@ def norm(hidden, weight):
     return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-6) * weight
 
 
-def reference(directory, target, seqs, mask):
+def reference(directory, target, seqs, mask, mimo=False):
     """Returns the mean loss of the draft layer, by itself from transformers' modules on single sequences, and its gradients by name."""
     import transformers
 
     config = json.loads((directory / "config.json").read_text())
     shutil.copytree(directory, target)
-    (target / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3, "num_nextn_predict_layers": 0}))
+    (target / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3, "num_nextn_predict_layers": 0, "layer_types": None}))
     whole = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)  # its third layer is the draft's
     policy = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     own = {name: tensor.requires_grad_() for name, tensor in load_file(directory / "model.safetensors").items() if name.startswith(DRAFT)}
@@ -50,6 +50,7 @@ def reference(directory, target, seqs, mask):
         with torch.no_grad():
             hidden = policy.model(tokens[None]).last_hidden_state[:, :-2]
             embedded = policy.model.embed_tokens(tokens[None, 1:-1])
+            embedded[:, :1] *= not mimo
         if not hidden.size(1):
             continue
         places = torch.arange(hidden.size(1))[None]
@@ -94,6 +95,23 @@ def test_loss_and_gradients_are_those_of_single_sequences_in_transformers(kind, 
     assert len(compared) > 8 and f"{DRAFT}eh_proj.weight" in compared and f"{DRAFT}mlp.shared_experts.down_proj.weight" in compared
     for name in compared:
         torch.testing.assert_close(found[name] / 0.3, expected[name], atol=2e-6, rtol=1e-4)
+
+
+def test_mimos_draft_layer_trains_under_its_names_and_is_exported(tmp_path):
+    seqs = sequences(5, seed=4)
+    directory = make_mimo(tmp_path / "qwen2")
+    model = rank_steps.actor(directory, clip_grad=0.0, **ON)
+    model.save_hf(tmp_path / "same")
+    assert all(torch.equal(saved(tmp_path / "same")[name], tensor) for name, tensor in saved(directory).items())
+    batch = pack(seqs)
+    step = model.train_step([batch], rank_steps.weighted_loss, need_entropy=True)
+    masks = batch.loss_mask.split([len(one) for one in seqs])
+    loss, expected = reference(tmp_path / "qwen2", tmp_path / "whole", seqs, masks, mimo=True)
+    assert step.metrics["mtp_loss"] == pytest.approx(loss, rel=1e-5)
+    found, expected = gradients_of(model), mimo_names(expected)
+    assert expected.keys() == {name for name in saved(directory) if "mtp_layers" in name}
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name] / 0.3, gradient, atol=2e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3"])
