@@ -28,20 +28,21 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.command_line import conditions
-from benchmarks.example_run import KERNEL_FLAGS, ROOT, launch, stopped
+from benchmarks.example_run import ROOT, launch, stopped
 from benchmarks.page_table import markdown_table, put_table
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess, FlagValue, engine_command
 from services.rollout.engine.generation import GenerationRequest
 from shared.config.speculation import OF_KIND
 from shared.data.metric_files import MetricDirectory
+from shared.process.child_process import with_parent
 from shared.process.embedded_servers import free_port
 from shared.schema.messages import Sampling
 
@@ -50,6 +51,7 @@ RUNS = PHASES[:3]
 PAGE, RESULTS = ROOT / "docs" / "speculation.md", ROOT / "benchmarks" / "results" / "draft_training.json"
 LAST = 3  # the steps at either end over which accept lengths are compared
 HELD_OUT = 64
+CONFIGURATION = 'from transformers import Qwen2Config\n\n\nclass MiMoConfig(Qwen2Config):\n    model_type = "mimo"\n'
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,9 @@ class Scale:
     groups: int
     at_once: int
     steps: int
+    updates: int
     batches: tuple[int, ...]
-    engine: tuple[str, ...] = ()
+    engine: Mapping[str, FlagValue] = field(default_factory=dict)
 
     @property
     def longest(self) -> int:
@@ -77,11 +80,11 @@ class Scale:
 
 SCALES = {
     "cuda": Scale(
-        *(1024, 48, 16, 4096, "bfloat16", 25, (500, 128, 6e-4, 1e-4), 16, 32, 80, (1, 2, 4, 8)),
-        engine=(*KERNEL_FLAGS, "--sglang-mem-fraction-static", "0.25", "--sglang-max-total-tokens", "32768",
-                "--sglang-cuda-graph-max-bs-decode", "32"),
+        *(1024, 48, 16, 3072, "bfloat16", 50, (300, 128, 4e-4, 2e-4), 128, 32, 50, 4, (1, 2, 4, 8)),
+        engine={"attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none", "disable-prefill-cuda-graph": True,
+                "mem-fraction-static": 0.25, "max-total-tokens": 32768, "max-running-requests": 32, "cuda-graph-max-bs-decode": 32},
     ),  # fmt: skip
-    "cpu": Scale(128, 2, 4, 256, "float32", 10, (500, 64, 3e-3, 1e-3), 8, 64, 40, (1, 8)),
+    "cpu": Scale(128, 2, 4, 256, "float32", 10, (150, 64, 3e-3, 1e-3), 64, 64, 40, 4, (1, 8)),
 }
 
 
@@ -119,7 +122,9 @@ def write_task(directory: Path, scale: Scale) -> None:
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     written = config.to_dict() | {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "attention_bias": True}
     written |= {"num_nextn_predict_layers": 1, "num_hidden_layers": scale.layers, "layer_types": ["full_attention"] * scale.layers}
-    (model / "config.json").write_text(json.dumps(written | {"torch_dtype": scale.dtype, "dtype": scale.dtype}))
+    written |= {"torch_dtype": scale.dtype, "dtype": scale.dtype, "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}}
+    (model / "config.json").write_text(json.dumps(written))
+    (model / "configuration_mimo.py").write_text(CONFIGURATION)  # as published: transformers does not know the family
     character_tokenizer(PRINTABLE).save_pretrained(model)
     starts = [number for number in range(100, 900) if number % scale.multiple]
     random.Random(0).shuffle(starts)
@@ -138,17 +143,18 @@ def run_file(directory: Path, phase: str, options: argparse.Namespace) -> Path:
     warm = phase == "warm"
     tables: dict[str, dict[str, Any]] = {
         "run": {"name": phase},
-        "model": {"hf_checkpoint": str(directory / ("model" if warm else "warm/hf"))},
+        "model": {"hf_checkpoint": str(directory / ("model" if warm else "warm/hf")), "trust_remote_code": True},
         "data": {"prompt_data": str(directory / "train.jsonl"), "rollout_shuffle": True},
         "rollout": {"num_rollout": 0 if warm else options.steps or scale.steps, "rollout_batch_size": scale.groups,
-                    "n_samples_per_prompt": 8, "max_staleness": 1, "rollout_max_response_len": scale.longest,
+                    "n_samples_per_prompt": 1, "max_staleness": 1, "rollout_max_response_len": scale.longest,
                     "rollout_concurrency": scale.at_once, "rollout_device": options.device, "in_flight_on_push": "retract",
                     **({} if warm else {"speculation": "mtp"})},
+        "rollout.sglang": dict(scale.engine),
         "reward": {"rm_type": "math_verify", "answer_pattern": r"\d+(?=\s*$)"},
-        "trainer": {"train_dtype": scale.dtype, "train_device": options.device, "lr": lr, "adam_beta2": 0.95, "save_interval": 20,
+        "trainer": {"train_dtype": scale.dtype, "train_device": options.device, "lr": lr, "adam_beta2": 0.95, "lr_warmup_iters": 10, "num_steps_per_rollout": scale.updates, "save_interval": 20,
                     "save_hf": str(directory / phase / "hf-{rollout_id}"), "torch_threads": 1, "seed": 1,
                     "enable_mtp_training": options.warm_drafts if warm else phase == "trained"},
-        "algorithm": {"advantage_estimator": "grpo", "off_policy": "decoupled"},
+        "algorithm": {"loss_type": "sft_loss", "rejection_threshold": 0.5},
     }  # fmt: skip
     if warm:
         tables["sft"] = {"sft_data": str(directory / "sft.jsonl"), "sft_steps": options.sft_steps or steps, "sft_batch_size": batch,
@@ -220,14 +226,11 @@ async def compare(directory: Path, options: argparse.Namespace) -> dict[str, Any
     from transformers import AutoTokenizer
 
     scale, policy = SCALES[options.device], newest_policy(directory, "trained")
-    flags: dict[str, FlagValue] = {}
-    words = list(scale.engine)
-    while words:
-        flags[words.pop(0).removeprefix("--sglang-")] = words.pop(0)
+    flags: dict[str, FlagValue] = {**scale.engine, "trust-remote-code": True}
     drafts: dict[str, dict[str, FlagValue]] = {"plain": {}}
     for kind, of in (("trained", policy), ("fixed", newest_policy(directory, "warm"))):
         drafts[kind] = {**OF_KIND["mtp"], "speculative-draft-model-path": str(of)}
-    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer = AutoTokenizer.from_pretrained(policy, trust_remote_code=True)
     rows = [json.loads(line) for line in (directory / "heldout.jsonl").read_text().splitlines()]
     prompts = [np.array(tokenizer.encode(row["prompt"]), np.int32) for row in rows]
     figures: dict[str, Any] = {"policy": policy.name, **{kind: {} for kind in drafts}}
@@ -258,8 +261,8 @@ def run_phase(directory: Path, phase: str, options: argparse.Namespace) -> dict[
     if phase != "warm":
         newest_policy(directory, "warm")
     began = time.monotonic()
-    words = [str(run_file(directory, phase, options)), "--fresh", "--dir", str(directory), *SCALES[options.device].engine, *options.flags]
-    process = subprocess.Popen(launch(words), cwd=ROOT, stdin=subprocess.DEVNULL)
+    words = [str(run_file(directory, phase, options)), "--fresh", "--dir", str(directory), *options.flags]
+    process = subprocess.Popen(with_parent(launch(words)), cwd=ROOT, stdin=subprocess.DEVNULL)
     cut = False
     try:
         code = process.wait(options.seconds)
