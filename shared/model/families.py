@@ -239,9 +239,14 @@ class _Entries:
             apart_projections=family.apart_projections,
             mixtral_names=family.mixtral_names,
             stacked_experts=family.stacked_experts,
-            draft_layers=self.integer("num_nextn_predict_layers", default=0, least=0) if family.experts or model_type == "mimo" else 0,
+            draft_layers=self.draft_layers(family, model_type),
             **choices,
         )
+
+    def draft_layers(self, family: Family, model_type: str) -> int:
+        """Returns how many layers draft. Qwen3-Next's published config does not say that it has one."""
+        drafts = family.experts or model_type == "mimo"
+        return self.integer("num_nextn_predict_layers", default=int(model_type == "qwen3_next"), least=0) if drafts else 0
 
     def gemma(self, family: Family) -> dict[str, Any]:
         """Returns what Gemma alone has."""
@@ -524,7 +529,8 @@ def _grouped_yarn(entries: dict[str, Any]) -> GroupedYarn:
 
 
 def _trains_drafts(a: Architecture) -> bool:
-    return a.draft_layers > 0 and a.indexer is None and a.linear is None and a.model_type != "minimax_m2"
+    plain = a.linear is None or (a.model_type == "qwen3_next" and a.draft_layers == 1)
+    return a.draft_layers > 0 and a.indexer is None and plain and a.model_type != "minimax_m2"
 
 
 def with_drafts(architecture: Architecture, trainer: TrainerSection, value_head: bool = False) -> Architecture:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from shared.model.architecture import Architecture
+from shared.model.tensor_table import draft_prefix
 from shared.runtime.errors import ConfigError
 from shared.runtime.safe_files import is_plain_name, parse_json
 from shared.transfer.tensor_file import TensorFileBroken, TensorFiles
@@ -130,7 +131,6 @@ def draft_prefixes(architecture: Architecture) -> tuple[str, ...]:
     """Returns the prefixes of the names of draft layers' tensors (multi-token prediction) that are not in the trainer's model: of all, or
     where the layers are trained of the copies that they have of the embedding and the output layer."""
     if architecture.linear is not None:
-        return "mtp.", VISION
-    first, prefix = (0, "model.mtp_layers") if architecture.mimo_drafts else (architecture.num_layers, "model.layers")
-    layers = [f"{prefix}.{layer}." for layer in range(first, first + architecture.draft_layers)]
+        return (VISION,) if architecture.trained_drafts else ("mtp.", VISION)
+    layers = [f"{draft_prefix(architecture, draft)}." for draft in range(architecture.draft_layers)]
     return tuple(layer + copy for layer in layers for copy in (DRAFT_COPIES if architecture.trained_drafts else ("",)))

@@ -4,7 +4,7 @@ A row holds if the model, or the layer, has every feature in its ``when``; a fam
 knows one from another. Sizes are words, resolved by :func:`sizes`, so that the same table says what a checkpoint must hold.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -283,13 +283,19 @@ def layer_rows(architecture: Architecture, layer: int) -> tuple[NameRow, ...]:
     return tuple(row for row in TABLE if row.when <= having)
 
 
-# Megatron's name of a draft layer's own parameter, the Hugging Face one, MiMo's, and of a matrix its width in hidden states
-DRAFT_NAMES = (
-    ("enorm", "enorm", "token_layernorm", 0),
-    ("hnorm", "hnorm", "hidden_layernorm", 0),
-    ("eh_proj", "eh_proj", "input_proj", 2),
-    ("final_layernorm", "shared_head.norm", "final_layernorm", 0),
-)
+# Megatron's names of a draft layer's own parameters, and in the same order each family's: DeepSeek's for most
+_DRAFT_OWN = ("enorm", "hnorm", "eh_proj", "final_layernorm")
+_DRAFT_NAMES: Mapping[str, tuple[str, str, str, str]] = {
+    "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+    "qwen3_next": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+}
+
+
+def draft_prefix(a: Architecture, draft: int) -> str:
+    """Returns the prefix of the names of a draft layer's Hugging Face tensors."""
+    if a.linear is not None:
+        return f"mtp.layers.{draft}"
+    return f"{a.prefix}.mtp_layers.{draft}" if a.mimo_drafts else f"{a.prefix}.layers.{a.num_layers + draft}"
 
 
 @lru_cache(maxsize=4)
@@ -311,13 +317,13 @@ def _parameters(architecture: Architecture) -> Iterator[tuple[tuple[str, ...], T
     for layer in range(a.num_layers):
         yield from _layer_parameters(a, layer, f"decoder.layers.{layer}", f"{a.prefix}.layers.{layer}")
     for draft in range(a.trained_drafts):
-        layer = a.num_layers + draft
-        prefix = f"{a.prefix}.mtp_layers.{draft}" if a.mimo_drafts else f"{a.prefix}.layers.{layer}"
-        yield from _layer_parameters(a, layer, f"mtp.layers.{draft}.transformer_layer", prefix)
-        for name, usual, mimo, columns in DRAFT_NAMES:
-            shape = (hidden, columns * hidden) if columns else (hidden,)
-            tensor = f"{prefix}.{mimo if a.mimo_drafts else usual}.weight"
-            yield (f"mtp.layers.{draft}.{name}.weight",), TensorSource(((tensor, shape),))
+        prefix = draft_prefix(a, draft)
+        yield from _layer_parameters(a, a.num_layers + draft, f"mtp.layers.{draft}.transformer_layer", prefix)
+        names = _DRAFT_NAMES.get(a.model_type, ("enorm", "hnorm", "eh_proj", "shared_head.norm"))
+        for own, name in zip(_DRAFT_OWN, names, strict=True):
+            shape = (hidden, 2 * hidden) if own == "eh_proj" else (hidden,)
+            tensor = f"{'mtp' if a.linear is not None else prefix}.{name}.weight"
+            yield (f"mtp.layers.{draft}.{own}.weight",), TensorSource(((tensor, shape),))
     yield ("decoder.final_layernorm.weight",), TensorSource(((f"{a.prefix}.norm.weight", (hidden,)),))
     if not a.tied_embeddings:
         yield ("output_layer.weight",), TensorSource((("lm_head.weight", vocabulary),), "vocabulary")

@@ -23,9 +23,10 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from services.trainer.megatron.packed_sequences import ModelInput, PackedSequences
-from services.trainer.megatron.spec import ReplicatedLinear, RMSNorm
+from services.trainer.megatron.spec import ReplicatedLinear, norm_of
 from services.trainer.packing import PackedBatch
 from services.trainer.parallel.runtime import device
+from shared.model.architecture import Architecture
 
 NONE = -1  # in the place of a token whose embedding is zeros
 
@@ -35,13 +36,12 @@ class DraftLayer(MegatronModule):
 
     Args:
         spec: of its transformer layer. number: that layer's in the model, from 1. vp_stage: which of the rank's model chunks has it.
-        states_first: the matrix that joins the two takes the hidden states first, as MiMo's does, not the embeddings.
     """
 
-    def __init__(self, config: TransformerConfig, spec: ModuleSpec, number: int, vp_stage: int | None, states_first: bool = False) -> None:
+    def __init__(self, config: TransformerConfig, architecture: Architecture, spec: ModuleSpec, number: int, vp_stage: int | None) -> None:
         super().__init__(config)
-        self._states_first = states_first
-        hidden, norm = config.hidden_size, partial(RMSNorm, config, config.hidden_size, config.layernorm_epsilon)
+        self._states_first = architecture.mimo_drafts  # in what the matrix that joins the two takes, not the embeddings
+        hidden, norm = config.hidden_size, partial(norm_of(architecture), config, config.hidden_size, config.layernorm_epsilon)
         self.enorm, self.hnorm = norm(), norm()
         self.eh_proj = ReplicatedLinear(2 * hidden, hidden, config=config, init_method=config.init_method)
         own = number - get_transformer_layer_offset(config, vp_stage)  # Megatron adds the offset
@@ -58,12 +58,12 @@ class DraftLayer(MegatronModule):
 
 
 class DraftLayers(MegatronModule):
-    """The draft layers of a model, on its last stage. ``mimo``: they are MiMo's."""
+    """The draft layers of a model, on its last stage."""
 
-    def __init__(self, config: TransformerConfig, specs: Sequence[ModuleSpec], vp_stage: int | None, mimo: bool = False) -> None:
+    def __init__(self, config: TransformerConfig, architecture: Architecture, specs: Sequence[ModuleSpec], vp_stage: int | None) -> None:
         super().__init__(config)
-        first = config.num_layers + 1
-        self.layers = torch.nn.ModuleList(DraftLayer(config, spec, first + index, vp_stage, mimo) for index, spec in enumerate(specs))
+        layers = (DraftLayer(config, architecture, spec, number, vp_stage) for number, spec in enumerate(specs, config.num_layers + 1))
+        self.layers = torch.nn.ModuleList(layers)
         for parameter in self.parameters():
             parameter.draft = True  # the optimizer clips its gradient apart
 

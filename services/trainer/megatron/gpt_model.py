@@ -338,7 +338,7 @@ def _build_chunk(
         model.output_layer = ValueHead(config)
     if a.trained_drafts and last:
         drafts = range(a.num_layers, a.num_layers + a.trained_drafts)
-        model.mtp = DraftLayers(config, [family_layer_spec(a, config, index) for index in drafts], stage, a.mimo_drafts)
+        model.mtp = DraftLayers(config, a, [family_layer_spec(a, config, index) for index in drafts], stage)
     # Megatron takes experts without expert parallelism for parameters like any other, and sums their gradients over the data-parallel
     # ranks only: wrong, silently, where they are not split as other matrices are and tensor-parallel ranks have seen different tokens
     for name, parameter in model.named_parameters():

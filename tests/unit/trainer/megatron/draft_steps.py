@@ -36,29 +36,40 @@ def make_drafted(kind: str, directory: Path, count: int = 1) -> Path:
     return directory
 
 
-MIMO = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj", "shared_head.norm": "final_layernorm"}
+NORMS = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+FAMILIES: dict[str, tuple[str, str, tuple[str, ...], dict[str, Any]]] = {
+    "mimo": (
+        *("model.mtp_layers.0.", "model.mtp_layers.0.", ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")),
+        {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "attention_bias": True},
+    ),
+    "qwen3_next": ("mtp.layers.0.", "mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), {"num_nextn_predict_layers": None}),
+}
+"""Of a family: prefixes of the draft layer's names and of its own parameters', these parameters, and what its config has besides."""
 
 
-def mimo_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors with a draft layer behind two others as MiMo has them: by its names, the matrix for hidden states first."""
-    found = {}
+def family_names(family: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors with a draft layer behind two others as a family has them: by its names, and MiMo's matrix for states first."""
+    layer, prefix, names, _ = FAMILIES[family]
+    own, found = dict(zip(NORMS, names, strict=True)), {}
     for name, tensor in tensors.items():
-        if name.endswith("eh_proj.weight"):
+        if family == "mimo" and name.endswith("eh_proj.weight"):
             tensor = torch.cat(tensor.chunk(2, 1)[::-1], 1)
-        if name.startswith(prefix := "model.layers.2.") and "embed_tokens" not in name and "shared_head.head" not in name:
-            kind, _, end = name.removeprefix(prefix).rpartition(".")
-            name = f"model.mtp_layers.0.{MIMO.get(kind, kind)}.{end}"
-        found[name] = tensor
-    return {name: tensor for name, tensor in found.items() if "layers.2." not in name}
+        if not name.startswith("model.layers.2."):
+            found[name] = tensor
+        elif (kind := name.removeprefix("model.layers.2.").removesuffix(".weight")) in own:
+            found[f"{prefix}{own[kind]}.weight"] = tensor
+        elif kind not in ("embed_tokens", "shared_head.head"):
+            found[name.replace("model.layers.2.", layer)] = tensor
+    return found
 
 
-def make_mimo(directory: Path) -> Path:
-    """Writes a tiny Qwen2 with a draft layer, and below it the same model as a MiMo, whose directory is returned."""
-    make_drafted("qwen2", directory)
+def make_family(family: str, kind: str, directory: Path) -> Path:
+    """Writes a tiny model with a draft layer, and below it the same model as one of another family, whose directory is returned."""
+    make_drafted(kind, directory)
     tensors, config = load_file(directory / "model.safetensors"), json.loads((directory / "config.json").read_text())
-    (target := directory / "mimo").mkdir()
-    save_file(mimo_names(tensors), target / "model.safetensors", metadata={"format": "pt"})
-    (target / "config.json").write_text(json.dumps(config | {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "attention_bias": True}))
+    (target := directory / family).mkdir()
+    save_file(family_names(family, tensors), target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_text(json.dumps(config | FAMILIES[family][3]))
     return target
 
 

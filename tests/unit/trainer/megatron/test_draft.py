@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from services.trainer.megatron import hf_conversion
 from tests.unit.trainer.megatron import draft_steps, rank_steps
-from tests.unit.trainer.megatron.draft_steps import make_drafted, make_mimo, mimo_names
+from tests.unit.trainer.megatron.draft_steps import family_names, make_drafted, make_family
 from tests.unit.trainer.megatron.tiny import not_refused, pack, sequences
 
 ON = {"enable_mtp_training": True, "mtp_loss_scaling_factor": 0.3}
@@ -31,17 +31,19 @@ def drafted(tmp_path_factory):
     return directory
 
 
-def norm(hidden, weight):
-    return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-6) * weight
+def norm(hidden, weight, centre=0.0):
+    return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-6) * (weight + centre)
 
 
-def reference(directory, target, seqs, mask, mimo=False):
+def reference(directory, target, seqs, mask, family=None):
     """Returns the mean loss of the draft layer, by itself from transformers' modules on single sequences, and its gradients by name."""
     import transformers
 
     config = json.loads((directory / "config.json").read_text())
+    kinds = [*config["layer_types"], "full_attention"] if config.get("layer_types") else None
+    centre = float(family == "qwen3_next")
     shutil.copytree(directory, target)
-    (target / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3, "num_nextn_predict_layers": 0, "layer_types": None}))
+    (target / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3, "num_nextn_predict_layers": 0, "layer_types": kinds}))
     whole = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)  # its third layer is the draft's
     policy = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     own = {name: tensor.requires_grad_() for name, tensor in load_file(directory / "model.safetensors").items() if name.startswith(DRAFT)}
@@ -50,15 +52,15 @@ def reference(directory, target, seqs, mask, mimo=False):
         with torch.no_grad():
             hidden = policy.model(tokens[None]).last_hidden_state[:, :-2]
             embedded = policy.model.embed_tokens(tokens[None, 1:-1])
-            embedded[:, :1] *= not mimo
+            embedded[:, :1] *= family != "mimo"
         if not hidden.size(1):
             continue
         places = torch.arange(hidden.size(1))[None]
-        joined = torch.cat([norm(embedded, own[f"{DRAFT}enorm.weight"]), norm(hidden, own[f"{DRAFT}hnorm.weight"])], -1)
+        joined = torch.cat([norm(embedded, own[f"{DRAFT}enorm.weight"], centre), norm(hidden, own[f"{DRAFT}hnorm.weight"], centre)], -1)
         joined = joined @ own[f"{DRAFT}eh_proj.weight"].T
         output = layer(joined, position_embeddings=whole.model.rotary_emb(joined, places), position_ids=places, attention_mask=None)
         output = output[0] if isinstance(output, tuple) else output
-        logits = F.linear(norm(output, own[f"{DRAFT}shared_head.norm.weight"]), policy.lm_head.weight.detach())
+        logits = F.linear(norm(output, own[f"{DRAFT}shared_head.norm.weight"], centre), policy.lm_head.weight.detach())
         found = F.cross_entropy(logits[0], tokens[2:], reduction="none")
         losses.append((found * trained[1:-1]).sum())
     loss = torch.stack(losses).sum() / sum(float(trained[1:-1].sum()) for trained in mask)
@@ -97,21 +99,24 @@ def test_loss_and_gradients_are_those_of_single_sequences_in_transformers(kind, 
         torch.testing.assert_close(found[name] / 0.3, expected[name], atol=2e-6, rtol=1e-4)
 
 
-def test_mimos_draft_layer_trains_under_its_names_and_is_exported(tmp_path):
+@pytest.mark.parametrize(("family", "kind"), [("mimo", "qwen2"), ("qwen3_next", "qwen3_next")])
+def test_a_familys_draft_layer_trains_under_its_names_and_is_exported(family, kind, tmp_path):
     seqs = sequences(5, seed=4)
-    directory = make_mimo(tmp_path / "qwen2")
+    directory = make_family(family, kind, tmp_path / "usual")
     model = rank_steps.actor(directory, clip_grad=0.0, **ON)
     model.save_hf(tmp_path / "same")
-    assert all(torch.equal(saved(tmp_path / "same")[name], tensor) for name, tensor in saved(directory).items())
+    before = saved(directory)
+    assert saved(tmp_path / "same").keys() == before.keys()
+    assert all(torch.equal(saved(tmp_path / "same")[name], tensor) for name, tensor in before.items())
     batch = pack(seqs)
     step = model.train_step([batch], rank_steps.weighted_loss, need_entropy=True)
     masks = batch.loss_mask.split([len(one) for one in seqs])
-    loss, expected = reference(tmp_path / "qwen2", tmp_path / "whole", seqs, masks, mimo=True)
+    loss, expected = reference(tmp_path / "usual", tmp_path / "whole", seqs, masks, family)
     assert step.metrics["mtp_loss"] == pytest.approx(loss, rel=1e-5)
-    found, expected = gradients_of(model), mimo_names(expected)
-    assert expected.keys() == {name for name in saved(directory) if "mtp_layers" in name}
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name] / 0.3, gradient, atol=2e-6, rtol=1e-4)
+    found, expected = gradients_of(model), family_names(family, expected)
+    assert {name for name in expected if ".mlp." not in name} == {name for name in before if "mtp" in name and ".mlp." not in name}
+    for name in expected.keys() & found.keys():
+        torch.testing.assert_close(found[name] / 0.3, expected[name], atol=2e-6, rtol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3"])
