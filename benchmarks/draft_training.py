@@ -5,7 +5,8 @@ draft layer, and a task whose answers are predictable once learned: counting on 
 another, or singly with the same ``--directory`` and ``--json``, where what is done already is kept:
 
 - ``warm``: a warm start on demonstrations. The draft layer stays random, but with ``--warm-drafts``.
-- ``trained``, ``fixed``: GRPO from there with speculation, with the draft layer trained and pushed with the policy, and with it as it was.
+- ``trained``, ``fixed``: from there, with speculation, training on the policy's own right answers (rejection sampling), with the draft
+  layer trained and pushed with the policy, and with it as it was.
 - ``compare``: engines beside each other on one device, of the policy that ``trained`` ended with: ``plain``, with the draft layer that was
   trained with it, and with the ``fixed`` one. They are measured one after another, on the task's prompts.
 
@@ -13,7 +14,7 @@ another, or singly with the same ``--directory`` and ``--json``, where what is d
 
 Figures. ``warm``: ``loss`` of demonstrations over the warm start, nats a token. ``trained`` and ``fixed``: by step ``accept_length``,
 ``accept_rate``, ``reward``, ``mtp_loss``; ``tokens_per_s`` at which a sample was decoded beside others, the median over the last steps;
-``exit``, the code, and whether it was ``cut`` at its time, which loses nothing but the steps to come. ``compare``: of each kind and number of
+``exit``, the code, and whether it was ``cut`` at its time, which loses only the steps to come. ``compare``: of each kind and number of
 requests at once ``tokens_per_s`` of all together, ``accept_length`` and ``times``, its speed over plain's. Exit code 1 with ``problems``:
 what did not end well, or trained draft layers that are accepted no more often than they were at first, or than fixed ones.
 """
@@ -56,7 +57,12 @@ CONFIGURATION = 'from transformers import Qwen2Config\n\n\nclass MiMoConfig(Qwen
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of a device's runs. ``multiple``: counted to; ``warm``: steps and batch of the warm start, its learning rate, and that of GRPO."""
+    """Sizes of a device's runs.
+
+    Args:
+        multiple: counted to. warm: steps and batch of the warm start, its learning rate, and that of the steps behind it.
+        samples: of a step, of as many prompts, so many ``at_once``, in so many ``updates``. batches: requests at once that are compared.
+    """
 
     hidden: int
     layers: int
@@ -65,7 +71,7 @@ class Scale:
     dtype: str
     multiple: int
     warm: tuple[int, int, float, float]
-    groups: int
+    samples: int
     at_once: int
     steps: int
     updates: int
@@ -78,12 +84,12 @@ class Scale:
         return 8 * self.multiple
 
 
+_ENGINE: Mapping[str, FlagValue] = {
+    **{"attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none", "disable-prefill-cuda-graph": True},
+    **{"mem-fraction-static": 0.25, "max-total-tokens": 32768, "max-running-requests": 32, "cuda-graph-max-bs-decode": 32},
+}
 SCALES = {
-    "cuda": Scale(
-        *(1024, 48, 16, 3072, "bfloat16", 50, (300, 128, 4e-4, 2e-4), 128, 32, 50, 4, (1, 2, 4, 8)),
-        engine={"attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none", "disable-prefill-cuda-graph": True,
-                "mem-fraction-static": 0.25, "max-total-tokens": 32768, "max-running-requests": 32, "cuda-graph-max-bs-decode": 32},
-    ),  # fmt: skip
+    "cuda": Scale(1024, 48, 16, 3072, "bfloat16", 50, (250, 64, 4e-4, 2e-4), 128, 32, 50, 4, (1, 2, 4, 8), _ENGINE),
     "cpu": Scale(128, 2, 4, 256, "float32", 10, (150, 64, 3e-3, 1e-3), 64, 64, 40, 4, (1, 8)),
 }
 
@@ -145,22 +151,23 @@ def run_file(directory: Path, phase: str, options: argparse.Namespace) -> Path:
         "run": {"name": phase},
         "model": {"hf_checkpoint": str(directory / ("model" if warm else "warm/hf")), "trust_remote_code": True},
         "data": {"prompt_data": str(directory / "train.jsonl"), "rollout_shuffle": True},
-        "rollout": {"num_rollout": 0 if warm else options.steps or scale.steps, "rollout_batch_size": scale.groups,
+        "rollout": {"num_rollout": 0 if warm else options.steps or scale.steps, "rollout_batch_size": scale.samples,
                     "n_samples_per_prompt": 1, "max_staleness": 1, "rollout_max_response_len": scale.longest,
                     "rollout_concurrency": scale.at_once, "rollout_device": options.device, "in_flight_on_push": "retract",
                     **({} if warm else {"speculation": "mtp"})},
         "rollout.sglang": dict(scale.engine),
         "reward": {"rm_type": "math_verify", "answer_pattern": r"\d+(?=\s*$)"},
-        "trainer": {"train_dtype": scale.dtype, "train_device": options.device, "lr": lr, "adam_beta2": 0.95, "lr_warmup_iters": 10, "num_steps_per_rollout": scale.updates, "save_interval": 20,
-                    "save_hf": str(directory / phase / "hf-{rollout_id}"), "torch_threads": 1, "seed": 1,
+        "trainer": {"train_dtype": scale.dtype, "train_device": options.device, "lr": lr, "adam_beta2": 0.95, "lr_warmup_iters": 10,
+                    "num_steps_per_rollout": scale.updates, "save_interval": 20, "keep_checkpoints": 1, "seed": 1, "torch_threads": 1,
+                    "save_hf": str(directory / phase / "hf-{rollout_id}"), "save_at_start": False,
                     "enable_mtp_training": options.warm_drafts if warm else phase == "trained"},
         "algorithm": {"loss_type": "sft_loss", "rejection_threshold": 0.5},
     }  # fmt: skip
     if warm:
         tables["sft"] = {"sft_data": str(directory / "sft.jsonl"), "sft_steps": options.sft_steps or steps, "sft_batch_size": batch,
                          "sft_lr": sft_lr, "sft_lr_decay_style": "cosine", "sft_warmup_fraction": 0.05}  # fmt: skip
-    text = "".join(f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items()) for name, table in tables.items())
-    (file := directory / f"{phase}.toml").write_text(text)
+    text = [f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items()) for name, table in tables.items()]
+    (file := directory / f"{phase}.toml").write_text("".join(text))
     return file
 
 
@@ -248,7 +255,7 @@ async def compare(directory: Path, options: argparse.Namespace) -> dict[str, Any
             await engines[kind].speed(max(scale.batches), 1)
         for batch in scale.batches:
             for kind, engine in engines.items():
-                found = await engine.speed(batch, max(4, HELD_OUT // 4 // batch))
+                found = await engine.speed(batch, max(6, HELD_OUT // 4 // batch))
                 times = found["tokens_per_s"] / figures["plain"].get(str(batch), found)["tokens_per_s"]
                 figures[kind][str(batch)] = found | {"times": round(times, 3)}
     return figures
@@ -273,7 +280,8 @@ def run_phase(directory: Path, phase: str, options: argparse.Namespace) -> dict[
 
 def problems(phases: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Returns what is wrong with the phases so far."""
-    found = [f"{name}: exit code {phase['exit']}" for name in RUNS if (phase := phases.get(name)) and phase["exit"] != 0 and not phase["cut"]]
+    ended = {name: phases[name] for name in RUNS if name in phases and not phases[name]["cut"]}
+    found = [f"{name}: exit code {phase['exit']}" for name, phase in ended.items() if phase["exit"] != 0]
     lengths = {name: phases[name]["accept_length"] for name in ("trained", "fixed") if name in phases}
     found += [f"{name}: {len(length)} accept lengths, too few" for name, length in lengths.items() if len(length) < 2 * LAST]
     if any(len(length) < 2 * LAST for length in lengths.values()):
@@ -301,11 +309,12 @@ def merged(path: Path, base: dict[str, Any], phase: str, figures: dict[str, Any]
 def table(report: Mapping[str, Any]) -> str:
     """Returns the page's tables of a report."""
     phases = report["phases"]
-    rows = []
-    for name in ("trained", "fixed"):
-        run = phases[name]
-        ends = [f"{statistics.fmean(part):.2f}" for part in (run["accept_length"][:LAST], run["accept_length"][-LAST:])]
-        rows.append((name, str(run["steps"]), *ends, *(f"{statistics.fmean(part):.2f}" for part in (run["reward"][:LAST], run["reward"][-LAST:]))))
+
+    def ends(values: Sequence[float]) -> list[str]:
+        return [f"{statistics.fmean(part):.2f}" for part in (values[:LAST], values[-LAST:])]
+
+    runs = {name: phases[name] for name in ("trained", "fixed")}
+    rows = [(name, str(run["steps"]), *ends(run["accept_length"]), *ends(run["reward"])) for name, run in runs.items()]
     head = ("draft layer", "steps", "accept length at first", "at the end", "reward at first", "at the end")
     of, kinds = phases["compare"], ("plain", "trained", "fixed")
     compared = markdown_table(
@@ -322,7 +331,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("phases", nargs="*", metavar="PHASE", help=f"of {', '.join(PHASES)}; default: all that are not done")
     parser.add_argument("--device", choices=tuple(SCALES), default="cuda", help="of engine and trainer")
-    parser.add_argument("--steps", type=int, help="of GRPO")
+    parser.add_argument("--steps", type=int, help="behind the warm start")
     parser.add_argument("--sft-steps", type=int, help="of the warm start")
     parser.add_argument("--warm-drafts", action="store_true", help="the warm start trains the draft layer, too")
     parser.add_argument("--seconds", type=float, default=200, help="for each phase")

@@ -51,5 +51,5 @@ def test_phases_on_a_cpu(tmp_path: Path) -> None:
     assert len(phases["trained"]["mtp_loss"]) == len(phases["fixed"]["accept_length"]) == 6 and phases["fixed"]["mtp_loss"] == []
     assert phases["warm"]["loss"][-1] < phases["warm"]["loss"][0] / 5
     compared = phases["compare"]
-    assert {kind: sorted(compared[kind]) for kind in ("plain", "trained", "fixed")} == dict.fromkeys(("plain", "trained", "fixed"), ["1", "8"])
+    assert all(sorted(compared[kind]) == ["1", "8"] for kind in ("plain", "trained", "fixed"))
     assert compared["plain"]["8"]["accept_length"] == 1.0 and table(report).count("|") > 30

@@ -42,7 +42,10 @@ FAMILIES: dict[str, tuple[str, str, tuple[str, ...], dict[str, Any]]] = {
         *("model.mtp_layers.0.", "model.mtp_layers.0.", ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")),
         {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "attention_bias": True},
     ),
-    "qwen3_next": ("mtp.layers.0.", "mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), {"num_nextn_predict_layers": None}),
+    "qwen3_next": (
+        *("mtp.layers.0.", "mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")),
+        {"num_nextn_predict_layers": None},
+    ),
 }
 """Of a family: prefixes of the draft layer's names and of its own parameters', these parameters, and what its config has besides."""
 
