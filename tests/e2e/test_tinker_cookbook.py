@@ -82,10 +82,10 @@ def test_recipes_learn(tmp_path: Path) -> None:
 
         alone, size = {"train_on_what": "last_assistant_message"}, {"lora_rank": 64}
         losses = learned(
-            "sl_loop", "supervised", "train_mean_nll", batch_size=16, learning_rate=1e-2, max_steps=40, save_every=15, **alone, **size
+            "sl_loop", "supervised", "train_mean_nll", batch_size=16, learning_rate=1e-2, max_steps=40, save_every=4, **alone, **size
         )
         assert losses[-1] < 0.1 * losses[0], losses
-        taught = json.loads((tmp_path / "supervised/checkpoints.jsonl").read_text().splitlines()[-1])
+        begun, *_, taught = map(json.loads, (tmp_path / "supervised/checkpoints.jsonl").read_text().splitlines())
         rows(tmp_path / "reinforced/checkpoints.jsonl", [{**taught, "name": "taught", "batch": 0}])
         loss = {"loss_fn": "importance_sampling", "max_tokens": 24}
         rewards = learned(
@@ -95,7 +95,9 @@ def test_recipes_learn(tmp_path: Path) -> None:
         margins = learned("preference.dpo.train", "preferred", "margin", batch_size=8, learning_rate=3e-3, max_steps=8, max_length=512)
         assert margins[-1] > 0.5 > abs(margins[0]), margins
         taught_by = {"teacher_model": MODEL, "teacher_checkpoint": taught["sampler_path"], "eval_every": 0, "save_every": 0}
-        groups = {"groups_per_batch": 8, "group_size": 4, "max_tokens": 12, "max_steps": 12, **size}
-        divergence = learned("distillation.on_policy_distillation", "distilled", "teacher_kl", learning_rate=3e-3, **groups, **taught_by)
+        groups = {"groups_per_batch": 8, "group_size": 4, "max_tokens": 16, "max_steps": 6, "load_checkpoint_path": begun["state_path"]}
+        divergence = learned(
+            "distillation.on_policy_distillation", "distilled", "teacher_kl", learning_rate=3e-3, **groups, **taught_by, **size
+        )
         assert divergence[-1] < 0.7 * divergence[0], divergence
         assert audited(run)["ok"]

@@ -79,10 +79,6 @@ class CommandBook:
         elif outcome.error and self.models.get(command.client) is command:
             del self.models[command.client]
 
-    def is_begun(self, client: str) -> bool:
-        """Returns whether a model was made, or a sampling session, by this id."""
-        return (client, 0) in self.commands or client in self.samplers
-
     def is_there(self, path: str) -> bool:
         """Returns whether weights are saved under this path, and have not expired."""
         return path in self._saved and not is_expired(self._saved[path], time.time())

@@ -88,9 +88,10 @@ def key_of(tenant: str, verb: Verb, body: Mapping[str, Any], book: CommandBook) 
         return f"{owned(tenant, body, 'session_id')}:train:{number_of(body, 'model_seq_id', 0)}", 0
     name, kind, first = ("sampling_session_id", "sample", 0) if verb == "sample" else ("model_id", "train", 1)
     client = owned(tenant, body, name, kind)
-    if not book.is_begun(client):
-        raise NotThere(f"{name}: {client}: there is no such thing")
-    return client, number_of(body, "seq_id", first, book.next_number(client) + MOST_AHEAD) + 1 - first
+    number = number_of(body, "seq_id", first, book.next_number(client) + MOST_AHEAD) + 1 - first
+    if client not in book.models and client not in book.samplers and (client, number) not in book.commands:
+        raise NotThere(f"{name}: {client}: there is no such thing, or no more")
+    return client, number
 
 
 class _Body(BaseModel):

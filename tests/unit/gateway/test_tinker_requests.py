@@ -205,6 +205,10 @@ def test_a_command_that_would_wait_for_ever_is_refused(words: str, verb: Verb, b
     assert key_of("alice", "optim_step", {"model_id": CLIENT, "seq_id": 6}, book) == (CLIENT, 6)
     with pytest.raises(WrongRequest, match=words):
         key_of("alice", verb, body, book)
+    book.see(command(6, "unload_model"))
+    assert key_of("alice", "optim_step", {"model_id": CLIENT, "seq_id": 5}, book) == (CLIENT, 5)  # asked again
+    with pytest.raises(WrongRequest, match="no more"):
+        key_of("alice", "optim_step", {"model_id": CLIENT, "seq_id": 7}, book)
 
 
 def test_the_audit_of_a_log() -> None:
