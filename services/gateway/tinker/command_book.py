@@ -84,8 +84,9 @@ class CommandBook:
         return path in self._saved and not is_expired(self._saved[path], time.time())
 
     def is_taken(self, path: str) -> bool:
-        """Returns whether weights of this path are saved, or are about to be."""
-        return path in self._taken and (path not in self._saved or self.is_there(path))
+        """Returns whether weights of this path are saved, or are about to be; of those for sampling also what has expired, since engines
+        may hold it."""
+        return path in self._taken and (path not in self._saved or self.is_there(path) or "/sampler_weights/" in path)
 
     def saved(self, path: str, client: str, kind: str, *, coming: bool = False) -> str:
         """Returns a path of saved weights. ``coming``: also where they are about to be.

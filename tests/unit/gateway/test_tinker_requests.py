@@ -176,9 +176,11 @@ def test_paths_of_others_and_expired_ones_are_not_there() -> None:
     ):  # fmt: skip
         with pytest.raises(WrongRequest, match="path"):
             book.saved(path, client, "weights")
-    book.see(command(6, "save_weights", path=PATH))
-    book.see(outcome(6, size=7, expires=1.0))
-    assert not book.is_taken(PATH)
+    sampled = PATH.replace("/weights", "/sampler_weights")
+    for number, path in ((6, PATH), (7, sampled)):
+        book.see(command(number, "save_weights", path=path))
+        book.see(outcome(number, size=7, expires=1.0))
+    assert (book.is_taken(PATH), book.is_taken(sampled)) == (False, True)  # an engine may have the latter's still
     with pytest.raises(WrongRequest, match="no such weights"):
         book.saved(PATH, CLIENT, "weights")
 
