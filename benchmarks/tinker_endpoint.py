@@ -207,8 +207,8 @@ def main() -> int:
     parser.add_argument("--shape", choices=tuple(SIZES), default="0.6b", help="of the model (default 0.6b)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of trainer and engine (default cuda)")
     for name, default, words in (
-        ("mean", 256, "tokens of a response"), ("cap", 1024, "tokens of the longest response"), ("batch", 16, "groups of a step"),
-        ("samples", 8, "samples of a group"), ("steps", 8, "of each part"), ("seconds", 30, "for one part's steps"),
+        ("mean", 128, "tokens of a response"), ("cap", 384, "tokens of the longest response"), ("batch", 16, "groups of a step"),
+        ("samples", 8, "samples of a group"), ("steps", 8, "of each part"), ("seconds", 20, "for one part's steps"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{words} (default {default})")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 2], metavar="N", help="at once, one part each (default 1 2)")
