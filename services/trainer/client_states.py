@@ -87,7 +87,9 @@ class ClientStates:
 
     def _refuse_second(self, client: str) -> None:
         if self._model.lora is None and (others := self.held.keys() - {client}):
-            raise ClientRefused(f"the whole model is trained, by {others.pop()}; unload that model first, or serve with lora_rank")
+            raise ClientRefused(
+                f"the whole model is trained, by {others.pop()}; finish its session (POST sessions/SESSION/finish), or serve with lora_rank"
+            )
 
     def _begin_optimizer(self) -> None:
         self._optimizer.reset_moments()

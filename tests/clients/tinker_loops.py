@@ -6,7 +6,7 @@ python tinker_loops.py URL MODEL LOOP [STEPS]
 import json
 import random
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import tinker
 from tinker import types
@@ -123,13 +123,8 @@ def alone(service):
 
 def together(service):
     """The same two at once."""
-    found = {}
-    threads = [threading.Thread(target=lambda seed=seed: found.update({seed: tracked(service, seed)})) for seed in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found.get(1), found.get(2)]
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(lambda seed: tracked(service, seed), (1, 2)))
 
 
 def refused(service):
