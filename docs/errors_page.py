@@ -6,6 +6,7 @@ found in the source, so that no package that only a service has must be installe
 
 import argparse
 import ast
+import functools
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ def incomplete(found: set[str]) -> list[str]:
     return missing + [f"{name}: stands in docs/error_remedies.toml and is no error of the code" for name in sorted(set(lines) - found)]
 
 
+@functools.cache
 def named_errors(packages: tuple[str, ...] = ("services", "shared", "myxo")) -> dict[str, NamedError]:
     """Returns the public errors that derive from the base, by their names; the base itself is none."""
     bases, found = dict[str, list[str]](), dict[str, NamedError]()

@@ -78,8 +78,8 @@ def test_draft_layers_that_train_are_planned_on_the_last_stage():
     trainer = TrainerSection(pipeline_model_parallel_size=2, enable_mtp_training=True, use_distributed_optimizer=False)
     drafted = with_drafts(replace(shape, draft_layers=1), trainer)
     (first, last), (first_with, last_with) = (plan_trainer(each, trainer, 8) for each in (shape, drafted))
-    names = hf_tensors(drafted).keys() - hf_tensors(shape).keys()
-    added = sum(prod(hf_tensors(drafted)[name]) for name in names)
+    tensors, plain = hf_tensors(drafted), hf_tensors(shape)
+    added = sum(prod(tensors[name]) for name in tensors.keys() - plain.keys())
     assert first_with == first and last_with.parameters - last.parameters == added
     assert last_with.weights - last.weights == 2 * (added + shape.vocab_size * shape.hidden_size)
     assert last_with.activations > last.activations and last_with.likelihood == 2 * last.likelihood
