@@ -45,7 +45,7 @@ def declare(command: argparse.ArgumentParser) -> None:
 
 
 def accounts(parsed: argparse.Namespace, console: Console) -> int:
-    """Makes the accounts, or brings them up to date, and tells what was done. Raises ConfigError."""
+    """Makes the accounts, or brings them up to date, and reports what was done. Raises ConfigError."""
     if not RUN_ID.match(parsed.run):
         raise ConfigError("--run", parsed.run, "expected lower-case letters, digits, '-' and '_'")
     if parsed.mounted is not None and not parsed.mounted.startswith("/"):

@@ -228,7 +228,7 @@ def examine_shared_memory(_: Path) -> Iterator[Diagnosis]:
 
 
 def _figure(text: str) -> float:
-    """Reads a figure; what the GPU does not tell (``[N/A]``) is 0."""
+    """Reads a figure; what the GPU does not report (``[N/A]``) is 0."""
     try:
         return float(text)
     except ValueError:
@@ -405,7 +405,7 @@ EXAMINATIONS: tuple[Examination, ...] = (
 MARKS = {"ok": ("ok   ", "green"), "note": ("note ", "yellow"), "fault": ("FAULT", "bold red")}
 _ABOUT = """Look at this machine: packages, GPUs and their driver, shared memory, NATS, Redis, disk, limits, the sandbox.
 
-Each fault is told with the command that mends it. With a CONFIG (and flags over it) everything that `myxo up` checks before it starts is
+Each fault is shown with the command that mends it. With a CONFIG (and flags over it) everything that `myxo up` checks before it starts is
 looked at, too. Nothing is changed. Exits 1 where there is a fault."""
 
 

@@ -65,7 +65,7 @@ async def at_work(access: Access) -> list[str]:
 
 
 def lines(ledger: LedgerExtent, held: list[int], plan: RepairPlan, run: str, *, done: bool) -> list[str]:
-    """Returns what is told, a line each."""
+    """Returns the report, a line each."""
     kept = ", ".join(map(str, held)) or "none"
     told = [f"ledger: {ledger.trained} steps trained, the batches of {ledger.durable} freed. Checkpoints, by steps trained: {kept}"]
     if plan.problem:

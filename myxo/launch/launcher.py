@@ -93,7 +93,7 @@ class WaitReport:
         self.newest: Stall | None = None
         self._watch = StallWatch()
         self._logged: Stall | None = None
-        self._told_still = 0.0  # since when there was no step as something was last told
+        self._told_still = 0.0  # since when there was no step when a wait was last reported
         self._log: Any = structlog.get_logger()
 
     def see(self, situation: RunSituation, now: float) -> Stall:
@@ -113,7 +113,7 @@ class WaitReport:
         return found
 
     def _worth_telling(self, found: Stall, now: float) -> bool:
-        """Of waits that follow each other without a step between them, none of which lasts, the first is told that comes late."""
+        """Returns whether a wait is reported: one that lasts, or the first late one of several without a step between them."""
         limit = LONG_STEP_S if found.cause is Cause.TRAINING else TOLD_AFTER_S
         still = found.still(now) if found.still_since > self._told_still else 0.0
         return found.cause in TROUBLES or max(found.lasted(now), still) >= limit

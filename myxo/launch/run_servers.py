@@ -68,7 +68,7 @@ class DiskWatch:
 
 
 async def until_room(watch: DiskWatch, say: Callable[[str], None], stopped: Callable[[], bool]) -> bool:
-    """Returns once the disk has room, or ``stopped``: whether it has. ``say`` is told of a wait. Raises DiskFull."""
+    """Returns once the disk has room, or ``stopped``: whether it has. ``say`` reports a wait. Raises DiskFull."""
     told = False
     while not stopped():
         watch.look(time.monotonic())
@@ -192,7 +192,7 @@ class ManagedServer(KeptAlive):
         self.probe.begin()
 
     def restart(self) -> ServiceEvent | None:
-        """Starts it again. Returns the event that tells of it; None where it did not start."""
+        """Starts it again. Returns the event that reports it; None where it did not start."""
         self.since = time.monotonic()
         try:
             self.server.start(deadline=RESTART_SECONDS)

@@ -115,7 +115,7 @@ class EngineFilling:
     gpus: int
 
     def told(self, size: int) -> str:
-        """Returns the line that tells a user, for engines of ``size`` GPUs."""
+        """Returns the line for the user, for engines of ``size`` GPUs."""
         each = f"of {size} GPU{'s' * (size > 1)} each"
         line = f"rollout_replicas = {self.engines}, {each}: they fill the {self.gpus} that there are for engines"
         return f"{line}, but for {self.idle}, which {'is' if self.idle == 1 else 'are'} idle" if self.idle else line
@@ -167,7 +167,7 @@ def filling(config: RunConfig, left: Sequence[int]) -> EngineFilling:
 
 
 def filled(config: RunConfig, nodes: int, gpus_per_node: int, *, trains: bool) -> tuple[RunConfig, str]:
-    """Returns the config with the engines that fill GPUs, and the line that tells so; as it is, and nothing, where it says how many.
+    """Returns the config with the engines that fill GPUs, and the line that reports it; as it is, and nothing, where it says how many.
 
     ``nodes``, ``gpus_per_node``: what there is for trainer and engines; no nodes: that is not known, and colocated engines alone are
     counted. ``trains``: whether trainer and critic compute on GPUs.

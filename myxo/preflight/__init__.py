@@ -186,7 +186,7 @@ def _with_all_engines(config: RunConfig, starts: bool, cluster: tuple[int, int] 
 
 
 def inspect(inspection: Inspection, told: Sequence[str] = ()) -> list[BadInput]:
-    """Returns the problems that all checks find, in their order; where there are none, tells the notes on standard error.
+    """Returns the problems that all checks find, in their order; where there are none, prints the notes on standard error.
 
     ``told``: notes of before.
     """

@@ -29,7 +29,7 @@ Headers = Mapping[str, tuple[str, hf_checkpoint.Shape]]  # each tensor of a chec
 
 @dataclass(frozen=True)
 class Note:
-    """A line about a config that can run, told where nothing is refused."""
+    """A line about a config that can run, reported where nothing is refused."""
 
     text: str
 

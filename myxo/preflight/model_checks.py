@@ -242,7 +242,7 @@ def check_layout_reach(inspection: Inspection) -> Findings:
 
 
 def check_given_checkpoints(inspection: Inspection) -> Findings:
-    """Yields where ``load`` names other weights than those that the run starts from; tells what becomes of ``ref_load``."""
+    """Yields where ``load`` names other weights than those that the run starts from; reports what becomes of ``ref_load``."""
     config = inspection.config
     model, load = config.model.hf_checkpoint, config.trainer.load
     if config.model.own_reference is not None:

@@ -215,7 +215,7 @@ def settled(inspection: Inspection) -> RolloutSection:
 
 
 def check_epochs(inspection: Inspection) -> Findings:
-    """Tells epochs that do not count: the number of steps is given as well."""
+    """Notes epochs that do not count: the number of steps is given as well."""
     rollout = inspection.config.rollout
     if rollout.num_epoch is not None and "num_rollout" in rollout.model_fields_set and rollout.num_rollout_per_epoch is None:
         yield Note(f"--num-epoch {rollout.num_epoch} changes nothing: --num-rollout {rollout.num_rollout} is given, and counts")

@@ -182,7 +182,7 @@ def _parts(plan: StagePlan) -> dict[str, int]:
     return {**held, "activations": plan.activations, "working": max(plan.likelihood, plan.working)}
 
 
-WORTH = 0.02  # share of a need that a flag has to take off to be told
+WORTH = 0.02  # share of a need that a flag has to take off to be reported
 LEAST_TOKENS = 1024  # tokens of a micro-batch below which training only gets slow
 LOW_PRECISION = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "main_grads_dtype": "bf16"}
 

@@ -405,7 +405,7 @@ class Buffer:
                 await runs.set_phase(self._bus, self._service.run, runs.FINISHED)
 
     def _free_unasked(self, record: LedgerRecord) -> None:
-        """Frees what held-out prompts show that an evaluation ends without: nobody reports them any more."""
+        """Frees what held-out prompts show that an evaluation ends without: no service reports them any more."""
         if isinstance(record, ledger.EvalEnded) and (most := self._prompts.most_pictures):
             for name in self._state.evaluations[record.version, record.dataset].pending:
                 self._to_free.put_nowait(list(itertools.islice(self._service.subjects.picture_keys(name, 0), most)))

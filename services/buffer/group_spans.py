@@ -1,4 +1,4 @@
-"""The spans of groups and evaluations, as the ledger tells of them: the root of each trace, and what a group waited for. Pure.
+"""The spans of groups and evaluations, from the records of the ledger: the root of each trace, and what a group waited for. Pure.
 
 A group's trace has besides what the other services did with it: they derive its ids from its name (`shared.runtime.traces`).
 """

@@ -72,7 +72,7 @@ class BadChoice(MyxoError):
     """A buffer filter chose groups that are no batch; the text says which."""
 
 
-# What a trainer is told that comes back with more steps than the ledger has
+# The answer to a trainer that comes back with more steps than the ledger has
 AHEAD = "the checkpoint is ahead of the ledger, as after a loss of power; `myxo repair RUN` says what would be lost, and repairs it"
 
 

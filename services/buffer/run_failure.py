@@ -80,7 +80,7 @@ class RunFailure:
     """Keeps whether the run has failed, and why.
 
     Args:
-        limit: `max_dead_in_a_row`. held: awaited before the bus is told; raises where another buffer is active.
+        limit: `max_dead_in_a_row`. held: awaited before the bus is notified; raises where another buffer is active.
     """
 
     def __init__(self, service: Service, limit: int, held: Callable[[], Awaitable[None]]) -> None:

@@ -17,7 +17,7 @@ from shared.schema.service_messages import MetricsWritten, ServiceEvent
 from shared.schema.weight_messages import WeightsLive, WeightsPushed
 from shared.view.metric_history import MetricHistory, PushHistory, RunMarks, pushes_in
 
-SHOW_EACH = 2000  # Events of a long history after which browsers are told that there is more
+SHOW_EACH = 2000  # Events of a long history after which browsers are notified that there is more
 YIELD_EACH = 20_000  # Numbers of a file that are taken before others have their turn
 
 

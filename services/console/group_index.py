@@ -164,7 +164,7 @@ def new_database(path: Path) -> sqlite3.Connection:
 
 
 def empty(database: sqlite3.Connection) -> None:
-    """Empties all tables that the ledger is folded into; where kept responses lie is told by other files."""
+    """Empties all tables that the ledger is folded into; where kept responses lie follows from other files."""
     for table in ("groups", "details", "spans", "told", "batches", "checkpoints", "evaluations"):
         database.execute(f"DELETE FROM {table}")
 

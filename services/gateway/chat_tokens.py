@@ -241,7 +241,7 @@ class ChatTokens:
             if (known := self._varied.get(key)) is not None:
                 self._varied.move_to_end(key)
                 return known
-        # nobody waits for it meanwhile
+        # no request waits for it meanwhile
         made = ChatTokens(self.tokenizer, {**self._variables, **variables}, self._control_tokens, self._encoded)
         with self._varying:
             self._varied[key] = made

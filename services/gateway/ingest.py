@@ -327,7 +327,7 @@ class GroupIntake:
     def _check_stopping(self) -> None:
         """Raises TurnRefused once this gateway is asked to stop: it waits for no task any more."""
         if self._service.stopping.is_set():
-            raise TurnRefused(503, "this gateway stops; another goes on", code="gateway_stopping", retry_after_s=RETRY_S)
+            raise TurnRefused(503, "this gateway stops; another continues", code="gateway_stopping", retry_after_s=RETRY_S)
 
     async def _handed_in(self, group: FinishedGroup, digest: str) -> dict[str, object]:
         key = self._service.subjects.ingest_key(group.id)

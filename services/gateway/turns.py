@@ -373,7 +373,7 @@ class Turns:
             if log.ended is not None:
                 raise _over(log) from None
             if self.watch.stopped:
-                raise TurnRefused(503, "this gateway stops; another goes on", code="gateway_stopping", retry_after_s=1.0) from None
+                raise TurnRefused(503, "this gateway stops; another continues", code="gateway_stopping", retry_after_s=1.0) from None
             raise TurnRefused(503, f"the turn did not end within {seconds:.0f} s", code="turn_timeout") from None
         except SessionOver:
             raise _over(log) from None

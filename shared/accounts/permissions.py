@@ -320,7 +320,7 @@ RUN_ACCOUNT = "run"  # the NATS account of the streams, where whoever made the s
 _STREAMED = (f"{API}.CONSUMER.MSG.NEXT.{REST}", f"{API}.DIRECT.GET.{REST}")  # requests that are answered by several messages
 _PENDING = "1h"  # time for which NATS remembers to whom an answer goes: longer than any request waits
 MAX_PAYLOAD = 1 << 20  # largest message in bytes, headers included: NATS's own default. Payloads are in Redis.
-MEMORY = "2gb"  # memory of Redis, unless `myxo accounts` is told otherwise
+MEMORY = "2gb"  # memory of Redis, unless `myxo accounts` is given another
 KEY, CERTIFICATE = "key.pem", "certificate.pem"  # names of a server's own TLS files, beside its config
 TLS_SECONDS = 5  # seconds that a client may take for the handshake
 

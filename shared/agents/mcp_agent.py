@@ -1,6 +1,6 @@
 """An agent that lets the model use the tools of MCP servers (https://modelcontextprotocol.io).
 
-It is a chat of OpenAI's form in which each call is made, and the model told of each that cannot be read, until an answer has none.
+It is a chat of OpenAI's form in which each call is made, and the model gets an error for each unreadable one, until an answer has none.
 """
 
 import asyncio
@@ -118,7 +118,7 @@ async def open_tools(servers: Mapping[str, Server], seconds: float, characters: 
 
 
 def text_of(result: CallToolResult) -> str:
-    """Returns a result as text: its text parts, or its structure as JSON; parts that are no text are named. An error is told as one."""
+    """Returns a result as text: its text parts, or its structure as JSON; parts that are no text are named. An error is marked as one."""
     parts = [part.text if isinstance(part, TextContent) else f"[{part.type}]" for part in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]

@@ -58,7 +58,7 @@ class WrongSequence(MyxoError):
 
 
 class RequestRefused(MyxoError):
-    """The receiver answered a request with a refusal and its reason. ``error``: the class of the receiver's error; empty if not told."""
+    """The receiver answered a request with a refusal and its reason. ``error``: the class of the receiver's error; empty if not given."""
 
     error = ""
 

@@ -199,7 +199,7 @@ def settle_defaults(given: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def note(fields: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the line that tells a user which defaults were taken."""
+    """Returns the note that names the defaults that were taken."""
     words = ", ".join(f"{name} = {shown(value)}" for section in fields.values() for name, value in section.items())
     return f"slime's defaults hold where they differ from Myxo's and no flag is given: {words}"
 

@@ -74,7 +74,7 @@ class MadeSource:
         self._source.get_samples(count)
 
     def observe(self, results: list[dict[str, Any]]) -> dict[str, Any]:
-        """Tells the source; what it raises costs these results and not the source."""
+        """Passes results to the source; what it raises costs these results and not the source."""
         try:
             self._source.observe(results)
         except (Exception, SystemExit) as error:
@@ -166,7 +166,7 @@ class SourceProcess:
         return answer["entry"], answer["state"]
 
     def observe(self, results: list[dict[str, Any]]) -> str | None:
-        """Tells the source results; returns what it raised over them, if anything."""
+        """Passes results to the source; returns what it raised over them, if anything."""
         failed: str | None = self._ask({"verb": "observe", "results": results}, OBSERVE_SECONDS).get("failed")
         return failed
 

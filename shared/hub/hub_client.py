@@ -135,7 +135,7 @@ class Hub:
             asking = run_in_thread(ask, "hub")  # the look-up of a hub's address has no deadline of its own
             try:
                 return asking.result(left)
-            except Exception as error:  # whatever the library and those below it raise is told in words
+            except Exception as error:  # whatever the library and those below it raise is reported in words
                 if not asking.done():
                     raise self.in_words(TimeoutError(f"no answer within {left:.0f} s"), name) from None
                 if getattr(getattr(error, "response", None), "status_code", None) not in _BUSY or time.monotonic() + RETRY_SECONDS > end:

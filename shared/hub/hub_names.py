@@ -56,7 +56,7 @@ class HubName:
 
 
 def is_name(path: Path | str) -> bool:
-    """Tells whether a config's path is a name on the hub."""
+    """Returns whether a config's path is a name on the hub."""
     return str(path).startswith(PREFIX)
 
 

@@ -140,7 +140,7 @@ class AnnounceAttempt:
 
 @dataclass(frozen=True)
 class StopRanks:
-    """Ask the ranks to leave in order: rank 0 saves and tells all others."""
+    """Ask the ranks to leave in order: rank 0 saves and notifies all others."""
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ class FirstNode:
         return commands
 
     def _note_lost(self, now: NodeSituation) -> list[NodeCommand]:
-        """Notes the nodes whose lease has run out, or whose agent is another one than at the attempt's beginning; tells of each once."""
+        """Notes the nodes whose lease has run out, or whose agent is another one than at the attempt's beginning; reports each once."""
         for rank, node in (now.nodes or {}).items():
             if rank in self._lost or (self._stop_asked is not None and not node.term):
                 continue
@@ -287,12 +287,12 @@ class FirstNode:
                 self._lost[rank] = f"{node} is lost: its lease was not renewed in time"
             elif node.term != self._terms[rank]:
                 self._lost[rank] = f"{node} was started anew" if node.term else f"{node} has left"
-        told = [rank for rank in self._lost if rank not in self._named]
-        self._named.update(told)
-        return [PublishNodeEvent(NODE_LOST, self._lost[rank]) for rank in told]
+        new = [rank for rank in self._lost if rank not in self._named]
+        self._named.update(new)
+        return [PublishNodeEvent(NODE_LOST, self._lost[rank]) for rank in new]
 
     def _note_cut(self, now: NodeSituation) -> list[NodeCommand]:
-        """Notes the links that are down while the nodes at both ends renew their leases; tells of each once."""
+        """Notes the links that are down while the nodes at both ends renew their leases; reports each once."""
         found = {ends: words for ends, words in self._down_links(now).items() if ends not in self._cut and not {*ends} & {*self._lost}}
         self._cut.update(found)
         return [
@@ -379,8 +379,8 @@ class FirstNode:
     def _over(self, over: Over, code: int, reason: str) -> list[NodeCommand]:
         attempt, self._attempt = self._attempt, None
         self._opening = self._ending = False
-        told = PublishNodeEvent(ATTEMPT_ENDED, f"attempt {self._number} is over: {reason or over}")
-        return [told] if attempt is None else [AnnounceAttempt(replace_over(attempt, over, code, reason)), told]
+        event = PublishNodeEvent(ATTEMPT_ENDED, f"attempt {self._number} is over: {reason or over}")
+        return [event] if attempt is None else [AnnounceAttempt(replace_over(attempt, over, code, reason)), event]
 
 
 def replace_over(attempt: Attempt, over: Over, code: int, reason: str) -> Attempt:

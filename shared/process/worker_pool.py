@@ -226,7 +226,7 @@ class Worker:
             reason = f"process answered {error}"
         except ConnectionError as error:
             reason = f"process broke off: {error}"
-        finally:  # whatever ended it: nobody waits for answers that do not come
+        finally:  # whatever ended it: no caller waits for answers that do not come
             if self._running_call is not None:
                 self._ended_by += running_call.crash_words(self._running_call)
             open_calls = [(answers, self._gone(reason or self._ended_by, call_id)) for call_id, answers in self._open.items()]

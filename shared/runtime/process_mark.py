@@ -1,4 +1,4 @@
-"""Tells whether a process of this machine is certainly dead, from the mark that it left. Linux only; elsewhere that is not known.
+"""Finds whether a process of this machine is certainly dead, from the mark that it left. Linux only; elsewhere that is not known.
 
 A mark is ``boot/namespace/pid/started``. Where boot and pid namespace are the reader's own, a live process of that mark stands in the
 reader's process table: the inode of a namespace belongs to one namespace at a time, and a pid that was given to somebody else has

@@ -54,7 +54,7 @@ def bytecode_variables(environment: Mapping[str, str], package: str = "sglang.sr
     """Returns the variables by which a child keeps bytecode in the user's cache; none where it lies beside the sources, or will.
 
     Args:
-        environment: the child's, otherwise. package: its largest one; the directory of a package that is not installed is nobody's.
+        environment: the child's, otherwise. package: its largest one; one that is not installed has no directory.
     """
     parent, _, name = package.partition(".")
     spec, cache = importlib.util.find_spec(parent), directory()

@@ -1,6 +1,6 @@
-"""What a service does now, or waits for: each part of it tells, and its status in the registry carries it to whoever asks.
+"""What a service does now, or waits for: each part of it reports it, and its status in the registry carries it to whoever asks.
 
-Any thread may tell; the heartbeat reads. What a display says of a wait comes from here, so that the words are the service's own.
+Any thread may report; the heartbeat reads. What a display says of a wait comes from here, so that the words are the service's own.
 """
 
 import time
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from shared.schema.service_messages import Doing
 
-# The parts of services that tell: a trainer's loop, its push, the work of a rollout or reward service, a buffer's next batch
+# The parts of services that report: a trainer's loop, its push, the work of a rollout or reward service, a buffer's next batch
 LOOP, PUSH, WORK, BATCH = "loop", "push", "work", "batch"
 
 # Returns what a part does at the moment; None: nothing worth telling. It is called from the heartbeat, and must not wait.
@@ -27,13 +27,13 @@ class Activities:
         self._looks.append(look)
 
     def begin(self, part: str, what: str, awaited_from: Sequence[str] = (), next_action: str = "") -> None:
-        """Tells that ``part`` begins to do something, or continues with it: the same words keep their beginning."""
+        """Reports that ``part`` begins to do something, or continues with it: the same words keep their beginning."""
         known = self._told.get(part)
         since = known.since if known is not None and known.what == what else time.time()
         self._told[part] = Doing(part=part, what=what, since=since, awaited_from=list(awaited_from), next_action=next_action)
 
     def end(self, part: str) -> None:
-        """Tells that ``part`` does nothing worth telling any more."""
+        """Reports that ``part`` does nothing of note any more."""
         self._told.pop(part, None)
 
     def now(self) -> list[Doing]:

@@ -110,7 +110,7 @@ class MetricHistory:
 
 CAUGHT_UP = "caught_up"  # The event of a replica that took a version from another replica or from disk
 
-# Events that tell of weights that did not get where they should
+# Events about weights that did not get where they should
 TROUBLES = ("fenced", "snapshot_broken", "snapshot_failed", "peer_weights_differ", "policy_not_exported")
 
 MOST = 20_000  # The newest pushes, versions and events that are kept, of each

@@ -214,7 +214,7 @@ def pace(history: PushHistory) -> PushPace:
 
 
 def weight_events(history: PushHistory, limit: int, *, told: bool = True) -> WeightEvents:
-    """Returns the failures of pushes by name, what services told of weights, and catch-ups, the newest first."""
+    """Returns the failures of pushes by name, the events of services about weights, and catch-ups, the newest first."""
     failed = [
         WeightEvent(at=push.at, who=part.replica, what=f"push of version {item.version} failed", text=part.failure, bad=True)
         for item in history.versions.values()

@@ -180,7 +180,7 @@ class EarlyProcesses:
     def __init__(self, modules: Sequence[str], variables: Mapping[str, str], late: Collection[str]) -> None:
         self._expected, self._late, self._imported = variables, late, dict(os.environ)
         self._waiting: list[EarlyProcess] = []
-        multiprocessing.set_start_method("spawn", force=True)  # the children are told of it
+        multiprocessing.set_start_method("spawn", force=True)  # it is passed on to the children
         try:
             for module in modules:
                 self._waiting.append(EarlyProcess(module, {**variables, **os.environ}))
@@ -246,7 +246,7 @@ def changed_variables(before: Mapping[str, str], after: Mapping[str, str]) -> di
     return {name: after.get(name) for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
 
 
-# Flags that tell sizes, each with its other names.
+# Flags that set sizes, each with its other names.
 TENSOR = ("tp-size", "tp", "tensor-parallel-size")
 PIPELINE = ("pp-size", "pp", "pipeline-parallel-size")
 DATA = ("dp-size", "dp", "data-parallel-size")
@@ -323,7 +323,7 @@ def early_modules(arguments: Sequence[str]) -> list[str]:
         tensor, pipeline, data, nodes = (flag_number(flags, names) for names in (TENSOR, PIPELINE, DATA, NODES))
         rank, detokenizers = flag_number(flags, ("node-rank",), 0), flag_number(flags, ("detokenizer-worker-num",))
     except ValueError:
-        return []  # SGLang will tell
+        return []  # SGLang reports it
     if OTHERWISE & flags.keys() or data > 1 or nodes < 1:
         return []
     schedulers = max(tensor * pipeline // nodes, 1)

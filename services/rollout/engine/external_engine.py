@@ -169,7 +169,7 @@ class ExternalClient(EngineClient):
             await self.transport.post("/end_weight_update", {}, deadline, "the next update is refused")
 
     async def adopt(self, version: int, tensors: Mapping[str, TensorDigest], *, deadline: float = CONTROL_SECONDS) -> str:
-        """Returns the digest of what was sent: a stock engine tells none of what it holds."""
+        """Returns the digest of what was sent: a stock engine reports none of what it holds."""
         return version_digest(tensors) if tensors else ""
 
     async def generate_group(

@@ -167,7 +167,7 @@ class Reception:
         return {"digest": digest, "bytes": nbytes, "seconds": seconds, "differences": differences, "marks": self.marks}
 
     def report_held(self, digest: str) -> None:
-        """Tells the trainer's first rank at once which digest the weights have: the answer to the command has a longer way."""
+        """Reports to the trainer's first rank at once which digest the weights have: the answer to the command has a longer way."""
         if not self.check and not self._from_peer(self._manifests):
             with contextlib.suppress(MyxoError):  # the trainer waits for the answer then
                 self.channels[0].report_held(self.push, digest)
