@@ -2,8 +2,8 @@
 
 A group is written before its samples are sent, and removed once its message is acknowledged. Its file is called after the delivery of the
 task that it answers (group, attempt, the server's time of publication), so it is handed in against that task alone: by the replica that
-made it, or by any of the same directory that the task is delivered to again. All of them send the same keys under the same message id, and
-the ledger takes one outcome of an attempt. What has become too old to be trained is dropped here, and the buffer is informed.
+made it, or by any of the same directory that the task is delivered to again. All of them send the same blobs under the same keys, and the
+ledger takes one outcome of an attempt. What has become too old to be trained is dropped here, and the buffer is informed.
 """
 
 import contextlib
@@ -63,7 +63,8 @@ class SampleSpool:
             if not os.path.isabs(given):
                 raise OSError("it is relative")
             private_directory(spool._directory, 0o700)
-            replace_file(spool._directory / ".probe", b"")
+            replace_file(probe := spool._directory / ".probe", b"")
+            probe.unlink()
         except OSError as error:
             raise ConfigError(SPOOL_VARIABLE, given, f"an absolute path of a directory that this process may write to ({error})") from None
         return spool

@@ -141,9 +141,7 @@ class TaskOutcomes:
         """Publishes a message about a task: to be scored, or to the buffer. ``started``: when work on it began, seconds since the epoch."""
         names = self._service.subjects
         subject = names.generated(task.environment) if isinstance(message, Generated) else names.scored(ROLLOUT)
-        payload = message.payload if isinstance(message, Generated | Interrupted) else None
-        msg_id = uuid.uuid4().hex if payload is None else payload.keys[0].replace(":", ".")
-        await self._service.bus.publish(subject, message, msg_id=msg_id, deadline=PUBLISH_SECONDS)
+        await self._service.bus.publish(subject, message, msg_id=uuid.uuid4().hex, deadline=PUBLISH_SECONDS)
         if (published := self._published.pop((task.group, task.attempt), None)) is not None and self._spool is not None:
             await asyncio.to_thread(self._spool.remove, task, published)
             self._measure()
@@ -167,10 +165,10 @@ class TaskOutcomes:
     async def _sent(self, task: Task, group: SpooledGroup, *, check_age: bool = False) -> StoredMessage:
         """Writes a group's samples into the store and returns its message. With a spool it waits for the link, and returns that the group
         is stale once it is; else it raises as `Store.write` does. ``check_age``: before the first attempt, too."""
+        trains = not is_evaluation(task.group)
         while True:
             try:
-                if check_age and self._spool is not None and (live := await self._live()) > group.last:
-                    await asyncio.to_thread(self._spool.remove_too_old, live)
+                if check_age and trains and self._spool is not None and (live := await self._live()) > group.last:
                     self._service.metrics.add("too_old_at_source")
                     self._service.log.warning("group_too_old_at_source", group=task.group, attempt=task.attempt, live=live, last=group.last)
                     return Interrupted(group=task.group, attempt=task.attempt, stale=True, replica=self._service.instance)
@@ -191,5 +189,6 @@ class TaskOutcomes:
 
     def _measure(self) -> None:
         assert self._spool is not None
+        self._spool.remove_too_old(self._service.version)
         for name, value in zip(("spooled_groups", "spooled_bytes"), self._spool.held(), strict=True):
             self._service.metrics.set(name, value)

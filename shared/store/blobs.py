@@ -170,6 +170,7 @@ class BlobConnection:
         for _, _, answered in self._awaited:
             if not answered.done():
                 answered.set_exception(reason or RedisConnectionError("the connection was closed"))
+                answered.exception()  # whoever asked may have been cancelled
         self._awaited.clear()
         self._unsent.clear()
 

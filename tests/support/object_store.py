@@ -55,7 +55,7 @@ class RunningObjectStore:
 
 
 @contextlib.contextmanager
-def running_object_store(directory: Path, host: str = "127.0.0.1") -> Iterator[RunningObjectStore]:
+def running_object_store(directory: Path, host: str = "127.0.0.1", volume_mb: int = 256) -> Iterator[RunningObjectStore]:
     """Starts one with an empty bucket, and accounts that may do everything and only read."""
     weed = shutil.which("weed") or ROOT / ".venv" / "bin" / "weed"
     if not Path(weed).exists():
@@ -75,7 +75,7 @@ def running_object_store(directory: Path, host: str = "127.0.0.1") -> Iterator[R
         "ip": "127.0.0.1",
         "ip.bind": "0.0.0.0" if host != "127.0.0.1" else host,
         "volume.max": 8,
-        "master.volumeSizeLimitMB": 256,
+        "master.volumeSizeLimitMB": volume_mb,
         "master.telemetry": "false",
         "s3.port": s3,
         "s3.config": directory / "s3.json",

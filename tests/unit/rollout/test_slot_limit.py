@@ -3,7 +3,18 @@
 from collections.abc import Callable
 
 from services.rollout.engine.transport import parse_load
-from services.rollout.request_slots import CALM_READINGS, MEASURED, MOST, QUEUED_READINGS, SETTLING, START, EngineLoad, SlotLimit, lot
+from services.rollout.request_slots import (
+    CALM_READINGS,
+    MEASURED,
+    MOST,
+    QUEUED_READINGS,
+    SETTLING,
+    START,
+    DeliveryPace,
+    EngineLoad,
+    SlotLimit,
+    lot,
+)
 
 
 class Driven:
@@ -103,3 +114,20 @@ sglang:num_running_reqs_offline_batch{engine_type="unified",model_name="m"} 9.0
 def test_an_engines_page_tells_its_load() -> None:
     assert parse_load(PAGE) == EngineLoad(running=31, queued=4, kv_usage=0.5, retracted=2)
     assert parse_load('sglang:realtime_tokens_total{mode="decode"} 5\n') is None
+
+
+def test_a_replica_that_is_too_slow_for_its_staleness_takes_one_group_at_a_time() -> None:
+    pace = DeliveryPace(max_staleness=1)
+    assert pace.room(8, 0, 5) == 8  # nothing is known yet
+    for version in range(4):
+        pace.note_live(version, 10.0 * version)
+        pace.note_live(version, 10.0 * version + 3)  # no news
+    pace.note_group(12.0)
+    assert (pace.version_s, pace.staleness(3), pace.room(8, 3, 5)) == (10.0, 1, 8)
+    assert (pace.staleness(2), pace.room(8, 2, 5), pace.room(8, 2, 0), pace.room(0, 2, 0)) == (2, 0, 1, 0)  # it serves one behind
+    for _ in range(64):
+        pace.note_group(35.0)
+    assert (pace.staleness(3), pace.room(8, 3, 1)) == (3, 0)
+    for _ in range(64):
+        pace.note_group(5.0)
+    assert pace.room(8, 3, 5) == 8
