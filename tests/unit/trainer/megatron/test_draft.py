@@ -13,6 +13,7 @@ from tests.unit.trainer.megatron import draft_steps, rank_steps
 from tests.unit.trainer.megatron.draft_steps import family_names, make_drafted, make_family
 from tests.unit.trainer.megatron.tiny import not_refused, pack, sequences
 
+OF = {"mimo": "qwen2", "qwen3_next": "qwen3_next"}
 ON = {"enable_mtp_training": True, "mtp_loss_scaling_factor": 0.3}
 DRAFT = "model.layers.2."
 COPIES = {f"{DRAFT}embed_tokens.weight": "model.embed_tokens.weight", f"{DRAFT}shared_head.head.weight": "lm_head.weight"}
@@ -25,7 +26,8 @@ def drafted(tmp_path_factory):
 
     def directory(kind, count=1):
         if (kind, count) not in made:
-            made[kind, count] = make_drafted(kind, root / f"{kind}-{count}", count)
+            target = root / f"{kind}-{count}"
+            made[kind, count] = make_family(kind, OF[kind], target) if kind in OF else make_drafted(kind, target, count)
         return made[kind, count]
 
     return directory
@@ -99,7 +101,7 @@ def test_loss_and_gradients_are_those_of_single_sequences_in_transformers(kind, 
         torch.testing.assert_close(found[name] / 0.3, expected[name], atol=2e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("family", "kind"), [("mimo", "qwen2"), ("qwen3_next", "qwen3_next")])
+@pytest.mark.parametrize(("family", "kind"), OF.items())
 def test_a_familys_draft_layer_trains_under_its_names_and_is_exported(family, kind, tmp_path):
     seqs = sequences(5, seed=4)
     directory = make_family(family, kind, tmp_path / "usual")
@@ -137,6 +139,10 @@ LAYOUTS = [
     ("glm4_moe", {"pipeline_model_parallel_size": 2}),
     ("deepseek_v3", {"context_parallel_size": 2}),
     ("deepseek_v3", {"expert_model_parallel_size": 2}),
+    ("mimo", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    pytest.param("mimo", {"context_parallel_size": 2}, marks=pytest.mark.extra),
+    pytest.param("qwen3_next", {"pipeline_model_parallel_size": 2}, marks=pytest.mark.extra),
+    pytest.param("qwen3_next", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, marks=pytest.mark.extra),
     pytest.param("glm4_moe", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, marks=pytest.mark.extra),
     pytest.param("glm4_moe", {"use_distributed_optimizer": False}, marks=pytest.mark.extra),
 ]
