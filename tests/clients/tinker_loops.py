@@ -95,9 +95,9 @@ def preferred(service):
     return margins
 
 
-def tracked(service, seed):
+def tracked(service, seed, client):
     """Returns all that a client gets that trains, saves and samples: its numbers are to be the same bits each time."""
-    client, found, rng = client_of(service, seed), [], random.Random(seed)
+    found, rng = [], random.Random(seed)
     for step in range(STEPS):
         data = [datum([rng.randrange(4, 99) for _ in range(rng.randrange(3, 20))]) for _ in range(3)]
         for one in data:
@@ -118,13 +118,15 @@ def tracked(service, seed):
 
 def alone(service):
     """Two clients, one after the other."""
-    return [tracked(service, 1), tracked(service, 2)]
+    return [tracked(service, seed, client_of(service, seed)) for seed in (1, 2)]
 
 
 def together(service):
     """The same two at once."""
+    clients = {seed: client_of(service, seed) for seed in (1, 2)}
+    print("begun", flush=True)
     with ThreadPoolExecutor(2) as threads:
-        return list(threads.map(lambda seed: tracked(service, seed), (1, 2)))
+        return list(threads.map(lambda seed: tracked(service, seed, clients[seed]), clients))
 
 
 def refused(service):
