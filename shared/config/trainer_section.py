@@ -146,8 +146,6 @@ _OF_MEGATRON = (
     "recompute_method",
     "make_vocab_size_divisible_by",
     "spec",
-    "use_rollout_routing_replay",
-    "use_routing_replay",
     "custom_megatron_init_path",
     "custom_megatron_before_log_prob_hook_path",
     "custom_megatron_before_train_step_hook_path",
@@ -440,6 +438,8 @@ class TrainerSection(Section):
             others = ("lora_rank", "fsdp_shard_ranks", "fsdp_compile", *(other for other in shared if other != name and shared[other] > 1))
             if size > 1 and (beside := [other for other in others if getattr(self, other)]):
                 yield ConfigError(f"trainer.{name}", size, f"1 {own} and {beside[0]} = {getattr(self, beside[0])}")
+        if self.fsdp_compile and (self.use_routing_replay or self.use_rollout_routing_replay):
+            yield ConfigError("trainer.fsdp_compile", True, f"false {own} and replayed routing")
 
     def _misfits(self) -> Iterator[str]:
         if self.trainer_backend == "torch":

@@ -24,6 +24,7 @@ from services.trainer.fsdp.adapters import MARK, adapters_of, attach, peft_name
 from services.trainer.fsdp.fused_layers import compile_layers, fuse
 from services.trainer.fsdp.packed_attention import Sequences
 from services.trainer.fsdp.picture_inputs import PictureInputs
+from services.trainer.fsdp.routing_replay import RoutingReplay
 from services.trainer.fsdp.shards import box_of, is_first_copy, local, mark, shard_of, whole_shape
 from services.trainer.fsdp.split_layers import SplitLayers, split
 from services.trainer.fsdp.token_rows import ContextPart, TokenRows, mapped
@@ -101,6 +102,7 @@ class FsdpModel:
     Args:
         seeing: makes the inputs of a model that sees; None for one that is given text alone.
         reshards: whether layers' weights are gathered anew for each pass. split: what ranks share within layers.
+        replay: of the routers' choices; None for a model without experts.
         root: sharded. hf_dir: the checkpoint that it was made from. dtype: in which layers compute, and weights are sent to engines.
     """
 
@@ -119,6 +121,7 @@ class FsdpModel:
     seeing: PictureInputs | None = None
     reshards: bool = True
     split: SplitLayers = field(default_factory=SplitLayers)
+    replay: RoutingReplay | None = None
 
     @property
     def language_model(self) -> Any:
@@ -216,19 +219,25 @@ class FsdpModel:
         for adapter in adapters_of(self.language_model).values():
             local(adapter.b).zero_()
 
-    def run(self, batch: PackedBatch, read: Read) -> Any:
-        """Returns what ``read`` makes of a micro-batch on this rank's device. A collective of all ranks."""
+    def run(self, batch: PackedBatch, read: Read, record: bool = False) -> Any:
+        """Returns what ``read`` makes of a micro-batch on this rank's device. A collective of all ranks.
+
+        Args:
+            record: whether the routers' choices are kept.
+        """
         if self.seeing is not None:
             seen = self.seeing.seen(batch, everywhere=dist.get_world_size() > 1)
             sequences = Sequences(seen.starts, torch.tensor(seen.starts, dtype=torch.int32, device=device()))
             pixels = {name: tensor.to(device()) for name, tensor in seen.pixels.items()}
             tokens, positions = seen.tokens.to(device())[None], seen.positions.to(device())
             return self.root(tokens, positions, sequences, read, pixels, len(batch.tokens))
-        rows, tokens, starts, part = self._rows(len(batch.tokens)), batch.tokens, batch.cu_seqlens.tolist(), None
+        rows, tokens, starts, part, missing = self._rows(len(batch.tokens)), batch.tokens, batch.cu_seqlens.tolist(), None, 0
         if rows is not None:
             starts = starts if rows.total == rows.count else [*starts, rows.total]
-            tokens = F.pad(tokens, (0, rows.total - rows.count))
+            missing = rows.total - rows.count
+            tokens = F.pad(tokens, (0, missing))
         positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(starts)])
+        own: Any = slice(None)
         if rows is not None and (context := all_ranks.group("context")) is not None:
             part = ContextPart(rows, starts, context, device())
             own = rows.of_layers(context.rank())
@@ -236,6 +245,8 @@ class FsdpModel:
         sequences = Sequences(starts, torch.tensor(starts, dtype=torch.int32, device=device()), part)
         if self.split.exchange is not None:
             self.split.exchange.agree(len(tokens))
+        if self.replay is not None:
+            self.replay.begin(batch, lambda chosen: F.pad(chosen, (0, 0, 0, missing), value=-1)[own], record)
         self.split.cuts = self.layout.tensor > 1
         try:
             found = self.root(tokens.to(device())[None], positions.to(device())[None], sequences, read, rows=rows)
@@ -338,11 +349,12 @@ def assemble(
         compile_layers(layers)
     options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=DEVICE_TYPE != "cpu")} if cpu_offload else {}
     options["mp_policy"] = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
+    replay = RoutingReplay.of(model, architecture.experts)
     root, cut = ScoredModel(model, value_head), split(model, layout)
     _shard(root, layers, layout, _mesh(shard_ranks), reshards, options)
     for name, one in model.named_parameters():
         mark(one, cut.splits.get(name))
-    own: dict[str, Any] = {"value_head": value_head, "lora": lora, "seeing": seeing, "reshards": reshards, "split": cut}
+    own: dict[str, Any] = {"value_head": value_head, "lora": lora, "seeing": seeing, "reshards": reshards, "split": cut, "replay": replay}
     return FsdpModel(architecture, layout, root, hf_dir, dtype, freezing or Freezing(), chunk_size, **own)
 
 
@@ -424,6 +436,8 @@ def check_packing(model: FsdpModel) -> None:
         caps = getattr(text, "attn_logit_softcapping", None)  # PyTorch's attention would leave it out in silence
         if model.split.exchange is not None:
             model.split.exchange.agree(max(PROBED))
+        if model.replay is not None:
+            model.replay.end()
         plain.set_attn_implementation("sdpa" if plain._supports_sdpa and caps is None else "eager")
         alone, plainly = (torch.cat(rows) for rows in zip(*[model.root(one[None].to(device())) for one in sequences], strict=True))
         plainly = OutputHead(plainly, VocabularySlice(None, 0, 0), **logit_transform(text)).capped(plainly)

@@ -23,9 +23,10 @@ from shared.schema.kept_tokens import Kept
 
 
 def log_probs(model: FsdpModel, batches: Sequence[PackedBatch], temperature: float, recorded: Any = None) -> list[Tensor]:
-    """Returns the log-probability of every label, float32 [T] a micro-batch, without gradients. ``recorded`` must be None."""
-    if recorded is not None:
-        raise MyxoError("the torch backend records no routing")
+    """Returns the log-probability of every label, float32 [T] a micro-batch, without gradients. ``recorded`` gets, by the micro-batch's
+    index, the experts that its tokens went through; None: it is not asked for."""
+    if recorded is not None and model.replay is None:
+        raise MyxoError("the model has no experts whose choice could be recorded")
     model.train(False)
 
     def read(batch: PackedBatch) -> Read:
@@ -35,7 +36,7 @@ def log_probs(model: FsdpModel, batches: Sequence[PackedBatch], temperature: flo
 
         return log_probs
 
-    return _without_gradients(model, [(batch, read(batch)) for batch in batches])
+    return _without_gradients(model, [(batch, read(batch)) for batch in batches], recorded)
 
 
 def values(model: FsdpModel, batches: Sequence[PackedBatch]) -> list[Tensor]:
@@ -44,9 +45,13 @@ def values(model: FsdpModel, batches: Sequence[PackedBatch]) -> list[Tensor]:
     return _without_gradients(model, [(batch, _value) for batch in batches])
 
 
-def _without_gradients(model: FsdpModel, batches: Sequence[tuple[PackedBatch, Read]]) -> list[Tensor]:
+def _without_gradients(model: FsdpModel, batches: Sequence[tuple[PackedBatch, Read]], recorded: Any = None) -> list[Tensor]:
+    found = []
     with torch.no_grad():
-        found = [model.run(batch, read) for batch, read in batches]
+        for index, (batch, read) in enumerate(batches):
+            found.append(model.run(batch, read, recorded is not None))
+            if recorded is not None and model.replay is not None:
+                recorded[index] = model.replay.recorded()
     model.reshard()
     return found
 

@@ -90,6 +90,16 @@ def test_two_ranks_that_share_the_work_train_as_one_does(kind, more, hf, alone, 
     same(found, alone.train(hf(kind), TORCH, 3))
 
 
+@pytest.mark.parametrize("more", [TENSOR, CONTEXT])
+def test_replayed_choices_are_megatrons(more, hf, alone, two_ranks):
+    expected, own = (alone.replayed_steps(hf("qwen3_moe"), config) for config in ({}, TORCH))
+    for found in (own, two_ranks.run(rank_steps.replayed_steps, hf("qwen3_moe"), {**TORCH, **more})[0]):
+        assert (found["loss"], found["grad_norm"]) == pytest.approx((expected["loss"], expected["grad_norm"]), rel=1e-4)
+        for name in ("log_probs", "recorded"):
+            for ours, theirs in zip(found[name], expected[name], strict=True):
+                torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
 def test_policy_losses_and_candidates_are_the_same(hf, alone):
     for function, options in ((alone.first_step, ()), (alone.logit_loss, (True,)), (alone.candidate_loss, (False,))):
         ours, theirs = function(hf("qwen3"), TORCH, *options), function(hf("qwen3"), {}, *options)
@@ -292,7 +302,7 @@ def test_what_it_does_not_take_is_refused(hf, alone, tmp_path, monkeypatch):
         ({"expert_model_parallel_size": 2, "fsdp_shard_ranks": 2}, ["expert_model_parallel_size", "fsdp_shard_ranks = 2"]),
         ({"megatron": {"moe_grouped_gemm": True}}, ["trainer.megatron"]),
         ({"recompute_granularity": "selective"}, ["recompute_granularity", "full"]),
-        ({"use_routing_replay": True}, ["use_routing_replay"]),
+        ({"use_routing_replay": True, "fsdp_compile": True}, ["fsdp_compile", "replayed routing"]),
     ]
     assert not not_refused(lambda change: list(map(_raised, TrainerSection.model_construct(**{**TORCH, **change}).torch_problems())), cases)
     checkpoint("granite", tmp_path)
