@@ -1,5 +1,6 @@
 """Collectives that a backward pass goes through: what ranks exchange that share matrices, sequences or experts."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Group = dist.ProcessGroup
+Step = Callable[[Tensor, Group], Tensor]
 
 
 def gathered(tensor: Tensor, group: Group) -> Tensor:
@@ -17,7 +19,6 @@ def gathered(tensor: Tensor, group: Group) -> Tensor:
 
 
 def _own_sum(tensor: Tensor, group: Group) -> Tensor:
-    """Returns this rank's part of the sum of all ranks' tensors."""
     found = tensor.new_empty((tensor.size(0) // group.size(), *tensor.shape[1:]))
     dist.reduce_scatter_tensor(found, tensor.contiguous(), group=group)
     return found
@@ -29,91 +30,37 @@ def _sum(tensor: Tensor, group: Group) -> Tensor:
     return found
 
 
-class Copied(torch.autograd.Function):
-    """Hands the same tensor to layers of which each rank has a piece: the gradient is the sum of theirs."""
+def _own(tensor: Tensor, group: Group) -> Tensor:
+    return tensor.chunk(group.size())[group.rank()].clone()
+
+
+def _same(tensor: Tensor, _: Group) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group, forth: Step, back: Step) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return forth(tensor, group)
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _sum(gradient, ctx.group), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(gradient, ctx.group), None, None, None
 
 
-class Summed(torch.autograd.Function):
-    """Adds up what the ranks' pieces give, for layers that all ranks compute alike."""
+def _exchange(forth: Step, back: Step) -> Step:
+    def exchanged(tensor: Tensor, group: Group) -> Tensor:
+        found: Tensor = _Exchange.apply(tensor, group, forth, back)
+        return found
 
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        return _sum(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    return exchanged
 
 
-class Gathered(torch.autograd.Function):
-    """Joins ranks' rows, each of which uses all of them for something else: a row's gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return gathered(rows, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _own_sum(gradient, ctx.group), None
-
-
-class SharedOut(torch.autograd.Function):
-    """Adds up ranks' tensors, and gives each rank its part of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _own_sum(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gathered(gradient, ctx.group), None
-
-
-class OwnPart(torch.autograd.Function):
-    """Takes this rank's part of rows that all ranks have: their gradients are joined."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return rows.chunk(group.size())[group.rank()].clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gathered(gradient, ctx.group), None
-
-
-class Joined(torch.autograd.Function):
-    """Joins ranks' rows for a loss that all of them compute alike: each one's rows have its own gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return gathered(rows, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.chunk(ctx.group.size())[ctx.group.rank()], None
-
-
-class Share(torch.autograd.Function):
-    """Leaves a tensor as it is, and counts its gradient, which all of ``ranks`` have, once in their sum."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient / ctx.ranks, None
+copied = _exchange(_same, _sum)  # for layers of which each rank has a piece: the gradient is the sum of theirs
+summed = _exchange(_sum, _same)  # of what the pieces give, for layers that all ranks compute alike
+rows_of_all = _exchange(gathered, _own_sum)  # each rank uses all rows for something else: a row's gradient is the sum of theirs
+own_sum = _exchange(_own_sum, gathered)  # each rank's part of the sum
+own_part = _exchange(_own, gathered)  # of rows that all ranks have: their gradients are joined
+joined = _exchange(gathered, _own)  # for a loss that all ranks compute alike: each one's rows have its own gradient
+share = _exchange(_same, lambda gradient, group: gradient / group.size())  # a gradient that all ranks have counts once in their sum

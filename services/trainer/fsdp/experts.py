@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate, _grouped_linear
 
-from services.trainer.fsdp.exchanges import Copied, Gathered, SharedOut, Summed, gathered
+from services.trainer.fsdp.exchanges import copied, gathered, own_sum, rows_of_all, summed
 from services.trainer.fsdp.fused_layers import weighted_gate
 from services.trainer.parallel.runtime import device
 
@@ -43,15 +43,14 @@ class Exchange:
     def given(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the tokens that this rank's experts may take, their choices of experts, and the weights of these."""
         if self.alike:
-            return Copied.apply(hidden, self.group), chosen, Copied.apply(weights, self.group)
+            return copied(hidden, self.group), chosen, copied(weights, self.group)
         missing = (0, 0, 0, self.tokens - len(hidden))
-        hidden, weights = (Gathered.apply(F.pad(tensor, missing), self.group) for tensor in (hidden, weights))
+        hidden, weights = (rows_of_all(F.pad(tensor, missing), self.group) for tensor in (hidden, weights))
         return hidden, gathered(F.pad(chosen, missing, value=-1), self.group), weights
 
     def summed(self, output: Tensor, tokens: int) -> Tensor:
         """Returns what all ranks' experts give for this rank's tokens."""
-        found: Tensor = Summed.apply(output, self.group) if self.alike else SharedOut.apply(output, self.group)
-        return found[:tokens]
+        return (summed if self.alike else own_sum)(output, self.group)[:tokens]
 
 
 def experts_of(model: torch.nn.Module) -> dict[str, Any]:

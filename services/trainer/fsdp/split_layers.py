@@ -1,7 +1,7 @@
 """Tensor parallelism by transformers' plans (``base_model_tp_plan``), and experts that ranks share.
 
 Between split matrices all ranks of a group have the same hidden states. Of what follows the layers, each computes its own part of the
-tokens, so that the vocabulary's work is split as well: norm, output layer and log-probs come behind `OwnPart`, and every parameter that is
+tokens, so that the vocabulary's work is split as well: norm, output layer and log-probs come behind `own_part`, and every parameter that is
 not within a layer gets the gradient of each token from one rank. Gradients of a parameter within layers that all ranks have, and each uses
 for its own heads, are summed by `SplitLayers.complete`.
 """
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.trainer.fsdp import all_ranks
-from services.trainer.fsdp.exchanges import Copied, OwnPart, Share, Summed
+from services.trainer.fsdp.exchanges import copied, own_part, share, summed
 from services.trainer.fsdp.experts import Exchange, experts_of
 from services.trainer.fsdp.shards import Split
 from shared.model.parallel_layout import ParallelLayout
@@ -77,13 +77,13 @@ def split(model: Any, layout: ParallelLayout) -> SplitLayers:
         strange = [name for name, _ in base.named_parameters() if not re.match(r"layers\.|norm\.|embed_tokens\.", name)]
         if strange:
             raise ConfigError(SIZE, tensor.size(), f"1; {type(model).__name__} has parameters beside its layers: {strange[:3]}")
-        model.get_input_embeddings().register_forward_hook(lambda _, __, output: Share.apply(output, tensor.size()))
+        model.get_input_embeddings().register_forward_hook(lambda _, __, output: share(output, tensor))
         base.norm.register_forward_pre_hook(partial(_cut_tokens, found, tensor))
     return found
 
 
 def _cut_tokens(found: SplitLayers, group: dist.ProcessGroup, _: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-    return (OwnPart.apply(given[0][0], group)[None], *given[1:]) if found.cuts else None
+    return (own_part(given[0][0], group)[None], *given[1:]) if found.cuts else None
 
 
 def _entries(model: Any) -> Iterator[tuple[str, Any, str]]:
@@ -130,7 +130,7 @@ class _Sharing:
 
     def __call__(self, _: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self._last is None or self._last[0] is not given[0]:
-            self._last = given[0], Copied.apply(given[0], self.group)
+            self._last = given[0], copied(given[0], self.group)
         return (self._last[1], *given[1:])
 
 
@@ -145,7 +145,7 @@ def _split_linear(found: SplitLayers, layer: Any, name: str, by_rows: bool, shar
 
 
 def _rowwise(module: Any, group: dist.ProcessGroup, given: Tensor) -> Tensor:
-    output: Tensor = Summed.apply(F.linear(given, module.weight), group)
+    output = summed(F.linear(given, module.weight), group)
     return output if module.bias is None else output + module.bias
 
 

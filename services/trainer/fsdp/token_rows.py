@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.trainer.fsdp.exchanges import Gathered, Joined
+from services.trainer.fsdp.exchanges import joined, rows_of_all
 from shared.schema.kept_tokens import Kept
 
 
@@ -55,8 +55,7 @@ class TokenRows:
     def joined(self, own: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Returns [T, ...] of what each rank has read; all ranks compute the same with it."""
         order = torch.cat([self.of_layers(place) for place in range(self.context)]).argsort()
-        found: Tensor = Joined.apply(own, group)
-        return found[order.to(found.device)][: self.count]
+        return joined(own, group)[order.to(own.device)][: self.count]
 
     def of(self, tensor: Tensor) -> Tensor:
         """Returns this rank's rows of a tensor in host memory, [T, ...]; padding is 0."""
@@ -99,8 +98,7 @@ class ContextPart:
 
     def all_rows(self, own: Tensor) -> Tensor:
         """Returns keys or values of all tokens, [1, heads, T, width], of this rank's."""
-        found: Tensor = Gathered.apply(own[0].transpose(0, 1), self.group)
-        return found[self._order].transpose(0, 1)[None]
+        return rows_of_all(own[0].transpose(0, 1), self.group)[self._order].transpose(0, 1)[None]
 
     @cached_property
     def lengths(self) -> tuple[Tensor, Tensor, int, int]:
