@@ -20,7 +20,7 @@ import orjson
 import structlog
 from numpy.typing import NDArray
 
-from services.gateway.wire.request import ChatTurn, TurnRefused
+from services.gateway.wire.request import PICTURE_MARK, ChatTurn, TurnRefused
 from services.gateway.wire.request_body import shallow
 from shared.data.call_form import in_call_form
 from shared.data.control_tokens import ControlTokens
@@ -187,6 +187,7 @@ class ChatTokens:
         shows_tools: whether a prompt shows the model the tools that it is given. shows_system: whether it may have a system's message.
         streams_text: the beginning of a completion can be read before its end: reasoning comes first, and is one piece.
         plain_markers: most markers are nothing but left out.
+        picture_text: what the template writes for a picture; None: it shows none, or otherwise than in the middle of a text.
         added_ids: tokens that are no plain text. byte_ids: those that are a byte each. letter: the tokens of `LETTER`.
     """
 
@@ -220,6 +221,7 @@ class ChatTokens:
         self.shows_system = self.has_template and _rendered(by_template, [_BRIEF, _ASKED], ()) is not None
         self.added_ids, self.byte_ids = self.tokenizer.added_ids, self.tokenizer.byte_ids
         self.letter = self.tokenizer.encode(self.LETTER).tolist()
+        self.picture_text = self._picture_text(variables) if self.has_template else None
         self.plain_markers = self.family == "default"
         self._strips = False
         reasoning = self.parse_tokens([], self.tokenizer.encode(THOUGHT).tolist(), ()).reasoning
@@ -256,6 +258,18 @@ class ChatTokens:
         except TurnRefused:
             return False
 
+    def _picture_text(self, variables: Mapping[str, Any]) -> str | None:
+        def rendered(content: Any) -> str:
+            try:
+                return self.tokenizer.render([_said("user", content)], {**variables, "add_generation_prompt": True})
+            except (ConfigError, *UNREADABLE):
+                return ""
+
+        before, behind = (secrets.token_hex(12) for _ in range(2))
+        shown = rendered([{"type": "text", "text": before}, {"type": "image"}, {"type": "text", "text": behind}])
+        text = shown.partition(before)[2].rpartition(behind)[0]
+        return text if text and rendered(before + text + behind) == shown else None
+
     def _tool_parser(self) -> str | None:
         """Returns the parser of tool calls whose marks the model has as tokens, if its template speaks of any."""
         template = self.tokenizer.template or ""
@@ -268,7 +282,7 @@ class ChatTokens:
         shown = len(orjson.dumps(tools)) if tools and self.shows_tools else 0
         texts = [text for message in messages for text in (message["content"], message.get("reasoning_content", ""))]
         texts += [call["function"]["arguments"] for message in messages for call in message.get("tool_calls", ())]
-        return shown + sum(len(text.encode()) for text in texts)
+        return shown + sum(len(text.encode(errors="replace")) for text in texts)
 
     def render(self, messages: Messages, tools: Messages, place: str = "messages", turns: Iterable[Turn] = ()) -> NDArray[np.int32]:
         """Returns the prompt of a conversation's next turn: int32 [P]. Raises TurnRefused where the template does not take it. ``place``:
@@ -292,13 +306,17 @@ class ChatTokens:
     def _guarded(self, messages: Messages, turns: Iterable[Turn] = ()) -> list[dict[str, Any]]:
         """Returns messages whose texts give no control token, but that what an assistant says has markers, and what was sampled."""
         control = self._control
+
+        def guarded(message: Mapping[str, Any], key: str) -> Any:
+            value, kept_here = message[key], own.get((message["role"], key), ())
+            if key != "content" or self.picture_text is None or not isinstance(value, str):
+                return control.guarded(value, kept_here)
+            return self.picture_text.join(control.guarded(text, kept_here) for text in PICTURE_MARK.split(value)[::2])
+
         sampled = np.unique(np.concatenate([np.empty(0, np.int32), *(turn.completion for turn in turns)])).tolist()
         kept = control.markers | {control.texts[token] for token in sampled if token in control.texts and token not in self.stop_ids}
         own = {("assistant", field): kept for field in ("content", "reasoning_content")}
-        return [
-            {key: value if key == "role" else control.guarded(value, own.get((message["role"], key), ())) for key, value in message.items()}
-            for message in messages
-        ]
+        return [{key: value if key == "role" else guarded(message, key) for key, value in message.items()} for message in messages]
 
     def grammar(self, asked: ChatTurn, prompt: NDArray[np.int32]) -> str:
         """Returns the structural tag (of xgrammar) that holds a completion to the request's constraints; empty where it has none. Reasoning

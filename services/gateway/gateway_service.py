@@ -12,9 +12,11 @@ from services.gateway.ingest import GroupIntake, add_ingest_routes
 from services.gateway.replicas import GenerationClient, Replicas
 from services.gateway.routes import Api
 from services.gateway.tinker import tinker_service
+from services.gateway.turn_pictures import TurnPictures
 from services.gateway.turns import Turns, UnrecordedSessions
 from shared.config.eval_views import reward_key
 from shared.config.service_sections import ingest_key
+from shared.data.pictures import PictureReader
 from shared.rewards.names import GIVEN
 from shared.runtime import addresses, http_endpoints
 from shared.runtime.addresses import GATEWAY_VARIABLE, HttpAddress
@@ -52,14 +54,22 @@ async def serve(service: Service) -> None:
     client = GenerationClient(sessions)
     model = Path(config.model.hf_checkpoint).name
     holder = f"{service.instance}.{service.incarnation}"  # each life is another: what its predecessor generated is taken over, not held
-    turns = Turns(sessions, replicas, client, chat, model, holder, section, service.traces)
+    reader = None if config.data.multimodal_keys is None else PictureReader(config.model.hf_checkpoint, config.data)
+    if reader is not None and chat.picture_text is None:
+        raise ConfigError(
+            "data.multimodal_keys", config.data.multimodal_keys, "a chat template that writes pictures in the midst of a text"
+        )
+    pictures = TurnPictures(sessions, reader, config.data)
+    turns = Turns(sessions, replicas, client, chat, model, holder, section, service.traces, pictures)
     names = frozenset({model, str(config.model.hf_checkpoint), service.run, config.rollout.policy_name, *section.gateway_models})
     frozen = dict[str, Turns]()
     for name in config.rollout.models:
         own = await asyncio.to_thread(ChatTokens, Path(config.of_engines(name).model.hf_checkpoint), {}, control)
         places = Replicas(service.registry, sessions, most_each, model=name)
         unrecorded = UnrecordedSessions(service.store, service.run)
-        frozen[name] = Turns(unrecorded, places, client, own, name, holder, section, service.traces)
+        frozen[name] = Turns(
+            unrecorded, places, client, own, name, holder, section, service.traces, TurnPictures(unrecorded, None, config.data)
+        )
     api = Api(sessions, turns, replicas, service.metrics, model, names, section.gateway_requests, frozen=frozen)
     api.reward_key = functools.partial(reward_key, config)
     api.rewards_given = config.reward.rm_type == GIVEN and config.reward.custom_rm_path is None

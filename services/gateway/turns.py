@@ -31,8 +31,9 @@ from services.gateway.turn_decisions import (
     turn_sampling,
     unconstrained,
 )
+from services.gateway.turn_pictures import TurnPictures
 from services.gateway.turn_text import TurnText
-from services.gateway.wire.request import ChatTurn, TokenTurn, TurnRefused, TurnResult, overlong_prompt
+from services.gateway.wire.request import ChatTurn, TokenTurn, TurnRefused, TurnResult, overlong_prompt, pictures_in
 from shared.config.service_sections import GatewaySection
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import put_off
@@ -220,11 +221,12 @@ LONG_BYTES = 1 << 15  # The text from which on a prompt is made in another threa
 @dataclass(frozen=True)
 class TurnPrompt:
     """The tokens that a turn begins with: int32 [P]; ``parent``: the turn that it carries on, of which the first ``shared`` tokens are.
-    ``continues``: the turn that its conversation continues, with how many messages."""
+    ``continues``: the turn that its conversation continues, with how many messages. ``pictures``: the names of what it shows, in order."""
 
     tokens: NDArray[np.int32]
     parent: Turn | None
     continues: tuple[Turn, int] | None = None
+    pictures: tuple[str, ...] = ()
 
     @property
     def shared(self) -> int:
@@ -246,7 +248,9 @@ class Turns:
         holder: str,
         limits: GatewaySection,
         traces: Traces,
+        pictures: TurnPictures,
     ) -> None:
+        self._pictures = pictures
         self._sessions, self._replicas, self._client, self._chat = sessions, replicas, client, chat
         self.model, self.replicas = model, replicas
         self._holder, self._limits, self._traces = holder, limits, traces
@@ -279,6 +283,7 @@ class Turns:
         turn = log.turns.get(asked.request_id)
         if turn is None:
             await self._check(log, asked)
+            asked = await self._seeing(log, asked)
             prompt = await self._prompt(log, asked)
             if prompt.continues and prompt.continues[0].messages:  # what is stored of a conversation is stored once
                 before, further = prompt.continues
@@ -303,13 +308,17 @@ class Turns:
             if isinstance(prompt, str):
                 prompt = await asyncio.to_thread(self._chat.encode, prompt)
             check_tokens(int(max(prompt, default=0)), self._replicas.vocabulary, asked.place)
-            turn = await self._turn(log, TurnPrompt(prompt, log.extended(prompt)), asked, live)
+            parent = log.extended(prompt)
+            names = () if parent is None else parent.pictures
+            asked = replace(asked, shown=await self._pictures.of(log, names, {}, asked.place))
+            self._pictures.check(prompt, names, asked.shown, asked.place)
+            turn = await self._turn(log, TurnPrompt(prompt, parent, pictures=names), asked, live)
         return self._answers.tokens(turn, log.session, asked)
 
     async def count(self, log: SessionLog, asked: ChatTurn) -> int:
         """Returns how many tokens the prompt of a turn would have. Raises TurnRefused."""
         await self._replicas.present(self._limits.gateway_wait)
-        return len((await self._prompt(log, asked)).tokens)
+        return len((await self._prompt(log, await self._seeing(log, asked))).tokens)
 
     # --- before it is sampled
 
@@ -321,6 +330,10 @@ class Turns:
         await self._replicas.present(self._limits.gateway_wait)
         self._replicas.check_version(asked.min_version, self._replicas.fleet(log.session.evaluation))
         check_tokens(max(asked.sampling.stop_token_ids, default=0), self._replicas.vocabulary, "stop_token_ids")
+
+    async def _seeing(self, log: SessionLog, asked: ChatTurn) -> ChatTurn:
+        """Returns a request with the pictures of its conversation. Raises TurnRefused."""
+        return replace(asked, shown=await self._pictures.of(log, pictures_in(asked.messages), asked.pictures, asked.place))
 
     async def _prompt(self, log: SessionLog, asked: ChatTurn) -> TurnPrompt:
         """Returns a turn's prompt; other requests do not wait while a long one is made. Raises TurnRefused."""
@@ -336,6 +349,7 @@ class Turns:
     def _made(self, log: SessionLog, asked: ChatTurn) -> TurnPrompt:
         """Carries on the turn that the conversation continues from, where that can be done with its very ids; else renders it anew."""
         chat, place, turns = self._chat.varied(asked.variables), asked.place, log.turns.values()
+        names, shows = pictures_in(asked.messages), self._pictures.expanded
         asking = asked.messages[:-1] if asked.prefill else asked.messages
         found = continued(turns, asking, asked.setting)
         continues = None
@@ -343,13 +357,15 @@ class Turns:
             turn, further = found
             continues = turn, len(further) + bool(asked.prefill)
             if (bridged := chat.bridge(turn, further, asked.tools)) is not None:
+                known = len(turn.tokens)
+                bridged = np.concatenate([bridged[:known], shows(bridged[known:], further, asked)])
                 if not asked.prefill:
-                    return TurnPrompt(bridged, turn, continues)
+                    return TurnPrompt(bridged, turn, continues, names)
                 before, begun = (chat.render(messages, asked.tools, place, turns) for messages in (asking, asked.messages))
                 if np.array_equal(begun[: len(before)], before):
-                    return TurnPrompt(np.concatenate([bridged, begun[len(before) :]]), turn, continues)
-        tokens = chat.render(asked.messages, asked.tools, place, turns)
-        return TurnPrompt(tokens, log.extended(tokens), continues)
+                    return TurnPrompt(np.concatenate([bridged, begun[len(before) :]]), turn, continues, names)
+        tokens = shows(chat.render(asked.messages, asked.tools, place, turns), asked.messages, asked)
+        return TurnPrompt(tokens, log.extended(tokens, names), continues, names)
 
     # --- generating
 
@@ -363,6 +379,7 @@ class Turns:
         grammar = self._chat.varied(asked.variables).grammar(asked, prompt.tokens) if isinstance(asked, ChatTurn) else ""
         try:
             async with self.watch.turn(log, max(seconds, 0.1)):
+                await self._pictures.store(log, prompt.pictures, asked.shown)
                 begun = await self._begun(log, asked.request_id, prompt)
                 if isinstance(begun, Turn):
                     return begun
@@ -417,7 +434,9 @@ class Turns:
         parent, shared = (prompt.parent, prompt.shared) if prompt is not None else (None, 0)
         rest = np.empty(0, np.int32) if prompt is None else prompt.tokens[shared:]
         name = None if parent is None else parent.request
-        return TurnBegun(request=request, holder=self._holder, at=now, until=now + seconds, parent=name, shared=shared, rest=rest)
+        pictures = () if prompt is None else prompt.pictures
+        held = {"holder": self._holder, "at": now, "until": now + seconds}
+        return TurnBegun(request=request, parent=name, shared=shared, rest=rest, pictures=pictures, **held)
 
     @asynccontextmanager
     async def _held(self, log: SessionLog, request: str) -> AsyncIterator[None]:
@@ -510,6 +529,7 @@ class Turns:
                     structural_tag=grammar,
                     top_count=asked.top_logprobs,
                     kept=log.session.kept,
+                    pictures=tuple(asked.shown[name].data for name in pending.pictures),
                 )
                 try:
                     generated = await self._client.generate(target.url, request, hear)

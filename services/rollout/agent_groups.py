@@ -11,7 +11,9 @@ import asyncio
 import contextlib
 import time
 import uuid
+from collections import ChainMap
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -20,7 +22,7 @@ import aiohttp
 import numpy as np
 import orjson
 
-from services.rollout.agent_program import AgentProgram, Rewards, agent_data, agent_program
+from services.rollout.agent_program import AgentProgram, Rewards, agent_data, agent_program, with_pictures
 from services.rollout.agent_runner import AgentDisturbed, AgentRunner
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.public_requests import GenerateRequest
@@ -94,7 +96,8 @@ class AgentGroups(GroupPlayer):
         self.settings, self.gateways = service.config.rollout, gateways
         self.runner = AgentRunner(service.config, service.instance, lambda: replica.served.asleep)
         self.model = service.config.model.hf_checkpoint.name
-        self.sessions = SessionStore(service.store, service.run)
+        self.store, self.sessions = service.store, SessionStore(service.store, service.run)
+        self.shows = service.config.data.multimodal_keys is not None
 
     async def start(self) -> None:
         await self.runner.start()
@@ -195,16 +198,22 @@ class _AgentRollout(PlayedRollout):
         groups, ended = self._groups, dict[str, SessionLog]()
         base_url = await groups.gateways.base_url()
         keys = {role: key for role, (_, key) in opened.items()}
+        task, shows = self.task, groups.shows
         try:
             for session, _ in opened.values():
-                await groups.sessions.open(session)
-            data = agent_data(self.task, self.index, groups.model, self._program.options, {role: keys[role] for role in keys if role})
+                await groups.sessions.open(session, shows)
+            if task.pictures is not None:
+                pictures = await groups.store.read(task.pictures)
+                task = task.model_copy(update={"prompt": with_pictures(task.prompt, pictures)})
+            data = agent_data(task, self.index, groups.model, self._program.options, {role: keys[role] for role in keys if role})
             alone = self._alone or self.failures.alone
             running = groups.runner.run(self._program, data, base_url, next(iter(keys.values())), alone=alone)
             rewards = self._program.rewards(await self._unless_stopped(running, [session for session, _ in opened.values()]))
             for role, (session, _) in opened.items():
                 ended[role] = await groups.sessions.end(session.id, SessionEnded(at=time.time(), reward=rewards[role]))
-            return self._samples(ended, rewards)
+            names = [session.id for session, _ in opened.values()] if shows else []
+            shown = [await groups.sessions.pictures(name) for name in names]
+            return self._samples(ended, rewards, dict(ChainMap(*shown)))
         finally:
             await to_the_end(self._forgotten(opened, ended))
 
@@ -224,7 +233,9 @@ class _AgentRollout(PlayedRollout):
         finally:
             await cancelled((playing, stopping, prolonging))
 
-    def _samples(self, ended: Mapping[str, SessionLog], rewards: Mapping[str, Rewards | None]) -> list[Sample]:
+    def _samples(
+        self, ended: Mapping[str, SessionLog], rewards: Mapping[str, Rewards | None], pictures: Mapping[str, bytes]
+    ) -> list[Sample]:
         """Returns one sample for each conversation of the sessions; they share the rollout, and those of a role the reward of whoever ended
         its session first. Their ``index`` is their place here; the group numbers them anew. Raises HookFailed."""
         samples: list[Sample] = []
@@ -232,7 +243,8 @@ class _AgentRollout(PlayedRollout):
             first = rewards[role] if log.ended is None or log.ended.reward is None else self._program.reward(log.ended.reward)
             reward = self._program.named(first, role)
             played = trajectories(log.turns.values())
-            samples += [self._sample(len(samples) + index, one, log, role, reward) for index, one in enumerate(played)]
+            made = [self._sample(len(samples) + index, one, log, role, reward) for index, one in enumerate(played)]
+            samples += [replace(one, pictures=tuple(map(pictures.__getitem__, of.pictures))) for one, of in zip(made, played, strict=True)]
         if not samples:
             raise self._program.failed("it made no model call")
         if len(samples) > (most := MAX_SAMPLES // self.task.n):

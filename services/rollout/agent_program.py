@@ -1,6 +1,7 @@
 """The agent that plays a task's rollouts, the data that it gets of them, and the rewards in its result. It is pure."""
 
-from collections.abc import Mapping, Sequence
+import base64
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +103,18 @@ def agent_data(task: Task, rollout: int, model: str, options: Mapping[str, Any],
         "roles": roles,
         "evaluation": is_evaluation(task.group),
     }
+
+
+def with_pictures(messages: Any, pictures: Iterable[bytes]) -> Any:
+    """Returns a prompt's messages with its pictures as parts that the gateway takes of OpenAI's clients. ``pictures``: PNGs, in order."""
+    urls = (f"data:image/png;base64,{base64.b64encode(one).decode()}" for one in pictures)
+
+    def shown(content: Any) -> Any:
+        if isinstance(content, str):
+            return content
+        return [{"type": "image_url", "image_url": {"url": next(urls)}} if part["type"] == "image" else part for part in content]
+
+    return [{**message, "content": shown(message["content"])} for message in messages]
 
 
 def environment_of(base_url: str, api_key: str) -> dict[str, str]:

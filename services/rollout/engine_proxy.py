@@ -29,6 +29,7 @@ from services.rollout.engine.transport import EngineError, InvalidRequest, whole
 from services.rollout.in_flight import Requests
 from services.rollout.prefill_engines import PREFILL_PATH, VERSION_HEADER, rids_of, was_aborted
 from services.rollout.served_version import ServedVersion
+from shared.data.pictures import PictureRule, ShownPictures
 from shared.data.tokenizer import Tokenizer
 from shared.hooks.sample_agreement import Answer, compared
 from shared.hooks.slime.http_requests import CALL_HEADER
@@ -200,6 +201,7 @@ class EngineProxy(EndpointServer):
         self.answers: EngineAnswers | None = None
         self.most_kept = 0
         self.adapters: Adapters | None = None
+        self.rule: PictureRule | None = None
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
@@ -248,7 +250,8 @@ class EngineProxy(EndpointServer):
             raise RequestDenied(HTTPStatus.CONFLICT, f"this replica serves version {client.version}, older than {asked.min_version}")
         life, limit = self._served.incarnation, asked.sampling.max_new_tokens
         wanted = GenerationRequest(asked.input_ids, limit, seed=asked.seed, structural_tag=asked.structural_tag, top_count=asked.top_count)
-        wanted = replace(wanted, kept=asked.kept, prompt_log_probs=asked.scores_prompt)
+        shown = None if self.rule is None else ShownPictures(self.rule, asked.pictures)
+        wanted = replace(wanted, kept=asked.kept, prompt_log_probs=asked.scores_prompt, shown=shown)
         pauses = client.retracting_pauses
         if asked.stream:
             return await self._stream_generation(request, client, wanted, asked)

@@ -289,8 +289,7 @@ class EngineGroups(GroupPlayer):
     def __init__(self, service: Service, replica: Replica, tokenizer: Tokenizer) -> None:
         super().__init__(service, replica, tokenizer)
         self.deadline, self._choices = service.config.rollout.generate_timeout, replayed_choices(service.config)
-        self.kept, sees = service.config.kept_top_k, service.config.data.multimodal_keys is not None
-        self._rule = PictureRule.read(service.config.model.hf_checkpoint) if sees else None
+        self.kept, self._rule = service.config.kept_top_k, PictureRule.of_run(service.config)
         self._hooks = bool(paths(service.config))  # they see the prompt as it was rendered
 
     async def group(self, task: Task, earlier: Sequence[Sample], in_flight: InFlight | None, slots: GroupSlots) -> PlayedGroup:

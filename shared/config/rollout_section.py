@@ -26,7 +26,8 @@ STEPS = "training steps (one rollout batch each), or num_epoch in its place; 0: 
 
 DETERMINISTIC = "enable-deterministic-inference"
 
-GENERATORS = ("custom_generate_function_path", "agent", "agent_command")
+AGENTS, GENERATOR = ("agent", "agent_command"), "custom_generate_function_path"
+GENERATORS = (GENERATOR, *AGENTS)
 """The fields that put something of the user's in the place of Myxo's own generation; a set of held-out prompts may have its own."""
 
 

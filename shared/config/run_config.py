@@ -20,7 +20,7 @@ from shared.config.data_sections import REASONING_GYM_SOURCE, CurriculumSection,
 from shared.config.debug_section import STEP, DebugSection
 from shared.config.eval_section import EvalSection
 from shared.config.reward_section import CUSTOM, JUDGE, TOURNAMENT, RewardSection
-from shared.config.rollout_section import APART, GENERATORS, MODEL_NAME, EpisodeSection, RolloutSection, flags_over
+from shared.config.rollout_section import AGENTS, APART, GENERATOR, GENERATORS, MODEL_NAME, EpisodeSection, RolloutSection, flags_over
 from shared.config.section import Rule, Section
 from shared.config.service_sections import (
     BusSection,
@@ -254,8 +254,8 @@ class RunConfig(Section):
         """Yields what of the run does not know pictures."""
         rollout, debug = self.rollout, self.debug
         trains = self.has_steps and not debug.debug_rollout_only
-        makers = [f"rollout.{name}" for name in rollout.makers]
-        makers += [f"{name} of the set {one.name}" for one in self.eval.sets for name in GENERATORS if getattr(one, name)]
+        makers = [f"rollout.{name}" for name in rollout.makers if name not in AGENTS]  # the gateway takes the pictures of agents
+        makers += [f"{GENERATOR} of the set {one.name}" for one in self.eval.sets if getattr(one, GENERATOR)]
         dumps = [name for name in ("save_debug_rollout_data", "save_debug_train_data", "load_debug_rollout_data") if getattr(debug, name)]
         obstacles = {
             "trainer.trainer_backend = megatron trains text alone; use torch": trains and self.trainer.trainer_backend != "torch",

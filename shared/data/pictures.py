@@ -24,7 +24,8 @@ from shared.runtime.errors import ConfigError, shown
 from shared.runtime.safe_files import parse_json
 from shared.schema.sample import Sample
 
-SEEING = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")  # Values of ``model_type`` whose pictures are taken
+GLM = ("glm4v", "glm4v_moe")  # Values of ``model_type`` whose processor resizes as GLM-4.1V's
+SEEING = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", *GLM)  # Those whose pictures are taken
 MOST_BYTES = 64 << 20  # The most bytes of one prompt's pictures, as they are stored
 MOST_ASPECT = 200  # The widest picture, by its sides, that the families' processors take
 PLACEHOLDER = "<image>"  # In a prompt's text: the next of its pictures, as slime has it
@@ -53,7 +54,7 @@ class PictureRule:
     Args:
         token: the id that stands for a picture, once for each patch that the language model sees. forbidden: ids that are never sampled,
             since they would stand for pictures that are not there. factor: pixels of a patch's side, as the language model sees it.
-        min_pixels, max_pixels: of a picture, after it was resized. resample: PIL's number of the filter.
+        min_pixels, max_pixels: of a picture, after it was resized. resample: PIL's number of the filter. kind: the model's ``model_type``.
     """
 
     token: int
@@ -62,6 +63,12 @@ class PictureRule:
     min_pixels: int
     max_pixels: int
     resample: int
+    kind: str
+
+    @classmethod
+    def of_run(cls, config: RunConfig) -> "PictureRule | None":
+        """Returns what the checkpoint of a run says; None where its prompts are text. Raises ConfigError as `read` does."""
+        return None if config.data.multimodal_keys is None else cls.read(config.model.hf_checkpoint)
 
     @classmethod
     def read(cls, model: Path) -> "PictureRule":
@@ -77,7 +84,10 @@ class PictureRule:
         size = entries.get("size") or {}
         try:
             token = int(config["image_token_id"])
-            names = ("image_token_id", "video_token_id", "vision_start_token_id")
+            names = ("image_token_id", "video_token_id", "vision_start_token_id", "image_start_token_id", "video_start_token_id")
+            if kind in GLM:  # its bounds are of a picture's pixels in as many frames as a patch has
+                frames = int(entries["temporal_patch_size"])
+                entries = {**entries, "min_pixels": -(-size["shortest_edge"] // frames), "max_pixels": size["longest_edge"] // frames}
             return cls(
                 token,
                 tuple(sorted({int(config[name]) for name in names if config.get(name) is not None})),
@@ -85,6 +95,7 @@ class PictureRule:
                 int(entries.get("min_pixels") or size["shortest_edge"]),
                 int(entries.get("max_pixels") or size["longest_edge"]),
                 int(entries.get("resample", 3)),
+                kind,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
@@ -93,6 +104,8 @@ class PictureRule:
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Returns the width and the height to which the processor resizes a picture: multiples of ``factor``, within its bounds."""
+        if self.kind in GLM and (least := min(width, height)) < self.factor:
+            width, height = (int(side * (self.factor / least)) for side in (width, height))
         sides = [round(side / self.factor) * self.factor for side in (width, height)]
         if math.prod(sides) > self.max_pixels:
             scale = math.sqrt(width * height / self.max_pixels)
@@ -133,7 +146,7 @@ def picture_check(config: RunConfig) -> Callable[[Sample], str | None]:
 
     Raises ConfigError: the model sees none, though prompts show some.
     """
-    rule = None if config.data.multimodal_keys is None else PictureRule.read(config.model.hf_checkpoint)
+    rule = PictureRule.of_run(config)
 
     def problem(sample: Sample) -> str | None:
         if rule is None:

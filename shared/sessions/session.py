@@ -74,11 +74,13 @@ KeptTokens = Tokens  # The tokens that the sampler kept for each of T, where the
 # The K likeliest tokens at each of T places, where they are asked for: (log-prob, id) of each, float32 [T K 2], which has ids exactly
 TopLogProbs = LogProbs
 MOST_TOP = 20  # K, as OpenAI has it
+MOST_SHOWN = 1024  # The most pictures that a session shows in all its turns
 
 # The id of a request for a turn: the client's own, or made from what it asked
 RequestId = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^\P{C}+$")]
 Spans = Annotated[tuple[tuple[Count, Count, Count], ...], Field(max_length=MAX_SPANS)]
 SecretDigest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]  # The SHA-256 of a secret, in hexadecimal digits
+PictureName = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]  # The SHA-256 of a picture as its client sent it
 _SESSION_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,239}$"
 SessionId = Annotated[str, StringConstraints(pattern=_SESSION_ID)]
 
@@ -132,6 +134,7 @@ class TurnBegun(TurnRecord):
     """A gateway generates a turn, alone until its lease runs out at ``until``; ``at`` is its own time.
 
     The prompt is the first ``shared`` tokens of the turn ``parent`` (its prompt and completion together), and then ``rest``.
+    ``pictures``: the names of all that it shows, in order; they lie beside the session.
     """
 
     at: Timestamp
@@ -139,6 +142,7 @@ class TurnBegun(TurnRecord):
     parent: RequestId | None = None
     shared: Count = 0
     rest: Tokens
+    pictures: Annotated[tuple[PictureName, ...], Field(max_length=MOST_SHOWN)] = ()
 
 
 class TurnExtended(TurnRecord, SampledTokens):
@@ -206,7 +210,7 @@ class Turn:
     prompt: int32 [P], all that the model read; completion: int32 [T]; log_probs: float32 [T], the engine's for exactly those tokens; spans
     tile [0, T). parent: the request id of the turn whose very tokens the prompt begins with. cached: prompt tokens that were not computed
     anew. replica: which generated its last tokens; empty: not known. conversation, thought, messages, after, thread: as in `TurnEnded`.
-    top_log_probs, kept: as in `TopLogProbs` and `KeptTokens`; empty: not asked for.
+    top_log_probs, kept: as in `TopLogProbs` and `KeptTokens`; empty: not asked for. pictures: as in `TurnBegun`.
     """
 
     request: str
@@ -225,6 +229,7 @@ class Turn:
     replica: str = ""
     top_log_probs: NDArray[np.float32] = field(default_factory=_none)
     kept: NDArray[np.int32] = field(default_factory=_no_tokens)
+    pictures: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> NDArray[np.int32]:
@@ -247,6 +252,7 @@ class PendingTurn:
     replica: str = ""
     top_log_probs: NDArray[np.float32] = field(default_factory=_none)
     kept: NDArray[np.int32] = field(default_factory=_no_tokens)
+    pictures: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)
@@ -301,14 +307,15 @@ class SessionLog:
         elif isinstance(record, TurnEnded):
             del self.pending[record.request]
             own = {name: getattr(record, name) for name in RECORDED}
-            self.turns[record.request] = Turn(parent=pending.parent, prompt=pending.prompt, **own)
+            self.turns[record.request] = Turn(parent=pending.parent, prompt=pending.prompt, pictures=pending.pictures, **own)
             if record.thread:
                 self.threads[record.thread] = record.request, []
 
     def _begin(self, record: TurnBegun, pending: PendingTurn | None) -> None:
         if pending is None:
             prompt = self.prompt_of(record.parent, record.shared, record.rest)
-            self.pending[record.request] = PendingTurn(record.request, record.holder, record.until, record.parent, prompt)
+            head = (record.request, record.holder, record.until, record.parent)
+            self.pending[record.request] = PendingTurn(*head, prompt, pictures=record.pictures)
         elif pending.holder == record.holder or pending.until <= record.at:
             pending.holder, pending.until = record.holder, record.until
 
@@ -318,12 +325,14 @@ class SessionLog:
             return np.asarray(rest, np.int32)
         return np.concatenate([self.turns[parent].tokens[:shared], rest])
 
-    def extended(self, prompt: NDArray[np.int32]) -> Turn | None:
-        """Returns the turn with the most tokens that the prompt begins with, of several the newest; None where there is none."""
+    def extended(self, prompt: NDArray[np.int32], pictures: tuple[str, ...] | None = None) -> Turn | None:
+        """Returns the turn with the most tokens that the prompt begins with, of several the newest; None where there is none. ``pictures``:
+        the names of those that the prompt shows; None: those of the turn."""
         best: Turn | None = None
         for turn in self.turns.values():
             length = len(turn.prompt) + len(turn.completion)
-            if length <= len(prompt) and (best is None or length >= len(best.prompt) + len(best.completion)) and extends(prompt, turn):
+            longest = best is None or length >= len(best.prompt) + len(best.completion)
+            if length <= len(prompt) and longest and extends(prompt, turn, pictures):
                 best = turn
         return best
 
@@ -346,8 +355,10 @@ def joined(spans: Iterable[TokenSpan], further: Iterable[TokenSpan], offset: int
     return tuple(found)
 
 
-def extends(prompt: NDArray[np.int32], turn: Turn) -> bool:
-    """Returns whether a prompt begins with the turn's very tokens."""
+def extends(prompt: NDArray[np.int32], turn: Turn, pictures: tuple[str, ...] | None = None) -> bool:
+    """Returns whether a prompt begins with the turn's very tokens, and, where they are given, the same ``pictures``."""
+    if pictures is not None and pictures[: len(turn.pictures)] != turn.pictures:
+        return False
     cut, end = len(turn.prompt), len(turn.prompt) + len(turn.completion)
     return end <= len(prompt) and np.array_equal(prompt[:cut], turn.prompt) and np.array_equal(prompt[cut:end], turn.completion)
 
@@ -444,6 +455,7 @@ class Trajectory:
     earlier trajectory trains it; sampled: bool [R]; log_probs: float32 [R], 0 where a token was not sampled; segments tile [0, R):
     what was not sampled has the version of what was sampled before it. finish: of the last turn. turns: the request ids of its turns;
     spans: (start, end) of the response's tokens that each of them sampled. kept: the tokens that samplers kept, if they were asked for.
+    pictures: the names of what its tokens show, in order.
     """
 
     prompt: NDArray[np.int32]
@@ -456,6 +468,7 @@ class Trajectory:
     turns: tuple[str, ...]
     spans: tuple[tuple[int, int], ...]
     kept: Kept | None = None
+    pictures: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> NDArray[np.int32]:
@@ -482,7 +495,7 @@ def _paths(turns: Sequence[Turn]) -> list[_Path]:
     for turn in turns:
         before = ends.get(turn.parent) if turn.parent is not None else None
         position = -1 if before is None else [one.request for one in before.turns].index(str(turn.parent))
-        if before is None or not extends(turn.prompt, before.turns[position]):
+        if before is None or not extends(turn.prompt, before.turns[position], turn.pictures):
             path = _Path([turn])
             paths.append(path)
         elif position == len(before.turns) - 1:
@@ -525,6 +538,7 @@ def _trajectory(path: _Path) -> Trajectory:
         turns=tuple(turn.request for turn in path.turns),
         spans=tuple((len(turn.prompt) - start, len(turn.prompt) - start + len(turn.completion)) for turn in path.turns),
         kept=Kept.counted(counts, np.concatenate(ids)) if len(ids) > 1 else None,
+        pictures=last.pictures,
     )
 
 
@@ -550,7 +564,8 @@ class TurnRequest(Message):
     ``seed``: by it and the token's position, in an engine with deterministic inference. ``min_version``: by weights of this version at
     least. ``structural_tag``: the grammar that holds the tokens, of xgrammar; empty: none. ``top_count``: so many of the likeliest
     tokens are reported at each place. ``kept``: as in `Session`. ``weights``: the directory of a client's (`myxo serve`); empty: the
-    base; None: what the replica serves. ``scores_prompt``: log-probs of the input, too. ``seconds``: the most it may take. ``stream``:
+    base; None: what the replica serves. ``pictures``: PNGs of what the input shows, in order. ``scores_prompt``: log-probs of the input,
+    too. ``seconds``: the most it may take. ``stream``:
     answered by pieces as they are generated: each is a `TurnGeneration`, and continues where the one before ended; all but the last have
     ``finish`` ``abort``, as which they count where nothing follows.
     """
@@ -567,6 +582,7 @@ class TurnRequest(Message):
     kept: Count = 0
     weights: str | None = Field(default=None, max_length=4096)
     scores_prompt: bool = False
+    pictures: Annotated[tuple[bytes, ...], Field(max_length=MOST_SHOWN)] = ()
 
 
 class TurnGeneration(SampledTokens):

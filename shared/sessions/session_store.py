@@ -6,7 +6,7 @@ record twice, after a connection that broke, changes nothing (`shared.sessions.s
 
 import secrets
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from shared.bus.subjects import Subjects
@@ -39,6 +39,7 @@ GATEWAY_KEY = ".gateway-key"  # In the place of a session's id, of which none be
 # In the same place the ids of the sessions that were opened within so many seconds, and the number of that stretch of time
 OPENED_KEY, OPENED_SECONDS = ".opened-{}", 600
 LATE_SECONDS = 30  # The time for which a session that nobody needs any more is still there, so that late turns are told that it has ended
+_DIGEST = 32  # Bytes of a picture's name, before the picture
 STORE_SECONDS = 30.0  # The deadline of one command, with its repetitions while the store is away
 
 
@@ -48,14 +49,16 @@ class SessionStore:
     def __init__(self, store: Store, run: str) -> None:
         self._store, self._names = store, Subjects(run)
 
-    async def open(self, session: Session) -> None:
-        """Opens a session. Its record goes by itself `KEPT_SECONDS` after its deadline."""
+    async def open(self, session: Session, shows: bool = False) -> None:
+        """Opens a session. Its record goes by itself `KEPT_SECONDS` after its deadline. ``shows``: its turns may show pictures."""
         now = time.time()
         key, opened = self._names.session_key(session.id), self._opened_key(int(now // OPENED_SECONDS))
         left = int(max(session.deadline - now, 0) + KEPT_SECONDS)
         commands = ("RPUSH", key, session.encode()), ("EXPIRE", key, left)
         noted = ("RPUSH", opened, session.id), ("EXPIRE", opened, left + OPENED_SECONDS)
-        await self._command(f"opening of session {session.id}", *commands, *noted)
+        shown = self._pictures_key(session.id)  # gateways may append to what is there alone
+        begun = (("RPUSH", shown, b""), ("EXPIRE", shown, left)) if shows else ()
+        await self._command(f"opening of session {session.id}", *commands, *noted, *begun)
 
     async def read(self, session: str) -> SessionLog:
         """Returns a session's state. Raises SessionUnknown."""
@@ -68,6 +71,22 @@ class SessionStore:
             raise SessionUnknown(f"session {session} cannot be read: {error}") from error
         log.apply(map(Message.decode, found[1:]))
         return log
+
+    async def pictures(self, session: str) -> dict[str, bytes]:
+        """Returns the pictures that a session's turns show, PNGs, by name."""
+        [found] = await self._command(f"the pictures of session {session}", ("LRANGE", self._pictures_key(session), 0, -1))
+        return {bytes(one[:_DIGEST]).hex(): bytes(one[_DIGEST:]) for one in found if one}
+
+    async def add_pictures(self, session: str, pictures: Mapping[str, bytes]) -> None:
+        """Adds pictures to a session's, PNGs by name. Raises SessionUnknown where it has expired."""
+        for name, picture in pictures.items():
+            command = ("RPUSHX", self._pictures_key(session), bytes.fromhex(name) + picture)
+            [length] = await self._command(f"a picture of session {session}", command)
+            if not length:
+                raise SessionUnknown(f"there is no session {session} any more")
+
+    def _pictures_key(self, session: str) -> str:
+        return self._names.session_key(session) + ".pictures"
 
     async def opened(self, stretch: int, after: int, deadline: float) -> list[str]:
         """Returns the ids of sessions that were opened in one stretch of `OPENED_SECONDS`, in order, beyond the first ``after``."""
@@ -160,7 +179,8 @@ class SessionStore:
         """Gives a session that has not ended a later deadline, in seconds since the epoch, after which its record goes as before."""
         key, left = self._names.session_key(session), max(deadline - time.time(), 0) + KEPT_SECONDS
         record = SessionProlonged(deadline=deadline).encode()
-        await self._command(f"a later deadline of session {session}", ("RPUSHX", key, record), ("EXPIRE", key, int(left)))
+        expiries = [("EXPIRE", one, int(left)) for one in (key, self._pictures_key(session))]
+        await self._command(f"a later deadline of session {session}", ("RPUSHX", key, record), *expiries)
 
     async def end(self, session: str, ended: SessionEnded) -> SessionLog:
         """Ends a session, and returns its state, with the end that counts: the first one. Raises SessionUnknown."""
@@ -172,7 +192,8 @@ class SessionStore:
 
     async def let_go(self, session: str) -> None:
         """Has the record of a session that has ended go in `LATE_SECONDS`."""
-        await self._command(f"expiry of session {session}", ("EXPIRE", self._names.session_key(session), LATE_SECONDS))
+        keys = self._names.session_key(session), self._pictures_key(session)
+        await self._command(f"expiry of session {session}", *(("EXPIRE", key, LATE_SECONDS) for key in keys))
 
     async def make_gateway_key(self, held: str = "") -> str:
         """Returns the key by which gateways ask replicas for tokens. Where there is none, it is ``held``, or made."""

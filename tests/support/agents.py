@@ -5,6 +5,8 @@ They run in processes of their own; what they note in the directory of the varia
 """
 
 import asyncio
+import base64
+import io
 import json
 import os
 import random
@@ -17,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from openai import AsyncOpenAI
+from PIL import Image
 
 from shared.sessions.session import SessionEnded, SessionLog, TurnBegun, TurnEnded
 from shared.sessions.session_store import SessionStore
@@ -253,3 +256,29 @@ async def rewards_its_turns(data: dict[str, Any], base_url: str, api_key: str) -
             again = {"role": "user", "content": "Again."}
             messages = [*messages, answer.choices[0].message.model_dump(exclude_none=True), again]
     return OUTCOMES[data["rollout"]]
+
+
+async def zooms(data: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Shows the model the middle of the prompt's picture whenever it calls for that, twice at most, and asks on where it does not."""
+    messages = list(data["messages"])
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=8) as client:
+        for _ in range(3):
+            completion = await client.chat.completions.create(model=data["model"], messages=messages, tools=ZOOM)
+            answer = completion.choices[0].message
+            messages.append(answer.model_dump(exclude_none=True))
+            [given] = [part for part in messages[0]["content"] if part["type"] == "image_url"]
+            shown = {"type": "image_url", "image_url": {"url": middle_of(given["image_url"]["url"])}}
+            calls = [{"role": "tool", "tool_call_id": call.id, "content": [shown]} for call in answer.tool_calls or ()]
+            messages += calls or [{"role": "user", "content": [{"type": "text", "text": "look"}, shown]}]
+    return float(len(messages))
+
+
+ZOOM: Any = [{"type": "function", "function": {"name": "zoom", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def middle_of(url: str) -> str:
+    """The middle of a picture, as a data URL, too."""
+    picture = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+    width, height = picture.size
+    picture.crop((width // 4, height // 4, width - width // 4, height - height // 4)).save(made := io.BytesIO(), "PNG")
+    return "data:image/png;base64," + base64.b64encode(made.getvalue()).decode()

@@ -10,9 +10,15 @@ import torch
 import transformers
 from PIL import Image
 
+from tests.support.qwen3_tokenizer import SPECIAL, TEMPLATE, write_qwen3_tokenizer
 from tests.support.tiny_model import PRINTABLE, character_tokenizer
 
 VISION_START, VISION_END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
+MARKS = {"image": IMAGE, "video": VIDEO, "vision_start": VISION_START, "vision_end": VISION_END}
+GLM_MARKS = {
+    "image": "<|image|>", "video": "<|video|>", "image_start": "<|begin_of_image|>", "video_start": "<|begin_of_video|>",
+    "image_end": "<|end_of_image|>", "video_end": "<|end_of_video|>",
+}  # fmt: skip
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
@@ -30,18 +36,20 @@ def png(width: int, height: int, color: tuple[int, int, int] | None = None, seed
     return encoded.getvalue()
 
 
-def write_tiny_vision_model(path: Path, kind: str, *, seed: int = 0, alphabet: str = PRINTABLE, std: float = 0.1) -> Any:
-    """Writes a checkpoint of a ``kind``, qwen2_5_vl, qwen3_vl or qwen3_5, and returns the float32 model."""
+def write_tiny_vision_model(path: Path, kind: str, *, seed: int = 0, alphabet: str = PRINTABLE, std: float = 0.1, room: int = 0) -> Any:
+    """Writes a checkpoint of a ``kind``, qwen2_5_vl, qwen3_vl, qwen3_5 or glm4v, and returns the float32 model.
+
+    ``room``: ids beyond those of the tokenizer."""
     tokenizer = character_tokenizer(alphabet)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", VISION_START, VISION_END, IMAGE, VIDEO]})
+    marks = GLM_MARKS if kind == "glm4v" else MARKS
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", *marks.values()]})
     tokenizer.chat_template = CHAT_TEMPLATE
-    ids = {
-        f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
-        for name, token in {"image": IMAGE, "video": VIDEO, "vision_start": VISION_START, "vision_end": VISION_END}.items()
-    }
-    patch = 14 if kind == "qwen2_5_vl" else 4  # SGLang's engine on a CPU has windows of patches of 14 alone
+    for ours, theirs in zip((IMAGE, VISION_START, VISION_END), list(GLM_MARKS.values())[::2] if kind == "glm4v" else (), strict=False):
+        tokenizer.chat_template = tokenizer.chat_template.replace(ours, theirs)
+    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in marks.items()}
+    patch = 14 if kind in ("qwen2_5_vl", "glm4v") else 4  # SGLang's engine on a CPU has windows of patches of 14 alone
     text: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
+        "vocab_size": len(tokenizer) + room,
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 3,
@@ -67,6 +75,9 @@ def write_tiny_vision_model(path: Path, kind: str, *, seed: int = 0, alphabet: s
     if kind == "qwen2_5_vl":
         text |= {"rope_parameters": rope}
         vision |= {"window_size": 4 * patch, "fullatt_block_indexes": [1]}
+    elif kind == "glm4v":
+        text |= {"rope_parameters": {**rope, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
+        vision |= {"image_size": 8 * patch}
     elif kind == "qwen3_vl":
         text |= {"head_dim": 16, "rope_parameters": {**rope, "mrope_interleaved": True}}
         vision |= {"depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
@@ -76,7 +87,7 @@ def write_tiny_vision_model(path: Path, kind: str, *, seed: int = 0, alphabet: s
         text |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4, "num_hidden_layers": 4}
         text |= {"head_dim": 64, "rope_parameters": {**rope, "mrope_interleaved": True, "partial_rotary_factor": 0.25}}
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": []}
-    name = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_5": "Qwen3_5"}[kind]
+    name = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_5": "Qwen3_5", "glm4v": "Glm4v"}[kind]
     config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, **ids, tie_word_embeddings=False)
     config.dtype = "float32"
     with torch.random.fork_rng(devices=[]):
@@ -103,10 +114,33 @@ def write_tiny_vision_model(path: Path, kind: str, *, seed: int = 0, alphabet: s
         "size": size,
     }
     processor |= {
-        "image_processor_type": "Qwen2VLImageProcessorFast",
+        "image_processor_type": "Glm4vImageProcessorFast" if kind == "glm4v" else "Qwen2VLImageProcessorFast",
         "min_pixels": size["shortest_edge"],
         "max_pixels": size["longest_edge"],
     }
-    processor["processor_class"] = "Qwen2_5_VLProcessor" if kind == "qwen2_5_vl" else "Qwen3VLProcessor"
+    processor["processor_class"] = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "glm4v": "Glm4vProcessor"}.get(kind, "Qwen3VLProcessor")
     (path / "preprocessor_config.json").write_text(json.dumps(processor, indent=2))
+    return model
+
+
+PARTS = (
+    "{%- macro shown(content) %}{%- if content is string %}{{ content }}{%- else %}{%- for part in content %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' else part.text }}{%- endfor %}{%- endif %}{%- endmacro %}"
+)
+
+
+def write_seeing_chat_model(path: Path) -> Any:
+    """Writes a tiny Qwen3-VL with the chat form of Qwen3, tools among it, and returns the float32 model."""
+    model = write_tiny_vision_model(path, "qwen3_vl", room=32)
+    (path / "chat_template.jinja").unlink()
+    template = PARTS + TEMPLATE.replace("message.content + '<|im_end|>", "shown(message.content) + '<|im_end|>")
+    write_qwen3_tokenizer(path, template, [*SPECIAL, VISION_START, VISION_END, IMAGE, VIDEO])
+    ids = {one["content"]: one["id"] for one in json.loads((path / "tokenizer.json").read_text())["added_tokens"]}
+    names = MARKS
+    config = json.loads((path / "config.json").read_text()) | {f"{name}_token_id": ids[token] for name, token in names.items()}
+    config["text_config"] |= {"eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"]}
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids["<|im_end|>"]}))
+    for name, token in names.items():
+        setattr(model.config, f"{name}_token_id", ids[token])
     return model

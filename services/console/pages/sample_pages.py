@@ -5,6 +5,7 @@ Samples are the store's, or else those of the run's directory.
 
 import asyncio
 import functools
+import hashlib
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from statistics import fmean
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from fastapi import APIRouter, HTTPException, Query
+from fastapi import APIRouter, HTTPException, Query, Response
 from pydantic import BaseModel
 from redis.exceptions import RedisError
 
@@ -245,7 +246,8 @@ class SampleAnswer(BaseModel):
     """A sample in full but for its tokens beyond the window. segments: (start, end, weight version) of the response.
 
     prompt_read: the prompt as the model read it, which an agent may have made of the task's; empty: not known.
-    unknown: by name of a figure of the tokens why there is none; no_tokens: why there are no tokens at all.
+    unknown: by name of a figure of the tokens why there is none; no_tokens: why there are no tokens at all. pictures: the SHA-256 of each
+    that its tokens show, in order.
     """
 
     group: str
@@ -268,6 +270,7 @@ class SampleAnswer(BaseModel):
     no_tokens: str
     commands: list[ReplayCommand]
     samples: int
+    pictures: list[str]
 
 
 def group_row(group: GroupRecord, durable: bool) -> GroupRow:
@@ -414,17 +417,31 @@ class SamplePages:
 
     async def sample(self, name: str, position: int, first: int, count: int) -> SampleAnswer:
         """Returns one sample, with ``count`` tokens from ``first`` on."""
+        group, found = await self._present(name, position)
+        return await asyncio.to_thread(self._sample, group, found, position, first, count)
+
+    async def picture(self, name: str, position: int, digest: str) -> bytes:
+        """Returns a picture that a sample shows: a PNG. ``digest``: its SHA-256."""
+        _, found = await self._present(name, position)
+        pictures = {named(one): one for one in found.samples[position].pictures}
+        if digest not in pictures:
+            raise HTTPException(404, f"sample {position} of group {name} shows no such picture, or the store has freed it")
+        return pictures[digest]
+
+    async def _present(self, name: str, position: int) -> tuple[GroupRecord, FoundSamples]:
         group, found = await self._found(name)
         if position >= len(found.samples):
             there = f"it has {len(found.samples)}, from 0" if found.samples else found.absent
             raise HTTPException(404, f"group {name} has no sample {position} to show: {there}")
-        return await asyncio.to_thread(self._sample, group, found, position, first, count)
+        return group, found
 
     def _sample(self, group: GroupRecord, found: FoundSamples, position: int, first: int, count: int) -> SampleAnswer:
         sample = replace(found.samples[position], group=group.group)
         shown = ShownSample(group, position, sample, stale=position in found.stale)
         advantages, why = self._advantages(group, found)
         of_tokens = self._of_tokens(shown, first, count, None if advantages is None else advantages[position], why)
+        if found.source == "kept" and self.source.config is not None and self.source.config.data.multimodal_keys is not None:
+            of_tokens["unknown"] |= {"pictures": "the store has freed them with the group"}
         return SampleAnswer(
             group=group.group,
             line=sample_line(group, position, found, advantages),
@@ -441,6 +458,7 @@ class SamplePages:
             forks=forks(found.samples, position),
             commands=replay_commands(self.source.run, self.source.directory, self.source.config, group),
             samples=max(len(group.rewards), len(found.samples)),
+            pictures=[named(one) for one in sample.pictures],
             **of_tokens,
         )
 
@@ -478,6 +496,11 @@ class SamplePages:
         return "" if reading.read >= reading.of else f"; {reading.read} of {reading.of} records of the ledger have been read so far"
 
 
+def named(picture: bytes) -> str:
+    """Returns a picture's name: its SHA-256."""
+    return hashlib.sha256(picture).hexdigest()
+
+
 def _label(sample: Sample) -> str | None:
     return None if sample.label is None else as_text(sample.label)
 
@@ -506,6 +529,12 @@ def router(source: RunSource) -> APIRouter:
     async def read_group(group: GroupId) -> GroupAnswer:
         """A group: its prompt, its samples in short, what became of it, the commands that show and train it again."""
         return await pages.group(group)
+
+    @router.get("/groups/{group}/{sample}/pictures/{digest}")
+    async def read_picture(group: GroupId, sample: Count, digest: str) -> Response:
+        """A picture that a sample shows, by the SHA-256 of its PNG."""
+        headers = {"Cache-Control": "private, max-age=3600, immutable"}
+        return Response(await pages.picture(group, sample, digest), media_type="image/png", headers=headers)
 
     @router.get("/groups/{group}/{sample}")
     async def read_sample(

@@ -49,10 +49,10 @@ class _ToolResultBlock(RequestFields):
 
     type: Literal["tool_result"]
     tool_use_id: fields.CallId
-    content: fields.Texts = []
+    content: fields.Parts = []
 
 
-_UserBlock = Annotated[fields.TextPart | _ToolResultBlock, Field(discriminator="type")]
+_UserBlock = Annotated[fields.TextPart | fields.PicturePart | _ToolResultBlock, Field(discriminator="type")]
 _AssistantBlock = Annotated[fields.TextPart | _ThinkingBlock | _RedactedThinkingBlock | _ToolUseBlock, Field(discriminator="type")]
 
 
@@ -65,8 +65,8 @@ class _UserMessage(RequestFields):
     def chat(self) -> list[dict[str, Any]]:
         """Returns the results of tools, each as a message of its own, and what the user says after them."""
         results = [block for block in self.content if isinstance(block, _ToolResultBlock)]
-        texts = [block for block in self.content if isinstance(block, fields.TextPart)]
-        if any(isinstance(block, fields.TextPart) for block in self.content[: len(results)]):
+        texts = [block for block in self.content if not isinstance(block, _ToolResultBlock)]
+        if any(not isinstance(block, _ToolResultBlock) for block in self.content[: len(results)]):
             raise wire.TurnRefused(
                 400, "a tool_result block stands behind another block of its message", field="messages", code="invalid_value"
             )
@@ -182,6 +182,7 @@ def _conversation(asked: _CountBody) -> dict[str, Any]:
         "model": asked.model,
         "variables": asked.chat_template_kwargs,
         "messages": messages,
+        "pictures": fields.pictures_of(asked.messages),
         "tools": tools,
         "tool_choice": "none" if choice.type == "none" else "auto",
         "constraints": tuple(_constraints(asked, choice, tools)),

@@ -26,11 +26,21 @@ TopCount = Annotated[int, Field(ge=0, le=MOST_TOP)]
 class _SystemMessage(RequestFields):
     WITHOUT_EFFECT = frozenset({"name"})
 
-    role: Literal["system", "developer", "user"]
+    role: Literal["system", "developer"]
     content: fields.Texts
 
     def chat(self) -> dict[str, Any]:
-        return {"role": "system" if self.role == "developer" else self.role, "content": fields.joined(self.content)}
+        return {"role": "system", "content": fields.joined(self.content)}
+
+
+class _UserMessage(RequestFields):
+    WITHOUT_EFFECT = frozenset({"name"})
+
+    role: Literal["user"]
+    content: fields.Parts
+
+    def chat(self) -> dict[str, Any]:
+        return {"role": "user", "content": fields.joined(self.content)}
 
 
 class _Function(RequestFields):
@@ -63,7 +73,7 @@ class _AssistantMessage(RequestFields):
 
 class _ToolMessage(RequestFields):
     role: Literal["tool"]
-    content: fields.Texts
+    content: fields.Parts
     tool_call_id: fields.CallId
     name: fields.ToolName | None = None
 
@@ -118,7 +128,7 @@ class _ResponseFormat(RequestFields):
         return TextFormat(type=self.type, definition=self.json_schema.definition).constraint(field)
 
 
-_Message = Annotated[_SystemMessage | _AssistantMessage | _ToolMessage, Field(discriminator="role")]
+_Message = Annotated[_SystemMessage | _UserMessage | _AssistantMessage | _ToolMessage, Field(discriminator="role")]
 
 
 class OpenAIBody(fields.ChatSamplingFields):
@@ -192,6 +202,7 @@ def parse(body: bytes, request_id: str) -> wire.ChatTurn:
         min_version=asked.min_version,
         choices=asked.n,
         ignored=ignored,
+        pictures=fields.pictures_of(asked.messages),
     )
 
 

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
 
 from services.gateway.wire import request as wire
 from services.gateway.wire import request_body as fields
@@ -24,7 +24,13 @@ class _MessageItem(RequestFields):
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
-    content: fields.Texts
+    content: fields.Parts
+
+    @model_validator(mode="after")
+    def _shown_by_users(self) -> "_MessageItem":
+        if self.role != "user" and fields.pictures_of([self]):
+            raise ValueError("expected text: pictures are taken of users and tools")
+        return self
 
 
 class _CallItem(RequestFields):
@@ -42,7 +48,7 @@ class _CallOutputItem(RequestFields):
 
     type: Literal["function_call_output"]
     call_id: fields.CallId
-    output: fields.Texts
+    output: fields.Parts
 
 
 class _ReasoningText(RequestFields):
@@ -178,12 +184,14 @@ def parse(body: bytes, request_id: str) -> wire.ChatTurn:
         kept=said if asked.store else (),
         place="input",
         ignored=ignored if set(asked.include) <= {LOGPROBS} else (*ignored, "include"),
+        pictures=fields.pictures_of(asked.input),
     )
 
 
 def parse_items(body: bytes) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Returns the items in a body of ``/v1/conversations``, and their messages. Raises TurnRefused."""
     items = read_body(_ItemsBody, body or b"{}")[0].items
+    check_served((bool(fields.pictures_of(items)), "items", "pictures are stored with the request that shows them, as its input"))
     return [{"id": uuid.uuid4().hex, "status": "completed", **item.model_dump()} for item in items], _messages(items)
 
 

@@ -2,11 +2,13 @@
 
 A *conversation* is a list of messages in OpenAI's chat form with nothing left open: ``role`` is system, user, assistant or tool;
 ``content`` is a string; an assistant's ``reasoning_content`` and ``tool_calls`` are there where they are not empty, and the arguments of a
-call are JSON text. What a client sends back of an answer parses to `assistant_message` of its result: in OpenAI's formats to the very same,
-with the reasoning where the client keeps it; in Anthropic's with the arguments written anew, since they travel as an object.
+call are JSON text. A picture is a mark in the content of a user or a tool (`picture_mark`). What a client sends back of an answer
+parses to `assistant_message` of its result: in OpenAI's formats to the very same, with the reasoning where the client keeps it; in
+Anthropic's with the arguments written anew, since they travel as an object.
 """
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +19,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from shared.data.pictures import Picture
 from shared.runtime.errors import MyxoError, nearest
 
 # Whose error shape an endpoint answers with. ``/inference/v1/generate`` and ``/groups`` have OpenAI's.
@@ -87,6 +90,20 @@ def overlong_prompt(length: int, most: int, place: str = "messages", unit: str =
     """Returns the refusal of a prompt of a ``length`` where ``most`` tokens fit. ``place``: its field in the body."""
     message = f"the prompt has {length} {unit}, more than the model's maximum context length of {most} leaves for it"
     return TurnRefused(400, message, field=place, code="context_length_exceeded")
+
+
+# No text of a client's and none that a model samples has half of a surrogate pair: nothing can be taken for a picture
+_PICTURE, PICTURE_MARK = "\udcff", re.compile("\udcff([0-9a-f]{64})")
+
+
+def picture_mark(name: str) -> str:
+    """Returns what stands for a picture in a message's content. ``name``: the SHA-256 of what the client sent."""
+    return _PICTURE + name
+
+
+def pictures_in(messages: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Returns the names of the pictures that messages show, in order."""
+    return tuple(name for message in messages for name in PICTURE_MARK.findall(message["content"]))
 
 
 # ``stop``: by itself or at a stop string. ``abort``: the session ended meanwhile, and no answer can be made of the turn.
@@ -165,6 +182,7 @@ class ChatTurn:
             they continue and extend. kept: messages that are stored behind the turn ``after``, with the answer.
         place: the body's field with the conversation.
         ignored: the request's fields that have no effect here, by name.
+        pictures: those that the request holds, by their names in messages. shown: those of the prompt as they are stored, once it is made.
     """
 
     request_id: str
@@ -191,6 +209,8 @@ class ChatTurn:
     after: str = ""
     place: str = "messages"
     ignored: tuple[str, ...] = ()
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
+    shown: Mapping[str, Picture] = field(default_factory=dict)
 
     @property
     def prefill(self) -> str:
@@ -232,6 +252,7 @@ class TokenTurn:
     choices: int = 1
     place: str = "token_ids"
     ignored: tuple[str, ...] = ()
+    shown: Mapping[str, Picture] = field(default_factory=dict)
 
 
 def split(asked: Any) -> list[Any]:

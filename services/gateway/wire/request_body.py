@@ -4,6 +4,9 @@ A field that is null counts as not given. Fields that a house's own servers take
 ``WITHOUT_EFFECT``, and the answer names which of them were given. Those that clients send back of an answer are in ``ECHOED``.
 """
 
+import base64
+import binascii
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -11,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import orjson
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
-from services.gateway.wire.request import TurnRefused
+from services.gateway.wire.request import TurnRefused, picture_mark
 from shared.runtime.errors import near
 from shared.schema.message import LARGEST
 
@@ -129,9 +132,99 @@ def text_part(text: str) -> dict[str, Any]:
 Texts = Annotated[list[TextPart], Field(max_length=MAX_CALLS, fail_fast=True), listed("parts", text_part)]
 
 
-def joined(parts: Sequence[TextPart]) -> str:
-    """Returns the text of a message: its parts in lines of their own."""
-    return "\n".join(part.text for part in parts)
+def _from_base64(given: Any) -> bytes:
+    try:
+        return base64.b64decode(given.encode(), validate=True)
+    except (AttributeError, binascii.Error, ValueError):
+        raise ValueError("expected base64") from None
+
+
+def _from_url(given: Any) -> bytes:
+    head, comma, encoded = given.partition(",") if isinstance(given, str) else ("", "", "")
+    if not (comma and head.startswith("data:") and head.endswith(";base64")):
+        raise ValueError("expected a picture as data:image/…;base64,…; addresses are not asked for")
+    return _from_base64(encoded)
+
+
+Base64 = Annotated[bytes, BeforeValidator(_from_base64)]
+DataUrl = Annotated[bytes, BeforeValidator(_from_url)]
+
+
+class _ImageUrl(RequestFields):
+    WITHOUT_EFFECT = frozenset({"detail"})
+
+    url: DataUrl
+
+
+class _ImageUrlPart(RequestFields):
+    type: Literal["image_url"]
+    image_url: _ImageUrl
+
+    @property
+    def data(self) -> bytes:
+        return self.image_url.url
+
+
+class _InputImagePart(RequestFields):
+    WITHOUT_EFFECT = frozenset({"detail"})
+
+    type: Literal["input_image"]
+    image_url: DataUrl
+
+    @property
+    def data(self) -> bytes:
+        return self.image_url
+
+
+class _ImageSource(RequestFields):
+    type: Literal["base64"]
+    media_type: str
+    data: Base64
+
+
+class _ImageBlock(RequestFields):
+    WITHOUT_EFFECT = frozenset({"cache_control"})
+
+    type: Literal["image"]
+    source: _ImageSource
+
+    @property
+    def data(self) -> bytes:
+        return self.source.data
+
+
+PicturePart = _ImageUrlPart | _InputImagePart | _ImageBlock  # As chat completions, responses and Anthropic's messages have it
+# Content that may show pictures: a string, or parts
+Parts = Annotated[
+    list[Annotated[TextPart | PicturePart, Field(discriminator="type")]],
+    Field(max_length=MAX_CALLS, fail_fast=True),
+    listed("parts", text_part),
+]
+
+
+def joined(parts: Iterable[TextPart | PicturePart]) -> str:
+    """Returns the text of a message: texts in lines of their own, and between them, without a further line, the marks of pictures."""
+    found, after_text = "", False
+    for part in parts:
+        text = part.text if isinstance(part, TextPart) else None
+        found += picture_mark(_name(part)) if text is None else "\n" * after_text + text
+        after_text = text is not None
+    return found
+
+
+def _name(part: Any) -> str:
+    return hashlib.sha256(part.data).hexdigest()
+
+
+def pictures_of(messages: Iterable[Any]) -> dict[str, bytes]:
+    """Returns the pictures that messages or items show, encoded as they were given, by the names in their marks."""
+    found, waiting = dict[str, bytes](), list(messages)
+    for one in waiting:  # blocks of results hold further ones
+        if isinstance(one, PicturePart):
+            found[_name(one)] = one.data
+        for field in ("content", "output"):
+            waiting += getattr(one, field, ())
+    return found
 
 
 Body = TypeVar("Body", bound=RequestFields)

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from PIL import Image
 from torch import Tensor
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from services.trainer.packing import PackedBatch
-from shared.data.pictures import PictureRule
+from shared.data.pictures import GLM, PictureRule
 from shared.runtime.errors import BadMessage
 
 
@@ -37,7 +38,8 @@ class PictureInputs:
 
     def __init__(self, hf_dir: Path, model: Any) -> None:
         self.rule, self._model = PictureRule.read(hf_dir), model
-        self._processor: Any = Qwen2VLImageProcessorPil.from_pretrained(hf_dir, local_files_only=True)
+        processor: Any = Glm4vImageProcessorPil if self.rule.kind in GLM else Qwen2VLImageProcessorPil
+        self._processor = processor.from_pretrained(hf_dir, local_files_only=True)
 
     def seen(self, batch: PackedBatch, everywhere: bool) -> SeenPack:
         """Returns the inputs of a pack. Raises BadMessage where a sequence's tokens are not those of its pictures.

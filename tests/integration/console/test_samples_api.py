@@ -1,6 +1,7 @@
 """``/api/samples`` of a console as a process, on a ledger written by hand and real payloads: live, growing, and from a directory alone."""
 
 import asyncio
+import hashlib
 import json
 import os
 import subprocess
@@ -34,6 +35,7 @@ from tests.support.waiting import until
 
 TOKEN = "a-token-that-nobody-guesses-0123456789"
 
+PICTURE = b"\x89PNG of a sample's screen"
 HOSTILE = "<script>alert(1)</script> \u202eright to left \x1b[2J נייר"
 
 
@@ -48,7 +50,8 @@ class Console:
         request = urllib.request.Request(f"{self.url}/api/{path}", headers={"Authorization": f"Bearer {TOKEN}"})
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:
-                return answer.status, json.load(answer)
+                body = answer.read()
+                return answer.status, json.loads(body) if answer.headers["Content-Type"] == "application/json" else body
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
         except OSError:
@@ -97,6 +100,7 @@ def samples_of(number: int) -> list[Sample]:
             label="5",
             metadata={"difficulty": number, "odd": float("nan"), "text": HOSTILE},
             rollout=0,
+            pictures=(PICTURE,) * index,
         )
         for index in range(2)
     ]
@@ -213,6 +217,11 @@ def check_sample(live: Console) -> None:
     assert "tokenizer" in found["unknown"]["text"]
     assert [(turn["kind"], turn["start"], turn["end"]) for turn in found["turns"]] == [("given", 0, 2), ("sampled", 2, 4)]
     assert found["forks"] == [{"index": 0, "shared": 5}]
+    [name] = found["pictures"]
+    assert name == hashlib.sha256(PICTURE).hexdigest()
+    assert live.get(f"samples/groups/{group_id(1)}/1/pictures/{name}") == (200, PICTURE)
+    code, refused = live.get(f"samples/groups/{group_id(1)}/0/pictures/{name}")
+    assert code == 404 and "shows no such picture" in refused["detail"]
     assert found["line"]["finish"] == "length"
     part = live.get(f"samples/groups/{group_id(1)}/1?first=3&count=2")[1]["tokens"]
     assert (part["first"], part["ids"], part["log_probs"]) == (3, [23], [-2.0])

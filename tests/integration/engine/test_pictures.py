@@ -29,7 +29,10 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", *(pytest.param(kind, marks=pytest.mark.extra) for kind in ("qwen2_5_vl", "qwen3_5"))])
+REST = [pytest.param(kind, marks=pytest.mark.extra) for kind in ("qwen2_5_vl", "qwen3_5", "glm4v")]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", *REST])
 def test_the_trainer_computes_what_the_engine_samples(kind, tmp_path):
     write_tiny_vision_model(tmp_path / "model", kind)
     (tmp_path / "a.png").write_bytes(png(61, 40))

@@ -164,7 +164,10 @@ async def test_an_aborted_turn_is_no_answer(server, client) -> None:
         ({"extra_body": {"mcp_servers": []}}, "mcp_servers"),
         ({"extra_body": {"output_config": {"format": {"type": "json_schema", "schema": {}}}}}, "output_config.format"),
         ({"messages": [*ASK, {"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name": "f", "input": {}}]}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]}, "messages[0].content[0]"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},
+            "messages[0].content[0].source.type",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]}, "messages"),
     ],
 )

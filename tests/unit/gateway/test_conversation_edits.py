@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from services.gateway.chat_tokens import TOOL, ChatTokens
 from services.gateway.turn_decisions import digests, thought_digest
+from services.gateway.turn_pictures import TurnPictures
 from services.gateway.turns import Turns
 from services.gateway.wire import openai_chat
 from services.gateway.wire.request import TurnRefused, assistant_message
+from shared.config.data_sections import DataSection
 from shared.config.service_sections import GatewaySection
 from shared.runtime.traces import Traces
 from shared.schema.messages import Sampling
@@ -64,7 +66,8 @@ class Conversation:
         session = {"id": "s", "group": "g", "rollout": 0, "attempt": 0, "key_digest": "0" * 64, "deadline": 9.0}
         self.log = SessionLog(Session(**session, sampling=Sampling(temperature=1.0, max_new_tokens=100)))
         nothing: Any = None
-        self._chat, self._turns = chat, Turns(nothing, nothing, nothing, chat, "m", "h", GatewaySection(), Traces())
+        blind = TurnPictures(nothing, None, DataSection())
+        self._chat, self._turns = chat, Turns(nothing, nothing, nothing, chat, "m", "h", GatewaySection(), Traces(), blind)
 
     def asked(self, messages: list[dict[str, Any]], text: str, **more: Any) -> dict[str, Any]:
         """Asks for the next message, for which ``text`` is drawn. Returns it as the client sees it."""

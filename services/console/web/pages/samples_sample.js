@@ -25,7 +25,7 @@ export function mountSample(root, context) {
     tokens?.unmount();
     tokens = null;
     const stage = el("div");
-    fill(root, up(answer.group), head(answer), body(answer, stage), el("h2", {}, "Again"), commands(answer.commands, context.announce));
+    fill(root, up(answer.group), head(answer), pictures(answer, address), body(answer, stage), el("h2", {}, "Again"), commands(answer.commands, context.announce));
     if (answer.tokens) {
       const more = (first) => context.get(address, { first });
       tokens = mountTokens(stage, answer, { more, announce: context.announce, colour: context.params.get("colour") });
@@ -82,6 +82,12 @@ function head(answer) {
   ];
 }
 
+function pictures(answer, address) {
+  if (!answer.pictures.length) return null;
+  const one = (name, at) => el("img", { src: `/api/${address}/pictures/${name}`, alt: `Picture ${at + 1} of ${answer.pictures.length}`, loading: "lazy" });
+  return [el("h2", {}, "Pictures"), el("div", { class: "pictures" }, answer.pictures.map(one))];
+}
+
 function body(answer, stage) {
   const notes = Object.values(answer.unknown).length
     ? el("ul", { class: "quiet notes" }, Object.entries(answer.unknown).map(([name, why]) => el("li", {}, `${NAMES[name] ?? name}: ${visible(why)}`)))
@@ -99,7 +105,7 @@ function body(answer, stage) {
   ];
 }
 
-const NAMES = { text: "Text of tokens", difference: "Engine–trainer difference", advantages: "Advantage of tokens", log_probs: "Log-probs" };
+const NAMES = { text: "Text of tokens", difference: "Engine–trainer difference", advantages: "Advantage of tokens", log_probs: "Log-probs", pictures: "Pictures" };
 
 function turns(found) {
   return found.map((turn) =>

@@ -150,6 +150,14 @@ def forget_pictures() -> None:
             module.embedding_cache = type(cache)(cache.max_size)
 
 
+def norm_as_trained(model: torch.nn.Module) -> None:
+    """Gives the layer norm behind GLM-4.1V's tower the epsilon of its trainer: SGLang adds a tenth of it to the variance."""
+    for module in model.modules():
+        if type(module).__name__ == "Glm4vPatchMerger":
+            norm: Any = module.post_projection_norm
+            norm.variance_epsilon = 1e-5
+
+
 # The interpreter's switch interval. The scheduler's thread spins, or computes, and delays the receiver's by several intervals for each
 # command; at Python's default of 5 ms, commands took 10 to 90 ms on a GPU.
 SWITCH_SECONDS = 2e-5
@@ -200,6 +208,7 @@ def load(model: Any, tensors: Iterable[object]) -> None:
             device = next(model.parameters()).device
             loaded = WithDraft(model, _draft) if own else model
             receiver = Receiver(loaded, _rank(), device, _model_path(), computing_streams(scheduler), gate.closed, forget_pictures)
+            norm_as_trained(model)
             load_stages_together(scheduler)
             gate.install(scheduler)
             if not find_ends_of_aborted(_request_class()):

@@ -18,7 +18,7 @@ from tests.unit.trainer.megatron.tiny import pack
 
 TORCH = {"trainer_backend": "torch", "adam_eps": 1e-3, "sees": True}
 SHOWN = [[(30, 41)], [], [(16, 24), (50, 20)], [(8, 8)]]  # of four sequences, sizes of the pictures
-KINDS = ("qwen3_vl", "qwen2_5_vl", "qwen3_5")
+KINDS = ("qwen3_vl", "qwen2_5_vl", "qwen3_5", "glm4v")
 
 
 @pytest.fixture(scope="module")

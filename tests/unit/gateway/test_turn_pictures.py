@@ -1,0 +1,195 @@
+"""Pictures in the requests of clients: found, refused, and carried on over turns by the very tokens."""
+
+import asyncio
+import base64
+import functools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.gateway.chat_tokens import ChatTokens
+from services.gateway.turn_decisions import digests
+from services.gateway.turn_pictures import TurnPictures
+from services.gateway.turns import Turns
+from services.gateway.wire import anthropic_messages, openai_chat, openai_responses
+from services.gateway.wire.request import ChatTurn, TurnRefused, pictures_in
+from shared.config.data_sections import DataSection
+from shared.config.service_sections import GatewaySection
+from shared.data.pictures import PictureReader
+from shared.runtime.traces import Traces
+from shared.schema.messages import Sampling
+from shared.sessions.session import Session, SessionLog, Turn, trajectories
+from tests.support.tables import table
+from tests.support.tiny_vision import IMAGE, VISION_END, VISION_START, png, write_seeing_chat_model
+from tests.unit.shared.test_pictures import bomb
+
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+class Stored:
+    """Sessions of which only the pictures are stored."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, bytes] = {}
+
+    async def pictures(self, session: str) -> dict[str, bytes]:
+        return self.found
+
+    async def add_pictures(self, session: str, pictures: dict[str, bytes]) -> None:
+        self.found |= pictures
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("seeing")
+    write_seeing_chat_model(path)
+    return path
+
+
+tokens_of = functools.cache(lambda model: ChatTokens(model, {}))
+
+
+class Gateway:
+    """A gateway's turns, whose answers are given."""
+
+    def __init__(self, model: Path, **data: Any) -> None:
+        session = {"id": "s", "group": "g", "rollout": 0, "attempt": 0, "key_digest": "0" * 64, "deadline": 9.0}
+        self.log = SessionLog(Session(**session, sampling=Sampling(temperature=1.0, max_new_tokens=100)))
+        self.section = DataSection(apply_chat_template=True, multimodal_keys={"image": "images"}, **data)
+        self.sessions: Any = Stored()
+        self.reader, self.chat, nothing = PictureReader(model, self.section), tokens_of(model), Any
+        self.pictures = TurnPictures(self.sessions, self.reader, self.section)
+        self.turns = Turns(nothing, nothing, nothing, self.chat, "m", "h", GatewaySection(), Traces(), self.pictures)  # type: ignore[arg-type]
+
+    def turn(self, asked: ChatTurn, answer: str) -> Turn:
+        async def made() -> Turn:
+            seeing = await self.turns._seeing(self.log, asked)
+            prompt = self.turns._made(self.log, seeing)
+            await self.pictures.store(self.log, prompt.pictures, seeing.shown)
+            completion = np.asarray(self.chat.tokenizer.encode(answer), np.int32)
+            parent = None if prompt.parent is None else prompt.parent.request
+            beside = {
+                "pictures": prompt.pictures,
+                "conversation": digests([*asked.messages, {"role": "assistant", "content": answer}], [])[-1],
+            }
+            spans, zeros = ((0, len(completion), 0),), np.zeros(len(completion), np.float32)
+            turn = Turn(asked.request_id, parent, prompt.tokens, completion, zeros, spans, "stop", **beside)
+            self.log.turns[turn.request] = turn
+            return turn
+
+        return asyncio.run(made())
+
+
+def url(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def shown(data: bytes) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url(data), "detail": "high"}}
+
+
+def block(data: bytes) -> dict[str, Any]:
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": base64.b64encode(data).decode()}}
+
+
+def text(said: str) -> dict[str, Any]:
+    return {"type": "text", "text": said}
+
+
+def chat(messages: list[Any], name: str = "r") -> ChatTurn:
+    return openai_chat.parse(json.dumps({"model": "m", "messages": messages}).encode(), name)
+
+
+def test_a_conversation_goes_on_by_the_very_tokens_with_the_pictures_of_tools(model: Path) -> None:
+    """The second turn's answer is spelled as no template would; other pictures of the same size are another conversation."""
+    gateway, one, two = Gateway(model), png(20, 20, seed=1), png(40, 24, seed=2)
+    rule = gateway.reader.rule
+    messages: list[Any] = [{"role": "user", "content": [text("see"), shown(one), text("and?")]}]
+    first = gateway.turn(chat(messages, "r0"), "a  b")
+    assert gateway.chat.family == "qwen3" and gateway.chat.picture_text == f"{VISION_START}{IMAGE}{VISION_END}"
+    assert int((first.prompt == rule.token).sum()) == rule.tokens(20, 20)
+    messages += [{"role": "assistant", "content": "a  b"}, {"role": "user", "content": [shown(two)]}]
+    second = gateway.turn(chat(messages, "r1"), "<tool_call> odd")
+    assert second.parent == "r0" and np.array_equal(second.prompt[: len(first.tokens)], first.tokens)
+    assert second.pictures == (*first.pictures, *pictures_in(chat(messages).messages[2:]))
+    assert int((second.prompt == rule.token).sum()) == rule.tokens(20, 20) + rule.tokens(40, 24)
+    changed = [{**messages[0], "content": [text("see"), shown(png(20, 20, seed=3)), text("and?")]}, *messages[1:]]
+    other = gateway.turn(chat(changed, "r2"), "a")
+    assert other.parent is None and np.array_equal(other.prompt[: len(first.tokens)], first.tokens)
+    [joined, apart] = trajectories(gateway.log.turns.values())
+    assert joined.pictures == second.pictures and apart.pictures == other.pictures
+    assert gateway.sessions.found.keys() == {*second.pictures, *other.pictures}
+    again = Gateway(model)  # which has the log alone, and the pictures of the store
+    again.sessions.found = gateway.sessions.found
+    found = asyncio.run(again.pictures.of(again.log, second.pictures, {}, "input"))
+    assert {name: picture.data for name, picture in found.items()} == {name: gateway.sessions.found[name] for name in second.pictures}
+
+
+def test_all_formats_show_the_same(model: Path) -> None:
+    data = png(20, 20)
+    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    by_openai = chat([{"role": "user", "content": [text("a"), text("b"), shown(data)]}, called,
+                      {"role": "tool", "tool_call_id": "c", "content": [text("c"), shown(data)]}])  # fmt: skip
+    use = {"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [text("c"), block(data)]}
+    messages = [{"role": "user", "content": [text("a"), text("b"), block(data)]}, {"role": "assistant", "content": [use]},
+                {"role": "user", "content": [result]}]  # fmt: skip
+    by_anthropic = anthropic_messages.parse(json.dumps({"model": "m", "max_tokens": 9, "messages": messages}).encode(), "r")
+    picture = {"type": "input_image", "image_url": url(data)}
+    items = [{"role": "user", "content": [text("a"), text("b"), picture]},
+             {"type": "function_call", "call_id": "c", "name": "add", "arguments": '{"a": 1}'},
+             {"type": "function_call_output", "call_id": "c", "output": [text("c"), picture]}]  # fmt: skip
+    by_responses = openai_responses.parse(json.dumps({"model": "m", "input": items}).encode(), "r")
+    assert list(by_openai.messages) == list(by_anthropic.messages) == list(by_responses.messages)
+    assert by_openai.pictures == by_anthropic.pictures == by_responses.pictures and list(by_openai.pictures.values()) == [data]
+    assert "a\nb" in by_openai.messages[0]["content"]
+    gateway = Gateway(model)
+    tokens = gateway.turn(by_openai, "x").prompt
+    assert int((tokens == gateway.reader.rule.token).sum()) == 2 * gateway.reader.rule.tokens(20, 20)
+
+
+REFUSED: dict[str, tuple[list[Any] | str, str]] = {
+    "an address": ([{"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}], "addresses are not asked for"),
+    "no base64": ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,%%"}}], "expected base64"),
+    "no picture": ([shown(b"GIF or not")], "expected a picture of PNG"),
+    "empty": ([shown(b"")], "expected 1 to max_picture_bytes"),
+    "too many bytes": ([shown(b"\x89PNG" + bytes(1 << 16))], "max_picture_bytes = 60000"),
+    "a bomb": ([shown(bomb())], "found far more"),
+    "too many pixels": ([shown(png(300, 300, (1, 2, 3)))], "300 x 300"),
+    "broken off": ([shown(png(30, 30)[:-40])], "cannot be decoded"),
+    "too many": ([shown(png(20, 20))] * 4, "max_pictures = 3"),
+    "a place without a picture": (f"{VISION_START}{IMAGE}", ""),  # text of a client's is text
+    "sound": ([{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}], "input_audio"),
+    "a part's further field": ([{**shown(png(20, 20)), "min_pixels": 3}], "unknown parameter"),
+}
+
+
+@table(("name", "content", "words"), [(name, *row) for name, row in REFUSED.items()])
+def test_what_is_no_picture_is_refused_by_its_field(model: Path, name: str, content: list[Any] | str, words: str) -> None:
+    gateway = Gateway(model, max_picture_bytes=60_000, max_picture_pixels=80_000, max_pictures=3)
+    if not words:
+        assert not (gateway.turn(chat([{"role": "user", "content": content}]), "x").prompt == gateway.reader.rule.token).any()
+        return
+    with pytest.raises(TurnRefused, match=re.escape(words)) as refused:
+        gateway.turn(chat([{"role": "user", "content": content}]), "x")
+    assert refused.value.status == 400 and str(refused.value.field).startswith("messages")
+
+
+def test_pictures_that_are_not_there_are_refused(model: Path) -> None:
+    gateway = Gateway(model)
+    blind = TurnPictures(gateway.sessions, None, gateway.section)
+    with pytest.raises(TurnRefused, match="expected text"):
+        asyncio.run(blind.of(gateway.log, ["0" * 64], {"0" * 64: png(20, 20)}, "messages"))
+    with pytest.raises(TurnRefused, match="send it again"):
+        asyncio.run(gateway.pictures.of(gateway.log, ["0" * 64], {}, "input"))
+    with pytest.raises(TurnRefused, match="3 token ids stand for pictures"):
+        gateway.pictures.check(np.full(3, gateway.reader.rule.token, np.int32), (), {}, "token_ids")
+    body = {"model": "m", "input": [{"role": "developer", "content": [{"type": "input_image", "image_url": url(png(20, 20))}]}]}
+    with pytest.raises(TurnRefused, match="users and tools"):
+        openai_responses.parse(json.dumps(body).encode(), "r")
+    with pytest.raises(TurnRefused, match="with the request that shows them"):
+        openai_responses.parse_items(json.dumps({"items": [{**body["input"][0], "role": "user"}]}).encode())
