@@ -217,11 +217,11 @@ class ChatTokens:
         # the package's default renderer makes objects of all arguments, also where the template takes their text
         self._render: Any = by_template if family is None or self._one_result else family.render_ids
         self.stop_ids = sorted({*self._renderer.get_stop_token_ids(), *self.tokenizer.stop_ids})
+        self.picture_text = self._picture_text(variables) if self.has_template else None
         self.shows_tools = self.has_template and self._differs_with_tools()
         self.shows_system = self.has_template and _rendered(by_template, [_BRIEF, _ASKED], ()) is not None
         self.added_ids, self.byte_ids = self.tokenizer.added_ids, self.tokenizer.byte_ids
         self.letter = self.tokenizer.encode(self.LETTER).tolist()
-        self.picture_text = self._picture_text(variables) if self.has_template else None
         self.plain_markers = self.family == "default"
         self._strips = False
         reasoning = self.parse_tokens([], self.tokenizer.encode(THOUGHT).tolist(), ()).reasoning

@@ -46,6 +46,7 @@ def test_the_trainer_computes_what_the_engine_samples(kind, tmp_path):
 
     async def sampled(process):
         async with await EngineClient.connect(process.receiver) as client:
+            await client.open_receivers()
             found = []
             for prompt in (prompts[index] for index in range(len(ROWS))):
                 shown = ShownPictures(rule, prompt.pictures)
