@@ -221,6 +221,19 @@ class RunConfig(Section):
         return [name for name in found if name not in replayed] if trains else []
 
     @property
+    def _sglang(self) -> list[tuple[str, Any]]:
+        """Returns SGLang's flags of all groups of the policy's engines."""
+        rollout = self.rollout
+        groups = [flags_over(rollout.sglang, group.sglang) for group in rollout.engines()]
+        return [(plain_name(name), value) for flags in groups for name, value in flags.items()]
+
+    @property
+    def _drafts(self) -> set[str]:
+        """Returns what has engines verify drafts."""
+        algorithms = {f"rollout.sglang.{name} = {value}" for name, value in self._sglang if name == ALGORITHM and value}
+        return {*self.rollout.own_speculation, *algorithms}
+
+    @property
     def kept_top_k(self) -> int:
         """Returns the ``top_k`` of requests that have none, where training replays the tokens that samplers keep; 0: it does not. Without
         one an engine returns none, and equal logits at its edge may keep more."""
@@ -233,8 +246,7 @@ class RunConfig(Section):
         rollout, algorithm = self.rollout, self.algorithm
         makers = ", ".join(name for name in rollout.makers if name.endswith("_function_path"))
         groups, most, auto = rollout.engines(), rollout.most_kept, self.trainer.support_replay == "auto"
-        given = [(plain_name(name), value) for group in groups for name, value in flags_over(rollout.sglang, group.sglang).items()]
-        drafts = {*rollout.own_speculation, *(f"rollout.sglang.{name} = {value}" for name, value in given if name == ALGORITHM and value)}
+        given, drafts = self._sglang, self._drafts
         teachers = algorithm.opd_top_k or (algorithm.use_opd and algorithm.opd_type == "sglang")
         obstacles = {
             "every token of the vocabulary is kept: rollout_top_p, rollout_top_k and min_p are off": not rollout.truncates,
@@ -262,14 +274,13 @@ class RunConfig(Section):
             f"{', '.join(makers)} makes rollouts of its own": makers,
             "episode.episode_url plays rollouts": self.episode.episode_url,
             "data.data_source makes the prompts": self.data.data_source,
-            "trainer.lora_rank adapts a model of text": trains and self.trainer.lora_rank,
             "eval.eval_function_path evaluates": self.eval.eval_function_path,
             "ingest.ingest_groups takes groups from outside": self.ingest.ingest_groups != "off",
             "servers score the tokens of samples (algorithm.opd_type = sglang)": self.algorithm.use_opd
             and self.algorithm.opd_type == "sglang",
             f"debug.{', '.join(dumps)} stores or reads batches": dumps,
             "rollout.external_engines are not Myxo's own": rollout.external_engines,
-            f"{', '.join(rollout.own_speculation)} verifies drafts": rollout.own_speculation,
+            f"{', '.join(sorted(self._drafts))} verifies drafts": self._drafts,
             "engines do prefill or decode alone": {group.worker_type for group in rollout.engines()} != {"regular"},
         }
         yield from (obstacle for obstacle, stands in obstacles.items() if stands)
@@ -518,6 +529,7 @@ class RunConfig(Section):
             "rollout": (self.rollout, {**engines, **unlimited, **unused}),
             "trainer": (self.trainer, {"colocate": False, "use_rollout_routing_replay": False, "support_replay": "off"}),
             "debug": (self.debug, {"debug_rollout_only": True}),
+            "data": (self.data, {"multimodal_keys": None}),  # the gateway shows it no pictures
         }
         return self.model_copy(update={name: section.model_copy(update=update) for name, (section, update) in changed.items()})
 

@@ -4,6 +4,7 @@ The frozen config of a run holds pinned names, no paths: each service finds the 
 they are the same everywhere. A resumed run continues with the commits that it began with.
 """
 
+import base64
 import json
 import os
 import shutil
@@ -32,7 +33,8 @@ _BATCH_ROWS = 1000
 
 
 def rows_file(hub: Hub, name: HubName) -> Path:
-    """Returns the rows of a pinned split, an object a line; the file is made once and kept in ``HF_HOME``. Columns of bytes are left out.
+    """Returns the rows of a pinned split, an object a line; the file is made once and kept in ``HF_HOME``. Of columns of bytes pictures
+    are kept, in base64; the rest is left out.
 
     The package ``datasets`` says which files of the repository belong to a split, and reads them. It sees a directory of empty files with
     the repository's names, in which the split's own files then take their places: it needs no network, and nothing else is downloaded.
@@ -122,7 +124,7 @@ def _write(snapshot: Path, directory: Path, builder: Any, name: HubName, files: 
         (directory / file).symlink_to(snapshot / file)
     try:
         for row in _rows(builder, str(name.split)):
-            out.write(json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass") + b"\n")
+            out.write(json.dumps(row, ensure_ascii=False, default=_text).encode("utf-8", "surrogatepass") + b"\n")
     except OSError:
         raise
     except Exception as error:  # reading a format raises anything
@@ -133,8 +135,14 @@ def _rows(builder: Any, split: str) -> Iterator[dict[str, Any]]:
     from datasets.data_files import DataFilesDict
 
     builder.config.data_files = DataFilesDict({split: builder.config.data_files[split]})
-    for table in builder.as_streaming_dataset(split).with_format("arrow").iter(batch_size=_BATCH_ROWS):
-        yield from table.select([field.name for field in table.schema if not _holds_bytes(field.type)]).to_pylist()
+    rows = builder.as_streaming_dataset(split)
+    pictures = {name for name, feature in (rows.features or {}).items() if "Image(" in repr(feature)}
+    for table in rows.with_format("arrow").iter(batch_size=_BATCH_ROWS):
+        yield from table.select([one.name for one in table.schema if one.name in pictures or not _holds_bytes(one.type)]).to_pylist()
+
+
+def _text(value: Any) -> str:
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
 
 def _holds_bytes(kind: Any) -> bool:

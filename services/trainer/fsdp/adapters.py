@@ -71,10 +71,11 @@ def attach(model: Any, lora: Lora, seed: int) -> None:
 
 
 def _layers(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the linear layers that can be adapted by the checkpoint's names of their weights."""
-    head = model.get_output_embeddings()
+    """Yields the linear layers that can be adapted by the checkpoint's names of their weights; of a model that sees those of language."""
+    head, text = model.get_output_embeddings(), set(getattr(model.base_model, "language_model", model).modules())
     for name, module in model.named_modules():
-        if type(module) in (torch.nn.Linear, AdaptedLinear) and module is not head and name.rpartition(".")[2] not in _ROUTERS:
+        adaptable = module in text and type(module) in (torch.nn.Linear, AdaptedLinear)
+        if adaptable and module is not head and name.rpartition(".")[2] not in _ROUTERS:
             weight = torch.empty(module.weight.shape, device="meta")
             (matrix, *others) = revert_weight_conversion(model, {f"{name}.weight": weight})
             if not others:

@@ -4,16 +4,20 @@ import io
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from shared.config.data_sections import DataSection
 from shared.config.run_config import RunConfig
+from shared.data.pictures import PictureReader
 from shared.data.rows import open_rows
 from shared.hub import hub_resolve
 from shared.runtime.errors import ConfigError
 from tests.support.hub_server import HubServer
 from tests.support.run_config import run_config
+from tests.support.tiny_vision import png, write_tiny_vision_model
 
 CARD = b"""---
 configs:
@@ -92,6 +96,26 @@ def test_a_config_of_parquet_files(hub: HubServer, tmp_path: Path) -> None:
     assert "it has no config 'main2'; it has main, hard: give hf:org/sums/main:train" in refused(tmp_path, "hf:org/sums/main2:train")
     assert "it has no split 'dev'; it has train, test: give hf:org/sums/main:train" in refused(tmp_path, "hf:org/sums/main:dev")
     assert "a split has to be named; it has train: give hf:org/sums/hard:train" in refused(tmp_path, "hf:org/sums/hard")
+
+
+def test_pictures_are_kept_and_sound_is_not(hub: HubServer, tmp_path: Path) -> None:
+    picture = png(20, 20)
+    features = datasets.Features(
+        {"problem": datasets.Value("string"), "images": [datasets.Image()], "sound": {"bytes": datasets.Value("binary")}}
+    )
+    row = {"problem": ["<image>?"], "images": [[{"bytes": picture, "path": "a.png"}]], "sound": [{"bytes": b"RIFF"}]}
+    datasets.Dataset.from_dict(row, features=features).to_parquet(out := io.BytesIO())
+    hub.commit("datasets", "org/geo3k", {"data/train-00000-of-00001.parquet": out.getvalue()})
+    [read] = rows(named(tmp_path, "hf:org/geo3k:train"))
+    assert read["problem"] == "<image>?" and read.keys() == {"problem", "images"}
+    reader = PictureReader(seeing(tmp_path), DataSection(apply_chat_template=True, multimodal_keys={"image": "images"}))
+    _, [given] = reader.separated(read["problem"], read)
+    assert reader.data_of(given, tmp_path) == picture
+
+
+def seeing(path: Path) -> Path:
+    write_tiny_vision_model(path / "model", "qwen3_vl")
+    return path / "model"
 
 
 def test_other_formats_are_read_too(hub: HubServer, tmp_path: Path) -> None:

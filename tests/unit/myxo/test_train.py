@@ -335,3 +335,28 @@ def test_a_sample_may_be_longer_than_a_micro_batch_as_for_slime() -> None:
     assert not list(engine_checks.check_lengths(Inspection(alone)))
     (problem,) = engine_checks.check_lengths(Inspection(masked))
     assert isinstance(problem, ConfigError) and problem.field == "trainer.max_tokens_per_gpu"
+
+
+GEO3K = (
+    "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --multimodal-keys {KEYS} --hf-checkpoint /root/models/Qwen3.5-35B-A3B "
+    "--prompt-data /root/datasets/geo3k_imgurl/train.parquet --input-key problem --label-key answer --apply-chat-template "
+    "--rollout-shuffle --rm-type deepscaler --num-rollout 3000 --rollout-batch-size 64 --n-samples-per-prompt 8 "
+    "--rollout-max-response-len 4096 --rollout-temperature 0.8 --global-batch-size 512 --eval-interval 20 --eval-prompt-data "
+    "geo3k_imgurl /root/datasets/geo3k_imgurl/test.parquet --n-samples-per-eval-prompt 1 --eval-max-response-len 4096 "
+    "--advantage-estimator grpo --kl-loss-coef 0.00 --kl-loss-type low_var_kl --kl-coef 0.00 --entropy-coef 0.00 --eps-clip 0.2 "
+    "--eps-clip-high 0.28 --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98 "
+    "--rollout-num-gpus-per-engine 8 --sglang-mem-fraction-static 0.7 --sglang-ep-size 8 --sglang-max-running-requests 512 "
+    "--colocate"
+)
+"""Of examples/geo3k_vlm/run_geo3k_qwen35.sh all but the flags of Megatron's and of drafts."""
+MEGATRON = "--train-backend megatron --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 8"
+
+
+def test_the_script_with_pictures_runs_on_the_torch_backend() -> None:
+    words = [word.replace("{KEYS}", '{"image": "images"}') for word in GEO3K.split()]
+    config = config_of([*words, "--trainer-backend", "torch"])
+    assert config.data.multimodal_keys == {"image": "images"} and config.trainer.trainer_backend == "torch"
+    with pytest.raises(ConfigError, match="megatron trains text alone; use torch"):
+        config_of([*words, *MEGATRON.split()])
+    with pytest.raises(ConfigError, match="speculative-algorithm = EAGLE verifies drafts"):
+        config_of([*words, "--trainer-backend", "torch", "--sglang-speculative-algorithm", "EAGLE"])

@@ -87,6 +87,17 @@ def test_packs_with_pictures_are_computed_as_single_sequences(kind, models, alon
     assert any("visual" in name for name in changed) and any("visual" not in name for name in changed)
 
 
+def test_adapters_are_of_the_language_model_alone(models, alone):
+    directory = models("glm4v")
+    model, batch = alone.actor(directory, **TORCH, lora_rank=4), batch_of(directory)
+    saved = load_file(directory / "model.safetensors")
+    first, second = (model.train_step([batch], alone.weighted_loss, need_entropy=True) for _ in range(2))
+    assert second.loss < first.loss
+    exported = alone.exported(model)
+    changed = {name for name, tensor in saved.items() if not torch.equal(exported[name], tensor)}
+    assert len(changed) > 10 and not any("visual" in name for name in changed)
+
+
 def trained(directory, config):
     """Two steps, in which the first rank has all pictures and the second none."""
     model = rank_steps.actor(directory, **config)
