@@ -160,20 +160,12 @@ class _ImageUrlPart(RequestFields):
     type: Literal["image_url"]
     image_url: _ImageUrl
 
-    @property
-    def data(self) -> bytes:
-        return self.image_url.url
-
 
 class _InputImagePart(RequestFields):
     WITHOUT_EFFECT = frozenset({"detail"})
 
     type: Literal["input_image"]
     image_url: DataUrl
-
-    @property
-    def data(self) -> bytes:
-        return self.image_url
 
 
 class _ImageSource(RequestFields):
@@ -187,10 +179,6 @@ class _ImageBlock(RequestFields):
 
     type: Literal["image"]
     source: _ImageSource
-
-    @property
-    def data(self) -> bytes:
-        return self.source.data
 
 
 PicturePart = _ImageUrlPart | _InputImagePart | _ImageBlock  # As chat completions, responses and Anthropic's messages have it
@@ -207,13 +195,13 @@ def joined(parts: Iterable[TextPart | PicturePart]) -> str:
     found, after_text = "", False
     for part in parts:
         text = part.text if isinstance(part, TextPart) else None
-        found += picture_mark(_name(part)) if text is None else "\n" * after_text + text
+        found += picture_mark(hashlib.sha256(_data(part)).hexdigest()) if text is None else "\n" * after_text + text
         after_text = text is not None
     return found
 
 
-def _name(part: Any) -> str:
-    return hashlib.sha256(part.data).hexdigest()
+def _data(part: Any) -> bytes:
+    return {"image_url": lambda: part.image_url.url, "input_image": lambda: part.image_url, "image": lambda: part.source.data}[part.type]()
 
 
 def pictures_of(messages: Iterable[Any]) -> dict[str, bytes]:
@@ -221,7 +209,7 @@ def pictures_of(messages: Iterable[Any]) -> dict[str, bytes]:
     found, waiting = dict[str, bytes](), list(messages)
     for one in waiting:  # blocks of results hold further ones
         if isinstance(one, PicturePart):
-            found[_name(one)] = one.data
+            found[hashlib.sha256(_data(one)).hexdigest()] = _data(one)
         for field in ("content", "output"):
             waiting += getattr(one, field, ())
     return found
