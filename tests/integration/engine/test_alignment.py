@@ -24,7 +24,7 @@ def figures(directory: Path, kind: str, *words: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind, backend", [("qwen3", "megatron"), pytest.param("qwen2", "torch", marks=pytest.mark.extra)])
 def test_nothing_differs(tmp_path: Path, kind: str, backend: str) -> None:
-    words = ("--backend", backend, "--alignments", "off", "bitwise")
+    words = ("--backend", backend, "--cases", "off", "bitwise")
     plain, bitwise = figures(tmp_path, kind, *words)
     assert bitwise["tokens"] == plain["tokens"] == 8 * 70
     assert plain["differing"] > 0  # or this test could not fail
