@@ -1,12 +1,12 @@
 """How far the log-probs of engine and trainer lie apart by precision and alignment, and what each costs.
 
-``python -m benchmarks.alignment [--device cuda] [--cases off close fp8 moe …] [--out FILE] [--log-dir DIR]``. Each case has an engine, which
+``python -m benchmarks.alignment [--device cuda] [--cases off close fp8 moe …] [--out FILE] [--log-dir DIR]``. A case has an engine, which
 samples responses to random prompts, and a trainer, which computes their log-probs and takes optimizer steps; both have the same random
 weights, made here, or those of ``--model``. On GPUs all engines start at once on one GPU and are measured one after the other; on CPUs the
 cases run one after the other. The rows are written as they come; after ``--seconds`` what still runs is ended, and its row says so.
 
 Cases: ``off``, ``close``, ``bitwise`` (CPUs alone) are a run's alignment for a dense model of Qwen3-0.6B's sizes (a tiny one on CPUs) in
-bfloat16 (float32 on CPUs). ``fp8``: both load its checkpoint made by ``myxo convert --to fp8-block``. ``moe``: a model with experts, one row
+bfloat16 (float32 on CPUs). ``fp8``: both load what ``myxo convert --to fp8-block`` makes of it. ``moe``: a model with experts, one row
 with the trainer's own choice of experts and one with the engine's replayed; ``moe-close``: the same in alignment ``close``.
 """
 

@@ -9,10 +9,9 @@ import asyncio
 import importlib.util
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from myxo.commands.samples import stored_sample
 from myxo.commands.up import take_flags
 from myxo.display.safe_console import SafeConsole
 from myxo.run import layer_comparison as comparison
-from myxo.run.layer_comparison import Captures, MismatchCause, OperationDifference
+from myxo.run.layer_comparison import Captures, OperationDifference
 from shared.config import devices, flags
 from shared.config.run_config import RunConfig
 from shared.data.tokenizer_files import local_tokenizer
@@ -36,8 +35,10 @@ from shared.model.architecture import Architecture
 from shared.model.families import architecture_of, read_architecture
 from shared.model.hf_checkpoint import weight_files
 from shared.model.layer_operations import OPERATIONS, ROUNDINGS
+from shared.model.quantization import FACTORS, quantization_of
+from shared.process.child_process import ChildProcess
 from shared.runtime import exit_codes
-from shared.runtime.errors import BadInput, BadMessage, ConfigError, MyxoError
+from shared.runtime.errors import BadInput, BadMessage, ConfigError, DeadlineExceeded, MyxoError
 from shared.schema import codec
 from shared.schema import sample as sample_codec
 from shared.schema.sample import Sample
@@ -46,6 +47,7 @@ from shared.transfer.tensor_file import TensorFiles
 ENGINE, TRAINER = "services.rollout.engine.layer_scoring", "services.trainer.trainer_layers"
 DIRECTORY = "bisect"  # of a run's, for what the last bisection has written
 FEWEST, DEFAULT_TOKENS = 2, 512
+SHOWN = 16  # layers whose causes are looked for
 OLDER = 3  # versions on disk that are compared with the engine's weights at most
 _ABOUT = """Find where an engine and the trainer of a run part: the first operation that differs beyond what its precision explains.
 
@@ -88,13 +90,13 @@ def bisect(parsed: argparse.Namespace, console: Console) -> int:
     model = materialized(item, directory / "model").absolute()
     engine_model = (parsed.engine_checkpoint or model).absolute()
     architecture = same_model(config, engine_model)
-    r = comparison.rounding(precisions(config, engine_model), width(architecture))
+    widest = max(architecture.hidden_size, architecture.ffn_hidden_size, architecture.num_attention_heads * architecture.head_dim)
+    r = comparison.rounding(precisions(config, engine_model), widest)
     request = {
         "config": config.model_copy(update={"model": config.model.model_copy(update={"hf_checkpoint": model})}).model_dump(mode="json"),
         "tokens": tokens,
         "engine_model": str(engine_model),
         "trainer_model": str(model),
-        "engine_flags": {},
         "deadline": parsed.deadline,
         "rounding": r,
         "temperature": config.rollout.rollout_temperature or 1.0,
@@ -103,14 +105,14 @@ def bisect(parsed: argparse.Namespace, console: Console) -> int:
     for what, module in (("engine", ENGINE), ("trainer", TRAINER)):
         say.print(f"The {what} computes; {directory / what}.log has what it says.", soft_wrap=True)
         run(what, module, directory, parsed.deadline + 60)
-    captures = captured(directory, len(tokens), r)
-    report = judged(captures, architecture, config, engine_model, model, item.version)
-    report["recorded"] = _recorded(directory, sample, tokens, report)
+    checkpoints = Checkpoints(config, engine_model, model, item.version)
+    found, report = judged(captured(directory, len(tokens), r), architecture.num_layers, checkpoints)
+    report["recorded"] = _recorded(directory, sample, tokens, found)
     report |= {"run": config.run.name, "version": item.version, "tokens": len(tokens), "rounding": r}
     if parsed.json:
         console.file.write(json.dumps(report, indent=2) + "\n")
     else:
-        show(report, console)
+        show(found, report, console)
     return exit_codes.FAILED if report["origins"] or report["recorded"] else exit_codes.DONE
 
 
@@ -124,30 +126,22 @@ def check(config: RunConfig, parsed: argparse.Namespace) -> None:
         raise ConfigError("--sample, --prompt, --dump", ", ".join(given) or None, "one of them; --dump also with --sample")
     if parsed.tokens < FEWEST:
         raise ConfigError("--tokens", parsed.tokens, f"at least {FEWEST}")
-    trainer = config.trainer
-    if trainer.actor_num_nodes > 1:
-        raise ConfigError("trainer.actor_num_nodes", trainer.actor_num_nodes, "1: lay --actor-num-nodes 1 over it")
-    if trainer.context_parallel_size > 1:
-        raise ConfigError("trainer.context_parallel_size", trainer.context_parallel_size, "1: lay --context-parallel-size 1 over it")
+    for name in ("actor_num_nodes", "context_parallel_size"):
+        if (value := getattr(config.trainer, name)) > 1:
+            raise ConfigError(f"trainer.{name}", value, f"1: lay --{name.replace('_', '-')} 1 over it")
     if config.rollout.nodes_per_engine > 1:
         raise ConfigError("rollout.sglang.nnodes", config.rollout.nodes_per_engine, "1: an engine of one machine")
 
 
 def _sample(parsed: argparse.Namespace, config: RunConfig) -> Sample | None:
-    if parsed.prompt is not None:
-        return None
-    if parsed.dump is not None:
-        return dumped_sample(parsed.dump, parsed.sample)
-    return asyncio.run(stored_sample(str(config.run.root), config.run.dir, parsed.sample))
-
-
-def dumped_sample(path: Path, name: str | None) -> Sample:
-    """Returns a sample of a dump by its name, or the first one. Raises ConfigError."""
-    expected = "a file that --save-debug-rollout-data has written in Myxo's own format (a path that does not end in .pt)"
+    """Returns the sample whose tokens are asked for: of a dump by its name, or its first one, or the run's. Raises ConfigError."""
+    path, name = parsed.dump, parsed.sample
+    if path is None:
+        return None if parsed.prompt is not None else asyncio.run(stored_sample(str(config.run.root), config.run.dir, name))
     try:
-        content = codec.unpack(path.read_bytes())
-        samples = [one for key, blob in content["blobs"].items() for one in sample_codec.decode([blob])]
+        samples = [one for blob in codec.unpack(path.read_bytes())["blobs"].values() for one in sample_codec.decode([blob])]
     except (OSError, BadMessage, LookupError, TypeError, AttributeError) as error:
+        expected = "a file that --save-debug-rollout-data has written in Myxo's own format (a path that does not end in .pt)"
         raise ConfigError("--dump", str(path), f"{expected}; {getattr(error, 'strerror', None) or error}") from None
     found = next((one for one in samples if name in (None, one.name, f"{one.group}/{one.index}")), None)
     if found is None:
@@ -158,12 +152,11 @@ def dumped_sample(path: Path, name: str | None) -> Sample:
 
 def _tokens(parsed: argparse.Namespace, config: RunConfig, sample: Sample | None) -> list[int]:
     if sample is not None:
-        found = np.concatenate([sample.prompt, sample.response]).tolist()
+        found = np.concatenate([sample.prompt, sample.response])
+    elif (tokenizer := local_tokenizer(config)) is not None:
+        found = tokenizer.encode(parsed.prompt, begin=True)
     else:
-        tokenizer = local_tokenizer(config)
-        if tokenizer is None:
-            raise ConfigError("--prompt", parsed.prompt, "--sample or --dump: the tokenizer of model.hf_checkpoint is not here")
-        found = tokenizer.encode(parsed.prompt, begin=True).tolist()
+        raise ConfigError("--prompt", parsed.prompt, "--sample or --dump: the tokenizer of model.hf_checkpoint is not here")
     if len(found) < FEWEST:
         raise ConfigError("--prompt" if sample is None else "--sample", parsed.prompt or parsed.sample, f"at least {FEWEST} tokens")
     return [int(token) for token in found[: parsed.tokens]]
@@ -173,9 +166,8 @@ def same_model(config: RunConfig, engine_model: Path) -> Architecture:
     """Returns the architecture of the trainer. Raises ConfigError where the engine's checkpoint is not one of the same sizes."""
     own, other = architecture_of(config), read_architecture(engine_model, quantized=True, backend=config.trainer.trainer_backend)
     for name in ("num_layers", "hidden_size", "vocab_size", "num_attention_heads"):
-        if getattr(own, name) != getattr(other, name):
-            expected = f"a checkpoint of the run's model, whose {name} is {getattr(own, name)}; this one has {getattr(other, name)}"
-            raise ConfigError("--engine-checkpoint", str(engine_model), expected)
+        if (wanted := getattr(own, name)) != (given := getattr(other, name)):
+            raise ConfigError("--engine-checkpoint", str(engine_model), f"the run's model, whose {name} is {wanted}; this one has {given}")
     return own
 
 
@@ -192,156 +184,143 @@ def precisions(config: RunConfig, engine_model: Path) -> list[str]:
     return [config.trainer.train_dtype, dtype, *([fewer] if fewer else [])]
 
 
-def width(architecture: Architecture) -> int:
-    """Returns the terms of the widest product of a layer."""
-    return max(architecture.hidden_size, architecture.ffn_hidden_size, architecture.num_attention_heads * architecture.head_dim)
-
-
 def run(what: str, module: str, directory: Path, deadline: float) -> None:
     """Runs one of the two to its end. Raises MyxoError, with its last line, where it fails or is late."""
-    log = directory / f"{what}.log"
-    with log.open("wb") as file:
-        process = subprocess.Popen([sys.executable, "-m", module, str(directory)], stdout=file, stderr=subprocess.STDOUT)
-        try:
-            code = process.wait(deadline)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
+    process = ChildProcess(what, [sys.executable, "-m", module, str(directory)], log := directory / f"{what}.log")
+    try:
+        code = process.wait(deadline)
+    except DeadlineExceeded:
+        raise MyxoError(f"the {what} did not compute within {deadline:g} s (--deadline); {log} has what it says") from None
+    finally:
+        process.stop(10.0)
     if code:
-        last = (log.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
-        raise MyxoError(f"the {what} did not compute: {last[:400]} ({log})")
-    if code is None:
-        raise MyxoError(f"the {what} did not compute within {deadline:g} s (--deadline); {log} has what it says")
+        raise MyxoError(f"the {what} did not compute: {(process.last_lines(1) or ['it said nothing'])[0][:400]} ({log})")
 
 
 def captured(directory: Path, tokens: int, r: float) -> Captures:
     """Returns what both have written."""
     engine = comparison.merged(directory / "engine", tokens, sums=True)
-    log_probs = json.loads((directory / "engine" / "log_probs.json").read_text())
-    engine["log_probs"] = np.array(log_probs, np.float32)[:, None]
-    passes = [comparison.merged(directory / name, tokens) for name in ("plain", "substituted", *_rounded())]
-    return Captures(engine, passes[0], passes[1], passes[2:], r)
+    engine["log_probs"] = np.array(json.loads((directory / "engine" / "log_probs.json").read_text()), np.float32)[:, None]
+    passes = ("plain", "substituted", *(f"rounded-{seed}" for seed in range(1, ROUNDINGS + 1)))
+    plain, substituted, *rounded = (comparison.merged(directory / name, tokens) for name in passes)
+    return Captures(engine, plain, substituted, rounded, r)
 
 
-def _rounded() -> list[str]:
-    return [f"rounded-{seed}" for seed in range(1, ROUNDINGS + 1)]
+@dataclass(frozen=True)
+class Checkpoints:
+    """What engine and trainer have loaded. ``version``: the trainer's."""
+
+    config: RunConfig
+    engine: Path
+    trainer: Path
+    version: int
+
+    def causes(self, one: OperationDifference, captures: Captures) -> list[dict[str, str]]:
+        """Returns the causes of a difference, those that outputs, tensors or config.json speak for first."""
+        evidence = comparison.activation_evidence(captures, one)
+        if self.engine != self.trainer:
+            evidence = self._tensors(one) or evidence
+            evidence = {kind: "; ".join(filter(None, (words, *self._entries(kind)))) for kind, words in evidence.items()}
+        return comparison.causes(one.operation, evidence)
+
+    def _entries(self, kind: str) -> list[str]:
+        words = {"norm epsilon": ("eps",), "rope": ("rope", "rotary")}.get(kind, ())
+        engine, trainer = (json.loads((path / "config.json").read_text()) for path in (self.engine, self.trainer))
+        differing = [name for name in engine | trainer if any(w in name for w in words) and engine.get(name) != trainer.get(name)]
+        return [f"config.json: {name} is {engine.get(name)} for the engine, {trainer.get(name)} for the trainer" for name in differing]
+
+    def _tensors(self, one: OperationDifference) -> dict[str, str]:
+        engine, trainer = (layer_tensors(path, one.layer) for path in (self.engine, self.trainer))
+        roundoff = comparison.ROUNDOFFS["fp8"] if quantization_of(self.engine) != quantization_of(self.trainer) else 0.0
+
+        def older() -> int | None:
+            there, target = versions_on_disk(self.config), self.config.run.root / DIRECTORY / "older"
+            for number in sorted(there.keys() - {self.version}, reverse=True)[:OLDER]:
+                tensors = layer_tensors(materialized(there[number], target), one.layer)
+                if not any(comparison.weights_differ(engine[name], tensors[name], roundoff).any() for name in engine if name in tensors):
+                    return number
+            return None
+
+        return comparison.weight_evidence(one.operation, engine, trainer, older, roundoff)
 
 
-def judged(
-    captures: Captures, architecture: Architecture, config: RunConfig, engine_model: Path, model: Path, version: int
-) -> dict[str, Any]:
-    """Returns the report: all differences, the first of each layer with its causes, and the log-probs' difference."""
-    found, missing = comparison.differences(captures, architecture.num_layers)
+def layer_tensors(directory: Path, layer: int | None) -> dict[str, Any]:
+    """Returns a layer's tensors of a checkpoint as float32 by Hugging Face's names; those beside the layers where it is None.
+    Matrices in blocks of 8-bit floats are multiplied by their factors."""
+    files, quantization = TensorFiles(weight_files(directory)[0], links=True), quantization_of(directory)
+    wanted = [name for name in files.tensors if (f".layers.{layer}." in name if layer is not None else ".layers." not in name)]
+    found = {name: comparison.as_float32(files[name], *files.tensors[name]) for name in wanted}
+    for name in found.keys() & (quantization.names if quantization else ()):
+        assert quantization is not None
+        factors = found.pop(name + FACTORS).repeat(quantization.format.rows, 0).repeat(quantization.format.columns, 1)
+        found[name] = found[name] * factors[tuple(map(slice, found[name].shape))]
+    return found
+
+
+def judged(captures: Captures, layers: int, checkpoints: Checkpoints) -> tuple[list[OperationDifference], dict[str, Any]]:
+    """Returns all differences, and the report: the first of each layer with its causes, and the log-probs' difference."""
+    found, missing = comparison.differences(captures, layers)
     origins = comparison.origins(found)
-    causes = [_causes(one, captures, config, engine_model, model, version) for one in origins[:1]]
-    kinds = [_causes(one, captures, config, engine_model, model, version)[0].kind for one in origins[1:16]]
+    causes = [checkpoints.causes(one, captures) for one in origins[:SHOWN]]
     total = np.abs(captures.engine["log_probs"] - captures.plain["log_probs"])
-    return {
+    return found, {
         "differences": [asdict(one) | {"differs": one.differs} for one in found],
         "not_compared": missing,
         "origins": [asdict(one) | {"shown": str(one)} for one in origins],
-        "causes": [asdict(cause) for one in causes for cause in one],
-        "others": kinds,
+        "causes": causes[0] if causes else [],
+        "others": [one[0]["kind"] for one in causes[1:]],
         "log_probs": {"mean": float(total.mean()), "max": float(total.max())},
     }
 
 
-def _causes(
-    one: OperationDifference, captures: Captures, config: RunConfig, engine_model: Path, model: Path, version: int
-) -> list[MismatchCause]:
-    evidence = comparison.by_activations(captures, one)
-    if engine_model != model:
-        evidence = _of_weights(one, config, engine_model, model, version) or evidence
-        evidence = [MismatchCause(one.kind, "; ".join(filter(None, (one.evidence, *_entries(one.kind, engine_model, model)))), one.switch)
-                    for one in evidence]  # fmt: skip
-    return comparison.likely(one.operation, evidence)
-
-
-def _entries(kind: str, engine_model: Path, model: Path) -> list[str]:
-    """Returns the entries of both ``config.json`` that a cause is about and that differ, in words."""
-    words = {"norm epsilon": ("eps",), "rope": ("rope", "rotary")}.get(kind, ())
-    engine, trainer = (json.loads((path / "config.json").read_text()) for path in (engine_model, model))
-    differing = [name for name in engine | trainer if any(w in name for w in words) and engine.get(name) != trainer.get(name)]
-    return [f"config.json: {name} is {engine.get(name)} for the engine, {trainer.get(name)} for the trainer" for name in differing]
-
-
-def _of_weights(one: OperationDifference, config: RunConfig, engine_model: Path, model: Path, version: int) -> list[MismatchCause]:
-    engine, trainer = (layer_tensors(path, one.layer) for path in (engine_model, model))
-    changes = comparison.weight_comparison(one, engine, trainer)
-    older = None
-    for number in sorted((v for v in versions_on_disk(config) if v != version), reverse=True)[:OLDER] if changes.whole else ():
-        there = layer_tensors(materialized(versions_on_disk(config)[number], config.run.root / DIRECTORY / "older"), one.layer)
-        if all(np.array_equal(there[name], engine[name]) for name in engine if name in there):
-            older = number
-            break
-    return changes.causes(older)
-
-
-def layer_tensors(directory: Path, layer: int | None) -> dict[str, Any]:
-    """Returns a layer's tensors of a checkpoint as float32 by Hugging Face's names; those beside the layers where it is None."""
-    files = TensorFiles(weight_files(directory)[0], links=True)
-    wanted = [name for name in files.tensors if (f".layers.{layer}." in name if layer is not None else ".layers." not in name)]
-    return {name: comparison.as_float32(files[name], *files.tensors[name]) for name in wanted}
-
-
-def _recorded(directory: Path, sample: Sample | None, tokens: Sequence[int], report: dict[str, Any]) -> dict[str, Any] | None:
+def _recorded(directory: Path, sample: Sample | None, tokens: Sequence[int], found: Sequence[OperationDifference]) -> dict[str, Any] | None:
     """Returns how the log-probs that the sample came with differ from the trainer's, where they do."""
     if sample is None or sample.log_probs is None or len(tokens) <= len(sample.prompt):
         return None
     first, count = len(sample.prompt) - 1, len(tokens) - len(sample.prompt)
-    file = TensorFiles([directory / "tempered.safetensors"])
-    tempered = file["log_probs"].view(np.float32)[first : first + count]
-    trained = sample.mask[:count] != 0
-    layers = [one for one in report["differences"] if one["name"].endswith(".output")]
-    bound = max(len(layers), 1) * next(one["bound"] for one in report["differences"] if one["name"] == "log_probs")
+    tempered = TensorFiles([directory / "tempered.safetensors"])["log_probs"].view(np.float32)[first : first + count]
+    trained, layers = sample.mask[:count] != 0, sum(one.operation == "output" for one in found)
+    bound = max(layers, 1) * next(one.bound for one in found if one.name == "log_probs")
     problem = comparison.recorded_problem(sample.log_probs[:count][trained], tempered[trained], bound)
-    return problem and {"problem": problem, "causes": [asdict(cause) for cause in comparison.likely("recorded")]}  # type: ignore[return-value]
+    return None if problem is None else {"problem": problem, "causes": comparison.causes("recorded")}
 
 
-def show(report: dict[str, Any], console: Console) -> None:
+def show(found: Sequence[OperationDifference], report: dict[str, Any], console: Console) -> None:
     """Prints the report."""
-    found = [OperationDifference(*(one[name] for name in ("name", "error", "bound", "token", "tied"))) for one in report["differences"]]
     operations = [name for name in OPERATIONS if any(one.operation == name for one in found)]
     table = Table("layer", *(name.replace("_", " ") for name in operations), title="Differences as shares of what rounding explains")
-    beside = []
-    for layer, row in comparison.by_operation(found):
-        if layer:
-            table.add_row(layer, *(_cell(row.get(name)) for name in operations))
-        else:
-            beside = list(row.values())
+    rows: dict[int, dict[str, Text]] = {}
+    for one in found:
+        if one.layer is not None:
+            rows.setdefault(one.layer, {})[one.operation] = _cell(one)
+    for layer, row in rows.items():
+        table.add_row(str(layer), *(row.get(name, "") for name in operations))
     console.print(table)
-    console.print(*(Text.assemble(f"{one}: ", _cell(one)) for one in beside), sep=", ")
+    console.print(*(Text.assemble(f"{one}: ", _cell(one)) for one in found if one.layer is None), sep=", ")
     mean, largest = report["log_probs"]["mean"], report["log_probs"]["max"]
     console.print(f"Log-probs of these tokens, engine against trainer: mean {mean:.3g}, max {largest:.3g} nats.")
     if report["not_compared"]:
         console.print(f"Not compared, since one of the two does not have it so: {', '.join(report['not_compared'][:6])}", soft_wrap=True)
     if not report["origins"]:
         console.print("No operation differs beyond what its precision explains.")
-    else:
-        first = report["origins"][0]
-        by = f"{first['error']:.3g}, where rounding explains {first['bound']:.2g} (token {first['token']})"
-        words = f"First difference: {first['shown']}: {by}."
-        console.print(words, style="bold red", soft_wrap=True)
-        _print_causes(report["causes"], console)
-        for one, kind in zip(report["origins"][1:], report["others"], strict=False):
-            console.print(f"By itself differs, too: {one['shown']}: {one['error']:.3g} of {one['bound']:.2g} ({kind})", soft_wrap=True)
+    for index, one in enumerate(report["origins"][:SHOWN]):
+        by = f"{one['error']:.3g}, where rounding explains {one['bound']:.2g} (token {one['token']})"
+        if not index:
+            _print_causes(f"First difference: {one['shown']}: {by}.", report["causes"], console)
+        else:
+            console.print(f"By itself differs, too: {one['shown']}: {by} ({report['others'][index - 1]})", soft_wrap=True)
     if report["recorded"]:
         words = f"The log-probs that the sample was recorded with differ from the trainer's: {report['recorded']['problem']}."
-        console.print(words, style="bold red", soft_wrap=True)
-        _print_causes(report["recorded"]["causes"], console)
+        _print_causes(words, report["recorded"]["causes"], console)
 
 
-def _cell(one: OperationDifference | None) -> Text:
-    if one is None:
-        return Text("")
+def _cell(one: OperationDifference) -> Text:
     share = one.error / one.bound if one.bound else (float("inf") if one.error else 0.0)
     return Text(f"{share:.2g}", style="bold red" if one.differs else "green" if share < 0.5 else "yellow")
 
 
-def _print_causes(causes: Sequence[dict[str, str]], console: Console) -> None:
+def _print_causes(words: str, causes: Sequence[dict[str, str]], console: Console) -> None:
+    console.print(words, style="bold red", soft_wrap=True)
     for cause in causes:
         found = f": {cause['evidence']}" if cause["evidence"] else ""
         console.print(Text.assemble(("likely " if found else "possible ", "dim"), (cause["kind"], "bold"), found), soft_wrap=True)

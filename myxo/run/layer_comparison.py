@@ -12,10 +12,12 @@ operations are then from where they were, the worst of all tokens and passes and
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,11 +29,35 @@ Array = NDArray[Any]
 MARGIN = 4.0
 # Relative spacing of numbers by the name of their format, halved: what rounding to it changes at most
 ROUNDOFFS = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8, "fp8": 2.0**-4, "int8": 2.0**-7, "int4": 2.0**-3}
-NAMES = {
-    "embedding": "embedding", "attention_norm": "norm before the attention", "q": "queries (projection, norm and rope)",
-    "k": "keys (projection, norm and rope)", "v": "values (projection)", "attention": "attention", "attention_output": "attention's output",
-    "mlp_norm": "norm before the MLP", "router_logits": "router's logits", "experts": "choice of experts", "mlp_output": "MLP",
-    "output": "residual stream", "final_norm": "last norm", "log_probs": "output layer and log-softmax",
+
+
+class Operation(NamedTuple):
+    """``shown``: what it is. ``causes``: that its difference may have, keys of `SWITCHES`. ``tensors``: parts of their names."""
+
+    shown: str
+    causes: tuple[str, ...]
+    tensors: tuple[str, ...] = ()
+
+
+NORM, ROPE = ("norm epsilon", "weights", "kernel"), ("rope", "weights", "norm epsilon")
+ATTENTION = ("KV precision", "window, scale or mask", "kernel", "chunked prefill", "prefix cache")
+LOG_PROBS = ("weights", "logits' scale or cap", "precision", "temperature")
+DETAILS = {
+    "embedding": Operation("embedding", ("weights", "precision"), ("embed_tokens",)),
+    "attention_norm": Operation("norm before the attention", NORM, ("input_layernorm",)),
+    "q": Operation("queries (projection, norm and rope)", ROPE, ("self_attn.q",)),
+    "k": Operation("keys (projection, norm and rope)", ROPE, ("self_attn.k",)),
+    "v": Operation("values (projection)", ("weights", "precision"), ("self_attn.v", "self_attn.kv")),
+    "attention": Operation("attention", ATTENTION, ("self_attn.sinks",)),
+    "attention_output": Operation("attention's output", ("weights", "precision"), ("self_attn.o_proj",)),
+    "mlp_norm": Operation("norm before the MLP", NORM, ("post_attention_layernorm", "pre_feedforward_layernorm")),
+    "router_logits": Operation("router's logits", ("weights", "precision"), ("mlp.gate.", "mlp.router.")),
+    "experts": Operation("choice of experts", ("routing",), ("mlp.gate.", "mlp.router.")),
+    "mlp_output": Operation("MLP", ("weights", "kernel", "precision"), ("mlp.",)),
+    "output": Operation("residual stream", ("precision", "kernel")),
+    "final_norm": Operation("last norm", NORM, ("model.norm",)),
+    "log_probs": Operation("output layer and log-softmax", LOG_PROBS, ("lm_head", "embed_tokens")),
+    "recorded": Operation("sampling", ("sampling transform", "another version", "decode kernel", "KV precision", "prefix cache")),
 }  # fmt: skip
 
 
@@ -51,17 +77,13 @@ def merged(directory: Path, tokens: int, *, sums: bool = False) -> dict[str, Arr
         file = TensorFiles([path])
         for name, (dtype, shape) in file.tensors.items():
             parts.setdefault(name, []).append(file[name].view(np.int32 if dtype == "int32" else np.float32).reshape(shape))
-    whole = {}
-    for named, given in parts.items():
-        name, _, way = named.partition(":")
+
+    def whole(way: str, given: list[Array]) -> Array:
         if way:
-            found = np.concatenate(given, 1 if way == "columns" else 0)
-        elif sums and any(not np.array_equal(one, given[0]) for one in given):
-            found = np.sum(given, 0)
-        else:
-            found = given[0]
-        whole[name] = found[:tokens]
-    return whole
+            return np.concatenate(given, 1 if way == "columns" else 0)
+        return np.sum(given, 0) if sums and any(not np.array_equal(one, given[0]) for one in given) else given[0]
+
+    return {name.partition(":")[0]: whole(name.partition(":")[2], given)[:tokens] for name, given in parts.items()}
 
 
 @dataclass(frozen=True)
@@ -93,7 +115,7 @@ class OperationDifference:
 
     def __str__(self) -> str:
         where = "" if self.layer is None else f"layer {self.layer}: "
-        return where + NAMES[self.operation]
+        return where + DETAILS[self.operation].shown
 
 
 @dataclass(frozen=True)
@@ -186,16 +208,6 @@ def origins(found: Sequence[OperationDifference]) -> list[OperationDifference]:
     return list(first.values())
 
 
-@dataclass(frozen=True)
-class MismatchCause:
-    """A cause of a difference. ``kind``: its name. ``evidence``: what speaks for it; empty where nothing does yet. ``switch``: how to
-    remove it, or to find out."""
-
-    kind: str
-    evidence: str
-    switch: str
-
-
 SWITCHES = {
     "precision": "trainer.train_dtype and rollout.sglang dtype: the same on both sides; rollout.sglang quantization: none",
     "kernel": "rollout.sglang attention-backend, sampling-backend, moe-runner-backend; alignment = \"close\" for batch-invariant ones",
@@ -215,175 +227,122 @@ SWITCHES = {
     "temperature": "rollout.rollout_temperature; SGLANG_RETURN_ORIGINAL_LOGPROB must be 0",
     "logits' scale or cap": "final_logit_softcapping, logits scaling in config.json",
 }  # fmt: skip
-LIKELY = {
-    "embedding": ("weights", "precision"), "attention_norm": ("norm epsilon", "weights", "kernel"),
-    "q": ("rope", "weights", "norm epsilon"),
-    "k": ("rope", "weights", "norm epsilon"), "v": ("weights", "precision"),
-    "attention": ("KV precision", "window, scale or mask", "kernel", "chunked prefill", "prefix cache"),
-    "attention_output": ("weights", "precision"), "mlp_norm": ("norm epsilon", "weights", "kernel"),
-    "router_logits": ("weights", "precision"), "experts": ("routing",), "mlp_output": ("weights", "kernel", "precision"),
-    "output": ("precision", "kernel"), "final_norm": ("norm epsilon", "weights", "kernel"),
-    "log_probs": ("weights", "logits' scale or cap", "precision", "temperature"),
-    "recorded": ("sampling transform", "another version", "decode kernel", "KV precision", "prefix cache"),
-}  # fmt: skip
 
 
-def likely(kind: str, evidence: Sequence[MismatchCause] = ()) -> list[MismatchCause]:
-    """Returns the causes that an operation's difference may have, those that something speaks for first. ``kind``: a key of `LIKELY`."""
-    known = {one.kind for one in evidence}
-    return [*evidence, *(MismatchCause(one, "", SWITCHES[one]) for one in LIKELY[kind] if one not in known)]
+Evidence = dict[str, str]  # what speaks for a cause, by its name
 
 
-def by_activations(captures: Captures, one: OperationDifference) -> list[MismatchCause]:
-    """Returns the causes that the outputs themselves speak for."""
+def causes(operation: str, evidence: Mapping[str, str] = MappingProxyType({})) -> list[dict[str, str]]:
+    """Returns the causes that an operation's difference may have, those that something speaks for first: the ``kind``, the ``evidence``,
+    empty where there is none yet, and the ``switch`` that removes it or finds out. ``operation``: a key of `DETAILS`."""
+    kinds = dict.fromkeys([*evidence, *DETAILS[operation].causes])
+    return [{"kind": kind, "evidence": evidence.get(kind, ""), "switch": SWITCHES[kind]} for kind in kinds]
+
+
+def activation_evidence(captures: Captures, one: OperationDifference) -> Evidence:
+    """Returns what the outputs themselves speak for."""
     engine, trainer = (tensor.astype(np.float64) for tensor in captures.pair(one.name))
+    each = errors(engine, trainer)
     if one.operation.endswith("norm"):
-        return list(_of_norm(captures, one, engine, trainer))
+        factor = (engine * trainer).sum(1) / np.maximum((trainer * trainer).sum(1), 1e-300)
+        varies = float(np.ptp(factor)) > 0.01 * float(np.abs(factor - 1).max())  # with the tokens' sizes
+        if varies and errors(engine, factor[:, None] * trainer).max() <= one.bound:
+            return {"norm epsilon": f"each token's output is scaled as a whole, by {factor.min():.4g} to {factor.max():.4g}"}
     if one.operation in ("q", "k"):
-        return list(_of_rope(captures, one, engine, trainer))
-    if one.operation == "router_logits" and (order := _permutation(engine.T, trainer.T)):
-        return [
-            MismatchCause(
-                "swapped experts", f"the engine's logits are the trainer's with experts {order} swapped", SWITCHES["swapped experts"]
-            )
-        ]
+        lengths = np.linalg.norm(engine, axis=1) / np.maximum(np.linalg.norm(trainer, axis=1), 1e-300)
+        value = one.name.rpartition(".")[0] + ".v"
+        same_values = value in captures.engine and errors(*captures.pair(value)).max() <= one.bound
+        if each[0] <= one.bound and same_values and np.abs(lengths - 1).max() <= one.bound:
+            first = int(np.argmax(each > one.bound))
+            return {"rope": f"lengths and the first place agree, directions differ from place {first} on"}
+    if one.operation == "router_logits":
+        distance = np.linalg.norm(engine.T[:, None] - trainer.T[None], axis=2)
+        nearest = distance.argmin(1)
+        moved = np.flatnonzero(nearest != np.arange(len(nearest)))
+        scale = np.linalg.norm(trainer, axis=0).mean() or 1.0
+        if len(moved) and len(set(nearest.tolist())) == len(nearest) and distance.min(1).max() < 1e-3 * scale:
+            return {"swapped experts": f"the engine's logits are the trainer's with experts {', '.join(map(str, moved))} swapped"}
     if one.operation == "mlp_output" and (chosen := captures.substituted.get(one.name.replace("mlp_output", "experts"))) is not None:
-        beyond = errors(engine, trainer) > one.bound
+        beyond = each > one.bound
         experts = [int(e) for e in np.unique(chosen) if beyond[(chosen == e).any(1)].all()]
         if experts and not beyond[~np.isin(chosen, experts).any(1)].any():
-            return [
-                MismatchCause("weights", f"the tokens that differ are those of experts {', '.join(map(str, experts))}", SWITCHES["weights"])
-            ]
+            return {"weights": f"the tokens that differ are those of experts {', '.join(map(str, experts))}"}
+    return {}
+
+
+def weights_differ(engine: Array, trainer: Array, roundoff: float = 0.0) -> Array:
+    """Returns which numbers of a tensor are not those of the other one, rounded by ``roundoff`` or, near 0, by its block's factor."""
+    size = np.abs(trainer)
+    return ~(np.abs(engine - trainer) <= 1.1 * roundoff * size + (1e-5 * size.max(initial=0.0) if roundoff else 0.0))
+
+
+def weight_evidence(
+    operation: str,
+    engine: Mapping[str, Array],
+    trainer: Mapping[str, Array],
+    older: Callable[[], int | None],
+    roundoff: float = 0.0,
+) -> Evidence:
+    """Returns what the tensors of an operation's layer speak for.
+
+    Args:
+        engine, trainer: float32, by Hugging Face's names. older: finds the version, another one, that the engine's are of.
+        roundoff: of the format that the engine's were quantised to; 0 for none.
+    """
+    common = [name for name in trainer if name in engine and engine[name].shape == trainer[name].shape]
+    changed = {name: where for name in common if (where := weights_differ(engine[name], trainer[name], roundoff)).any()}
+    own = [name for name in changed if any(part in name for part in DETAILS[operation].tensors)]
+    shown = [f"{name}: {_weight_change(engine[name], trainer[name], changed[name], roundoff)}" for name in own]
+    whole = changed.keys() >= {name for name in common if trainer[name].ndim > 1} != set()
+    if whole and (version := older()) is not None:
+        return {"another version": f"the engine's tensors are those of version {version}"}
+    if swapped := sorted({part for name in own for part in _swapped(name, engine, trainer, roundoff)}, key=int):
+        return {"swapped experts": f"experts {', '.join(swapped)} are in one another's place"}
+    words = "; ".join(shown[:3])
+    if any("the block of" in one for one in shown):
+        return {"block scale": words}
+    if whole and own:
+        return {"another version": f"all matrices of the layer differ, as after other steps ({words})"}
+    return {"weights": words} if own else {}
+
+
+def _swapped(name: str, engine: Mapping[str, Array], trainer: Mapping[str, Array], roundoff: float) -> list[str]:
+    """Returns the numbers of the expert whose tensor this is and of the one whose tensor the engine has in its place, if it has one."""
+    if (found := re.fullmatch(r"(.*\.experts\.)(\d+)(\..*)", name)) is None:
+        return []
+    before, number, part = found.groups()
+    for other in trainer:
+        if other.startswith(before) and other.endswith(part) and not weights_differ(engine[name], trainer[other], roundoff).any():
+            return [number, other.removeprefix(before).partition(".")[0]]
     return []
 
 
-def _of_norm(captures: Captures, one: OperationDifference, engine: Array, trainer: Array) -> Iterator[MismatchCause]:
-    """Yields the epsilon where each token is scaled by a factor of its own, which another epsilon explains."""
-    factor = (engine * trainer).sum(1) / np.maximum((trainer * trainer).sum(1), 1e-300)
-    varies = float(np.ptp(factor)) > 0.01 * float(np.abs(factor - 1).max())  # with the tokens' sizes
-    if varies and errors(engine, factor[:, None] * trainer).max() <= one.bound:
-        spread = f"each token's output is scaled as a whole, by {factor.min():.4g} to {factor.max():.4g}"
-        yield MismatchCause("norm epsilon", spread, SWITCHES["norm epsilon"])
-
-
-def _of_rope(captures: Captures, one: OperationDifference, engine: Array, trainer: Array) -> Iterator[MismatchCause]:
-    each, value = errors(engine, trainer), one.name.rpartition(".")[0] + ".v"
-    lengths = np.linalg.norm(engine, axis=1) / np.maximum(np.linalg.norm(trainer, axis=1), 1e-300)
-    same_values = value in captures.engine and errors(*captures.pair(value)).max() <= one.bound
-    if each[0] <= one.bound and same_values and np.abs(lengths - 1).max() <= one.bound:
-        first = int(np.argmax(each > one.bound))
-        yield MismatchCause("rope", f"lengths and the first place agree, directions differ from place {first} on", SWITCHES["rope"])
-
-
-def _permutation(engine: Array, trainer: Array) -> str:
-    """Returns the rows that are one another's in ``trainer``; empty where the rows differ otherwise."""
-    distance = np.linalg.norm(engine[:, None] - trainer[None], axis=2)
-    nearest = distance.argmin(1)
-    moved = np.flatnonzero(nearest != np.arange(len(engine)))
-    scale = np.linalg.norm(trainer, axis=1).mean() or 1.0
-    fits = len(set(nearest.tolist())) == len(nearest) and distance.min(1).max() < 1e-3 * scale
-    return ", ".join(map(str, moved)) if len(moved) and fits else ""
-
-
-# The parts of Hugging Face's names by which an operation's tensors are known, of a layer and beside the layers
-TENSORS = {
-    "embedding": ("embed_tokens",), "attention_norm": ("input_layernorm",), "q": ("self_attn.q",), "k": ("self_attn.k",),
-    "v": ("self_attn.v", "self_attn.kv"), "attention": ("self_attn.sinks",), "attention_output": ("self_attn.o_proj",),
-    "mlp_norm": ("post_attention_layernorm", "pre_feedforward_layernorm"), "router_logits": ("mlp.gate.", "mlp.router."),
-    "experts": ("mlp.gate.", "mlp.router."), "mlp_output": ("mlp.",), "output": (), "final_norm": ("model.norm",),
-    "log_probs": ("lm_head", "embed_tokens"),
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class WeightComparison:
-    """How two checkpoints differ in one layer, or beside the layers.
-
-    Args:
-        changed: the operation's tensors that differ → what the difference is. others: how many more tensors of the layer differ.
-        whole: whether every matrix of the layer does.
-    """
-
-    changed: dict[str, str]
-    others: int = 0
-    whole: bool = False
-    swapped: list[str] = field(default_factory=list)
-
-    def causes(self, version: int | None) -> list[MismatchCause]:
-        """Returns the causes that it speaks for. ``version``: another one, of which the engine's tensors of the layer are."""
-        shown = "; ".join(f"{name}: {what}" for name, what in list(self.changed.items())[:3])
-        if version is not None:
-            return [MismatchCause("another version", f"the engine's tensors are those of version {version}", SWITCHES["another version"])]
-        if self.swapped:
-            return [
-                MismatchCause(
-                    "swapped experts", f"experts {', '.join(self.swapped)} are in one another's place", SWITCHES["swapped experts"]
-                )
-            ]
-        if any("block" in what for what in self.changed.values()):
-            return [MismatchCause("block scale", shown, SWITCHES["block scale"])]
-        if self.whole and self.changed:
-            return [
-                MismatchCause(
-                    "another version", f"all matrices of the layer differ, as after other steps ({shown})", SWITCHES["another version"]
-                )
-            ]
-        return [MismatchCause("weights", shown, SWITCHES["weights"])] if self.changed else []
-
-
-def weight_comparison(one: OperationDifference, engine: Mapping[str, Array], trainer: Mapping[str, Array]) -> WeightComparison:
-    """Compares the tensors of an operation's layer, by Hugging Face's names. ``engine``, ``trainer``: the layer's, as float32."""
-    common = [name for name in trainer if name in engine and engine[name].shape == trainer[name].shape]
-    differing = [name for name in common if not np.array_equal(engine[name], trainer[name])]
-    own = [name for name in differing if any(part in name for part in TENSORS[one.operation])]
-    matrices = [name for name in common if trainer[name].ndim > 1]
-    swapped = sorted({part for name in own for part in _moved(name, engine, trainer)}, key=int)
-    changed = {name: weight_change(engine[name], trainer[name]) for name in own}
-    whole = bool(matrices) and set(matrices) <= set(differing)
-    return WeightComparison(changed, len(differing) - len(own), whole, swapped)
-
-
-def _moved(name: str, engine: Mapping[str, Array], trainer: Mapping[str, Array]) -> list[str]:
-    """Returns the numbers of the expert whose tensor this is and of the one whose tensor the engine has in its place, if it has one."""
-    before, found, rest = name.partition(".experts.")
-    number, _, part = rest.partition(".")
-    if not found or not number.isdecimal():
-        return []
-    prefix = f"{before}.experts."
-    others = [other for other in trainer if other.startswith(prefix) and other.endswith(f".{part}")]
-    there = next((other for other in others if np.array_equal(engine[name], trainer[other])), None)
-    return [] if there is None else [number, there.removeprefix(prefix).partition(".")[0]]
+def _weight_change(engine: Array, trainer: Array, other: Array, roundoff: float) -> str:
+    """Returns in words how a tensor has changed. ``other``: where."""
+    share = float(np.linalg.norm(engine - trainer) / max(float(np.linalg.norm(trainer)), 1e-30))
+    if engine.ndim == 2:
+        rows, columns = np.flatnonzero(other.any(1)), np.flatnonzero(other.any(0))
+        box = (slice(rows[0], rows[-1] + 1), slice(columns[0], columns[-1] + 1))
+        there = np.abs(trainer[box]) > np.abs(trainer[box]).max() / 64 * bool(roundoff)  # smaller ones are rounded by more
+        ratios = engine[box][there] / trainer[box][there]
+        middle = float(np.median(ratios)) if len(ratios) else 0.0
+        if len(ratios) > 3 and np.abs(ratios - middle).max() <= (1e-2 + 1.1 * roundoff) * abs(middle) and share > 1e-6:
+            where = f"rows {rows[0]} to {rows[-1]}, columns {columns[0]} to {columns[-1]}"
+            return f"the block of {where} is the trainer's times {middle:.4g}: another scale"
+    return f"{float(other.mean()):.0%} of the numbers differ, by {share:.2g} of its length"
 
 
 def as_float32(data: NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> Array:
     """Returns a tensor of a checkpoint as numbers. ``data``: its bytes. ``dtype``: by torch's name."""
     if dtype == "bfloat16":
-        found = (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    elif dtype == "float8_e4m3fn":
+        return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(shape)
+    if dtype == "float8_e4m3fn":
         bits = np.arange(256)
         exponent, fraction = bits >> 3 & 15, bits & 7
         magnitude = np.where(exponent > 0, (1 + fraction / 8) * 2.0 ** (exponent - 7), fraction / 8 * 2.0**-6)
         magnitude[bits & 127 == 127] = np.nan
-        found = np.where(bits & 128, -magnitude, magnitude).astype(np.float32)[data]
-    else:
-        found = data.view(np.dtype(dtype)).astype(np.float32)
-    return found.reshape(shape)
-
-
-def weight_change(engine: Array, trainer: Array) -> str:
-    """Returns in words how a tensor has changed."""
-    other = engine != trainer
-    share = float(np.linalg.norm(engine - trainer) / max(float(np.linalg.norm(trainer)), 1e-30))
-    if engine.ndim == 2:
-        rows, columns = np.flatnonzero(other.any(1)), np.flatnonzero(other.any(0))
-        box = (slice(rows[0], rows[-1] + 1), slice(columns[0], columns[-1] + 1))
-        there = trainer[box] != 0
-        ratios = engine[box][there] / trainer[box][there]
-        middle = float(np.median(ratios))
-        if len(ratios) > 3 and np.abs(ratios - middle).max() <= 1e-2 * abs(middle) and share > 1e-6:
-            where = f"rows {rows[0]} to {rows[-1]}, columns {columns[0]} to {columns[-1]}"
-            return f"the block of {where} is the trainer's times {middle:.4g}: another scale"
-    return f"{float(other.mean()):.0%} of the numbers differ, by {share:.2g} of its length"
+        return np.where(bits & 128, -magnitude, magnitude).astype(np.float32)[data].reshape(shape)
+    return data.view(np.dtype(dtype)).astype(np.float32).reshape(shape)
 
 
 def recorded_problem(recorded: Array, trainer: Array, bound: float) -> str | None:
@@ -393,17 +352,7 @@ def recorded_problem(recorded: Array, trainer: Array, bound: float) -> str | Non
         recorded, trainer: of its response's tokens at the run's temperature, [R]. bound: in nats.
     """
     each = np.abs(recorded.astype(np.float64) - trainer)
-    each = each[np.isfinite(each)]
-    if not len(each) or each.max() <= bound:
+    if not (each := each[np.isfinite(each)]).size or each.max() <= bound:
         return None
-    return (
-        f"mean {each.mean():.3g}, max {each.max():.3g} nats at token {int(np.argmax(each))} of the response; rounding explains {bound:.2g}"
-    )
-
-
-def by_operation(found: Sequence[OperationDifference]) -> Iterator[tuple[str, dict[str, OperationDifference]]]:
-    """Yields the rows of a table: a layer, or what is beside the layers, and its operations."""
-    rows: dict[str, dict[str, OperationDifference]] = {}
-    for one in found:
-        rows.setdefault("" if one.layer is None else str(one.layer), {})[one.operation] = one
-    yield from rows.items()
+    where = f"mean {each.mean():.3g}, max {each.max():.3g} nats at token {int(np.argmax(each))} of the response"
+    return f"{where}; rounding explains {bound:.2g}"

@@ -32,10 +32,15 @@ def launch(role: str) -> None:
     nodes, ranks = config.trainer.nodes(role), config.trainer.ranks_per_node(role)
     if nodes > 1:
         return run_node(SERVICES[role], role, node_rank(nodes))
+    become_ranks(ranks, "services.trainer.rank", role)
+
+
+def become_ranks(ranks: int, *module: str) -> None:
+    """Becomes the only rank, as a new process since torch reads the environment when it is imported, or starts all of them."""
     name_interfaces()
     if ranks == 1:
-        os.execv(sys.executable, [sys.executable, "-m", "services.trainer.rank", role])
-    run_ranks(ranks, "services.trainer.rank", role)
+        os.execv(sys.executable, [sys.executable, "-m", *module])
+    run_ranks(ranks, *module)
 
 
 def prepare_environment(config: RunConfig) -> None:

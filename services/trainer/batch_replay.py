@@ -123,8 +123,7 @@ def offline(config: RunConfig) -> RunConfig:
 
 def launch(arguments: list[str]) -> None:
     """Reads the config, becomes the only rank or starts all of them. A replay's directory is emptied first."""
-    from services.trainer.__main__ import name_interfaces, prepare_environment
-    from services.trainer.torchrun import run_ranks
+    from services.trainer.__main__ import become_ranks, prepare_environment
 
     if len(arguments) < 2 or (arguments[0].startswith("-") and arguments[0] != TRAIN_ONLY):
         print(USAGE)
@@ -135,12 +134,7 @@ def launch(arguments: list[str]) -> None:
     written.write_text(config.model_dump_json())
     os.environ |= {CONFIG_VARIABLE: str(written)}
     prepare_environment(config)
-    name_interfaces()
-    ranks = config.trainer.ranks("actor")
-    if ranks == 1:  # a process of its own: torch reads the environment when it is imported
-        os.execv(sys.executable, [sys.executable, "-m", "services.trainer.batch_replay", "rank"])
-    else:
-        run_ranks(ranks, "services.trainer.batch_replay", "rank")
+    become_ranks(config.trainer.ranks("actor"), "services.trainer.batch_replay", "rank")
 
 
 def _run(path: Path) -> RunConfig:

@@ -220,7 +220,7 @@ class Trainer(RoleWorker):
             self._log.warning("logprobs_differ", step=batch.step, mean_abs_diff=difference, tokens=int(tokens))
             one = batch.partition.name(0) if batch.partition.items else "GROUP/INDEX"
             detail = f"engine and trainer differ by {difference:.3g} on {int(tokens)} tokens of step {batch.step}"
-            detail += f"; `myxo bisect {self._config.run.argument} --sample {one}` finds where"
+            detail += f"; {self._config.bisect_command(one)} finds where"
             self._control.publish_event("logprobs_differ", detail)
 
     # --- before the first step

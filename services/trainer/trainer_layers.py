@@ -10,7 +10,6 @@ into a directory of its own, one file a rank:
 """
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,8 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from services.trainer.actor import Actor
@@ -29,11 +27,9 @@ from services.trainer.parallel import runtime
 from services.trainer.parallel.trained_model import TrainedModel
 from services.trainer.trainer_settings import TrainerSettings
 from shared.config.run_config import RunConfig
-from shared.model.layer_operations import ROUNDINGS, substitutes
+from shared.model.layer_operations import ROUNDINGS
 from shared.process.child_process import die_with_parent
 from shared.service.service_base import exit_code
-
-MODULE = "services.trainer.trainer_layers"
 
 
 class TrainerCapture:
@@ -70,32 +66,20 @@ class TrainerCapture:
         name = f"layers.{index}"
         self._before(layer, lambda tensors: [self._entering(index, tensors[0]), *tensors[1:]])
         attention = getattr(layer, "self_attention", None) or getattr(layer, "self_attn", None)
-        norms = ("pre_mlp_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm")
-        for module, operation in (
-            (getattr(layer, "input_layernorm", None), "attention_norm"),
-            (attention, "attention_output"),
-            (next((found for one in norms if (found := getattr(layer, one, None)) is not None), None), "mlp_norm"),
-            (layer.mlp, "mlp_output"),
-        ):
+        norms = [getattr(layer, one, None) for one in ("pre_mlp_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm")]
+        operations = {"attention_norm": getattr(layer, "input_layernorm", None), "attention_output": attention, "mlp_output": layer.mlp}
+        for operation, module in {**operations, "mlp_norm": next(filter(None, norms), None)}.items():
             if module is not None:
                 self._after(module, f"{name}.{operation}", "rows")
-        core = getattr(attention, "core_attention", None)
-        if core is not None:
+        if (core := getattr(attention, "core_attention", None)) is not None:
             self._before(core, lambda tensors: self._heads(index, "before", tensors))
             self._after(core, f"{name}.attention", "columns")
-        router = getattr(layer.mlp, "router", None)
-        if router is not None:
+        if (router := getattr(layer.mlp, "router", None)) is not None:
             gating = router.gating
-
-            def gated(hidden: Tensor) -> Tensor:
-                return self._noted(f"{name}.router_logits", gating(hidden), "rows")
-
-            router.gating = gated
+            router.gating = lambda hidden: self._noted(f"{name}.router_logits", gating(hidden), "rows")
             self._removers.append(lambda: delattr(router, "gating"))
-            hook = router.register_forward_hook(lambda _module, _inputs, output: self._chosen(name, output[1]))
-            self._removers.append(hook.remove)
-        gate = getattr(layer.mlp, "gate", None)
-        if gate is not None:
+            self._removers.append(router.register_forward_hook(lambda _module, _inputs, output: self._chosen(name, output[1])).remove)
+        if (gate := getattr(layer.mlp, "gate", None)) is not None:
             self._removers.append(gate.register_forward_hook(lambda *call: self._gate(name, *call)).remove)
 
     def _before(self, module: Any, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
@@ -111,9 +95,8 @@ class TrainerCapture:
 
     def _after(self, module: Any, name: str, way: str) -> None:
         def hook(_module: Any, _inputs: Any, output: Any) -> Any:
-            if isinstance(output, tuple):
-                return (self._noted(name, output[0], way), *output[1:])
-            return self._noted(name, output, way)
+            noted = self._noted(name, output[0] if isinstance(output, tuple) else output, way)
+            return (noted, *output[1:]) if isinstance(output, tuple) else noted
 
         self._removers.append(module.register_forward_hook(hook).remove)
 
@@ -123,15 +106,14 @@ class TrainerCapture:
         self._keep(name, hidden, "rows")
         if (given := self._given.get(name)) is None:
             return hidden
-        rows, first = hidden.numel() // hidden.shape[-1], 0
-        if self._split:
-            first = rows * self._model.layer_modules.rank
+        rows = hidden.numel() // hidden.shape[-1]
+        first = rows * self._model.layer_modules.rank if self._split else 0
         own = given[first : first + rows].to(hidden)
         return F.pad(own, (0, 0, 0, rows - len(own))).view(hidden.shape)
 
     def _heads(self, index: int, place: str, tensors: list[Tensor]) -> list[Tensor]:
         """Takes note of attention's queries, keys and values [T, heads, width], or of its output; returns what takes their place."""
-        names = "qkv" if place == "before" else ("attention",)
+        names = ["q", "k", "v"] if place == "before" else ["attention"]
         noted = [self._noted(f"layers.{index}.{name}", tensor, "columns") for name, tensor in zip(names, tensors, strict=False)]
         return noted + tensors[len(noted) :]
 
@@ -148,13 +130,12 @@ class TrainerCapture:
             self._keep(f"{name}.experts", routing_map.nonzero()[:, 1].view(len(counts), -1), "rows")
 
     def _noted(self, name: str, tensor: Tensor, way: str) -> Tensor:
-        changed = tensor
         if self._scale and tensor.is_floating_point():
             generator = torch.Generator().manual_seed(self._seed * 100_003 + len(self.found))
-            changed = tensor * (1 + self._scale * torch.randn(tensor.shape, generator=generator).to(tensor.device, torch.float32))
-            changed = changed.to(tensor.dtype)
-        self._keep(name, changed, way)
-        return changed
+            noise = torch.randn(tensor.shape, generator=generator).to(tensor.device)
+            tensor = (tensor * (1 + self._scale * noise)).to(tensor.dtype)
+        self._keep(name, tensor, way)
+        return tensor
 
     def _keep(self, name: str, tensor: Tensor, way: str) -> None:
         rows = tensor.reshape(-1, tensor.shape[-1]) if way == "rows" else tensor.reshape(len(tensor), -1)
@@ -162,32 +143,20 @@ class TrainerCapture:
         self.found[parted] = rows.detach().to("cpu", torch.int32 if name.endswith(".experts") else torch.float32, copy=True).contiguous()
 
 
-def packed(tokens: list[int]) -> PackedBatch:
-    """Returns a sequence as a micro-batch that trains nothing."""
-    ids = torch.tensor(tokens)
-    bounds = torch.tensor([0, len(tokens)], dtype=torch.int32)
-    return PackedBatch(ids, torch.cat([ids[1:], ids.new_zeros(1)]), torch.zeros(len(ids)), bounds, len(ids), {})
-
-
-def from_engine(directory: Path, layers: int) -> dict[str, Tensor]:
-    """Returns what the engine's layers got; the same on each of its ranks."""
-    with safe_open(min(directory.glob("rank-*.safetensors")), "pt") as file:
-        there = set(file.keys())
-        return {name: file.get_tensor(name) for name in substitutes(layers) if name in there}
-
-
 def capture(actor: Actor, request: dict[str, Any], directory: Path) -> None:
     """Computes all passes of a request and writes this rank's files. A collective of all ranks."""
-    model, batch = actor.model, packed(request["tokens"])
-    given = from_engine(directory / "engine", model.architecture.num_layers)
+    model, ids = actor.model, torch.tensor(request["tokens"])
+    batch = PackedBatch(ids, ids.roll(-1), torch.zeros(len(ids)), torch.tensor([0, len(ids)], dtype=torch.int32), len(ids), {})
+    of_engine = load_file(min((directory / "engine").glob("rank-*.safetensors")))  # the residual stream is the same on each rank
+    given = {name: of_engine[name] for name in of_engine if name == "embedding" or name.endswith(".output")}
     passes: list[tuple[str, dict[str, Any]]] = [("plain", {}), ("substituted", {"given": given})]
     passes += [(f"rounded-{seed}", {"given": given, "scale": request["rounding"], "seed": seed}) for seed in range(1, ROUNDINGS + 1)]
     for name, options in passes:
         with TrainerCapture(model, **options) as captured, runtime.deadline("the computation of layers"):
-            found = actor.backend.passes.log_probs(model, [batch], 1.0)[0][:-1].cpu()
+            log_probs = actor.backend.passes.log_probs(model, [batch], 1.0)[0][:-1].cpu()
         if actor.data_parallel_rank == 0:
             (directory / name).mkdir(exist_ok=True)
-            tensors = {**captured.found, "log_probs": found[:, None].contiguous()}
+            tensors = {**captured.found, "log_probs": log_probs[:, None].contiguous()}
             save_file(tensors, directory / name / f"rank-{runtime.rank()}.safetensors")
     tempered = actor.backend.passes.log_probs(model, [batch], request["temperature"])[0][:-1]
     if runtime.rank() == 0:
@@ -209,16 +178,11 @@ def rank(directory: Path) -> None:
 
 def launch(directory: Path) -> None:
     """Becomes the only rank, or starts all of them."""
-    from services.trainer.__main__ import name_interfaces, prepare_environment
-    from services.trainer.torchrun import run_ranks
+    from services.trainer.__main__ import become_ranks, prepare_environment
 
     config = RunConfig.model_validate(json.loads((directory / "request.json").read_text())["config"])
     prepare_environment(config)
-    name_interfaces()
-    ranks = config.trainer.ranks("actor")
-    if ranks == 1:
-        os.execv(sys.executable, [sys.executable, "-m", MODULE, str(directory), "rank"])
-    run_ranks(ranks, MODULE, str(directory), "rank")
+    become_ranks(config.trainer.ranks("actor"), "services.trainer.trainer_layers", str(directory), "rank")
 
 
 if __name__ == "__main__":

@@ -479,6 +479,11 @@ class RunConfig(Section):
         """Returns the directory of all that the trainer writes, which need be writable by the trainer alone."""
         return self.run.root if self.trainer.save is None else self.trainer.save / self.run.name
 
+    def bisect_command(self, sample: str) -> str:
+        """Returns the command that finds where engine and trainer differ, for a sample, and what keeps the sample's tokens for it."""
+        kept = "" if self.monitoring.keep_rollouts_tokens else " (once monitoring.keep_rollouts_tokens = true keeps them)"
+        return f"`myxo bisect {self.run.argument} --sample {sample}`{kept}"
+
     def shown(self) -> "RunConfig":
         """Returns the config as files, people and other programs get it, without credentials; itself where it holds none."""
         values = json.loads(self.model_dump_json())

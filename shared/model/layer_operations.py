@@ -7,26 +7,11 @@ A file is safetensors, one for each rank of a pass: float32 [T, width] by name, 
 
 # Of a layer, in the order in which they are computed. The output is the residual stream that the next layer gets.
 OPERATIONS = (
-    "attention_norm",
-    "q",
-    "k",
-    "v",
-    "attention",
-    "attention_output",
-    "mlp_norm",
-    "router_logits",
-    "experts",
-    "mlp_output",
-    "output",
-)
+    "attention_norm", "q", "k", "v", "attention", "attention_output", "mlp_norm", "router_logits", "experts", "mlp_output", "output",
+)  # fmt: skip
 ROUNDINGS = 2  # passes of the trainer whose operations are changed at random, by as much as rounding may change them
 
 
 def names(layers: int) -> list[str]:
     """Returns the names of all operations in the order in which they are computed."""
     return ["embedding", *(f"layers.{index}.{one}" for index in range(layers) for one in OPERATIONS), "final_norm", "log_probs"]
-
-
-def substitutes(layers: int) -> list[str]:
-    """Returns the names of what each layer gets, and of what the last norm gets."""
-    return ["embedding", *(f"layers.{index}.output" for index in range(layers))]

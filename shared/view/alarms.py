@@ -187,7 +187,7 @@ def _services(found: Symptoms) -> Iterator[Alarm]:
 def _bisection(found: Symptoms, config: RunConfig) -> str:
     """Returns the command that finds where engine and trainer differ, for a sample of the newest step."""
     last = found.steps[-1].last if found.steps else None
-    return f"myxo bisect {config.run.argument} --sample {'GROUP/INDEX' if last is None else f'{last.group}/0'}"
+    return config.bisect_command("GROUP/INDEX" if last is None else f"{last.group}/0")
 
 
 def _numbers(found: Symptoms, bound: float, bisection: str) -> Iterator[Alarm]:
@@ -207,7 +207,7 @@ def _numbers(found: Symptoms, bound: float, bisection: str) -> Iterator[Alarm]:
             AlarmKind.LOGPROBS,
             f"the log-probs of engine and trainer differ by {number(difference, '.3g')} nats a token (bound {bound:g})",
             "Under equal weights both should agree: importance weights and clipping then correct an error, not the policy's change.",
-            f"`{bisection}` names the operation that differs, and a switch; use_tis limits the harm meanwhile.",
+            f"{bisection} names the operation that differs, and a switch; use_tis limits the harm meanwhile.",
         )
     yield from _entropy([found.metrics[step] for step in steps])
 

@@ -26,6 +26,8 @@ PLAIN: dict[str, Any] = {
     "enable-dp-attention": None,
     "speculative-algorithm": None,
     "disaggregation-mode": None,
+    "pp-size": None,
+    "pipeline-parallel-size": None,
     "disable-radix-cache": True,
     "disable-cuda-graph": True,
 }
@@ -35,7 +37,7 @@ def capturing(config: RunConfig, request: dict[str, Any], directory: Path) -> Ru
     """Returns the run's config for an engine that writes what its layers compute. ``request``: its ``tokens``, and the ``engine_model``."""
     spec = {"name": "bisect", "target_modules": TARGETS, "hook_factory": HOOK}
     hooks = [{**spec, "config": {"tokens": request["tokens"], "directory": str(directory.absolute())}}]
-    flags = {**config.rollout.sglang, **request["engine_flags"], **PLAIN, "forward-hooks": json.dumps(hooks)}
+    flags = {**config.rollout.sglang, **PLAIN, "forward-hooks": json.dumps(hooks)}
     rollout = config.rollout.model_copy(update={"sglang": flags, "speculation": None})
     model = config.model.model_copy(update={"hf_checkpoint": Path(request["engine_model"])})
     trainer = config.trainer.model_copy(update={"colocate": False})

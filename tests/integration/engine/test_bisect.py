@@ -16,6 +16,7 @@ from myxo.main import main
 from myxo.run import config_toml
 from services.rollout.engine import layer_scoring as engine_capture
 from services.trainer import trainer_layers as trainer_capture
+from tests.support.converting import to_8_bits
 from tests.support.run_config import run_config, write_jsonl
 from tests.support.tiny_model import PRINTABLE, character_tokenizer
 from tests.unit.trainer.megatron.tiny import VOCAB, make_checkpoint
@@ -111,3 +112,16 @@ def test_two_tensor_parallel_ranks_and_an_engine_agree(tmp_path: Path, capsys: p
     code, report = reported([str(prepared(tmp_path, "qwen3_moe", **layout))], capsys)
     assert (code, report["origins"], report["not_compared"]) == (0, [], [])
     assert {one["name"] for one in report["differences"]} >= {"layers.1.experts", "layers.1.router_logits", "final_norm"}
+
+
+@pytest.mark.usefixtures("in_process")
+def test_the_scale_of_another_block_is_named_in_an_engine_with_8_bit_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = prepared(tmp_path, "qwen3")
+    target = to_8_bits(tmp_path / "model", tmp_path / "8-bit", 8)
+    weights = load_file(target / "model.safetensors")
+    weights["model.layers.1.self_attn.o_proj.weight_scale_inv"][2, 3] *= 16
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    code, report = reported([str(config), "--engine-checkpoint", str(target)], capsys)
+    assert (code, [one["name"] for one in report["origins"]]) == (1, ["layers.1.attention_output"])
+    cause = report["causes"][0]
+    assert cause["kind"] == "block scale" and "rows 16 to 23, columns 24 to 31 is the trainer's times 16" in cause["evidence"]
