@@ -303,15 +303,19 @@ def show(found: Sequence[OperationDifference], report: dict[str, Any], console: 
         console.print(f"Not compared, since one of the two does not have it so: {', '.join(report['not_compared'][:6])}", soft_wrap=True)
     if not report["origins"]:
         console.print("No operation differs beyond what its precision explains.")
+    _print_origins(report, console)
+    if report["recorded"]:
+        words = f"The log-probs that the sample was recorded with differ from the trainer's: {report['recorded']['problem']}."
+        _print_causes(words, report["recorded"]["causes"], console)
+
+
+def _print_origins(report: dict[str, Any], console: Console) -> None:
     for index, one in enumerate(report["origins"][:SHOWN]):
         by = f"{one['error']:.3g}, where rounding explains {one['bound']:.2g} (token {one['token']})"
         if not index:
             _print_causes(f"First difference: {one['shown']}: {by}.", report["causes"], console)
         else:
             console.print(f"By itself differs, too: {one['shown']}: {by} ({report['others'][index - 1]})", soft_wrap=True)
-    if report["recorded"]:
-        words = f"The log-probs that the sample was recorded with differ from the trainer's: {report['recorded']['problem']}."
-        _print_causes(words, report["recorded"]["causes"], console)
 
 
 def _cell(one: OperationDifference) -> Text:

@@ -248,13 +248,20 @@ def activation_evidence(captures: Captures, one: OperationDifference) -> Evidenc
         varies = float(np.ptp(factor)) > 0.01 * float(np.abs(factor - 1).max())  # with the tokens' sizes
         if varies and errors(engine, factor[:, None] * trainer).max() <= one.bound:
             return {"norm epsilon": f"each token's output is scaled as a whole, by {factor.min():.4g} to {factor.max():.4g}"}
-    if one.operation in ("q", "k"):
-        lengths = np.linalg.norm(engine, axis=1) / np.maximum(np.linalg.norm(trainer, axis=1), 1e-300)
-        value = one.name.rpartition(".")[0] + ".v"
-        same_values = value in captures.engine and errors(*captures.pair(value)).max() <= one.bound
-        if each[0] <= one.bound and same_values and np.abs(lengths - 1).max() <= one.bound:
-            first = int(np.argmax(each > one.bound))
-            return {"rope": f"lengths and the first place agree, directions differ from place {first} on"}
+    return _of_rope(captures, one, each) if one.operation in ("q", "k") else _of_experts(captures, one, each)
+
+
+def _of_rope(captures: Captures, one: OperationDifference, each: Array) -> Evidence:
+    engine, trainer = (np.linalg.norm(tensor.astype(np.float64), axis=1) for tensor in captures.pair(one.name))
+    lengths, value = engine / np.maximum(trainer, 1e-300), one.name.rpartition(".")[0] + ".v"
+    same_values = value in captures.engine and errors(*captures.pair(value)).max() <= one.bound
+    if each[0] <= one.bound and same_values and np.abs(lengths - 1).max() <= one.bound:
+        return {"rope": f"lengths and the first place agree, directions differ from place {int(np.argmax(each > one.bound))} on"}
+    return {}
+
+
+def _of_experts(captures: Captures, one: OperationDifference, each: Array) -> Evidence:
+    engine, trainer = captures.pair(one.name)
     if one.operation == "router_logits":
         distance = np.linalg.norm(engine.T[:, None] - trainer.T[None], axis=2)
         nearest = distance.argmin(1)
@@ -289,11 +296,9 @@ def weight_evidence(
         engine, trainer: float32, by Hugging Face's names. older: finds the version, another one, that the engine's are of.
         roundoff: of the format that the engine's were quantised to; 0 for none.
     """
-    common = [name for name in trainer if name in engine and engine[name].shape == trainer[name].shape]
-    changed = {name: where for name in common if (where := weights_differ(engine[name], trainer[name], roundoff)).any()}
+    changed, whole = _changed(engine, trainer, roundoff)
     own = [name for name in changed if any(part in name for part in DETAILS[operation].tensors)]
     shown = [f"{name}: {_weight_change(engine[name], trainer[name], changed[name], roundoff)}" for name in own]
-    whole = changed.keys() >= {name for name in common if trainer[name].ndim > 1} != set()
     if whole and (version := older()) is not None:
         return {"another version": f"the engine's tensors are those of version {version}"}
     if swapped := sorted({part for name in own for part in _swapped(name, engine, trainer, roundoff)}, key=int):
@@ -304,6 +309,13 @@ def weight_evidence(
     if whole and own:
         return {"another version": f"all matrices of the layer differ, as after other steps ({words})"}
     return {"weights": words} if own else {}
+
+
+def _changed(engine: Mapping[str, Array], trainer: Mapping[str, Array], roundoff: float) -> tuple[dict[str, Array], bool]:
+    """Returns where tensors differ, by the names of those that do, and whether every matrix does."""
+    common = [name for name in trainer if name in engine and engine[name].shape == trainer[name].shape]
+    changed = {name: where for name in common if (where := weights_differ(engine[name], trainer[name], roundoff)).any()}
+    return changed, changed.keys() >= {name for name in common if trainer[name].ndim > 1} != set()
 
 
 def _swapped(name: str, engine: Mapping[str, Array], trainer: Mapping[str, Array], roundoff: float) -> list[str]:
