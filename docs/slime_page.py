@@ -100,10 +100,11 @@ twice the last counts, and that is reported. A switch that is on by default is t
   own, unless `--support-replay on`), the start says so, and `train/support_mismatch` is 1; so it is with penalties that
   `--sglang-preferred-sampling-params` sets for all requests. Parameters of the checkpoint's `generation_config.json` are not used
   (`--sglang-sampling-defaults openai`).
-- **8-bit rollout** is the checkpoint's to say, as with slime: an FP8 one as `--hf-checkpoint` ([precision](precision.md)). INT4 is refused.
+- **8-bit and 4-bit rollout** are the checkpoint's to say, as with slime: an FP8 or INT4 `--hf-checkpoint` ([precision](precision.md)).
+  `OPEN_TRAINING_INT4_…` in `--train-env-vars` train aware of it, as `--quantization-aware` does; elsewhere they are not read.
 - **`--sglang-quantization`** is refused where the trainer pushes weights, and `--sglang-speculative-algorithm` without a draft: layers
   of the checkpoint, or `--sglang-speculative-draft-model-path`.
-- **Environment variables** by which slime trains otherwise (`OPEN_TRAINING_INT4_…`, `MEGATRON_USE_SGLANG_…`, `DSA_KV_FP8_QAT…`) are not
+- **Environment variables** by which slime trains otherwise (`MEGATRON_USE_SGLANG_…`, `DSA_KV_FP8_QAT…`) are not
   read, in the environment or in `--train-env-vars`, and the start says so for each: weights and arithmetic are those of `--train-dtype`.
 - **Distillation without labels** is taken, as with slime: a verifier that has nothing to compare with gives 0 to every response, the start
   says so, and the policy learns from the teacher.

@@ -52,6 +52,7 @@ from shared.runtime.safe_files import parse_json
 
 # Quantizations that SGLang makes of weights which have none.
 ONLINE = ("bitsandbytes", "fp8", "mxfp8", "nvfp4_online", "quark_int4fp8_moe", "w8a8_fp8")
+FOUR_BIT_CACHES = ("fp4_e2m1", "fp4_mx_block16", "mxfp8", "nvfp4")  # of keys and values, in blocks with scales
 FEWER_BITS = "engines compute with fewer bits than the trainer; train/train_rollout_logprob_abs_diff is how much they differ"
 
 
@@ -66,6 +67,8 @@ def check_engine_model(inspection: Inspection) -> Findings:
     for name, (field, value) in flags.items():
         if name == "quantization" and value != "unquant" and "quantization_config" not in (inspection.model_config or {}):
             yield from _quantized(inspection, field, value)
+        elif name == "kv-cache-dtype" and value in FOUR_BIT_CACHES:
+            yield ConfigError(field, value, "auto, bf16, fp8_e4m3 or fp8_e5m2: MXFP8 and NVFP4 keys and values are not tried here")
         elif _has_fewer_bits(name, value):
             yield Note(f"{field} = {value}: {FEWER_BITS}")
         elif name in ("enable-lora", "lora-paths"):

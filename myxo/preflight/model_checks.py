@@ -9,9 +9,11 @@ from typing import Any
 from myxo.preflight.inspection import Findings, Headers, Inspection, Note
 from shared.config import devices, flag_table, sglang_flags
 from shared.config.engine_limits import context_length, dense_context_problem
+from shared.config.environment_variables import QAT, QAT_GROUP
 from shared.config.eval_views import eval_views
 from shared.config.rollout_section import GPUS_OF_MACHINE
-from shared.config.trainer_section import LearningRateSchedule
+from shared.config.run_config import RunConfig
+from shared.config.trainer_section import LearningRateSchedule, TrainerSection
 from shared.data.chat_template import read_variables
 from shared.data.tokenizer import Tokenizer
 from shared.model import architecture_flags, hf_checkpoint
@@ -21,7 +23,7 @@ from shared.model.engine_plan import EngineLayout
 from shared.model.families import read_architecture
 from shared.model.named_layers import is_own_module
 from shared.model.parallel_layout import ParallelLayout, division_problems
-from shared.model.quantization import FACTORS, Quantization, quantization_of, split_problems
+from shared.model.quantization import Quantization, quantization_of, split_problems
 from shared.model.tensor_table import hf_tensors, megatron_parameters
 from shared.model.trainable_parameters import Freezing, Lora
 from shared.runtime.errors import ConfigError
@@ -30,7 +32,8 @@ MEGATRON_LATEST = "latest_checkpointed_iteration.txt"  # file that Megatron keep
 
 # Attention backends that need a GPU.
 GPU_ATTENTION = ("flashinfer", "fa3", "fa4", "triton", "flashmla", "cutlass_mla", "trtllm_mla", "trtllm_mha")
-FLOAT8 = 8.9, 10.0
+FLOAT8, INT4 = (8.9, 10.0), (8.0, 10.0)  # compute capabilities whose kernels take weights as they are pushed, or copies of them
+BLOCK_SCALED = 10.0  # the compute capability from which on GPUs multiply blocks of 32 or 16 numbers with scales
 LONGER_CONTEXT = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # SGLang's variable for a context that is longer than the model's own
 
 
@@ -115,26 +118,61 @@ def _weights(directory: Path, architecture: Architecture, field: str, backend: s
 
 def check_quantization(inspection: Inspection) -> Findings:
     """Yields what cannot be done with a policy whose weights are quantized: engines get each version as their checkpoint is."""
-    config, field = inspection.config, "model.hf_checkpoint"
-    if inspection.architecture is None or (found := quantization_of(config.model.hf_checkpoint)) is None:
+    config, here = inspection.config, str(inspection.config.model.hf_checkpoint)
+    found = None if inspection.architecture is None else quantization_of(config.model.hf_checkpoint)
+    if inspection.architecture is not None:
+        yield from _awareness(config.trainer, found)
+    if inspection.architecture is None or found is None:
         return
-    here, trains = str(config.model.hf_checkpoint), config.has_steps or config.sft.sft_data is not None
+    form, trains = found.format, config.has_steps or config.sft.sft_data is not None
     if trains:
-        yield Note("engines get each version in blocks of 8-bit floats, as hf_checkpoint is: they sample by these (docs/precision.md)")
-    if trains and config.trainer.trainer_backend == "torch":
-        yield ConfigError("trainer.trainer_backend", "torch", "megatron: it alone reads and pushes 8-bit weights")
-    if trains and config.trainer.lora_rank:
-        wanted = "0: adapters are laid over the engines' own weights, and a sum with 8-bit ones would be rounded"
-        yield ConfigError("trainer.lora_rank", config.trainer.lora_rank, wanted)
+        yield Note(f"engines get each version in {form.title}, as hf_checkpoint is: they sample by these (docs/precision.md)")
+        yield from _not_beside(config, found)
     yield from _divided_blocks(inspection, inspection.architecture, found)
-    if other := [one for one in devices.gpu_capabilities() if not FLOAT8[0] <= one < FLOAT8[1]]:
-        wanted = f"GPUs of compute capability from {FLOAT8[0]} to below {FLOAT8[1]}, whose engines keep 8-bit weights as they are pushed"
-        yield ConfigError(field, here, f"{wanted}; here is one of {other[0]}")
+    least, beyond = FLOAT8 if form.bits == 8 else INT4
+    if other := [one for one in devices.gpu_capabilities() if not least <= one < beyond]:
+        wanted = f"GPUs of compute capability from {least} to below {beyond}, whose engines compute with {form.bits}-bit weights as pushed"
+        yield ConfigError("model.hf_checkpoint", here, f"{wanted}; here is one of {other[0]}")
+
+
+def _not_beside(config: RunConfig, found: Quantization) -> Findings:
+    """Yields what does not go with pushes of quantized weights."""
+    form, field, here = found.format, "model.hf_checkpoint", str(config.model.hf_checkpoint)
+    if config.trainer.trainer_backend == "torch":
+        yield ConfigError("trainer.trainer_backend", "torch", "megatron: it alone reads and pushes quantized weights")
+    if config.trainer.lora_rank:
+        wanted = "0: adapters are laid over the engines' own weights, and a sum with quantized ones would be rounded"
+        yield ConfigError("trainer.lora_rank", config.trainer.lora_rank, wanted)
+    if not form.rows:
+        yield ConfigError(field, here, "blocks of 8-bit floats (--to fp8-block): engines round whole matrices again where they fuse them")
+    if form.bits == 4 and config.rollout.external_engines:
+        wanted = "none: a server of SGLang's own rearranges 4-bit weights as it starts, and cannot take a push of them"
+        yield ConfigError("rollout.external_engines", config.rollout.external_engines, wanted)
+    if form.bits == 4 and form.layout == "awq" and any(".experts." in name for name in found.names):
+        yield ConfigError(field, here, "experts in compressed-tensors' layout (--to int4): engines rearrange AWQ's otherwise")
+
+
+def _awareness(trainer: TrainerSection, found: Quantization | None) -> Findings:
+    """Yields why training cannot be quantization-aware, or in blocks with scales of few bits."""
+    scaled = {flag: value for flag, value in trainer.megatron.items() if flag == "fp4" or (flag, value) == ("fp8_recipe", "mxfp8")}
+    if scaled and any(one < BLOCK_SCALED for one in devices.gpu_capabilities()):
+        flag, wanted = next(iter(scaled)), f"another precision: MXFP8 and NVFP4 want GPUs of compute capability {BLOCK_SCALED} or more"
+        yield ConfigError(f"trainer.megatron.{flag}", scaled[flag], wanted)
+    if not trainer.rounds_weights:
+        return
+    field = "trainer.quantization_aware" if trainer.quantization_aware else f"trainer.train_env_vars: {QAT}"
+    if found is None or found.format.bits == 8:
+        yield ConfigError(field, True, "false, or a model.hf_checkpoint in groups of 4-bit integers (`myxo convert --to int4`)")
+    elif trainer.megatron.get("transformer_impl") == "transformer_engine":
+        yield ConfigError(field, True, "false, or transformer_impl = local: Transformer Engine's layers read their weights themselves")
+    elif (size := trainer.train_env_vars.get(QAT_GROUP, own := str(found.format.columns))) != own:
+        yield ConfigError(f"trainer.train_env_vars: {QAT_GROUP}", size, f"{own}, the groups of model.hf_checkpoint, or leave it out")
 
 
 def _divided_blocks(inspection: Inspection, architecture: Architecture, found: Quantization) -> Findings:
     config = inspection.config
-    shapes = {name: inspection.weight_headers[name][1] for name in sorted(found.names & inspection.weight_headers.keys())}
+    held = {name: shape for name, (_, shape) in inspection.weight_headers.items()}
+    shapes = {name: shape for name, shape in sorted(found.shapes(held).items()) if name in found.names} if held else {}
     for place in range(len(config.rollout.engines())):
         own = config.of_engines("", place).rollout
         layout = EngineLayout.of(own.rollout_num_gpus_per_engine, own.engine_flags)
@@ -147,8 +185,8 @@ def _divided_blocks(inspection: Inspection, architecture: Architecture, found: Q
 
 def _tensors(directory: Path, headers: Headers, architecture: Architecture, field: str) -> Iterator[ConfigError]:
     shapes = {name: shape for name, (_, shape) in headers.items()}
-    if quantization_of(directory):
-        shapes = {name: shape for name, shape in shapes.items() if not name.endswith(FACTORS)}
+    if found := quantization_of(directory):
+        shapes = found.shapes(shapes)
     unread = hf_checkpoint.draft_prefixes(architecture)
     yield from hf_checkpoint.tensor_problems(directory, shapes, hf_tensors(architecture), unread, field)
 

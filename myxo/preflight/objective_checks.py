@@ -145,7 +145,8 @@ def check_corrections(inspection: Inspection) -> Findings:
 
 def check_variables(inspection: Inspection) -> Findings:
     """Yields a note for each environment variable of slime's that changes nothing here."""
-    yield from map(Note, environment_variables.unread({**os.environ, **inspection.config.trainer.train_env_vars}))
+    own = inspection.config.trainer.train_env_vars
+    yield from map(Note, environment_variables.unread({**os.environ, **own}, own))
 
 
 # Functions that may put a teacher's log-probs beside their samples.

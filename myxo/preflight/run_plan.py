@@ -25,6 +25,7 @@ from shared.model.architecture import Architecture
 from shared.model.engine_plan import EnginePlan, plan_engine
 from shared.model.memory_plan import OUTSIDE_BYTES, StagePlan, plan_trainer, total_parameters
 from shared.model.parallel_layout import ParallelLayout, division_problems
+from shared.model.quantization import engine_bytes
 from shared.model.tensor_table import hf_tensors
 from shared.runtime.errors import ConfigError
 
@@ -112,11 +113,12 @@ class RunPlan:
         for model, shape in {"": self.architecture, **on_gpus}.items() if not self.config.debug.trains_only else ():
             several, alike = len(rollout.engines(model)) > 1, not (model or rollout.engine_groups)
             for place in range(len(rollout.engines(model))):
-                own = self.config.of_engines(model, place).rollout
+                group = self.config.of_engines(model, place)
+                own, held = group.rollout, engine_bytes(group.model.hf_checkpoint)
                 name = ("engine of " + model if model else "engine") + (f", group {place}" if several else "")
                 table = f"models.{model}" if model else f"engine_groups.{place}"
                 field = "rollout.rollout_num_gpus_per_engine" if alike else f"rollout.{table}.num_gpus_per_engine"
-                found.append(PlannedGroup(name, field, own.rollout_replicas, plan_engine(shape, own, self.gpu_bytes), alike))
+                found.append(PlannedGroup(name, field, own.rollout_replicas, plan_engine(shape, own, self.gpu_bytes, None, held), alike))
         return found
 
     def stages(self, role: str) -> list[StagePlan]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from shared.model.quantization import BlockFormat
+from shared.model.quantization import GROUP_SIZES, QuantizedFormat, in_groups
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
 from shared.runtime.exit_codes import Parser, ended
@@ -21,9 +21,10 @@ _ABOUT = """Convert a model between Hugging Face's format (config.json, *.safete
 The direction follows from SOURCE: a Hugging Face checkpoint becomes a checkpoint directory that the trainer loads in any
 layout; a checkpoint of the trainer, or one made here, becomes a Hugging Face checkpoint. Both are streamed: a model may be larger than
 the memory (but not one of the torch backend's, which is read as a whole). TARGET appears complete or not at all. docs/models.md lists the
-families. With --to a Hugging Face checkpoint becomes one with 8-bit weights (docs/precision.md)."""
+families. With --to a Hugging Face checkpoint becomes one with 8-bit or 4-bit weights (docs/precision.md)."""
 
-FP8 = "fp8-block"
+FP8, WHOLE, INT4 = "fp8-block", "fp8-tensor", "int4"
+OPTIONS = {FP8: ("--block", "--scale-fmt"), WHOLE: (), INT4: ("--group-size", "--layout", "--experts-only")}  # beside --to
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,23 +48,33 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--step", type=int, metavar="K", help="which of the trainer's checkpoints (default the newest)")
     hf = "from the trainer: where config and tokenizer come from (default: what a converted checkpoint keeps)"
     top.add_argument("--hf", metavar="DIR", type=Path, help=hf)
-    top.add_argument("--to", choices=(FP8,), help="a Hugging Face checkpoint again, its layers' matrices in blocks of 8-bit floats")
-    block = "with --to: rows and columns of a block (default 128 128)"
+    quantized = "a Hugging Face checkpoint again, its layers' matrices as 8-bit floats with a factor a block or a matrix, or 4-bit integers"
+    top.add_argument("--to", choices=tuple(OPTIONS), help=quantized)
+    block = "with --to fp8-block: rows and columns of a block (default 128 128)"
     top.add_argument("--block", type=int, nargs=2, metavar=("ROWS", "COLUMNS"), help=block)
-    top.add_argument("--scale-fmt", choices=("float32", "ue8m0"), help="with --to: factors, or powers of two alone (default float32)")
+    top.add_argument("--scale-fmt", choices=("float32", "ue8m0"), help="of fp8-block: factors, or powers of two alone (default float32)")
+    size = "with --to int4: numbers of a row that share a scale (default 32)"
+    top.add_argument("--group-size", type=int, choices=GROUP_SIZES, help=size)
+    layout = "with --to int4: compressed-tensors' (default), or AWQ's, with zero points"
+    top.add_argument("--layout", choices=("compressed-tensors", "awq"), help=layout)
+    top.add_argument("--experts-only", action="store_true", default=None, help="with --to int4: every other matrix stays as it is")
     return top
 
 
 def _check_options(given: argparse.Namespace, from_hf: bool) -> None:
     """Raises ConfigError for an option that the direction gives no meaning."""
-    of_quantizing, of_torch_dist = {"--block": given.block, "--scale-fmt": given.scale_fmt}, {"--dtype": given.dtype}
+    options = {name: getattr(given, name[2:].replace("-", "_")) for names in OPTIONS.values() for name in names}
+    of_quantizing, of_torch_dist = (
+        {name: options[name] for name in options if name not in OPTIONS.get(given.to, ())},
+        {"--dtype": given.dtype},
+    )
     from_trainer = {"--step": given.step, "--hf": given.hf}
     if not from_hf:
         misplaced, there = of_torch_dist | of_quantizing | {"--to": given.to}, "SOURCE is a torch_dist checkpoint"
     elif given.to is None:
         misplaced, there = from_trainer | of_quantizing, "SOURCE is a Hugging Face checkpoint, and there is no --to"
     else:
-        misplaced, there = from_trainer | of_torch_dist, "--to makes a Hugging Face checkpoint of one"
+        misplaced, there = from_trainer | of_torch_dist | of_quantizing, f"--to {given.to} makes a Hugging Face checkpoint of one"
     for option, value in misplaced.items():
         if value is not None:
             raise ConfigError(option, str(value), f"not given; {there}")
@@ -92,14 +103,19 @@ def _convert(given: argparse.Namespace) -> Path:
             bar.update(task, completed=done, total=total)
 
         if given.to is not None:
-            rows, wide = given.block or (128, 128)
-            form = BlockFormat(rows, wide, given.scale_fmt == "ue8m0")
-            return quantized_checkpoint.quantize(given.source, given.target, form, progress)
+            return quantized_checkpoint.quantize(given.source, given.target, _format(given), progress, bool(given.experts_only))
         if from_hf:
             return hf_conversion.to_torch_dist(given.source, given.target, given.dtype, progress)
         if policy_checkpoint(given.source, given.step)[1].get("backend") == "torch":
             return checkpoint_conversion.to_hf(given.source, given.target, given.hf, given.step, progress)
         return hf_conversion.to_hf(given.source, given.target, given.hf, given.step, progress)
+
+
+def _format(given: argparse.Namespace) -> QuantizedFormat:
+    if given.to == INT4:
+        return in_groups(given.group_size or GROUP_SIZES[0], given.layout == "awq")
+    rows, columns = (0, 0) if given.to == WHOLE else given.block or (128, 128)
+    return QuantizedFormat(rows, columns, given.scale_fmt == "ue8m0")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Makes a checkpoint with 8-bit weights of a plain one, file by file: ``myxo convert --to fp8-block``."""
+"""Makes a checkpoint with 8-bit or 4-bit weights of a plain one, file by file: ``myxo convert --to``."""
 
 import json
 import re
@@ -11,25 +11,28 @@ from safetensors.torch import save_file
 
 from services.trainer.parallel.export import copy_beside_weights, write_json
 from shared.model.hf_checkpoint import INDEX, VISION, weight_files
-from shared.model.quantization import ENTRY, BlockFormat, Quantization
+from shared.model.quantization import ENTRY, QuantizedFormat, parts_of
 from shared.runtime.errors import ConfigError
 from shared.runtime.safe_files import fsync_tree, publish, scratch
-from shared.transfer.quantizer import sent
+from shared.transfer.quantizer import quantized
 
 LINEAR = re.compile(r"\.layers\.\d+\..*(_proj|\.w[123]|\.wq_b|\.wk|_proj_with_mqa)\.weight$")
 """The names of layers' matrices: projections, experts of MiniMax, the indexer of sparse attention."""
+EXPERTS = re.compile(r"\.experts\.\d+\.")
 KEPT = re.compile(r"\.(eh_proj|weights_proj|in_proj_(a|b|ba)|kv_b_proj)\.weight$")
 """Those of them that engines have in plain numbers, and latent attention's ``kv_b_proj``: SGLang would round it a second time, whole."""
 
 
-def quantize(source: Path, target: Path, form: BlockFormat, progress: Callable[[int, int], None]) -> Path:
-    """Writes the checkpoint ``source`` with its layers' matrices in blocks of 8-bit floats. Embeddings, the output layer, norms, routers
-    and what sees stay as they are.
+def quantize(source: Path, target: Path, form: QuantizedFormat, progress: Callable[[int, int], None], experts: bool = False) -> Path:
+    """Writes the checkpoint ``source`` with its layers' matrices quantized. Embeddings, the output layer, norms, routers and what sees stay
+    as they are.
 
     Args:
-        target: must not exist; it appears complete or not at all. progress: is called with the bytes read and those in all.
+        target: must not exist; it appears complete or not at all. progress: is called with the bytes read and those in all. experts:
+            whether experts alone are quantized.
 
-    Raises ConfigError: the source is quantized already, has no layers that can be, or experts stacked in one tensor; the target exists.
+    Raises ConfigError: the source is quantized already, has no layers that can be, a matrix that groups do not divide, or experts in one
+        tensor; the target exists.
     """
     config = json.loads((source / "config.json").read_text())
     if config.get(ENTRY) is not None:
@@ -44,17 +47,18 @@ def quantize(source: Path, target: Path, form: BlockFormat, progress: Callable[[
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118
                 tensor = file.get_tensor(name)
-                if quantized := is_quantized(source, name, tuple(tensor.shape)):
-                    tensor, chosen = checked(source, name, tensor), chosen + 1
-                elif tensor.dim() == 2 and name.endswith(".weight"):
+                parts = _quantized(source, name, tensor, form) if EXPERTS.search(name) or not experts else {}
+                made |= parts or {name: tensor}
+                chosen += bool(parts)
+                if not parts and tensor.dim() == 2 and name.endswith(".weight"):
                     kept.add(name.removesuffix(".weight"))
-                made |= dict(sent(Quantization(form, frozenset([name] if quantized else [])), name, tensor))
         save_file(made, draft / path.name, metadata={"format": "pt"})
         places |= dict.fromkeys(made, path.name)
         nbytes, done = nbytes + sum(tensor.nbytes for tensor in made.values()), done + path.stat().st_size
         progress(done, total)
     if not chosen:
-        raise ConfigError("SOURCE", str(source), "a checkpoint with layers' matrices (…_proj.weight); it has none")
+        what = ("layers", "experts")[experts]
+        raise ConfigError("SOURCE", str(source), f"a checkpoint with {what}' matrices (…_proj.weight); it has none")
     if len(files) > 1:
         write_json(draft / INDEX, {"metadata": {"total_size": nbytes}, "weight_map": places})
     copy_beside_weights(source, draft)
@@ -64,14 +68,24 @@ def quantize(source: Path, target: Path, form: BlockFormat, progress: Callable[[
     return target
 
 
+def _quantized(source: Path, name: str, tensor: torch.Tensor, form: QuantizedFormat) -> dict[str, torch.Tensor]:
+    """Returns a tensor's parts; none where it stays as it is."""
+    if not is_quantized(source, name, tuple(tensor.shape)):
+        return {}
+    shape = {f"{name}_shape": torch.tensor(tensor.shape)} if form.endings[0] == "weight_packed" else {}
+    return dict(zip(parts_of(name, form), quantized(checked(source, name, tensor, form), form), strict=True)) | shape
+
+
 def is_quantized(source: Path, name: str, shape: tuple[int, ...]) -> bool:
-    """Returns whether a tensor is one of the layers' matrices that 8 bits are enough for."""
+    """Returns whether a tensor is one of the layers' matrices that fewer bits are enough for."""
     if ".experts." in name and len(shape) == 3:
-        raise ConfigError(f"{source}:{name}", list(shape), "a matrix of one expert: tensors of all experts are not quantized in blocks")
+        raise ConfigError(f"{source}:{name}", list(shape), "a matrix of one expert: tensors of all experts are not quantized")
     return len(shape) == 2 and not name.startswith(VISION) and bool(LINEAR.search(name)) and not KEPT.search(name)
 
 
-def checked(source: Path, name: str, tensor: torch.Tensor) -> torch.Tensor:
+def checked(source: Path, name: str, tensor: torch.Tensor, form: QuantizedFormat) -> torch.Tensor:
     if not tensor.is_floating_point() or tensor.element_size() == 1 or not bool(tensor.isfinite().all()):
         raise ConfigError(f"{source}:{name}", str(tensor.dtype), "finite numbers of 16 or 32 bits")
+    if wanted := form.obstacle(tensor.shape):
+        raise ConfigError(f"{source}:{name}", list(tensor.shape), wanted)
     return tensor

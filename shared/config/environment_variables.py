@@ -22,10 +22,13 @@ _LAUNCHER = re.compile(
 """Variables that Myxo and torchrun set for each rank."""
 
 
+QAT, QAT_GROUP = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"
+"""Slime's variables for quantization-aware training and its groups, read from `trainer.train_env_vars`."""
+
 _KERNELS = "slime trains by other kernels with it; here by torch's or Transformer Engine's"
 
 UNREAD = {
-    "OPEN_TRAINING_INT4_": "slime's training forward rounds weights to INT4 by it; here they have train_dtype, as engines get them",
+    "OPEN_TRAINING_INT4_": "slime's training forward rounds weights to INT4 by it; give --quantization-aware, or it in --train-env-vars",
     "DSA_KV_FP8_QAT": "slime trains sparse attention with keys and values rounded to FP8 by it; here they are not",
     "MEGATRON_USE_SGLANG_": _KERNELS,
     "SLIME_DEEPGEMM_": _KERNELS,
@@ -33,10 +36,11 @@ UNREAD = {
 """How the variables begin that slime reads and Myxo does not → what they do there, and what is so here."""
 
 
-def unread(variables: Mapping[str, str]) -> Iterator[str]:
-    """Yields a line for each variable that is set, and that slime would read."""
+def unread(variables: Mapping[str, str], read: Mapping[str, str]) -> Iterator[str]:
+    """Yields a line for each variable that is set, and that slime would read. ``read``: those of the trainer's ranks."""
     for name, value in sorted(variables.items()):
         reason = next((reason for start, reason in UNREAD.items() if name.startswith(start)), None)
+        reason = None if name in (QAT, QAT_GROUP) and name in read else reason
         if reason is not None and value.lower() not in ("", "0", "false"):
             yield f"{name} = {value} is not read: {reason}"
 

@@ -146,6 +146,7 @@ _OF_MEGATRON = (
     "recompute_method",
     "make_vocab_size_divisible_by",
     "spec",
+    "quantization_aware",
     "custom_megatron_init_path",
     "custom_megatron_before_log_prob_hook_path",
     "custom_megatron_before_train_step_hook_path",
@@ -278,6 +279,10 @@ class TrainerSection(Section):
     )
     deterministic: bool = Field(default=False, description="the same bits in every run, at a price on GPUs")
     train_dtype: Literal["float32", "bfloat16"] = Field(default="bfloat16", description="parameter type in training")
+    quantization_aware: bool = Field(
+        default=False,
+        description="passes compute with weights rounded as engines get them, to groups of 4-bit integers (straight-through gradients)",
+    )
     max_tokens_per_gpu: int = Field(default=8192, gt=0, description="tokens of a packed micro-batch, times context_parallel_size")
     log_probs_chunk_size: int = Field(
         default=2048, ge=-1, description="tokens whose logits exist at a time; each has vocabulary-size x 2 bytes; -1: all of a micro-batch"
@@ -407,6 +412,11 @@ class TrainerSection(Section):
     megatron: dict[str, Any] = Field(
         default={}, description="Megatron's own flags, as moe_router_dtype = 'fp32'; `myxo flags` lists them, see docs/megatron-flags.md"
     )
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Returns whether training is quantization-aware, by its own field or by slime's variable."""
+        return self.quantization_aware or self.train_env_vars.get(environment_variables.QAT, "0") == "1"
 
     @property
     def recomputes_layers(self) -> bool:

@@ -81,16 +81,24 @@ class EngineLayout:
         return cls(tensor, tensor, stages, copies)
 
 
-def plan_engine(a: Architecture, rollout: RolloutSection, gpu_bytes: int, gpus: int | None = None) -> EnginePlan:
-    """Returns the plan of one GPU. ``gpus``: of the engine, where that is another number than the config's."""
+def plan_engine(
+    a: Architecture, rollout: RolloutSection, gpu_bytes: int, gpus: int | None = None, weight_bytes: float | None = None
+) -> EnginePlan:
+    """Returns the plan of one GPU.
+
+    Args:
+        gpus: of the engine, where that is another number than the config's. weight_bytes: of a parameter of the layers, where the
+            checkpoint is quantized (`shared.model.quantization.engine_bytes`).
+    """
     flags = rollout.engine_flags
     gpus = gpus or rollout.rollout_num_gpus_per_engine
     layout = EngineLayout.of(gpus, flags)
     width = 4 if flags.get("dtype") in ("float32", "float") else 2
-    quantized = str(flags.get("quantization", "")).endswith("fp8")
-    weights = max(_parameters(a, layout, stage) for stage in range(layout.stages)) * (1 if quantized else width)
+    if weight_bytes is None:
+        weight_bytes = 1 if str(flags.get("quantization", "")).endswith("fp8") else width
     drafts = drafting_layers(a, rollout)
-    weights += drafts * _draft_parameters(a, layout) * (1 if quantized else width)
+    weights = max(_weights(a, layout, stage, weight_bytes, width) for stage in range(layout.stages))
+    weights += int(drafts * _draft_parameters(a, layout) * weight_bytes)
     share = float(flags.get("mem-fraction-static") or default_share(gpu_bytes, layout, flags, a.latent is not None))
     budget = int(share * gpu_bytes)
     stored = 1 if str(flags.get("kv-cache-dtype", "")).startswith("fp8") else width
@@ -149,10 +157,17 @@ def fewest_gpus(a: Architecture, rollout: RolloutSection, gpu_bytes: int, most: 
     return None
 
 
-def _parameters(a: Architecture, layout: EngineLayout, stage: int) -> int:
-    """Returns the parameters of a GPU of a pipeline stage. Attention with caches of its own is copied, embeddings with it."""
+def _weights(a: Architecture, layout: EngineLayout, stage: int, weight_bytes: float, width: int) -> int:
+    """Returns the bytes of a GPU's weights: embeddings and output layer are of the engine's dtype, ``width`` bytes each."""
+    ends = _parameters(a, layout, stage, 0)
+    return ends * width + int((_parameters(a, layout, stage, a.num_layers) - ends) * weight_bytes)
+
+
+def _parameters(a: Architecture, layout: EngineLayout, stage: int, count: int) -> int:
+    """Returns the parameters of a GPU of a pipeline stage, of the model's first ``count`` layers and its ends. Attention with caches of its
+    own is copied, embeddings with it."""
     size = -(-a.num_layers // layout.stages)
-    layers = range(min(stage * size, a.num_layers), min((stage + 1) * size, a.num_layers))
+    layers = range(min(stage * size, count), min((stage + 1) * size, count))
     ends = stage == 0, stage == layout.stages - 1
     found = sum(stage_parameters(a, ParallelLayout(tensor=layout.tensor), layers, *ends))
     if layout.heads < layout.tensor:

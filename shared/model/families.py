@@ -24,7 +24,7 @@ from shared.model.architecture import (
     Rope,
     YarnScaling,
 )
-from shared.model.quantization import ENTRY, block_format
+from shared.model.quantization import ENTRY, format_of
 from shared.model.tensor_table import hf_tensors
 from shared.runtime.errors import ConfigError
 from shared.runtime.safe_files import parse_json
@@ -201,7 +201,7 @@ class _Entries:
         self.require("mlp_bias", False, "biases in the MLP are not implemented")
         self.require("use_sliding_window", False, "sliding windows are not implemented")
         if ENTRY in self.raw:
-            block_format(self.path, self.raw[ENTRY])
+            format_of(self.path, self.raw[ENTRY])
         if family.qkv_bias is False:
             self.require("attention_bias", False, f"{model_type} with attention biases is not implemented")
         heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")

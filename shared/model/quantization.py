@@ -1,12 +1,11 @@
 """How the weights of a Hugging Face checkpoint are quantized, by its ``config.json`` and the names of its tensors.
 
-In blocks of 8-bit floats (e4m3), as DeepSeek-V3 and Qwen3's FP8 checkpoints are: beside a matrix [rows, columns] lies its float32 matrix of
-factors, one for each block, under the matrix's name with `FACTORS` behind it. Which matrices are quantized, the factors tell.
+A quantized matrix, ``….weight`` of [rows, columns], is held as several tensors, its parts. Which matrices are quantized, the parts tell.
 """
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,98 +13,238 @@ from typing import Any
 from shared.model.hf_checkpoint import read_headers
 from shared.runtime.errors import ConfigError
 from shared.runtime.safe_files import parse_json
-from shared.transfer.manifest import TensorSpec
+from shared.transfer.manifest import ITEM_BYTES, TensorSpec
 
-FACTORS = "_scale_inv"
 ENTRY = "quantization_config"
-WANTED = """8-bit floats in blocks (quant_method fp8, fmt e4m3, activation_scheme dynamic, weight_block_size of two positive integers, \
-scale_fmt ue8m0 or none), or no such entry: `myxo convert` makes bfloat16 weights of MXFP4 ones"""
+WANTED = """8-bit floats in blocks (quant_method fp8, fmt e4m3, activation_scheme dynamic, weight_block_size of two positive integers \
+or none, scale_fmt ue8m0 or none), 4-bit integers in groups of 32 or 128 (quant_method compressed-tensors, pack-quantized, symmetric; \
+or quant_method awq, version gemm), or no such entry: `myxo convert` makes bfloat16 weights of MXFP4 ones; MXFP8 and NVFP4 are not read"""
+
+GROUP_SIZES = (32, 128)  # columns of a group of 4-bit integers that engines have kernels for
+ENDINGS = {
+    "blocks": ("weight", "weight_scale_inv"),
+    "whole": ("weight", "weight_scale"),
+    "packed": ("weight_packed", "weight_scale"),
+    "awq": ("qweight", "qzeros", "scales"),
+}
+"""How the names of a matrix's parts end, in the place of ``weight``, by the layout."""
 
 
 @dataclass(frozen=True)
-class BlockFormat:
-    """Rows and columns of a block; those at a matrix's end may be smaller. ``powers_of_two``: whether factors are no others (UE8M0)."""
+class QuantizedFormat:
+    """How numbers are rounded, and held.
+
+    With 8 bits: floats (e4m3) in blocks of ``rows`` by ``columns``, smaller at a matrix's end, each with a float32 factor, as DeepSeek-V3
+    and Qwen3's FP8 checkpoints are; with 0 the whole matrix is one block. With 4: integers, eight in an int32, with a scale for each
+    ``columns`` numbers of a row (W4A16); from -7 to 7 as Kimi-K2-Thinking is, or with 8 rows in AWQ's layout: transposed, each group with
+    a zero point from 0 to 15. ``powers_of_two``: whether factors are no others (UE8M0). ``scales``: the dtype of 4-bit scales.
+    """
 
     rows: int = 128
     columns: int = 128
     powers_of_two: bool = False
+    bits: int = 8
+    scales: str = "float32"
 
-    def factors(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Returns the shape of a matrix's factors."""
+    @property
+    def layout(self) -> str:
+        """Returns which of `ENDINGS` parts have."""
+        if self.bits == 8:
+            return "blocks" if self.rows else "whole"
+        return "awq" if self.rows == 8 else "packed"
+
+    @property
+    def endings(self) -> tuple[str, ...]:
+        return ENDINGS[self.layout]
+
+    @property
+    def title(self) -> str:
+        return "blocks of 8-bit floats" if self.bits == 8 else "groups of 4-bit integers"
+
+    def factors(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of a matrix's factors in blocks."""
         rows, columns = shape
-        return math.ceil(rows / self.rows), math.ceil(columns / self.columns)
+        return (math.ceil(rows / self.rows), math.ceil(columns / self.columns)) if self.rows else ()
+
+    def parts(self, shape: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
+        """Returns the dtypes and shapes of a matrix's parts."""
+        rows, columns = shape
+        if self.bits == 8:
+            return [("float8_e4m3fn", (rows, columns)), ("float32", self.factors(shape))]
+        groups = columns // self.columns
+        if self.layout == "awq":
+            return [("int32", (columns, rows // 8)), ("int32", (groups, rows // 8)), (self.scales, (groups, rows))]
+        return [("int32", (rows, columns // 8)), (self.scales, (rows, groups))]
+
+    def shape(self, first: Sequence[int]) -> tuple[int, ...]:
+        """Returns a matrix's shape, by that of its first part."""
+        if self.bits == 8:
+            return tuple(first)
+        return (first[1] * 8, first[0]) if self.layout == "awq" else (first[0], first[1] * 8)
+
+    def obstacle(self, shape: Sequence[int]) -> str | None:
+        """Returns what a matrix should have to be quantized so; None where it can be."""
+        if self.bits == 4 and shape[1] % self.columns:
+            return f"columns that groups of {self.columns} divide"
+        return f"rows that {self.rows} divides" if self.bits == 4 and shape[0] % self.rows else None
 
     def entry(self, kept: Collection[str]) -> dict[str, Any]:
         """Returns the entry of a ``config.json``. ``kept``: the modules whose weights are not quantized."""
-        made = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [self.rows, self.columns]}
-        return made | ({"scale_fmt": "ue8m0"} if self.powers_of_two else {}) | {"modules_to_not_convert": sorted(kept)}
+        made: dict[str, Any] = {"modules_to_not_convert": sorted(kept)}
+        if self.bits == 8:
+            made |= {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+            made |= {"weight_block_size": [self.rows, self.columns]} if self.rows else {}
+            return made | ({"scale_fmt": "ue8m0"} if self.powers_of_two else {})
+        if self.layout == "awq":
+            return made | {"quant_method": "awq", "bits": 4, "group_size": self.columns, "zero_point": True, "version": "gemm"}
+        weights: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": self.columns}
+        weights |= {"dynamic": False, "actorder": None, "block_structure": None, "observer": "minmax", "observer_kwargs": {}}
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+        made = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
+        return made | {"config_groups": {"group_0": group}, "ignore": sorted(kept), "kv_cache_scheme": None}
 
 
-def block_format(path: Path, entry: Any) -> BlockFormat:
+def in_groups(columns: int = 32, awq: bool = False, scales: str = "bfloat16") -> QuantizedFormat:
+    """Returns the format of groups of 4-bit integers."""
+    return QuantizedFormat(8 if awq else 1, columns, False, 4, scales)
+
+
+def format_of(path: Path, entry: Any) -> QuantizedFormat:
     """Returns the format that an entry describes. ``path``: of the ``config.json``. Raises ConfigError for any other."""
+    found = _blocks(entry) or _groups(entry)
+    if found is None:
+        raise ConfigError(f"{path}:{ENTRY}", entry, WANTED)
+    return found
+
+
+def _blocks(entry: Any) -> QuantizedFormat | None:
     defaults = {"fmt": ("e4m3",), "activation_scheme": ("dynamic",), "scale_fmt": (None, "float32", "ue8m0")}
     match entry:
-        case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)]} if min(rows, columns) > 0:
-            if all(entry.get(name, values[0]) in values for name, values in defaults.items()):
-                return BlockFormat(rows, columns, entry.get("scale_fmt") == "ue8m0")
-    raise ConfigError(f"{path}:{ENTRY}", entry, WANTED)
+        case {"quant_method": "fp8"} if all(entry.get(name, values[0]) in values for name, values in defaults.items()):
+            powers = entry.get("scale_fmt") == "ue8m0"
+            match entry.get("weight_block_size", [0, 0] if "activation_scheme" in entry else None):
+                case [int(rows), int(columns)] if min(rows, columns) > 0 or "weight_block_size" not in entry:
+                    return QuantizedFormat(rows, columns, powers)
+    return None
+
+
+def _groups(entry: Any) -> QuantizedFormat | None:
+    match entry:
+        case {"quant_method": "awq", "bits": 4, "group_size": size} if size in GROUP_SIZES:
+            return in_groups(size, awq=True) if str(entry.get("version", "gemm")).lower() == "gemm" else None
+        case {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {**groups}} if len(groups) == 1:
+            group: Any = next(iter(groups.values()))
+            weights = group.get("weights") if isinstance(group, dict) else None
+            wanted = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}
+            if isinstance(weights, dict) and weights.get("group_size") in GROUP_SIZES and wanted.items() <= weights.items():
+                others = weights.get("actorder") or weights.get("dynamic") or group.get("input_activations")
+                return None if others else in_groups(weights["group_size"])
+    return None
 
 
 @dataclass(frozen=True)
 class Quantization:
     """A checkpoint's format, and the names of its quantized matrices."""
 
-    format: BlockFormat
+    format: QuantizedFormat
     names: frozenset[str]
 
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Returns the names of a matrix's parts."""
+        return parts_of(name, self.format)
+
     def specs(self, name: str, dtype: str, shape: tuple[int, ...]) -> list[TensorSpec]:
-        """Returns what engines get of a tensor: a quantized matrix and its factors, anything else as it is."""
+        """Returns what engines get of a tensor: a quantized matrix's parts, anything else as it is."""
         if name not in self.names:
             return [(name, dtype, shape)]
-        return [(name, "float8_e4m3fn", shape), (name + FACTORS, "float32", self.format.factors(shape))]
+        return [(part, *spec) for part, spec in zip(self.parts(name), self.format.parts(shape), strict=True)]
+
+    def shapes(self, held: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of tensors with matrices in the place of their parts."""
+        parts = {part for name in self.names for part in (*self.parts(name), f"{name}_shape")}
+        whole = {name: self.format.shape(held[self.parts(name)[0]]) for name in self.names}
+        return {name: tuple(shape) for name, shape in held.items() if name not in parts} | whole
+
+
+def engine_bytes(directory: Path) -> float | None:
+    """Returns the bytes of a parameter of the layers in an engine on a GPU, on average; None: as many as without quantization."""
+    try:
+        if (found := quantization_of(directory)) is None:
+            return None
+    except ConfigError:  # which has a check of its own
+        return None
+    held = {name: tensor for name, tensor in read_headers(directory)[0].items() if ".layers." in name}
+    sizes = {name: math.prod(shape) * ITEM_BYTES[dtype] for name, (dtype, shape) in held.items()}
+    if found.format.bits == 4:  # as they were pushed, and as kernels want them
+        sizes |= {part: 2 * sizes[part] for name in found.names for part in found.parts(name)}
+    return sum(sizes.values()) / sum(map(math.prod, found.shapes({name: shape for name, (_, shape) in held.items()}).values()))
+
+
+def parts_of(name: str, form: QuantizedFormat) -> tuple[str, ...]:
+    """Returns the names of a matrix's parts."""
+    return tuple(name.removesuffix("weight") + ending for ending in form.endings)
 
 
 def quantization_of(directory: Path) -> Quantization | None:
     """Returns how a checkpoint is quantized; None where its ``config.json`` has no such entry.
 
-    Raises ConfigError: in another format, or factors are missing, left over or of another shape than their matrices have.
+    Raises ConfigError: in another format, or parts are missing, left over or of another shape than their matrices have.
     """
     path = directory / "config.json"
     try:
         entry = parse_json(path.read_bytes()).get(ENTRY)
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError("model.hf_checkpoint", str(path), f"a readable JSON object ({error})") from error
-    return None if entry is None else _quantization(directory, block_format(path, entry))
+    return None if entry is None else _quantization(directory, format_of(path, entry))
+
+
+def entry_format(directory: Path) -> QuantizedFormat | None:
+    """Returns the format of a checkpoint by its ``config.json`` alone; None where there is none that is known."""
+    try:
+        return format_of(directory, parse_json((directory / "config.json").read_bytes())[ENTRY])
+    except (OSError, ValueError, LookupError, TypeError, ConfigError):
+        return None
 
 
 @cache
-def _quantization(directory: Path, form: BlockFormat) -> Quantization:
+def _quantization(directory: Path, form: QuantizedFormat) -> Quantization:
     held, problems = read_headers(directory)
     for problem in problems:
         raise problem
-    names = {name.removesuffix(FACTORS) for name in held if name.endswith(FACTORS)}
+    own = form.endings if form.bits == 4 else form.endings[1:]
+    names = {name.removesuffix(end) + "weight" for name in held for end in own if name.endswith(f".{end}")}
+    if form.bits == 4 and names:
+        form = replace(form, scales=held.get(parts_of(min(names), form)[-1], (form.scales,))[0])
     for name in sorted(names | {name for name, (dtype, _) in held.items() if dtype.startswith("float8")}):
         _check(directory, form, name, held)
     if not names:
-        raise ConfigError(f"{directory / 'config.json'}:{ENTRY}", "fp8", f"no such entry: no tensor has factors ({FACTORS})")
+        wanted = f"no such entry: no tensor has parts ({', '.join(form.endings)})"
+        raise ConfigError(f"{directory / 'config.json'}:{ENTRY}", form.entry(())["quant_method"], wanted)
     return Quantization(form, frozenset(names))
 
 
-def _check(directory: Path, form: BlockFormat, name: str, held: Mapping[str, tuple[str, Sequence[int]]]) -> None:
-    where = f"{directory}:{name}"
-    dtype, shape = held.get(name, ("absent", ()))
-    if dtype != "float8_e4m3fn" or len(shape) != 2:
-        raise ConfigError(where, f"{dtype} {list(shape)}", f"a matrix of 8-bit floats (float8_e4m3fn), for it has factors ({FACTORS})")
-    factors, sizes = held.get(name + FACTORS, ("absent", ()))
-    if tuple(sizes) != form.factors(shape) or not factors.startswith(("float32", "bfloat16")):
-        wanted = f"float32 {list(form.factors(shape))}: a factor for each block of {form.rows} by {form.columns}"
-        raise ConfigError(where + FACTORS, f"{factors} {list(sizes)}", wanted)
+def _check(directory: Path, form: QuantizedFormat, name: str, held: Mapping[str, tuple[str, Sequence[int]]]) -> None:
+    first, *others = parts_of(name, form)
+    dtype, sizes = held.get(first, ("absent", ()))
+    kind = form.parts((form.rows or 1, form.columns or 1))[0][0]
+    if dtype != kind or len(sizes) != 2 or (wanted := form.obstacle(form.shape(sizes))):
+        wanted = "a matrix" if dtype != kind or len(sizes) != 2 else wanted
+        what = f"{wanted} in {form.title} ({kind}), for it has {', '.join(form.endings[1:])}"
+        raise ConfigError(f"{directory}:{first}", f"{dtype} {list(sizes)}", what)
+    for part, (kind, shape) in zip(others, form.parts(form.shape(sizes))[1:], strict=True):
+        dtype, found = held.get(part, ("absent", ()))
+        fits = tuple(found) == shape or (not shape and tuple(found) == (1,))  # a number may be held as one of a list
+        if not fits or (dtype != kind and not {dtype, kind} <= {"float32", "bfloat16", "float16"}):
+            wanted = f"{kind} {list(shape)}: for the {form.title} of {form.rows} by {form.columns}"
+            raise ConfigError(f"{directory}:{part}", f"{dtype} {list(found)}", wanted)
 
 
 _BY_ROWS, _BY_COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
 
 
-def split_problems(form: BlockFormat, shapes: Mapping[str, Sequence[int]], ranks: int, key_ranks: int, expert_ranks: int) -> Iterator[str]:
+def split_problems(
+    form: QuantizedFormat, shapes: Mapping[str, Sequence[int]], ranks: int, key_ranks: int, expert_ranks: int
+) -> Iterator[str]:
     """Yields why engine ranks cannot divide quantized matrices into whole blocks, the first of each kind. SGLang keeps what it fuses
     (queries, keys and values, the halves of a gated MLP) in whole blocks even on one rank.
 
@@ -119,6 +258,6 @@ def split_problems(form: BlockFormat, shapes: Mapping[str, Sequence[int]], ranks
         parts = expert_ranks if ".experts." in name else key_ranks if kind in ("k_proj", "v_proj") else ranks
         size, block, what = (rows, form.rows, "rows") if kind in _BY_ROWS else (columns, form.columns, "columns")
         divides = kind in _BY_ROWS or (kind in _BY_COLUMNS and parts > 1)
-        if divides and size % (parts * block) and kind not in met:
+        if divides and block and size % (parts * block) and kind not in met:
             met.add(kind)
             yield f"{name} has {size} {what}, which {parts} ranks of an engine cannot divide into whole blocks of {block}"

@@ -12,6 +12,7 @@ from pathlib import Path
 from shared.bus.registry import ENVIRONMENT
 from shared.config.run_config import RunConfig
 from shared.config.speculation import COSTS, SPECULATION_OFF, SPECULATION_ON
+from shared.model.quantization import entry_format
 from shared.runtime.errors import Fault
 from shared.runtime.host import host_memory
 from shared.runtime.safe_text import number, shortened_line
@@ -142,7 +143,7 @@ def alarms(found: Symptoms, config: RunConfig) -> list[Alarm]:
     """Returns the alarms that stand, in the order of `AlarmKind`."""
     raised = [
         *_services(found),
-        *_numbers(found, config.monitoring.logprob_alarm, _bisection(found, config)),
+        *_numbers(found, config.monitoring.logprob_alarm, mismatch_remedy(config, _bisection(found, config))),
         *_rewards(found, config),
         *_batches(found.steps[-LATELY_STEPS:], config.run.argument),
         *_ends(found, config),
@@ -190,7 +191,20 @@ def _bisection(found: Symptoms, config: RunConfig) -> str:
     return config.bisect_command("GROUP/INDEX" if last is None else f"{last.group}/0")
 
 
-def _numbers(found: Symptoms, bound: float, bisection: str) -> Iterator[Alarm]:
+def mismatch_remedy(config: RunConfig, bisection: str) -> str:
+    """Returns what to do where engine and trainer differ, by the engines' precision. ``bisection``: the command that finds the cause."""
+    form, cache = entry_format(config.model.hf_checkpoint), config.rollout.engine_flags.get("kv-cache-dtype", "auto")
+    limited = "use_tis, which is on, limits the harm" if config.algorithm.use_tis else "use_tis limits the harm"
+    if form is not None and form.bits == 4 and not config.trainer.rounds_weights:
+        return f"engines sample by 4-bit weights: quantization_aware has the trainer compute with the same ones; {limited} meanwhile."
+    if str(cache).startswith("fp8"):
+        return f"engines keep keys and values as 8-bit floats: leave kv_cache_dtype = {cache} out; {limited} meanwhile."
+    if form is not None and form.bits == 8:
+        return f"engines sample by 8-bit weights, which the trainer does not round: {limited}; beyond it, serve the plain checkpoint."
+    return f"`{bisection}` names the operation that differs, and a switch; {limited} meanwhile."
+
+
+def _numbers(found: Symptoms, bound: float, remedy: str) -> Iterator[Alarm]:
     steps = sorted(found.metrics)
     lately = [found.metrics[step] for step in steps[-LATELY_STEPS:]]
     broken = sorted({name for values in lately for name in ("train/loss", "train/grad_norm") if not math.isfinite(values.get(name, 0.0))})
@@ -207,7 +221,7 @@ def _numbers(found: Symptoms, bound: float, bisection: str) -> Iterator[Alarm]:
             AlarmKind.LOGPROBS,
             f"the log-probs of engine and trainer differ by {number(difference, '.3g')} nats a token (bound {bound:g})",
             "Under equal weights both should agree: importance weights and clipping then correct an error, not the policy's change.",
-            f"{bisection} names the operation that differs, and a switch; use_tis limits the harm meanwhile.",
+            remedy,
         )
     yield from _entropy([found.metrics[step] for step in steps])
 

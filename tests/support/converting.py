@@ -15,7 +15,12 @@ def convert(source: Path, target: Path, *options: str) -> int:
         return convert_command.main([str(source), str(target), *options])
 
 
+def quantized_checkpoint(source: Path, target: Path, to: str, *options: str) -> Path:
+    """Makes a checkpoint with weights of fewer bits; returns its directory."""
+    assert convert(source, target, "--to", to, *options) == 0
+    return target
+
+
 def to_8_bits(source: Path, target: Path, block: int, *options: str) -> Path:
     """Makes a checkpoint in blocks of 8-bit floats; returns its directory."""
-    assert convert(source, target, "--to", "fp8-block", "--block", str(block), str(block), *options) == 0
-    return target
+    return quantized_checkpoint(source, target, "fp8-block", "--block", str(block), str(block), *options)

@@ -40,7 +40,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # some routers are compiled f
 import torch
 import torch.nn.functional as F
 
-from services.rollout.engine import cpu_quantization, cpu_speculation
+from services.rollout.engine import cpu_speculation, quantized_layers
 from services.rollout.engine.murmur_hash import murmur_hash32
 from services.rollout.engine.private_endpoints import close_sockets, leave_out_own_requests, serve_on_socket
 from shared.runtime.quick_imports import quick_imports
@@ -452,7 +452,7 @@ if __name__ == "__main__":
     if any(argument.startswith("--speculative-algo") for argument in sys.argv):
         cpu_speculation.install()
     arguments = prepare_server_args(sys.argv[1:])
-    cpu_quantization.install(arguments.model_path)
+    quantized_layers.install(arguments.model_path, on_cpu=True)
     attend_linearly(arguments.model_path)
     absorb_latent_attention(arguments.model_path)
     norm_heads_jointly(arguments.model_path)

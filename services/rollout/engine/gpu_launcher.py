@@ -10,9 +10,11 @@ engine would compile once it has imported (`services.rollout.engine.kernel_build
 
 import runpy
 import sys
+from pathlib import Path
 
 from services.rollout.engine.early_processes import EXPECTED_VARIABLES, LATE_VARIABLES, EarlyProcesses, early_modules
 from services.rollout.engine.kernel_builds import begin_kernel_builds
+from shared.model.quantization import entry_format
 from shared.runtime.quick_imports import quick_imports
 
 if __name__ == "__main__":
@@ -27,6 +29,11 @@ serve_on_socket()
 bind_stores()
 close_sockets()
 sys.modules["megatron"] = None  # type: ignore[assignment]  # SGLang's debug dumper imports it where it is installed, seconds for nothing
+model = sys.argv[sys.argv.index("--model-path") + 1] if "--model-path" in sys.argv[:-1] else ""
+if (form := entry_format(Path(model))) is not None and form.bits == 4:
+    from services.rollout.engine import quantized_layers
+
+    quantized_layers.install(model, on_cpu=False)
 
 if __name__ == "__main__":
     with quick_imports():

@@ -10,7 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from services.trainer.backend import Backend
-from services.trainer.megatron import lora, parallel_groups, passes
+from services.trainer.megatron import lora, parallel_groups, passes, quantization_aware
 from services.trainer.megatron.expert_balance import Balancing, update_biases
 from services.trainer.megatron.gpt_model import MegatronModel, build_chunks, transformer_config, wrap_chunks
 from services.trainer.megatron.hf_weights import LocalParameter, load_hf, parameters
@@ -114,6 +114,8 @@ def create(settings: TrainerSettings, hf_dir: Path, random: bool, initialized: C
         lora.attach(chunks, megatron, architecture, settings.lora, trainer.seed)
     if not settings.value_head:
         freeze(chunks, megatron, architecture, settings.freezing, settings.lora is not None)
+    if trainer.rounds_weights and not settings.value_head:
+        quantization_aware.attach(chunks, megatron, architecture, hf_dir)
     if not random:
         with together(f"loading {hf_dir}"):
             load_hf(chunks, megatron, architecture, hf_dir)

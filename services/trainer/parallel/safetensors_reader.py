@@ -1,7 +1,7 @@
 """The tensors of a Hugging Face checkpoint, read one at a time as plain numbers, however they are quantized.
 
-DeepSeek-V3 and Kimi-K2 are published with 8-bit weights in blocks (`shared.model.quantization`). gpt-oss has experts in MXFP4: 32 numbers
-of four bits share a power of two; engines would take pushed weights for such, so that only the conversion reads those.
+DeepSeek-V3, Kimi-K2 and others are published with 8-bit or 4-bit weights (`shared.model.quantization`). gpt-oss has experts in MXFP4: 32
+numbers of four bits share a power of two; engines would take pushed weights for such, so that only the conversion reads those.
 """
 
 import json
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shared.model.architecture import Architecture
 from shared.model.hf_checkpoint import VISION, draft_prefixes, tensor_problems, weight_files
-from shared.model.quantization import ENTRY, FACTORS, quantization_of
+from shared.model.quantization import ENTRY, quantization_of
 from shared.model.tensor_table import hf_tensors
 from shared.runtime.errors import ConfigError
 from shared.transfer.quantizer import plain
@@ -84,29 +84,33 @@ def reader_of(hf_dir: Path) -> SafetensorsReader:
         return SafetensorsReader(hf_dir)
     if isinstance(found, dict) and found.get("quant_method") == "mxfp4":
         return Mxfp4Reader(hf_dir)
-    return BlockwiseReader(hf_dir)
+    return QuantizedReader(hf_dir)
 
 
-class BlockwiseReader(SafetensorsReader):
-    """Makes bfloat16 tensors of 8-bit ones: each block is multiplied with its factor."""
+class QuantizedReader(SafetensorsReader):
+    """Makes bfloat16 matrices of quantized ones."""
 
     def __init__(self, hf_dir: Path) -> None:
         super().__init__(hf_dir)
         found = quantization_of(hf_dir)
         assert found is not None  # `reader_of` has looked
         self._quantization = found
+        self._shapes = found.shapes({name: super(QuantizedReader, self).shape(name) for name in self.files})
 
     def names(self) -> set[str]:
-        return {name for name in super().names() if not name.endswith(FACTORS)}
+        return set(self._shapes)
+
+    def shape(self, name: str) -> Sequence[int]:
+        return self._shapes[name]
 
     def read(self, name: str, expert: int | None = None) -> Tensor:
-        tensor = super().read(name, expert)
         if name not in self._quantization.names:
-            return tensor
-        factors = super().read(name + FACTORS)
-        if not bool((factors > 0).all() and factors.isfinite().all()):
-            raise ConfigError(f"{self.hf_dir}:{name}{FACTORS}", "a factor that is not positive and finite", "positive factors")
-        return plain(tensor, factors, self._quantization.format)
+            return super().read(name, expert)
+        names = self._quantization.parts(name)
+        parts = [super(QuantizedReader, self).read(part) for part in names]
+        if not bool((parts[-1] > 0).all() and parts[-1].isfinite().all()):
+            raise ConfigError(f"{self.hf_dir}:{names[-1]}", "a factor that is not positive and finite", "positive factors")
+        return plain(parts, self._quantization.format)
 
 
 FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # the numbers of e2m1, by their bits

@@ -1,4 +1,4 @@
-"""A checkpoint with 8-bit weights: engines serve it as it is, and get every version quantized as it is."""
+"""A checkpoint with quantized weights: engines serve it as it is, and get every version quantized as it is."""
 
 import asyncio
 import json
@@ -21,32 +21,38 @@ from shared.transfer.quantizer import plain, quantized
 from shared.transfer.weight_checkpoint import LocalCheckpoint, WeightCheckpoints
 from tests.integration.engine.conftest import running_engine
 from tests.integration.engine.load import SAMPLING
-from tests.support.converting import to_8_bits
+from tests.support.converting import quantized_checkpoint
 from tests.support.tiny_model import PRINTABLE, character_tokenizer
 from tests.support.weights_group import JOIN_SECONDS
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.tiny import VOCAB, make_checkpoint, pack
 
 SECONDS = 60.0
+IN_BLOCKS = ["fp8-block", "--block", "8", "8"]
 PROMPT = np.arange(12, dtype=np.int32)
 
 
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
-        ("qwen3_moe", []),
-        pytest.param("qwen3", ["--scale-fmt", "ue8m0"], marks=pytest.mark.extra),
-        pytest.param("deepseek_v3", [], marks=pytest.mark.extra),
+        ("qwen3_moe", IN_BLOCKS),
+        pytest.param("qwen3", [*IN_BLOCKS, "--scale-fmt", "ue8m0"], marks=pytest.mark.extra),
+        pytest.param("deepseek_v3", IN_BLOCKS, marks=pytest.mark.extra),
+        ("qwen3_moe", ["int4"]),
+        pytest.param("qwen3", ["int4", "--layout", "awq"], marks=pytest.mark.extra),
+        pytest.param("qwen3_moe", ["int4", "--experts-only"], marks=pytest.mark.extra),
     ],
 )
 def test_an_engine_computes_with_what_was_quantized(kind: str, how: list[str], tmp_path: Path) -> None:
-    """By pushes, twice, and from disk: its log-probs are those of a trainer whose matrices are rounded the same way."""
-    make_checkpoint(kind, tmp_path / "whole")
+    """By pushes, twice, and from disk: its log-probs are those of a trainer whose matrices are rounded the same way: by the test,
+    or with 4-bit integers by the trainer itself."""
+    sizes = {} if "--block" in how else {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
+    make_checkpoint(kind, tmp_path / "whole", **sizes)
     character_tokenizer(PRINTABLE[: VOCAB - 4]).save_pretrained(tmp_path / "whole")
-    model = to_8_bits(tmp_path / "whole", tmp_path / "model", 8, *how)
+    model = quantized_checkpoint(tmp_path / "whole", tmp_path / "model", *how)
     quantization = quantization_of(model)
     assert quantization is not None and len(quantization.names) >= 14
-    actor = rank_steps.actor(model, lr=3e-2)
+    actor = rank_steps.actor(model, lr=3e-2, quantization_aware="int4" in how)
     sender = StageSender(actor.model, "group", SECONDS, 8192, quantization=actor.quantization)
     try:
         with running_engine(model, tmp_path, {"dtype": "float32"}) as engine:
@@ -108,6 +114,9 @@ def assert_alike(actor: Actor, generation: Generation) -> None:
         trainers = actor.log_probs([pack([tokens])])[0][len(PROMPT) - 1 : -1].numpy()
         return float(np.abs(trainers - generation.log_probs).max())
 
+    if actor.settings.trainer.rounds_weights:
+        assert apart() < 1e-4
+        return
     assert apart() > 1e-3, "the engine computes as if nothing had been rounded"
     before = [parameter.clone() for module in actor.model.modules for parameter in module.parameters()]
     with torch.no_grad():
@@ -128,5 +137,5 @@ def round_matrices(actor: Actor) -> None:
         assert parts is not None
         for (name, shape), part in zip(unit.tensors, parts, strict=True):
             if name in quantization.names:
-                made = plain(*quantized(part.reshape(shape), quantization.format), quantization.format, part.dtype)
+                made = plain(quantized(part.reshape(shape), quantization.format), quantization.format, part.dtype)
                 part.copy_(made.view(part.shape))

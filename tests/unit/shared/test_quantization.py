@@ -1,4 +1,4 @@
-"""Blocks of 8-bit floats: what they are rounded to, which checkpoints have them, and what cannot be divided."""
+"""Blocks of 8-bit floats and groups of 4-bit integers: what they are rounded to, which checkpoints have them, what cannot be divided."""
 
 import ast
 import json
@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shared.model.quantization import BlockFormat, block_format, quantization_of, split_problems
+from services.trainer.parallel.safetensors_reader import reader_of
+from shared.model.quantization import QuantizedFormat, engine_bytes, format_of, in_groups, quantization_of, split_problems
 from shared.runtime.errors import ConfigError
 from shared.transfer.quantizer import plain, quantized
-from tests.support.converting import convert, to_8_bits
+from tests.support.converting import convert, quantized_checkpoint, to_8_bits
 from tests.unit.trainer.megatron.tiny import make_checkpoint
 
 SGLANG = Path(torch.__file__).parents[1] / "sglang"
@@ -41,7 +45,7 @@ def test_they_are_sglangs_own(shape: tuple[int, int], dtype: torch.dtype) -> Non
     weight = matrix(shape, dtype)
     powers = sglangs("srt/layers/quantization/fp8_utils.py", "per_block_cast_to_fp8", "ceil_to_ue8m0")["per_block_cast_to_fp8"](weight)
     plainly = sglangs("multimodal_gen/tools/convert_hf_to_fp8.py", "block_fp8")["block_fp8"](weight, [128, 128])
-    for (made, factors), form in ((powers, BlockFormat(powers_of_two=True)), (plainly, BlockFormat())):
+    for (made, factors), form in ((powers, QuantizedFormat(powers_of_two=True)), (plainly, QuantizedFormat())):
         own, own_factors = quantized(weight, form)
         assert torch.equal(own.view(torch.uint8), made.view(torch.uint8)) and torch.equal(own_factors, factors.view_as(own_factors))
         assert own.shape == weight.shape and own_factors.shape == form.factors(shape)
@@ -50,22 +54,107 @@ def test_they_are_sglangs_own(shape: tuple[int, int], dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("powers", [False, True])
 def test_a_number_is_rounded_to_the_nearest(powers: bool) -> None:
     """By at most half of the step between two 8-bit floats: 2⁻⁴ of itself, or 2⁻¹⁰ of the factor below the smallest normal one."""
-    form = BlockFormat(16, 32, powers)
+    form = QuantizedFormat(16, 32, powers)
     weight = matrix((50, 70))
     made, factors = quantized(weight, form)
     spread = factors.repeat_interleave(16, 0)[:50].repeat_interleave(32, 1)[:, :70]
-    apart = (plain(made, factors, form, torch.float32) - weight).abs()
+    apart = (plain((made, factors), form, torch.float32) - weight).abs()
     assert bool((apart <= torch.maximum(weight.abs() / 16, spread * 2.0**-10) * (1 + 1e-6)).all())
-    again, same = quantized(plain(made, factors, form, torch.float32), form)
+    again, same = quantized(plain((made, factors), form, torch.float32), form)
     assert torch.equal(again.view(torch.uint8), made.view(torch.uint8))
     assert torch.equal(same, factors) if powers else torch.allclose(same, factors, rtol=1e-6)
 
 
 def test_blocks_of_zeros_and_of_one_size() -> None:
-    made, factors = quantized(torch.zeros(5, 7), BlockFormat(4, 4))
-    assert not plain(made, factors, BlockFormat(4, 4)).any() and bool((factors > 0).all())
-    made, factors = quantized(torch.full((4, 4), -3.5), BlockFormat(4, 4))
+    made, factors = quantized(torch.zeros(5, 7), QuantizedFormat(4, 4))
+    assert not plain((made, factors), QuantizedFormat(4, 4)).any() and bool((factors > 0).all())
+    made, factors = quantized(torch.full((4, 4), -3.5), QuantizedFormat(4, 4))
     assert bool((made.float() == -448).all()) and math.isclose(float(factors), 3.5 / 448, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("size", [32, 128])
+def test_integers_are_those_of_compressed_tensors(size: int) -> None:
+    arguments = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=size, symmetric=True)
+    for weight in (matrix((48, 256)), torch.zeros(2, 256), torch.full((1, 256), -3.5), matrix((3, 128), torch.bfloat16)):
+        form = in_groups(size)
+        words, scales = quantized(weight, form)
+        given = {"scale": scales.float(), "zero_point": None, "args": arguments}
+        assert torch.equal(words, pack_to_int32(quantize(x=weight.float(), **given, dtype=torch.int8), 4))
+        unpacked = unpack_from_int32(words, 4, weight.shape)
+        back = plain((words, scales), form, torch.float32)
+        assert torch.equal(back, dequantize(x_q=unpacked, scale=scales.float(), args=arguments, dtype=torch.float32))
+        assert [(str(part.dtype)[6:], tuple(part.shape)) for part in (words, scales)] == form.parts(weight.shape)
+        assert form.shape(words.shape) == weight.shape
+        step = scales.float().repeat_interleave(size, 1)
+        assert bool(((back - weight.float()).abs() <= step * (0.5 + 7 * 2**-8)).all()), "scales are rounded to bfloat16"
+        again = quantized(back, form)
+        assert torch.equal(again[0], words) and torch.equal(again[1], scales)
+
+
+@pytest.mark.parametrize("size", [32, 128])
+def test_awqs_layout_is_read_by_sglang_as_here(size: int) -> None:
+    read = sglangs("kernels/ops/quantization/awq_triton.py", "awq_dequantize_decomposition")["awq_dequantize_decomposition"]
+    for weight in (matrix((48, 256)), torch.zeros(8, 256), torch.rand(8, 128) + 3):
+        form = in_groups(size, awq=True, scales="float16")
+        parts = quantized(weight, form)
+        assert [(str(part.dtype)[6:], tuple(part.shape)) for part in parts] == form.parts(weight.shape)
+        back = plain(parts, form, torch.float16)
+        words, zeros, scales = parts
+        assert torch.equal(back.t(), read(words, scales, zeros)) and form.shape(words.shape) == weight.shape
+        step = scales.t().float().repeat_interleave(size, 1)
+        assert bool(((back.float() - weight).abs() <= step * 1.01).all())
+
+
+KIMI = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": None, "output_activations": None, "targets": ["Linear"],
+            "weights": {
+                "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32, "num_bits": 4, "observer": "minmax",
+                "observer_kwargs": {}, "strategy": "group", "symmetric": True, "type": "int",
+            },
+        }
+    },
+    "format": "pack-quantized", "quant_method": "compressed-tensors", "quantization_status": "compressed", "kv_cache_scheme": None,
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
+}  # fmt: skip
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+
+
+def kimis(**weights: Any) -> dict[str, Any]:
+    group = KIMI["config_groups"]["group_0"]  # type: ignore[index]
+    return KIMI | {"config_groups": {"group_0": group | {"weights": group["weights"] | weights}}}
+
+
+def test_entries_of_groups_are_known() -> None:
+    assert format_of(Path("c"), KIMI) == in_groups(32) and format_of(Path("c"), AWQ) == in_groups(128, awq=True)
+    for form in (in_groups(32), in_groups(128), in_groups(128, awq=True), QuantizedFormat(0, 0), QuantizedFormat(64, 32, True)):
+        assert format_of(Path("c"), form.entry(["lm_head"])) == form
+
+
+def test_a_checkpoint_in_groups_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint("qwen3_moe", tmp_path / "whole", hidden_size=64, intermediate_size=96, moe_intermediate_size=32)
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    layers = sum(tensor.numel() for name, tensor in whole.items() if ".layers." in name)
+    for to, options in (("int4", []), ("int4", ["--layout", "awq"]), ("int4", ["--experts-only"]), ("fp8-tensor", [])):
+        made = quantized_checkpoint(tmp_path / "whole", tmp_path / "-".join([to, *options]), to, *options)
+        found, reader = quantization_of(made), reader_of(made)
+        assert found is not None and reader.names() == whole.keys()
+        assert all(".experts." in name for name in found.names) == bool(options[:1] == ["--experts-only"])
+        apart = {name: float((reader.read(name) - tensor).abs().max() / tensor.abs().max()) for name, tensor in whole.items()}
+        assert {name for name, distance in apart.items() if distance} == found.names and max(apart.values()) < 0.1
+        assert tuple(reader.shape(min(found.names))) == whole[min(found.names)].shape
+        whole_bytes = 4 * (1 - sum(whole[name].numel() for name in found.names) / layers)
+        assert engine_bytes(made) == pytest.approx(whole_bytes + (2 * 0.5625 if to == "int4" else 1) * (1 - whole_bytes / 4), rel=0.03)
+        assert quantization_of(made) is found, "headers are read once"
+    assert engine_bytes(tmp_path / "whole") is None
+    for options, says in (
+        (["int4", "--group-size", "128"], "columns that groups of 128 divide"),
+        (["int4", "--block", "8", "8"], "--block = '[8, 8]': not given; --to int4"),
+        (["fp8-block", "--layout", "awq"], "--layout = 'awq': not given; --to fp8-block"),
+    ):
+        assert convert(tmp_path / "whole", tmp_path / "none", "--to", *options) != 0
+        assert says in " ".join(capsys.readouterr().err.split())
 
 
 ENTRY = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [8, 8]}
@@ -74,13 +163,16 @@ OTHERS: list[Any] = [
     *(ENTRY | {"weight_block_size": size} for size in ([8], [8, 0], [8, -1], [8, 8.0], ["8", "8"], None, 8, [8, 8, 8])),
     *(ENTRY | other for other in ({"fmt": "e5m2"}, {"activation_scheme": "static"}, {"scale_fmt": "e8m0"}, {"fmt": None})),
     *([], "fp8", 8, {}),
+    *(kimis(**other) for other in ({"group_size": 64}, {"num_bits": 8}, {"symmetric": False}, {"actorder": "group"}, {"type": "float"})),
+    *(KIMI | other for other in ({"format": "nvfp4-pack-quantized"}, {"config_groups": {}}, {"config_groups": {"a": None}})),
+    *(AWQ | other for other in ({"group_size": 64}, {"bits": 8}, {"version": "gemv"})),
 ]
 
 
 @pytest.mark.parametrize("entry", OTHERS, ids=str)
 def test_another_format_is_named(entry: Any) -> None:
     with pytest.raises(ConfigError, match=r"config.json:quantization_config = .*: 8-bit floats in blocks"):
-        block_format(Path("config.json"), entry)
+        format_of(Path("config.json"), entry)
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +184,12 @@ def eight_bits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_checkpoint_tells_what_is_quantized(eight_bits: Path) -> None:
     found, whole = quantization_of(eight_bits), load_file(eight_bits.parent / "whole" / "model.safetensors")
-    assert found is not None and found.format == BlockFormat(8, 8) and quantization_of(eight_bits.parent / "whole") is None
+    assert found is not None and found.format == QuantizedFormat(8, 8) and quantization_of(eight_bits.parent / "whole") is None
     assert {name.split(".")[-2] for name in found.names} == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     made = load_file(eight_bits / "model.safetensors")
     assert made.keys() == whole.keys() | {f"{name}_scale_inv" for name in found.names}
     for name, tensor in whole.items():
-        apart = plain(made[name], made[f"{name}_scale_inv"], found.format, torch.float32) if name in found.names else made[name]
+        apart = plain((made[name], made[f"{name}_scale_inv"]), found.format, torch.float32) if name in found.names else made[name]
         assert torch.allclose(apart, tensor, rtol=1 / 16, atol=1e-2) and (name in found.names or torch.equal(apart, tensor))
     kept = json.loads((eight_bits / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
     assert "lm_head" in kept and "model.layers.0.mlp.gate" in kept
@@ -112,8 +204,8 @@ NAME = "model.layers.0.self_attn.o_proj.weight"
         (lambda held: held.pop(f"{NAME}_scale_inv"), rf"{NAME}_scale_inv = 'absent \[\]': float32 \[4, 8\]"),
         (lambda held: held.update({f"{NAME}_scale_inv": torch.ones(2, 4)}), r"float32 \[2, 4\]': float32 \[4, 8\]"),
         (lambda held: held.update({f"{NAME}_scale_inv": torch.ones(4, 4, dtype=torch.uint8)}), r"uint8 \[4, 4\]': float32"),
-        (lambda held: held.pop(NAME), rf"{NAME} = 'absent \[\]': a matrix of 8-bit floats"),
-        (lambda held: held.update({NAME: held[NAME].float()}), rf"{NAME} = 'float32 .*: a matrix of 8-bit floats"),
+        (lambda held: held.pop(NAME), rf"{NAME} = 'absent \[\]': a matrix in blocks of 8-bit floats"),
+        (lambda held: held.update({NAME: held[NAME].float()}), rf"{NAME} = 'float32 .*: a matrix in blocks of 8-bit floats"),
     ],
     ids=["no factors", "too few", "of another type", "no matrix", "a plain one"],
 )
@@ -149,7 +241,7 @@ def test_engines_divide_whole_blocks() -> None:
         ("self_attn.q_proj", (512, 300)), ("self_attn.k_proj", (256, 300)), ("self_attn.o_proj", (300, 512)),
         ("mlp.experts.3.up_proj", (128, 300)), ("mlp.experts.3.down_proj", (300, 128)),
     )}  # fmt: skip
-    form = BlockFormat()
+    form = QuantizedFormat()
     assert list(split_problems(form, shapes, 1, 1, 1)) == list(split_problems(form, shapes, 4, 2, 1)) == []
     problems = list(split_problems(form, shapes, 8, 4, 2))
     assert len(problems) == 5 and "o_proj.weight has 512 columns, which 8 ranks of an engine cannot" in problems[2]

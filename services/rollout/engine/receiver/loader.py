@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from services.rollout.engine import quantized_layers
 from services.rollout.engine.private_endpoints import DIRECTORY_VARIABLE
 from services.rollout.engine.receiver.command_session import CommandSession, SchedulerGate
 from services.rollout.engine.receiver.receiver import Receiver
@@ -207,7 +208,8 @@ def load(model: Any, tensors: Iterable[object]) -> None:
             tasks.arm()  # an engine without a receiver would serve old weights for ever
             device = next(model.parameters()).device
             loaded = WithDraft(model, _draft) if own else model
-            receiver = Receiver(loaded, _rank(), device, _model_path(), computing_streams(scheduler), gate.closed, forget_pictures)
+            streams, refresh = computing_streams(scheduler), quantized_layers.refresh
+            receiver = Receiver(loaded, _rank(), device, _model_path(), streams, gate.closed, forget_pictures, refresh)
             norm_as_trained(model)
             load_stages_together(scheduler)
             gate.install(scheduler)

@@ -154,6 +154,8 @@ class Reception:
             self.mark("arrived")
             for stream in self._streams:
                 self._merge(stream)
+            if self.touched:
+                receiver.refresh()
             self._drain()
         self.mark("loaded")
         seconds = time.monotonic() - started
@@ -283,7 +285,8 @@ class Receiver:
     ``model``: any module with ``load_weights(names and tensors)``. ``rank``: in the engine, all of its stages. ``model_path``: the
     checkpoint that adapters are laid over, where there are any. ``engine_streams``: returns the streams on which the engine computes; None:
     they are not known. ``undisturbed``: a context in which the engine leaves the interpreter to other threads. ``forget``: is called on any
-    thread whenever other weights are held: what the engine has computed with those before, and keeps under no weight version, must go."""
+    thread whenever other weights are held: what the engine has computed with those before, and keeps under no weight version, must go.
+    ``refresh``: is called on the model's thread after parameters were loaded."""
 
     def __init__(
         self,
@@ -294,8 +297,9 @@ class Receiver:
         engine_streams: Callable[[], Sequence[torch.cuda.Stream]] | None = None,
         undisturbed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         forget: Callable[[], None] = lambda: None,
+        refresh: Callable[[], None] = lambda: None,
     ) -> None:
-        self._forget = forget
+        self._forget, self.refresh = forget, refresh
         self.model, self.rank, self.device, self.model_path = model, rank, torch.device(device), model_path
         self.engine_streams, self._undisturbed = engine_streams, undisturbed
         self.known: dict[str, TensorDigest] = {}

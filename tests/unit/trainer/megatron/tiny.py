@@ -41,6 +41,7 @@ def make_checkpoint(kind: str, directory: Path, **changed: int) -> None:
     """Write a random Hugging Face checkpoint of ``kind``, with norms and biases that are not trivial."""
     import transformers
 
+    expert_width = changed.pop("moe_intermediate_size", 24)
     sizes = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -53,7 +54,7 @@ def make_checkpoint(kind: str, directory: Path, **changed: int) -> None:
         "initializer_range": 0.15,
         **changed,
     }
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": expert_width, "decoder_sparse_step": 1}
     llama3 = {
         "rope_type": "llama3",
         "rope_theta": 5000.0,
