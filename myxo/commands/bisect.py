@@ -35,7 +35,7 @@ from shared.model.architecture import Architecture
 from shared.model.families import architecture_of, read_architecture
 from shared.model.hf_checkpoint import weight_files
 from shared.model.layer_operations import OPERATIONS, ROUNDINGS
-from shared.model.quantization import FACTORS, quantization_of
+from shared.model.quantization import quantization_of
 from shared.process.child_process import ChildProcess
 from shared.runtime import exit_codes
 from shared.runtime.errors import BadInput, BadMessage, ConfigError, DeadlineExceeded, MyxoError
@@ -246,14 +246,16 @@ class Checkpoints:
 
 def layer_tensors(directory: Path, layer: int | None) -> dict[str, Any]:
     """Returns a layer's tensors of a checkpoint as float32 by Hugging Face's names; those beside the layers where it is None.
-    Matrices in blocks of 8-bit floats are multiplied by their factors."""
+    Matrices of 8-bit floats are multiplied by their factors; those of 4-bit integers are left out."""
     files, quantization = TensorFiles(weight_files(directory)[0], links=True), quantization_of(directory)
     wanted = [name for name in files.tensors if (f".layers.{layer}." in name if layer is not None else ".layers." not in name)]
     found = {name: comparison.as_float32(files[name], *files.tensors[name]) for name in wanted}
-    for name in found.keys() & (quantization.names if quantization else ()):
+    for name in quantization.names if quantization else ():
         assert quantization is not None
-        factors = found.pop(name + FACTORS).repeat(quantization.format.rows, 0).repeat(quantization.format.columns, 1)
-        found[name] = found[name] * factors[tuple(map(slice, found[name].shape))]
+        form, parts = quantization.format, [found.pop(part) for part in quantization.parts(name) if part in found]
+        if parts and form.bits == 8:
+            factors = parts[1].repeat(form.rows, 0).repeat(form.columns, 1) if form.rows else parts[1]
+            found[name] = parts[0] * (factors[tuple(map(slice, parts[0].shape))] if form.rows else factors)
     return found
 
 
