@@ -59,6 +59,7 @@ class PackedBatch:
             gives ``weights`` and ``rollout_log_probs`` (float32) and ``versions`` (int32).
         experts: int16 [T, layers with experts, experts a token], those that token t goes through; -1: the router's own choice. None: its
             own everywhere.
+        num_experts: of a layer, where ``experts`` are given.
         routing: what a pass over this micro-batch has recorded on this rank: number of a layer, from 1 → int16 [tokens of this rank,
             experts a token]. It takes the place of ``experts``.
         pictures: of each sequence, PNGs in the order of its tokens; nothing where none shows one.
@@ -75,6 +76,7 @@ class PackedBatch:
     routing: Mapping[int, Tensor] | None = None
     kept: Kept | None = None
     pictures: tuple[tuple[bytes, ...], ...] = ()
+    num_experts: int = 0
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Returns the same micro-batch with every tensor on ``device``."""
@@ -129,6 +131,7 @@ def pack(samples: Sequence[Sample], weights: Sequence[float], choices: ExpertCho
         experts=None if choices is None else torch.from_numpy(_experts(samples, total, choices)),
         kept=_kept(samples, total),
         pictures=tuple(sample.pictures for sample in samples) if any(sample.pictures for sample in samples) else (),
+        num_experts=0 if choices is None else choices.count,
     )
 
 
@@ -164,7 +167,7 @@ def separate(packed: PackedBatch) -> list[PackedBatch]:
         kept = packed.kept and packed.kept.part(start, end)
         pictures = packed.pictures[number : number + 1]
         found.append(PackedBatch(**per_token, cu_seqlens=bounds, max_seqlen=end - start, fields=fields, experts=experts, kept=kept,
-                                 pictures=pictures))  # fmt: skip
+                                 pictures=pictures, num_experts=packed.num_experts))  # fmt: skip
     return found
 
 

@@ -16,6 +16,7 @@ from shared.runtime.telemetry import declare_metrics
 PREFIX = "mismatch_count_"
 EDGES = tuple(10.0 ** (step / 4) for step in range(-28, 5))  # nats; of the bins, the last of which is open
 PLACES = (256, 1024, 4096)  # tokens; of the ranges of places and lengths, the last of which is open
+FEWEST = 100  # tokens of an expert that is named, counted in each layer
 
 declare_metrics("""
     train/mismatch_k1 | nats | mean of log q − log p, of the engine's probability q and the trainer's p: an unbiased estimate of KL(q, p)
@@ -26,6 +27,8 @@ declare_metrics("""
     train/mismatch_beyond | share | tokens whose difference is beyond `logprob_alarm`, or a bin's edge above it
     train/mismatch_at_<n> | nats | mean difference of tokens up to place n of a sequence, behind the next smaller n (256, 1024, 4096, inf)
     train/mismatch_of_<n> | nats | the same of sequences of such a length
+    train/mismatch_expert | | with replayed routing: the expert whose tokens differ most, by its number in a layer, over all layers
+    train/mismatch_expert_mean | nats | mean difference of its tokens; near the mean of all where no expert stands out
 """)
 
 
@@ -45,12 +48,20 @@ def counts(start: Tensor, rollout: Tensor, tokens: MaskedTokens) -> dict[str, Te
     length = torch.repeat_interleave(lengths, lengths, output_size=len(ratio))
     for name, at in (("at", place), ("of", length)):
         found |= _counted(f"{name}_tokens", at, PLACES, trained) | _counted(f"{name}_sum", at, PLACES, trained * difference)
+    if tokens.batch.experts is not None:
+        chosen, count = tokens.batch.experts.to(ratio.device).flatten(1).long(), tokens.batch.num_experts
+        for name, each in (("tokens", trained), ("sum", trained * difference)):
+            known = torch.where(chosen < 0, 0, each[:, None])
+            found |= _summed(f"expert_{name}", chosen.clamp(min=0).flatten(), count, known.flatten())
     return found
 
 
 def _counted(name: str, values: Tensor, edges: tuple[float, ...], weights: Tensor) -> dict[str, Tensor]:
-    bins = torch.bucketize(values, torch.tensor(edges, device=values.device))
-    sums = weights.new_zeros(len(edges) + 1).index_add(0, bins, weights)
+    return _summed(name, torch.bucketize(values, torch.tensor(edges, device=values.device)), len(edges) + 1, weights)
+
+
+def _summed(name: str, bins: Tensor, count: int, weights: Tensor) -> dict[str, Tensor]:
+    sums = weights.new_zeros(count).index_add(0, bins, weights)
     return {f"{PREFIX}{name}_{index}": one for index, one in enumerate(sums)}
 
 
@@ -69,10 +80,19 @@ def summarised(metrics: Mapping[str, float], bound: float) -> dict[str, float]:
 
 
 def _means(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the mean difference of each range of places and of lengths that has tokens."""
+    """Returns the mean difference of each range of places and of lengths that has tokens, and of the expert with the largest."""
     found = {}
     for name in ("at", "of"):
         for index, edge in enumerate((*PLACES, math.inf)):
             if tokens := metrics[f"{PREFIX}{name}_tokens_{index}"]:
                 found[f"mismatch_{name}_{edge}"] = metrics[f"{PREFIX}{name}_sum_{index}"] / tokens
+    of_expert = f"{PREFIX}expert_tokens_"
+    means = {
+        int(name.removeprefix(of_expert)): metrics[name.replace("tokens", "sum")] / tokens
+        for name, tokens in metrics.items()
+        if name.startswith(of_expert) and tokens >= FEWEST
+    }
+    if means:
+        worst = max(means, key=means.__getitem__)
+        found |= {"mismatch_expert": float(worst), "mismatch_expert_mean": means[worst]}
     return found

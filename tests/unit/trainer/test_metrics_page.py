@@ -33,7 +33,9 @@ def test_every_metric_of_the_losses_is_declared() -> None:
     balance = {"load_balancing_loss", "seq_load_balancing_loss", "global_load_balancing_loss", "z_loss"}
     assert len(made) > 12
     drafts = {"mtp_loss", "mtp_accuracy"}
-    made |= {f"mismatch_{name}" for name in ("p99", "max", "beyond", "at_<n>", "of_<n>")}  # by `mismatch.summarised`
+    made |= {
+        f"mismatch_{name}" for name in ("p99", "max", "beyond", "at_<n>", "of_<n>", "expert", "expert_mean")
+    }  # by `mismatch.summarised`
     assert declared("train") == (made - critic) | {"grad_norm", "lr", "support_mismatch"} | balance | drafts
     assert declared("critic") == critic | {"loss", "grad_norm", "lr", "step_time"} | balance
 

@@ -1,6 +1,7 @@
 """The distribution of the differences between engine and trainer, from counts that add up over micro-batches and ranks."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -48,3 +49,19 @@ def test_equal_log_probs_and_ones_that_no_bin_holds() -> None:
     far = {name: float(one) for name, one in counts(torch.full((8,), -50.0), torch.zeros(8), tokens).items()}
     assert summarised(far, 0.1)["mismatch_beyond"] == 1.0 and math.isfinite(summarised(far, 0.1)["mismatch_k3"])
     assert summarised({"loss": 1.0}, 0.1) == {"loss": 1.0}
+
+
+def test_the_expert_whose_tokens_differ_most_is_named() -> None:
+    generator, total = torch.Generator().manual_seed(0), 600
+    experts = torch.randint(0, 8, (total, 3, 2), generator=generator).to(torch.int16)
+    experts[:100] = -1  # the router's own choice: nothing is known of these
+    through = (experts == 5).flatten(1).any(1)
+    trainer = torch.where(through, 0.5, 0.01)
+    trainer[:100] = 9.0
+    given = replace(batch([total], torch.ones(total)), experts=experts, num_experts=8)
+    found = summarised({name: float(one) for name, one in counts(trainer, torch.zeros(total), MaskedTokens(trainer, given)).items()}, 0.1)
+    assert (found["mismatch_expert"], found["mismatch_expert_mean"]) == (5.0, pytest.approx(0.5))
+    assert not [name for name in found if "count" in name]
+    few = replace(batch([8], torch.ones(8)), experts=experts[100:108], num_experts=8)
+    sums = {name: float(one) for name, one in counts(trainer[100:108], torch.zeros(8), MaskedTokens(torch.zeros(8), few)).items()}
+    assert "mismatch_expert" not in summarised(sums, 0.1)
