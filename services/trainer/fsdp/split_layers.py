@@ -28,6 +28,7 @@ SIZE = "trainer.tensor_model_parallel_size"
 WHOLE = {"colwise_gather_output", "rowwise_split_input"}  # entries of plans whose modules stay whole here: nothing needs them split
 OF_EXPERTS = {"moe_tp_experts", "packed_colwise", "packed_rowwise", "grouped_gemm", "ep_router"}
 PARTIAL = "replicated_with_grad_allreduce"
+APART = 0.1  # of gradients that are to be alike, by their mean: far beyond rounding
 
 
 @dataclass
@@ -37,12 +38,14 @@ class SplitLayers:
     Args:
         splits: of parameters, by transformers' names. partial: names of whole ones whose gradients are partial on each rank.
         exchange: of experts, or None. cuts: whether the tokens behind the layers are cut now: their number is a multiple of the ranks'.
+        compared: whether gradients of whole parameters were found alike on all ranks of a group.
     """
 
     splits: dict[str, Split] = field(default_factory=dict)
     partial: set[str] = field(default_factory=set)
     exchange: Exchange | None = None
     cuts: bool = False
+    compared: bool = False
 
     def complete(self, gradients: Mapping[str, Tensor], parameters: Mapping[str, Any]) -> None:
         """Completes gradients, by transformers' names, in place. A collective of the ranks that share matrices.
@@ -53,8 +56,23 @@ class SplitLayers:
             if (shared := dist.get_world_size() // parameters[name].device_mesh.size()) > 1:
                 gradient.div_(shared)
         group = all_ranks.group("tensor")
-        for name in sorted(self.partial & gradients.keys()) if group is not None else ():
+        if group is None:
+            return
+        for name in sorted(self.partial & gradients.keys()):
             dist.all_reduce(gradients[name], group=group)
+        if not self.compared:
+            self._compare({name: one for name, one in sorted(gradients.items()) if ".layers." in name and name not in self.splits}, group)
+            self.compared = True
+
+    def _compare(self, gradients: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+        """Raises ConfigError: a parameter that all ranks have whole has another gradient on each, which its plan leaves out."""
+        for name, gradient in gradients.items():
+            mean = gradient / group.size()
+            dist.all_reduce(mean, group=group)
+            apart = torch.stack([(gradient - mean).norm(), mean.norm()])
+            dist.all_reduce(apart, dist.ReduceOp.MAX, group=group)
+            if apart[0] > APART * apart[1]:
+                raise ConfigError(SIZE, group.size(), f"1; the model's plan does not say that gradients of {name} are partial")
 
 
 def split(model: Any, layout: ParallelLayout) -> SplitLayers:

@@ -91,6 +91,21 @@ def train(hf_dir: Path, config: dict[str, Any], count: int) -> dict[str, Any]:
     return {"steps": results, "log_probs": model.log_probs([batch])[0], "weights": exported(model)}
 
 
+def train_without_entry(hf_dir: Path, config: dict[str, Any], entry: str) -> str:
+    """Returns why a Qwen3 does not train whose plan of tensor parallelism lacks an entry."""
+    import transformers
+
+    plan = transformers.Qwen3Config.base_model_tp_plan
+    held = plan.pop(entry)
+    try:
+        train(hf_dir, config, 1)
+    except MyxoError as error:
+        return str(error)
+    finally:
+        plan[entry] = held
+    return ""
+
+
 def resume(hf_dir: Path, config: dict[str, Any], root: Path) -> dict[str, Any]:
     """Two steps, a checkpoint, two more; then the same two again from the checkpoint, in a model made anew."""
     model = actor(hf_dir, **config)

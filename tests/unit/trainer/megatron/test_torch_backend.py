@@ -90,6 +90,11 @@ def test_two_ranks_that_share_the_work_train_as_one_does(kind, more, hf, alone, 
     same(found, alone.train(hf(kind), TORCH, 3))
 
 
+def test_a_plan_that_leaves_out_partial_gradients_is_refused(hf, two_ranks):
+    found = two_ranks.run(rank_steps.train_without_entry, hf("qwen3"), {**TORCH, **TENSOR}, "layers.*.self_attn.k_norm")
+    assert all("tensor_model_parallel_size" in one and "k_norm.weight are partial" in one for one in found), found
+
+
 @pytest.mark.parametrize("more", [TENSOR, CONTEXT])
 def test_replayed_choices_are_megatrons(more, hf, alone, two_ranks):
     expected, own = (alone.replayed_steps(hf("qwen3_moe"), config) for config in ({}, TORCH))
