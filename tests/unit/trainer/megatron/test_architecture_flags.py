@@ -174,7 +174,7 @@ def test_there_and_back(hf):
         architecture = read_architecture(hf(kind))
         flags = flags_of(architecture)
         assert flags.keys() <= ARCHITECTURE.keys()
-        assert architecture_of(flags) == architecture, kind
+        assert architecture_of(flags) == dataclasses.replace(architecture, draft_layers=0), kind  # the checkpoint alone has them
         check(flags, architecture)
 
 
