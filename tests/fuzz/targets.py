@@ -141,11 +141,11 @@ def read_version(path: Path) -> None:
     found.check_files(contents=True)
 
 
-def delta(encoding: str) -> tuple[list[bytes], Callable[[bytes], object]]:
+def delta(encoding: str, item: int = 4) -> tuple[list[bytes], Callable[[bytes], object]]:
     old = np.zeros(400, dtype=np.uint8)
     new = old.copy()
     new[7:90] = 3
-    parts = encode_delta(old, new, 4, encoding)  # type: ignore[arg-type]
+    parts = encode_delta(old, new, item, encoding)  # type: ignore[arg-type]
     packed = as_msgpack({name: part.tobytes() for name, part in parts.items()})
 
     def read(data: bytes) -> object:
@@ -153,7 +153,7 @@ def delta(encoding: str) -> tuple[list[bytes], Callable[[bytes], object]]:
             held = {str(name): np.frombuffer(part, np.uint8) for name, part in msgpack.unpackb(data).items()}
         except Exception:
             return None  # the envelope is this test's own
-        return apply_delta(old.copy(), held, 4)
+        return apply_delta(old.copy(), held, item)
 
     return [packed], read
 
@@ -282,6 +282,7 @@ def targets() -> dict[str, Target]:
         ),
         "delta-xor": Target(*xor, (BadMessage,), spoiled_msgpack),
         "delta-overwrite": Target(*overwrite, (BadMessage,), spoiled_msgpack),
+        "delta-magnitude": Target(*delta("magnitude", 2), (BadMessage,), spoiled_msgpack),
         "hf-index": Target([INDEX],
             in_file("model.safetensors.index.json", lambda path: read_headers(path.parent)), (ConfigError,), spoiled_json),
         "hf-config": Target([CONFIG], in_file("config.json", lambda path: read_architecture(path.parent)), (ConfigError,), spoiled_json),
