@@ -66,19 +66,19 @@ def run_of(arguments: argparse.Namespace, directory: Path, model: Path, *, train
     return run_config(directory, trainer=trainer, rollout=rollout, model={"hf_checkpoint": str(model)})
 
 
-async def generated(client: "EngineClient", prompts: list[list[int]], tokens: int, seeded: bool) -> tuple[list[Answer], float]:
+async def generated(client: "EngineClient", prompts: list[list[int]], tokens: int) -> tuple[list[Answer], float]:
     """Returns a response to each prompt, and the seconds that all took together."""
 
-    async def one(prompt: list[int], seed: int) -> Answer:
-        sampling = {"temperature": 0.8, "max_new_tokens": tokens, "ignore_eos": True} | ({"sampling_seed": seed} if seeded else {})
+    async def one(prompt: list[int]) -> Answer:
+        sampling = {"temperature": 0.8, "max_new_tokens": tokens, "ignore_eos": True}
         body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
         answer = await client.transport.post("/generate", body, 900, "the benchmark ends")
         found = answer["meta_info"]["output_token_logprobs"]
         return [entry[1] for entry in found], [entry[0] for entry in found]
 
-    await one(prompts[0], 0)
+    await one(prompts[0])
     begun = time.monotonic()
-    return list(await asyncio.gather(*(one(prompt, seed) for seed, prompt in enumerate(prompts)))), time.monotonic() - begun
+    return list(await asyncio.gather(*map(one, prompts))), time.monotonic() - begun
 
 
 def batch_of(prompts: list[list[int]], answers: list[Answer]) -> "PackedBatch":
@@ -170,12 +170,12 @@ def by_precision(precision: str, arguments: argparse.Namespace, directory: Path)
             channels = await asyncio.to_thread(sender.open, 1, {"": 1})
             await client.join_channels(channels, 1, timeout=120)
             await asyncio.to_thread(sender.join, 120)
-            batch = batch_of(prompts, (await generated(client, prompts, arguments.tokens, False))[0])
+            batch = batch_of(prompts, (await generated(client, prompts, arguments.tokens))[0])
             for version in (1, 2):
                 for _ in range(arguments.steps):
                     actor.train_step([batch], lambda log_probs, _entropy, _batch: (-log_probs.mean(), {}))
                 await push(client, version, [channel.name for channel in channels])
-            return await generated(client, prompts, arguments.tokens, False)
+            return await generated(client, prompts, arguments.tokens)
 
     try:
         answers, generating = asyncio.run(run())

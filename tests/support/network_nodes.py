@@ -20,6 +20,14 @@ from shared.process.embedded_servers import EmbeddedNats
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def ip(*words: str) -> None:
+    """Runs the system's ``ip``; skips the test where the system permits no network namespaces."""
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        assert "Operation not permitted" in done.stderr, f"ip {' '.join(words)}: {done.stderr.strip()}"
+        pytest.skip(f"no network namespaces here: ip {' '.join(words)}: {done.stderr.strip()}")
+
+
 class NodeNetwork:
     """Nodes 0, 1, …; this machine at address `head`. Use `node_network`."""
 
@@ -32,24 +40,24 @@ class NodeNetwork:
         self.addresses = [f"{self._net}.{node + 1}" for node in range(nodes)]
 
     def make(self) -> None:
-        self._ip("netns", "add", self.switch)
+        ip("netns", "add", self.switch)
         self._in_switch("link", "add", "bridge", "type", "bridge")
         self._in_switch("link", "set", "bridge", "up")
-        self._ip("link", "add", self._cable, "type", "veth", "peer", "name", "head", "netns", self.switch)
+        ip("link", "add", self._cable, "type", "veth", "peer", "name", "head", "netns", self.switch)
         self._in_switch("link", "set", "head", "master", "bridge", "up")
-        self._ip("address", "add", f"{self.head}/24", "dev", self._cable)
-        self._ip("link", "set", self._cable, "up")
+        ip("address", "add", f"{self.head}/24", "dev", self._cable)
+        ip("link", "set", self._cable, "up")
         for node, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
-            self._ip("netns", "add", name)
+            ip("netns", "add", name)
             self._name_addresses(name)
             self._in_switch("link", "add", f"node-{node}", "type", "veth", "peer", "name", "eth0", "netns", name)
             self._in_switch("link", "set", f"node-{node}", "master", "bridge", "up")
-            self._ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
-                self._ip("-n", name, "link", "set", device, "up")
+                ip("-n", name, "link", "set", device, "up")
 
     def _in_switch(self, *words: str) -> None:
-        self._ip("-n", self.switch, *words)
+        ip("-n", self.switch, *words)
 
     def _name_addresses(self, namespace: str) -> None:
         """Lets nodes look up addresses without a name server, which they do not reach (``/etc/netns``, ip-netns(8))."""
@@ -67,10 +75,10 @@ class NodeNetwork:
 
     def cut(self, node: int) -> None:
         """Takes a node's link down."""
-        self._ip("-n", self.names[node], "link", "set", "eth0", "down")
+        ip("-n", self.names[node], "link", "set", "eth0", "down")
 
     def mend(self, node: int) -> None:
-        self._ip("-n", self.names[node], "link", "set", "eth0", "up")
+        ip("-n", self.names[node], "link", "set", "eth0", "up")
 
     def part(self) -> None:
         """Cuts all links between nodes; this machine, and so the servers, they still reach."""
@@ -86,8 +94,8 @@ class NodeNetwork:
     def readdress(self, node: int) -> None:
         """Gives a node another address in the place of the one that it has."""
         old, new = self.addresses[node], f"{self._net}.{100 + node}"
-        self._ip("-n", self.names[node], "address", "delete", f"{old}/24", "dev", "eth0")
-        self._ip("-n", self.names[node], "address", "add", f"{new}/24", "dev", "eth0")
+        ip("-n", self.names[node], "address", "delete", f"{old}/24", "dev", "eth0")
+        ip("-n", self.names[node], "address", "add", f"{new}/24", "dev", "eth0")
         self.addresses[node] = new
 
     def start(self, node: int, log: Path, environment: Mapping[str, str], *words: str) -> subprocess.Popen[bytes]:
@@ -101,13 +109,6 @@ class NodeNetwork:
                 stdout=output,
                 stderr=output,
             )
-
-    @staticmethod
-    def _ip(*words: str) -> None:
-        done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
-        if done.returncode:
-            assert "Operation not permitted" in done.stderr, f"ip {' '.join(words)}: {done.stderr.strip()}"
-            pytest.skip(f"no network namespaces here: ip {' '.join(words)}: {done.stderr.strip()}")
 
 
 @contextlib.contextmanager
