@@ -75,7 +75,10 @@ def planned(source: Source, gpu_bytes: int) -> PlannedConfig:
             models[name] = _read_shape(config.of_engines(name).model.hf_checkpoint, f"rollout.models.{name}.hf_checkpoint")
         except ConfigError as error:  # engines serve families that no trainer has
             notes.append(f"{name} is left out of the plan: {error}")
-    return PlannedConfig(RunPlan(config, architecture, gpu_bytes, own, models), [*notes, *filter(None, [engines])])
+    plan = RunPlan(config, architecture, gpu_bytes, own, models)
+    trainer, tokens = run_plan.settled_tokens(plan)
+    plan = replace(plan, config=config.model_copy(update={"trainer": trainer}))
+    return PlannedConfig(plan, [*notes, *filter(None, [engines, tokens])])
 
 
 def _read(source: Source) -> tuple[RunConfig, dict[str, Any]]:

@@ -453,7 +453,7 @@ def _micro_batches(inspection: Inspection, prompt: int, limit: Limit | None) -> 
     shared = f", which {ranks} context-parallel ranks hold together" if ranks > 1 else ""
     wanted = f"at least {-(-longest // ranks)}: the longest prompt ({prompt} tokens) and its response have up to {longest} tokens{shared}"
     shorter = f"; or rollout_max_response_len of at most {budget - prompt}" if budget > prompt else ""
-    yield ConfigError("trainer.max_tokens_per_gpu", trainer.max_tokens_per_gpu, wanted + shorter)
+    yield ConfigError("trainer.max_tokens_per_gpu", trainer.tokens_per_gpu, wanted + shorter)
 
 
 def _engine_limit(inspection: Inspection) -> Limit | None:

@@ -20,7 +20,7 @@ from rich.text import Text
 from myxo.preflight.inspection import Findings, Inspection, Note
 from shared.config import devices
 from shared.config.run_config import RunConfig
-from shared.config.trainer_section import TrainerSection
+from shared.config.trainer_section import LOG_PROBS_TOKENS, TOKENS_PER_GPU, TrainerSection
 from shared.model.architecture import Architecture
 from shared.model.engine_plan import EnginePlan, plan_engine
 from shared.model.memory_plan import OUTSIDE_BYTES, StagePlan, plan_trainer, total_parameters
@@ -94,7 +94,12 @@ class RunPlan:
     @cached_property
     def needs(self) -> list[MemoryNeed]:
         """Returns the needs of all kinds of processes."""
-        return [*self._trainer("actor"), *self._trainer("critic"), *self._engine()]
+        return [*self.trainer_needs, *self._engine()]
+
+    @cached_property
+    def trainer_needs(self) -> list[MemoryNeed]:
+        """Returns the needs of the trainer's ranks."""
+        return [*self._trainer("actor"), *self._trainer("critic")]
 
     @property
     def fits(self) -> bool:
@@ -184,8 +189,69 @@ def _parts(plan: StagePlan) -> dict[str, int]:
     return {**held, "activations": plan.activations, "working": max(plan.likelihood, plan.working)}
 
 
-WORTH = 0.02  # share of a need that a flag has to take off to be reported
 LEAST_TOKENS = 1024  # tokens of a micro-batch below which training only gets slow
+MOST_TOKENS = 32_768  # above, products gain nothing more; stages of a pipeline share them, to have micro-batches enough
+TOKENS = (MOST_TOKENS, 24_576, 16_384, 12_288, TOKENS_PER_GPU, 4096, 2048, LEAST_TOKENS)
+CHUNKS = (LOG_PROBS_TOKENS, 4096, 8192)
+# What torch takes of a GPU for activations over what it needs of them at a time: micro-batches differ in size, and it keeps the memory of
+# earlier ones. 0.6B parameters took 22 GB for the plan's 12, and 93 for 49. The torch backend's own layers save up to 1.6 times the plan.
+SPREAD = {"megatron": 1.9, "torch": 3.0}
+
+
+def settled_tokens(plan: RunPlan) -> tuple[TrainerSection, str]:
+    """Returns ``[trainer]`` with the most tokens of a micro-batch, then of a chunk of log-probs, that GPUs have room for, where these are
+    `auto`, and the line about it.
+
+    `NEAR` of the memory stays free, and above the values of a CPU the `SPREAD` of activations. Where nothing has room the values are those
+    of a CPU, or what the longest sample needs that the config describes; checks report what would help.
+    """
+    trainer, rollout = plan.config.trainer, plan.config.rollout
+    tokens, chunk = trainer.max_tokens_per_gpu, trainer.log_probs_chunk_size
+    if "auto" not in (tokens, chunk):
+        return trainer, ""
+    most = max(MOST_TOKENS // trainer.pipeline_model_parallel_size, TOKENS_PER_GPU)
+    longest = min(rollout.rollout_max_response_len + (rollout.rollout_max_prompt_len or 0), rollout.rollout_max_context_len or 1 << 31)
+    least = max(-(-longest // trainer.context_parallel_size), LEAST_TOKENS)
+    wanted = [*(size for size in TOKENS if least < size <= most), least] if tokens == "auto" else [trainer.tokens_per_gpu]
+    chunks = CHUNKS if chunk == "auto" else [trainer.log_probs_tokens]
+    options = [_with_tokens(plan, size, chunks[0]) for size in wanted]
+    chosen = next(filter(_has_room, options), _with_tokens(plan, max(TOKENS_PER_GPU, least) if tokens == "auto" else wanted[0], chunks[0]))
+    for size in chunks[1:]:
+        if _has_room(wider := _with_tokens(plan, chosen.config.trainer.tokens_per_gpu, size)):
+            chosen = wider
+    found = chosen.config.trainer
+    need = max((need.total for need in chosen.trainer_needs), default=0)
+    said = f"micro-batches of {found.tokens_per_gpu} tokens a GPU, log-probs of {found.log_probs_tokens} at a time: the plan is "
+    kept = f"{NEAR:.0%} and what torch keeps beside stay free" if _has_room(chosen) else "no size leaves the plan's margin free"
+    return found, said + f"{_gb(need)} of a GPU's {_gb(plan.gpu_bytes)} GB, {kept}"
+
+
+def _with_tokens(plan: RunPlan, tokens: int, chunk: int) -> RunPlan:
+    trainer = plan.config.trainer.model_copy(update={"max_tokens_per_gpu": tokens, "log_probs_chunk_size": chunk})
+    return replace(plan, config=plan.config.model_copy(update={"trainer": trainer}))
+
+
+def _has_room(plan: RunPlan) -> bool:
+    trainer = plan.config.trainer
+    wide = trainer.tokens_per_gpu > TOKENS_PER_GPU or not 0 < trainer.log_probs_tokens <= LOG_PROBS_TOKENS
+    spread = SPREAD[trainer.trainer_backend] - 1 if wide else 0
+    kept = [spread * (need.parts["activations"] + need.parts["working"]) for need in plan.trainer_needs]
+    return all(need.total + beside <= (1 - NEAR) * need.available for need, beside in zip(plan.trainer_needs, kept, strict=True))
+
+
+def settle_trainer(inspection: Inspection) -> tuple[TrainerSection, str]:
+    """Returns ``[trainer]`` without `auto` tokens: by the plan where this machine has the GPUs, else the values of a CPU."""
+    config, trainer = inspection.config, inspection.config.trainer
+    if "auto" not in (trainer.max_tokens_per_gpu, trainer.log_probs_chunk_size):
+        return trainer, ""
+    if devices.resolve(trainer.train_device) == "cuda" and (gpu_bytes := devices.gpu_bytes()) and inspection.architecture is not None:
+        plan = RunPlan(config, inspection.architecture, gpu_bytes, inspection.critic, inspection.frozen_models)
+        if _layout_divides(plan):
+            return settled_tokens(plan)
+    return trainer.model_copy(update={"max_tokens_per_gpu": trainer.tokens_per_gpu, "log_probs_chunk_size": trainer.log_probs_tokens}), ""
+
+
+WORTH = 0.02  # share of a need that a flag has to take off to be reported
 LOW_PRECISION = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "main_grads_dtype": "bf16"}
 
 
@@ -219,9 +285,9 @@ def _trainer_flags(trainer: TrainerSection, role: str) -> Iterator[tuple[str, di
     megatron = trainer.megatron
     if not trainer.recomputes_layers:
         yield "--recompute", {"recompute": True, "recompute_granularity": None, "recompute_modules": []}
-    if (tokens := trainer.max_tokens_per_gpu // 2) >= LEAST_TOKENS:
+    if (tokens := trainer.tokens_per_gpu // 2) >= LEAST_TOKENS:
         yield f"--max-tokens-per-gpu {tokens}", {"max_tokens_per_gpu": tokens}
-    if trainer.log_probs_chunk_size < 0 or trainer.log_probs_chunk_size > 1024:
+    if not 0 < trainer.log_probs_tokens <= 1024:
         yield "--log-probs-chunk-size 1024", {"log_probs_chunk_size": 1024}
     adjustable = trainer.use_distributed_optimizer and trainer.train_dtype == "bfloat16"
     if adjustable and not megatron.get("optimizer_cpu_offload"):

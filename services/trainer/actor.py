@@ -23,6 +23,7 @@ from services.trainer.parallel.gather_plan import Bucket, GatherPlan
 from services.trainer.parallel.joint_write import JointWrite
 from services.trainer.parallel.loss_function import LossFunction
 from services.trainer.parallel.runtime import deadline
+from services.trainer.step_profiler import StepClock
 from services.trainer.trainer_settings import DTYPES, TrainerSettings
 from shared.config.trainer_section import LearningRateSchedule
 from shared.model.architecture import Architecture
@@ -52,7 +53,7 @@ class Actor:
 
     def __init__(self, settings: TrainerSettings, hf_dir: Path, backend: Backend) -> None:
         self.settings, self.hf_dir, self.backend = settings, hf_dir, backend
-        self.quantization = quantization_of(hf_dir)
+        self.quantization, self.clock = quantization_of(hf_dir), StepClock()
         self.model, self.optimizer = backend.model, backend.optimizer
         self._saving: JointWrite | None = None
 
@@ -154,7 +155,7 @@ class Actor:
         if not math.isfinite(loss):
             return StepResult(loss, metrics, math.nan, lr, skipped=f"loss is {loss}")
         self.model.readers.wait("optimizer step")
-        with deadline("the optimizer step"):
+        with self.clock.part("optimizer"), deadline("the optimizer step"):
             grad_norm, skipped = self.optimizer.update()
             if balanced is not None and skipped is None:
                 self.backend.finish_step(balanced)

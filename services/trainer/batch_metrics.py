@@ -363,8 +363,15 @@ declare_metrics("""
     perf/step_time | s | from the batch's arrival to the end of its last optimizer step
     perf/actor_train_time | s | its optimizer steps alone, without reading samples and without log-probs
     perf/train_wait_time | s | between two steps: waiting for a batch, pushing, saving
-    perf/train_save_time | s | of it, writing checkpoints
-    perf/train_push_time | s | of it, beginning pushes of weights (or, on shared GPUs, all of them)
+    perf/train_idle_time | s | of it, waiting for a batch, or for what is to be done next; with the next seven it is the time from one
+        step's end to the next one's, train_wait_time + step_time
+    perf/train_prepare_time | s | reading samples, packing, advantages
+    perf/train_log_probs_time | s | log-probs of the policy, the reference and the teacher
+    perf/train_gradient_time | s | forward and backward passes
+    perf/train_optimizer_time | s | optimizer steps
+    perf/train_push_time | s | beginning pushes of weights (or, on shared GPUs, all of them)
+    perf/train_save_time | s | writing checkpoints
+    perf/train_rest_time | s | metrics, reports, and on shared GPUs giving and taking them
     perf/wait_time_ratio | share | train_wait_time / (train_wait_time + step_time)
     perf/actor_train_computed_tokens | tokens | of the batch's tokens, those that one pass computes: what [sequences begin with
         alike](trainer.md#shared-beginnings) counts once. `rollout/tokens` counts all

@@ -134,24 +134,25 @@ class Trainer(RoleWorker):
         started = time.time()
         if not batch.groups:  # all of them were refused
             return self._finished(batch, started, time.time(), attest([]))
-        prepared = self._prepared(batch, ahead)
-        if self._control is not None and (template := self._config.debug.rollout_dump) is not None:
-            dumps.write_batch(template, batch, self._store)
-        attestation = attestation_of(prepared, runtime.sum_over_data_parallel)
-        if POSTPROCESS in self._custom:
-            with runtime.together(f"the data of step {batch.step}, postprocessed"):
-                prepared = postprocessed(self._custom, prepared)
-        means = token_means(prepared.packed, runtime.sum_over_data_parallel)
-        shared = Work(*runtime.sum_over_data_parallel(np.array(self._actor.shared_work(prepared.packed))).tolist())
+        with self._actor.clock.part("prepare"):
+            prepared = self._prepared(batch, ahead)
+            if self._control is not None and (template := self._config.debug.rollout_dump) is not None:
+                dumps.write_batch(template, batch, self._store)
+            attestation = attestation_of(prepared, runtime.sum_over_data_parallel)
+            if POSTPROCESS in self._custom:
+                with runtime.together(f"the data of step {batch.step}, postprocessed"):
+                    prepared = postprocessed(self._custom, prepared)
+            means = token_means(prepared.packed, runtime.sum_over_data_parallel)
+            shared = Work(*runtime.sum_over_data_parallel(np.array(self._actor.shared_work(prepared.packed))).tolist())
         optimizing, results = time.monotonic(), []
         if batch.step >= self._config.algorithm.num_critic_only_steps:
             need_entropy = self._objective.entropy_coef != 0.0
-            with self._profiler.part("train_actor"):
+            with self._profiler.part("train_actor"), self._actor.clock.part("gradient"):
                 results = self._optimized(prepared, lambda index: self._loss_inputs.loss(prepared, index), need_entropy=need_entropy)
-        optimized, ended = time.monotonic() - optimizing, time.time()
+        optimized, ended, parts = time.monotonic() - optimizing, time.time(), self._actor.clock.ended()
         self._inspect(prepared, results)
         if self._metrics is not None and results:
-            self._metrics.step(prepared, results, started, ended, optimized=optimized, token_means=means, shared=shared)
+            self._metrics.step(prepared, results, started, ended, optimized=optimized, parts=parts, token_means=means, shared=shared)
         self._finished(batch, started, ended, attestation)
 
     def _finished(self, batch: Batch, started: float, ended: float, attestation: Attestation) -> None:
@@ -194,7 +195,8 @@ class Trainer(RoleWorker):
 
         def compute(batches: Sequence[PackedBatch]) -> list[Tensor]:
             self._hooks.before_log_probs(self._actor, prefix)
-            with self._profiler.part("train_log_probs", prefix and f"_{prefix.rstrip('_')}"):
+            part = prefix and f"_{prefix.rstrip('_')}"
+            with self._profiler.part("train_log_probs", part), self._actor.clock.part("log_probs"):
                 if prefix:  # of another model, whose routers have their own choice
                     return self._actor.log_probs([batch.routed_freely() for batch in batches])
                 if not self._config.trainer.use_routing_replay:
@@ -250,13 +252,10 @@ class Trainer(RoleWorker):
     # --- pushes and checkpoints
 
     def _push(self, push: Push) -> None:
-        started = time.monotonic()
-        with self._colocation.pushing():
+        with self._actor.clock.part("push"), self._colocation.pushing():
             self._pusher.begin(push)
             if self._colocation.colocated:
                 self._pusher.wait()
-        if self._metrics is not None:
-            self._metrics.add_stall("push", time.monotonic() - started)
 
     def _leave(self, done: bool) -> None:
         self._report_activity("leaving")

@@ -264,7 +264,6 @@ class WeightsAndBiases(Writer):
 
 SUMS = ("agreement_abs_diff", "agreement_tokens")  # Metrics of the loss that stay sums over a batch's optimizer steps; the others are means
 MOST_PARTS = 64  # The most names of rewards that one trainer process writes: each makes four time series that are never removed
-STALL_REASONS = ("save", "push")  # What a trainer does between two steps besides waiting for a batch
 SFT_SHOWN_SECONDS = 1.0  # The least time between two flushes of the warm start's numbers, whose steps are short
 
 _ILLEGAL = re.compile(r"[^-/\w.]")  # TensorBoard's own rule; W&B and Prometheus then have the same names
@@ -323,7 +322,6 @@ class MetricsLogger:
         self._speed, self._role, self._log = speed, role, log
         self._parts = RewardParts()
         self._last_end: float | None = None
-        self._stalls = dict.fromkeys(STALL_REASONS, 0.0)
         self._sft_losses: list[float] = []
         self._sft_first = self._sft_shown = 0.0
         self._zero_std: dict[str, float] = {}
@@ -349,18 +347,20 @@ class MetricsLogger:
         ended: float,
         *,
         optimized: float,
+        parts: Mapping[str, float],
         token_means: Mapping[str, float],
         shared: Work = NOTHING,
     ) -> None:
         """Writes one training step: the mean over its optimizer steps; sums of agreement stay sums.
 
         Args:
-            started, ended: seconds since the epoch. optimized: seconds of its optimizer steps. token_means: all ranks'.
+            started, ended: seconds since the epoch. optimized: seconds of its optimizer steps. parts: `StepClock`'s since the step before.
+            token_means: all ranks'.
             shared: of all ranks, what samples have in common that is computed once.
         """
         metrics = averaged(results) | ({"support_mismatch": 1.0} if self._config.support_mismatch else {})
         metrics = summarised(metrics, self._config.monitoring.logprob_alarm)
-        performance = self._performance(batch, started, ended, optimized, shared)
+        performance = self._performance(batch, started, ended, optimized, parts, shared)
         self._write(batch.step, "train", metrics)
         if self._log is None or not self._log.wrote(batch.partition, performance["train_wait_time"]):
             self._write_samples(batch.partition, batch.sample_stats, token_means, batch.raw, batch.rewards)
@@ -386,10 +386,6 @@ class MetricsLogger:
         self._control.gauges({"step": batch.step + 1, **{name: metrics[name] for name in ("reward", "removed_samples")}})
         self.evaluations()
         self._flush()
-
-    def add_stall(self, what: str, seconds: float) -> None:
-        """Notes that the trainer did one of `STALL_REASONS` for ``seconds`` before its next step."""
-        self._stalls[what] += seconds
 
     def critic(self, batch: TrainBatch, results: list[StepResult], started: float, ended: float) -> None:
         """Writes one step of the critic: the means over its optimizer steps."""
@@ -491,7 +487,9 @@ class MetricsLogger:
         for writer in self._writers:
             writer.write(step, named)
 
-    def _performance(self, batch: TrainBatch, started: float, ended: float, optimized: float, shared: Work) -> dict[str, float]:
+    def _performance(
+        self, batch: TrainBatch, started: float, ended: float, optimized: float, parts: Mapping[str, float], shared: Work
+    ) -> dict[str, float]:
         seconds, training = max(ended - started, 1e-9), max(optimized, 1e-9)
         waited = 0.0 if self._last_end is None else started - self._last_end
         found = {
@@ -504,8 +502,9 @@ class MetricsLogger:
         }
         if self._last_end is not None:  # what the first step waited for is not known
             found["wall_tok_per_s"] = batch.metrics["tokens"] / (waited + seconds)
-        found |= {f"train_{what}_time": spent for what, spent in self._stalls.items()}
-        self._last_end, self._stalls = ended, dict.fromkeys(STALL_REASONS, 0.0)
+        before = {"idle", "push", "save", "rest"} if self._last_end is None else set()  # no step's
+        found |= {f"train_{part}_time": 0.0 if part in before else spent for part, spent in parts.items()}
+        self._last_end = ended
         assert self._speed is not None  # of a model that is trained
         return found | self._speed.of_step([item.tokens for item in batch.partition.items], training, shared)
 

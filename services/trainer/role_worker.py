@@ -233,9 +233,10 @@ class RoleWorker:
             self._control.report_activity(what, (), after)
 
     def _next_command(self) -> Command:
-        if self._scheduler is None:
-            return self._broadcast.receive()
-        return self._broadcast.send(self._scheduler.next(self._progress.steps, self._version))
+        with self._actor.clock.part("idle"):
+            if self._scheduler is None:
+                return self._broadcast.receive()
+            return self._broadcast.send(self._scheduler.next(self._progress.steps, self._version))
 
     def _assembled(self, batch: Batch, ahead: Batch | None = None) -> TrainBatch:
         """Returns this rank's part of a batch; that of the next batch is read while this one trains. Raises Untrainable on all ranks."""
@@ -383,11 +384,10 @@ class RoleWorker:
         self._report_activity(f"saving the checkpoint of {steps} steps")
         self._save_began, self._room_needed = time.time(), False
         wait = not trainer.async_save or steps == self._config.rollout.num_rollout
-        self._actor.save_checkpoint(self._checkpoints, steps, asdict(self._progress), keep=trainer.keep_checkpoints, wait=wait)
+        with self._actor.clock.part("save"):
+            self._actor.save_checkpoint(self._checkpoints, steps, asdict(self._progress), keep=trainer.keep_checkpoints, wait=wait)
         self._begun_save = steps
         seconds = time.monotonic() - started
-        if self._metrics is not None:
-            self._metrics.add_stall("save", seconds)
         self._log.info("checkpoint_saved" if wait else "checkpoint_begun", steps=steps, seconds=round(seconds, 2))
 
     def _save_at_once(self) -> None:

@@ -6,6 +6,7 @@ their own. Traces are Chrome's, for TensorBoard, Perfetto and ``chrome://tracing
 
 import contextlib
 import importlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,40 @@ DIRECTORY = "profile"  # where traces lie, in the run's directory
 MOST_ENTRIES = 1_000_000  # allocations that are kept of the memory's history
 
 Part = Literal["train_actor", "train_log_probs"]
+
+STEP_PARTS = ("idle", "prepare", "log_probs", "gradient", "optimizer", "push", "save", "rest")
+
+
+class StepClock:
+    """The seconds that each of `STEP_PARTS` took since the last step: a part within another interrupts it, what is in none is the rest."""
+
+    def __init__(self) -> None:
+        self._spent = dict.fromkeys(STEP_PARTS, 0.0)
+        self._open, self._since = ["rest"], time.monotonic()
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Adds the body's time to a part, once the device has done what the body began."""
+        self._charge()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._charge()
+            self._open.pop()
+
+    def ended(self) -> dict[str, float]:
+        """Returns the seconds of each part; the next step begins."""
+        self._charge()
+        spent, self._spent = self._spent, dict.fromkeys(STEP_PARTS, 0.0)
+        return spent
+
+    def _charge(self) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+        now = time.monotonic()
+        self._spent[self._open[-1]] += now - self._since
+        self._since = now
 
 
 class StepProfiler:

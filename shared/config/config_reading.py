@@ -256,9 +256,12 @@ def _default(location: list[str]) -> Any:
 
 
 def _found(location: list[str], values: Any) -> tuple[list[str], Any]:
-    """Returns a location with the names of a list's tables in the place of their numbers, and the value there; a key of a list: of all."""
+    """Returns a location with the names of a list's tables in the place of their numbers, and the value there; a key of a list: of all.
+    What stands behind a plain value is a member of its type's union."""
     shown = []
     for part in location:
+        if isinstance(values, str | int | float):
+            break
         if isinstance(values, list) and part.isdecimal() and int(part) < len(values):
             values = values[int(part)]
             name = values.get("name") if isinstance(values, dict) else None

@@ -15,6 +15,8 @@ from shared.hub import hub_names
 from shared.runtime.errors import ConfigError, nearest
 from shared.store.s3 import ObjectStoreLocation
 
+TOKENS_PER_GPU, LOG_PROBS_TOKENS = 8192, 2048  # what `auto` is where no memory plan settles it
+
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}  # Bytes of an element
 
 _DTYPES = {"main_params_dtype": ("fp32", "fp16"), "exp_avg_dtype": tuple(ELEMENT_BYTES), "exp_avg_sq_dtype": tuple(ELEMENT_BYTES)}
@@ -283,9 +285,16 @@ class TrainerSection(Section):
         default=False,
         description="passes compute with weights rounded as engines get them, to groups of 4-bit integers (straight-through gradients)",
     )
-    max_tokens_per_gpu: int = Field(default=8192, gt=0, description="tokens of a packed micro-batch, times context_parallel_size")
-    log_probs_chunk_size: int = Field(
-        default=2048, ge=-1, description="tokens whose logits exist at a time; each has vocabulary-size x 2 bytes; -1: all of a micro-batch"
+    max_tokens_per_gpu: Annotated[int, Field(gt=0)] | Literal["auto"] = Field(
+        default="auto",
+        description="tokens of a packed micro-batch, times context_parallel_size; auto: as many as the memory plan allows, 8192 on CPUs",
+        **RECORDED,
+    )
+    log_probs_chunk_size: Annotated[int, Field(ge=-1)] | Literal["auto"] = Field(
+        default="auto",
+        description="tokens whose logits exist at a time; each has vocabulary-size x 2 bytes; -1: all of a micro-batch; auto: as many as "
+        "the memory plan has room for, 2048 on CPUs",
+        **RECORDED,
     )
     prefix_sharing: Literal["auto", "on", "off"] = Field(
         default="auto",
@@ -424,9 +433,19 @@ class TrainerSection(Section):
         return self.recompute_granularity == "full" or (self.recompute and self.recompute_granularity is None)
 
     @property
+    def tokens_per_gpu(self) -> int:
+        """Returns a rank's most tokens of a micro-batch; auto that no memory plan has settled: `TOKENS_PER_GPU`."""
+        return TOKENS_PER_GPU if self.max_tokens_per_gpu == "auto" else self.max_tokens_per_gpu
+
+    @property
+    def log_probs_tokens(self) -> int:
+        """Returns how many tokens have logits at a time, -1: all; auto that no memory plan has settled: `LOG_PROBS_TOKENS`."""
+        return LOG_PROBS_TOKENS if self.log_probs_chunk_size == "auto" else self.log_probs_chunk_size
+
+    @property
     def micro_batch_tokens(self) -> int:
         """Returns the most tokens of a micro-batch, and so of a sample: context-parallel ranks hold it together."""
-        return self.max_tokens_per_gpu * self.context_parallel_size
+        return self.tokens_per_gpu * self.context_parallel_size
 
     def torch_problems(self) -> Iterator[ConfigError]:
         """Yields what the torch backend does not take."""

@@ -94,7 +94,7 @@ def _stage(
     state = -(-trained[0] // replicas) + -(-trained[1] // expert_replicas)
     state_bytes = 8 if wide else keeping.state_bytes
     width = 4 if wide else 2
-    tokens, chunk = trainer.max_tokens_per_gpu, trainer.log_probs_chunk_size
+    tokens, chunk = trainer.tokens_per_gpu, trainer.log_probs_tokens
     rows = layout.padded_vocabulary(a.vocab_size) // layout.tensor
     at_once = tokens if chunk < 0 else min(chunk, tokens)
     saved, working = activation_bytes(a, trainer, layout, layers, stage, width)
@@ -262,7 +262,7 @@ def activation_bytes(
     a: Architecture, trainer: TrainerSection, layout: ParallelLayout, layers: range, stage: int, width: int
 ) -> tuple[int, int]:
     """Returns the bytes that a stage holds for the backward passes, and what the pass through one layer needs beside."""
-    tokens = trainer.max_tokens_per_gpu
+    tokens = trainer.tokens_per_gpu
     found = [layer_activations(a, layout, layer, tokens, width) for layer in layers]
     widest = max((each.working for each in found), default=0)
     if trainer.recomputes_layers:

@@ -125,8 +125,8 @@ class LengthClass:
 @dataclass(frozen=True)
 class FlowView:
     """The pipeline. Times are seconds since the epoch; ``live``: services are there now. ``waits``: share of the trainer's time by what it
-    waited for. ``dropped``: groups that were dropped, by reason. ``waiting_for``: what the next step waits for, ``waiting_since`` then (0:
-    not known); ``stalled``: that is out of the ordinary."""
+    waited for. ``parts``: shares of a step's time, in the order of a step. ``dropped``: groups that were dropped, by reason.
+    ``waiting_for``: what the next step waits for, ``waiting_since`` then (0: not known); ``stalled``: that is out of the ordinary."""
 
     at: float
     begin: float
@@ -134,6 +134,7 @@ class FlowView:
     live: bool
     bottleneck: Bottleneck
     waits: dict[str, float]
+    parts: dict[str, float]
     stages: list[Stage]
     services: list[ServiceTimeline]
     ages: Ages
@@ -177,6 +178,7 @@ def flow_view(
         live=live,
         bottleneck=bottleneck(load, config, alarmed),
         waits=sums([*trains, *((WAITS[cause], share) for cause, share in load.waits.items())]),
+        parts=step_parts(history, window),
         stages=stages(history, statuses, window),
         services=timelines(history, statuses, window),
         ages=_ages(history, config, window),
@@ -186,6 +188,19 @@ def flow_view(
         waiting_since=wait.since if wait is not None else 0.0,
         stalled=wait is not None and wait.worth_a_line(now),
     )
+
+
+# A step's parts by their metrics, in its order, in the words of the trainer's timeline
+PARTS = {"idle": WAITING, "prepare": "preparing", "log_probs": "log-probs", "gradient": "gradient", "optimizer": "optimizer step"}
+PARTS |= {"push": "pushing weights", "save": "saving", "rest": "rest"}
+
+
+def step_parts(history: FlowHistory, window: Interval) -> dict[str, float]:
+    """Returns the share of each part in the time of the steps that ended within a window; none where no step has measured them."""
+    measured = [history.metrics.get(step.step, {}) for step in history.steps_in(window)]
+    spent = {name: sum(step.get(f"perf/train_{part}_time", 0.0) for step in measured) for part, name in PARTS.items()}
+    whole = sum(spent.values())
+    return {name: seconds / whole for name, seconds in spent.items() if seconds > 0} if whole > 0 else {}
 
 
 def doing(status: ServiceStatus) -> str:

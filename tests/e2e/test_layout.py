@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from services.trainer.step_profiler import STEP_PARTS
 from shared.schema.service_messages import ServiceStatus
 from tests.e2e.launched import LaunchedRun, gauge
 from tests.support.dashboards import alerts, metrics_asked_for, metrics_told, panels, scaled_object
@@ -64,6 +65,10 @@ def test_two_ranks_two_replicas_and_the_users_functions(small_run: Callable[...,
     events.Reload()
     computed, tokens = ([event.value for event in events.Scalars(tag)] for tag in ("perf/actor_train_computed_tokens", "rollout/tokens"))
     assert len(tokens) == steps and all(map(operator.lt, computed, tokens)), "the samples of a group share their prompt"
+    times = {part: [event.value for event in events.Scalars(f"perf/train_{part}_time")] for part in (*STEP_PARTS, "wait")}
+    whole = [event.value + wait for event, wait in zip(events.Scalars("perf/step_time"), times.pop("wait"), strict=True)]
+    assert [sum(parts) for parts in zip(*times.values(), strict=True)][1:] == pytest.approx(whole[1:], rel=0.02), "parts make up a step"
+    assert min(times["gradient"]) > 0 and min(times["log_probs"]) > 0 and min(times["idle"][1:]) > 0 and max(times["push"]) > 0, times
     assert len(list((root / "hf").glob("model-*-of-00002.safetensors"))) == 2, "each rank writes its share"
     lines = [json.loads(line) for line in (root / "groups.jsonl").read_text().splitlines()]
     assert len(lines) >= steps * GROUP

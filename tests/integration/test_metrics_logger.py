@@ -16,6 +16,7 @@ from services.trainer.control_client import ControlClient
 from services.trainer.flops import work
 from services.trainer.metrics_logger import MetricsLogger, TrainingSpeed
 from services.trainer.partition import partition_batch
+from services.trainer.step_profiler import STEP_PARTS
 from services.trainer.weights.push_schedule import PushResult
 from shared.bus import runs, streams
 from shared.bus.connection import Bus
@@ -32,6 +33,7 @@ from tests.support.waiting import until
 SPEED = TrainingSpeed(Architecture("qwen3", 2, 64, 96, 8, 2, 16, 128, 512, 1e-6, False, Rope(1e4)), ranks=2, peak=1e12)
 
 SHARED = work([2, 2])
+PARTS = dict(zip(STEP_PARTS, (0.5, 0.25, 0.0, 0.5, 0.25, 0.0, 0.25, 0.25), strict=True))
 """Two samples begin with the two tokens of another's prompt."""
 
 
@@ -65,10 +67,10 @@ def recorded(config: RunConfig) -> str:
         now = time.time()
         first = batch(0, [[1.0, 1.0], [0.0, 1.0]])
         second = replace(batch(1, [[0.0, 0.0], [0.0, 1.0]]), raw=[0.0, 0.0, 0.0, 3.0], rewards=[0.0, 0.0, 0.0, 1.0])
-        record.step(first, [result(1.0), result(3.0)], now, now + 2, optimized=1.0, token_means={"log_probs": -0.5})
+        record.step(first, [result(1.0), result(3.0)], now, now + 2, optimized=1.0, parts=PARTS, token_means={"log_probs": -0.5})
         pushed = {"seconds": 0.5, "wire_seconds": 0.4, "engine_seconds": 0.3, "stall": 0.1}
         record.push(PushResult(version=1, replicas=["rollout-0"], bytes=100, digest="d", **pushed))
-        record.step(second, [result(1.0)], now + 3, now + 4, optimized=1.0, token_means={}, shared=SHARED)
+        record.step(second, [result(1.0)], now + 3, now + 4, optimized=1.0, parts=PARTS, token_means={}, shared=SHARED)
         with urllib.request.urlopen(f"http://{link.service.status().http}/metrics", timeout=30) as answer:
             text: str = answer.read().decode()
         record.close()
@@ -137,6 +139,10 @@ async def test_a_step_is_written_everywhere(
     assert written["eval/late/late"] == [3] and "eval/late" not in written
     assert written["perf/step_time"] == pytest.approx([2.0, 1.0])
     assert written["perf/train_wait_time"] == pytest.approx([0.0, 1.0])
+    assert [written[f"perf/train_{part}_time"][0] for part in STEP_PARTS] == [0.0, 0.25, 0.0, 0.5, 0.25, 0.0, 0.0, 0.0], (
+        "before it: no step's"
+    )
+    assert sum(written[f"perf/train_{part}_time"][1] for part in STEP_PARTS) == 2.0
     assert written["perf/wait_time_ratio"] == pytest.approx([0.0, 0.5])
     assert written["perf/actor_train_tok_per_s"] == pytest.approx([22.0, 22.0])
     assert written["perf/wall_tok_per_s"] == pytest.approx([11.0]), "from the second step on: 22 tokens in 1 s of waiting and 1 s of work"
@@ -174,7 +180,7 @@ def life(config: RunConfig, resumed: int, steps: range, loss: float) -> None:
         record = MetricsLogger(link, config, SPEED)
         record.resume(resumed)
         for step in steps:
-            record.step(batch(step, [[1.0, 0.0]]), [result(loss)], 2.0 * step, 2.0 * step + 1, optimized=1.0, token_means={})
+            record.step(batch(step, [[1.0, 0.0]]), [result(loss)], 2.0 * step, 2.0 * step + 1, optimized=1.0, parts=PARTS, token_means={})
             pushed = {"seconds": loss, "wire_seconds": 0.4, "engine_seconds": 0.3, "stall": 0.1}
             for replica in ("rollout-0", "late"):  # the second push of the version is a late replica's
                 record.push(PushResult(version=step + 1, replicas=[replica], bytes=100, digest="d", **pushed))

@@ -3,7 +3,8 @@
 import { el, shown, span } from "./dom.js";
 
 const NS = "http://www.w3.org/2000/svg";
-const BUSY = ["training", "generating", "scoring"];
+const BUSY = ["training", "generating", "scoring", "gradient"];
+const PARTS = { preparing: "reading", "log-probs": "masked", "optimizer step": "dropped" };
 const STOPPED = ["saving", "pushing weights", "paused for a push", "updating"];
 const WAITING = ["waiting", "waiting for rollout", "waiting for reward", "waiting for its batch", "taking its batch", "ready", "standby"];
 const LOST = ["masked", "dropped"];
@@ -14,6 +15,7 @@ export function kind(activity) {
   if (STOPPED.includes(activity)) return "stopped";
   if (WAITING.includes(activity)) return activity === "waiting for reward" ? "waiting-reward" : activity === "taking its batch" ? "reading" : "waiting";
   if (LOST.includes(activity)) return activity;
+  if (PARTS[activity]) return PARTS[activity];
   return "other";
 }
 

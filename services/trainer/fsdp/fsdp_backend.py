@@ -29,7 +29,7 @@ def create(settings: TrainerSettings, hf_dir: Path, random: bool, initialized: C
         architecture,
         settings.layout,
         settings.dtype,
-        chunk_size=trainer.log_probs_chunk_size,
+        chunk_size=trainer.log_probs_tokens,
         recompute=trainer.recomputes_layers,
         freezing=settings.freezing,
         random=random,

@@ -129,7 +129,7 @@ def create(settings: TrainerSettings, hf_dir: Path, random: bool, initialized: C
         settings.lora,
         settings.freezing,
         least,
-        chunk_size=trainer.log_probs_chunk_size,
+        chunk_size=trainer.log_probs_tokens,
         balancing=balancing,
         draft_scale=trainer.mtp_loss_scaling_factor,
     )

@@ -23,7 +23,7 @@ from shared.schema.service_messages import MetricsWritten, ServiceEvent, Service
 from shared.schema.weight_messages import ReplicaPush, WeightsPushed
 from shared.view.bottleneck import causes_of, workload
 from shared.view.flow_history import KEPT_SECONDS, PAUSED, ActivitySpan, FlowHistory, GroupPassage, laid_over, seconds_of, wait_causes
-from shared.view.flow_view import flow_view, length_classes
+from shared.view.flow_view import flow_view, length_classes, step_parts
 
 
 def scored(number: int, started: float, ended: float, replica: str = "rollout-0", **given: object) -> ScoredGroup:
@@ -108,6 +108,7 @@ def test_checkpoints_and_pushes_are_the_trainers_own_part_of_its_wait() -> None:
     history.metric(MetricsWritten(role="actor", step=1, values={"perf/train_save_time": 6.0, "perf/train_push_time": 3.0}, at=171.0))
     history.metric(MetricsWritten(role="critic", step=1, values={"perf/train_save_time": 60.0}, at=171.0))
     history.push(WeightsPushed(version=1, replicas=[ReplicaPush(replica="rollout-0", paused=4.0)], seconds=5.0, stall=1.5, at=168.0))
+    assert step_parts(history, (0, 170)) == pytest.approx({"saving": 2 / 3, "pushing weights": 1 / 3}), "of the actor's step alone"
     waits = workload(history, (0, 170)).waits
     assert waits["saving"] == pytest.approx(6 / 60) and waits["pushing"] == pytest.approx((3 + 1.5) / 60)
     assert waits["admission"] == pytest.approx(1 / 60), "what is left of the wait before the admission"

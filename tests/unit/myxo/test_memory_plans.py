@@ -12,6 +12,7 @@ from myxo.commands.plan import planned
 from myxo.main import main
 from myxo.preflight import Source
 from myxo.preflight.run_plan import remedies
+from shared.config.trainer_section import TrainerSection
 from shared.model.architecture import Experts
 
 ROOT = Path(__file__).parents[3]
@@ -56,8 +57,29 @@ def run(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
 def test_a_ready_config_is_planned_by_itself_and_fits(path: Path) -> None:
     plan = planned(Source.of(path, []), GPU).plan
-    assert plan.fits
+    assert plan.fits and all(need.total <= 0.9 * need.available for need in plan.trainer_needs)
     assert sum(need.ranks for need in plan.needs if need.role == "actor") == plan.config.trainer.ranks("actor")
+    assert TrainerSection.model_validate(plan.config.trainer.model_dump()).tokens_per_gpu >= 8192
+    assert planned(Source.of(path, []), 4 * GPU).plan.config.trainer.tokens_per_gpu >= plan.config.trainer.tokens_per_gpu
+
+
+def test_tokens_fill_the_gpu_hold_the_longest_sample_and_stay_as_given(run: Path) -> None:
+    """Explicit values win over the plan, and the other value is planned beside them."""
+
+    def tokens(*words: str, gigabytes: int = 140) -> tuple[int | str, int | str, str]:
+        found = planned(Source.of(run, ["--recompute", *words]), gigabytes * 10**9)
+        trainer = found.plan.config.trainer
+        return trainer.max_tokens_per_gpu, trainer.log_probs_chunk_size, " ".join(found.notes)
+
+    assert tokens()[:2] == (32768, 8192) and "micro-batches of 32768 tokens a GPU" in tokens()[2] and "10% and what" in tokens()[2]
+    assert [tokens(gigabytes=size)[:2] for size in (84, 86, 90, 100)] == [(2048, 2048), (8192, 2048), (8192, 4096), (16384, 8192)]
+    assert tokens(gigabytes=80)[:2] == (8192, 2048) and "no size leaves the plan's margin" in tokens(gigabytes=80)[2]
+    assert tokens("--max-tokens-per-gpu", "3000")[:2] == (3000, 8192)
+    assert tokens("--max-tokens-per-gpu", "300000", "--log-probs-chunk-size", "-1") == (300000, -1, "")
+    assert tokens("--max-tokens-per-gpu", "300000")[:2] == (300000, 2048)
+    assert tokens("--rollout-max-response-len", "40000")[0] == 40000
+    assert tokens("--rollout-max-response-len", "9000", gigabytes=80)[:2] == (9000, 2048)
+    assert tokens("--pipeline-model-parallel-size", "4", "--actor-num-gpus-per-node", "4")[0] == 8192
 
 
 def test_a_run_that_fits_and_one_that_does_not(run: Path) -> None:

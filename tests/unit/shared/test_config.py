@@ -542,6 +542,7 @@ def test_overrides_do_not_hide_a_section_that_is_no_section(tmp_path: Path) -> N
 RECORDED = {
     *("lr", "min_lr", "critic_lr", "weight_decay", "clip_grad", "eps_clip", "eps_clip_high", "eps_clip_c", "value_clip", "tis_clip"),
     *("tis_clip_low", "kl_loss_coef", "kl_coef", "entropy_coef", "rollout_temperature", "mtp_loss_scaling_factor"),
+    *("max_tokens_per_gpu", "log_probs_chunk_size"),
 }
 
 

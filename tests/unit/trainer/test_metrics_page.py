@@ -7,6 +7,7 @@ from docs.metrics_page import declared_metrics
 from services.trainer import batch_metrics
 from services.trainer.batch_metrics import TOKEN_MEANS, empty_table
 from services.trainer.metrics_logger import RewardParts, evaluation_metrics
+from services.trainer.step_profiler import STEP_PARTS
 from shared.schema.messages import Batch, BatchGroup, EvalFigures, Payload, RewardPart
 
 ROOT = Path(__file__).parents[3]
@@ -43,11 +44,11 @@ def test_every_metric_of_the_losses_is_declared() -> None:
 def test_declared_speeds_are_measured() -> None:
     sources = (ROOT / "services" / "trainer" / "metrics_logger.py").read_text()
     measured = set(re.findall(r'"((?:step_time|wall_tok|actor_train|train_wait|wait_time|update_weights)\w*)"', sources))
-    add_stall = {"train_save_time", "train_push_time"}
+    parts = {f"train_{part}_time" for part in STEP_PARTS}
     phases = {f"update_weights_{phase}_time" for phase in ("pause", "transfer", "check", "activate")}
     stats = empty_table(1)
     stats[:, batch_metrics.StatColumn.LATENCY :] = 1
-    assert declared("perf") == measured | add_stall | phases | set(batch_metrics.engine_metrics(stats)), (
+    assert declared("perf") == measured | parts | phases | set(batch_metrics.engine_metrics(stats)), (
         "what the trainer stands still for is named by what that was"
     )
 

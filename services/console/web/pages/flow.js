@@ -57,16 +57,18 @@ export function mount(root, context) {
   };
 }
 
-function verdict({ bottleneck, waits, live, waiting_for: waiting, stalled }) {
+function verdict({ bottleneck, waits, parts: ofStep, live, waiting_for: waiting, stalled }) {
   const advice = bottleneck.advice.map((item) =>
     el("li", { "data-key": item.text }, item.withheld ? [el("span", { class: "quiet" }, `Withheld — ${item.withheld}. `), el("s", { class: "quiet" }, item.text)] : sentence(item.text)));
   const parts = Object.entries(waits);
+  const steps = Object.entries(ofStep);
   return el("section", { "aria-labelledby": "flow-verdict" },
     el("h2", { id: "flow-verdict" }, "Who waits for whom"),
     el("p", { class: "verdict" }, bottleneck.sentence),
     waiting && !bottleneck.sentence.includes(waiting) ? el("p", { id: "flow-waiting", class: stalled ? "warn" : "quiet" }, `Now waiting for ${waiting}.`) : null,
     live ? null : el("p", { class: "quiet" }, bottleneck.waiting === "the run" ? "What follows is how the run was at its last record." : "No service is there now: this is how the run was at its last record."),
     parts.length ? [bar(parts, "The trainer's time"), activityKey(parts)] : null,
+    steps.length ? [el("h3", {}, "A step's parts"), bar(steps, "A step's parts"), activityKey(steps)] : null,
     advice.length ? [el("h3", {}, "What would help"), el("ul", { class: "advice" }, advice)] : null);
 }
 
