@@ -5,15 +5,21 @@
 (``MYXO_CACHE``): it is new and empty for the first, and the later ones find what the earlier ones have compiled. Each run is ended once
 its engine has drawn tokens. Trainer and engine start side by side, so that phases of theirs do not add up. The engine's own log
 tells whole seconds. ``--write`` puts the table into docs/deployment.md.
+
+``--commands`` measures the command line alone instead: seconds of wall and CPU time, children included, of ``myxo --help``, ``myxo up
+--help``, and of dry runs of the quick start and of one with 17,000 prompts and a vocabulary of 152,000.
 """
 
 import argparse
 import json
 import os
+import random
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +69,13 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help=f"write the figures there; the repository's are in {RESULT}")
     parser.add_argument("--write", action="store_true", help="write the table of docs/deployment.md from the repository's figures")
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="more flags of the runs")
+    parser.add_argument("--commands", action="store_true", help="measure --help and dry runs instead, each --runs times")
     given = parser.parse_args()
+    if given.commands:
+        prepare(given.directory, "cpu")
+        measured = list(commands(given.directory, given.runs))
+        write(given.json, {"runs": given.runs, "commands": measured})
+        return int(any(row["exit"] for row in measured))
     if given.write:
         put_table(PAGE, "start_up", table(json.loads(RESULT.read_text())))
         return 0
@@ -80,6 +92,60 @@ def main() -> int:
             print(json.dumps(rows[-1]), flush=True)
             write(given.json, {"device": given.device, "gpu": _gpu(given.device), "flags": given.flags, "runs": rows})
     return 0 if all(row["seconds"] is not None for row in rows) else 1
+
+
+def commands(directory: Path, runs: int) -> Iterator[dict[str, Any]]:
+    """Yields the best of some runs of each command, in seconds, as the process and its children took them, and the worst exit code."""
+    small, large = directory / "cpu", directory / "vocabulary"
+    shutil.rmtree(large, ignore_errors=True)
+    shutil.copytree(small, large)
+    widen(large)
+    measured = {"myxo --help": ["--help"], "myxo up --help": ["up", "--help"]}
+    for name, data in (("quick start", small), ("17,000 prompts, vocabulary of 152,000", large)):
+        words = ["up", str(EXAMPLE / "quickstart.toml"), "--dry-run", "--dir", str(directory), "--hf-checkpoint", str(data / "model")]
+        words += ["--prompt-data", str(data / "train.jsonl"), "--eval-prompt-data", str(data / "heldout.jsonl")]
+        measured[f"dry run, {name}"] = [*words, "--sft-data", str(data / "sft.jsonl")]
+    for name, words in measured.items():
+        walls, used, codes = [], [], []
+        for _ in range(runs):
+            before, began = os.times(), time.monotonic()
+            codes.append(subprocess.run([sys.executable, "-m", "myxo", *words], stdout=subprocess.DEVNULL).returncode)
+            after = os.times()
+            walls.append(time.monotonic() - began)
+            used.append(after.children_user + after.children_system - before.children_user - before.children_system)
+        row = {"command": name, "seconds": round(min(walls), 2), "cpu_seconds": round(min(used), 2), "exit": max(codes)}
+        print(json.dumps(row), flush=True)
+        yield row
+
+
+def widen(data: Path) -> None:
+    """Gives the model a vocabulary of 152,000 tokens, and the run 17,000 prompts of some 200 characters."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    model, chosen = data / "model", random.Random(0)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    letters = [token for token in vocabulary if len(token) == 1]
+    tokens, merges = list(letters), tokenizer["model"]["merges"]
+    taken = max(*vocabulary.values(), *(added["id"] for added in tokenizer["added_tokens"])) + 1
+    while len(vocabulary) < 151_000:
+        left, right = chosen.choice(tokens), chosen.choice(letters)
+        if (token := left + right) not in vocabulary and len(token) < 9:
+            vocabulary[token] = taken = taken + 1
+            merges.append([left, right])
+            tokens.append(token)
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False))
+    config = json.loads((model / "config.json").read_text())
+    config |= {"vocab_size": 152_064, "max_position_embeddings": 4096}
+    (model / "config.json").write_text(json.dumps(config))
+    weights = load_file(model / "model.safetensors")
+    ends = [name for name in weights if "embed_tokens" in name or "lm_head" in name]
+    weights |= {name: torch.zeros(152_064, config["hidden_size"]) for name in ends}
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    rows = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
+    many = ({**rows[index % len(rows)], "prompt": 20 * (rows[index % len(rows)]["prompt"] + " ")} for index in range(17_000))
+    (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in many))
 
 
 def prepare(directory: Path, device: str) -> None:

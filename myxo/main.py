@@ -14,6 +14,7 @@ from shared import __version__
 from shared.runtime import exit_codes, telemetry
 from shared.runtime.errors import nearest
 from shared.runtime.exit_codes import Parser, complain, ended
+from shared.runtime.quick_imports import quick_imports
 
 # Command → the function in `myxo.commands` that declares its arguments and what runs it, and its short help. Only the module of the command
 # that is run is imported: `myxo --help` answers at once.
@@ -107,7 +108,9 @@ def parser(declared: Container[str]) -> Parser:
             command = commands.add_parser(name, help=short, description=f"{short[0].upper()}{short[1:]}.", allow_abbrev=False)
         if name in declared:
             module, _, function = where.partition(":")
-            getattr(importlib.import_module(f"myxo.commands.{module}"), function)(command)
+            with quick_imports():
+                imported = importlib.import_module(f"myxo.commands.{module}")
+            getattr(imported, function)(command)
     return top
 
 

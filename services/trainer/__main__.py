@@ -6,15 +6,18 @@ Of a trainer over several nodes it is one node's part (`services.trainer.trainer
 import os
 import sys
 
-from services.trainer.rank import SERVICES, read_run
-from services.trainer.torchrun import run_ranks
-from services.trainer.trainer_node import run_node
-from shared.config.run_config import RunConfig
-from shared.process.child_process import die_with_parent
-from shared.runtime.addresses import listening_interfaces, node_rank
-from shared.runtime.user_cache import kernel_cache_variables
-from shared.service.service_base import exit_code
-from shared.transfer import BATCH_INVARIANT
+from shared.runtime.quick_imports import quick_imports
+
+with quick_imports():
+    from services.trainer.rank import SERVICES, read_run
+    from services.trainer.torchrun import run_ranks
+    from services.trainer.trainer_node import run_node
+    from shared.config.run_config import RunConfig
+    from shared.process.child_process import die_with_parent
+    from shared.runtime.addresses import listening_interfaces, node_rank
+    from shared.runtime.user_cache import kernel_cache_variables
+    from shared.service.service_base import exit_code
+    from shared.transfer import BATCH_INVARIANT
 
 
 def launch(role: str) -> None:

@@ -8,14 +8,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from services.trainer.torchrun import tell_failure
-from shared.config.run_config import RunConfig
-from shared.process.child_process import die_with_parent
-from shared.runtime import tasks
-from shared.runtime.errors import DeadlineExceeded
 from shared.runtime.quick_imports import quick_imports
-from shared.runtime.telemetry import last_error
-from shared.service.service_base import connect, exit_code
+
+with quick_imports():
+    from services.trainer.torchrun import tell_failure
+    from shared.config.run_config import RunConfig
+    from shared.process.child_process import die_with_parent
+    from shared.runtime import tasks
+    from shared.runtime.errors import DeadlineExceeded
+    from shared.runtime.telemetry import last_error
+    from shared.service.service_base import connect, exit_code
 
 SERVICES = {"actor": "trainer", "critic": "critic"}  # the name of each role in the registry and the logs
 

@@ -104,8 +104,10 @@ class PromptReader:
 
     def _encoded(self, entry: RowEntry) -> list[bytes]:
         """Returns a row's pictures as they stand there. Raises BadPicture, and ConfigError as `content` does."""
+        if self._pictures is None:
+            return []
         folder = Path(entry.where().rpartition(":")[0]).parent
-        return [] if self._pictures is None else [self._pictures.data_of(given, folder) for given in self._separated(entry)[1]]
+        return [self._pictures.data_of(given, folder) for given in self._separated(entry)[1]]
 
     def _separated(self, entry: RowEntry) -> tuple[Any, list[Any]]:
         """Returns what stands in the place of a prompt, and of each of its pictures. Raises ConfigError."""

@@ -7,14 +7,15 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quick_imports() -> Iterator[None]:
-    """Holds garbage collection back while a process imports what it is made of.
+    """Holds garbage collection back while a process imports what it is made of, and leaves that out of later collections.
 
-    Modules make hundreds of thousands of objects, all of which stay; looking through them again and again is a sixth of the time.
+    Modules make hundreds of thousands of objects, all of which stay; looking through them again and again is up to a third of the time.
     """
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         if enabled:
             gc.enable()

@@ -37,15 +37,17 @@ os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # read while sglang is impo
 os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")  # of linear attention's states, or they are rounded (`attend_linearly`)
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # some routers are compiled functions: there is no compiler for them here
 
-import torch
-import torch.nn.functional as F
-
-from services.rollout.engine import cpu_speculation, quantized_layers
-from services.rollout.engine.murmur_hash import murmur_hash32
-from services.rollout.engine.private_endpoints import close_sockets, leave_out_own_requests, serve_on_socket
 from shared.runtime.quick_imports import quick_imports
-from shared.transfer import batch_invariant
-from shared.transfer.channel_store import bind_stores
+
+with quick_imports():
+    import torch
+    import torch.nn.functional as F
+
+    from services.rollout.engine import cpu_speculation, quantized_layers
+    from services.rollout.engine.murmur_hash import murmur_hash32
+    from services.rollout.engine.private_endpoints import close_sockets, leave_out_own_requests, serve_on_socket
+    from shared.transfer import batch_invariant
+    from shared.transfer.channel_store import bind_stores
 
 
 class InertClass(Exception):
