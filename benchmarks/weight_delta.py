@@ -6,6 +6,9 @@ bfloat16, lr 1e-6) wants a GPU, ``qwen3-0.6b-short`` has samples of 16 tokens an
 case is a process of its own. Gradients are of GRPO's loss on random responses in groups of eight, half of which are rewarded; what a step
 changes is decided by Adam's learning rate far more than by the gradient.
 
+``--encode-only`` writes no files: it encodes every ``--every``-th tensor of each version after the first against the one before, by the
+encoding that a run takes by itself, on all cores, and decodes it again; the case ``qwen3-4b`` is measured so, on a GPU of 141 GB.
+
 The last version is put together from each chain and compared with the trainer's weights, bit for bit.
 """
 
@@ -17,10 +20,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command_line import conditions
 from benchmarks.page_table import put_table
 from benchmarks.trainer_mfu import SHAPE
 
@@ -50,8 +56,9 @@ CASES = {
     "quickstart-bf16": Case("bfloat16", 1e-6, 0.95, 40, "cpu"),
     "qwen3-0.6b": Case("bfloat16", 1e-6, 0.98, 1024, "cuda"),
     "qwen3-0.6b-short": Case("bfloat16", 1e-6, 0.98, 16, "cpu"),
+    "qwen3-4b": Case("bfloat16", 1e-6, 0.98, 1024, "cuda"),
 }
-LARGE = "qwen3-0.6b"
+LARGE = "qwen3-"
 BY_DEFAULT = [name for name in CASES if not name.startswith(LARGE)]
 
 
@@ -62,15 +69,20 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5, help="versions after the first")
     parser.add_argument("--json", type=Path, help=f"put the cases' figures there, beside those of other cases; {RESULTS.name} is shown")
     parser.add_argument("--write", action="store_true", help="put the figures of RESULTS into the docs; nothing is measured")
+    parser.add_argument("--encode-only", action="store_true", help="encode in memory, and write no files")
+    parser.add_argument("--every", type=int, default=8, metavar="N", help="of the tensors, that --encode-only takes")
     parser.add_argument("--only", choices=CASES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.encode_only and arguments.only is None:
+        rows = [row for case in arguments.case or BY_DEFAULT for row in encoded(case, arguments.steps, arguments.every, arguments.json)]
+        return int(not rows)
     if arguments.only is not None:
         print(json.dumps(measure(arguments.only, arguments.steps)))
         return 0
     if arguments.write:
         put_table(PAGE, "weight_delta", table(json.loads(RESULTS.read_text())))
         return 0
-    rows: list[dict[str, Any]] = []
+    rows = []
     for case in arguments.case or BY_DEFAULT:
         environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if CASES[case].device == "cpu" else {})}
         command = [sys.executable, "-m", "benchmarks.weight_delta", "--only", case, "--steps", str(arguments.steps)]
@@ -131,6 +143,58 @@ def measure(name: str, steps: int) -> list[dict[str, Any]]:
     return rows
 
 
+def encoded(name: str, steps: int, every: int, path: Path | None) -> list[dict[str, Any]]:
+    """What versions weigh as changes, in this process, a row for each step, printed and written as they come."""
+    import numpy as np
+
+    from services.trainer.actor import Actor
+    from services.trainer.objective.loss import PolicyLoss
+    from services.trainer.trainer_settings import TrainerSettings
+    from shared.config.algorithm import AlgorithmSection
+    from shared.config.trainer_section import TrainerSection
+    from shared.transfer.manifest import ITEM_BYTES
+    from shared.transfer.weight_checkpoint import apply_delta, encode_delta
+
+    case, rows, chosen = CASES[name], list[dict[str, Any]](), set[str]()
+    trainer = TrainerSection(train_dtype=case.dtype, lr=case.lr, weight_decay=0.01, adam_beta2=case.beta2, recompute=case.device == "cuda")
+    with tempfile.TemporaryDirectory() as place:
+        actor = Actor.create(TrainerSettings(trainer), checkpoint(name, Path(place) / "model"), random=name.startswith(LARGE))
+    loss = PolicyLoss(AlgorithmSection())
+
+    def taken() -> dict[str, tuple[int, Any]]:
+        buckets = exported(actor, chosen or None)
+        return {name: (ITEM_BYTES[dtype], data) for bucket in buckets for name, (dtype, _, data) in bucket.items()}
+
+    chosen |= set(sorted(taken())[::every])
+    before = taken()
+    for step in range(1, steps + 1):
+        actor.train_step(micro_batches(case, actor.architecture.vocab_size, step), loss)
+        after = taken()
+
+        def weigh(tensor: str, old: Any = before, new: Any = after) -> tuple[int, int]:
+            item, data = new[tensor]
+            parts = encode_delta(old[tensor][1], data, item, "auto")
+            if parts:
+                apply_delta(again := old[tensor][1].copy(), parts, item)
+                assert np.array_equal(again, data), tensor
+            return sum(len(part) for part in parts.values()), int((old[tensor][1].view(f"u{item}") != data.view(f"u{item}")).sum())
+
+        began = time.perf_counter()
+        with ThreadPoolExecutor() as pool:
+            weighed = list(pool.map(weigh, sorted(after, key=lambda tensor: -after[tensor][1].nbytes)))
+        seconds, full = time.perf_counter() - began, sum(data.nbytes for _, data in after.values())
+        elements = sum(data.nbytes // item for item, data in after.values())
+        row = {"case": name, "lr": case.lr, "step": step, "tensors": len(after), "full_bytes": full, "encoded_and_decoded_seconds": seconds}
+        row |= {"delta_bytes": sum(size for size, _ in weighed), "changed": sum(count for _, count in weighed) / elements}
+        rows.append(row | {"share": row["delta_bytes"] / full})
+        print(json.dumps(rows[-1]), flush=True)
+        if path is not None:
+            path.write_text(json.dumps({**conditions(), "rows": rows}, indent=1) + "\n")
+        before = after
+    actor.close()
+    return rows
+
+
 def written(snapshots: Any, version: int, tensors: list[dict[str, Any]], base: Any = None, form: Any = "xor") -> tuple[Any, float]:
     """A link, and the seconds that it took."""
     from services.trainer.weights.snapshot_writer import WeightCheckpointWriter
@@ -146,7 +210,7 @@ def checkpoint(name: str, directory: Path) -> Path:
     """The case's model: only its shape where the weights are to be Megatron's random ones."""
     if name.startswith(LARGE):
         directory.mkdir()
-        (directory / "config.json").write_text(json.dumps(QWEN3_06B))
+        (directory / "config.json").write_text(json.dumps(SHAPE if name == "qwen3-4b" else QWEN3_06B))
     else:
         few = [f"--{what}={count}" for what, count in (("train", 1), ("heldout", 1), ("demonstrations", 1))]  # only the model is wanted
         subprocess.run([sys.executable, str(PREPARE), str(directory.parent / "data"), *few], check=True, stdout=subprocess.DEVNULL)
@@ -154,8 +218,8 @@ def checkpoint(name: str, directory: Path) -> Path:
     return directory
 
 
-def exported(actor: Any) -> list[dict[str, Any]]:
-    """The weights as drafts take them, bucket by bucket."""
+def exported(actor: Any, only: Collection[str] | None = None) -> list[dict[str, Any]]:
+    """The weights as drafts take them, bucket by bucket; ``only``: those of these names."""
     import torch
 
     return [
@@ -166,6 +230,7 @@ def exported(actor: Any) -> list[dict[str, Any]]:
                 tensor.detach().cpu().clone().contiguous().view(-1).view(torch.uint8).numpy(),
             )
             for name, tensor in bucket
+            if only is None or name in only
         }
         for bucket in actor.export(BUCKET_BYTES)
     ]

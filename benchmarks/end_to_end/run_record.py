@@ -10,6 +10,7 @@ from typing import Any
 from shared.schema.ledger import BatchFormed, GroupRequeued, GroupsDropped, GroupsScored
 from shared.schema.messages import SampleMeta, Trained
 from shared.schema.service_messages import MetricsWritten
+from shared.view.flow_view import PARTS
 
 GAUGES = ("running_requests", "queued_requests", "kv_usage", "request_slots", "used_slots", "running_groups")
 
@@ -96,6 +97,7 @@ class RunRecord:
             "train_seconds": median(metrics, "perf/step_time"),
             "optimizer_seconds": median(metrics, "perf/actor_train_time"),
             "wait_seconds": median(metrics, "perf/train_wait_time"),
+            "parts": {part: mean(metrics, f"perf/train_{part}_time") for part in PARTS},
             "push_begin_seconds": median(metrics, "perf/train_push_time"),
             "push_seconds": median(metrics, "perf/update_weights_time"),
             "push_stall_seconds": median(metrics, "perf/update_weights_stall"),
