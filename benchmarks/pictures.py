@@ -54,7 +54,8 @@ def measured(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     (folder / "run.toml").write_text(config)
     words = [str(folder / "run.toml"), "--num-rollout", str(options.steps)]
     if large:
-        words += ["--train-dtype", "bfloat16", "--lr", "2e-5", "--max-tokens-per-gpu", "16384", *SMALL_ENGINE_FLAGS]
+        words += ["--train-dtype", "bfloat16", "--lr", "2e-5", *SMALL_ENGINE_FLAGS]
+        words += ["--max-tokens-per-gpu", "4096", "--recompute-granularity", "full"]
         words += ["--sglang-mm-attention-backend", "triton_attn"]  # its default wants kernels that not every installation has
     began = time.monotonic()
     with (folder / "run.out").open("wb") as output:
