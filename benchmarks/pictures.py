@@ -1,8 +1,8 @@
 """A vision-language model of 2B shape learns the colours of `examples/colours`, its engine on one GPU and its trainer on another.
 
-``python -m benchmarks.pictures --directory DIR --json FILE [--device cuda] [--steps N] [--seconds S] [FLAG ...]`` writes, at the end or
-when its time is over: tokens and pictures a second, the difference of engine and trainer, pushes, rewards. Weights are random, and the
-vocabulary has a few words: the layers are Qwen3-VL-2B's. ``--device cpu`` takes the example's own sizes. Further flags are the run's.
+``python -m benchmarks.pictures --directory DIR --json FILE [--device cuda] [--steps N] [--seconds S] [FLAG ...]`` writes, while it runs,
+the last steps, and at the end or when its time is over: tokens and pictures a second, the difference of engine and trainer, pushes,
+rewards. Weights are random, and the vocabulary has a few words: the layers are Qwen3-VL-2B's. ``--device cpu`` takes the example's own sizes. Further flags are the run's.
 """
 
 import argparse
@@ -57,15 +57,18 @@ def measured(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
         words += ["--train-dtype", "bfloat16", "--lr", "2e-5", *SMALL_ENGINE_FLAGS]
         words += ["--max-tokens-per-gpu", "4096", "--recompute-granularity", "full"]
         words += ["--sglang-mm-attention-backend", "triton_attn"]  # its default wants kernels that not every installation has
-    began = time.monotonic()
+    began, root = time.monotonic(), folder / "runs" / "colours"
+    row: dict[str, Any] = {"device": options.device, "parameters": parameters}
     with (folder / "run.out").open("wb") as output:
         process = subprocess.Popen(launch([*words, *flags]), cwd=ROOT, stdout=output, stderr=output)
-        try:
-            code = process.wait(options.seconds)
-        except subprocess.TimeoutExpired:
-            code = stopped(process)
-    root = folder / "runs" / "colours"
-    row: dict[str, Any] = {"device": options.device, "parameters": parameters, "exit": code, "seconds": round(time.monotonic() - began, 1)}
+        while (code := process.poll()) is None:
+            if (elapsed := time.monotonic() - began) > options.seconds:
+                code = stopped(process)
+                break
+            row |= {"seconds": round(elapsed, 1), "steps": [line for line in lines(root / "logs" / "trainer-0.log") if "step" in line][-3:]}
+            options.json.write_text(json.dumps(row, indent=2) + "\n")  # what there is, should this process be killed
+            time.sleep(5)
+    row |= {"exit": code, "seconds": round(time.monotonic() - began, 1)}
     row["pushes"] = [line for line in lines(root / "logs" / "trainer-0.log") if line.get("event") == "weights_pushed"][:8]
     if (root / "summary.json").is_file():
         row["summary"] = summary = json.loads((root / "summary.json").read_text())

@@ -28,6 +28,7 @@ from shared.config.flag_table import Fields
 from shared.config.rollout_section import ConfigTable, WorkerType
 from shared.config.run_config import RunConfig, field_sections, section_model
 from shared.config.sglang_flags import plain_name
+from shared.config.trainer_section import MEGATRON_LAYOUT
 from shared.runtime.errors import BadInput, ConfigError, near, nearest, shown
 
 BASE = "base"
@@ -400,6 +401,29 @@ def lay_prefill_servers(layers: Layers) -> None:
     parts = {"prefill": int(count), "decode": engines - int(count)}
     groups = [{"worker_type": kind, "replicas": number, "num_gpus_per_engine": size} for kind, number in parts.items()]
     rollout.update(prefill_num_servers=None, engine_groups=groups)
+
+
+def lay_picture_backend(layers: Layers) -> None:
+    """Chooses the torch backend for prompts that show something, unless a backend is given, as Megatron trains text alone.
+
+    What is given of Megatron's layout is left out then, and drafts, which a run without them has no need of: slime's scripts give them.
+    """
+    data, trainer, rollout = (layers.values.get(section, {}) for section in ("data", "trainer", "rollout"))
+    if not all(isinstance(one, dict) for one in (data, trainer, rollout)):
+        return  # `parse` refuses it
+    if data.get("multimodal_keys") is None or "trainer_backend" in trainer:
+        return
+    sglang = given if isinstance(given := rollout.get("sglang"), dict) else {}
+    sizes = [name for name in MEGATRON_LAYOUT if trainer.pop(name, None) not in (None, False, 1, {}, [])]
+    drafts = [name for name in sglang if plain_name(name).startswith("speculative-")]
+    for name in drafts:
+        del sglang[name]
+    left = ", ".join([*(f"trainer.{name}" for name in sizes), *(f"rollout.sglang.{name}" for name in drafts)])
+    layers.values["trainer"] = trainer | {"trainer_backend": "torch"}
+    layers.notes.append(
+        "trainer.trainer_backend = torch, as data.multimodal_keys is set and Megatron trains text alone"
+        + (f"; it has no use for {left}: left out" if left else "")
+    )
 
 
 def _sglang_models(path: Path, size: int) -> tuple[dict[str, dict[str, Any]], dict[str, bool | None]]:

@@ -15,6 +15,7 @@ from shared.config.config_layers import (
     lay_custom_config,
     lay_eval_config,
     lay_megatron_config,
+    lay_picture_backend,
     lay_prefill_servers,
     lay_sglang_config,
 )
@@ -148,6 +149,7 @@ def read(path: Path | None, overrides: dict[str, dict[str, Any]] | None = None, 
         lay_eval_config(layers)
         lay_prefill_servers(layers)
         lay_sglang_config(layers)
+        lay_picture_backend(layers)
         config, found = parse(layers.values).absolute(Path.cwd()), list[BadInput]()
     except BadInput as error:
         config, found = None, _without_consequences(problems_of(error), [*problems, *refused])

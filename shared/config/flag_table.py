@@ -195,7 +195,7 @@ _RENAMED = (
 """Flags of slime's, and of Megatron's, that are set under the name of a field."""
 
 _NO_OPS: dict[str, tuple[str, ...]] = {
-    "train_backend": ("text", "the trainer is Megatron-Core", "megatron"),
+    "train_backend": ("text", "`trainer_backend` chooses: Megatron-Core, or torch where prompts show pictures", "megatron"),
     "use_dynamic_batch_size": ("switch", "micro-batches are always packed by tokens, up to --max-tokens-per-gpu"),
     "log_probs_max_tokens_per_gpu": ("int", "log-probs are computed on the micro-batches of --max-tokens-per-gpu"),
     "ref_micro_batch_size": ("int", "log-probs are computed on the micro-batches of --max-tokens-per-gpu"),

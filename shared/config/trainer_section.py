@@ -156,6 +156,19 @@ _OF_MEGATRON = (
 )
 """What the torch backend does not have, besides those sizes."""
 
+MEGATRON_LAYOUT = (
+    *_SPLITS,
+    *(
+        "tensor_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "sequence_parallel",
+        "use_distributed_optimizer",
+    ),
+    *("recompute_method", "make_vocab_size_divisible_by", "spec", "megatron"),
+)
+"""How Megatron lays out a model, and how it describes it: without meaning for the torch backend where prompts show pictures."""
+
 
 class TrainerSection(Section):
     """Megatron-Core: layout, batches, optimizer, checkpoints."""

@@ -19,7 +19,7 @@ from shared.config.run_config import RunConfig
 from shared.hooks.arguments import Arguments
 from shared.model.architecture_flags import described_shape
 from shared.model.parallel_layout import ParallelLayout, division_problems
-from shared.runtime.errors import ConfigError, raise_problems
+from shared.runtime.errors import ConfigError, Problems, raise_problems
 from tests.support.run_config import run_config
 from tests.support.slime_scripts import SCRIPTS
 
@@ -337,26 +337,20 @@ def test_a_sample_may_be_longer_than_a_micro_batch_as_for_slime() -> None:
     assert isinstance(problem, ConfigError) and problem.field == "trainer.max_tokens_per_gpu"
 
 
-GEO3K = (
-    "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --multimodal-keys {KEYS} --hf-checkpoint /root/models/Qwen3.5-35B-A3B "
-    "--prompt-data /root/datasets/geo3k_imgurl/train.parquet --input-key problem --label-key answer --apply-chat-template "
-    "--rollout-shuffle --rm-type deepscaler --num-rollout 3000 --rollout-batch-size 64 --n-samples-per-prompt 8 "
-    "--rollout-max-response-len 4096 --rollout-temperature 0.8 --global-batch-size 512 --eval-interval 20 --eval-prompt-data "
-    "geo3k_imgurl /root/datasets/geo3k_imgurl/test.parquet --n-samples-per-eval-prompt 1 --eval-max-response-len 4096 "
-    "--advantage-estimator grpo --kl-loss-coef 0.00 --kl-loss-type low_var_kl --kl-coef 0.00 --entropy-coef 0.00 --eps-clip 0.2 "
-    "--eps-clip-high 0.28 --lr 1e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98 "
-    "--rollout-num-gpus-per-engine 8 --sglang-mem-fraction-static 0.7 --sglang-ep-size 8 --sglang-max-running-requests 512 "
-    "--colocate"
-)
-"""Of examples/geo3k_vlm/run_geo3k_qwen35.sh all but the flags of Megatron's and of drafts."""
-MEGATRON = "--train-backend megatron --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 8"
+GEO3K = "examples/geo3k_vlm/run_geo3k_qwen35.sh"
 
 
 def test_the_script_with_pictures_runs_on_the_torch_backend() -> None:
-    words = [word.replace("{KEYS}", '{"image": "images"}') for word in GEO3K.split()]
-    config = config_of([*words, "--trainer-backend", "torch"])
-    assert config.data.multimodal_keys == {"image": "images"} and config.trainer.trainer_backend == "torch"
-    with pytest.raises(ConfigError, match="megatron trains text alone; use torch"):
-        config_of([*words, *MEGATRON.split()])
-    with pytest.raises(ConfigError, match="speculative-algorithm = EAGLE verifies drafts"):
-        config_of([*words, "--trainer-backend", "torch", "--sglang-speculative-algorithm", "EAGLE"])
+    path, given = up.train_source(None, SCRIPTS[GEO3K], now=NOW)
+    config, problems, notes, *_ = read(path, given.overrides)
+    assert config is not None and not problems
+    trainer = config.trainer
+    assert (trainer.trainer_backend, trainer.tensor_model_parallel_size, trainer.expert_model_parallel_size, trainer.megatron) == (
+        "torch", 1, 1, {},
+    )  # fmt: skip
+    assert not any("speculative" in name for name in config.rollout.sglang)
+    assert any("trainer_backend = torch" in note and "speculative-algorithm" in note and "spec," in note for note in notes)
+    with pytest.raises(Problems, match="megatron trains text alone; use torch"):
+        config_of([*SCRIPTS[GEO3K], "--trainer-backend", "megatron"])
+    words = [word for word in SCRIPTS[GEO3K] if word not in ("--multimodal-keys", '{"image":"images"}')]
+    assert config_of(words).trainer.trainer_backend == "megatron"
