@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.pictures --directory DIR --json FILE [--device cuda] [--steps N] [--seconds S] [FLAG ...]`` writes, while it runs,
 the last steps, and at the end or when its time is over: tokens and pictures a second, the difference of engine and trainer, pushes,
-rewards. Weights are random, and the vocabulary has a few words: the layers are Qwen3-VL-2B's. ``--device cpu`` takes the example's own sizes. Further flags are the run's.
+rewards. Weights are random, and the vocabulary has a few words: the layers are Qwen3-VL-2B's. ``--device cpu`` takes the
+example's own sizes. Further flags are the run's.
 """
 
 import argparse
