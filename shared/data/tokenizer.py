@@ -1,5 +1,6 @@
 """An HF checkpoint's tokenizer without transformers or torch: `tokenizers` for text, jinja2 for the chat template."""
 
+from array import array
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -42,7 +43,8 @@ class Tokenizer:
         """
         # the call for several leaves out what is not asked for here: where in the text each token lies
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return np.asarray([*self._lacks(encoding.ids, begin), *encoding.ids], dtype=np.int32)
+        ids = encoding.ids
+        return np.frombuffer(array("i", [*self._lacks(ids, begin), *ids] if begin else ids), dtype=np.int32)
 
     def encode_behind(self, before: str, text: str) -> NDArray[np.int32]:
         """Returns the token ids of a text that stands behind another: some tokenizers put a space before what begins (Llama 2's)."""

@@ -494,9 +494,11 @@ def encode(samples: Sequence[Sample], blob_bytes: int) -> list[bytes]:
         if size >= blob_bytes and len(batches[-1]) >= fewest:
             batches.append([])
             size = 0
-        given = {name: (getattr(sample, name), dtype) for name, (_, dtype) in _ARRAYS.items()}
-        arrays = {name: None if values is None else codec.array(values, dtype) for name, (values, dtype) in given.items()}
-        batches[-1].append(vars(sample) | arrays | {"pictures": [pictures[picture] for picture in sample.pictures]})
+        entry = vars(sample) | {"pictures": [pictures[picture] for picture in sample.pictures]}
+        for name, (_, dtype) in _ARRAYS.items():
+            if (values := entry[name]) is not None:
+                entry[name] = codec.array(values, dtype)
+        batches[-1].append(entry)
         size += _encoded_size(sample)
     held = {"pictures": {name: picture for picture, name in pictures.items()}} if pictures else {}
     return [codec.pack({"schema": SCHEMA, "samples": batch} | (held if not at else {})) for at, batch in enumerate(batches)]
