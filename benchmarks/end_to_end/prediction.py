@@ -18,7 +18,7 @@ from numpy.random import Generator
 
 from benchmarks.end_to_end.length_distribution import DRAWN, LengthDistribution
 from services.buffer.policy import Order
-from services.buffer.simulation.simulate_command import Setting, SimulationPlan
+from services.buffer.simulation.simulate_command import Setting, Simulated, SimulationPlan
 from services.buffer.simulation.world import DECILES, Floats, WorkloadModel
 from services.rollout.request_slots import lot
 
@@ -57,7 +57,7 @@ class MeasuredWorkload(WorkloadModel):
         drawn = self._lengths.draw(np.random.default_rng(0), DRAWN)
         return np.quantile(drawn, [part / DECILES for part in range(1, DECILES)])
 
-    def rate(self, running: int, gpus: int) -> float:
+    def rate(self, running: int, gpus: float) -> float:
         base, each = self.decode
         return 1 / (base + each * max(1.0, running / gpus))
 
@@ -126,12 +126,14 @@ def predicted(
     slots: Mapping[int, int],
     order: Order = "completion",
     engines: int = 1,
+    lend: float = 0.0,
+    policy: Simulated = "drop",
 ) -> dict[int, float]:
     """Returns the predicted seconds of a step at each bound, one GPU training and the others generating.
 
     Args:
         train_s: seconds of training a step. push_s: that a push stops generation and training. slots: of an engine, by the bound.
-        order: of the batches. engines: of one GPU each.
+        order: of the batches. engines: of one GPU each. lend: as `WorkloadModel` has it. policy: what becomes of stale groups.
     """
     found = {}
     for bound, places in slots.items():
@@ -149,8 +151,9 @@ def predicted(
             push=push_s,
             distribution=distribution,
             decode=engine.decode,
+            lend=lend,
         )
         model = replace(model, training=train_s / model.generation)
-        plan = SimulationPlan(model, (Setting("drop", order),), (bound,), STEPS, WARM_UP, 0, True)
+        plan = SimulationPlan(model, (Setting(policy, order),), (bound,), STEPS, WARM_UP, 0, True)
         found[bound] = round(batch / next(iter(plan.outcomes(plan.baseline()))).samples_per_second, 4)
     return found

@@ -64,13 +64,16 @@ class WorkloadModel:
     prefill: float = _option(0.0, "seconds for which all responses stand still for those that begin together")
     training: float = _option(1.0, "GPU time of training over that of generation, h/g")
     push: float = _option(0.0, "seconds that a weight push stops everything")
+    lend: float = _option(0.0, "share of the trainer's GPUs that generate while it waits for a batch")
+    handover: float = _option(0.15, "seconds for which the trainer waits for GPUs that it has lent")
 
     def __post_init__(self) -> None:
         for name in ("mean_tokens", "token_rate", "saturation", "training", "cap", "batch", "samples", "concurrency", "lot"):
             self._require(name, 0 < getattr(self, name) < math.inf, "more than 0")
-        for name in ("sigma", "push", "prefill"):
+        for name in ("sigma", "push", "prefill", "handover"):
             self._require(name, 0 <= getattr(self, name) < math.inf, "at least 0")
-        self._require("correlation", 0 <= self.correlation <= 1, "between 0 and 1")
+        for name in ("correlation", "lend"):
+            self._require(name, 0 <= getattr(self, name) <= 1, "between 0 and 1")
         self._require("gpus", self.gpus >= 2, "at least 2, one that generates and one that trains")
         split = f"between 1 and {self.gpus - 1}, for the trainer needs some too"
         self._require("rollout_gpus", self.rollout_gpus is None or 0 < self.rollout_gpus < self.gpus, split)
@@ -141,7 +144,12 @@ class WorkloadModel:
         quantiles = [_NORMAL.inv_cdf(part / DECILES) for part in range(1, DECILES)]
         return self.mean_tokens * numpy.exp(self.sigma * numpy.array(quantiles) - self.sigma**2 / 2)
 
-    def rate(self, running: int, gpus: int) -> float:
+    @property
+    def lent(self) -> float:
+        """Returns how many of the trainer's GPUs generate while it waits."""
+        return self.lend * (self.gpus - self.split)
+
+    def rate(self, running: int, gpus: float) -> float:
         """Returns the tokens per second of each of ``running`` responses on ``gpus``."""
         return self.token_rate * min(1.0, self.saturation * gpus / running) if running else self.token_rate
 
@@ -175,9 +183,9 @@ class ModelledEngine:
         begins: called with each response when its first token is drawn.
     """
 
-    def __init__(self, model: WorkloadModel, gpus: int, begins: Callable[[Response], None]) -> None:
-        self._model, self._gpus, self._begins = model, gpus, begins
-        self._room, self._lot = model.concurrency * gpus, min(model.lot, model.concurrency) * gpus
+    def __init__(self, model: WorkloadModel, gpus: float, begins: Callable[[Response], None]) -> None:
+        self._model, self._begins = model, begins
+        self._set_gpus(gpus)
         self._filling, self._stall = True, 0.0
         self._waiting: deque[Response] = deque()
         self._ends: list[tuple[float, int, Response]] = []
@@ -200,6 +208,15 @@ class ModelledEngine:
         """Queues responses; they begin now where there is room."""
         self._waiting.extend(responses)
         self._fill()
+
+    def resize(self, gpus: float) -> None:
+        """Generates on so many GPUs from now on; what has no room on them any more shares them until it has."""
+        self._set_gpus(gpus)
+        self._fill()
+
+    def _set_gpus(self, gpus: float) -> None:
+        self._gpus, self._room = gpus, int(self._model.concurrency * gpus)
+        self._lot = int(min(self._model.lot, self._model.concurrency) * gpus)
 
     def next_end(self) -> float:
         """Returns when the next response ends; infinity while none runs."""
@@ -416,6 +433,7 @@ class World:
         self._work_at: list[float] = []  # the engine's work when each version went live
         self._now = 0.0
         self._trained_at = math.inf
+        self._lending = False  # the trainer waits, and its GPUs generate
         # At least so many groups, of those up to this number, have to come back before asking for a batch is of use; asking at every return
         # would take most of the time
         self.missing, self._horizon = 0, math.inf
@@ -466,7 +484,14 @@ class World:
             case BatchFormed():
                 self._tally.formed(self._now)
                 self._count(record)
-                self._trained_at = self._now + self._model.train_seconds
+                handover = self._model.handover if self._lending else 0.0
+                self._lend(False)
+                self._trained_at = self._now + handover + self._model.train_seconds
+
+    def _lend(self, lending: bool) -> None:
+        if lending != self._lending and self._model.lent:
+            self._lending = lending
+            self._engine.resize(self._model.split + (self._model.lent if lending else 0))
 
     def _count(self, batch: BatchFormed) -> None:
         below = batch.mask_below
@@ -489,6 +514,7 @@ class World:
             self.missing = self._size - len(self._chosen(candidates))
             # of all that wait, the newest that a batch could take
             self._horizon = self._chosen([group for group in reversed(state.groups.values()) if group.step is None])[0].number
+            self._lend(True)
 
     def _chosen(self, groups: list[GroupState]) -> list[GroupState]:
         config = self._config

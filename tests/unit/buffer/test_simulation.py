@@ -133,9 +133,34 @@ def test_lengths_of_one_prompt_are_alike() -> None:
     assert numpy.corrcoef(pairs.T)[0, 1] == pytest.approx(0.8, abs=0.02)
 
 
+@pytest.mark.parametrize("training", [0.5, 1.0])
+def test_lent_gpus_generate_while_the_trainer_waits(training: float) -> None:
+    """Where generation takes longer, lending gains what the trainer would have waited; a slow way back takes it away again."""
+    model = WorkloadModel(gpus=2, rollout_gpus=1, batch=64, concurrency=200, training=training)
+
+    def step(**lent: float) -> float:
+        plan = SimulationPlan(replace(model, **lent), (Setting("drop", "fifo"),), (4,), 60, 10, 0)
+        return model.batch / next(iter(plan.outcomes(plan.baseline()))).samples_per_second
+
+    apart, lending, limit = step(), step(lend=1.0), (model.generation + model.train) / 2
+    assert limit <= lending < apart and apart >= model.generation * 0.99
+    assert step(lend=1.0, handover=0.25 * model.generation) > lending
+    if training < 1:
+        assert lending < 1.07 * limit, "nearly all of the trainer's waiting is used"
+
+
 @pytest.mark.parametrize(
     "wrong",
-    [{"gpus": 1}, {"rollout_gpus": 16}, {"sigma": -1}, {"batch": 10, "samples": 4}, {"correlation": 2}, {"token_rate": float("nan")}],
+    [
+        {"lend": 1.5},
+        {"handover": -1},
+        {"gpus": 1},
+        {"rollout_gpus": 16},
+        {"sigma": -1},
+        {"batch": 10, "samples": 4},
+        {"correlation": 2},
+        {"token_rate": float("nan")},
+    ],
 )
 def test_a_model_that_cannot_be(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="--" + next(iter(wrong)).replace("_", "-")):
