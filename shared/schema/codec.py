@@ -15,6 +15,7 @@ import numpy as np
 from shared.runtime.errors import BadMessage
 
 ARRAY_DTYPES = frozenset({"<i2", "<i4", "<i8", "<f4", "<f8", "|u1"})
+_ARRAY_KEYS = frozenset({"dtype", "shape", "data"})
 _DTYPES = {name: np.dtype(name) for name in ARRAY_DTYPES}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
@@ -84,7 +85,7 @@ class _Room:
 
 
 def _decode_array(mapping: dict[Any, Any]) -> Any:
-    if len(mapping) != 3 or not ("dtype" in mapping and "shape" in mapping and "data" in mapping):
+    if len(mapping) != 3 or mapping.keys() != _ARRAY_KEYS:
         return mapping
     dtype, shape, data = mapping["dtype"], mapping["shape"], mapping["data"]
     known = _DTYPES.get(dtype) if type(dtype) is str else None
