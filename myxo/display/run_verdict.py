@@ -62,7 +62,7 @@ def _layout(inspection: Inspection) -> Iterator[str]:
 
 
 def _memory(inspection: Inspection) -> Iterator[str]:
-    config, gpu_bytes = inspection.config, devices.gpu_bytes()
+    config, gpu_bytes = inspection.config, inspection.gpu_bytes
     where = map(devices.resolve, (config.trainer.train_device, config.rollout.rollout_device))
     if "cuda" in where and gpu_bytes and inspection.architecture:
         for need in RunPlan(config, inspection.architecture, gpu_bytes, inspection.critic).needs:

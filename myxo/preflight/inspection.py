@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from shared.config import devices
 from shared.config.data_sections import DataSection
 from shared.config.eval_views import EvalView, eval_views
 from shared.config.run_config import RunConfig
@@ -73,6 +74,11 @@ class Inspection:
     problems: list[ConfigError] = field(default_factory=list)  # what was wrong with what could not be loaded
     guesses: list[str] = field(default_factory=list)  # what was settled for fields that are not given, as sentences
     notes: list[str] = field(default_factory=list)  # notes of all checks
+
+    @cached_property
+    def gpu_bytes(self) -> int | None:
+        """Returns the memory of this machine's smallest GPU, in bytes; None where none is reported."""
+        return devices.gpu_bytes()
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:

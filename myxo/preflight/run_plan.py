@@ -244,8 +244,9 @@ def settle_trainer(inspection: Inspection) -> tuple[TrainerSection, str]:
     config, trainer = inspection.config, inspection.config.trainer
     if "auto" not in (trainer.max_tokens_per_gpu, trainer.log_probs_chunk_size):
         return trainer, ""
-    if devices.resolve(trainer.train_device) == "cuda" and (gpu_bytes := devices.gpu_bytes()) and inspection.architecture is not None:
-        plan = RunPlan(config, inspection.architecture, gpu_bytes, inspection.critic, inspection.frozen_models)
+    trains = devices.resolve(trainer.train_device) == "cuda" and not config.debug.debug_rollout_only
+    if trains and inspection.gpu_bytes is not None and inspection.architecture is not None:
+        plan = RunPlan(config, inspection.architecture, inspection.gpu_bytes, inspection.critic, inspection.frozen_models)
         if _layout_divides(plan):
             return settled_tokens(plan)
     return trainer.model_copy(update={"max_tokens_per_gpu": trainer.tokens_per_gpu, "log_probs_chunk_size": trainer.log_probs_tokens}), ""
@@ -436,7 +437,7 @@ def check_gpu_memory(inspection: Inspection) -> Findings:
     train, generate = config.trainer.train_device, config.rollout.rollout_device
     used = {"actor": train, "critic": train, "engine": generate, "group": generate}
     on_gpus = {role for role, device in used.items() if devices.resolve(device) == "cuda"}
-    if architecture is None or not on_gpus or (gpu_bytes := devices.gpu_bytes()) is None:
+    if architecture is None or not on_gpus or (gpu_bytes := inspection.gpu_bytes) is None:
         return
     plan = RunPlan(config, architecture, gpu_bytes, inspection.critic, inspection.frozen_models)
     if not _layout_divides(plan):  # another check reports it

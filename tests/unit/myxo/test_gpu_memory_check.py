@@ -8,13 +8,40 @@ from pathlib import Path
 import pytest
 
 from myxo.preflight.inspection import Inspection, Note
-from myxo.preflight.run_plan import check_gpu_memory
+from myxo.preflight.run_plan import check_gpu_memory, settle_trainer
 from shared.runtime.errors import BadInput, ConfigError
 from tests.support.run_config import run_config
 from tests.unit.myxo.test_memory_plans import SHAPE
 
 Findings = list[BadInput | Note]
 Fields = dict[str, object]
+
+
+@pytest.mark.parametrize(
+    ("mebibytes", "sections", "tokens"),
+    [
+        (143_771, {"trainer": {"train_device": "cuda", "recompute": True}}, (32768, 8192)),
+        (143_771, {"trainer": {"train_device": "cuda", "recompute": True, "max_tokens_per_gpu": 5000}}, (5000, 8192)),
+        (143_771, {"trainer": {"train_device": "cuda", "max_tokens_per_gpu": 5000, "log_probs_chunk_size": -1}}, (5000, -1)),
+        (143_771, {"trainer": {"train_device": "cpu"}, "rollout": {"rollout_device": "cpu"}}, (8192, 2048)),
+        (143_771, {"trainer": {"train_device": "cuda"}, "debug": {"debug_rollout_only": True}}, (8192, 2048)),
+        (143_771, {"trainer": {"train_device": "cuda", "tensor_model_parallel_size": 3, "actor_num_gpus_per_node": 3}}, (8192, 2048)),
+        (0, {"trainer": {"train_device": "cuda"}}, (8192, 2048)),
+    ],
+)
+def test_tokens_are_settled_where_the_trainers_gpus_are(
+    mebibytes: int, sections: dict[str, Fields], tokens: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without GPUs, or a layout that divides the model, they are those of a CPU, and nothing is said."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPE))
+    if mebibytes:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho {mebibytes}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":" if mebibytes else None)
+    trainer, said = settle_trainer(Inspection(run_config(tmp_path, **sections), starts=True))
+    assert (trainer.max_tokens_per_gpu, trainer.log_probs_chunk_size) == tokens
+    assert bool(said) == (8192 in tokens and 2048 not in tokens)
 
 
 @pytest.fixture
