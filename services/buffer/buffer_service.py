@@ -344,7 +344,9 @@ class Buffer:
                 await self._ledger.append(record, data)
                 self._keeper.take(ended_groups(self._state, record))
                 self._prompts.follow(self._state, record)
-                self._free_unasked(record)
+                if isinstance(record, ledger.EvalEnded) and (most := self._prompts.most_pictures):  # no service reports these any more
+                    for name in self._state.evaluations[record.version, record.dataset].pending:
+                        self._to_free.put_nowait(list(itertools.islice(self._service.subjects.picture_keys(name, 0), most)))
                 self._state.apply(record)
                 self._trace(record)
                 self._ends.see(record)
@@ -403,12 +405,6 @@ class Buffer:
             case ledger.RunFinished(steps=steps):
                 self._log.info("run_finished", steps=steps)
                 await runs.set_phase(self._bus, self._service.run, runs.FINISHED)
-
-    def _free_unasked(self, record: LedgerRecord) -> None:
-        """Frees what held-out prompts show that an evaluation ends without: no service reports them any more."""
-        if isinstance(record, ledger.EvalEnded) and (most := self._prompts.most_pictures):
-            for name in self._state.evaluations[record.version, record.dataset].pending:
-                self._to_free.put_nowait(list(itertools.islice(self._service.subjects.picture_keys(name, 0), most)))
 
     async def _free(self) -> None:
         while True:

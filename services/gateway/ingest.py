@@ -102,7 +102,11 @@ def parse_group(body: bytes, limits: GroupLimits, decode: Callable[[NDArray[np.i
     """Returns the group in a body of JSON. Raises TurnRefused, which names the field. ``decode``: tokens to text, special tokens left out.
     ``special``: the texts of these, which a producer's texts may have."""
     asked, _ = read_body(GroupBody, body)
-    _check_columns(asked)
+    count = len(asked.tokens)
+    for name in ("masks", "sampled", "log_probs", "versions", "scores", "rollouts", "roles", "finish", "texts"):
+        column = getattr(asked, name)
+        if isinstance(column, list) and len(column) != count:
+            raise _wrong(name, f"{len(column)} entries for {count} samples")
     tokens = [np.asarray(row, np.int32) for row in asked.tokens]
     masks = [np.asarray(row, np.uint8) for row in asked.masks]
     for index, (row, mask) in enumerate(zip(tokens, masks, strict=True)):
@@ -122,15 +126,6 @@ def parse_group(body: bytes, limits: GroupLimits, decode: Callable[[NDArray[np.i
     except BadMessage as error:
         raise _wrong("tokens", str(error)) from None
     return FinishedGroup(asked.id, oldest, environment, samples)
-
-
-def _check_columns(asked: GroupBody) -> None:
-    """Raises TurnRefused where a column has not one entry for each sample."""
-    count = len(asked.tokens)
-    for name in ("masks", "sampled", "log_probs", "versions", "scores", "rollouts", "roles", "finish", "texts"):
-        column = getattr(asked, name)
-        if isinstance(column, list) and len(column) != count:
-            raise _wrong(name, f"{len(column)} entries for {count} samples")
 
 
 def _check_sample(asked: GroupBody, index: int, tokens: NDArray[np.int32], mask: NDArray[np.uint8], vocabulary: int) -> None:
@@ -338,7 +333,10 @@ class GroupIntake:
             binding = Binding(lease.message.group, lease.message.attempt, digest)
             try:
                 report = await asyncio.to_thread(self._report, group, binding)
-                await self._bind(key, group, binding)
+                wanted = ("SET", key, json.dumps(vars(binding)), "NX", "EX", BINDING_SECONDS)
+                await self._service.store.commands("the binding of a group", [wanted])
+                if await self._binding(key) != binding:
+                    raise _in_hand(group.id)
             except TurnRefused:
                 await lease.hand_back()
                 raise
@@ -398,13 +396,6 @@ class GroupIntake:
         await service.store.commands("that a group is in", [("SET", f"{key}:in", "1", "EX", BINDING_SECONDS)])
         service.metrics.add("groups_ingested")
         service.log.info("group_ingested", group=message.group, attempt=message.attempt, samples=len(message.samples))
-
-    async def _bind(self, key: str, group: FinishedGroup, binding: Binding) -> None:
-        """Binds a producer's id to a group of the run. Raises TurnRefused where another gateway did, a moment ago."""
-        wanted = ("SET", key, json.dumps(vars(binding)), "NX", "EX", BINDING_SECONDS)
-        await self._service.store.commands("the binding of a group", [wanted])
-        if await self._binding(key) != binding:
-            raise _in_hand(group.id)
 
     async def _binding(self, key: str) -> Binding | None:
         [found] = await self._service.store.commands("the binding of a group", [("GET", key)])

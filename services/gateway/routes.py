@@ -115,20 +115,17 @@ class StreamedAnswer:
             await self.live.news(SILENT_SECONDS)
             ended = self.turn.done()
             if tokens := self.live.taken():
-                if sent := self._sampled_events(tokens):
+                head = b""
+                if self.begun is None:
+                    known = replace(self.start, created=int(time.time()), prompt=len(self.live.prompt), cached=self.live.cached)
+                    self.begun = self.events_of(known), self.text()
+                    head = self.begun[0].begin()
+                events, text = self.begun
+                if sent := (head + b"".join(events.delta(piece) for piece in text.add(tokens))):
                     yield sent
             elif not ended:
                 yield b": waiting\n\n" if self.begun is None else self.begun[0].ping()
         yield self._end()
-
-    def _sampled_events(self, tokens: list[int]) -> bytes:
-        head = b""
-        if self.begun is None:
-            known = replace(self.start, created=int(time.time()), prompt=len(self.live.prompt), cached=self.live.cached)
-            self.begun = self.events_of(known), self.text()
-            head = self.begun[0].begin()
-        events, text = self.begun
-        return head + b"".join(events.delta(piece) for piece in text.add(tokens))
 
     def _end(self) -> bytes:
         """Returns the last events: the rest of a turn that has ended, or why it did not."""

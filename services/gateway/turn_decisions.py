@@ -30,7 +30,14 @@ def digests(messages: Messages, tools: Messages) -> list[str]:
     running = hashlib.sha256(_canonical(list(tools)))
     found = [running.hexdigest()]
     for message in messages:
-        running.update(b"\n" + _canonical(_identity(message)))
+        # reasoning does not identify a message: many clients do not send it back
+        identity = {key: value for key, value in message.items() if key in ("role", "content", "name", "tool_call_id")}
+        if message.get("role") == "assistant":
+            identity.pop("name", None)
+            identity["calls"] = [
+                [call["function"]["name"], _parsed_arguments(call["function"]["arguments"])] for call in message.get("tool_calls") or ()
+            ]
+        running.update(b"\n" + _canonical(identity))
         found.append(running.hexdigest())
     return found
 
@@ -81,17 +88,6 @@ def recalled(log: SessionLog, asked: wire.ChatTurn) -> wire.ChatTurn:
     head, new = asked.messages[: asked.head], asked.messages[asked.head :]
     check_tool_results(messages := [*head, *history, *new], asked.place)
     return replace(asked, messages=messages, kept=[*history, *new] if asked.kept else ())
-
-
-def _identity(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what identifies a message. Reasoning does not: many clients do not send it back."""
-    identity = {key: value for key, value in message.items() if key in ("role", "content", "name", "tool_call_id")}
-    if message.get("role") == "assistant":
-        identity.pop("name", None)
-        identity["calls"] = [
-            [call["function"]["name"], _parsed_arguments(call["function"]["arguments"])] for call in message.get("tool_calls") or ()
-        ]
-    return identity
 
 
 def _parsed_arguments(arguments: Any) -> Any:

@@ -44,7 +44,16 @@ async def serve(service: Service) -> None:
             opened.push_async_callback(environment.close)
             checks.append(EnvironmentHealthCheck(service, environment))
             scorers.append(ExternalScorer(environment, checks[-1], service.config))
-        scorers += _outside_scorers(service, opened)
+        config, queues, found = service.config.reward, service.config.queues(), list[Scorer]()
+        if REMOTE in queues:
+            remote = RemoteScorer(config, prompt_text(service.config))
+            opened.push_async_callback(remote.close)
+            found.append(remote)
+        if JUDGE in queues:
+            calls = JudgeCalls(config)
+            opened.push_async_callback(calls.close)
+            found += [Judge(config, calls), GroupJudge(config, calls)]
+        scorers += found
         if WEIGHTED in service.config.queues():
             scorers.append(WeightedScorer(service.config.reward, {scorer.name: scorer for scorer in scorers}))
         group_filter = GroupFilter(service.config, functions)
@@ -75,20 +84,6 @@ async def _own_scorers(service: Service, functions: HooksPool | None, opened: As
     if functions is not None and CUSTOM in queues:
         scorers.append(CustomScorer(functions, config))
     return scorers
-
-
-def _outside_scorers(service: Service, opened: AsyncExitStack) -> list[Scorer]:
-    """Returns the scorers that ask a server which is no environment. Raises ConfigError for a key or a cache that cannot be had."""
-    config, queues, found = service.config.reward, service.config.queues(), list[Scorer]()
-    if REMOTE in queues:
-        remote = RemoteScorer(config, prompt_text(service.config))
-        opened.push_async_callback(remote.close)
-        found.append(remote)
-    if JUDGE in queues:
-        calls = JudgeCalls(config)
-        opened.push_async_callback(calls.close)
-        found += [Judge(config, calls), GroupJudge(config, calls)]
-    return found
 
 
 async def _count(service: Service, consumers: list[GroupConsumer]) -> None:

@@ -354,7 +354,9 @@ class Producer:
         task = drawn.task
         self._drawn[task.group] = drawn
         earlier = await self._outcomes.earlier(task)
-        kept = earlier if self._goes_on(earlier) else []
+        rollout = self._config.rollout
+        oldest = min((version for sample in earlier for _, _, version in sample.segments), default=self._replica.version)
+        kept = [] if is_lost(oldest, self._replica.version, rollout.max_staleness, rollout.staleness_policy) else earlier
         return {
             "group": task.group,
             "number": group_number(task.group),
@@ -371,12 +373,6 @@ class Producer:
         if not self._config.data.apply_chat_template:
             return task.prompt
         return self._tokenizer.decode(task.prompt_tokens, skip_special_tokens=False)
-
-    def _goes_on(self, earlier: list[Sample]) -> bool:
-        """Returns whether samples of an earlier attempt may still be trained; else the group begins anew."""
-        rollout = self._config.rollout
-        oldest = min((version for sample in earlier for _, _, version in sample.segments), default=self._replica.version)
-        return not is_lost(oldest, self._replica.version, rollout.max_staleness, rollout.staleness_policy)
 
     async def _want(self, count: int) -> None:
         """Informs the buffer that the function needs groups ahead of those that it will discard."""

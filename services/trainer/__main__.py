@@ -40,7 +40,8 @@ def launch(role: str) -> None:
 
 def become_ranks(ranks: int, *module: str) -> None:
     """Becomes the only rank, as a new process since torch reads the environment when it is imported, or starts all of them."""
-    name_interfaces()
+    for name, value in listening_interfaces().items():
+        os.environ.setdefault(name, value)
     if ranks == 1:
         os.execv(sys.executable, [sys.executable, "-m", *module])
     run_ranks(ranks, *module)
@@ -59,12 +60,6 @@ def prepare_environment(config: RunConfig) -> None:
     # both ends of a weight push must agree on these; SGLang sets them for itself
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-
-
-def name_interfaces() -> None:
-    """Sets the variables that tell gloo and NCCL where the ranks of this machine listen for each other."""
-    for name, value in listening_interfaces().items():
-        os.environ.setdefault(name, value)
 
 
 if __name__ == "__main__":

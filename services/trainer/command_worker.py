@@ -167,7 +167,9 @@ class CommandWorker:
             if self._following.done():
                 self._following.result()
             self._read(0)
-            self._remove_expired()
+            for path in [path for path, saved in self._expiring.items() if is_expired(saved, time.time())]:
+                shutil.rmtree(weights_directory(self._root, path), ignore_errors=True)
+                del self._expiring[path]
             if (command := self._queues.next() if self._caught_up else None) is None:
                 if (left := end - time.monotonic()) <= 0:
                     return Wait()
@@ -180,12 +182,6 @@ class CommandWorker:
     def _note_saved(self, outcome: CommandOutcome) -> None:
         if path := json.loads(outcome.result).get("path"):
             self._expiring[path] = outcome
-
-    def _remove_expired(self) -> None:
-        """Removes saved weights whose time is over."""
-        for path in [path for path, saved in self._expiring.items() if is_expired(saved, time.time())]:
-            shutil.rmtree(weights_directory(self._root, path), ignore_errors=True)
-            del self._expiring[path]
 
     def _is_due(self, command: Command, known: CommandOutcome | None) -> bool:
         """Returns whether a command has to be carried out; one that is not to be is answered."""

@@ -89,7 +89,12 @@ class Trainer(RoleWorker):
         self._report_durable()
         if not self._progress.sft_done:
             self._warm_start()
-        self._load_frozen_policies()
+        if self._reference is not None:
+            self._set_state("loading the reference")
+            self._reference.load(self._progress.steps)
+        if self._config.algorithm.opd_teacher_load is not None:
+            self._set_state("loading the teacher")
+            self._teacher = FrozenWeights.from_hf(self._actor.model, self._config.algorithm.opd_teacher_load)
         self._set_state("ready")
         control = self._control
         while True:
@@ -240,14 +245,6 @@ class Trainer(RoleWorker):
         self._progress.sft_done = True
         if self._config.saves_at_start:
             self._save()
-
-    def _load_frozen_policies(self) -> None:
-        if self._reference is not None:
-            self._set_state("loading the reference")
-            self._reference.load(self._progress.steps)
-        if self._config.algorithm.opd_teacher_load is not None:
-            self._set_state("loading the teacher")
-            self._teacher = FrozenWeights.from_hf(self._actor.model, self._config.algorithm.opd_teacher_load)
 
     # --- pushes and checkpoints
 

@@ -436,7 +436,10 @@ class MetricsLogger:
             if not figures.logged:
                 step = figures.version * self._config.weights.update_weights_interval
                 self._write(step, "eval", evaluation_metrics(figures))
-                self._write_named(step, figures.metrics)
+                named = {_ILLEGAL.sub("_", name): value for name, value in figures.metrics.items()}
+                allow_users(named)
+                for writer in self._writers:
+                    writer.write(step, named)
 
     def close(self) -> None:
         if self._role == "actor":
@@ -477,13 +480,6 @@ class MetricsLogger:
 
     def _write(self, step: int, prefix: str, values: Mapping[str, float]) -> None:
         named = {f"{prefix}/{name}": float(value) for name, value in values.items()}
-        for writer in self._writers:
-            writer.write(step, named)
-
-    def _write_named(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes metrics of the user's under their own names, made legal."""
-        named = {_ILLEGAL.sub("_", name): value for name, value in values.items()}
-        allow_users(named)
         for writer in self._writers:
             writer.write(step, named)
 

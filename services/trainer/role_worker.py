@@ -77,7 +77,17 @@ def attributed(partition: Partition, micro_batches: Sequence[MicroBatch]) -> Ite
         step = partition.batch.step
         with agreed(partition.batch, f"the attribution of what failed in step {step}"):
             if failed.errors:
-                raise Untrainable(step, _culprits(partition, micro_batches, failed)) from failed
+                found = []
+                for index in failed.errors:
+                    item = micro_batches[index]
+                    for sample, alone in zip(item.indices, separate(item.packed), strict=True):
+                        try:
+                            failed.attempt(alone)
+                        except Exception as error:
+                            found.append(_refused(partition, sample, describe(error)))
+                if len(found) in (0, sum(len(item.indices) for item in micro_batches)):
+                    raise next(iter(failed.errors.values())) from None
+                raise Untrainable(step, first_of_groups(found)) from failed
         raise
 
 
@@ -105,20 +115,6 @@ def refuse_infinite(partition: Partition, micro_batches: Sequence[MicroBatch], l
 def first_of_groups(samples: Sequence[RefusedSample]) -> list[RefusedSample]:
     """Returns the first sample of each group, in the groups' order."""
     return [sample for _, sample in sorted({sample.group: sample for sample in sorted(samples, reverse=True)}.items())]
-
-
-def _culprits(partition: Partition, micro_batches: Sequence[MicroBatch], failed: MicroBatchesFailed) -> list[RefusedSample]:
-    found = []
-    for index in failed.errors:
-        item = micro_batches[index]
-        for sample, alone in zip(item.indices, separate(item.packed), strict=True):
-            try:
-                failed.attempt(alone)
-            except Exception as error:
-                found.append(_refused(partition, sample, describe(error)))
-    if len(found) in (0, sum(len(item.indices) for item in micro_batches)):
-        raise next(iter(failed.errors.values()))
-    return first_of_groups(found)
 
 
 def _refused(partition: Partition, sample: int, reason: str) -> RefusedSample:

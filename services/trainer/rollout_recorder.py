@@ -54,7 +54,10 @@ class RolloutRecorder:
         self._control.set_state("ready")
         with contextlib.suppress(StopAsked):
             while not self._control.stopping:
-                self._announce_live()
+                serving = frozenset(status.instance for status in self._control.replicas if status.version == VERSION)
+                if serving and serving != self._serving:
+                    self._control.weights_live(WeightsLive(version=VERSION, replicas=sorted(serving), seconds=0.0, bytes=0, at=time.time()))
+                    self._serving = serving
                 answer = self._requests.next(step, VERSION)
                 if isinstance(answer, Leave):
                     return
@@ -71,13 +74,6 @@ class RolloutRecorder:
         steps: int = json.loads(self._progress.read_text())["steps"]
         self._log.info("resumed", steps=steps)
         return steps
-
-    def _announce_live(self) -> None:
-        """Announces the version with the replicas that serve it, whenever these have changed."""
-        serving = frozenset(status.instance for status in self._control.replicas if status.version == VERSION)
-        if serving and serving != self._serving:
-            self._control.weights_live(WeightsLive(version=VERSION, replicas=sorted(serving), seconds=0.0, bytes=0, at=time.time()))
-            self._serving = serving
 
     def _record(self, batch: Batch) -> bool:
         """Returns whether the batch is recorded; the buffer hears of samples that cannot be read, and hands the step out again."""

@@ -375,17 +375,14 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same figures (default 0)")
     how.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     how.add_argument("--chart", type=Path, metavar="FILE", help="write a picture there, as PNG")
-    _with_model(top.add_argument_group("the model"))
-    return top
-
-
-def _with_model(group: argparse._ArgumentGroup) -> None:
+    group = top.add_argument_group("the model")
     for field in fields(WorkloadModel):
         default, about = field.default, field.metadata["about"]
         kind = float if isinstance(default, float) else int
         shown = about if default is None else f"{about} (default {default:g})"
         name = "--" + field.name.replace("_", "-")
         group.add_argument(name, type=kind, default=default, metavar="X" if kind is float else "N", help=shown)
+    return top
 
 
 def _check(given: argparse.Namespace) -> None:

@@ -271,7 +271,6 @@ def check_tool_results(messages: Iterable[Mapping[str, Any]], field: str) -> Non
             if len(set(open_calls)) < len(open_calls):
                 raise _misplaced(field, "two tool calls of one message have the same id")
     _check_all_answered(open_calls, field)
-    _check_all_answered(open_calls, field)
 
 
 def _check_all_answered(open_calls: list[str], field: str) -> None:

@@ -100,7 +100,8 @@ def _attention(model: Mapping[str, Any], flags: Mapping[str, str], dtype: str) -
     element = f"torch.{dtype}"
     found: list[JitKernel] = []
     if size in _FUSED_ROTARY:
-        width = int(size * _rotary_share(model))
+        further = model.get("rope_parameters") or {}
+        width = int(size * float(model.get("partial_rotary_factor") or further.get("partial_rotary_factor") or 1.0))
         newer = ("sglang.kernels.ops.attention.rope:_jit_fused_rope_module", (True, width, element, element))
         older = ("sglang.jit_kernel.rope:_jit_fused_rope_module", (True, width, element))
         found.append(JitKernel("fused_rope", TVM_FFI_CACHE, (newer, older)))
@@ -126,11 +127,6 @@ def _dtype(flag: str, model: Mapping[str, Any]) -> str:
         return chosen
     own = str(model.get("dtype") or model.get("torch_dtype") or ("float32" if model else "bfloat16")).removeprefix("torch.")
     return "float16" if own == "float32" else own
-
-
-def _rotary_share(model: Mapping[str, Any]) -> float:
-    further = model.get("rope_parameters") or {}
-    return float(model.get("partial_rotary_factor") or further.get("partial_rotary_factor") or 1.0)
 
 
 def _kv_heads(model: Mapping[str, Any], flags: Mapping[str, str], heads: int) -> int:

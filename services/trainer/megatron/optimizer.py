@@ -406,7 +406,11 @@ class Optimizer(ScheduledOptimizer):
             return grad_norm, f"gradient norm is {grad_norm}" + "".join(f", of the draft layers {norm}" for norm in norms[1:])
         for draft, norm in zip(self._kinds, norms, strict=True):
             with self._parameters_of(draft):
-                self._clip(norm)
+                for part in self.megatron.chained_optimizers:
+                    parameters = part.get_parameters()
+                    if parameters and self.trainer.clip_grad > 0:
+                        decoupled = isinstance(part.optimizer, PrecisionAdam)
+                        clip_grad_by_total_norm_fp32(parameters, self.trainer.clip_grad, norm, use_decoupled_grad=decoupled)
         for group in optimizer.param_groups:
             group["lr"] = self.lr
             group["weight_decay"] = self.trainer.weight_decay * group["wd_mult"]
@@ -443,13 +447,6 @@ class Optimizer(ScheduledOptimizer):
         finally:
             for part in parts:
                 del part.get_parameters
-
-    def _clip(self, norm: float) -> None:
-        for part in self.megatron.chained_optimizers:
-            parameters = part.get_parameters()
-            if parameters and self.trainer.clip_grad > 0:
-                decoupled = isinstance(part.optimizer, PrecisionAdam)
-                clip_grad_by_total_norm_fp32(parameters, self.trainer.clip_grad, norm, use_decoupled_grad=decoupled)
 
     def zero_gradients(self) -> None:
         """Zeroes the gradients before the backward passes. Without a distributed optimizer the parameters' gradients *are* the model's

@@ -62,15 +62,11 @@ def attach(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: 
         inner = {id(part) for module in experts for part in module.modules()}
         for module in [*experts, *(one for one in chunk.modules() if id(one) not in inner)]:
             parts = module.modules() if isinstance(module, GroupedExperts) else [module]
-            _round(module, [part for part in parts if id(part._parameters.get("weight")) in chosen], found.format)
-
-
-def _round(module: Any, layers: list[torch.nn.Module], form: QuantizedFormat) -> None:
-    """Has a module compute with rounded weights of ``layers``, of which it has some or none."""
-    if layers:
-        kind: Any = type(module)
-        module.__class__ = type(f"Rounded{kind.__name__}", (RoundedWeights, kind), {})
-        module.rounded_format, module.__dict__["rounded"] = form, layers
+            layers = [part for part in parts if id(part._parameters.get("weight")) in chosen]
+            if layers:
+                kind: Any = type(module)
+                module.__class__ = type(f"Rounded{kind.__name__}", (RoundedWeights, kind), {})
+                module.rounded_format, module.__dict__["rounded"] = found.format, layers
 
 
 def _quantized(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: Architecture, found: Quantization) -> Iterator[int]:

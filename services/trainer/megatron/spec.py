@@ -299,7 +299,16 @@ def decoder_spec(architecture: Architecture, config: TransformerConfig, vp_stage
     engine = config.transformer_impl == "transformer_engine"
     layers = [family_layer_spec(architecture, config, index) for index in range(first, first + count)]
     if architecture.indexer is not None:
-        _choose_keys(layers, architecture, first)
+        indexer, chosen = architecture.indexer, [number for number in range(architecture.num_layers) if architecture.has_indexer(number)]
+        assert indexer is not None
+        if first not in chosen:  # where Megatron itself sizes the stages
+            raise ConfigError("trainer.pipeline_model_parallel_size", parallel_state.get_pipeline_model_parallel_world_size(),
+                              f"stages that begin with a layer that has an indexer; one begins with layer {first}")  # fmt: skip
+        for number, layer in enumerate(layers, first):
+            attention, source = layer.submodules.self_attention, max(each for each in chosen if each <= number)
+            attention.module, attention.submodules.core_attention = SparseLatentAttention, ChosenKeysAttention
+            reused = number + 1 in indexer.shared_layers
+            attention.params = {**attention.params, "source": source + 1, "reused": reused, "interleaved": indexer.interleaved}
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TENorm if engine else norm_of(architecture))
 
 
@@ -319,20 +328,6 @@ def family_layer_spec(architecture: Architecture, config: TransformerConfig, lay
 def norm_of(architecture: Architecture) -> type[RMSNorm]:
     """Returns the norm of a model's layers."""
     return ZeroCenteredNorm if architecture.zero_centered_norms else RMSNorm
-
-
-def _choose_keys(layers: Sequence[ModuleSpec], architecture: Architecture, first: int) -> None:
-    """Gives layers of latent attention their indexers, or the number of the layer whose choice they share, which is of the same stage."""
-    indexer, chosen = architecture.indexer, [number for number in range(architecture.num_layers) if architecture.has_indexer(number)]
-    assert indexer is not None
-    if first not in chosen:  # where Megatron itself sizes the stages
-        raise ConfigError("trainer.pipeline_model_parallel_size", parallel_state.get_pipeline_model_parallel_world_size(),
-                          f"stages that begin with a layer that has an indexer; one begins with layer {first}")  # fmt: skip
-    for number, layer in enumerate(layers, first):
-        attention, source = layer.submodules.self_attention, max(each for each in chosen if each <= number)
-        attention.module, attention.submodules.core_attention = SparseLatentAttention, ChosenKeysAttention
-        reused = number + 1 in indexer.shared_layers
-        attention.params = {**attention.params, "source": source + 1, "reused": reused, "interleaved": indexer.interleaved}
 
 
 def check_engine(architecture: Architecture, config: TransformerConfig) -> None:

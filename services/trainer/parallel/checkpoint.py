@@ -150,12 +150,6 @@ def missing_ranks(path: Path) -> list[int]:
     return sorted({int(match[1]) if match else -1 for match in found.values()})
 
 
-def check_complete(path: Path, marker: Mapping[str, Any]) -> None:
-    """Raises CheckpointElsewhere if a directory holds only a part of a checkpoint, for whoever needs all of it."""
-    if lacking := missing_ranks(path):
-        raise CheckpointElsewhere(_elsewhere(path, marker.get("directories", []), 0, lacking, same_layout=False))
-
-
 def _elsewhere(path: Path, directories: list[Any], reader: int, lacking: list[int], same_layout: bool) -> str:
     where = [f"ranks {sorted({*each['ranks']} & {*lacking})} on {each['host']}" for each in directories if {*each["ranks"]} & {*lacking}]
     why = "this rank was on another node when it saved" if same_layout else "another layout than the one that saved needs all files"
@@ -186,7 +180,8 @@ def policy_checkpoint(source: Path, step: int | None) -> tuple[Path, dict[str, A
         CheckpointMissing, CheckpointElsewhere: there is none, or a part of it. ConfigError: it is a critic's.
     """
     path, marker = (source, read_marker(source)) if (source / MARKER).is_file() else find_checkpoint(source, step)
-    check_complete(path, marker)
+    if lacking := missing_ranks(path):
+        raise CheckpointElsewhere(_elsewhere(path, marker.get("directories", []), 0, lacking, same_layout=False))
     if marker["value_head"]:
         raise ConfigError(f"{path}:value_head", True, "a policy's checkpoint; a critic has no output layer")
     return path, marker

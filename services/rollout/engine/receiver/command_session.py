@@ -90,7 +90,10 @@ class PeerTransfer:
             log.info("transfer %s ended: %s", channel.name, channel.broken)
         finally:
             self._receiver.before_change.discard(channel.abort)
-            self._linger(linger)
+            end = time.monotonic() + linger
+            with contextlib.suppress(RuntimeError):
+                while time.monotonic() < end and self.channel.store.add(PEER_DONE, 0) < self._ranks:
+                    time.sleep(POLL_INTERVAL_S)
             channel.close()
 
     def _held(self, bucket: Bucket) -> list[TensorCopy]:
@@ -116,13 +119,6 @@ class PeerTransfer:
                 channel.send(index, flat)
             channel.finish()
         channel.raise_if_broken()
-
-    def _linger(self, seconds: float) -> None:
-        """Keeps the store for as long as the destination may read it."""
-        end = time.monotonic() + seconds
-        with contextlib.suppress(RuntimeError):
-            while time.monotonic() < end and self.channel.store.add(PEER_DONE, 0) < self._ranks:
-                time.sleep(POLL_INTERVAL_S)
 
 
 CLOSED_SECONDS = 0.005  # the longest that the gate stays closed, whatever the other thread does
