@@ -94,7 +94,6 @@ def awaited(state: BufferState, limits: BufferConfig, held_back: str, ends: str,
 
 
 def _held_by_bound(state: BufferState, limits: BufferConfig) -> str:
-    """Returns why no group is under way."""
     if state.formed_steps >= limits.rollout.num_rollout:
         return "no group any more: every batch is formed"
     bound = limits.rollout.max_staleness
@@ -234,7 +233,6 @@ class Buffer:
             await self._lease.release()
 
     async def _stand_by(self) -> bool:
-        """Returns once the lease is held; False when asked to stop before."""
         service, followed = self._service, float("-inf")
         while not await self._lease.attempt():
             if service.state != STANDBY:
@@ -331,7 +329,6 @@ class Buffer:
             self._changed.notify_all()
 
     def _end_waits(self) -> bool:
-        """Returns whether the run's steps are durable, and responses are still to be kept."""
         return self._state.durable_steps >= self._limits.rollout.num_rollout > self._state.finished_steps and self._keeper.delays_end
 
     def _admits(self) -> bool:
@@ -439,11 +436,9 @@ class Buffer:
     # --- status and gauges
 
     def _awaited(self) -> str:
-        """Returns, in words, the reason why the next batch waits."""
         config, queued = self._config.data, self._tasks.queued
-        source = (
-            f"prompts of data.data_source ({config.data_source}): {queued} groups have none yet" if self._prompts.drawn and queued else ""
-        )
+        slow = f"prompts of data.data_source ({config.data_source}): {queued} groups have none yet"
+        source = slow if self._prompts.drawn and queued else ""
         return awaited(self._state, self._limits, self._service.held_back, self._ends.words(), source)
 
     async def _watch_gauges(self) -> None:

@@ -96,7 +96,6 @@ class EvaluationLogger:
             await self._pool.close()
 
     async def _logs(self, version: int, scored: list[EvalScored]) -> bool:
-        """Returns whether the function has logged a version in Myxo's place."""
         assert self._named is not None  # no version is open without it
         try:
             async with asyncio.timeout(LOG_SECONDS):

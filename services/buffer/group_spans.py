@@ -87,7 +87,6 @@ class GroupSpans:
     def _ended(
         self, name: str, at: float, end: str, attributes: Attributes | None = None, error: str = "", links: tuple[str, ...] = ()
     ) -> Iterator[TraceSpan]:
-        """Yields the root of a group's trace."""
         if (group := self._open.pop(name, None)) is None:
             return  # it has been trained, and the trainer has lost that
         known: Attributes = {"group": name, "end": end, "admitted_version": group.version, "attempts": group.attempt + 1}

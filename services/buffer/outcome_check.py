@@ -59,11 +59,14 @@ def group_problem(message: Scored, state: BufferState, limits: BufferConfig) -> 
         return f"{samples} samples of {len(set(origins))} rollouts, with {rewards} rewards, came back for {rollouts} rollouts"
     if lengths and max(lengths) > limits.longest_sample:
         return f"sample {message.group}/{lengths.index(max(lengths))} {too_long(max(lengths), limits.longest_sample)}"
-    return _alignment_problem(message) or _version_problem(message, max(state.live_version, limits.newest_version(state.formed_steps)))
+    newest, problem = max(state.live_version, limits.newest_version(state.formed_steps)), _alignment_problem(message)
+    wrong = ((index, one) for index, one in enumerate(message.samples) if not one.oldest <= one.newest <= newest)
+    for index, one in wrong if problem is None else ():
+        return f"sample {index} holds tokens of versions {one.oldest} to {one.newest}; the newest that there can be is {newest}"
+    return problem
 
 
 def _alignment_problem(message: Scored) -> str | None:
-    """Returns which of a group's lists do not belong to the same samples."""
     samples, rewards = len(message.samples), len(message.rewards)
     if samples != rewards:
         return f"{samples} samples, with {rewards} rewards, came back"
@@ -73,14 +76,6 @@ def _alignment_problem(message: Scored) -> str | None:
         return f"unread responses {str(message.unread)[:80]} came back for {samples} samples"
     if len(message.payload.tokens) not in (0, samples):
         return f"lengths of {len(message.payload.tokens)} samples came back for {samples} samples"
-    return None
-
-
-def _version_problem(message: Scored, newest: int) -> str | None:
-    """Returns which versions are out of order, or newer than what the steps that have their batch can make."""
-    for index, sample in enumerate(message.samples):
-        if not sample.oldest <= sample.newest <= newest:
-            return f"sample {index} holds tokens of versions {sample.oldest} to {sample.newest}; the newest that there can be is {newest}"
     return None
 
 

@@ -162,7 +162,6 @@ def scored(state: BufferState, limits: BufferConfig, messages: list[Scored], now
 
 
 def _awaited(group: GroupState, message: Outcome) -> bool:
-    """Returns whether an outcome is the first one of the group's present attempt."""
     return group.scored is None and group.attempt == message.attempt
 
 
@@ -284,7 +283,6 @@ def _batch_group(group: GroupState, mask_below: int, named: bool) -> BatchGroup:
 
 
 def _over_limit(groups: list[GroupState], mask_below: int, limits: BufferConfig) -> str | None:
-    """Returns the group that takes most of a batch whose message would be over the bus's limit."""
     named, room = limits.named_rewards, limits.message_bytes - PARTS_BYTES
     if sum([_most_bytes(group, named) for group in groups]) <= room:  # nearly always: nothing needs to be encoded for it
         return None

@@ -214,7 +214,6 @@ class RolloutWriter:
         return self._file, path
 
     def _make_room(self, size: int) -> None:
-        """Removes the oldest files until ``size`` bytes fit under the bound."""
         for path in list(self._sizes)[:-1]:
             if sum(self._sizes.values()) + size <= self._bound:
                 return

@@ -268,7 +268,6 @@ class BufferState:
         """The buffer decides by none of these values."""
 
     def _leave_batch(self, group: GroupState) -> None:
-        """Takes a group out of its batch, if it is in one."""
         if group.step is None:
             return
         batch = self.batches[group.step]

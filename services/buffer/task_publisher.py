@@ -155,7 +155,6 @@ def _sampling(rollout: RolloutSection, stop_ids: Sequence[int], skip_special_tok
 
 
 def _set_fields(view: EvalView, stop_ids: Sequence[int]) -> dict[str, Any]:
-    """Returns the fields that the tasks of a set of held-out prompts have in common."""
     own, rollout = view.own, view.config.rollout
     sampling = _sampling(
         rollout,

@@ -47,7 +47,6 @@ class BufferFilter:
 
 
 def _hook_samples(group: GroupState) -> list[HookSample]:
-    """Returns the ledger's data of a group as slime's samples."""
     scored = group.scored
     assert scored is not None  # only ready groups are candidates
     return [
@@ -160,7 +159,6 @@ class TrainerRequests:
             await self._decide(partial(batch_repair.lost_ready, self._state, name, time.time()))
 
     def _doing(self) -> Doing | None:
-        """Returns which batch the trainer has asked for in vain, since it first did."""
         if self._asked is None:
             return None
         return Doing(part=BATCH, what=f"step {self._asked[0]} waits for {self._awaited()}", since=self._asked[1])

@@ -312,7 +312,6 @@ class GroupIntake:
             self._taking -= 1
 
     def _doubt(self, group: FinishedGroup) -> None:
-        """Logs once, by field, what of samples from outside looks wrong."""
         for sample in group.samples:
             _, _, doubts = compared(sample, None, (), self._tokenizer.decode, self._special)
             for field in doubts.keys() - self._doubted:

@@ -320,7 +320,6 @@ class Replicas:
                 residents.leave(one)
 
     def _share_residents(self, gateways: int) -> None:
-        """Gives this gateway's sessions their share of each replica's tokens."""
         self._residents = {one.instance: self._residents.get(one.instance, Residents()) for one in self.known}
         for one in self.known:
             self._residents[one.instance].capacity = one.kept // max(1, gateways)

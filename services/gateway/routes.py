@@ -214,8 +214,6 @@ Route = Callable[[Request, SessionLog, bytes], Awaitable[Response]]  # Answers a
 
 
 class _EndFields(RequestFields):
-    """The body of `/v1/session/end`."""
-
     reward: Reward | Parts | None = None
     reason: Reason = Field(default="")
 
@@ -445,7 +443,6 @@ class Api:
         return JSONResponse({"id": log.session.id, "reward": found.reward})
 
     async def _conversation(self, request: Request, log: SessionLog, body: bytes) -> Response:
-        """Begins a stored conversation, or adds items to one."""
         (items, messages), name = openai_responses.parse_items(body), request.path_params.get("name", "")
         if name and name not in log.threads:
             raise unknown_conversation(name, "conversation_id")
@@ -479,7 +476,6 @@ class Api:
 
 
 async def _merged(streams: Sequence[AsyncIterator[bytes]]) -> AsyncGenerator[bytes]:
-    """Yields what several streams yield, in the order in which it comes."""
     waiting = {asyncio.ensure_future(anext(stream, None)): stream for stream in streams}
     try:
         while waiting:

@@ -211,7 +211,6 @@ class TurnAnswers:
         return self._answer(turn, ParsedTurn(text, "", ()), stops_of(session, asked), spelled=asked.logprobs)
 
     def _answer(self, turn: Turn, parsed: ParsedTurn, stops: Sequence[str], *, spelled: bool) -> wire.TurnResult:
-        """Returns an answer; ``spelled``: with the text of each token."""
         called = [call for call in parsed.calls if call.ok]
         malformed = [call for call in parsed.calls if not call.ok]
         ends = written(turn.completion, stops if turn.finish == "stop" else (), self._chat.text)
@@ -252,7 +251,6 @@ def stops_of(session: Session, asked: wire.ChatTurn | wire.TokenTurn) -> list[st
 
 
 def _cut(content: str, stops: Sequence[str]) -> tuple[str, str | None]:
-    """Returns a content without the stop string that ended it, and that string."""
     found = max(((content.rfind(stop), stop) for stop in stops if stop in content), default=None)
     return (content, None) if found is None else (content[: found[0]], found[1])
 

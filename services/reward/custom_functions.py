@@ -121,7 +121,6 @@ class Functions:
             raise self._failed(field, f"sample {index}: {error}") from None
 
     def _reason(self, output: Any) -> str | None:
-        """Returns why a group is dropped, None where it is kept."""
         keep = output.keep if isinstance(output, DynamicFilterOutput) else output
         keep = keep.item() if hasattr(keep, "item") else keep  # comparisons of arrays and tensors return such values
         if not isinstance(keep, bool):

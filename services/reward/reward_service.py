@@ -44,18 +44,17 @@ async def serve(service: Service) -> None:
             opened.push_async_callback(environment.close)
             checks.append(EnvironmentHealthCheck(service, environment))
             scorers.append(ExternalScorer(environment, checks[-1], service.config))
-        config, queues, found = service.config.reward, service.config.queues(), list[Scorer]()
+        config, queues = service.config.reward, service.config.queues()
         if REMOTE in queues:
             remote = RemoteScorer(config, prompt_text(service.config))
             opened.push_async_callback(remote.close)
-            found.append(remote)
+            scorers.append(remote)
         if JUDGE in queues:
             calls = JudgeCalls(config)
             opened.push_async_callback(calls.close)
-            found += [Judge(config, calls), GroupJudge(config, calls)]
-        scorers += found
-        if WEIGHTED in service.config.queues():
-            scorers.append(WeightedScorer(service.config.reward, {scorer.name: scorer for scorer in scorers}))
+            scorers += [Judge(config, calls), GroupJudge(config, calls)]
+        if WEIGHTED in queues:
+            scorers.append(WeightedScorer(config, {scorer.name: scorer for scorer in scorers}))
         group_filter = GroupFilter(service.config, functions)
         reader = await PayloadReader.open(service)
         router = RewardRouter(service.config, {scorer.name: scorer for scorer in scorers})
@@ -70,13 +69,11 @@ async def serve(service: Service) -> None:
 
 
 async def _own_scorers(service: Service, functions: HooksPool | None, opened: AsyncExitStack) -> list[Scorer]:
-    """Returns the scorers of the run's environments that are inside of Myxo."""
     config, scorers = service.config.reward, list[Scorer]()
     queues = service.config.queues()
     for queue in sorted(set(QUEUES.values()).intersection(queues)):
-        pool = VerifierPool(
-            queue, [name for name in QUEUES if QUEUES[name] == queue], config.reward_workers, sandbox=service.config.sandbox
-        )
+        names = [name for name in QUEUES if QUEUES[name] == queue]
+        pool = VerifierPool(queue, names, config.reward_workers, sandbox=service.config.sandbox)
         opened.push_async_callback(pool.close)
         if queue == queue_of(config.rm_type):  # the run's own verifier: its first group should not wait for imports
             await pool.start()

@@ -294,7 +294,6 @@ class ExternalScorer(Scorer):
         raise DeadlineExceeded(f"{len(samples)} rewards", self._environment.label, self._timeout, next_action)
 
     def _counted(self, scores: list[Score], key: str | None) -> list[Score]:
-        """Returns the scores by the reward that the run's `reward_key` names."""
         try:
             return [reward_values.counted(score, key) for score in scores]
         except ValueError as error:

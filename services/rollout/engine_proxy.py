@@ -241,7 +241,6 @@ class EngineProxy(EndpointServer):
         return web.json_response({"object": "list", "data": models})
 
     async def _generate_turn(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answers a gateway, which continues from what was generated where the engine aborts it."""
         await self._check_key(request)
         self._present()
         asked = TurnRequest.decode(await body_of(request, CONTENT_TYPE))

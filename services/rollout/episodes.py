@@ -276,7 +276,6 @@ class _Episode:
         return {"text": self._run.tokenizer.decode(ids[:count]), "meta_info": {**meta, **ended, "completion_tokens": count}}
 
     def _routing(self) -> dict[str, Any]:
-        """Returns the fields that ask for the experts of the tokens whose own are not known yet."""
         if self._run.choices is None or is_evaluation(self._task.group):
             return {}
         known = self._sample.rollout_routed_experts

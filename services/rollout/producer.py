@@ -246,7 +246,6 @@ class Producer:
         return {"rollout_id": rollout_id, "args": args}
 
     async def _on_draw(self, n: int, seconds: float, starving: bool) -> dict[str, Any]:
-        """Returns up to ``n`` tasks, as soon as there is one, or none after ``seconds``."""
         end = time.monotonic() + seconds
         taken: list[HeldTask] = []
         async with self._drawing:
@@ -369,13 +368,11 @@ class Producer:
         }
 
     def _rendered(self, task: Task) -> object:
-        """Returns the prompt as slime has it: what the chat template made of it, where it is applied."""
         if not self._config.data.apply_chat_template:
             return task.prompt
         return self._tokenizer.decode(task.prompt_tokens, skip_special_tokens=False)
 
     async def _want(self, count: int) -> None:
-        """Informs the buffer that the function needs groups ahead of those that it will discard."""
         if time.monotonic() - self._wanted_at < REPEAT_SECONDS or not self._drawn:
             return
         self._wanted_at = time.monotonic()

@@ -184,7 +184,8 @@ class DrawnGroups(PositionlessSource):
         while len(found) < num_samples:
             missing = num_samples - len(found)
             starving = self._starving(started, loop)
-            answer = self._calls.call("draw", n=missing, seconds=self._wait_seconds(loop), starving=starving)
+            seconds = POLL_INTERVAL_S if loop is None or id(loop) in self._spinning or not self._drawn else GLANCE_S
+            answer = self._calls.call("draw", n=missing, seconds=seconds, starving=starving)
             found += [self._taken(entry, answer["version"]) for entry in answer["groups"]]
             if loop is not None and (found or self._gives_way(loop)):
                 break
@@ -252,9 +253,6 @@ class DrawnGroups(PositionlessSource):
             self._drawn.pop(drawn.number, None)
         self._calls.call(verb, group=drawn.group, attempt=drawn.attempt, **fields)
 
-    def _wait_seconds(self, loop: asyncio.AbstractEventLoop | None) -> float:
-        return POLL_INTERVAL_S if loop is None or id(loop) in self._spinning or not self._drawn else GLANCE_S
-
     def _starving(self, started: float, loop: asyncio.AbstractEventLoop | None) -> bool:
         """Returns whether the function cannot continue without more prompts than the buffer has admitted."""
         drawn = list(self._drawn.values())
@@ -321,7 +319,6 @@ class DrawnGroups(PositionlessSource):
 
 
 def _continue(sample: HookSample, stored: StoredSample) -> None:
-    """Gives a fresh sample what an earlier attempt of it has."""
     earlier = from_stored(stored)
     for name in ("tokens", "response", "response_length", "loss_mask", "rollout_log_probs", "weight_versions", "reward", "metadata"):
         setattr(sample, name, getattr(earlier, name))

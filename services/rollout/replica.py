@@ -204,7 +204,6 @@ class Replica:
             await self._leader.agent.run()
 
     async def _fault(self, engine: EngineProcess | ExternalEngine) -> str:
-        """Returns why the engine cannot be used any more, once it cannot."""
         self._killed, client = "", self.client
         assert client is not None  # it has started
         seconds = patience(devices.resolve(self._rollout.rollout_device), self._rollout.generate_timeout)
@@ -220,7 +219,6 @@ class Replica:
         return self._killed or ended or f"it {fault}"
 
     def _can_be_asked(self) -> tuple[int, int] | None:
-        """Returns what the engine serves; None while it is being loaded, sleeps or is paused."""
         served, client = self.served, self.client
         paused = client is None or client.paused is not None or self.update_lock.locked()
         return None if paused or served.asleep or served.target is not None else (served.incarnation, served.version)

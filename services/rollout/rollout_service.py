@@ -126,7 +126,6 @@ async def profile_engine(service: Service, replica: Replica) -> None:
 
 
 async def _trained_steps(service: Service) -> int:
-    """Returns how many steps the run has trained, as its buffer last said; -1 where none says."""
     try:
         alive = await service.registry.alive("buffer")
     except (MyxoError, *TRANSIENT):
@@ -320,7 +319,6 @@ class Rollout:
             await lease.ack()
 
     async def _generate_in_time(self, task: Task, started: float, slots: GroupSlots) -> None:
-        """Generates a group and publishes what became of it; nothing once its deadline has passed."""
         try:
             async with asyncio.timeout(task.deadline - self._service.bus.now() if task.deadline else None) as limit:
                 outcome = await self._generate(task, slots)

@@ -447,7 +447,6 @@ class WeightsReceiver:
             self._receiving = False
 
     async def _break_off_now(self, version: int, reason: str) -> None:
-        """Ends a push that has failed here, once the trainer has its answer."""
         async with self._replica.update_lock:
             if self._served.target == version:
                 await self._break_off(reason)

@@ -198,7 +198,6 @@ class CommandWorker:
         return False
 
     def _attempts(self, command: Command) -> int:
-        """Counts an attempt at a command, over the trainer's lives, and returns its number."""
         path = self._root / "clients" / "attempt"
         path.parent.mkdir(parents=True, exist_ok=True)
         name, _, count = path.read_text().partition(" ") if path.is_file() else ("", "", "0")
@@ -208,7 +207,6 @@ class CommandWorker:
         return attempt
 
     def _answer(self, outcome: CommandOutcome, blob: bytes | None = None) -> None:
-        """Writes an outcome into the log, with the rest of the answer in the store."""
         assert self._control is not None
         service, call = self._control.service, self._control.call
         log = CommandLog(service.bus, service.run)
@@ -268,7 +266,6 @@ class CommandWorker:
         self._log.info("command", client=command.client, number=command.number, verb=command.verb, replayed=replayed, error=outcome.error)
 
     def _restore(self, client: str) -> None:
-        """Takes a client's newest checkpoint where this life has none of its state."""
         root = self._checkpoints(client)
         newest = -1 if client in self._states.held else newest_checkpoint(root)
         if newest >= 0 and not (read_marker(root / str(newest)) or {}).get("unloaded"):

@@ -257,7 +257,6 @@ class ControlClient:
             await cancelled([answer, patience])
 
     async def _stop_outlasted(self) -> None:
-        """Returns `STOP_SECONDS` after the stop was asked for."""
         while not self.stopping:
             await asyncio.sleep(POLL_INTERVAL_S)
         await asyncio.sleep(STOP_SECONDS)

@@ -73,11 +73,9 @@ class Critic(RoleWorker):
 
     def _value(self, batch: Batch) -> TrainBatch:
         """Returns the batch with values under the weights before the step, for the actor's advantages and the critic's returns."""
-        if not batch.groups:  # all of them were refused
-            empty = TrainBatch(Partition(batch, [], []), empty_table(0), [])
-            self._give("values", empty)
-            return empty
-        prepared = self._computed(self._assembled(batch), "values", self._trained_values)
+        prepared = TrainBatch(Partition(batch, [], []), empty_table(0), [])
+        if batch.groups:  # else all of them were refused
+            prepared = self._computed(self._assembled(batch), "values", self._trained_values)
         self._give("values", prepared)
         return prepared
 

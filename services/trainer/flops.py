@@ -73,7 +73,6 @@ def training(
 
 
 def _weights(a: Architecture, tokens: float, value_head: bool) -> float:
-    """Returns the operations of one forward pass in products with weights."""
     layers = sum(_mlp(a, layer) for layer in range(a.num_layers)) + a.softmax_layers * _projections(a)
     if (m := a.linear) is not None:  # of a state: what it holds at the key, the change there, and what it holds at the query
         state = m.linear_num_value_heads * m.linear_key_head_dim * m.linear_value_head_dim
@@ -90,7 +89,6 @@ def peak(device: str, dtype: str) -> float | None:
 
 
 def _projections(a: Architecture) -> float:
-    """Returns the operations of the projections of one layer's attention for one token."""
     h, heads = a.hidden_size, a.num_attention_heads
     if a.latent is None:
         return 2.0 * h * a.head_dim * ((3 if a.output_gate else 2) * heads + 2 * a.num_key_value_heads)

@@ -272,7 +272,6 @@ class Trainer(RoleWorker):
                 self._metrics.push(result)
 
     def _save(self) -> None:
-        """Saves a checkpoint, the final one with the policy in Hugging Face's format."""
         super()._save()
         if self._begun_save == self._config.rollout.num_rollout and self._config.trainer.save_final_hf:
             self._save_final_hf()

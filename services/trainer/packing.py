@@ -271,7 +271,6 @@ def shared_prefixes(tokens: NDArray[np.int64], starts: Sequence[int]) -> SharedP
 
 
 def _common(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:
-    """Returns how many tokens two sequences have in common at their beginnings."""
     length = min(len(first), len(second))
     differing = np.flatnonzero(first[:length] != second[:length])
     return int(differing[0]) if len(differing) else length

@@ -130,7 +130,6 @@ def _whole_units(
 def _bins_of_ranks(
     ranks: Sequence[list[int]], lengths: Sequence[int], costs: Sequence[float], count: int, budget: int
 ) -> list[list[list[int]]] | None:
-    """Returns ``count`` micro-batches of each rank's samples; None where those of one do not fit."""
     placed = [_bins_of_rank([[i] for i in rank], lengths, costs, count, budget) for rank in ranks]
     found = [bins for bins in placed if bins is not None]
     return found if len(found) == len(ranks) else None

@@ -69,7 +69,6 @@ class PolicyExporter:
             self._control.publish_event("policy_not_exported", f"{self._path}: {error}")
 
     def _target(self, steps: int) -> Path | None:
-        """Returns where the policy after ``steps`` steps goes; None where it is not exported."""
         trainer, rollout = self._config.trainer, self._config.rollout
         template, interval = trainer.save_hf, trainer.save_hf_interval
         before = newest_due(steps - 1, trainer.save_interval, rollout.num_rollout_per_epoch)  # the checkpoint before this one

@@ -69,7 +69,6 @@ def quantize(source: Path, target: Path, form: QuantizedFormat, progress: Callab
 
 
 def _quantized(source: Path, name: str, tensor: torch.Tensor, form: QuantizedFormat) -> dict[str, torch.Tensor]:
-    """Returns a tensor's parts; none where it stays as it is."""
     if not is_quantized(source, name, tuple(tensor.shape)):
         return {}
     shape = {f"{name}_shape": torch.tensor(tensor.shape)} if form.endings[0] == "weight_packed" else {}

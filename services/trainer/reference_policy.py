@@ -1,9 +1,8 @@
 """The reference policy of a run with a KL term: version 0 or a checkpoint of its own, later the policy after the last multiple of
 ``ref_update_interval`` steps."""
 
-import contextlib
 import shutil
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from services.trainer.actor import Actor
@@ -51,12 +50,10 @@ class ReferencePolicy:
             if directory.name.rpartition("-")[2].isdigit() and int(directory.name.rpartition("-")[2]) < needed:
                 shutil.rmtree(directory, ignore_errors=True)  # every rank may try
 
-    @contextlib.contextmanager
-    def in_place_of_the_policy(self) -> Iterator[None]:
+    def in_place_of_the_policy(self) -> AbstractContextManager[None]:
         """Gives the model the reference's weights in the body."""
         assert self._weights is not None
-        with self._weights.in_place_of(self._actor.model):
-            yield
+        return self._weights.in_place_of(self._actor.model)
 
     def _directory(self, steps: int) -> Path:
         return self._first if steps == 0 else self._first.with_name(f"{self._first.name}-{steps:08d}")

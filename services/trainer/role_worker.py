@@ -394,7 +394,6 @@ class RoleWorker:
         self._room_made, self._room_needed, self._look = self._progress.steps, True, True
 
     def _save_before_leaving(self, done: bool) -> None:
-        """Returns once everything that a resume needs is on disk."""
         if not done and self._begun_save < self._progress.steps:
             self._save()
         self._actor.finish_save()

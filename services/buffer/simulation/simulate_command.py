@@ -326,7 +326,6 @@ def draw(baseline: Baseline, outcomes: Sequence[PolicyOutcome], path: Path) -> N
 
 
 def _untrained(outcome: PolicyOutcome) -> list[float]:
-    """Returns the percentage of the generated tokens that is thrown away or masked, by decile."""
     shares = zip(outcome.dropped_tokens.by_decile, outcome.masked.by_decile, strict=True)
     return [100 * (1 - (1 - dropped) * (1 - masked)) for dropped, masked in shares]
 

@@ -504,7 +504,6 @@ class World:
                 self._tally.trained(response.length, masked, age)
 
     def _ask(self) -> None:
-        """Asks for the trainer's next batch, unless it has one or there cannot be one."""
         if self._trained_at < math.inf or self.missing > 0:
             return
         state, config, formed = self._state, self._config, self._state.formed_steps
@@ -537,7 +536,6 @@ class World:
                 self._begun.setdefault(task.oldest, []).append(task)
 
     def _end(self) -> None:
-        """Ends a response; if it is its group's last, the group is scored."""
         response = self._engine.take_ended()
         response.newest, task = self._state.live_version, response.task
         task.left -= 1
@@ -571,7 +569,6 @@ class World:
     # --- the trainer and its weights
 
     def _step(self) -> None:
-        """Ends a training step; its weights are pushed and served."""
         self._pass_until(self._trained_at)
         self._trained_at = math.inf
         step = self._state.trained_steps

@@ -172,7 +172,6 @@ def parse_count(body: bytes, request_id: str) -> wire.ChatTurn:
 
 
 def _conversation(asked: _CountBody) -> dict[str, Any]:
-    """Returns the fields of a turn that its prompt is made of."""
     system = [{"role": "system", "content": fields.joined(asked.system)}] if asked.system else []
     messages = system + [one for message in asked.messages for one in message.chat()]
     fields.check_tool_results(messages, "messages")
@@ -256,7 +255,6 @@ class MessageEvents(wire.TurnEvents):
         return events
 
     def _close(self) -> bytes:
-        """Returns the last events of the block that is open."""
         if not self._open:
             return b""
         signature = self._in_block(type="signature_delta", signature=_signature(self._thought)) if self._open == "thinking" else b""
@@ -279,7 +277,6 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 def _head(start: wire.TurnStart) -> dict[str, Any]:
-    """Returns the message as it is before it has content."""
     message = {"id": start.request_id, "type": "message", "role": "assistant", "model": start.model, "content": []}
     return message | {"stop_reason": None, "stop_sequence": None}
 

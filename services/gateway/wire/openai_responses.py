@@ -296,7 +296,6 @@ class ResponseEvents(wire.TurnEvents):
         return events + self._in_item("response.content_part.added", part=self._part())
 
     def _close(self, result: wire.TurnResult | None = None) -> bytes:
-        """Returns the last events of the item that is open."""
         if not self._open:
             return b""
         logprobs = [] if result is None else _logprobs(self.turn, result)

@@ -267,13 +267,11 @@ class ExternalClient(EngineClient):
         return (await asyncio.to_thread(self._engine.server.described, "model_info", deadline)).get("weight_version")
 
     def _path_there(self, path: Path) -> Path:
-        """Returns a path below `update_weight_disk_dir` as the engine's machine has it."""
         here, there = self._weights.update_weight_disk_dir, self._weights.update_weight_engine_dir
         below = here is not None and path.is_relative_to(here.absolute())
         return there / path.relative_to(here.absolute()) if here is not None and there is not None and below else path
 
     async def _leave_group(self, deadline: float) -> None:
-        """Has the engine leave the group, and ends the process that sends in it."""
         group, self._group = self._group, None
         if group is not None:
             with contextlib.suppress(MyxoError):

@@ -156,7 +156,6 @@ def group_body(requests: Sequence[GenerationRequest], sampling: Sampling, engine
 
 
 def _image_data(requests: Sequence[GenerationRequest]) -> dict[str, Any]:
-    """Returns the pictures of a group's requests as data URLs; nothing where none has some."""
     shown = [() if request.shown is None else request.shown.pictures for request in requests]
     urls = [[f"data:image/png;base64,{base64.b64encode(picture).decode()}" for picture in pictures] for pictures in shown]
     return {"image_data": urls} if any(urls) else {}

@@ -94,7 +94,6 @@ def jit_kernels(config: Mapping[str, Any], arguments: Sequence[str]) -> list[Jit
 
 
 def _attention(model: Mapping[str, Any], flags: Mapping[str, str], dtype: str) -> list[JitKernel]:
-    """Returns what queries, keys and values go through before attention itself."""
     heads = int(model["num_attention_heads"])
     size = int(model.get("head_dim") or model["hidden_size"] // heads)
     element = f"torch.{dtype}"

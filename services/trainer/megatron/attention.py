@@ -133,7 +133,6 @@ class PackedCausalAttention(MegatronModule):
         return torch.cat(outputs)
 
     def _by_length(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:
-        """Attends to long sequences one by one, and to the others together."""
         found = sequences.long
         if found is None or self.window or self.softmax_offset is not None or not fits(query, value):
             return self._varlen(query, key, value, sequences)

@@ -352,7 +352,6 @@ def _build_chunk(
 
 
 def _set_embeddings(model: GPTModel, a: Architecture, config: TransformerConfig) -> None:
-    """Gives rotary embeddings their frequencies, and tokens' embeddings their scale."""
     for module in model.modules() if a.latent is None else ():  # latent attention has its own inside
         if hasattr(module, "rotary_pos_emb"):
             rope = a.rope if module is model or a.window_rope is None else a.window_rope

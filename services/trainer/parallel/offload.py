@@ -108,7 +108,6 @@ def _key(tensor: Tensor) -> int:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """Returns a uint8 view of a whole storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

@@ -340,7 +340,6 @@ class Pusher:
             self._results.append(PushResult(push.version, committed, *times, sent, digest, self._record.marks(self._sender.marks)))
 
     def _join(self, push: Push, end: float) -> None:
-        """Returns once the ranks and all replicas have joined the new channels."""
         self._channels = self._sender.open(push.number, push.engine_ranks)
         self._together(lambda: self._prepare(push.version, _left(end)))
         with self._watched_members():

@@ -372,12 +372,10 @@ class CommandSession:
             self._queue.remove(command)
 
     def _call_off(self, command: _Command) -> None:
-        """Gives up what was begun for a command that will not be run."""
         if command.answer.cancelled() and command.reception.done() and command.reception.exception() is None:
             self.receiver.call_off(command.reception.result())
 
     def _begin(self, command: _Command) -> None:
-        """Begins the command, beside the scheduler, which has the outcome."""
         try:
             command.deadline.check("its turn", "the engine")
             command.reception.set_result(QUEUED[str(command.fields["verb"])](self.receiver, command.fields, command.deadline))
