@@ -11,7 +11,8 @@ from typing import Any
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.transport import EngineError, InvalidRequest
 from shared.config.run_config import RunConfig
-from shared.model.trainable_parameters import ALL_LINEAR
+from shared.model.families import read_architecture
+from shared.model.trainable_parameters import Lora
 
 LOAD_SECONDS = 120.0
 ADAPTER = "adapter_config.json"  # the file by which a directory is one of adapters
@@ -19,16 +20,16 @@ ADAPTER = "adapter_config.json"  # the file by which a directory is one of adapt
 
 def adapter_flags(config: RunConfig, device: str) -> dict[str, Any]:
     """Returns the engine's flags where clients' weights are served; none in a run of its own weights."""
-    trainer, flags = config.trainer, dict[str, Any]()
+    flags, lora = dict[str, Any](), Lora.of(config.trainer)
     if not config.tinker.tinker_endpoint:
         return flags
     if device == "cpu":
         flags = {"enable-deterministic-inference": True, "lora-backend": "torch_native"}
-    if trainer.lora_rank is None:
+    if lora is None:
         return {name: value for name, value in flags.items() if name != "lora-backend"}
-    targets = ["all"] if ALL_LINEAR in trainer.target_modules else trainer.target_modules
-    most = config.tinker.tinker_adapters
-    return {**flags, "enable-lora": True, "max-lora-rank": trainer.lora_rank, "lora-target-modules": targets, "max-loras-per-batch": most}
+    # "all" would have the engine compute adapters of embeddings and of the output layer, too, which clients have not
+    targets, most = lora.matrices(read_architecture(config.model.hf_checkpoint)), config.tinker.tinker_adapters
+    return {**flags, "enable-lora": True, "max-lora-rank": lora.rank, "lora-target-modules": targets, "max-loras-per-batch": most}
 
 
 class Adapters:

@@ -93,6 +93,10 @@ class Lora:
     def takes(self, projection: str) -> bool:
         return ALL_LINEAR in self.targets or projection in self.targets
 
+    def matrices(self, architecture: Architecture) -> list[str]:
+        """Returns PEFT's names of the model's matrices that are adapted."""
+        return [name for name in _projections(architecture)[0] if self.takes(name)]
+
     def check(self, architecture: Architecture, layout: ParallelLayout, overrides: Mapping[str, Any]) -> None:
         """Raises ConfigError where the model has no such matrices, or they cannot be adapted.
 

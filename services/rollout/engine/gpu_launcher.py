@@ -34,6 +34,11 @@ if (form := entry_format(Path(model))) is not None and form.bits == 4:
     from services.rollout.engine import quantized_layers
 
     quantized_layers.install(model, on_cpu=False)
+if "--enable-lora" in sys.argv:
+    from services.rollout.engine import adapter_segments
+
+    with quick_imports():
+        adapter_segments.install()
 
 if __name__ == "__main__":
     with quick_imports():
