@@ -132,3 +132,33 @@ except ImportError:
 
 def test_the_trainers_library_is_hidden() -> None:
     assert child("try:\n    import megatron.core\nexcept ImportError:\n    print('hidden')") == "hidden"
+
+
+ADAPTERS = """
+import random, types
+from services.rollout.engine import adapter_segments
+launcher.pin_nothing()
+import torch
+from sglang.srt.lora.backend import chunked_backend
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+adapter_segments.install()
+chunked_backend.get_lora = lambda: types.SimpleNamespace(max_lora_chunk_size=16)
+backend, rng = chunked_backend.ChunkedSgmvLoRABackend(8, torch.device("cpu"), None), random.Random(0)
+backend.init_cuda_graph_batch_info(max_bs_in_cuda_graph=512, num_tokens_per_req=1)
+for rows in (1, 2, 15, 17, 128, 505, 511, 512, 512):
+    wanted = [rng.randrange(8) for _ in range(rows)]
+    batch = types.SimpleNamespace(batch_size=rows, forward_mode=ForwardMode.DECODE, spec_info=None, return_logprob=False)
+    backend.prepare_lora_batch(batch, wanted, [8] * 8, [1.0] * 8, True)
+    info = backend.batch_info
+    bounds = info.seg_indptr.tolist()
+    assert bounds[-1] == rows and max(b - a for a, b in zip(bounds, bounds[1:])) <= 16, bounds
+    found = {row: int(info.weight_indices[one]) for one in range(40) for row in info.permutation[bounds[one] : bounds[one + 1]].tolist()}
+    assert found == dict(enumerate(wanted))
+print(len(info.weight_indices), len(bounds))
+"""
+"""SGLang's bookkeeping of adapters in the graphs of decode steps."""
+
+
+def test_every_row_of_a_decode_graph_keeps_its_adapter_in_few_segments() -> None:
+    assert child(ADAPTERS).splitlines()[-1] == "40 41"  # 512 rows by 16, and one more for each of 8 adapters

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from services.rollout.client_adapters import adapter_flags
 from services.rollout.replica_command import FLAG, RUNNER, captured_requests, graph_flags, routing_flags
 from services.rollout.request_slots import EngineLoad, SlotLimit
 from shared.runtime.errors import ConfigError
@@ -56,3 +57,16 @@ def test_a_record_of_experts_needs_kernels_that_leave_one(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="moe-runner-backend = 'triton_kernel': triton with use_rollout_routing_replay"):
         flags("oss", "cuda", moe_runner_backend="triton_kernel")
     assert routing_flags(run_config(tmp_path), "cuda") == {"enable-return-routed-experts": False}
+
+
+def test_engines_compute_adapters_of_what_trains(tmp_path: Path) -> None:
+    make_checkpoint("qwen3_moe", tmp_path / "model")
+
+    def targets(**trainer: Any) -> Any:
+        sections: dict[str, Any] = {"model": {"hf_checkpoint": str(tmp_path / "model")}, "rollout": {"num_rollout": 0}}
+        config = run_config(tmp_path, **sections, tinker={"tinker_endpoint": True}, trainer=trainer)
+        return adapter_flags(config, "cuda").get("lora-target-modules")
+
+    assert sorted(targets(lora_rank=4)) == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert targets(lora_rank=4, target_modules=["q_proj", "o_proj"]) == ["q_proj", "o_proj"]
+    assert targets() is None
