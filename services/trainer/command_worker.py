@@ -4,6 +4,7 @@ Rank 0 follows the log and broadcasts what is next. After a death each client go
 are carried out again; those whose outcome the log has are not answered again.
 """
 
+import asyncio
 import contextlib
 import json
 import queue
@@ -53,6 +54,7 @@ POLL_SECONDS = 0.5  # the longest time until the other ranks hear of rank 0
 LOOK_SECONDS = 0.1  # the longest time between two looks at whether to stop
 BUS_SECONDS = 120.0  # the time that an outcome may take to be written
 BURST = 8  # commands of one client in a row while others wait
+MOST_ENTRIES = 4096  # of the log that are read ahead of the loop; further ones stay in the log
 FATAL = 5  # attempts at one command that each ended the trainer, after which it is answered as failed
 
 
@@ -112,7 +114,7 @@ class CommandWorker:
         self._queues = ClientQueues(lambda client: newest_checkpoint(self._checkpoints(client)))
         self._unfreed: dict[str, dict[int, list[str]]] = {}  # keys of payloads that a replay still needs, by client and number
         # rank 0's: what it has read of the log
-        self._entries: queue.SimpleQueue[LogEntry | None] = queue.SimpleQueue()
+        self._entries: queue.Queue[LogEntry | None] = queue.Queue(MOST_ENTRIES)
         self._following: Future[None] | None = None
         self._caught_up = False
         self._known, self._expiring = dict[tuple[str, int], CommandOutcome](), dict[str, CommandOutcome]()
@@ -145,7 +147,9 @@ class CommandWorker:
 
     async def _follow(self, log: CommandLog) -> None:
         async for entry in log.follow():
-            self._entries.put(entry)
+            while self._entries.full():  # this is the only one that fills it
+                await asyncio.sleep(LOOK_SECONDS)
+            self._entries.put_nowait(entry)
 
     def _read(self, seconds: float) -> None:
         """Takes what has come of the log; waits for so long where nothing has."""
@@ -154,7 +158,9 @@ class CommandWorker:
                 entry, seconds = self._entries.get(timeout=seconds), 0
                 if entry is None:
                     self._caught_up = True
-                elif ":train:" in entry.client and isinstance(entry, Command):
+                elif ":train:" not in entry.client:
+                    continue
+                elif isinstance(entry, Command):
                     self._queues.add(entry)
                 elif isinstance(entry, CommandOutcome) and not self._caught_up:  # later ones are this life's own
                     self._known[entry.key] = entry

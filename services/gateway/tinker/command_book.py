@@ -29,13 +29,13 @@ class CommandBook:
 
     Attributes:
         commands, outcomes: by key. samplers: sampling session → path of its weights, None: the base. models: those that are there, with
-            what made each.
+            what made each. waiting: a client's commands without an outcome.
     """
 
     def __init__(self) -> None:
         self.commands, self.outcomes = dict[tuple[str, int], Command](), dict[tuple[str, int], CommandOutcome]()
         self.samplers, self.models = dict[str, str | None](), dict[str, Command]()
-        self._used, self._newest = Counter[str](), Counter[str]()
+        self._used, self._newest, self.waiting = Counter[str](), Counter[str](), Counter[str]()
         self._saved, self._taken = dict[str, CommandOutcome](), dict[str, tuple[str, int]]()
         self._awaited: dict[tuple[str, int], asyncio.Event] = {}
 
@@ -44,10 +44,12 @@ class CommandBook:
         if isinstance(entry, Command) and entry.key not in self.commands:
             self.commands[entry.key] = entry
             self._newest[entry.client] = max(entry.number, self._newest[entry.client])
+            self.waiting[entry.client] += 1
             if not entry.refused:
                 self._note_begun(entry, json.loads(entry.arguments))
         elif isinstance(entry, CommandOutcome) and entry.key not in self.outcomes:
             self.outcomes[entry.key] = entry
+            self.waiting[entry.client] -= 1
             command = self.commands[entry.key]
             if not command.refused:
                 self._note_ended(command, entry, json.loads(command.arguments))

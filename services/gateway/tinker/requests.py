@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.gateway.tinker.command_book import PREFIX, CommandBook, WrongRequest, wrong
 from services.gateway.tinker.protobuf import DTYPES
+from services.gateway.wire.request import TurnRefused
 from shared.runtime.safe_files import is_plain_name
 from shared.schema.client_commands import TENANT, Verb
 from shared.schema.message import LARGEST
@@ -23,7 +24,7 @@ from shared.schema.message import LARGEST
 CLIENT = re.compile(rf"{TENANT}-[0-9a-f]{{16}}(:(train|sample):[0-9]{{1,9}})?\Z")
 MOST_SAMPLES = 1024
 UNNAMED_SECONDS = 7 * 24 * 3600  # the time that weights for sampling stay that were saved without a name
-MOST_AHEAD = 10_000  # numbers by which a request may come before one that its client sent earlier
+MOST_AHEAD = 10_000  # a client's commands that may wait, and numbers by which one may come before another that was sent earlier
 CLIPPED = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 # loss → its inputs beside target_tokens, and its settings with their defaults
 LOSSES: dict[str, tuple[tuple[str, ...], dict[str, float]]] = {
@@ -81,7 +82,7 @@ def number_of(body: Mapping[str, Any], name: str, least: int, most: int = 10**9)
 
 
 def key_of(tenant: str, verb: Verb, body: Mapping[str, Any], book: CommandBook) -> tuple[str, int]:
-    """Returns client and number of a request's command. Raises WrongRequest."""
+    """Returns client and number of a request's command. Raises WrongRequest; TurnRefused where too many wait: the SDK asks again."""
     if verb == "create_sampling_session":
         return f"{owned(tenant, body, 'session_id')}:sample:{number_of(body, 'sampling_session_seq_id', 0)}", 0
     if verb == "create_model" or (verb == "load_weights" and body.get("session_id") is not None):
@@ -91,6 +92,8 @@ def key_of(tenant: str, verb: Verb, body: Mapping[str, Any], book: CommandBook) 
     number = number_of(body, "seq_id", first, book.next_number(client) + MOST_AHEAD) + 1 - first
     if client not in book.models and client not in book.samplers and (client, number) not in book.commands:
         raise NotThere(f"{name}: {client}: there is no such thing, or no more")
+    if number >= book.next_number(client) and book.waiting[client] >= MOST_AHEAD:  # a number that others wait for is taken
+        raise TurnRefused(429, f"{client}: {MOST_AHEAD} of its requests wait; expected fewer before another one")
     return client, number
 
 

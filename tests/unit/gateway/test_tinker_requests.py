@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from services.gateway.tinker import protobuf
 from services.gateway.tinker.command_book import CommandBook, WrongRequest
-from services.gateway.tinker.requests import ServedModel, forward_backward, key_of, read_json
+from services.gateway.tinker.requests import MOST_AHEAD, ServedModel, forward_backward, key_of, read_json
 from services.gateway.tinker.tenants import Tenant, owner, read_tenants
+from services.gateway.wire.request import TurnRefused
 from shared.bus.command_log import CommandAudit
 from shared.runtime.errors import ConfigError
 from shared.schema.client_commands import Command, CommandOutcome, LogEntry, Verb
@@ -207,6 +208,11 @@ def test_a_command_that_would_wait_for_ever_is_refused(words: str, verb: Verb, b
     assert key_of("alice", "optim_step", {"model_id": CLIENT, "seq_id": 6}, book) == (CLIENT, 6)
     with pytest.raises(WrongRequest, match=words):
         key_of("alice", verb, body, book)
+    book.waiting[CLIENT] += MOST_AHEAD
+    assert key_of("alice", "forward", {"model_id": CLIENT, "seq_id": 5}, book) == (CLIENT, 5)  # others wait for it
+    with pytest.raises(TurnRefused, match="10000 of its requests wait") as refused:
+        key_of("alice", "forward", {"model_id": CLIENT, "seq_id": 6}, book)
+    assert refused.value.status == 429
     book.see(command(6, "unload_model"))
     assert key_of("alice", "optim_step", {"model_id": CLIENT, "seq_id": 5}, book) == (CLIENT, 5)  # asked again
     with pytest.raises(WrongRequest, match="no more"):

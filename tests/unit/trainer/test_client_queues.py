@@ -1,11 +1,14 @@
 """Clients' commands: in each client's order whatever order they come in, the clients in turns."""
 
+import asyncio
+import queue
 import random
+from collections.abc import AsyncIterator
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.trainer.command_worker import BURST, ClientQueues
+from services.trainer.command_worker import BURST, MOST_ENTRIES, ClientQueues, CommandWorker
 from shared.schema.client_commands import Command, Verb
 
 NAMES = [f"a-{index:016x}:train:0" for index in range(3)]
@@ -49,3 +52,28 @@ def test_an_optimizer_step_ends_a_turn() -> None:
         queues.add(command(name, 0, "optim_step"))
         queues.add(command(name, 1))
     assert [one.client for _ in range(4) if (one := queues.next()) is not None] == [NAMES[0], NAMES[1], NAMES[0], NAMES[1]]
+
+
+def test_a_long_log_is_read_as_far_as_there_is_room() -> None:
+    count = 2 * MOST_ENTRIES + 10
+    worker = object.__new__(CommandWorker)
+    worker._entries, worker._caught_up, worker._queues = queue.Queue(MOST_ENTRIES), False, ClientQueues(lambda _: -1)
+
+    class Log:
+        async def follow(self) -> AsyncIterator[Command | None]:
+            for number in range(count):
+                yield command(NAMES[0], number)
+            yield None
+
+    def taken() -> None:
+        while not worker._caught_up:
+            worker._read(0.01)
+
+    async def both() -> None:
+        following = asyncio.create_task(worker._follow(Log()))  # type: ignore[arg-type]
+        while not worker._entries.full():
+            await asyncio.sleep(0)
+        await asyncio.gather(following, asyncio.to_thread(taken))
+
+    asyncio.run(both())
+    assert [found.number for found in iter(worker._queues.next, None)] == list(range(count))
