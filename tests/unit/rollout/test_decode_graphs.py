@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 
 from services.rollout.client_adapters import adapter_flags
-from services.rollout.replica_command import FLAG, RUNNER, captured_requests, graph_flags, routing_flags
+from services.rollout.replica_command import FLAG, RUNNER, captured_requests, graph_flags, parameter_flags, routing_flags
 from services.rollout.request_slots import EngineLoad, SlotLimit
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 from tests.unit.trainer.megatron.tiny import make_checkpoint
+
+SERVED: dict[str, Any] = {"tinker": {"tinker_endpoint": True}}
 
 
 @pytest.mark.parametrize(
@@ -64,9 +66,18 @@ def test_engines_compute_adapters_of_what_trains(tmp_path: Path) -> None:
 
     def targets(**trainer: Any) -> Any:
         sections: dict[str, Any] = {"model": {"hf_checkpoint": str(tmp_path / "model")}, "rollout": {"num_rollout": 0}}
-        config = run_config(tmp_path, **sections, tinker={"tinker_endpoint": True}, trainer=trainer)
+        config = run_config(tmp_path, **sections, trainer=trainer, **SERVED)
         return adapter_flags(config, "cuda").get("lora-target-modules")
 
     assert sorted(targets(lora_rank=4)) == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert targets(lora_rank=4, target_modules=["q_proj", "o_proj"]) == ["q_proj", "o_proj"]
     assert targets() is None
+
+
+def test_engines_on_gpus_hold_parameters_of_the_type_that_is_pushed(tmp_path: Path) -> None:
+    def flags(device: str, train_dtype: str, **sections: Any) -> dict[str, Any]:
+        return parameter_flags(run_config(tmp_path, trainer={"train_dtype": train_dtype}, **sections), device)
+
+    pushed = flags("cuda", "float32", weights={"update_weight_dtype": "bfloat16"})
+    assert pushed == flags("cuda", "bfloat16") == flags("cuda", "bfloat16", rollout={"num_rollout": 0}, **SERVED) == {"dtype": "bfloat16"}
+    assert flags("cpu", "bfloat16") == flags("cuda", "float32") == flags("cuda", "bfloat16", debug={"debug_rollout_only": True}) == {}
