@@ -87,6 +87,5 @@ def amended(state: BufferState, limits: BufferConfig, step: int, now: float) -> 
 
 
 def _fitting(state: BufferState, limits: BufferConfig, batch: BatchRecord) -> list[GroupState]:
-    """Returns the ready groups within the bound that the batch was formed with, in the order they came back."""
     fitting = policy.by_decision(state, limits, batch.version - limits.rollout.max_staleness)["fits"]
     return [group for group in fitting if group.scored is not None and max(group.scored.newest) <= batch.version]

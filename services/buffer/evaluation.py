@@ -96,7 +96,6 @@ def given(state: BufferState, limits: BufferConfig, message: Evaluated, now: flo
 
 
 def _own_set(state: BufferState, limits: BufferConfig, message: Evaluated, dataset: str, version: int) -> EvaluationState | None:
-    """Returns the beginning of a set that the run does not name; None where it is not taken."""
     started = min((current.started for (of, _), current in state.evaluations.items() if of == version), default=None)
     there = sum(of == version and name not in limits.eval_sets for of, name in state.evaluated)
     if started is None or there >= MOST_OWN_SETS or not message.result.samples:

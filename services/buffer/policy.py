@@ -372,7 +372,6 @@ def close(state: BufferState, limits: BufferConfig, now: float, logging: bool = 
 
 
 def _bound(state: BufferState, limits: BufferConfig, step: int, version: int) -> int:
-    """Returns the oldest version that the batch of ``step`` may train. Raises WrongStep where it is not the next batch."""
     if step > state.formed_steps:
         raise WrongStep(f"step {step} was asked for; the next batch is of step {state.formed_steps}: {AHEAD}")
     if step != state.formed_steps:

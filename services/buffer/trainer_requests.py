@@ -153,7 +153,6 @@ class TrainerRequests:
         return BatchPending(step=step, have=have, need=need, waiting_for=self._awaited(), store_full=bool(self._room.reason))
 
     async def _lose_missing(self) -> None:
-        """Has groups generated anew whose payload the store has lost since they were scored."""
         owners = {key: name for name, group in self._state.ready.items() if group.scored for key in group.scored.keys}
         for name in {owners[key] for key in await self._service.store.missing(list(owners))}:
             await self._decide(partial(batch_repair.lost_ready, self._state, name, time.time()))

@@ -471,7 +471,6 @@ def _family(tokenizer: RendererTokenizer, variables: Mapping[str, Any]) -> Any:
 
 
 def _rendered(render: Any, messages: Messages, tools: Messages) -> list[int] | None:
-    """Returns the ids that a renderer or the template makes of a probe; None where it refuses it."""
     try:
         return list(render([dict(message) for message in messages], tools=list(tools) or None, add_generation_prompt=True))
     except (ConfigError, *UNREADABLE):

@@ -174,7 +174,6 @@ def _check_versions(versions: Sequence[NDArray[np.int32]], masks: Sequence[NDArr
 
 
 def _check_rollouts(asked: GroupBody, config: RunConfig) -> None:
-    """Raises TurnRefused where the samples are not of as many rollouts as a group of the run has."""
     rollouts = asked.rollouts or list(range(len(asked.tokens)))
     found, most, fewest = len(set(rollouts)), config.rollout.n_samples_per_prompt, config.rollout.fewest_rollouts
     if not fewest <= found <= most:
@@ -197,7 +196,6 @@ def _environment(asked: GroupBody, config: RunConfig) -> str:
 
 
 def _check_scores(asked: GroupBody, config: RunConfig) -> None:
-    """Raises TurnRefused for named scores without the one that counts, where no one else scores the group."""
     for index, score in enumerate([] if config.reward.group_rm else asked.scores or []):
         try:
             reward_values.read(score, config.reward.reward_key)
@@ -366,7 +364,6 @@ class GroupIntake:
         raise _no_room(f"the run admitted none within {patience:g} s")
 
     def _report(self, group: FinishedGroup, binding: Binding) -> tuple[dict[str, bytes], Generated]:
-        """Returns the blobs of a group, by key, and the message that refers to them. Raises TurnRefused for a group that is too large."""
         names, now, part_of = self._service.subjects, time.time(), uuid.uuid4().hex
         samples = [replace(sample, group=binding.group) for sample in group.samples]
         encoded = sample_codec.encode(samples, self._config.store.blob_bytes)
@@ -387,7 +384,6 @@ class GroupIntake:
             raise TurnRefused(413, str(error), field="tokens", code="too_large") from None
 
     async def _publish(self, key: str, report: tuple[dict[str, bytes], Generated]) -> None:
-        """Stores the samples before their reference travels, and notes that it does."""
         (blobs, message), service = report, self._service
         await service.store.write(blobs)
         subject = service.subjects.generated(message.environment)
@@ -401,7 +397,6 @@ class GroupIntake:
         return None if found is None else Binding(**json.loads(found))
 
     async def _limits(self) -> GroupLimits:
-        """Returns what the run takes now. Raises TurnRefused before it serves any weights, and once it has ended."""
         service = self._service
         if not self._vocabulary:
             self._vocabulary = await runs.vocabulary(service.bus, service.run)

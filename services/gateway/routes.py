@@ -327,7 +327,6 @@ class Api:
     async def _streamed(
         self, request: Request, wire: WireFormat, model: Turns, log: SessionLog, asked: ChatTurn, headers: dict[str, str]
     ) -> Response:
-        """Returns the answer that reports a turn as it is sampled. Raises TurnRefused where it is refused before its first event."""
         start = TurnStart(request_id=asked.request_id, model=model.model, created=int(time.time()), prompt=0)
         answers = [self._live_answer(wire, model, log, one, start) for one in split(asked)]
         turns = [answer.turn for answer in answers]
@@ -466,7 +465,6 @@ class Api:
         return JSONResponse({"id": log.session.id, "turn": turn, "reward": found})
 
     async def _log(self, request: Request) -> SessionLog:
-        """Returns the session that a request's key opens. Raises TurnRefused."""
         bearer = request.headers.get("authorization", "")
         key = bearer[7:].strip() if bearer[:7].lower() == "bearer " else request.headers.get("x-api-key", "")
         try:

@@ -116,7 +116,6 @@ class TurnText:
         return plain == len(further)
 
     def _sure_deltas(self) -> list[TurnDelta]:
-        """Returns what of the open channel's text is sure and was not sent yet."""
         if not self._open or self._frozen:
             return []
         sent = self._content if self._open == "content" else self._reasoning

@@ -332,7 +332,6 @@ class Turns:
         check_tokens(max(asked.sampling.stop_token_ids, default=0), self._replicas.vocabulary, "stop_token_ids")
 
     async def _seeing(self, log: SessionLog, asked: ChatTurn) -> ChatTurn:
-        """Returns a request with the pictures of its conversation. Raises TurnRefused."""
         return replace(asked, shown=await self._pictures.of(log, pictures_in(asked.messages), asked.pictures, asked.place))
 
     async def _prompt(self, log: SessionLog, asked: ChatTurn) -> TurnPrompt:
@@ -429,7 +428,6 @@ class Turns:
                     await asyncio.sleep(min(held.until - time.time(), LEASE_SECONDS / RENEWALS))
 
     def _record(self, request: str, prompt: TurnPrompt | None = None, seconds: float = LEASE_SECONDS) -> TurnBegun:
-        """Returns the record that begins a turn, or, without a prompt, holds it for further seconds."""
         now = time.time()
         parent, shared = (prompt.parent, prompt.shared) if prompt is not None else (None, 0)
         rest = np.empty(0, np.int32) if prompt is None else prompt.tokens[shared:]
@@ -511,7 +509,6 @@ class Turns:
         grammar: str,
         asked: ChatTurn | TokenTurn,
     ) -> tuple[TurnGeneration, str]:
-        """Returns further tokens of a turn, and which replica has given them."""
         fewest = max(0, sampling.min_new_tokens - len(pending.completion))
         wanted = sampling.model_copy(update={"max_new_tokens": most, "min_new_tokens": min(fewest, most)})
         tokens = np.concatenate([pending.prompt, pending.completion])
@@ -544,7 +541,6 @@ class Turns:
                     self._replicas.failed.avoid(target.instance)
 
     async def _ended(self, log: SessionLog, whole: PendingTurn, finish: Finish, cached: int, asked: ChatTurn | TokenTurn) -> Turn:
-        """Records a turn that has ended, with the digest of its conversation, and returns the turn that counts."""
         generated = (whole.prompt, whole.completion, whole.log_probs, whole.spans)
         beside: dict[str, Any] = {"cached": cached, "replica": whole.replica, "top_log_probs": whole.top_log_probs, "kept": whole.kept}
         turn = Turn(whole.request, whole.parent, *generated, finish, **beside)
@@ -570,5 +566,4 @@ def _over(log: SessionLog) -> TurnRefused:
 
 
 def _extended(pending: PendingTurn, generated: TurnGeneration) -> PendingTurn:
-    """Returns a turn with what was sampled last; nothing is recorded."""
     return replace(pending, **appended(pending, generated))

@@ -132,7 +132,6 @@ class Functions:
         return str(reason or split_path(self._paths[KEEP])[1])[:LONGEST_REASON]
 
     async def _call(self, field: str, *given: Any) -> Any:
-        """Returns the result of a plain or an async function. Raises HookFailed."""
         function: Callable[..., Any] = self._functions[field]
         try:
             result = function(self._args, *given)

@@ -87,7 +87,6 @@ class PayloadReader:
 
 
 def _check_reference(group: Generated, samples: list[Sample]) -> None:
-    """Raises BadMessage where the samples are not those that the reference describes, by which batches are formed and divided."""
     if len(samples) != len(group.samples):
         raise BadMessage(f"{group.group}: the payload holds {len(samples)} samples, its reference {len(group.samples)}")
     if not samples:

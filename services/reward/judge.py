@@ -309,7 +309,6 @@ class _Record:
 
 
 def _seeding(count: int) -> Generator[Round, list[float], list[float]]:
-    """Returns the points of all against the first."""
     won = yield [(other, 0) for other in range(1, count)]
     return [sum(1 - points for points in won) / len(won), *won]
 

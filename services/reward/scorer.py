@@ -351,7 +351,6 @@ class RewardRouter:
 
 
 def _given(sample: Sample, key: str | None) -> Score:
-    """Returns the score that a generate function gave. Raises BadMessage."""
     try:
         return reward_values.read(sample.given_reward, key)
     except ValueError as error:

@@ -255,7 +255,6 @@ class _Rollout(PlayedRollout):
             return []
 
     def _stored(self, given: Sequence[HookSample], unfinished: bool = False) -> list[Sample]:
-        """Returns samples as they are stored. Raises BadMessage."""
         task, functions, stored = self.task, self._functions, []
         called = functions.called(task) if functions.field == GENERATE else None
         for position, one in enumerate(given):

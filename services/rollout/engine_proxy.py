@@ -450,7 +450,6 @@ async def _counted(call: Requests | None, rid: str) -> AsyncIterator[None]:
 
 
 async def _whole(answer: ClientResponse) -> bytes:
-    """Returns an answer that ends. Raises RequestDenied for one that is too large."""
     whole = bytearray()
     async for chunk in answer.content.iter_any():
         whole += chunk

@@ -102,7 +102,6 @@ class Evaluator:
         return await self._pool.ask(request, f"the evaluation of version {task.version}", self._named, left)
 
     async def _failed(self, lease: MessageLease[Evaluate], reason: str) -> None:
-        """Has the evaluation tried again, in a fresh process; after so many deliveries it ends, with the reason."""
         task, tries = lease.message, self._config.bus.max_deliver
         self._service.log.error("evaluation_failed", version=task.version, error=reason, tries=lease.deliveries, of=tries)
         await self._pool.close()

@@ -152,7 +152,6 @@ def _routing_problem(partial: Partial, prompt: int) -> str:
 
 
 def _text(sampling: Sampling, partial: Partial, tokenizer: Tokenizer) -> str:
-    """Returns a response's text, by default without special tokens and with the stop string that ended it."""
     text = tokenizer.decode(partial.tokens, skip_special_tokens=sampling.skip_special_tokens is not False)
     if sampling.no_stop_trim is not False or partial.finish != "stop":
         return text

@@ -349,7 +349,6 @@ class Producer:
         return True
 
     async def _entry(self, drawn: HeldTask) -> dict[str, Any]:
-        """Returns a task as the process gets it, and counts it as the function's."""
         task = drawn.task
         self._drawn[task.group] = drawn
         earlier = await self._outcomes.earlier(task)
@@ -382,7 +381,6 @@ class Producer:
         await self._outcomes.publish(task, wanted, time.time())
 
     def _of(self, group: str, attempt: int) -> HeldTask:
-        """Returns the task of a group that the function has. Raises BadMessage."""
         drawn = self._drawn.get(group)
         if drawn is None or drawn.task.attempt != attempt:
             raise BadMessage(f"the rollout function does not hold group {group}, attempt {attempt}")

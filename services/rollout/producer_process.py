@@ -254,7 +254,6 @@ class DrawnGroups(PositionlessSource):
         self._calls.call(verb, group=drawn.group, attempt=drawn.attempt, **fields)
 
     def _starving(self, started: float, loop: asyncio.AbstractEventLoop | None) -> bool:
-        """Returns whether the function cannot continue without more prompts than the buffer has admitted."""
         drawn = list(self._drawn.values())
         if not drawn:
             return False
@@ -305,7 +304,6 @@ class DrawnGroups(PositionlessSource):
         )
 
     def _stored(self, drawn: DrawnGroup, samples: Sequence[HookSample], rollouts: Sequence[int]) -> list[StoredSample]:
-        """Returns samples in the form that goes into the store; those that have not ended have the finish ``abort``. Raises BadMessage."""
         served = self._calls.call("served", begun=drawn.begun)
         versions = Served(drawn.begun, served["newest"], frozenset(served["late"]))
         reader, kept = self._config.log_probs_reader, self._config.kept_top_k > 0

@@ -183,7 +183,6 @@ class TaskOutcomes:
                 await asyncio.sleep(LINK_PAUSE)
 
     async def _live(self) -> int:
-        """Returns the newest version that the trainer has announced; -1 if there is none. Raises DeadlineExceeded."""
         value = await self._service.bus.get(self._service.subjects.weights_bucket, "live", deadline=LINK_SECONDS)
         return -1 if value is None else WeightsLive.decode(value).version
 

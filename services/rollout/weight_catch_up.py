@@ -369,7 +369,6 @@ class WeightCatchUp:
             raise
 
     async def _load(self, client: EngineClient, checkpoint: WeightCheckpoint) -> None:
-        """Loads a checkpoint directory while nothing is generated; where that fails, the replica is fenced."""
         seconds, replica, digest = self._config.push_timeout, self._replica, ""
         await client.prepare_load(checkpoint, deadline=seconds)
         replica.served.begin_update(checkpoint.version)
@@ -388,7 +387,6 @@ class WeightCatchUp:
             raise
 
     async def _report_broken(self, snapshot: WeightsSnapshot, error: BrokenCheckpoint) -> None:
-        """Asks the trainer for a whole snapshot, unless a newer one has already replaced the broken one."""
         newest = await self._announced("snapshot", WeightsSnapshot)
         if newest is not None and newest.at != snapshot.at:
             return
@@ -404,7 +402,6 @@ class WeightCatchUp:
     # --- from either source
 
     def _free_client(self) -> EngineClient | None:
-        """Returns the engine's client, to the holder of the update lock; None if the engine is to be left alone now."""
         return None if self._busy() or self._service.stopping.is_set() else self._replica.client
 
     async def _show_catching_up(self, value: bool) -> None:

@@ -87,7 +87,6 @@ class ColocatedEngine:
             await asyncio.sleep(SLEEP_POLL_INTERVAL_S)
 
     async def _sleep_if_late(self) -> None:
-        """Puts an engine that has started while the trainer computes to sleep at once."""
         async with self._replica.update_lock:
             if self._replica.served.asleep:
                 await self._put_to_sleep(OPEN_SECONDS)
@@ -289,7 +288,6 @@ class WeightsReceiver:
     # --- requests
 
     async def _offer(self, offer: WeightsOffer) -> Message:
-        """Answers at once whether a push may begin, even while an earlier one still waits."""
         self._client()
         if self._service.stopping.is_set():
             raise PushRefused("this replica is about to stop")
@@ -468,7 +466,6 @@ class WeightsReceiver:
             await self._replica.publish()
 
     async def _went_on(self, client: EngineClient, version: int | None, touched: bool) -> bool:
-        """Resumes the engine after an aborted push. Returns whether it resumed."""
         if touched:
             with contextlib.suppress(MyxoError):  # the digests of names that are no longer pushed must not be in the next digest
                 await client.adopt(NO_WEIGHTS, {}, deadline=END_SECONDS)

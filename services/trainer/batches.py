@@ -107,7 +107,6 @@ class ShardReader:
         return refused
 
     def _group(self, batch: Batch, index: int, blobs: Iterable[bytes]) -> list[Sample]:
-        """Returns the checked samples of the ``index``-th group of a batch. Raises BadMessage, and whatever a broken blob leads to."""
         reference = batch.groups[index]
         stored = sample.decode(blobs, replace(self._limits, newest=batch.version))
         lengths, names = [item.length for item in stored], [item.name for item in stored]

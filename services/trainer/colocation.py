@@ -199,7 +199,6 @@ class ColocationScheduler:
             time.sleep(POLL_INTERVAL_S)
 
     async def _ask_all(self, control: ControlClient, request: WeightsSleep | WeightsWake, reply: type[Answer]) -> list[Answer]:
-        """Asks every replica at once. Logs the name of one that does not answer; the others continue without it."""
         service, answers = control.service, list[Answer]()
         verb = "sleep" if isinstance(request, WeightsSleep) else "wake"
 

@@ -62,7 +62,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _check_options(given: argparse.Namespace, from_hf: bool) -> None:
-    """Raises ConfigError for an option that the direction gives no meaning."""
     options = {name: getattr(given, name[2:].replace("-", "_")) for names in OPTIONS.values() for name in names}
     of_quantizing, of_torch_dist = (
         {name: options[name] for name in options if name not in OPTIONS.get(given.to, ())},

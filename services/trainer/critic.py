@@ -72,7 +72,6 @@ class Critic(RoleWorker):
             self._report_saved()
 
     def _value(self, batch: Batch) -> TrainBatch:
-        """Returns the batch with values under the weights before the step, for the actor's advantages and the critic's returns."""
         prepared = TrainBatch(Partition(batch, [], []), empty_table(0), [])
         if batch.groups:  # else all of them were refused
             prepared = self._computed(self._assembled(batch), "values", self._trained_values)

@@ -217,7 +217,6 @@ class Trainer(RoleWorker):
         return kl_estimate(old, reference, self._objective.kl_loss_type or REWARD_KL) * batch.loss_mask
 
     def _inspect(self, batch: TrainBatch, results: list[StepResult]) -> None:
-        """Writes the step's tensors, where dumps are asked for; warns where engine and trainer differ under equal weights."""
         monitoring = self._config.monitoring
         if (template := self._config.debug.train_dump) is not None:
             dumps.write_tensors(template, batch, results, runtime.rank())
@@ -265,7 +264,6 @@ class Trainer(RoleWorker):
             self._exporter.finish()
 
     def _report_pushes(self) -> None:
-        """Logs the metrics of the pushes that have ended. Raises the error that ended one among the trainer's ranks."""
         for result in self._pusher.results():
             self._log.info("weights_pushed", **asdict(result))
             if self._metrics is not None:

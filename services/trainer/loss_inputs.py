@@ -95,7 +95,6 @@ class LossInputs:
         return cast(LossFunction, found)  # some take more than log-probs, and have an attribute for that
 
     def _advantages(self, batch: TrainBatch, masks: Sequence[Tensor]) -> Advantages:
-        """Returns the advantages of this rank's samples before distillation and whitening."""
         partition, own, wanted = batch.partition, batch.indices, needs(self._objective)
         groups = baselines_of(partition, batch.sample_stats)
         kl = _in_order(batch, "kl") if wanted.kl else None
@@ -135,7 +134,6 @@ class LossInputs:
                 advantage[start:end] += mask[start:end] * (self._objective.turn_advantage_coef * float(found[index, turn]))
 
     def _post_processed(self, batch: TrainBatch) -> TrainBatch:
-        """Returns the batch with the rewards that ``custom_reward_post_process_path`` makes, if no convert function has made some."""
         partition = batch.partition
         if batch.rewards is not None or REWARDS not in self._custom:
             return batch

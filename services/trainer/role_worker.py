@@ -221,7 +221,6 @@ class RoleWorker:
     # --- commands and batches
 
     def _report_activity(self, what: str) -> None:
-        """Reports to displays what this role does from now on, where this is rank 0."""
         if self._control is not None:
             limit = self._config.trainer.collective_timeout
             many = self._ranks > 1
@@ -290,7 +289,6 @@ class RoleWorker:
         return results
 
     def _computed(self, batch: TrainBatch, field: str, compute: Callable[[Sequence[PackedBatch]], list[Tensor]]) -> TrainBatch:
-        """Returns the batch with a field that the model computes. Raises Untrainable on all ranks."""
         with attributed(batch.partition, batch.micro_batches):
             return batch.with_computed(field, compute)
 
@@ -375,7 +373,6 @@ class RoleWorker:
             self._save()
 
     def _save(self) -> None:
-        """Writes a checkpoint of the training's present state, in the background if so configured; waits for the last one of a run."""
         started, steps, trainer = time.monotonic(), self._progress.steps, self._config.trainer
         self._report_activity(f"saving the checkpoint of {steps} steps")
         self._save_began, self._room_needed = time.time(), False

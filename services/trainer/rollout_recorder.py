@@ -76,7 +76,6 @@ class RolloutRecorder:
         return steps
 
     def _record(self, batch: Batch) -> bool:
-        """Returns whether the batch is recorded; the buffer hears of samples that cannot be read, and hands the step out again."""
         started = time.time()
         if not batch.groups:  # all of them were refused
             self._finish(batch, started, attest([]))

@@ -112,7 +112,6 @@ class StepProfiler:
             self._write(trace, f"train_overall_rank_{self._rank}_steps_{self._steps.start}_to_{self._step}")
 
     def _write(self, trace: profile, name: str) -> None:
-        """Ends a trace and writes it; an error of the disk is logged, and costs the trace."""
         trace.stop()
         path = self._directory / f"{name}.pt.trace.json.gz"
         try:

@@ -146,7 +146,6 @@ class StepScheduler:
         return push
 
     def _ahead(self, step: int) -> Batch | None:
-        """Returns the batch after this one, where it is there already, or can be formed at once."""
         if step >= self._steps:
             return None
         try:

@@ -203,7 +203,6 @@ def _speeds(plan: SimulationPlan, baseline: Baseline, outcomes: Sequence[PolicyO
 
 
 def _shares(outcomes: Sequence[PolicyOutcome]) -> Iterator[Table]:
-    """Yields a table by length for each kind of share that any outcome has."""
     for share, title in _SHARES.items():
         if found := [outcome for outcome in outcomes if any(getattr(outcome, share).by_decile)]:
             table = _table(f"By decile of response length, shortest first: {title}, %", *map(str, range(1, DECILES + 1)))

@@ -346,7 +346,6 @@ def _top_log_probs(meta: Mapping[str, Any], request: GenerationRequest, count: i
 
 
 def _spans(meta: Mapping[str, Any], count: int, version_before: int, late: Set[int], where: str) -> tuple[Span, ...]:
-    """Returns the spans of ``count`` tokens, by the module's rules."""
     if count == 0:
         return ()
     reported = meta.get("weight_versions")
@@ -388,7 +387,6 @@ def _check_read(request: GenerationRequest, meta: Mapping[str, Any], count: int)
 
 
 def _checked_tokens(request: GenerationRequest, engine: Capabilities) -> NDArray[np.int32]:
-    """Returns the request's tokens as int32 [P]. Raises InvalidRequest that names the request and its error."""
     ids, name = np.asarray(request.tokens), f"request {request.rid}"
     if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
         raise InvalidRequest(f"{name}: token ids are integers [P], P at least 1, not {ids.dtype} {list(ids.shape)}")

@@ -168,7 +168,6 @@ class ReceiverClient:
         return waking
 
     async def _begun(self, connections: Sequence["_Connection"], seconds: float) -> None:
-        """Returns once every rank has begun its command. Raises NotBegun."""
         try:
             async with asyncio.timeout(seconds):
                 for connection in connections:

@@ -165,7 +165,6 @@ def _embedding(model: Any, is_last: bool) -> Tensor | None:
 
 
 def _rotary(module: Any, sequences: PackedSequences) -> Tensor:
-    """Returns the rotary embedding of a micro-batch, as Megatron's model asks for it."""
     embedding = module.rotary_pos_emb
     length = embedding.get_rotary_seq_len(None, module.decoder, None, module.config, sequences)
     rotary: Tensor = embedding(length, packed_seq=True, cp_group=sequences.cp_group)

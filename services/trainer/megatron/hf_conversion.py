@@ -189,7 +189,6 @@ class MegatronGatherPlan(GatherPlan):
         return unit.owner == dist.get_rank() and local.split_dimension is None
 
     def _whole(self, local: LocalParameter, owner: int) -> Tensor | None:
-        """Returns the unsplit parameter on one rank of its group, None on the others."""
         shard, dimension = local.parameter.detach(), local.split_dimension
         is_owner = dist.get_rank() == owner
         if dimension is None:

@@ -193,6 +193,5 @@ class PackedGatedDeltaNet(gated_delta_net.GatedDeltaNet):
 
 
 def _of_length_one(states: Tensor) -> Tensor:
-    """Returns [..., width] of the same, computed in float32 and divided by its length."""
     wide = states.float()
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + NORM_EPS)).to(states.dtype)

@@ -161,7 +161,6 @@ class GroupedExperts(SequentialMLP):
         return torch.addmm(_outputs(gated, ends, down), weighted, torch.stack([layer.bias for layer in down])), None
 
     def _gated(self, wide: Tensor, probs: Tensor) -> Tensor:
-        """Returns the second matrix's input of the first one's output, weighted."""
         config, weights = self.config, probs.unsqueeze(-1)
         if config.bias_activation_fusion and config.activation_func is F.silu:
             return weighted_bias_swiglu_impl(wide, None, weights, False)
@@ -211,12 +210,10 @@ class GroupedExperts(SequentialMLP):
 
 
 def _rank(*layers: Any) -> int:
-    """Returns the rank of the adapters of these layers, 0 where there are none."""
     return max(layer.adapter.lora.rank if hasattr(layer, "adapter") else 0 for layer in layers)
 
 
 def _outputs(rows: Tensor, ends: Tensor, layers: Sequence[Any]) -> Tensor:
-    """Returns one linear layer's output of all experts, [rows, outputs], with what adapters add to it."""
     output: Tensor = GroupedProduct.apply(rows, ends, None, *[layer.weight for layer in layers])
     if hasattr(layers[0], "adapter"):
         output = output + layers[0].adapter.of_groups([layer.adapter for layer in layers], rows, ends)

@@ -167,7 +167,6 @@ class PrecisionAdam(torch.optim.Optimizer):
         return torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
 
     def _offloaded(self) -> set[Tensor]:
-        """Returns the shards whose state lies in host memory: the largest ones that the share has room for."""
         if self._in_host_memory is None:
             shards = sorted(self._shards(), key=lambda shard: -shard.numel())
             left = self.keeping.offload_fraction * sum(shard.numel() for shard in shards)

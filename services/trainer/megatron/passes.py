@@ -253,7 +253,6 @@ def _finalize(chunks: list[Any], num_tokens: Tensor | None, **options: Any) -> N
 
 
 def _balanced_tokens(step: BalancedStep, batch: PackedBatch, given: ModelInput, parted: bool) -> BalancedTokens:
-    """Returns this rank's tokens of a micro-batch that its routers balance. ``parted``: among the tensor-parallel ranks."""
     numbers, lengths = trained_lengths(batch.cu_seqlens, batch.loss_mask)
     of_tokens = torch.repeat_interleave(torch.arange(len(batch.cu_seqlens) - 1), batch.cu_seqlens.diff().long().cpu())
     own = given.own(of_tokens.to(device()), -1)

@@ -70,7 +70,6 @@ def attach(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: 
 
 
 def _quantized(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: Architecture, found: Quantization) -> Iterator[int]:
-    """Yields the identities of the parameters that are rounded."""
     for local in parameters(chunks, config, architecture):
         weight: Tensor = local.parameter
         quantized = [name for name in local.recipe.names if name in found.names]

@@ -264,7 +264,6 @@ def _layout(model: TrainedModel) -> dict[str, Any]:
 
 
 def _check(path: Path, marker: dict[str, Any], model: TrainedModel, optimizer: ScheduledOptimizer | None = None) -> None:
-    """Raises ConfigError naming the first entry in which the checkpoint is not one of this model (and optimizer)."""
     if marker.get("backend") != model.backend:
         writer = marker.get("backend") or "megatron"
         raise ConfigError("trainer.trainer_backend", model.backend or "megatron", f"{writer}, which wrote {path}; `hf` exports fit either")

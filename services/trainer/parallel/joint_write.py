@@ -236,7 +236,6 @@ class JointWrite:
                 log_error("save_failed", self._what, self._error)
 
     def _lead(self) -> None:
-        """Completes the whole on rank 0, once all parts are there."""
         outcome, others = "failed", [ranks[0] for ranks in self._places.directories[1:]]
         try:
             everyone = self._reported("written", range(self._world), "the parts")

@@ -307,7 +307,6 @@ class StagedShards:
 
 
 def _elected(held: Mapping[str, CheckpointPart], places: Places) -> list[Elected]:
-    """Returns what each rank writes, given what this one holds. A collective of all ranks."""
     sizes = {name: part.data.nbytes if isinstance(part.data, Tensor) else 0 for name, part in held.items()}
     everyone = gather_json({name: [sizes[name], part.main] for name, part in held.items()})
     return elect([{name: HeldPart(*part) for name, part in each.items()} for each in everyone], places.directories)

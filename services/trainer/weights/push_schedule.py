@@ -319,7 +319,6 @@ class PushRecord:
         )
 
     def _seconds(self, step: str, now: float) -> float:
-        """Returns the seconds of a step, up to the next one or the push's end; 0 where it did not begin."""
         if (began := self._began.get(step)) is None:
             return 0.0
         return next((self._began[later] for later in _NEXT[step] if later in self._began), now) - began

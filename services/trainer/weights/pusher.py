@@ -346,7 +346,6 @@ class Pusher:
             self._together(lambda: self._sender.join(_left(end)))
 
     def _prepare(self, version: int, seconds: float) -> None:
-        """Has the engines begin to join the channels, on rank 0. Raises PeerFailure."""
 
         def message(target: Target) -> WeightsPrepare:
             channels, first = self._channels_of(target), self.schedule.first_ranks(target)
@@ -422,7 +421,6 @@ class Pusher:
             raise PeerFailure(self._record.step, failures)
 
     def _commit(self, push: Push, digest: str, end: float) -> list[str]:
-        """Commits on rank 0: replicas that answer serve the version; the others are fenced, and the push stands."""
         self._record.begin(COMMIT, time.monotonic())
         if self._link is None:
             return []
@@ -452,7 +450,6 @@ class Pusher:
             raise ChannelBroken(reported[0])
 
     def _give_up(self, push: Push, error: PeerFailure | ChannelBroken) -> None:
-        """Aborts the push at all its replicas and drops the channels; the culprits are offered the next push later."""
         self._sender.abort(str(error))
         self._sender.drop()
         if self._link is None:

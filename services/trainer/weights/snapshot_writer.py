@@ -122,7 +122,6 @@ class WeightCheckpointWriter:
             self._base.clear()
 
     def _entries(self, name: str, tensor: TensorBytes) -> tuple[TensorDigest, dict[str, TensorBytes]]:
-        """Returns a tensor's digest, and what of it goes into a file."""
         dtype, shape, data = tensor
         known = TensorDigest(dtype, shape, digest.of_bytes(data))
         if self._before is None:
@@ -139,7 +138,6 @@ class WeightCheckpointWriter:
         return known, {f"{part}/{name}": ("uint8", packed.shape, packed) for part, packed in parts.items()}
 
     def _name_files(self, stem: str) -> None:
-        """Names the files as Hugging Face does, now that their count is known."""
         count, weight_map = len(self._files), dict[str, str]()
         for index, names in enumerate(self._files):
             file = f"{stem}.safetensors" if count == 1 else f"{stem}-{index + 1:05d}-of-{count:05d}.safetensors"

@@ -452,7 +452,6 @@ class StageSender:
         return self._finished(export.manifest, hasher, seconds, error)
 
     def _finished(self, manifest: Manifest, hasher: ManifestHasher, seconds: float, error: str | None) -> SentPush:
-        """Waits until all that was issued is sent. ``error``: what broke the channel before that."""
         channel = self._channel
         if channel is not None and error is None:
             error = _error_of(lambda: channel.finish(hasher.poll))
@@ -501,7 +500,6 @@ class StageSender:
 
 
 def _send_bucket(export: StageExport, hasher: ManifestHasher, channel: StageChannel | None, index: int) -> str | None:
-    """Exports a bucket, and sends it where this rank has a channel. Returns the error that broke that, or None."""
     flat, broken = None, None
     try:
         if channel is not None:
