@@ -369,11 +369,8 @@ class Turns:
     # --- generating
 
     async def _turn(self, log: SessionLog, prompt: TurnPrompt, asked: ChatTurn | TokenTurn, live: LiveTurn | None) -> Turn:
-        seconds, context, stop_ids = (
-            min(self._limits.gateway_turn_timeout, log.deadline - time.time()),
-            self._replicas.context,
-            self._chat.stop_ids,
-        )
+        seconds = min(self._limits.gateway_turn_timeout, log.deadline - time.time())
+        context, stop_ids = self._replicas.context, self._chat.stop_ids
         sampling = turn_sampling(log.session, asked.sampling, len(prompt.tokens), context, stop_ids, asked.place)
         grammar = self._chat.varied(asked.variables).grammar(asked, prompt.tokens) if isinstance(asked, ChatTurn) else ""
         try:
@@ -477,7 +474,8 @@ class Turns:
             generated = tracker.whole(found)
             cached = generated.cached if cached is None else cached
             if generated.finish == "stop" or (generated.finish == "length" and len(generated.completion) >= left):
-                return await self._ended(log, _extended(pending, generated), generated.finish, cached, asked)
+                whole = replace(pending, **appended(pending, generated))
+                return await self._ended(log, whole, generated.finish, cached, asked)
             if len(generated.completion) and not grammar:
                 progress = TurnExtended(
                     request=pending.request,
@@ -563,7 +561,3 @@ class Turns:
 def _over(log: SessionLog) -> TurnRefused:
     reason = log.ended.reason if log.ended is not None else ""
     return TurnRefused(410, "the session has ended" + (f": {reason}" if reason else ""), code="session_ended")
-
-
-def _extended(pending: PendingTurn, generated: TurnGeneration) -> PendingTurn:
-    return replace(pending, **appended(pending, generated))

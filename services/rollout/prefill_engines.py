@@ -117,7 +117,9 @@ class DecodeTransport(EngineTransport):
         version that is served, or the caller has it aborted meanwhile."""
         if data is None or path not in GENERATION_PATHS:
             if data is not None and path == "/abort_request":
-                self._note_aborted(orjson.loads(data))
+                body = orjson.loads(data)
+                for rid in self._waiting:
+                    self._waiting[rid] |= bool(body.get("abort_all")) or rid.startswith(body.get("rid") or rid + "$")
             async with super().stream(path, data, method) as response:
                 yield response
             return
@@ -170,10 +172,6 @@ class DecodeTransport(EngineTransport):
                     async with asyncio.timeout(ABANDON_SECONDS), super().stream("/abort_request", orjson.dumps({"rid": rid})) as answer:
                         await answer.read()
             raise
-
-    def _note_aborted(self, body: dict[str, Any]) -> None:
-        for rid in self._waiting:
-            self._waiting[rid] |= bool(body.get("abort_all")) or rid.startswith(body.get("rid") or rid + "$")
 
 
 def rids_of(body: dict[str, Any]) -> list[str]:

@@ -104,14 +104,7 @@ class Producer:
     ``spread``: the address that the function sends its generations to. ``count``: is told the response tokens of each group that was handed
     in. Attributes: ``allowed``: awaited before each act for the function; raises where another replica may run it."""
 
-    def __init__(
-        self,
-        service: Service,
-        replica: Replica,
-        spread: EngineSpread,
-        outcomes: TaskOutcomes,
-        tokenizer: Tokenizer,
-    ) -> None:
+    def __init__(self, service: Service, replica: Replica, spread: EngineSpread, outcomes: TaskOutcomes, tokenizer: Tokenizer) -> None:
         self._service, self._config, self._replica, self._outcomes = service, service.config, replica, outcomes
         self._choices = replayed_choices(service.config)
         self._spread = spread

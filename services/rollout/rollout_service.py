@@ -162,9 +162,8 @@ HAND_ON_SECONDS = 1.5  # the time that a stopping replica waits until its unfini
 RETRY_SECONDS = 1.0  # the pause after the engine could not be asked to abort stale requests
 
 FETCHED_GROUPS = 8  # the most groups that are taken at once: replicas that have room take turns then
-QUIET_SECONDS = (
-    10.0  # an engine with groups in hand that generates no token for so long does not continue, or waits for agents and environments
-)
+# an engine with groups in hand that generates no token for so long does not continue, or waits for agents and environments
+QUIET_SECONDS = 10.0
 RATE_SECONDS = 1.0  # the interval at which the engine's token count is read and the gauges are set
 FIRST_SECONDS = 0.1  # the same until it is known that the replica, which serves, has generated its first tokens
 

@@ -27,11 +27,8 @@ declare_metrics("""
 
 WINDOW_SECONDS, ENOUGH, KEPT = 10.0, 6, 24  # seconds of a window; the windows at one load that are compared, at least and at most
 LEAST, CERTAIN = 0.03, 3.0  # rates differ where their logarithms do by more than so much, and by more than so many standard errors
-STARTS, LEAST_SECONDS, DOUBLINGS = (
-    5.0,
-    60.0,
-    6,
-)  # a restart waits for the time of so many starts, at least so long, doubled at most so often
+# a restart waits for the time of so many starts, at least so long, doubled at most so often
+STARTS, LEAST_SECONDS, DOUBLINGS = 5.0, 60.0, 6
 POLL_INTERVAL_S = 1.0
 
 

@@ -63,11 +63,8 @@ def parser() -> argparse.ArgumentParser:
 
 def _check_options(given: argparse.Namespace, from_hf: bool) -> None:
     options = {name: getattr(given, name[2:].replace("-", "_")) for names in OPTIONS.values() for name in names}
-    of_quantizing, of_torch_dist = (
-        {name: options[name] for name in options if name not in OPTIONS.get(given.to, ())},
-        {"--dtype": given.dtype},
-    )
-    from_trainer = {"--step": given.step, "--hf": given.hf}
+    of_quantizing = {name: options[name] for name in options if name not in OPTIONS.get(given.to, ())}
+    of_torch_dist, from_trainer = {"--dtype": given.dtype}, {"--step": given.step, "--hf": given.hf}
     if not from_hf:
         misplaced, there = of_torch_dist | of_quantizing | {"--to": given.to}, "SOURCE is a torch_dist checkpoint"
     elif given.to is None:

@@ -40,9 +40,8 @@ AWAY_SECONDS = 2.0  # the interval at which an external engine that is away is a
 WATCH_SECONDS = 5.0  # the deadline for its answers while it is watched: one that is only late is `until_hung`'s matter
 TRY_SECONDS = 30.0  # the deadline for its first token
 HALF_LOADED = "the engine may be half-loaded"
-NAMES = re.compile(
-    rb'"(?:weight_)?version":\s*(?!null)("[^"]*"|[^\s,}\]]+)'
-)  # of weights in an answer; texts within it have their quotes escaped
+# of weights in an answer; texts within it have their quotes escaped
+NAMES = re.compile(rb'"(?:weight_)?version":\s*(?!null)("[^"]*"|[^\s,}\]]+)')
 MARK = "@"  # between version and mark in the name by which an external engine knows its weights
 ONE_TOKEN = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}, "return_logprob": True}
 NEEDED = ("id", "finish_reason", "completion_tokens", "output_token_logprobs", "weight_version")  # in the meta_info of its answers

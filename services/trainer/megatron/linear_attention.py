@@ -162,10 +162,8 @@ class PackedGatedDeltaNet(gated_delta_net.GatedDeltaNet):
             starts = context.starts
         joint = F.silu(convolved(torch.cat(mixed, -1), torch.cat(kernels), starts))
         query, key, value = joint.split([part.size(1) for part in mixed], -1)
-        query, key = (
-            _of_length_one(states.unflatten(-1, (-1, self.key_head_dim))).repeat_interleave(self.num_value_heads // self.num_key_heads, 1)
-            for states in (query, key)
-        )
+        repeats = self.num_value_heads // self.num_key_heads
+        query, key = (_of_length_one(one.unflatten(-1, (-1, self.key_head_dim))).repeat_interleave(repeats, 1) for one in (query, key))
         value = value.unflatten(-1, (-1, self.value_head_dim))
         decay = -rate.float().exp() * F.softplus(alpha.float() + bias.float())
         output = self._rule(query, key, value, decay, beta.float().sigmoid(), packed_seq_params, starts)

@@ -67,12 +67,8 @@ class KeyIndexer(torch.nn.Module):
         Returns:
             int32 [U, top_k], places in the token's sequence; zeros for tokens that see at most ``top_k`` keys.
         """
-        group, count, spans, context = (
-            parallel_state.get_tensor_model_parallel_group(),
-            hidden.size(0),
-            spans_of(sequences),
-            sequences.context,
-        )
+        group, count = parallel_state.get_tensor_model_parallel_group(), hidden.size(0)
+        spans, context = spans_of(sequences), sequences.context
         first = group.rank() * count if self.scattered else 0
         own = torch.cat([torch.arange(keys - queries, keys) for queries, keys in spans])[first : first + count].to(hidden.device)
         cosines, sines = cosines[own], sines[own]
