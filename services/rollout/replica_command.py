@@ -185,7 +185,8 @@ def replica_command(service: Service, name: str, meeting: EngineMeeting | None =
     ``meeting``: where the nodes' ranks meet; None: all ranks are on this machine. ``speculates``: as the run's flags have it, else not."""
     config, rollout = service.config, service.config.rollout
     device = devices.resolve(rollout.rollout_device)
-    parallel = device == "cuda" or meeting is not None or rollout.stages_per_engine > 1  # else it has one rank, whatever its share of GPUs
+    # else it has one rank, whatever its share of GPUs
+    parallel = any((device == "cuda", meeting is not None, rollout.stages_per_engine > 1))
     flags: dict[str, Any] = {"tp-size": rollout.tensor_parallel} if parallel else {}
     own = hooks.paths(config, "rollout").keys() - agent_paths(config).keys()  # agents ask gateways, and these the replica
     answers_are_read = not (bool(router_url()) or own)
