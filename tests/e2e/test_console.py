@@ -87,6 +87,8 @@ async def test_every_service_has_its_timeline(live: LiveConsole) -> None:
             row = visit.page.get_by_role("row").filter(has=visit.page.get_by_role("rowheader", name=service))
             await expect(row.locator("svg rect").first).to_be_attached(timeout=SHOWN_MS)
         await expect(visit.page.locator(".verdict")).to_contain_text("wait", timeout=SHOWN_MS)
+        parts = visit.page.get_by_role("img", name=re.compile("^A step's parts: .*gradient .*optimizer step .* %"))
+        await expect(parts).to_be_attached(timeout=SHOWN_MS)
 
 
 @pytest.mark.parametrize("page", ["run", "weights"])
