@@ -146,11 +146,11 @@ def kind_flags(config: RunConfig, device: str) -> dict[str, Any]:
     return flags | ({"disaggregation-decode-retraction-backup": "cpu_tensor"} if device == "cpu" else {})
 
 
-def parameter_flags(config: RunConfig, device: str) -> dict[str, Any]:
+def parameter_flags(config: RunConfig, device: str, of_policy: bool = True) -> dict[str, Any]:
     """Returns the engine's flag for its parameters' type: that of pushes. SGLang takes float16 for a checkpoint of float32."""
     pushed = config.weights.update_weight_dtype or config.trainer.train_dtype
     trained = (config.has_steps or config.tinker.tinker_endpoint) and not config.debug.debug_rollout_only
-    return {"dtype": pushed} if trained and device == "cuda" and pushed == "bfloat16" else {}
+    return {"dtype": pushed} if trained and of_policy and device == "cuda" and pushed == "bfloat16" else {}
 
 
 INSTANCE = "MYXO_INSTANCE"
@@ -198,7 +198,7 @@ def replica_command(service: Service, name: str, meeting: EngineMeeting | None =
         expected = f"off: SGLang {sglang_flags.installed()} does not return the tokens that its sampler kept, as 0.5.20 does"
         raise ConfigError("trainer.support_replay", config.trainer.support_replay, expected)
     flags |= routing_flags(config, device) | graph_flags(config, device) | kind_flags(config, device)
-    flags |= parameter_flags(config, device) if service.name != MODEL else {}
+    flags |= parameter_flags(config, device, service.name != MODEL)
     if devices.engines_release(config):
         flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": devices.engines_back_up(config)}
     flags |= engine_speculation(config) | adapter_flags(config, device)
