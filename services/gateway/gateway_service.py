@@ -16,7 +16,7 @@ from services.gateway.turn_pictures import TurnPictures
 from services.gateway.turns import Turns, UnrecordedSessions
 from shared.config.eval_views import reward_key
 from shared.config.service_sections import ingest_key
-from shared.data.pictures import PictureReader
+from shared.data.media import MediaReader
 from shared.rewards.names import GIVEN
 from shared.runtime import addresses, http_endpoints
 from shared.runtime.addresses import GATEWAY_VARIABLE, HttpAddress
@@ -54,7 +54,8 @@ async def serve(service: Service) -> None:
     client = GenerationClient(sessions)
     model = Path(config.model.hf_checkpoint).name
     holder = f"{service.instance}.{service.incarnation}"  # each life is another: what its predecessor generated is taken over, not held
-    reader = None if config.data.multimodal_keys is None else PictureReader(config.model.hf_checkpoint, config.data)
+    shows = "image" in (config.data.multimodal_keys or {})
+    reader = MediaReader.of(config.model.hf_checkpoint, config.data) if shows else None
     if reader is not None and chat.picture_text is None:
         raise ConfigError(
             "data.multimodal_keys", config.data.multimodal_keys, "a chat template that writes pictures in the midst of a text"

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from services.gateway.wire.request import ChatTurn, TurnRefused, pictures_in
 from shared.config.data_sections import DataSection
-from shared.data.pictures import MOST_BYTES, BadPicture, Picture, PictureReader
+from shared.data.media import MOST_BYTES, BadMedia, MediaReader, Picture
 from shared.sessions.session import MOST_SHOWN, SessionLog
 from shared.sessions.session_store import SessionStore
 
@@ -25,7 +25,7 @@ CACHED_BYTES = 256 << 20  # Of pictures that are remembered, all together: of a 
 class TurnPictures:
     """The pictures of one model's turns. ``reader``: None where the model sees none."""
 
-    def __init__(self, sessions: SessionStore, reader: PictureReader | None, data: DataSection) -> None:
+    def __init__(self, sessions: SessionStore, reader: MediaReader | None, data: DataSection) -> None:
         self._sessions, self._reader, self._data = sessions, reader, data
         self._known: OrderedDict[str, Picture] = OrderedDict()
         self._bytes, self._decoding = 0, asyncio.Lock()  # one at a time: a small one may have hundreds of megabytes of pixels
@@ -40,17 +40,17 @@ class TurnPictures:
             return {}
         try:
             if self._reader is None:
-                raise BadPicture("expected text: data.multimodal_keys is not set, or this model is not the run's")
+                raise BadMedia("expected text: data.multimodal_keys is not set, or this model is not the run's")
             if len(names) > self._data.max_pictures:
-                raise BadPicture(f"expected at most data.max_pictures = {self._data.max_pictures} pictures, found {len(names)}")
+                raise BadMedia(f"expected at most data.max_pictures = {self._data.max_pictures} pictures, found {len(names)}")
             found = {name: await self._one(self._reader, log, name, given) for name in dict.fromkeys(names)}
             if (size := sum(len(found[name].data) for name in names)) > MOST_BYTES:
-                raise BadPicture(f"expected at most {MOST_BYTES} bytes of pictures as they are stored, found {size}")
-        except BadPicture as error:
+                raise BadMedia(f"expected at most {MOST_BYTES} bytes of pictures as they are stored, found {size}")
+        except BadMedia as error:
             raise TurnRefused(400, str(error), field=place, code="invalid_image") from None
         return found
 
-    async def _one(self, reader: PictureReader, log: SessionLog, name: str, given: Mapping[str, bytes]) -> Picture:
+    async def _one(self, reader: MediaReader, log: SessionLog, name: str, given: Mapping[str, bytes]) -> Picture:
         if (known := self._known.get(name)) is not None:
             self._known.move_to_end(name)
             return known
@@ -62,7 +62,7 @@ class TurnPictures:
         else:
             stored = await self._sessions.pictures(log.session.id)
             if name not in stored:
-                raise BadPicture(f"picture {name} is not stored in this session: send it again")
+                raise BadMedia(f"picture {name} is not stored in this session: send it again")
             found = Picture(stored[name], reader.measured(stored[name]))
         if name not in self._known:
             self._known[name] = found
@@ -77,7 +77,7 @@ class TurnPictures:
             return tokens
         try:
             return self._reader.rule.expanded(tokens, [asked.shown[name].tokens for name in pictures_in(messages)])
-        except BadPicture as error:
+        except BadMedia as error:
             raise TurnRefused(400, str(error), field=asked.place, code="invalid_image") from None
 
     def check(self, tokens: NDArray[np.int32], names: Sequence[str], shown: Mapping[str, Picture], place: str) -> None:

@@ -29,7 +29,7 @@ from services.rollout.engine.transport import EngineError, InvalidRequest, whole
 from services.rollout.in_flight import Requests
 from services.rollout.prefill_engines import PREFILL_PATH, VERSION_HEADER, rids_of, was_aborted
 from services.rollout.served_version import ServedVersion
-from shared.data.pictures import PictureRule, ShownPictures
+from shared.data.media import MediaRule, ShownPictures
 from shared.data.tokenizer import Tokenizer
 from shared.hooks.sample_agreement import Answer, compared
 from shared.hooks.slime.http_requests import CALL_HEADER
@@ -201,7 +201,7 @@ class EngineProxy(EndpointServer):
         self.answers: EngineAnswers | None = None
         self.most_kept = 0
         self.adapters: Adapters | None = None
-        self.rule: PictureRule | None = None
+        self.rule: MediaRule | None = None
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         try:

@@ -27,7 +27,7 @@ from services.rollout.replica_command import SampleSeeds
 from services.rollout.request_slots import GroupSlots
 from shared.config.eval_views import eval_view
 from shared.config.rollout_section import RolloutSection
-from shared.data.pictures import PictureRule, ShownPictures
+from shared.data.media import MediaRule, ShownPictures
 from shared.data.stop_strings import end_across
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
@@ -289,7 +289,7 @@ class EngineGroups(GroupPlayer):
     def __init__(self, service: Service, replica: Replica, tokenizer: Tokenizer) -> None:
         super().__init__(service, replica, tokenizer)
         self.deadline, self._choices = service.config.rollout.generate_timeout, replayed_choices(service.config)
-        self.kept, self._rule = service.config.kept_top_k, PictureRule.of_run(service.config)
+        self.kept, self._rule = service.config.kept_top_k, MediaRule.of_run(service.config)
         self._hooks = bool(paths(service.config))  # they see the prompt as it was rendered
 
     async def group(self, task: Task, earlier: Sequence[Sample], in_flight: InFlight | None, slots: GroupSlots) -> PlayedGroup:

@@ -27,7 +27,7 @@ from shared import hooks
 from shared.bus.registry import MODEL
 from shared.config import devices
 from shared.config.external_server import EngineAway
-from shared.data.pictures import PictureRule
+from shared.data.media import MediaRule
 from shared.process.child_process import ProcessEnded
 from shared.runtime.addresses import LOOPBACK, own_address
 from shared.runtime.errors import DeadlineExceeded, MyxoError
@@ -86,7 +86,7 @@ class Replica:
         self.proxy = EngineProxy(self.served, lambda: self.client, service.metrics, limit, rollout.generate_timeout, wait)
         self.proxy.most_kept = service.config.kept_top_k
         self.proxy.adapters = Adapters(service.config)
-        self.proxy.rule = PictureRule.of_run(service.config)
+        self.proxy.rule = MediaRule.of_run(service.config)
         self.proxy.public = False  # gateways have their own way in
         self._life = service.incarnation
         self._shown = asyncio.Event()

@@ -32,7 +32,7 @@ from services.trainer.step_scheduler import CriticStepScheduler, StepScheduler
 from services.trainer.trainer_hooks import CONVERT, MegatronHooks, RolloutLog, converted
 from services.trainer.trainer_settings import TrainerSettings, model_directory
 from shared.config.run_config import RunConfig
-from shared.data.pictures import picture_check
+from shared.data.media import picture_check
 from shared.model.families import replayed_choices
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import describe

@@ -20,7 +20,7 @@ from shared.data.call_form import in_call_form
 from shared.data.chat_template import BrokenTemplate
 from shared.data.data_files import DataFile
 from shared.data.filter_cache import FilterCache, FilteredRows
-from shared.data.pictures import MOST_BYTES, BadPicture, PictureReader
+from shared.data.media import MOST_BYTES, BadMedia, MediaReader
 from shared.data.read_progress import ReadProgress
 from shared.data.row_order import MixedOrder
 from shared.data.rows import RowEntry, Rows, open_rows
@@ -80,7 +80,7 @@ class PromptReader:
         self._max_tokens = config.rollout.rollout_max_prompt_len
         self._environments, self._given = config.reward.environment_names(), config.may_give_rewards
         self._taught = config.algorithm.use_opd
-        self._pictures = PictureReader(config.model.hf_checkpoint, config.data) if config.data.multimodal_keys is not None else None
+        self._pictures = MediaReader.of(config.model.hf_checkpoint, config.data) if config.data.multimodal_keys is not None else None
 
     def read(self, entry: RowEntry) -> Prompt:
         """Returns a row's prompt. Raises ConfigError with file, line and key: one of the kinds above where it applies."""
@@ -90,7 +90,7 @@ class PromptReader:
             try:
                 pictures = [self._pictures.prepared(data) for data in self._encoded(entry)]
                 tokens = self._pictures.rule.expanded(tokens, [picture.tokens for picture in pictures])
-            except BadPicture as error:
+            except BadMedia as error:
                 raise self._bad_picture(entry, error) from None
             prompt = replace(prompt, pictures=tuple(picture.data for picture in pictures))
             if (size := sum(map(len, prompt.pictures))) > MOST_BYTES:
@@ -100,10 +100,10 @@ class PromptReader:
         return replace(prompt, tokens=tokens)
 
     def _bad_picture(self, entry: RowEntry, problem: object) -> ConfigError:
-        return entry.refusal((self._data.multimodal_keys or {}).get("image"), str(problem))
+        return entry.refusal(next(iter((self._data.multimodal_keys or {}).values()), None), str(problem))
 
     def _encoded(self, entry: RowEntry) -> list[bytes]:
-        """Returns a row's pictures as they stand there. Raises BadPicture, and ConfigError as `content` does."""
+        """Returns a row's pictures as they stand there. Raises BadMedia, and ConfigError as `content` does."""
         if self._pictures is None:
             return []
         folder = Path(entry.where().rpartition(":")[0]).parent
@@ -116,14 +116,14 @@ class PromptReader:
             return content, []
         try:
             return self._pictures.separated(content, entry.values)
-        except BadPicture as error:
+        except BadMedia as error:
             raise self._bad_picture(entry, error) from None
 
     def _picture_tokens(self, entry: RowEntry) -> int | ConfigError:
         """Returns how many tokens a row's pictures take beside one for each, by their headers; or what is wrong with one."""
         try:
             return 0 if self._pictures is None else sum(self._pictures.measured(data) - 1 for data in self._encoded(entry))
-        except BadPicture as error:
+        except BadMedia as error:
             return self._bad_picture(entry, error)
 
     def measure(self, rows: Rows, indices: Sequence[int]) -> list[int | ConfigError]:
@@ -204,7 +204,7 @@ class PromptReader:
         content = self.content(entry)
         try:
             names = [hashlib.sha256(picture).hexdigest() for picture in self._encoded(entry)]
-        except BadPicture as error:
+        except BadMedia as error:
             raise self._bad_picture(entry, error) from None
         return [content, names] if names else content
 

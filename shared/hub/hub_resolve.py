@@ -136,7 +136,7 @@ def _rows(builder: Any, split: str) -> Iterator[dict[str, Any]]:
 
     builder.config.data_files = DataFilesDict({split: builder.config.data_files[split]})
     rows = builder.as_streaming_dataset(split)
-    pictures = {name for name, feature in (rows.features or {}).items() if "Image(" in repr(feature)}
+    pictures = {name for name, feature in (rows.features or {}).items() if "Image(" in repr(feature) or "Audio(" in repr(feature)}
     for table in rows.with_format("arrow").iter(batch_size=_BATCH_ROWS):
         yield from table.select([one.name for one in table.schema if one.name in pictures or not _holds_bytes(one.type)]).to_pylist()
 

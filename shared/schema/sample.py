@@ -177,7 +177,7 @@ class SampleLimits:
     log_probs_reader: what reads the rollout's log-probs (`RunConfig.log_probs_reader`), so that no trained token may lack them.
     choices: of the model, where training replays the rollout's experts, so that no sample with trained tokens may lack them.
     kept: whether training replays the tokens that samplers kept, so that none may lack these. pictures: says why a sample's pictures are
-    not those of its tokens (`shared.data.pictures.picture_check`); None: they are not compared.
+    not those of its tokens (`shared.data.media.picture_check`); None: they are not compared.
     """
 
     vocabulary: int = 1 << 31
@@ -213,7 +213,7 @@ class Sample:
     attributes: what such a function set on the sample besides the fields here, for the user's reward function.
     routed_experts: int16 [P + R - 1, layers with experts, experts a token], those that the engine chose; None if not asked for.
     kept: the tokens that the sampler kept at each place of the response; None if not asked for.
-    pictures: PNGs of what the tokens show, in order (`shared.data.pictures`).
+    pictures: PNGs of what the tokens show, in order (`shared.data.media`).
     turn_rewards: of each turn (start, end, reward), in order, without overlap, 0.0 if it was given none; empty if turns are not known.
     """
 

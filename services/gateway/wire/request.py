@@ -19,7 +19,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from shared.data.pictures import Picture
+from shared.data.media import Picture
 from shared.runtime.errors import MyxoError, nearest
 
 # Whose error shape an endpoint answers with. ``/inference/v1/generate`` and ``/groups`` have OpenAI's.

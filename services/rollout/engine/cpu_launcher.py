@@ -19,10 +19,12 @@ That is safe here and only here: no CUDA, and before the fork the parent has run
 the same imports this file again, as ``__mp_main__``, and so gets the stand-ins as well.
 """
 
+import base64
 import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import io
 import json
 import multiprocessing
 import os
@@ -242,6 +244,20 @@ def attend_with_sinks(model_path: str) -> bool:
     return True
 
 
+def read_sounds(model_path: str) -> None:
+    """Lets models that hear be served without torchaudio, which SGLang imports to read even a sound that is at the model's rate."""
+    config = Path(model_path, "config.json")
+    if importlib.util.find_spec("torchaudio") is not None or not config.is_file() or "audio_config" not in json.loads(config.read_text()):
+        return
+    import soundfile
+    from sglang.srt.multimodal.processors import base_processor
+
+    def read(data: str, rate: int | None = None, mono: bool = True) -> Any:
+        return soundfile.read(io.BytesIO(base64.b64decode(data.partition(",")[2])))[0]
+
+    base_processor.load_audio = read
+
+
 class LinearAttentionKernels:
     """Gated delta net in plain torch, for SGLang's kernels of it; states lie in a pool, by requests' slots.
 
@@ -458,6 +474,7 @@ if __name__ == "__main__":
     attend_linearly(arguments.model_path)
     absorb_latent_attention(arguments.model_path)
     norm_heads_jointly(arguments.model_path)
+    read_sounds(arguments.model_path)
     if attend_with_sinks(arguments.model_path):
         arguments.disable_hybrid_swa_memory = True
     try:

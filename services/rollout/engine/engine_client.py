@@ -247,9 +247,8 @@ class EngineClient:
         request."""
         version, where, seen, ended = self.version, f"{self.url}/generate", 0, False
         body = group_body([request], sampling, self.capabilities, self.cache_key)
-        single = {
-            name: value[0] if name in ("rid", "input_ids", "sampling_params", "image_data") else value for name, value in body.items()
-        }
+        each = ("rid", "input_ids", "sampling_params", "image_data", "audio_data")
+        single = {name: value[0] if name in each else value for name, value in body.items()}
         self.generating += 1
         try:
             async with asyncio.timeout(deadline), self.transport.events("/generate", single | {"stream": True}) as answers:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from services.rollout.engine.transport import EngineError, InvalidRequest
 from shared.config.engine_limits import Capabilities
 from shared.config.speculation import reshaped
-from shared.data.pictures import ShownPictures
+from shared.data.media import ShownPictures
 from shared.hooks.hook_sample import NO_TIMES, engine_times, token_versions
 from shared.runtime.errors import BadMessage
 from shared.schema.kept_tokens import Kept
@@ -150,15 +150,17 @@ def group_body(requests: Sequence[GenerationRequest], sampling: Sampling, engine
         "extra_key": cache_key,
         **_of_clients(requests),
         **({"return_sampling_mask": asked} if any(asked) else {}),
-        **_image_data(requests),
+        **_media_data(requests),
         **({} if (start := _routed_from(requests)) is None else {"return_routed_experts": True, "routed_experts_start_len": start}),
     }
 
 
-def _image_data(requests: Sequence[GenerationRequest]) -> dict[str, Any]:
-    shown = [() if request.shown is None else request.shown.pictures for request in requests]
-    urls = [[f"data:image/png;base64,{base64.b64encode(picture).decode()}" for picture in pictures] for pictures in shown]
-    return {"image_data": urls} if any(urls) else {}
+def _media_data(requests: Sequence[GenerationRequest]) -> dict[str, Any]:
+    shown, kind = [() if request.shown is None else request.shown.pictures for request in requests], ""
+    for request in requests:
+        kind = kind if request.shown is None else request.shown.rule.media_type
+    urls = [[f"data:{kind};base64,{base64.b64encode(one).decode()}" for one in each] for each in shown]
+    return {f"{kind.partition('/')[0]}_data": urls} if any(urls) else {}
 
 
 def _of_clients(requests: Sequence[GenerationRequest]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from services.trainer.fsdp import all_ranks, experts, packed_attention
 from services.trainer.fsdp.adapters import MARK, adapters_of, attach, peft_name
 from services.trainer.fsdp.fused_layers import compile_layers, fuse
 from services.trainer.fsdp.packed_attention import Sequences
-from services.trainer.fsdp.picture_inputs import PictureInputs
+from services.trainer.fsdp.picture_inputs import MediaInputs
 from services.trainer.fsdp.routing_replay import RoutingReplay
 from services.trainer.fsdp.shards import box_of, is_first_copy, local, mark, shard_of, whole_shape
 from services.trainer.fsdp.split_layers import SplitLayers, split
@@ -71,10 +71,10 @@ class ScoredModel(torch.nn.Module):
         length: int | None = None,
         rows: TokenRows | None = None,
     ) -> Any:
-        """Takes ``tokens`` and ``positions``, int64 [1, T], or positions [4, 1, T] of a model that sees. Returns what ``read`` returns.
+        """Takes ``tokens`` and ``positions``, int64 [1, T], or positions [4, 1, T] of one that sees. Returns what ``read`` returns.
 
         Args:
-            rows: which tokens are read, where ranks share them. pixels: of the pictures.
+            rows: which tokens are read, where ranks share them. pixels: of pictures, or what is heard of sounds.
             length: tokens that are read; those behind them are computed for their pictures alone.
 
         Without it, and so for one sequence, it returns transformers' own logits [T, V], and those that hidden states and output layer give.
@@ -118,7 +118,7 @@ class FsdpModel:
     value_head: bool = False
     lora: Lora | None = None
     least_saved: float | None = None
-    seeing: PictureInputs | None = None
+    seeing: MediaInputs | None = None
     reshards: bool = True
     split: SplitLayers = field(default_factory=SplitLayers)
     replay: RoutingReplay | None = None
@@ -270,7 +270,7 @@ class FsdpModel:
 
     @property
     def forbidden(self) -> tuple[int, ...]:
-        """Returns the ids that engines never sample, since they would stand for pictures."""
+        """Returns the ids that engines never sample, since they would stand for pictures or sounds."""
         return () if self.seeing is None else self.seeing.rule.forbidden
 
     def labels(self, batch: PackedBatch) -> Tensor:
@@ -333,7 +333,7 @@ def assemble(
     """
     with together(f"the making of the model of {hf_dir}"):
         model = experts.installed(skeleton(hf_dir, random, sees))
-        seeing = PictureInputs(hf_dir, model) if sees else None
+        seeing = MediaInputs.of(hf_dir, model) if sees else None
     _choose_trained(model, freezing or Freezing(), lora, seed)
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -341,6 +341,8 @@ def assemble(
     packed_attention.keep_linear_layers_apart(model)
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
+    inner = {part for layer in layers for part in layer.modules() if part is not layer}
+    layers = [layer for layer in layers if layer not in inner]
     if not layers:
         raise ConfigError(FIELD, "torch", f"megatron; transformers does not say what the layers of {type(model).__name__} are")
     if DEVICE_TYPE != "cpu":  # there the casts keep the order of transformers'
@@ -373,7 +375,7 @@ def _check_layout(model: Any, layout: ParallelLayout, sees: bool) -> None:
     sizes = {"tensor_model": layout.tensor, "context": layout.context, "expert_model": layout.expert}
     shared = {f"trainer.{name}_parallel_size": size for name, size in sizes.items() if size > 1}
     for name, size in shared.items() if sees else ():
-        raise ConfigError(name, size, "1 where pictures are shown, with trainer_backend = torch")
+        raise ConfigError(name, size, "1 where pictures or sounds are shown, with trainer_backend = torch")
     if layout.context > 1 and any(hasattr(module, "chunk_gated_delta_rule") for module in model.modules()):
         wanted = f"1; the layers of gated delta rules of {type(model).__name__} want whole sequences here"
         raise ConfigError("trainer.context_parallel_size", layout.context, wanted)

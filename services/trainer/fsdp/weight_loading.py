@@ -15,37 +15,43 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from services.trainer.fsdp import packed_attention
 from services.trainer.fsdp.shards import box_of, local, shard_of, whole_shape
 from services.trainer.parallel.runtime import device
 from services.trainer.parallel.safetensors_reader import SafetensorsReader
+from shared.data.media import HEARING
 from shared.runtime.errors import ConfigError
 
 FIELD = "model.hf_checkpoint"
 
 
 def attention(sees: bool) -> Any:
-    """Returns the attention of a model's parts; patches of pictures attend to one another as transformers has it."""
-    return {"text_config": packed_attention.NAME, "vision_config": "sdpa"} if sees else packed_attention.NAME
+    """Returns the attention of a model's parts; patches of pictures, or frames of sounds, attend to one another as transformers has it."""
+    return {"text_config": packed_attention.NAME, "vision_config": "sdpa", "audio_config": "sdpa"} if sees else packed_attention.NAME
 
 
 def skeleton(hf_dir: Path, random: bool = False, sees: bool = False) -> Any:
     """Returns transformers' model of a checkpoint's config: in float32 with random weights, or with parameters that hold nothing.
 
     Args:
-        sees: with the part of it that sees pictures.
+        sees: with the part of it that sees pictures, or hears sounds.
 
     Raises ConfigError: transformers has no causal language model of the kind.
     """
     try:
         config = transformers.AutoConfig.from_pretrained(hf_dir, local_files_only=True)
         with device() if random else _parameters_hold_nothing():  # numbers by the billion are made where they are needed
-            maker: Any = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
-            return maker.from_config(config, dtype=torch.float32, attn_implementation=attention(sees))
+            maker: Any = transformers.AutoModelForMultimodalLM if sees else transformers.AutoModelForCausalLM
+            model = maker.from_config(config, dtype=torch.float32, attn_implementation=attention(sees))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(FIELD, str(hf_dir), f"a causal language model that transformers has ({error})") from error
+    if config.model_type in HEARING:  # of these transformers' own way back names the language model's tensors twice over
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        model._weight_conversions = [one for one in conversions if not one.scope_prefix]
+    return model
 
 
 @contextlib.contextmanager

@@ -17,11 +17,11 @@ from services.gateway.wire.request import pictures_in
 from services.rollout.agent_program import with_pictures
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess
-from services.trainer.fsdp.picture_inputs import PictureInputs
+from services.trainer.fsdp.picture_inputs import MediaInputs
 from services.trainer.packing import pack
 from services.trainer.parallel import runtime
 from shared.config.data_sections import DataSection
-from shared.data.pictures import PictureReader, picture_check
+from shared.data.media import MediaReader, picture_check
 from shared.schema.digests import reference
 from shared.schema.messages import Sampling
 from shared.schema.sample import SampleLimits
@@ -39,7 +39,7 @@ ASKED = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text"
 ANSWERS = ('<tool_call>\n{"name": "zoom", "arguments": {}}\n</tool_call>', "kim", "tom")
 
 
-def script(chat: ChatTokens, reader: PictureReader, picture: bytes) -> tuple[list[int], list[int], list[bytes]]:
+def script(chat: ChatTokens, reader: MediaReader, picture: bytes) -> tuple[list[int], list[int], list[bytes]]:
     """The ids of the conversation that is learned by heart, which of them are the model's, and its pictures, as they are stored."""
     url = with_pictures(ASKED, [picture])[0]["content"][0]["image_url"]["url"]
     shown = {"type": "image_url", "image_url": {"url": agents.middle_of(url)}}
@@ -63,7 +63,7 @@ def teach(model: Any, path: Path, ids: list[int], learned: list[int], pictures: 
     """Has a checkpoint's model learn a conversation by heart."""
     model.train()
     optimizer = torch.optim.AdamW([one for name, one in model.named_parameters() if "visual" not in name], lr=3e-3, weight_decay=0.0)
-    inputs, tokens, wanted = PictureInputs(path, model), torch.tensor([ids]), torch.tensor(learned[1:])
+    inputs, tokens, wanted = MediaInputs.of(path, model), torch.tensor([ids]), torch.tensor(learned[1:])
     pixels, kinds = inputs._pixels(pictures), (tokens == inputs.rule.token).int()
     for _ in range(STEPS):
         logits = model(input_ids=tokens, mm_token_type_ids=kinds, **pixels).logits[0, :-1]
@@ -89,7 +89,7 @@ def picture() -> bytes:
 def seeing(tmp_path_factory: pytest.TempPathFactory, picture: bytes) -> Path:
     path = tmp_path_factory.mktemp("seeing")
     model = write_seeing_chat_model(path)
-    reader = PictureReader(path, DataSection(apply_chat_template=True, multimodal_keys={"image": "images"}))
+    reader = MediaReader.of(path, DataSection(apply_chat_template=True, multimodal_keys={"image": "images"}))
     teach(model, path, *script(ChatTokens(path, {}), reader, reader.prepared(picture).data))
     return path
 
@@ -112,7 +112,7 @@ async def test_an_agent_is_shown_pictures_by_its_tool(room: NewHall, seeing: Pat
     sections = {"model": {"hf_checkpoint": str(seeing)}, "trainer": {"trainer_backend": "torch"}}
     played = await room("tests.support.agents:zooms", data=data, **sections)
     desk = played.desk
-    reader = PictureReader(seeing, played.desk.service.config.data)
+    reader = MediaReader.of(seeing, played.desk.service.config.data)
     stored = reader.prepared(picture)
     [key] = itertools.islice(desk.service.subjects.picture_keys("g00000007", 0), 1)
     payload = reference(desk.service.run, {key: stored.data})

@@ -1,4 +1,4 @@
-"""Pictures through a real engine: what it samples beside what the trainer computes of the same samples."""
+"""Pictures and sounds through a real engine: what it samples beside what the trainer computes of the same samples."""
 
 import asyncio
 from dataclasses import replace
@@ -11,7 +11,7 @@ from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import GenerationRequest
 from services.trainer.packing import pack
 from services.trainer.parallel import runtime
-from shared.data.pictures import ShownPictures
+from shared.data.media import ShownPictures
 from shared.data.prompts import TrainingPrompts
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import BadMessage
@@ -19,6 +19,7 @@ from shared.schema.messages import Sampling
 from shared.schema.sample import Sample, decode, encode
 from tests.integration.engine.conftest import running_engine
 from tests.support.run_config import run_config, write_jsonl
+from tests.support.tiny_audio import wav, write_tiny_audio_model
 from tests.support.tiny_vision import png, write_tiny_vision_model
 from tests.unit.trainer.megatron.rank_steps import actor
 
@@ -29,16 +30,26 @@ ROWS = [
 ]
 
 
+HEARD = [
+    {"prompt": "what is <audio> beside <audio>?", "sounds": ["a.wav", "b.wav"]},
+    {"prompt": "nothing to hear", "sounds": []},
+    {"prompt": [{"role": "user", "content": [{"type": "audio", "audio": "b.wav"}, {"type": "text", "text": "and?"}]}]},
+]
 REST = [pytest.param(kind, marks=pytest.mark.extra) for kind in ("qwen2_5_vl", "qwen3_5", "glm4v")]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", *REST])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_audio", *REST])
 def test_the_trainer_computes_what_the_engine_samples(kind, tmp_path):
-    write_tiny_vision_model(tmp_path / "model", kind)
-    (tmp_path / "a.png").write_bytes(png(61, 40))
-    (tmp_path / "b.jpg").write_bytes(png(33, 90, kind="JPEG"))
-    write_jsonl(tmp_path / "prompts.jsonl", ROWS)
-    data = {"label_key": "", "apply_chat_template": True, "multimodal_keys": {"image": "images"}}
+    hears = kind == "qwen2_audio"
+    if hears:
+        write_tiny_audio_model(tmp_path / "model")
+    else:
+        write_tiny_vision_model(tmp_path / "model", kind)
+    files = {"a.png": png(61, 40), "b.jpg": png(33, 90, kind="JPEG"), "a.wav": wav(0.7), "b.wav": wav(0.4, rate=22050, channels=2)}
+    for name, encoded in files.items():
+        (tmp_path / name).write_bytes(encoded)
+    write_jsonl(tmp_path / "prompts.jsonl", HEARD if hears else ROWS)
+    data = {"label_key": "", "apply_chat_template": True, "multimodal_keys": {"audio": "sounds"} if hears else {"image": "images"}}
     config = run_config(tmp_path, data=data, trainer={"trainer_backend": "torch"}, reward={"custom_rm_path": "a:b"})
     prompts = TrainingPrompts(config, Tokenizer(tmp_path / "model"))
     rule = prompts._reader._pictures.rule

@@ -11,7 +11,7 @@ import pytest
 
 from shared.config.data_sections import DataSection
 from shared.config.run_config import RunConfig
-from shared.data.pictures import PictureReader
+from shared.data.media import MediaReader
 from shared.data.rows import open_rows
 from shared.hub import hub_resolve
 from shared.runtime.errors import ConfigError
@@ -108,7 +108,7 @@ def test_pictures_are_kept_and_sound_is_not(hub: HubServer, tmp_path: Path) -> N
     hub.commit("datasets", "org/geo3k", {"data/train-00000-of-00001.parquet": out.getvalue()})
     [read] = rows(named(tmp_path, "hf:org/geo3k:train"))
     assert read["problem"] == "<image>?" and read.keys() == {"problem", "images"}
-    reader = PictureReader(seeing(tmp_path), DataSection(apply_chat_template=True, multimodal_keys={"image": "images"}))
+    reader = MediaReader.of(seeing(tmp_path), DataSection(apply_chat_template=True, multimodal_keys={"image": "images"}))
     _, [given] = reader.separated(read["problem"], read)
     assert reader.data_of(given, tmp_path) == picture
 

@@ -19,7 +19,7 @@ from services.gateway.wire import anthropic_messages, openai_chat, openai_respon
 from services.gateway.wire.request import ChatTurn, TurnRefused, pictures_in
 from shared.config.data_sections import DataSection
 from shared.config.service_sections import GatewaySection
-from shared.data.pictures import PictureReader
+from shared.data.media import MediaReader
 from shared.runtime.traces import Traces
 from shared.schema.messages import Sampling
 from shared.sessions.session import Session, SessionLog, Turn, trajectories
@@ -61,7 +61,7 @@ class Gateway:
         self.log = SessionLog(Session(**session, sampling=Sampling(temperature=1.0, max_new_tokens=100)))
         self.section = DataSection(apply_chat_template=True, multimodal_keys={"image": "images"}, **data)
         self.sessions: Any = Stored()
-        self.reader, self.chat, nothing = PictureReader(model, self.section), tokens_of(model), Any
+        self.reader, self.chat, nothing = MediaReader.of(model, self.section), tokens_of(model), Any
         self.pictures = TurnPictures(self.sessions, self.reader, self.section)
         self.turns = Turns(nothing, nothing, nothing, self.chat, "m", "h", GatewaySection(), Traces(), self.pictures)  # type: ignore[arg-type]
 

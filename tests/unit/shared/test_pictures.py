@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from shared.data.pictures import BadPicture, PictureRule, picture_check
+from shared.data.media import BadMedia, PictureRule, picture_check
 from shared.data.prompts import PromptReader, TrainingPrompts
 from shared.data.rows import RowEntry
 from shared.data.tokenizer import Tokenizer
@@ -196,7 +196,7 @@ def test_runs_that_cannot_show_pictures_are_refused(folder):
         reader(folder, multimodal_keys=None).read(row)
     cases = [
         ({"trainer": {"trainer_backend": "megatron"}}, "megatron trains text alone"),
-        ({"data": {"multimodal_keys": {"video": "videos"}}}, "videos and sound are not shown"),
+        ({"data": {"multimodal_keys": {"video": "videos"}}}, "videos are not shown"),
         ({"data": {"apply_chat_template": False}}, "apply_chat_template = true"),
         ({"rollout": {"custom_generate_function_path": "a:b"}}, "makes rollouts of its own"),
         ({"ingest": {"ingest_groups": "beside"}}, "groups from outside"),
@@ -250,5 +250,5 @@ def test_ids_for_engines_have_one_place_for_each_picture(folder):
     expanded = rule.expanded(ids, [3, 2])
     assert expanded.tolist() == [5, *[rule.token] * 3, 6, *[rule.token] * 2, 7]
     assert np.array_equal(rule.unexpanded(expanded), ids)
-    with pytest.raises(BadPicture, match="found 1 for 2 places"):
+    with pytest.raises(BadMedia, match="found 1 for 2 places"):
         rule.expanded(ids, [3])

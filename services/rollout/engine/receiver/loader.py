@@ -159,6 +159,26 @@ def norm_as_trained(model: torch.nn.Module) -> None:
             norm.variance_epsilon = 1e-5
 
 
+def hear_as_trained(model: Any) -> None:
+    """Has Qwen2-Audio's encoder attend to a sound's frames alone, as its trainer's does: SGLang's attends to the silence behind them, too.
+    A second sound in a request would end SGLang's scheduler."""
+    if type(model).__name__ != "Qwen2AudioForConditionalGeneration":
+        return
+    tower, plain, embed = model.audio_tower, model.audio_tower.forward, model.get_audio_feature
+
+    def embed_sounds(items: list[Any]) -> torch.Tensor:
+        weight, frames = tower.conv1.weight, [(item.feature_attention_mask.sum(1) - 1) // 2 + 1 for item in items]
+        for item, count in zip(items, frames, strict=True):
+            item.audio_feature_lens = count // 2  # which a request's first sound has alone
+        counts = torch.cat(frames).to(weight.device)[:, None, None, None]
+        behind = torch.arange(tower.max_source_positions, device=weight.device) >= counts
+        mask = torch.zeros(behind.shape, dtype=weight.dtype, device=weight.device).masked_fill(behind, torch.finfo(weight.dtype).min)
+        tower.forward = functools.partial(plain, attention_mask=mask)
+        return embed(items)
+
+    model.get_audio_feature = embed_sounds
+
+
 # The interpreter's switch interval. The scheduler's thread spins, or computes, and delays the receiver's by several intervals for each
 # command; at Python's default of 5 ms, commands took 10 to 90 ms on a GPU.
 SWITCH_SECONDS = 2e-5
@@ -211,6 +231,7 @@ def load(model: Any, tensors: Iterable[object]) -> None:
             streams, refresh = computing_streams(scheduler), quantized_layers.refresh
             receiver = Receiver(loaded, _rank(), device, _model_path(), streams, gate.closed, forget_pictures, refresh)
             norm_as_trained(model)
+            hear_as_trained(model)
             load_stages_together(scheduler)
             gate.install(scheduler)
             if not find_ends_of_aborted(_request_class()):

@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from services.trainer.fsdp.picture_inputs import PictureInputs
+from services.trainer.fsdp.picture_inputs import MediaInputs
 from services.trainer.packing import separate
 from shared.config.data_sections import DataSection
-from shared.data.pictures import PictureReader, PictureRule
+from shared.data.media import MediaReader, PictureRule
 from shared.runtime.errors import BadMessage
 from tests.support.tiny_vision import png, write_tiny_vision_model
 from tests.unit.trainer.megatron import rank_steps
@@ -36,7 +36,7 @@ def models(tmp_path_factory):
 
 def batch_of(directory, shown=SHOWN):
     """One micro-batch: text, pictures, text, in each sequence."""
-    reader = PictureReader(directory, DataSection(apply_chat_template=True, multimodal_keys={"image": "images"}))
+    reader = MediaReader.of(directory, DataSection(apply_chat_template=True, multimodal_keys={"image": "images"}))
     generator, sequences, pictures = torch.Generator().manual_seed(5), [], []
     for number, sizes in enumerate(shown):
         made = [reader.prepared(png(*size, seed=number)) for size in sizes]
@@ -55,7 +55,7 @@ def reference(directory, kind, batch):
     import transformers
 
     model = transformers.AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
-    inputs, rule, found = PictureInputs(directory, model), PictureRule.read(directory), []
+    inputs, rule, found = MediaInputs.of(directory, model), PictureRule.read(directory), []
     for one in separate(batch):
         kinds = (one.tokens == rule.token).int()[None]
         with torch.no_grad():

@@ -1,0 +1,501 @@
+"""Pictures and sounds of prompts: found in rows, checked, and brought into the one form that engines and the trainer get. Without torch.
+
+A picture is decoded once, here, and stored as a PNG of RGB in the size that the checkpoint's image processor gives it. Engines and the
+trainer run that processor over the same pixels, which it has no need to resize; so both see the same patches, whichever library decodes and
+resizes for them. How many tokens a picture takes follows from its size alone.
+
+A sound is stored as a WAV of one channel of 16 bits at the rate of the checkpoint's feature extractor; its tokens follow from its length.
+Samples and messages have sounds where they have pictures.
+"""
+
+import base64
+import binascii
+import importlib
+import io
+import math
+import struct
+import wave
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.config.data_sections import DataSection
+from shared.config.run_config import RunConfig
+from shared.runtime.errors import ConfigError, shown
+from shared.runtime.safe_files import parse_json
+from shared.schema.sample import Sample
+
+GLM = ("glm4v", "glm4v_moe")  # Values of ``model_type`` whose processor resizes as GLM-4.1V's
+SEEING = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", *GLM)  # Those whose pictures are taken
+HEARING = ("qwen2_audio",)  # Those whose sounds are taken
+SAMPLE_RATES = (4000, 192_000)  # The lowest and the highest of a sound, in Hz
+MOST_BYTES = 64 << 20  # The most bytes of one prompt's pictures, as they are stored
+MOST_ASPECT = 200  # The widest picture, by its sides, that the families' processors take
+PARTS = {"image": ("image", "image_url"), "audio": ("audio", "audio_url", "input_audio")}  # Types of parts of messages, by kind
+
+_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+_OTHERS = ("video", "video_url")
+_SOUNDS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")
+_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
+_PNG = b"\x89PNG\r\n\x1a\n"
+_FIELD = "data.multimodal_keys"
+
+
+class BadMedia(ValueError):
+    """A picture or a sound that is not taken; the message says what was found, and what is expected."""
+
+
+class Picture(NamedTuple):
+    """A picture as it is stored, a PNG, or a sound, a WAV, which takes so many ``tokens``."""
+
+    data: bytes
+    tokens: int
+
+
+@dataclass(frozen=True)
+class MediaRule:
+    """What a checkpoint's own files say of what prompts show besides text.
+
+    Args:
+        token: the id that stands for a picture or a sound, once for each place in the language model that it takes. forbidden: ids that are
+            never sampled, since they would stand for what is not there. kind: the model's ``model_type``.
+    """
+
+    token: int
+    forbidden: tuple[int, ...]
+    kind: str
+    noun: ClassVar[str]
+    media_type: ClassVar[str]
+
+    @staticmethod
+    def of_run(config: RunConfig) -> "MediaRule | None":
+        """Returns what the checkpoint of a run says; None where its prompts are text. Raises ConfigError as `read` does."""
+        keys = config.data.multimodal_keys
+        return None if keys is None else (SoundRule if "audio" in keys else PictureRule).read(config.model.hf_checkpoint)
+
+    @staticmethod
+    def of_model(model: Path) -> "MediaRule":
+        """Returns what a checkpoint says, of whichever kind its family takes. Raises ConfigError as `read` does."""
+        hears = _json(model / "config.json").get("model_type") in HEARING
+        return (SoundRule if hears else PictureRule).read(model)
+
+    @classmethod
+    def read(cls, model: Path) -> Self:
+        """Reads a checkpoint. Raises ConfigError: its family is not among those that are taken, or its processor's files lack an entry."""
+        raise NotImplementedError
+
+    def stored_tokens(self, data: bytes) -> int:
+        """Returns how many tokens a picture or a sound in its stored form takes. Raises BadMedia where it is in another one."""
+        raise NotImplementedError
+
+    def expanded(self, ids: NDArray[np.int32], counts: Sequence[int]) -> NDArray[np.int32]:
+        """Returns ids with each one's single token repeated so often. Raises BadMedia where there are more to show, or fewer."""
+        if (found := int(np.count_nonzero(ids == self.token))) != len(counts):
+            wanted = f"as many {self.noun}s as places for them in the rendered prompt"
+            raise BadMedia(f"expected {wanted}, found {len(counts)} for {found} places")
+        repeats = np.ones(len(ids), np.int64)
+        repeats[ids == self.token] = counts
+        return np.repeat(ids, repeats).astype(np.int32)
+
+    def unexpanded(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Returns ids with the tokens of each one taken together to one, as engines are sent them."""
+        again = np.zeros(len(ids), bool)
+        again[1:] = (ids[1:] == self.token) & (ids[:-1] == self.token)
+        return ids[~again]
+
+
+@dataclass(frozen=True)
+class PictureRule(MediaRule):
+    """What a checkpoint's own files say of pictures.
+
+    Args:
+        factor: pixels of a patch's side, as the language model sees it. min_pixels, max_pixels: of a picture, after it was resized.
+            resample: PIL's number of the filter.
+    """
+
+    factor: int
+    min_pixels: int
+    max_pixels: int
+    resample: int
+    noun = "picture"
+    media_type = "image/png"
+
+    @classmethod
+    def read(cls, model: Path) -> Self:
+        """Reads a checkpoint. Raises ConfigError: its family's pictures are not taken, or its processor's files lack an entry."""
+        config = _json(model / "config.json")
+        if (kind := config.get("model_type")) not in SEEING:
+            raise ConfigError(_FIELD, str(kind), f"none for this model; pictures are shown to {', '.join(SEEING)} alone")
+        path = next((model / name for name in ("preprocessor_config.json", "processor_config.json") if (model / name).is_file()), None)
+        if path is None:
+            raise ConfigError(_FIELD, str(model), "the checkpoint's preprocessor_config.json beside it; there is none")
+        entries = _json(path)
+        entries = entries.get("image_processor", entries)
+        size = entries.get("size") or {}
+        try:
+            token = int(config["image_token_id"])
+            names = ("image_token_id", "video_token_id", "vision_start_token_id", "image_start_token_id", "video_start_token_id")
+            if kind in GLM:  # its bounds are of a picture's pixels in as many frames as a patch has
+                frames = int(entries["temporal_patch_size"])
+                entries = {**entries, "min_pixels": -(-size["shortest_edge"] // frames), "max_pixels": size["longest_edge"] // frames}
+            return cls(
+                token,
+                tuple(sorted({int(config[name]) for name in names if config.get(name) is not None})),
+                kind,
+                int(entries["patch_size"]) * int(entries["merge_size"]),
+                int(entries.get("min_pixels") or size["shortest_edge"]),
+                int(entries.get("max_pixels") or size["longest_edge"]),
+                int(entries.get("resample", 3)),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                _FIELD, str(path), f"patch_size, merge_size, min_pixels and max_pixels, and config.json's ids ({error})"
+            ) from None
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        """Returns the width and the height to which the processor resizes a picture: multiples of ``factor``, within its bounds."""
+        if self.kind in GLM and (least := min(width, height)) < self.factor:
+            width, height = (int(side * (self.factor / least)) for side in (width, height))
+        sides = [round(side / self.factor) * self.factor for side in (width, height)]
+        if math.prod(sides) > self.max_pixels:
+            scale = math.sqrt(width * height / self.max_pixels)
+            sides = [max(self.factor, math.floor(side / scale / self.factor) * self.factor) for side in (width, height)]
+        elif math.prod(sides) < self.min_pixels:
+            scale = math.sqrt(self.min_pixels / (width * height))
+            sides = [math.ceil(side * scale / self.factor) * self.factor for side in (width, height)]
+        return sides[0], sides[1]
+
+    def tokens(self, width: int, height: int) -> int:
+        """Returns how many tokens a picture of that size takes, before or after it is resized."""
+        return math.prod(self.size(width, height)) // self.factor**2
+
+    def stored_tokens(self, data: bytes) -> int:
+        if data[:8] != _PNG or len(data) < 24:
+            raise BadMedia("one that is no PNG")
+        size = struct.unpack(">II", data[16:24])
+        if 0 in size or self.size(*size) != size:
+            raise BadMedia(f"one of another size than the checkpoint's processor gives it: {size}")
+        return self.tokens(*size)
+
+
+@dataclass(frozen=True)
+class SoundRule(MediaRule):
+    """What a checkpoint's own files say of sounds.
+
+    Args:
+        rate: samples a second. hop: samples from one frame to the next. window: the most samples that the encoder hears.
+    """
+
+    rate: int
+    hop: int
+    window: int
+    noun = "sound"
+    media_type = "audio/wav"
+
+    @classmethod
+    def read(cls, model: Path) -> Self:
+        config, path = _json(model / "config.json"), model / "preprocessor_config.json"
+        if (kind := config.get("model_type")) not in HEARING:
+            raise ConfigError(_FIELD, str(kind), f"none of audio for this model; sounds are played to {', '.join(HEARING)} alone")
+        entries = _json(path)
+        entries = entries.get("feature_extractor", entries)
+        try:
+            token = int(config["audio_token_index"] if "audio_token_index" in config else config["audio_token_id"])
+            rate = int(entries["sampling_rate"])
+            return cls(token, (token,), kind, rate, int(entries["hop_length"]), int(entries["chunk_length"]) * rate)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                _FIELD, str(path), f"sampling_rate, hop_length and chunk_length, and config.json's audio_token_index ({error})"
+            ) from None
+
+    def tokens(self, samples: int) -> int:
+        """Returns how many tokens a sound of so many samples takes: the encoder halves its frames twice."""
+        frames = -(-samples // self.hop)
+        return ((frames + 1) // 2) // 2
+
+    def stored_tokens(self, data: bytes) -> int:
+        return self.tokens(len(self.waves(data)))
+
+    def waves(self, data: bytes) -> NDArray[np.float64]:
+        """Returns the samples of a sound in its stored form, -1 to 1. Raises BadMedia where it is in another one."""
+        try:
+            with wave.open(io.BytesIO(data)) as file:
+                form = (file.getnchannels(), file.getsampwidth(), file.getframerate())
+                found = np.frombuffer(file.readframes(file.getnframes()), "<i2") if form == (1, 2, self.rate) else np.zeros(0)
+        except (wave.Error, EOFError, ValueError) as error:
+            raise BadMedia(f"one that is no WAV ({error})") from None
+        if not 0 < len(found) <= self.window:
+            raise BadMedia(f"one that is no WAV of one channel, 16 bits and 1 to {self.window} samples at {self.rate} Hz")
+        return found / 32768.0
+
+    def stored(self, waves: NDArray[np.float64]) -> bytes:
+        """Returns samples, -1 to 1, in the stored form."""
+        with wave.open(encoded := io.BytesIO(), "wb") as file:
+            file.setparams((1, 2, self.rate, len(waves), "NONE", ""))
+            file.writeframes(np.clip(np.rint(waves * 32768), -32768, 32767).astype("<i2").tobytes())
+        return encoded.getvalue()
+
+
+class ShownPictures(NamedTuple):
+    """The pictures of a sequence, PNGs, or its sounds, WAVs, in the order of their tokens, and what its model's checkpoint says of them."""
+
+    rule: MediaRule
+    pictures: tuple[bytes, ...] = ()
+
+
+def picture_check(config: RunConfig) -> Callable[[Sample], str | None]:
+    """Returns what says why a sample's pictures, or sounds, are not those of its tokens; the trainer's processor counts as this does.
+
+    Raises ConfigError: the model takes none, though prompts show some.
+    """
+    rule = MediaRule.of_run(config)
+
+    def problem(sample: Sample) -> str | None:
+        if rule is None:
+            return "pictures are there, and data.multimodal_keys shows none" if sample.pictures else None
+        places = sum(int(np.count_nonzero(ids == rule.token)) for ids in (sample.prompt, sample.response))
+        try:
+            wanted = sum(map(rule.stored_tokens, sample.pictures))
+        except BadMedia as error:
+            return f"pictures holds {error}"
+        return None if places == wanted else f"{rule.noun}s take {wanted} tokens, and {places} tokens stand for {rule.noun}s"
+
+    return problem
+
+
+class MediaReader:
+    """Reads the pictures, or the sounds, of rows."""
+
+    kind: ClassVar[str]
+
+    def __init__(self, rule: Any, data: DataSection) -> None:
+        self.rule, self._data, self._noun, self._place = rule, data, rule.noun, f"<{self.kind}>"
+        self._key = (data.multimodal_keys or {}).get(self.kind, "")
+
+    @staticmethod
+    def of(model: Path, data: DataSection) -> "MediaReader":
+        """Returns the reader of what ``multimodal_keys`` names. Raises ConfigError for a model that takes none, and where the package that
+        reads them is not installed."""
+        sounds, keys = "audio" in (data.multimodal_keys or {}), data.multimodal_keys
+        module, package = ("soundfile", "soundfile") if sounds else ("PIL.Image", "pillow")
+        rule = (SoundRule if sounds else PictureRule).read(model)
+        try:
+            importlib.import_module(module)
+        except (ModuleNotFoundError, OSError):
+            raise ConfigError(_FIELD, keys, f"none, or {package}, which reads {rule.noun}s: pip install {package}") from None
+        return (SoundReader if sounds else PictureReader)(rule, data)
+
+    def measured(self, data: bytes) -> int:
+        """Returns how many tokens an encoded picture or sound takes, by its header alone. Raises BadMedia."""
+        raise NotImplementedError
+
+    def prepared(self, data: bytes) -> Picture:
+        """Returns one in its stored form. Raises BadMedia for one that cannot be decoded to its end."""
+        raise NotImplementedError
+
+    def separated(self, content: Any, row: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+        """Returns a prompt whose pictures are parts without data, ``{"type": "image"}``, and what stood for each of them, in order.
+
+        Pictures are those of the row's own key, of which each ``<image>`` in the text takes the next, and those that parts of messages
+        hold. Raises BadMedia where there are more places than pictures, or fewer. Sounds are ``audio`` in the same way.
+        """
+        given = row.get(self._key)
+        waiting = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
+        found: list[Any] = []
+        messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            return content, found
+        made = [{**message, "content": self._parts(message.get("content"), waiting, found)} for message in messages]
+        if waiting:
+            raise BadMedia(
+                f"expected a {self._place} in the prompt for each {self._noun} of {self._key!r}, found {len(waiting)} without one"
+            )
+        if len(found) > self._data.max_pictures:
+            raise BadMedia(f"expected at most max_pictures = {self._data.max_pictures} {self._noun}s, found {len(found)}")
+        return made, found
+
+    def _parts(self, content: Any, waiting: list[Any], found: list[Any]) -> Any:
+        if isinstance(content, str):
+            pieces = content.split(self._place)
+            parts: list[dict[str, Any]] = [{"type": "text", "text": pieces[0]}] if pieces[0] else []
+            for piece in pieces[1:]:
+                if not waiting:
+                    raise BadMedia(f"expected a {self._noun} in {self._key!r} for each {self._place} of the prompt, found fewer")
+                found.append(waiting.pop(0))
+                parts += [{"type": self.kind}, *([{"type": "text", "text": piece}] if piece else [])]
+            return parts if len(pieces) > 1 else content
+        if not isinstance(content, list):
+            return content
+        return [self._part(part, waiting, found) for part in content]
+
+    def _part(self, part: Any, waiting: list[Any], found: list[Any]) -> Any:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in PARTS[self.kind]:
+            if kind in _OTHERS or any(kind in types for types in PARTS.values()):
+                raise BadMedia(f"expected text and {self._noun}s, found a part of type {kind!r}")
+            return part
+        if other := sorted(part.keys() - {"type", *PARTS[self.kind]}):
+            raise BadMedia(f"expected a {self._noun}'s part with type and {kind} alone, found {other[0]!r}")
+        given = part.get(kind)
+        if given is None and not waiting:
+            raise BadMedia(f"expected a {self._noun} in the part, or in {self._key!r}, found neither")
+        found.append(waiting.pop(0) if given is None else given)
+        return {"type": self.kind}
+
+    def data_of(self, given: Any, folder: Path) -> bytes:
+        """Returns the encoded picture or sound that a value of a row stands for: bytes, base64, a data URL, a file beside the data or an
+        object that holds one of these. Raises BadMedia.
+
+        Args:
+            folder: of the row's file, from which paths start.
+        """
+        names = ("bytes", *PARTS[self.kind], "url", *(("data",) if self.kind == "audio" else ()), "path")
+        for _ in range(2):  # {"image_url": {"url": "data:…"}}, {"input_audio": {"data": "…", "format": "wav"}}
+            if isinstance(given, Mapping):
+                if other := sorted(map(str, given.keys() - {"type", *names, *(("format",) if "data" in given else ())})):
+                    raise BadMedia(f"expected a {self._noun} alone, found an object with {other[0]!r}")
+                given = next((given[name] for name in names if given.get(name) is not None), None)
+        if isinstance(given, bytes):
+            data = given
+        elif isinstance(given, str):
+            data = self._read(given, folder)
+        else:
+            raise BadMedia(f"expected a {self._noun}'s bytes, base64, data URL or path, found {shown(given)}")
+        if not 0 < len(data) <= self._data.max_picture_bytes:
+            raise BadMedia(f"expected 1 to max_picture_bytes = {self._data.max_picture_bytes} bytes of a {self._noun}, found {len(data)}")
+        return data
+
+    def _read(self, given: str, folder: Path) -> bytes:
+        if given.startswith("data:"):
+            head, comma, encoded = given.partition(",")
+            if not comma or not head.endswith(";base64"):
+                raise BadMedia(f"expected a data URL in base64, found {given[:60]!r}")
+            return _from_base64(encoded)
+        if "://" in given[:16]:
+            raise BadMedia(f"expected a file, bytes or a data URL, found {given[:80]!r}; addresses are not asked for: download it first")
+        path = folder / given
+        try:
+            with path.open("rb") as file:
+                return file.read(self._data.max_picture_bytes + 1)
+        except (OSError, ValueError) as error:
+            if len(given) >= 64 and "." not in given:
+                return _from_base64(given)
+            raise BadMedia(f"expected a readable file beside the data, found {str(path)[:200]!r} ({error})"[:400]) from None
+
+
+class PictureReader(MediaReader):
+    """Reads pictures with pillow."""
+
+    kind = "image"
+
+    def measured(self, data: bytes) -> int:
+        return self.rule.tokens(*self._opened(data).size)
+
+    def prepared(self, data: bytes) -> Picture:
+        import PIL.Image
+        import PIL.ImageOps
+
+        try:
+            picture = PIL.ImageOps.exif_transpose(self._opened(data)).convert("RGB")
+        except BadMedia:
+            raise
+        except Exception as error:  # decoders raise whatever they like on broken data
+            raise BadMedia(f"expected a whole picture, found one that cannot be decoded ({str(error)[:120]})") from None
+        size = self.rule.size(*picture.size)
+        if picture.size != size:
+            picture = picture.resize(size, PIL.Image.Resampling(self.rule.resample))
+        picture.save(encoded := io.BytesIO(), "PNG", compress_level=1)
+        return Picture(encoded.getvalue(), self.rule.tokens(*size))
+
+    def _opened(self, data: bytes) -> Any:
+        import PIL.Image
+
+        try:
+            picture = PIL.Image.open(io.BytesIO(data), formats=_FORMATS)
+            frames = getattr(picture, "n_frames", 1)
+        except PIL.Image.DecompressionBombError:
+            raise BadMedia(f"expected at most max_picture_pixels = {self._data.max_picture_pixels} pixels, found far more") from None
+        except Exception as error:  # as above
+            raise BadMedia(f"expected a picture of {', '.join(_FORMATS)}, found {data[:12]!r} ({type(error).__name__})") from None
+        width, height = picture.size
+        if width * height > self._data.max_picture_pixels:
+            raise BadMedia(f"expected at most max_picture_pixels = {self._data.max_picture_pixels} pixels, found {width} x {height}")
+        if max(width, height) > MOST_ASPECT * min(width, height):
+            raise BadMedia(f"expected sides in a ratio of at most {MOST_ASPECT}, found {width} x {height}")
+        if self.rule.size(*(resized := self.rule.size(width, height))) != resized:  # engines and trainer would each resize it once more
+            raise BadMedia(f"expected a picture less narrow, found {width} x {height}: it cannot have max_pixels = {self.rule.max_pixels}")
+        if frames != 1:
+            raise BadMedia(f"expected a picture, found an animation of {frames} frames")
+        if picture.mode not in _MODES:
+            raise BadMedia(f"expected 8 bits a channel, found pixels of mode {picture.mode}")
+        return picture
+
+
+class SoundReader(MediaReader):
+    """Reads sounds with soundfile."""
+
+    kind = "audio"
+
+    def measured(self, data: bytes) -> int:
+        return self._opened(data)[1]
+
+    def prepared(self, data: bytes) -> Picture:
+        sound, tokens, count = self._opened(data)
+        try:
+            waves = sound.read(dtype="float64", always_2d=True).mean(1)
+        except Exception as error:  # as with pictures
+            raise BadMedia(f"expected a whole sound, found one that cannot be decoded ({str(error)[:120]})") from None
+        if len(waves) != sound.frames:
+            raise BadMedia(f"expected a whole sound of {sound.frames} samples, found {len(waves)}")
+        if not np.isfinite(waves).all():
+            raise BadMedia("expected finite samples, found NaN or infinity")
+        if sound.samplerate != self.rule.rate:  # what is above half of the lower rate is left out
+            waves = np.fft.irfft(np.fft.rfft(waves)[: count // 2 + 1], count) * (count / len(waves))
+        return Picture(self.rule.stored(waves), tokens)
+
+    def _opened(self, data: bytes) -> tuple[Any, int, int]:
+        """Returns a sound, its tokens, and its samples at the model's rate."""
+        import soundfile
+
+        try:
+            sound = soundfile.SoundFile(io.BytesIO(data))
+        except Exception as error:  # as above
+            raise BadMedia(f"expected a sound of {', '.join(_SOUNDS)}, found {data[:12]!r} ({type(error).__name__})") from None
+        if sound.format not in _SOUNDS:
+            raise BadMedia(f"expected a sound of {', '.join(_SOUNDS)}, found {sound.format}")
+        if data[:4] == b"RIFF" and (wanted := int.from_bytes(data[4:8], "little") + 8) > len(data):
+            raise BadMedia(f"expected a whole WAV of {wanted} bytes, found {len(data)}")
+        rate, (lowest, highest) = sound.samplerate, SAMPLE_RATES
+        if not lowest <= rate <= highest:
+            raise BadMedia(f"expected {lowest} to {highest} samples a second, found {rate}")
+        if sound.channels > 2:
+            raise BadMedia(f"expected 1 or 2 channels, found {sound.channels}")
+        count, most = round(sound.frames * self.rule.rate / rate), min(self._data.max_sound_seconds, self.rule.window / self.rule.rate)
+        if sound.frames > most * rate:
+            raise BadMedia(
+                f"expected at most {most:g} seconds (max_sound_seconds, and what the model hears), found {sound.frames / rate:.6g}"
+            )
+        if (tokens := self.rule.tokens(count)) < 2:  # of one token transformers takes its place for the sound's whole place
+            raise BadMedia(f"expected a sound of 2 tokens or more, found {sound.frames / rate:.6g} seconds")
+        return sound, tokens, count
+
+
+def _from_base64(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadMedia(f"expected base64, found {text[:40]!r} ({error})") from None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(_FIELD, str(path), f"a readable JSON file ({error})") from None
+    if not isinstance(found, dict):
+        raise ConfigError(_FIELD, str(path), "a JSON object")
+    return found
