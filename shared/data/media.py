@@ -70,6 +70,8 @@ class MediaRule:
     kind: str
     noun: ClassVar[str]
     media_type: ClassVar[str]
+    families: ClassVar[tuple[str, ...]]
+    processor: ClassVar[str]
 
     @staticmethod
     def of_run(config: RunConfig) -> "MediaRule | None":
@@ -86,6 +88,20 @@ class MediaRule:
     @classmethod
     def read(cls, model: Path) -> Self:
         """Reads a checkpoint. Raises ConfigError: its family is not among those that are taken, or its processor's files lack an entry."""
+        config, noun = _json(model / "config.json"), cls.noun
+        if (kind := config.get("model_type")) not in cls.families:
+            raise ConfigError(_FIELD, str(kind), f"none for this model; {noun}s are shown to {', '.join(cls.families)} alone")
+        path = next((model / name for name in ("preprocessor_config.json", "processor_config.json") if (model / name).is_file()), None)
+        if path is None:
+            raise ConfigError(_FIELD, str(model), "the checkpoint's preprocessor_config.json beside it; there is none")
+        entries = _json(path)
+        try:
+            return cls._of(kind, config, entries.get(cls.processor, entries))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(_FIELD, str(path), f"the entries of a {noun}'s processor, and config.json's ids; without {error}") from None
+
+    @classmethod
+    def _of(cls, kind: str, config: dict[str, Any], entries: dict[str, Any]) -> Self:
         raise NotImplementedError
 
     def stored_tokens(self, data: bytes) -> int:
@@ -121,40 +137,24 @@ class PictureRule(MediaRule):
     min_pixels: int
     max_pixels: int
     resample: int
-    noun = "picture"
-    media_type = "image/png"
+    noun, media_type, families, processor = "picture", "image/png", SEEING, "image_processor"
 
     @classmethod
-    def read(cls, model: Path) -> Self:
-        """Reads a checkpoint. Raises ConfigError: its family's pictures are not taken, or its processor's files lack an entry."""
-        config = _json(model / "config.json")
-        if (kind := config.get("model_type")) not in SEEING:
-            raise ConfigError(_FIELD, str(kind), f"none for this model; pictures are shown to {', '.join(SEEING)} alone")
-        path = next((model / name for name in ("preprocessor_config.json", "processor_config.json") if (model / name).is_file()), None)
-        if path is None:
-            raise ConfigError(_FIELD, str(model), "the checkpoint's preprocessor_config.json beside it; there is none")
-        entries = _json(path)
-        entries = entries.get("image_processor", entries)
+    def _of(cls, kind: str, config: dict[str, Any], entries: dict[str, Any]) -> Self:
         size = entries.get("size") or {}
-        try:
-            token = int(config["image_token_id"])
-            names = ("image_token_id", "video_token_id", "vision_start_token_id", "image_start_token_id", "video_start_token_id")
-            if kind in GLM:  # its bounds are of a picture's pixels in as many frames as a patch has
-                frames = int(entries["temporal_patch_size"])
-                entries = {**entries, "min_pixels": -(-size["shortest_edge"] // frames), "max_pixels": size["longest_edge"] // frames}
-            return cls(
-                token,
-                tuple(sorted({int(config[name]) for name in names if config.get(name) is not None})),
-                kind,
-                int(entries["patch_size"]) * int(entries["merge_size"]),
-                int(entries.get("min_pixels") or size["shortest_edge"]),
-                int(entries.get("max_pixels") or size["longest_edge"]),
-                int(entries.get("resample", 3)),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                _FIELD, str(path), f"patch_size, merge_size, min_pixels and max_pixels, and config.json's ids ({error})"
-            ) from None
+        names = ("image_token_id", "video_token_id", "vision_start_token_id", "image_start_token_id", "video_start_token_id")
+        if kind in GLM:  # its bounds are of a picture's pixels in as many frames as a patch has
+            frames = int(entries["temporal_patch_size"])
+            entries = {**entries, "min_pixels": -(-size["shortest_edge"] // frames), "max_pixels": size["longest_edge"] // frames}
+        return cls(
+            int(config["image_token_id"]),
+            tuple(sorted({int(config[name]) for name in names if config.get(name) is not None})),
+            kind,
+            int(entries["patch_size"]) * int(entries["merge_size"]),
+            int(entries.get("min_pixels") or size["shortest_edge"]),
+            int(entries.get("max_pixels") or size["longest_edge"]),
+            int(entries.get("resample", 3)),
+        )
 
     def size(self, width: int, height: int) -> tuple[int, int]:
         """Returns the width and the height to which the processor resizes a picture: multiples of ``factor``, within its bounds."""
@@ -193,24 +193,12 @@ class SoundRule(MediaRule):
     rate: int
     hop: int
     window: int
-    noun = "sound"
-    media_type = "audio/wav"
+    noun, media_type, families, processor = "sound", "audio/wav", HEARING, "feature_extractor"
 
     @classmethod
-    def read(cls, model: Path) -> Self:
-        config, path = _json(model / "config.json"), model / "preprocessor_config.json"
-        if (kind := config.get("model_type")) not in HEARING:
-            raise ConfigError(_FIELD, str(kind), f"none of audio for this model; sounds are played to {', '.join(HEARING)} alone")
-        entries = _json(path)
-        entries = entries.get("feature_extractor", entries)
-        try:
-            token = int(config["audio_token_index"] if "audio_token_index" in config else config["audio_token_id"])
-            rate = int(entries["sampling_rate"])
-            return cls(token, (token,), kind, rate, int(entries["hop_length"]), int(entries["chunk_length"]) * rate)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                _FIELD, str(path), f"sampling_rate, hop_length and chunk_length, and config.json's audio_token_index ({error})"
-            ) from None
+    def _of(cls, kind: str, config: dict[str, Any], entries: dict[str, Any]) -> Self:
+        token, rate = int(config["audio_token_index" if "audio_token_index" in config else "audio_token_id"]), int(entries["sampling_rate"])
+        return cls(token, (token,), kind, rate, int(entries["hop_length"]), int(entries["chunk_length"]) * rate)
 
     def tokens(self, samples: int) -> int:
         """Returns how many tokens a sound of so many samples takes: the encoder halves its frames twice."""

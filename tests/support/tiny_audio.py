@@ -36,8 +36,8 @@ def wav(seconds: float, pitch: float | None = None, rate: int = 16000, channels:
     return encoded.getvalue()
 
 
-def write_tiny_audio_model(path: Path, *, seed: int = 0, alphabet: str = PRINTABLE, std: float = 0.1) -> Any:
-    """Writes a checkpoint of the kind qwen2_audio, whose encoder hears 30 seconds, and returns the float32 model."""
+def write_tiny_audio_model(path: Path, *, seed: int = 0, alphabet: str = PRINTABLE, std: float = 0.1, seconds: int = 4) -> Any:
+    """Writes a checkpoint of the kind qwen2_audio, whose encoder hears so many ``seconds``, and returns the float32 model."""
     tokenizer = character_tokenizer(alphabet)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", AUDIO, BEGIN, END]})
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -47,7 +47,7 @@ def write_tiny_audio_model(path: Path, *, seed: int = 0, alphabet: str = PRINTAB
         "pad_token_id": 0, "initializer_range": std, "tie_word_embeddings": False,
     }  # fmt: skip
     audio = {"model_type": "qwen2_audio_encoder", "num_mel_bins": 16, "encoder_layers": 2, "encoder_attention_heads": 2,
-             "encoder_ffn_dim": 64, "d_model": 32, "max_source_positions": 1500}  # fmt: skip
+             "encoder_ffn_dim": 64, "d_model": 32, "max_source_positions": 50 * seconds}  # fmt: skip
     token = tokenizer.convert_tokens_to_ids(AUDIO)
     config = transformers.Qwen2AudioConfig(text_config=text, audio_config=audio, audio_token_index=token, tie_word_embeddings=False)
     config.dtype = "float32"
@@ -65,7 +65,7 @@ def write_tiny_audio_model(path: Path, *, seed: int = 0, alphabet: str = PRINTAB
     tokenizer.save_pretrained(path)
     extractor = {
         "feature_extractor_type": "WhisperFeatureExtractor", "processor_class": "Qwen2AudioProcessor", "feature_size": 16,
-        "sampling_rate": 16000, "hop_length": 160, "n_fft": 400, "chunk_length": 30, "n_samples": 480000, "nb_max_frames": 3000,
+        "sampling_rate": 16000, "hop_length": 160, "n_fft": 400, "chunk_length": seconds,
         "padding_value": 0.0, "padding_side": "right", "return_attention_mask": True,
     }  # fmt: skip
     (path / "preprocessor_config.json").write_text(json.dumps(extractor, indent=2))

@@ -247,7 +247,7 @@ class SampleAnswer(BaseModel):
 
     prompt_read: the prompt as the model read it, which an agent may have made of the task's; empty: not known.
     unknown: by name of a figure of the tokens why there is none; no_tokens: why there are no tokens at all. pictures: the SHA-256 of each
-    that its tokens show, in order.
+    that its tokens show, in order; sounds: whether these are sounds.
     """
 
     group: str
@@ -271,6 +271,7 @@ class SampleAnswer(BaseModel):
     commands: list[ReplayCommand]
     samples: int
     pictures: list[str]
+    sounds: bool
 
 
 def group_row(group: GroupRecord, durable: bool) -> GroupRow:
@@ -459,6 +460,7 @@ class SamplePages:
             commands=replay_commands(self.source.run, self.source.directory, self.source.config, group),
             samples=max(len(group.rewards), len(found.samples)),
             pictures=[named(one) for one in sample.pictures],
+            sounds=any(one[:4] == b"RIFF" for one in sample.pictures),
             **of_tokens,
         )
 
@@ -532,9 +534,10 @@ def router(source: RunSource) -> APIRouter:
 
     @router.get("/groups/{group}/{sample}/pictures/{digest}")
     async def read_picture(group: GroupId, sample: Count, digest: str) -> Response:
-        """A picture that a sample shows, by the SHA-256 of its PNG."""
+        """A picture that a sample shows, by the SHA-256 of its PNG, or a sound, of its WAV."""
         headers = {"Cache-Control": "private, max-age=3600, immutable"}
-        return Response(await pages.picture(group, sample, digest), media_type="image/png", headers=headers)
+        found = await pages.picture(group, sample, digest)
+        return Response(found, media_type="audio/wav" if found[:4] == b"RIFF" else "image/png", headers=headers)
 
     @router.get("/groups/{group}/{sample}")
     async def read_sample(

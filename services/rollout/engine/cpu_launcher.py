@@ -252,10 +252,7 @@ def read_sounds(model_path: str) -> None:
     import soundfile
     from sglang.srt.multimodal.processors import base_processor
 
-    def read(data: str, rate: int | None = None, mono: bool = True) -> Any:
-        return soundfile.read(io.BytesIO(base64.b64decode(data.partition(",")[2])))[0]
-
-    base_processor.load_audio = read
+    base_processor.load_audio = lambda url, *_: soundfile.read(io.BytesIO(base64.b64decode(url.partition(",")[2])))[0]
 
 
 class LinearAttentionKernels:

@@ -59,17 +59,17 @@ class MediaInputs:
         pictures = [list(shown) for shown in batch.pictures] or [[] for _ in starts[1:]]
         pixels = [self._pixels(shown) for shown in pictures]
         for number, (start, stop) in enumerate(itertools.pairwise(starts)):
-            places = int((tokens[start:stop] == self.rule.token).sum())
-            if places != (wanted := self._taken(pixels[number])):
+            found = int((tokens[start:stop] == self.rule.token).sum())
+            if found != (wanted := self._taken(pixels[number])):
                 noun = self.rule.noun
                 raise BadMessage(
-                    f"sequence {number} has {places} tokens of {noun}s; its {noun}s take {wanted}, by the checkpoint's processor"
+                    f"sequence {number} has {found} tokens of {noun}s; its {noun}s take {wanted}, by the checkpoint's processor"
                 )
         if everywhere and not any(pixels):
             filler = self._blank
             tokens, starts, pixels = torch.cat([tokens, filler[0]]), [*starts, starts[-1] + len(filler[0])], [*pixels, filler[1]]
-        places = [self._places(tokens[start:stop], found) for (start, stop), found in zip(itertools.pairwise(starts), pixels, strict=True)]
-        given = [found for found in pixels if found]
+        places = [self._places(tokens[start:stop], each) for (start, stop), each in zip(itertools.pairwise(starts), pixels, strict=True)]
+        given = [each for each in pixels if each]
         joined = {name: torch.cat([each[name] for each in given]) for name in (given[0] if given else ())}
         return SeenPack(tokens, starts, torch.cat(places, -1).unsqueeze(-2), joined)
 

@@ -84,8 +84,11 @@ function head(answer) {
 
 function pictures(answer, address) {
   if (!answer.pictures.length) return null;
-  const one = (name, at) => el("img", { src: `/api/${address}/pictures/${name}`, alt: `Picture ${at + 1} of ${answer.pictures.length}`, loading: "lazy" });
-  return [el("h2", {}, "Pictures"), el("div", { class: "pictures" }, answer.pictures.map(one))];
+  const source = (name) => `/api/${address}/pictures/${name}`;
+  const one = answer.sounds
+    ? (name) => el("audio", { src: source(name), controls: "" })
+    : (name, at) => el("img", { src: source(name), alt: `Picture ${at + 1} of ${answer.pictures.length}`, loading: "lazy" });
+  return [el("h2", {}, answer.sounds ? "Sounds" : "Pictures"), el("div", { class: "pictures" }, answer.pictures.map(one))];
 }
 
 function body(answer, stage) {
