@@ -12,6 +12,7 @@ from services.trainer.packing import separate
 from shared.config.data_sections import DataSection
 from shared.data.media import MediaReader, PictureRule
 from shared.runtime.errors import BadMessage
+from tests.support.tiny_audio import wav, write_tiny_audio_model
 from tests.support.tiny_vision import png, write_tiny_vision_model
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.tiny import pack
@@ -112,5 +113,51 @@ def test_a_rank_without_a_picture_takes_part(frozen, models, two_ranks):
     directory = models("qwen3_vl")
     expected = trained(directory, {**TORCH, **frozen})
     for found in two_ranks.run(partial(trained, directory, {**TORCH, **frozen})):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def hearing(tmp_path_factory):
+    write_tiny_audio_model(directory := tmp_path_factory.mktemp("qwen2_audio"))
+    return directory
+
+
+def heard(directory, lengths):
+    """As `batch_of`, with sounds of so many seconds."""
+    reader = MediaReader.of(directory, DataSection(apply_chat_template=True, multimodal_keys={"audio": "sounds"}))
+    sounds = [[reader.prepared(wav(seconds, seed=number)) for seconds in each] for number, each in enumerate(lengths)]
+    sequences = [
+        torch.tensor([7, 8, *(id for one in each for id in [*[reader.rule.token] * one.tokens, 9]), 10, 11, 12]) for each in sounds
+    ]
+    batch = replace(pack(sequences), pictures=tuple(tuple(one.data for one in each) for each in sounds) if any(sounds) else ())
+    return replace(batch, loss_mask=batch.loss_mask * (batch.labels != reader.rule.token))
+
+
+def test_packs_with_sounds_are_computed_as_single_sequences(hearing, alone):
+    model, batch = alone.actor(hearing, **TORCH), heard(hearing, [[0.5], [], [1.3, 0.09], [4.0]])
+    (packed,) = model.log_probs([batch])
+    torch.testing.assert_close(packed, torch.cat(model.log_probs(separate(batch))), atol=2e-5, rtol=0)
+    with pytest.raises(BadMessage, match="its sounds take 0"):
+        model.log_probs([replace(batch, pictures=())])
+    saved, exported = load_file(hearing / "model.safetensors"), alone.exported(model)
+    assert exported.keys() == saved.keys() and all(torch.equal(exported[name], tensor) for name, tensor in saved.items())
+    first, second = (model.train_step([batch], alone.weighted_loss, need_entropy=True) for _ in range(2))
+    assert second.loss < first.loss
+    changed = {name for name, tensor in saved.items() if not torch.equal(alone.exported(model)[name], tensor)}
+    assert any("audio_tower" in name for name in changed) and "audio_tower.embed_positions.weight" not in changed
+
+
+def trained_on_sounds(directory, config):
+    """Two steps, in which the first rank has all sounds and the second none."""
+    model = rank_steps.actor(directory, **config)
+    own = [heard(directory, [[0.5], [1.0]]), heard(directory, [[], []])][model.data_parallel_rank :: model.data_parallel_size]
+    found = [model.train_step(own, rank_steps.weighted_loss, need_entropy=True) for _ in range(2)]
+    return [(step.loss, step.grad_norm) for step in found]
+
+
+def test_a_rank_without_a_sound_takes_part(hearing, two_ranks):
+    expected = trained_on_sounds(hearing, TORCH)
+    for found in two_ranks.run(partial(trained_on_sounds, hearing, TORCH)):
         for ours, theirs in zip(found, expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4)
