@@ -266,8 +266,8 @@ class RunConfig(Section):
         """Yields what of the run does not know pictures."""
         rollout, debug = self.rollout, self.debug
         trains = self.has_steps and not debug.debug_rollout_only
-        makers = [f"rollout.{name}" for name in rollout.makers if name not in AGENTS]  # the gateway takes the pictures of agents
-        makers += [f"rollout.{name}" for name in rollout.makers if name in AGENTS and "audio" in (self.data.multimodal_keys or {})]
+        agents = () if "audio" in (self.data.multimodal_keys or {}) else AGENTS  # the gateway takes the pictures of agents
+        makers = [f"rollout.{name}" for name in rollout.makers if name not in agents]
         makers += [f"{GENERATOR} of the set {one.name}" for one in self.eval.sets if getattr(one, GENERATOR)]
         dumps = [name for name in ("save_debug_rollout_data", "save_debug_train_data", "load_debug_rollout_data") if getattr(debug, name)]
         obstacles = {

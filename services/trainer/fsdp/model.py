@@ -339,12 +339,7 @@ def assemble(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     _check_layout(model, layout, sees)
     packed_attention.keep_linear_layers_apart(model)
-    names = set(model._no_split_modules or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
-    inner = {part for layer in layers for part in layer.modules() if part is not layer}
-    layers = [layer for layer in layers if layer not in inner]
-    if not layers:
-        raise ConfigError(FIELD, "torch", f"megatron; transformers does not say what the layers of {type(model).__name__} are")
+    layers = _layers(model)
     if DEVICE_TYPE != "cpu":  # there the casts keep the order of transformers'
         fuse(model)
     if compiled:
@@ -358,6 +353,16 @@ def assemble(
         mark(one, cut.splits.get(name))
     own: dict[str, Any] = {"value_head": value_head, "lora": lora, "seeing": seeing, "reshards": reshards, "split": cut, "replay": replay}
     return FsdpModel(architecture, layout, root, hf_dir, dtype, freezing or Freezing(), chunk_size, **own)
+
+
+def _layers(model: Any) -> list[Any]:
+    """Returns the layers of transformers' model, none inside of another. Raises ConfigError."""
+    names = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ConfigError(FIELD, "torch", f"megatron; transformers does not say what the layers of {type(model).__name__} are")
+    inner = {part for layer in layers for part in layer.modules() if part is not layer}
+    return [layer for layer in layers if layer not in inner]
 
 
 def _shard(root: Any, layers: list[Any], layout: ParallelLayout, mesh: DeviceMesh, reshards: bool, options: dict[str, Any]) -> None:
