@@ -10,7 +10,6 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -20,7 +19,7 @@ from shared.hooks import Arguments, DynamicFilterOutput, HookFailed, HookSample,
 from shared.hooks.filters import BUILT_IN
 from shared.hooks.loading import split_path
 from shared.hooks.sample_conversion import from_stored
-from shared.runtime.tasks import defined_at, error_text, print_traceback
+from shared.runtime.tasks import defined_at, error_text, is_async, print_traceback
 from shared.schema.sample import Sample as StoredSample
 from shared.schema.sample import Score, decode
 
@@ -59,7 +58,7 @@ class Functions:
         self.block_s: float | None = None
         of_verb = {"score": [self._functions[field] for field in self._functions if is_scoring(field)]}
         of_verb["select"] = [self._functions[field] for field in self._functions if not is_scoring(field)]
-        self.waits = [verb for verb, functions in of_verb.items() if functions and all(map(_is_async, functions))]
+        self.waits = [verb for verb, functions in of_verb.items() if functions and all(map(is_async, functions))]
         """Those of the verbs whose functions are all async: while one call waits, others may be made."""
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -142,8 +141,3 @@ class Functions:
 
     def _failed(self, field: str, reason: str) -> HookFailed:
         return HookFailed(field, self._paths[field], f"{reason}{defined_at(self._functions[field])}")
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    found = function.func if isinstance(function, partial) else function
-    return inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "__call__", None))  # noqa: B004

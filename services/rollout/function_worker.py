@@ -39,7 +39,7 @@ from shared.hooks.slime.http_requests import CallContext, current_call
 from shared.hooks.slime.rollout_loop import apply_rollout_sample_hooks
 from shared.process.call_server import Calls, serve_calls
 from shared.process.running_call import is_blocked
-from shared.runtime.tasks import defined_at, error_text, print_traceback, run_in_thread
+from shared.runtime.tasks import defined_at, error_text, is_async, print_traceback, run_in_thread
 
 BLOCKED_SHARE = 0.25  # the share of a rollout's time for which it may block its process: those beside it then still have the rest
 
@@ -102,8 +102,7 @@ async def answered(loading: Callable[[], Any], answer: Callable[[Any], Awaitable
 
 async def called(call: Callable[[], Any]) -> Any:
     """Returns the result of a function, async or plain; a plain one has a thread of its own."""
-    function: Any = call.func if isinstance(call, functools.partial) else call
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
+    if is_async(call):
         return await call()
     result = await asyncio.to_thread(call)
     return await result if inspect.isawaitable(result) else result

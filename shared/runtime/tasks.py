@@ -272,6 +272,12 @@ def _is_package(path: str) -> bool:
     return path.startswith(_PACKAGES) or not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)  # a user's, the system's
 
 
+def is_async(function: object) -> bool:
+    """Says whether a function of the user's, or what an object of theirs does where it is called, is async."""
+    found: Any = function.func if isinstance(function, functools.partial) else function
+    return inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(getattr(found, "__call__", None))  # noqa: B004
+
+
 def defined_at(function: object) -> str:
     """Returns file and line of a function of the user's, in brackets behind a space; nothing where Python does not know them."""
     while isinstance(function, functools.partial):

@@ -125,11 +125,6 @@ class CudaToCpu(ast.NodeTransformer):
         return node
 
 
-def _without_compiler(module: types.ModuleType) -> None:
-    """Turns off ``jit_fuser``, which is torch.compile: on a CPU it would call a C++ compiler for every fused function."""
-    module.__dict__["jit_fuser"] = lambda function: function
-
-
 def _with_cpu_generator(module: types.ModuleType) -> None:
     """Has the tracker set the CPU's generator: it uses CUDA's C bindings, and warns where the CPU's moved as well."""
 
@@ -179,7 +174,8 @@ def _with_even_gathers(module: types.ModuleType) -> None:
 
 
 _AFTER_IMPORT: dict[str, Callable[[types.ModuleType], None]] = {
-    f"{PACKAGE}.jit": _without_compiler,
+    # torch.compile, which on a CPU would call a C++ compiler for every fused function
+    f"{PACKAGE}.jit": lambda module: module.__dict__.update(jit_fuser=lambda function: function),
     f"{PACKAGE}.tensor_parallel.random": _with_cpu_generator,
     f"{PACKAGE}.tensor_parallel.mappings": _with_even_gathers,
     f"{PACKAGE}.transformer.moe.moe_utils": _with_numpy_splits,
