@@ -301,7 +301,12 @@ class RunSource:
         if statuses != self.statuses:
             self.statuses = statuses
             self.feed.touch(OVERVIEW, FLOW, HEALTH, WEIGHTS)
-        self._note_services()
+        running = self.phase == runs.RUNNING and not self.at_rest
+        absent = self._services.look(self.config if running else None, self.statuses, time.time())
+        for name in (self.away.keys() - {NATS, STORE, LEDGER, CONFIG}) - absent.keys():
+            self._note(name, None)
+        for name, away in absent.items():
+            self._note(name, away.why, away.since)
 
     async def _look_at_life(self, bus: Bus) -> None:
         """Learns whether the run is still the one that was read; of one that was begun anew under its name everything is read anew."""
@@ -326,15 +331,6 @@ class RunSource:
             self.config = runs.copy_instead(self.directory, error)
             self._note(CONFIG, f"{error}; until then its directory's copy stands for it")
         self.trained = await runs.trained_steps(bus, self.run)
-
-    def _note_services(self) -> None:
-        """Notes the services that are away. While the bus is away, nothing is known of them."""
-        running = self.phase == runs.RUNNING and not self.at_rest
-        absent = self._services.look(self.config if running else None, self.statuses, time.time())
-        for name in (self.away.keys() - {NATS, STORE, LEDGER, CONFIG}) - absent.keys():
-            self._note(name, None)
-        for name, away in absent.items():
-            self._note(name, away.why, away.since)
 
     async def _connected(self) -> Bus:
         """Connects, reads the config, and has the bus tell of what is new."""

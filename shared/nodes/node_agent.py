@@ -125,24 +125,21 @@ class NodeLinks:
     async def _keep_asking(self, point: str) -> None:
         while True:
             with contextlib.suppress(OSError, EOFError, TimeoutError):
-                await self._ask_until_silent(point)
-            await asyncio.sleep(self._interval_s)
-
-    async def _ask_until_silent(self, point: str) -> None:
-        address, _, port = point.rpartition(":")
-        async with asyncio.timeout(self._answer_s):
-            reader, writer = await asyncio.open_connection(address, int(port))
-        try:
-            for number in itertools.count(1):
-                question = number.to_bytes(BEAT_BYTES)
-                writer.write(question)
+                address, _, port = point.rpartition(":")
                 async with asyncio.timeout(self._answer_s):
-                    if await reader.readexactly(BEAT_BYTES) != question:
-                        raise ConnectionError("another answer than the one to the question")
-                self._heard[point] = clock()
-                await asyncio.sleep(self._interval_s)
-        finally:
-            writer.transport.abort()  # what is still to be sent is of no use
+                    reader, writer = await asyncio.open_connection(address, int(port))
+                try:
+                    for number in itertools.count(1):
+                        question = number.to_bytes(BEAT_BYTES)
+                        writer.write(question)
+                        async with asyncio.timeout(self._answer_s):
+                            if await reader.readexactly(BEAT_BYTES) != question:
+                                raise ConnectionError("another answer than the one to the question")
+                        self._heard[point] = clock()
+                        await asyncio.sleep(self._interval_s)
+                finally:
+                    writer.transport.abort()  # what is still to be sent is of no use
+            await asyncio.sleep(self._interval_s)
 
     # --- answering
 

@@ -82,18 +82,13 @@ def run_tests(sandbox: Sandbox, code: str, cases: Sequence[Case]) -> list[CaseOu
     for case in cases:
         result = sandbox.run(case.program(code))
         outcomes.append(CaseOutcome(case.passed(result), result))
-        if result.status in _OVER or _never_runs(result):
+        if result.status in _OVER or (
+            result.status == "exit_code"
+            and result.stderr.rpartition(b"\n  File ")[2].startswith(b'"main.py"')
+            and b"\nSyntaxError: " in result.stderr
+        ):
             break
     return outcomes
-
-
-def _never_runs(result: ProgramResult) -> bool:
-    """Returns whether the code itself is no Python, so that every test ends alike."""
-    return (
-        result.status == "exit_code"
-        and result.stderr.rpartition(b"\n  File ")[2].startswith(b'"main.py"')
-        and b"\nSyntaxError: " in result.stderr
-    )
 
 
 Value = float | Mapping[str, Any]  # One reward, or several by name

@@ -148,7 +148,9 @@ def own_address() -> str:
     """Returns an IPv4 address. Raises ConfigError for a ``MYXO_HOST`` that does not resolve, or means all addresses."""
     host = os.environ.get(HOST_VARIABLE)
     if not host:
-        return _outgoing_address((nats_url() or "").split(",")[0])
+        with contextlib.suppress(ValueError):  # no URL
+            return address_towards(urlsplit((nats_url() or "").split(",")[0]).hostname or LOOPBACK)
+        return LOOPBACK
     try:
         address = socket.gethostbyname(host)
     except OSError as error:
@@ -205,12 +207,6 @@ def interface_of(address: str) -> str:
     raise ConfigError(
         HOST_VARIABLE, address, "no interface of this machine has it; expected the address by which other machines reach this one"
     )
-
-
-def _outgoing_address(url: str) -> str:
-    with contextlib.suppress(ValueError):  # no URL
-        return address_towards(urlsplit(url).hostname or LOOPBACK)
-    return LOOPBACK
 
 
 NODE_RANK = "MYXO_NODE_RANK"

@@ -77,9 +77,6 @@ class CodingTools:
         except ValueError as error:
             return f"error: {error}"
 
-    def _write_file(self, path: str, content: str) -> str:
-        return _problem(self._sandbox.write_file(path, content.encode(errors="replace"))) or f"wrote {path}"
-
     def _read_file(self, path: str) -> str:
         result = self._sandbox.read_file(path)
         return _problem(result) or result.stdout.decode(errors="replace")
@@ -91,7 +88,7 @@ class CodingTools:
             return _problem(result)
         if (count := text.count(old) if old else 0) != 1:
             return f"error: old occurs {count} times in {path}; it has to occur once"
-        return self._write_file(path, text.replace(old, new))
+        return _problem(self._sandbox.write_file(path, text.replace(old, new).encode(errors="replace"))) or f"wrote {path}"
 
     def _run_file(self, path: str, stdin: str = "") -> str:
         result = self._sandbox.run(

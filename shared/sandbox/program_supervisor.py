@@ -211,7 +211,13 @@ class Run:
             while descriptor in self._open and self._read(descriptor):
                 pass
             os.close(descriptor)
-        self._drop_input()
+        if self._input >= 0:
+            os.close(self._input)
+        if self.stdin:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            while self.stdin and (count := os.splice(_STDIN, nowhere, self.stdin)):
+                self.stdin -= count
+            os.close(nowhere)
         taken = time.monotonic() - self.began, self.cpu_s, self.memory, self.truncated
         return HEAD.pack(*self._ending(), *taken, *map(len, self.streams.values())) + b"".join(self.streams.values())
 
@@ -305,16 +311,6 @@ class Run:
         self._poll.unregister(self._input)
         os.close(self._input)
         self._input = -1
-
-    def _drop_input(self) -> None:
-        """Drops the standard input that the program has not read."""
-        if self._input >= 0:
-            os.close(self._input)
-        if self.stdin:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            while self.stdin and (count := os.splice(_STDIN, nowhere, self.stdin)):
-                self.stdin -= count
-            os.close(nowhere)
 
     def _reap(self, options: int) -> None:
         """Takes note of every process that has ended; without WNOHANG, until none is left."""

@@ -290,7 +290,15 @@ def _layers(history: FlowHistory, service: str, instance: str, window: Interval,
         pauses = history.pauses.get(instance, ())
         return [_between(history, instance), absences, list(looks), generating(history, instance), list(pauses)]
     if service == "trainer":
-        trainer = _trainer_spans(history, window, live=live)
+        trainer = []
+        for step in history.steps_in((window[0], float("inf"))):
+            trainer += [ActivitySpan(WAITS[cause], *interval) for cause, interval in causes_of(history, step)]
+            trainer.append(ActivitySpan(TRAINING, step.started, step.ended))
+        if live and history.trained_until is not None:
+            since = history.batch_since
+            begin = max(since, history.trained_until) if since is not None else history.trained_until
+            trainer.append(ActivitySpan("waiting for its batch", history.trained_until, begin if since is not None else window[1]))
+            trainer += [ActivitySpan(TRAINING, begin, window[1])] if since is not None else []
         return [list(looks), trainer, absences, [span for span in looks if span.activity != "ready"]]
     return [absences, list(looks)]
 
@@ -299,19 +307,6 @@ def _between(history: FlowHistory, replica: str) -> list[ActivitySpan]:
     """Returns the time from a replica's first group to its last: what it did not generate in, it waited."""
     back = history.generated.get(replica, ())
     return [ActivitySpan(WAITING, min(begin for begin, _ in back), max(end for _, end in back))] if back else []
-
-
-def _trainer_spans(history: FlowHistory, window: Interval, *, live: bool) -> list[ActivitySpan]:
-    found = []
-    for step in history.steps_in((window[0], float("inf"))):
-        found += [ActivitySpan(WAITS[cause], *interval) for cause, interval in causes_of(history, step)]
-        found.append(ActivitySpan(TRAINING, step.started, step.ended))
-    if live and history.trained_until is not None:
-        since = history.batch_since
-        begin = max(since, history.trained_until) if since is not None else history.trained_until
-        found.append(ActivitySpan("waiting for its batch", history.trained_until, begin if since is not None else window[1]))
-        found += [ActivitySpan(TRAINING, begin, window[1])] if since is not None else []
-    return found
 
 
 # --- staleness and lengths
