@@ -186,7 +186,16 @@ def examine_gpus(_: Path) -> Iterator[Diagnosis]:
         return
     for gpu in gpus:
         yield from _of_gpu(gpu)
-    yield from _of_driver(gpus)
+    spec = importlib.util.find_spec("torch")
+    cuda = None if spec is None or spec.origin is None else cuda_of(Path(spec.origin).with_name("version.py"))
+    if not gpus or cuda is None:
+        return
+    driver, oldest = gpus[0].driver, OLDEST_DRIVER.get(int(cuda.split(".")[0]), 0)
+    if _figure(driver.split(".")[0]) < oldest:
+        found = f"the driver is {driver}, and torch is for CUDA {cuda}, which needs {oldest} or newer"
+        yield Diagnosis("driver", "fault", found, f"install a driver of NVIDIA's from {oldest} on")
+    else:
+        yield Diagnosis("driver", "ok", f"driver {driver} for CUDA {cuda}")
 
 
 def read_gpus() -> tuple[list[Gpu], str]:
@@ -246,19 +255,6 @@ def _of_gpu(gpu: Gpu) -> Iterator[Diagnosis]:
         yield Diagnosis("gpus", "note", f"{what}: {gpu.used / 1024:.1f} GiB are in use by others", mend)
     else:
         yield Diagnosis("gpus", "ok", what)
-
-
-def _of_driver(gpus: list[Gpu]) -> Iterator[Diagnosis]:
-    spec = importlib.util.find_spec("torch")
-    cuda = None if spec is None or spec.origin is None else cuda_of(Path(spec.origin).with_name("version.py"))
-    if not gpus or cuda is None:
-        return
-    driver, oldest = gpus[0].driver, OLDEST_DRIVER.get(int(cuda.split(".")[0]), 0)
-    if _figure(driver.split(".")[0]) < oldest:
-        found = f"the driver is {driver}, and torch is for CUDA {cuda}, which needs {oldest} or newer"
-        yield Diagnosis("driver", "fault", found, f"install a driver of NVIDIA's from {oldest} on")
-    else:
-        yield Diagnosis("driver", "ok", f"driver {driver} for CUDA {cuda}")
 
 
 INSTALL = "pip install 'myxo[embedded]'"

@@ -61,11 +61,22 @@ def place(config: RunConfig, nodes: int, gpus_per_node: int) -> list[PlacedServi
 def _policy(config: RunConfig, placed: Sequence[PlacedService], free: list[list[int]]) -> Iterator[PlacedService]:
     """Yields the engines of the policy."""
     if config.trainer.colocate:
-        yield from _colocated(config, [service for service in placed if service.instance.startswith("trainer-")])
+        trainers = [service for service in placed if service.instance.startswith("trainer-")]
+        for trainer in trainers:
+            own = list(map(str, trainer.gpus))
+            for place, (index, part) in enumerate(devices.colocated_engines(config, trainer.rank)):
+                yield _engine(trainer.node, f"rollout-{index}", [int(gpu) for gpu in devices.shared_gpus(config, own, place)], part)
     elif devices.resolve(config.rollout.rollout_device) == "cuda":
         yield from _engines(config, [engine for engine in devices.engine_instances(config) if not engine.model], free)
     else:
-        yield from _engines_on_cpus(config, len(free))
+        nodes = len(free)
+        rollout = config.rollout
+        if (spans := rollout.nodes_per_engine) > nodes:
+            raise ConfigError("rollout.sglang.nnodes", spans, f"at most {nodes}, the nodes of this job")
+        turns = itertools.cycle(range(min(config.trainer.nodes("actor"), nodes - spans), nodes))
+        for index in range(rollout.rollout_replicas):
+            for rank, node in enumerate(sorted(itertools.islice(turns, spans))):
+                yield _engine(node, f"rollout-{index}", rank=rank)
 
 
 def _trainer_nodes(config: RunConfig, role: str, free: list[list[int]], share: int) -> Iterator[PlacedService]:
@@ -106,24 +117,6 @@ def _engines(config: RunConfig, engines: Sequence[EngineInstance], free: list[li
         for rank, node in enumerate(nodes):
             own, free[node] = free[node][:share], free[node][share:]
             yield _engine(node, engine.instance, own, rank)
-
-
-def _engines_on_cpus(config: RunConfig, nodes: int) -> Iterator[PlacedService]:
-    """Yields the engines in turn on the nodes without a share of the trainer, where there are such."""
-    rollout = config.rollout
-    if (spans := rollout.nodes_per_engine) > nodes:
-        raise ConfigError("rollout.sglang.nnodes", spans, f"at most {nodes}, the nodes of this job")
-    turns = itertools.cycle(range(min(config.trainer.nodes("actor"), nodes - spans), nodes))
-    for index in range(rollout.rollout_replicas):
-        for rank, node in enumerate(sorted(itertools.islice(turns, spans))):
-            yield _engine(node, f"rollout-{index}", rank=rank)
-
-
-def _colocated(config: RunConfig, trainers: Sequence[PlacedService]) -> Iterator[PlacedService]:
-    for trainer in trainers:
-        own = list(map(str, trainer.gpus))
-        for place, (index, part) in enumerate(devices.colocated_engines(config, trainer.rank)):
-            yield _engine(trainer.node, f"rollout-{index}", [int(gpu) for gpu in devices.shared_gpus(config, own, place)], part)
 
 
 def main(arguments: Sequence[str]) -> int:

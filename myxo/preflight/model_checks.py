@@ -59,7 +59,13 @@ def check_tokenizer(inspection: Inspection) -> Findings:
         expected = f"the model has no chat template; put a chat_template.jinja into {model}, or leave it out and give prompts as text"
         yield ConfigError("data.apply_chat_template", True, expected)
     if not data.apply_chat_template or inspection.config.sft.sft_data is not None:
-        yield from _around_text(tokenizer, data.add_special_tokens)
+        prefix, suffix = (", ".join(map(tokenizer.shown, ids)) for ids in (tokenizer.text_prefix, tokenizer.text_suffix))
+        if prefix:
+            begin, why = ("begin", "= false leaves it out") if data.add_special_tokens else ("do not begin", "is false")
+            added_by = f"{prefix}, which the checkpoint's tokenizer adds; data.add_special_tokens {why}"
+            yield Note(f"text prompts and text demonstrations {begin} with {added_by}")
+        if suffix:
+            yield Note(f"the checkpoint's tokenizer ends a text with {suffix}; a prompt does not, since it is continued")
     own = {view.field: view.config.data.apply_chat_template_kwargs for view in eval_views(inspection.config)}
     shared = data.apply_chat_template_kwargs
     for field, given in {"data": shared, **{field: given for field, given in own.items() if given != shared}}.items():
@@ -72,16 +78,6 @@ def _unread_variables(tokenizer: Tokenizer, field: str, given: Mapping[str, Any]
     for name in given:
         if name == "messages" or (name != "chat_template" and name not in variables):
             yield Note(f"{field}.{name} changes nothing: the model's chat template reads no such variable")
-
-
-def _around_text(tokenizer: Tokenizer, added: bool) -> Iterator[Note]:
-    prefix, suffix = (", ".join(map(tokenizer.shown, ids)) for ids in (tokenizer.text_prefix, tokenizer.text_suffix))
-    if prefix:
-        begin, why = ("begin", "= false leaves it out") if added else ("do not begin", "is false")
-        added_by = f"{prefix}, which the checkpoint's tokenizer adds; data.add_special_tokens {why}"
-        yield Note(f"text prompts and text demonstrations {begin} with {added_by}")
-    if suffix:
-        yield Note(f"the checkpoint's tokenizer ends a text with {suffix}; a prompt does not, since it is continued")
 
 
 def check_actor(inspection: Inspection) -> Findings:

@@ -106,7 +106,12 @@ class ExternalServer:
         rollout, part = self._config.rollout, "embeddings" if info.get("is_embedding") else info.get("disaggregation_mode") or "null"
         if part != "null":
             yield f"it does {part} alone; give an engine that generates by itself"
-        yield from self._missing_routes(found.release)
+        transport = self._config.weights.update_weight_transport
+        needed = (*ROUTES, *(() if self._config.debug.debug_rollout_only else WEIGHT_ROUTES[transport]))
+        for path in itertools.filterfalse(self._has, needed):
+            others = [name for name in WEIGHT_ROUTES.keys() - {transport} if all(map(self._has, WEIGHT_ROUTES[name]))]
+            instead = f"; update_weight_transport = {others[0]} would do" if others and path not in ROUTES else ""
+            yield f"SGLang {found.release} there has no {path}, which update_weight_transport = {transport} needs{instead}"
         yield from self._size_problems(info)
         needed = rollout.rollout_max_context_len or rollout.rollout_max_response_len + 1
         if found.max_sequence < needed:
@@ -140,14 +145,6 @@ class ExternalServer:
         for name, neutral in CHANGING.items():
             if (has := info.get(name)) and has not in neutral and name.replace("_", "-") not in known:
                 yield f"it runs with {name} = {has}, which changes what is sampled: start it without, or give rollout.sglang.{name}, too"
-
-    def _missing_routes(self, release: str) -> Iterator[str]:
-        transport = self._config.weights.update_weight_transport
-        needed = (*ROUTES, *(() if self._config.debug.debug_rollout_only else WEIGHT_ROUTES[transport]))
-        for path in itertools.filterfalse(self._has, needed):
-            others = [name for name in WEIGHT_ROUTES.keys() - {transport} if all(map(self._has, WEIGHT_ROUTES[name]))]
-            instead = f"; update_weight_transport = {others[0]} would do" if others and path not in ROUTES else ""
-            yield f"SGLang {release} there has no {path}, which update_weight_transport = {transport} needs{instead}"
 
     def _model_problems(self, model: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
         """Yields how its model is not the run's: by its architecture, and where the engine is on this machine by its ``config.json``."""

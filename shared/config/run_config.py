@@ -296,9 +296,22 @@ class RunConfig(Section):
         yield from self._sizes()
         yield from self._shared_gpus()
         yield from self._engines_over_nodes()
-        yield from self._rewards_of_sets()
-        yield from self._fleets()
-        yield from self._lonely_samples()
+        for field, item in self.eval.named.items():
+            if item.rm_type is None or item.custom_rm_path is not None:
+                continue
+            try:
+                RewardSection.model_validate(self.reward.model_copy(update={"rm_type": item.rm_type}).model_dump())
+            except ValidationError as error:
+                reason = error.errors()[0].get("ctx", {}).get("error")
+                yield from (f"{field}.{problem.removeprefix('reward.')}" for problem in getattr(reason, "problems", []))
+        if (apart := self.rollout.eval_replicas) and not (self.has_steps and self.eval.named):
+            yield f"rollout.eval_replicas: {apart}, but the run does not both train and evaluate (eval_prompt_data); leave it at 0"
+        default = self.eval.n_samples_per_eval_prompt
+        sets = {field: (item.rm_type, item.n_samples_per_eval_prompt or default) for field, item in self.eval.named.items()}
+        training = (self.reward.rm_type, self.rollout.n_samples_per_prompt if self.has_steps else 2)
+        for field, (named, n) in {"rollout.n_samples_per_prompt": training, **sets}.items():
+            if self.reward.environment_of(named) == TOURNAMENT and n < 2:
+                yield f"{field}: {n} sample a prompt; rm_type = {TOURNAMENT} compares two at least; a set may have an rm_type of its own"
 
     def _work(self) -> Iterator[str]:
         """Yields what the run lacks for what it is to do."""
@@ -391,31 +404,6 @@ class RunConfig(Section):
                 f"rollout.{field}: {rollout.rollout_replicas} engines of {rollout.rollout_num_gpus_per_engine} GPUs do not fit on "
                 f"the trainer's {ranks} (actor_num_nodes x actor_num_gpus_per_node), which colocate makes them share"
             )
-
-    def _fleets(self) -> Iterator[str]:
-        """Yields that replicas would be kept for evaluations alone where a run does not both train and evaluate."""
-        if (apart := self.rollout.eval_replicas) and not (self.has_steps and self.eval.named):
-            yield f"rollout.eval_replicas: {apart}, but the run does not both train and evaluate (eval_prompt_data); leave it at 0"
-
-    def _rewards_of_sets(self) -> Iterator[str]:
-        """Yields the rewards of evaluation sets that the run does not have."""
-        for field, item in self.eval.named.items():
-            if item.rm_type is None or item.custom_rm_path is not None:
-                continue
-            try:
-                RewardSection.model_validate(self.reward.model_copy(update={"rm_type": item.rm_type}).model_dump())
-            except ValidationError as error:
-                reason = error.errors()[0].get("ctx", {}).get("error")
-                yield from (f"{field}.{problem.removeprefix('reward.')}" for problem in getattr(reason, "problems", []))
-
-    def _lonely_samples(self) -> Iterator[str]:
-        """Yields where a tournament would be held among one sample."""
-        default = self.eval.n_samples_per_eval_prompt
-        sets = {field: (item.rm_type, item.n_samples_per_eval_prompt or default) for field, item in self.eval.named.items()}
-        training = (self.reward.rm_type, self.rollout.n_samples_per_prompt if self.has_steps else 2)
-        for field, (named, n) in {"rollout.n_samples_per_prompt": training, **sets}.items():
-            if self.reward.environment_of(named) == TOURNAMENT and n < 2:
-                yield f"{field}: {n} sample a prompt; rm_type = {TOURNAMENT} compares two at least; a set may have an rm_type of its own"
 
     @property
     def log_probs_reader(self) -> str | None:

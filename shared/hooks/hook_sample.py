@@ -142,17 +142,6 @@ def add_nucleus(sample: Any, meta: Mapping[str, Any], count: int, trainable: boo
     sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets = ids, offsets
 
 
-def check_nucleus(sample: Any) -> None:
-    """Raises ValueError where the nuclei are not one for each response token."""
-    ids, offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
-    if ids is None and offsets is None:
-        return
-    if ids is None or offsets is None:
-        raise ValueError("rollout_top_p_token_ids and rollout_top_p_token_offsets go together")
-    if len(offsets) != sample.response_length + 1 or int(offsets[-1]) != len(ids):
-        raise ValueError(f"rollout_top_p_token_offsets: {len(offsets)} for {sample.response_length} response tokens and {len(ids)} ids")
-
-
 def set_routed_experts(sample: Any, args: Any, meta: Mapping[str, Any]) -> None:
     """Takes over the experts that each token went through, int32 [T - 1, layers, experts a token]. Raises ValueError."""
     given = _integers(meta, ("routed_experts",))
@@ -363,7 +352,13 @@ class HookSample:
             values = getattr(self, name)
             if values is not None and len(values) != self.response_length:
                 raise ValueError(f"{name} has {len(values)} entries for a response_length of {self.response_length}")
-        check_nucleus(self)
+        ids, offsets = self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets
+        if ids is None and offsets is None:
+            return
+        if ids is None or offsets is None:
+            raise ValueError("rollout_top_p_token_ids and rollout_top_p_token_offsets go together")
+        if len(offsets) != self.response_length + 1 or int(offsets[-1]) != len(ids):
+            raise ValueError(f"rollout_top_p_token_offsets: {len(offsets)} for {self.response_length} response tokens and {len(ids)} ids")
 
 
 Status = HookSample.Status

@@ -96,7 +96,8 @@ def plan_engine(
     width = 4 if flags.get("dtype") in ("float32", "float") else 2
     if weight_bytes is None:
         weight_bytes = 1 if str(flags.get("quantization", "")).endswith("fp8") else width
-    drafts = drafting_layers(a, rollout)
+    own = str(rollout.engine_flags.get(ALGORITHM)).upper() in OF_THE_MODEL
+    drafts = a.draft_layers if own or rollout.speculation in ("mtp", "auto") else 0
     weights = max(_weights(a, layout, stage, weight_bytes, width) for stage in range(layout.stages))
     weights += int(drafts * _draft_parameters(a, layout) * weight_bytes)
     share = float(flags.get("mem-fraction-static") or default_share(gpu_bytes, layout, flags, a.latent is not None))
@@ -117,12 +118,6 @@ def plan_engine(
         copies=layout.copies,
         longest=rollout.rollout_max_context_len or (rollout.rollout_max_prompt_len or 0) + rollout.rollout_max_response_len,
     )
-
-
-def drafting_layers(a: Architecture, rollout: RolloutSection) -> int:
-    """Returns how many layers of the checkpoint an engine holds to draft."""
-    own = str(rollout.engine_flags.get(ALGORITHM)).upper() in OF_THE_MODEL
-    return a.draft_layers if own or rollout.speculation in ("mtp", "auto") else 0
 
 
 def _draft_parameters(a: Architecture, layout: EngineLayout) -> int:

@@ -371,7 +371,11 @@ class _Entries:
         nested, theta = self.rope_entries(family, windowed)
         fraction = 1.0
         if family.experts == "minimax":
-            fraction = self.rotary_share(nested)
+            head = self.integer("head_dim")
+            fraction = self.integer("rotary_dim", default=head) / head
+            if fraction > 1 or float(nested.get("partial_rotary_factor", fraction)) != fraction:
+                stated = nested.get("partial_rotary_factor", "at most 1")
+                raise self.error("rotary_dim", f"head_dim, {head}, times partial_rotary_factor, {stated}: engines read this one alone")
         if family.rotary_fraction is not None:
             outside = self.raw.get("partial_rotary_factor", family.rotary_fraction)
             fraction = float(nested.get("partial_rotary_factor", outside))
@@ -396,15 +400,6 @@ class _Entries:
             nested = nested.get("sliding_attention" if windowed else "full_attention") or {}
         outside, usual = ("rope_local_base_freq", 1e4) if windowed else ("rope_theta", 1e6)
         return nested, float(nested.get("rope_theta", self.raw.get(outside, usual)))
-
-    def rotary_share(self, nested: dict[str, Any]) -> float:
-        """Returns the rotated share of a head, for MiniMax: engines read ``rotary_dim``, transformers ``rope_parameters``."""
-        head = self.integer("head_dim")
-        share = self.integer("rotary_dim", default=head) / head
-        if share > 1 or float(nested.get("partial_rotary_factor", share)) != share:
-            stated = nested.get("partial_rotary_factor", "at most 1")
-            raise self.error("rotary_dim", f"head_dim, {head}, times partial_rotary_factor, {stated}: engines read this one alone")
-        return share
 
     def experts(self, score: str | None, layers: int) -> Experts | None:
         if score is None:

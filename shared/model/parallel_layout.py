@@ -118,7 +118,15 @@ def division_problems(
     Args:
         overrides: fields of Megatron's TransformerConfig as given; those of an uneven pipeline count.
     """
-    yield from _tensor_problems(architecture, layout)
+    divided = {
+        "attention heads": architecture.num_attention_heads,
+        "key/value heads": architecture.num_key_value_heads,
+        "MLP channels": architecture.ffn_hidden_size,
+        "linear attention's key heads": 0 if architecture.linear is None else architecture.linear.linear_num_key_heads,
+        "MLP channels of the shared experts": 0 if architecture.experts is None else architecture.experts.shared_ffn_hidden_size,
+    }
+    if undivided := [f"{size} {what}" for what, size in divided.items() if size % layout.tensor]:
+        yield ConfigError("trainer.tensor_model_parallel_size", layout.tensor, f"a divisor of the model's {', '.join(undivided)}")
     yield from _pipeline_problems(architecture, layout, overrides or {})
     if layout.tensor > 1 and not layout.sequence_parallel:
         yield from _sequence_problems(architecture)
@@ -128,18 +136,6 @@ def division_problems(
         wanted = f"a divisor of {heads // layout.tensor}, the key heads of linear attention on a tensor-parallel rank, which it divides"
         yield ConfigError("trainer.context_parallel_size", layout.context, wanted)
     yield from _indexer_problems(architecture, layout, overrides or {})
-
-
-def _tensor_problems(a: Architecture, layout: ParallelLayout) -> Iterator[ConfigError]:
-    divided = {
-        "attention heads": a.num_attention_heads,
-        "key/value heads": a.num_key_value_heads,
-        "MLP channels": a.ffn_hidden_size,
-        "linear attention's key heads": 0 if a.linear is None else a.linear.linear_num_key_heads,
-        "MLP channels of the shared experts": 0 if a.experts is None else a.experts.shared_ffn_hidden_size,
-    }
-    if undivided := [f"{size} {what}" for what, size in divided.items() if size % layout.tensor]:
-        yield ConfigError("trainer.tensor_model_parallel_size", layout.tensor, f"a divisor of the model's {', '.join(undivided)}")
 
 
 def _sequence_problems(a: Architecture) -> Iterator[ConfigError]:

@@ -71,14 +71,9 @@ def verify(
     if strict_box_verify:
         score, found = is_correct_strict_box(response, answer, pause_tokens_index)
         return score == 1, found
-    return is_correct_minerva(response, answer)
-
-
-def is_correct_minerva(response: str, truth: Any, gt_need_extract: bool = False, answer_pattern: str = ANSWER) -> tuple[bool, str]:
-    """Returns whether the last match of the pattern, normalised, is the integer ``truth``, and what it is."""
-    named = re.findall(answer_pattern, response)
+    named = re.findall(ANSWER, response)
     found = normalize_final_answer(named[-1] if named else INVALID)
-    expected = remove_boxed(last_boxed_only_string(truth)) if gt_need_extract else truth
+    expected = remove_boxed(last_boxed_only_string(answer)) if False else answer
     return found == str(int(float(normalize_final_answer(expected)))), found
 
 

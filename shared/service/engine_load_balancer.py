@@ -41,12 +41,6 @@ BODY_BYTES, BODY_SECONDS = 8 * 2**20, 30.0  # the largest body of a request, of 
 SHUTDOWN_SECONDS = 0.1  # the time in which requests may still end when an endpoint is closed
 
 
-def reachable_replicas(statuses: list[ServiceStatus], host: str, least: int) -> list[ServiceStatus]:
-    """Returns the replicas whose proxy can be reached from ``host`` and that serve version ``least`` or newer."""
-    there = [one for one in statuses if one.engine and one.state == "ready" and one.version >= least]
-    return [one for one in there if one.host == host or f"//{LOOPBACK}:" not in one.engine]
-
-
 class RequestDenied(Exception):
     """A request that is answered here: it is not passed on, or its answer is not."""
 
@@ -180,7 +174,8 @@ class EngineSpread(EndpointServer):
             else:
                 others = [one for one in await self._service.registry.alive("rollout") if one.instance != self._service.instance]
                 others = [one for one in others if bool(one.gauges.get(EVAL_GAUGE, 0)) == self._fleet]
-            self._others = reachable_replicas(others, self._service.host, self.least)
+            there = [one for one in others if one.engine and one.state == "ready" and one.version >= self.least]
+            self._others = [one for one in there if one.host == self._service.host or f"//{LOOPBACK}:" not in one.engine]
 
     @property
     def engines(self) -> int:
