@@ -208,7 +208,13 @@ async def _checks(parsed: argparse.Namespace, stack: contextlib.AsyncExitStack) 
         environment = await _opened(parsed.url, parsed.run, stack)
         return environment.shown, Conformance(environment, parsed.run or "", _example(parsed), parsed.timeout).checks()
     if parsed.agent_command is not None:
-        shown, play = parsed.agent_command, agent_check.command_agent(_split(parsed.agent_command))
+        try:
+            words = shlex.split(parsed.agent_command)
+        except ValueError as error:
+            raise ConfigError("--agent-command", parsed.agent_command, str(error)) from None
+        if not words or shutil.which(words[0]) is None:
+            raise ConfigError("--agent-command", parsed.agent_command, "a program that this machine has")
+        shown, play = parsed.agent_command, agent_check.command_agent(words)
     elif parsed.agent:
         shown, play = without_credentials(parsed.url), agent_check.url_agent(parsed.url)
     else:
@@ -222,16 +228,6 @@ def _is_agent(parsed: argparse.Namespace) -> bool:
     """Returns whether an agent is meant: a URL has slashes behind its colon, and an environment on the bus a name of its own."""
     path = parsed.url is not None and _PATH.match(parsed.url) is not None and not parsed.url.startswith("nats:")
     return parsed.agent_command is not None or (parsed.agent and parsed.url is not None) or path
-
-
-def _split(command: str) -> list[str]:
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        raise ConfigError("--agent-command", command, str(error)) from None
-    if not words or shutil.which(words[0]) is None:
-        raise ConfigError("--agent-command", command, "a program that this machine has")
-    return words
 
 
 def _options(text: str) -> dict[str, Any]:

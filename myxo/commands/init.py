@@ -250,7 +250,20 @@ def _lines(name: str, model: str, data: str, found: _Found, own: str | None) -> 
     if held:
         yield from _section("eval", eval_prompt_data=f"{data}@[{trained}:]", eval_interval=20)
     yield from _rollout(found, trained)
-    yield from _trainer(found.layout)
+    yield "\n[trainer]"
+    if found.layout is None:
+        yield 'train_dtype = "float32" # no GPU was found: this is for small models'
+        yield "lr = 1e-5"
+        return
+    yield "lr = 1e-6"
+    yield f"actor_num_gpus_per_node = {found.layout.train_gpus}"
+    if found.layout.tensor > 1:
+        yield f"tensor_model_parallel_size = {found.layout.tensor}"
+        yield "sequence_parallel = true"
+    if found.layout.train_gpus > found.layout.tensor:
+        yield "use_distributed_optimizer = true"
+    if found.layout.colocate:
+        yield "colocate = true # trainer and engines take turns on the same GPUs: the model does not fit beside itself"
 
 
 def _rollout(found: _Found, prompts: int) -> Iterator[str]:
@@ -260,23 +273,6 @@ def _rollout(found: _Found, prompts: int) -> Iterator[str]:
     if layout is not None:
         yield f"rollout_replicas = {layout.engines}\nrollout_num_gpus_per_engine = {layout.engine_gpus}"
     yield f"max_staleness = {0 if layout is not None and layout.colocate else 2} # versions; 0 is synchronous"
-
-
-def _trainer(layout: GpuLayout | None) -> Iterator[str]:
-    yield "\n[trainer]"
-    if layout is None:
-        yield 'train_dtype = "float32" # no GPU was found: this is for small models'
-        yield "lr = 1e-5"
-        return
-    yield "lr = 1e-6"
-    yield f"actor_num_gpus_per_node = {layout.train_gpus}"
-    if layout.tensor > 1:
-        yield f"tensor_model_parallel_size = {layout.tensor}"
-        yield "sequence_parallel = true"
-    if layout.train_gpus > layout.tensor:
-        yield "use_distributed_optimizer = true"
-    if layout.colocate:
-        yield "colocate = true # trainer and engines take turns on the same GPUs: the model does not fit beside itself"
 
 
 def _section(section: str, **fields: object) -> Iterator[str]:

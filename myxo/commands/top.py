@@ -44,7 +44,10 @@ def flow_panel(run: str, view: FlowView, alarms: Iterable[Alarm]) -> RenderableT
     parts.append(Text("trainer  " + ("  ".join(waits) or "no step was trained in this time")))
     parts += [_stages(view.stages), _services(view)]
     parts.append(Text(f"{KEY}   {duration(view.end - view.begin)} back from {when}", style="dim"))
-    parts.append(_staleness(view))
+    whole = sum(view.ages.tokens.values())
+    ages = "  ".join(f"{age}: {100 * tokens / whole:.0f} %" for age, tokens in view.ages.tokens.items()) if whole else "nothing trained yet"
+    dropped = "".join(f"  {count} groups dropped ({shortened_line(reason)})" for reason, count in view.dropped.items())
+    parts.append(Text(f"staleness of tokens, in versions  {ages}  (bound {view.ages.bound}){dropped}", style="dim"))
     parts += [Text.assemble((f"▲ {alarm.title}\n", "bold red"), f"  {alarm.meaning}\n" + "\n".join(alarm.lines()[1:])) for alarm in alarms]
     return Panel(Group(*(Padding(part, (0, 0, 1, 0)) for part in parts)), title=f"[bold]{escape(run)}", border_style="cyan")
 
@@ -94,13 +97,6 @@ def _sign(spans: Iterable[ActivitySpan], begin: float, end: float) -> tuple[str,
     if seconds["stopped"] > seconds["waiting"]:
         return "▒", "yellow"
     return ("·", "dim") if seconds["waiting"] else (" ", "")
-
-
-def _staleness(view: FlowView) -> Text:
-    whole = sum(view.ages.tokens.values())
-    ages = "  ".join(f"{age}: {100 * tokens / whole:.0f} %" for age, tokens in view.ages.tokens.items()) if whole else "nothing trained yet"
-    dropped = "".join(f"  {count} groups dropped ({shortened_line(reason)})" for reason, count in view.dropped.items())
-    return Text(f"staleness of tokens, in versions  {ages}  (bound {view.ages.bound}){dropped}", style="dim")
 
 
 POLL_INTERVAL_S = 1.0

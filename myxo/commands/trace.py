@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import BinaryIO
 
 from rich.console import Console
 
@@ -40,22 +39,18 @@ async def trace(run: str, directory: Path, output: Path | None, console: Console
         path = output or access.directory.root / "trace.json.gz"
         try:
             with replacement(path) as file:
-                count = await _write(access, file, compressed=path.suffix == ".gz")
+                compressed = path.suffix == ".gz"
+                count = 0
+                with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=5) if compressed else nullcontext(file) as out:
+                    out.write(b'{"displayTimeUnit": "ms", "traceEvents": [')
+                    async for event in _events(access):
+                        out.write((b",\n" if count else b"\n") + json.dumps(event).encode())
+                        count += 1
+                    out.write(b"\n]}\n")
         except OSError as error:
             raise ConfigError("--output", str(path), f"a file that can be written: {error.strerror or error}") from error
     say(f"{path}: {count} events; open it at https://ui.perfetto.dev")
     return exit_codes.DONE
-
-
-async def _write(access: Access, file: BinaryIO, compressed: bool) -> int:
-    count = 0
-    with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=5) if compressed else nullcontext(file) as out:
-        out.write(b'{"displayTimeUnit": "ms", "traceEvents": [')
-        async for event in _events(access):
-            out.write((b",\n" if count else b"\n") + json.dumps(event).encode())
-            count += 1
-        out.write(b"\n]}\n")
-    return count
 
 
 async def _events(access: Access) -> AsyncIterator[TraceEvent]:

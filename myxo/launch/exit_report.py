@@ -134,10 +134,16 @@ def never_trained(groups: GroupCounts) -> str:
 def table(summary: Summary) -> Table:
     """Returns the summary in about a dozen lines."""
     groups, warm = summary.groups, summary.warm_start
+    lines = []
+    for name in dict.fromkeys(evaluation.dataset for evaluation in summary.evaluations):
+        found = [evaluation for evaluation in summary.evaluations if evaluation.dataset == name]
+        first, last = found[0], found[-1]
+        end = f" → {last.mean_reward:.3f} (v{first.version} → v{last.version})" if len(found) > 1 else f" (v{first.version})"
+        lines.append((f"eval/{name}", f"{first.mean_reward:.3f}{end}, mean reward{evaluation_details(last)}"))
     lines = [
         ("steps", f"{summary.steps} in {duration(summary.wall_seconds)}" + ("" if summary.finished else ", not finished")),
         *([("warm start", f"{warm.steps} SFT steps, loss {warm.loss_first:.3f} → {warm.loss_last:.3f}")] if warm else ()),
-        *_evaluations(summary),
+        *lines,
         ("training reward", f"{_number(summary.reward_first)} → {_number(summary.reward_last)} (first and last 10 % of steps)"),
         ("staleness", f"{_number(summary.mean_staleness, '.2f')} mean, {summary.max_staleness_seen} max, bound {summary.max_staleness}"),
         ("generation", f"{summary.generation_seconds:.1f} s"),
@@ -155,16 +161,6 @@ def table(summary: Summary) -> Table:
     for violation in [] if summary.audit == "ok" else summary.audit:
         rows.add_row(Text("violation", style="bold red"), Text(violation))
     return rows
-
-
-def _evaluations(summary: Summary) -> list[tuple[str, str]]:
-    lines = []
-    for name in dict.fromkeys(evaluation.dataset for evaluation in summary.evaluations):
-        found = [evaluation for evaluation in summary.evaluations if evaluation.dataset == name]
-        first, last = found[0], found[-1]
-        end = f" → {last.mean_reward:.3f} (v{first.version} → v{last.version})" if len(found) > 1 else f" (v{first.version})"
-        lines.append((f"eval/{name}", f"{first.mean_reward:.3f}{end}, mean reward{evaluation_details(last)}"))
-    return lines
 
 
 def evaluation_details(found: EvaluationSummary) -> str:

@@ -120,7 +120,28 @@ class NodeLaunch:
                 return 128 + self._signals[0]
             await runs.refuse_differences(bus, self._config)
             self._config = with_engines_of(self._config, await runs.load(bus, run))
-            return await self._supervise(bus)
+            specs = node_plan(self._config, self._nats_url, self._rank)
+            supervisor = Supervisor(specs, self._directory.log, excused=lambda since: self._away >= since)
+            self._console.print(f"Node {self._rank}: {', '.join(spec.instance for spec in specs)} started.", soft_wrap=True)
+            phase: str | None = runs.RUNNING
+            stopped: StopReason | None = None
+            try:
+                while not self._signals and phase not in runs.ENDS and stopped is None:
+                    phase, steps = await self._look(bus, supervisor)
+                    stopped = supervisor.tick(time.monotonic(), steps)
+                    await asyncio.sleep(POLL_SECONDS)
+                if phase == runs.FINISHED:
+                    await self._wait(supervisor, LEAVE_SECONDS)
+            finally:
+                supervisor.terminate()
+                await self._wait(supervisor, TRAINER_STOP_SECONDS + STOP_SECONDS)
+                supervisor.kill()
+            if stopped is not None:
+                say(f"myxo: {stopped.lines[-1] if stopped.bad_input and stopped.lines else stopped.reason}")
+                return exit_codes.BAD_INPUT if stopped.bad_input else exit_codes.RUN_FAILED
+            if self._signals:
+                return 128 + self._signals[0]
+            return exit_codes.DONE if phase == runs.FINISHED else exit_codes.RUN_FAILED
 
     async def _run_is_there(self, bus: Bus) -> bool:
         """Waits until the first node has put the run on the bus. Returns False where this node was asked to stop meanwhile."""
@@ -137,30 +158,6 @@ class NodeLaunch:
                 raise DeadlineExceeded(f"run {run}", "node 0 (`myxo up` there)", patience, "this node stops")
             await asyncio.sleep(POLL_SECONDS)
         return False
-
-    async def _supervise(self, bus: Bus) -> int:
-        specs = node_plan(self._config, self._nats_url, self._rank)
-        supervisor = Supervisor(specs, self._directory.log, excused=lambda since: self._away >= since)
-        self._console.print(f"Node {self._rank}: {', '.join(spec.instance for spec in specs)} started.", soft_wrap=True)
-        phase: str | None = runs.RUNNING
-        stopped: StopReason | None = None
-        try:
-            while not self._signals and phase not in runs.ENDS and stopped is None:
-                phase, steps = await self._look(bus, supervisor)
-                stopped = supervisor.tick(time.monotonic(), steps)
-                await asyncio.sleep(POLL_SECONDS)
-            if phase == runs.FINISHED:
-                await self._wait(supervisor, LEAVE_SECONDS)
-        finally:
-            supervisor.terminate()
-            await self._wait(supervisor, TRAINER_STOP_SECONDS + STOP_SECONDS)
-            supervisor.kill()
-        if stopped is not None:
-            say(f"myxo: {stopped.lines[-1] if stopped.bad_input and stopped.lines else stopped.reason}")
-            return exit_codes.BAD_INPUT if stopped.bad_input else exit_codes.RUN_FAILED
-        if self._signals:
-            return 128 + self._signals[0]
-        return exit_codes.DONE if phase == runs.FINISHED else exit_codes.RUN_FAILED
 
     async def _look(self, bus: Bus, supervisor: Supervisor) -> tuple[str | None, int]:
         """Returns the run's phase and its trained steps; while the bus is away, that it runs."""

@@ -294,7 +294,8 @@ async def serve() -> None:
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(background(source.keep()))
         if HTTP_VARIABLE in os.environ:
-            await stack.enter_async_context(_health(source))
+            app = http_endpoints.health_app(lambda: {"ok": True, "service": "console", "away": sorted(source.away)}, CollectorRegistry())
+            await stack.enter_async_context(http_endpoints.serving(app, addresses.http_address("127.0.0.1")))
         at = await stack.enter_async_context(http_endpoints.serving(console_app(source, token, names), address))
         # a token that was made here is known here alone
         structlog.get_logger().info(telemetry.CONSOLE_SERVES, at=at, **({} if given_token else {"url": f"http://{at}/?token={token}"}))
@@ -319,9 +320,3 @@ def source_of_environment() -> RunSource:
         raise ConfigError("NATS_URL", None, f"required in the environment, or {DIRECTORY} with the directory of a run that is over")
     where = None if directory is None else Path(directory)
     return RunSource(run, nats_url, addresses.redis_url(), where, at_rest=bool(os.environ.get(AT_REST)))
-
-
-def _health(source: RunSource) -> contextlib.AbstractAsyncContextManager[str]:
-    """Serves ``/healthz`` and ``/metrics`` for the health check of a container; a console is well whatever is away."""
-    app = http_endpoints.health_app(lambda: {"ok": True, "service": "console", "away": sorted(source.away)}, CollectorRegistry())
-    return http_endpoints.serving(app, addresses.http_address("127.0.0.1"))

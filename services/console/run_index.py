@@ -70,19 +70,16 @@ class KeptResponses:
             read = None
         read = self._read.setdefault(path.name, read or _ReadFile(state.st_ino))
         if state.st_size > read.end:
-            self._take(path, read)
-
-    def _take(self, path: Path, read: _ReadFile) -> None:
-        lines: list[KeptLine] = []
-        for entry in kept_lines(path, read.end):
-            if not entry.line.endswith(b"\n"):
-                break
-            read.end = entry.start + len(entry.line)
-            lines.append(entry)
-            if len(lines) == LINES:
-                self._put(path, lines)
-                lines = []
-        self._put(path, lines)
+            lines: list[KeptLine] = []
+            for entry in kept_lines(path, read.end):
+                if not entry.line.endswith(b"\n"):
+                    break
+                read.end = entry.start + len(entry.line)
+                lines.append(entry)
+                if len(lines) == LINES:
+                    self._put(path, lines)
+                    lines = []
+            self._put(path, lines)
 
     def _put(self, path: Path, lines: list[KeptLine]) -> None:
         self.torn += sum(entry.head is None for entry in lines)
@@ -181,7 +178,7 @@ class RunIndex:
 
     def __init__(self, source: RunSource) -> None:
         self.groups = GroupIndex(source.scratch / "groups.sqlite")
-        self.kept = _kept(source.directory, self.groups, directory_only=not source.live)
+        self.kept = None if source.directory is None else KeptResponses(source.directory / DIRECTORY, self.groups, not source.live)
         self._source, self._ledger = source, LedgerFollower(source, self.groups)
         self._kept_lock, self._problem = asyncio.Lock(), ""
         source.followers.append(self.follow)
@@ -225,7 +222,3 @@ class RunIndex:
                 self._problem = ""
             except OSError as error:
                 self._problem = f"the kept responses cannot be read: {error}"
-
-
-def _kept(directory: Path | None, index: GroupIndex, *, directory_only: bool) -> KeptResponses | None:
-    return None if directory is None else KeptResponses(directory / DIRECTORY, index, directory_only)

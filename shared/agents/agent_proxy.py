@@ -35,7 +35,14 @@ class AgentProxy:
         except (OSError, TimeoutError) as error:
             reason = f"the agent at {self._agent} cannot be reached: {error or 'timed out'}"
             print(reason, file=sys.stderr, flush=True)
-            await _answered(reader, writer, reason)
+            body = reason.encode()
+            head = f"HTTP/1.1 503 Service Unavailable\r\n{NOT_SENT}: 1\r\nContent-Type: text/plain; charset=utf-8\r\n"
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(LINGER_SECONDS):
+                    writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+                    writer.write_eof()
+                    while await reader.read(CHUNK_BYTES):
+                        pass
         else:
             await _joined((reader, writer), there)
         finally:
@@ -50,18 +57,6 @@ class AgentProxy:
 
 
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-async def _answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reason: str) -> None:
-    """Answers a request that could not be passed on, whatever it is."""
-    body = reason.encode()
-    head = f"HTTP/1.1 503 Service Unavailable\r\n{NOT_SENT}: 1\r\nContent-Type: text/plain; charset=utf-8\r\n"
-    with contextlib.suppress(OSError, TimeoutError):
-        async with asyncio.timeout(LINGER_SECONDS):
-            writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
-            writer.write_eof()
-            while await reader.read(CHUNK_BYTES):
-                pass
 
 
 async def _joined(here: Stream, there: Stream) -> None:

@@ -111,7 +111,23 @@ async def open_tools(servers: Mapping[str, Server], seconds: float, characters: 
     try:
         async with AsyncExitStack() as opened:
             for name, server in servers.items():
-                await _connect(name, server, tools, opened, seconds)
+                if isinstance(server, str):
+                    client = Client(server)
+                elif isinstance(server, HttpServer):
+                    connection = await opened.enter_async_context(create_mcp_http_client(headers=server.all_headers()))
+                    client = Client(streamable_http_client(server.url, http_client=connection))
+                else:
+                    client = Client(StdioServerParameters(command=server[0], args=list(server[1:])))
+                try:
+                    async with asyncio.timeout(seconds):
+                        await opened.enter_async_context(client)
+                        listed = await _listed(client)
+                except TimeoutError:
+                    raise McpServerFailed(name, f"did not list its tools within {seconds:g} s") from None
+                except Exception as error:
+                    first = _innermost(error)
+                    raise McpServerFailed(name, f"{type(first).__name__}: {first}") from None
+                tools.add(name, client, listed)
             yield tools
     except BaseExceptionGroup as group:  # clients hand on what is raised while they are open as a group
         raise _innermost(group) from None
@@ -124,26 +140,6 @@ def text_of(result: CallToolResult) -> str:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]
     text = "\n".join(parts)
     return f"error: {text}" if result.is_error else text
-
-
-async def _connect(name: str, server: Server, tools: McpTools, opened: AsyncExitStack, seconds: float) -> None:
-    if isinstance(server, str):
-        client = Client(server)
-    elif isinstance(server, HttpServer):
-        connection = await opened.enter_async_context(create_mcp_http_client(headers=server.all_headers()))
-        client = Client(streamable_http_client(server.url, http_client=connection))
-    else:
-        client = Client(StdioServerParameters(command=server[0], args=list(server[1:])))
-    try:
-        async with asyncio.timeout(seconds):
-            await opened.enter_async_context(client)
-            listed = await _listed(client)
-    except TimeoutError:
-        raise McpServerFailed(name, f"did not list its tools within {seconds:g} s") from None
-    except Exception as error:
-        first = _innermost(error)
-        raise McpServerFailed(name, f"{type(first).__name__}: {first}") from None
-    tools.add(name, client, listed)
 
 
 async def _listed(client: Client) -> list[Tool]:

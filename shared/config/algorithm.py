@@ -51,14 +51,9 @@ def _address_problem(url: str) -> bool:
         return True
 
 
-def _policy_loss(section: Any) -> bool:
-    """Returns whether the loss is a policy gradient's, or one's own, which may read every field."""
-    return section.loss_type != "sft_loss"
-
-
 EFFECTS: tuple[Rule, ...] = (
     *_where(
-        _policy_loss,
+        lambda section: section.loss_type != "sft_loss",
         "loss_type = sft_loss has no advantages, no ratio and no KL; it trains what passes rejection_threshold",
         *("advantage_estimator", "normalize_advantages", "custom_advantage_function_path", "custom_reward_post_process_path"),
         *("eps_clip", "eps_clip_high", "eps_clip_c", "use_m2po", "use_kl_loss", "kl_loss_coef", "kl_coef", "entropy_coef"),

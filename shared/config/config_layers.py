@@ -481,11 +481,7 @@ def read_sets(path: Path) -> list[dict[str, Any]]:
     _check_keys("", content, ("defaults", "datasets"), path)
     defaults = content.get("defaults") or {}
     _check_fields("defaults", defaults, path)
-    return [{**defaults, **fields} for fields in _datasets(content.get("datasets"), path)]
-
-
-def _datasets(datasets: Any, path: Path) -> list[dict[str, Any]]:
-    """Returns the data sets, each with its name."""
+    datasets = content.get("datasets")
     if isinstance(datasets, dict):
         entries = [(f"datasets.{name}", {"name": str(name)}, fields) for name, fields in datasets.items()]
     elif isinstance(datasets, list) and datasets:
@@ -499,7 +495,7 @@ def _datasets(datasets: Any, path: Path) -> list[dict[str, Any]]:
         for key, expected in (("path", "needs a path, of JSONL or Parquet"), ("name", "needs a name")):
             if key not in found[-1]:
                 raise ConfigError(EVAL_CONFIG, f"{path}: {where}", expected)
-    return found
+    return [{**defaults, **fields} for fields in found]
 
 
 def _check_fields(where: str, fields: Any, path: Path) -> None:

@@ -89,15 +89,12 @@ class EvalView:
         if name == "rollout":
             if self.own.generators:  # it takes the place of whichever the run has
                 values = dict.fromkeys(GENERATORS) | {"agent_command": [], "agent_roles": []} | values
-            values["rollout_max_prompt_len"] = self._max_prompt_len()
+            given = self.run.eval.eval_max_prompt_len if self.own.max_prompt_len is None else self.own.max_prompt_len
+            context = None if self.max_context_len is None else self.max_context_len - 1  # room for one token at least
+            values["rollout_max_prompt_len"] = min((length for length in (given, context) if length is not None), default=None)
         if name == "reward":
             values["reward_key"] = self.own.reward_key or self.run.reward.key(evaluation=True)
         return getattr(self.run, name).model_copy(update=values)
-
-    def _max_prompt_len(self) -> int | None:
-        given = self.run.eval.eval_max_prompt_len if self.own.max_prompt_len is None else self.own.max_prompt_len
-        context = None if self.max_context_len is None else self.max_context_len - 1  # room for one token at least
-        return min((length for length in (given, context) if length is not None), default=None)
 
 
 def eval_views(config: RunConfig) -> list[EvalView]:

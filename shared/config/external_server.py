@@ -113,9 +113,9 @@ class ExternalServer:
             instead = f"; update_weight_transport = {others[0]} would do" if others and path not in ROUTES else ""
             yield f"SGLang {found.release} there has no {path}, which update_weight_transport = {transport} needs{instead}"
         yield from self._size_problems(info)
-        needed = rollout.rollout_max_context_len or rollout.rollout_max_response_len + 1
-        if found.max_sequence < needed:
-            yield f"it holds sequences of {found.max_sequence} tokens, and the run's have up to {needed}"
+        longest = rollout.rollout_max_context_len or rollout.rollout_max_response_len + 1
+        if found.max_sequence < longest:
+            yield f"it holds sequences of {found.max_sequence} tokens, and the run's have up to {longest}"
         if rollout.in_flight_on_push == "retract" and found.kept_tokens:
             yield "it keeps prefixes of older weights, and in_flight_on_push = retract needs --disable-radix-cache; or take in_place"
         yield from self._kept_problems(info) if self._config.kept_top_k else ()

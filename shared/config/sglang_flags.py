@@ -187,7 +187,9 @@ class EngineFlags:
             if (reserved := RESERVED.get(name) or RESERVED.get(own) or OF_FIELDS.get(own)) is not None:
                 found: str | None = f"the rollout service sets this one; {reserved}"
             elif flag is None:
-                found = self._unknown(name)
+                hint = nearest(name, list(self._spelled))
+                hint = hint if hint.startswith("did you mean") else "`python -m sglang.launch_server --help` lists them"
+                found = f"unknown flag of SGLang {self.sglang}; {hint}"
             elif own in seen:
                 found = f"--{own} is given twice in [rollout.sglang]: {seen[own]} is the other"
             else:
@@ -202,11 +204,6 @@ class EngineFlags:
             return ONE_ALONE[own]
         expected = flag.problem(value)
         return None if expected is None else f"expected {expected} (--{own} of SGLang {self.sglang})"
-
-    def _unknown(self, name: str) -> str:
-        hint = nearest(name, list(self._spelled))
-        hint = hint if hint.startswith("did you mean") else "`python -m sglang.launch_server --help` lists them"
-        return f"unknown flag of SGLang {self.sglang}; {hint}"
 
 
 def plain_name(key: str) -> str:

@@ -113,20 +113,6 @@ def from_stored(stored: StoredSample, score: Score | None = None, reward_key: st
     return seen
 
 
-def _attributes(given: HookSample) -> dict[str, Any]:
-    """Returns what a hook set besides what a stored sample has a place for, as far as MessagePack carries it."""
-    found: dict[str, Any] = {}
-    for name, value in vars(given).items():
-        if name in _STORED or value is None or (name in _BARE and value == _BARE[name]):
-            continue
-        value = value.to_dict() if name in _COUNTERS else engine_meta.listed(value) if hasattr(value, "tolist") else value
-        try:
-            found[name] = codec.unpack(codec.pack(value))
-        except (TypeError, ValueError, OverflowError, BadMessage):
-            log.info("attribute_not_stored", attribute=name, type=type(value).__name__)
-    return found
-
-
 def to_stored(
     given: HookSample, group: str, index: int, rollout: int, served: Served, limits: SampleLimits, unfinished: bool = False
 ) -> StoredSample:
@@ -148,6 +134,15 @@ def to_stored(
         raise BadMessage(
             f"{where}: rollout_log_probs is missing, the log-probs of tokens as the engine sampled them; {limits.log_probs_reader}"
         )
+    found: dict[str, Any] = {}
+    for name, value in vars(given).items():
+        if name in _STORED or value is None or (name in _BARE and value == _BARE[name]):
+            continue
+        value = value.to_dict() if name in _COUNTERS else engine_meta.listed(value) if hasattr(value, "tolist") else value
+        try:
+            found[name] = codec.unpack(codec.pack(value))
+        except (TypeError, ValueError, OverflowError, BadMessage):
+            log.info("attribute_not_stored", attribute=name, type=type(value).__name__)
     stored = StoredSample(
         group=group,
         index=index,
@@ -157,7 +152,7 @@ def to_stored(
         log_probs=log_probs,
         mask=mask,
         segments=segments_of(_versions(given.weight_versions, mask, served, where)),
-        attributes=_attributes(given),
+        attributes=found,
         routed_experts=_routed_experts(given, limits.choices, where),
         turn_rewards=_turn_rewards(given, where),
         kept=_kept(given, limits, where),

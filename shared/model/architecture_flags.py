@@ -30,6 +30,19 @@ def flags_of(architecture: Architecture) -> dict[str, Any]:
     """Returns every architecture flag that applies, in Megatron's names with underscores; switches are all there, true or false."""
     a = architecture
     grouped = a.latent is None and a.num_key_value_heads != a.num_attention_heads
+    flags: dict[str, Any] = {
+        "position_embedding_type": "yarn" if isinstance(a.rope.scaling, GroupedYarn) else "rope",
+        "use_rotary_position_embeddings": True,
+        "rotary_base": a.rope.theta,
+        "rotary_percent": a.rope.fraction,
+        "rotary_interleaved": a.rope.interleaved,
+        "use_rope_scaling": isinstance(a.rope.scaling, Llama3Scaling),
+    }
+    if isinstance(a.rope.scaling, Llama3Scaling):
+        flags["rope_scaling_factor"] = a.rope.scaling.factor
+    if isinstance(s := a.rope.scaling, GroupedYarn):
+        flags |= {"rotary_scaling_factor": s.factor, "original_max_position_embeddings": s.original_max_positions}
+        flags |= {"beta_fast": s.beta_fast, "beta_slow": s.beta_slow}
     return {
         "num_layers": a.num_layers,
         "hidden_size": a.hidden_size,
@@ -53,7 +66,7 @@ def flags_of(architecture: Architecture) -> dict[str, Any]:
         "vocab_size": a.vocab_size,
         "max_position_embeddings": a.max_positions,
         "untie_embeddings_and_output_weights": not a.tied_embeddings,
-        **_rope_flags(a.rope),
+        **flags,
         **_latent_flags(a.latent, a.rope),
         **_linear_flags(a),
         **_indexer_flags(a.indexer),
@@ -66,23 +79,6 @@ def _activation_flags(experts: Experts | None, gelu: bool) -> dict[str, Any]:
         return {"swiglu": not gelu, "quick_geglu": False}
     clamped = {"glu_linear_offset": 1.0, "activation_func_clamp_value": experts.swiglu_limit}
     return {"swiglu": False, "quick_geglu": True, **clamped}
-
-
-def _rope_flags(rope: Rope) -> dict[str, Any]:
-    flags: dict[str, Any] = {
-        "position_embedding_type": "yarn" if isinstance(rope.scaling, GroupedYarn) else "rope",
-        "use_rotary_position_embeddings": True,
-        "rotary_base": rope.theta,
-        "rotary_percent": rope.fraction,
-        "rotary_interleaved": rope.interleaved,
-        "use_rope_scaling": isinstance(rope.scaling, Llama3Scaling),
-    }
-    if isinstance(rope.scaling, Llama3Scaling):
-        flags["rope_scaling_factor"] = rope.scaling.factor
-    if isinstance(s := rope.scaling, GroupedYarn):
-        flags |= {"rotary_scaling_factor": s.factor, "original_max_position_embeddings": s.original_max_positions}
-        flags |= {"beta_fast": s.beta_fast, "beta_slow": s.beta_slow}
-    return flags
 
 
 def _latent_flags(latent: LatentAttention | None, rope: Rope) -> dict[str, Any]:

@@ -99,7 +99,8 @@ def plan_engine(
     own = str(rollout.engine_flags.get(ALGORITHM)).upper() in OF_THE_MODEL
     drafts = a.draft_layers if own or rollout.speculation in ("mtp", "auto") else 0
     weights = max(_weights(a, layout, stage, weight_bytes, width) for stage in range(layout.stages))
-    weights += int(drafts * _draft_parameters(a, layout) * weight_bytes)
+    layer = stage_parameters(a, ParallelLayout(tensor=layout.tensor), range(a.num_layers - 1, a.num_layers), False, False)
+    weights += int(drafts * (sum(layer) + 2 * a.hidden_size**2) * weight_bytes)
     share = float(flags.get("mem-fraction-static") or default_share(gpu_bytes, layout, flags, a.latent is not None))
     budget = int(share * gpu_bytes)
     stored = 1 if str(flags.get("kv-cache-dtype", "")).startswith("fp8") else width
@@ -118,12 +119,6 @@ def plan_engine(
         copies=layout.copies,
         longest=rollout.rollout_max_context_len or (rollout.rollout_max_prompt_len or 0) + rollout.rollout_max_response_len,
     )
-
-
-def _draft_parameters(a: Architecture, layout: EngineLayout) -> int:
-    """Returns the parameters of a layer that drafts: it takes the states of two tokens in, and has the model's own embedding."""
-    layer = stage_parameters(a, ParallelLayout(tensor=layout.tensor), range(a.num_layers - 1, a.num_layers), False, False)
-    return sum(layer) + 2 * a.hidden_size**2
 
 
 def default_share(gpu_bytes: int, layout: EngineLayout, flags: Mapping[str, Any], latent: bool) -> float:

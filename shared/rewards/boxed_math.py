@@ -194,7 +194,12 @@ def are_equal_under_sympy(expected: str, found: str) -> bool:
     if len(letters) > MOST_LETTERS or _ENDLESS.search(difference) is not None:
         return False
     try:
-        return bool(_simplified(difference) == 0)
+        import sympy
+        from sympy.parsing import sympy_parser
+
+        rules = (*sympy_parser.standard_transformations, sympy_parser.implicit_multiplication_application)
+        read = sympy_parser.parse_expr(difference.replace("^", "**"), local_dict={}, global_dict=dict(_names()), transformations=rules)
+        return bool(sympy.simplify(read) == 0)
     except Exception:  # sympy raises anything for what is no expression
         return False
 
@@ -279,15 +284,6 @@ def _names() -> dict[str, Any]:
     import sympy
 
     return {"__builtins__": {}} | {name: value for name, value in vars(sympy).items() if not name.startswith("_")}
-
-
-def _simplified(expression: str) -> Any:
-    import sympy
-    from sympy.parsing import sympy_parser
-
-    rules = (*sympy_parser.standard_transformations, sympy_parser.implicit_multiplication_application)
-    read = sympy_parser.parse_expr(expression.replace("^", "**"), local_dict={}, global_dict=dict(_names()), transformations=rules)
-    return sympy.simplify(read)
 
 
 REMEMBERED = 200  # The most characters of an answer that is compared once for all responses that give it: those of a group often agree

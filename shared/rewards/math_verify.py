@@ -170,7 +170,7 @@ def _compared(answer: str, expression: Callable[[], str], truth: _Truth) -> floa
         return truth.equals(number)
     found = _parse(f"${number}$" if number is not None else expression())
     truths = [truth.number or truth.expression, *([f"{truth.number}\\%"] if truth.percent else [])]
-    return 1.0 if any(_equal(_parsed(expected), found) for expected in truths) else 0.0
+    return 1.0 if any(bool(_library().verify(_parsed(expected), found, timeout_seconds=None)) for expected in truths) else 0.0
 
 
 def read(label: str) -> str:
@@ -193,20 +193,15 @@ def _truth(label: str) -> _Truth:
     if prose and _WORDS.match(text):
         return _Truth(text=text.rstrip(".").casefold())
     if prose:
-        return _Truth(expression=_only_number(label, text))
+        numbers = _DIGITS.findall(text)
+        if len(numbers) != 1:
+            found = f"{len(numbers)} numbers among words" if numbers else "words and no number"
+            raise ValueError(f"the label {shown(label)} has {found}; expected the answer alone, in \\boxed{{}} or after {_FINAL}")
+        return _Truth(expression=(decimal(numbers[0]) or numbers[0]))
     expression = _latex(text)
     if not _parsed(expression):
         raise ValueError(f"no number, expression or word is read in the label {shown(label)}")
     return _Truth(expression=expression)
-
-
-def _only_number(label: str, prose: str) -> str:
-    """Returns the only number of a sentence; where there are several, the meant one is unknown."""
-    numbers = _DIGITS.findall(prose)
-    if len(numbers) != 1:
-        found = f"{len(numbers)} numbers among words" if numbers else "words and no number"
-        raise ValueError(f"the label {shown(label)} has {found}; expected the answer alone, in \\boxed{{}} or after {_FINAL}")
-    return decimal(numbers[0]) or numbers[0]
 
 
 @lru_cache(256)  # labels: parsing takes most of the time
@@ -218,10 +213,6 @@ def _parsed(expression: str) -> list[Any]:
 
 def _parse(text: str) -> list[Any]:
     return list(_library().parse(text, parsing_timeout=None))  # its own deadline takes the alarm from ours
-
-
-def _equal(truth: list[Any], found: list[Any]) -> bool:
-    return bool(_library().verify(truth, found, timeout_seconds=None))
 
 
 @cache

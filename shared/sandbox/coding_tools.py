@@ -73,7 +73,17 @@ class CodingTools:
     def _answer(self, name: str, arguments: str) -> str:
         try:
             tool: Callable[..., str] = getattr(self, f"_{_checked(name)}")
-            return tool(**_fields(name, arguments))
+            given, properties = arguments_of(arguments), _TOOLS[name][1]
+            if any(field not in properties for field in given):
+                raise ValueError(f"expected an object with {', '.join(properties) or 'no fields'}")
+            for field in properties:
+                if field not in given and field not in _OPTIONAL:
+                    raise ValueError(f"{field} is missing")
+                if not isinstance(given.get(field, ""), str):
+                    raise ValueError(f"{field} has to be text")
+            if "\0" in given.get("path", ""):
+                raise ValueError("a path holds no zero bytes")
+            return tool(**given)
         except ValueError as error:
             return f"error: {error}"
 
@@ -115,21 +125,6 @@ def _checked(name: str) -> str:
     if name not in _TOOLS:
         raise ValueError(f"there is no tool {name[:80]!r}; use {', '.join(_TOOLS)}")
     return name
-
-
-def _fields(name: str, arguments: str) -> dict[str, str]:
-    """Returns the arguments of a call. Raises ValueError for what does not fit its schema."""
-    given, properties = arguments_of(arguments), _TOOLS[name][1]
-    if any(field not in properties for field in given):
-        raise ValueError(f"expected an object with {', '.join(properties) or 'no fields'}")
-    for field in properties:
-        if field not in given and field not in _OPTIONAL:
-            raise ValueError(f"{field} is missing")
-        if not isinstance(given.get(field, ""), str):
-            raise ValueError(f"{field} has to be text")
-    if "\0" in given.get("path", ""):
-        raise ValueError("a path holds no zero bytes")
-    return given
 
 
 def _problem(result: ProgramResult) -> str:

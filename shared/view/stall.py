@@ -275,7 +275,8 @@ def _nodes(now: RunSituation) -> Stall | None:
 def _silent(now: RunSituation) -> Stall | None:
     """A service whose heartbeat is missing, and that no other one stands in for: it is frozen, or its machine is gone."""
     for status_instance, since in sorted(now.silent.items(), key=lambda item: item[1]):
-        service = _kind_of(now, status_instance)
+        known = {item.instance: item.service for item in now.instances} | {status.instance: status.service for status in now.statuses}
+        service = known.get(status_instance, status_instance.rsplit("-", 1)[0])
         if not _stood_in(now, service, status_instance):
             return Stall(Cause.SILENT, f"{status_instance}, whose heartbeat is missing", since, _after_silence(now, status_instance))
     return None
@@ -489,11 +490,6 @@ def _stood_in(now: RunSituation, service: str, instance: str) -> bool:
         return False
     others = (status for status in now.statuses if status.service == service and status.instance != instance)
     return any(status.state not in (STANDBY, "starting", "stopping") and status.instance not in now.silent for status in others)
-
-
-def _kind_of(now: RunSituation, instance: str) -> str:
-    known = {item.instance: item.service for item in now.instances} | {status.instance: status.service for status in now.statuses}
-    return known.get(instance, instance.rsplit("-", 1)[0])
 
 
 def _after_silence(now: RunSituation, instance: str) -> str:

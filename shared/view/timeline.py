@@ -67,7 +67,28 @@ class Timeline:
         """Yields the events that a record makes; records come in the ledger's order."""
         self._last = max(self._last, record.at)
         counted = dict(self._counts)
-        yield from self._of(record)
+        match record:
+            case GroupsAdmitted(first=first, count=count, version=version):
+                for index in range(first, first + count):
+                    yield from self._admit(group_id(index), record.at, version)
+            case GroupsScored(groups=groups):
+                for group in groups:
+                    yield from self._scored(group, record.at)
+            case GroupRequeued(group=name, reason=reason):
+                yield from self._move(name, OUTSTANDING, record.at, {"reason": reason})
+            case GroupsDropped(groups=names, reason=reason):
+                for name in names:
+                    yield from self._give_up(name, record.at, f"dropped: {reason}")
+            case GroupDead(group=name, reason=reason):
+                yield from self._give_up(name, record.at, f"dead: {reason}")
+            case BatchFormed() | BatchAmended() | BatchTrained():
+                yield from self._batch(record)
+            case EvalStarted(dataset=dataset, version=version, prompts=prompts):
+                yield from self._evaluation("b", dataset, version, record.at, {"prompts": prompts})
+            case EvalEnded(dataset=dataset, version=version, mean_reward=mean_reward):
+                yield from self._evaluation("e", dataset, version, record.at, {"mean reward": mean_reward})
+            case _:
+                yield from self._moment(record)
         if self._counts != counted:
             yield self._event("C", GROUPS, "groups in flight", record.at, args=dict(self._counts))
 
@@ -95,30 +116,6 @@ class Timeline:
             yield {"ph": "M", "pid": pid, "tid": 1, "name": "process_name", "args": {"name": track}}
 
     # --- records
-
-    def _of(self, record: LedgerRecord) -> Iterator[TraceEvent]:
-        match record:
-            case GroupsAdmitted(first=first, count=count, version=version):
-                for index in range(first, first + count):
-                    yield from self._admit(group_id(index), record.at, version)
-            case GroupsScored(groups=groups):
-                for group in groups:
-                    yield from self._scored(group, record.at)
-            case GroupRequeued(group=name, reason=reason):
-                yield from self._move(name, OUTSTANDING, record.at, {"reason": reason})
-            case GroupsDropped(groups=names, reason=reason):
-                for name in names:
-                    yield from self._give_up(name, record.at, f"dropped: {reason}")
-            case GroupDead(group=name, reason=reason):
-                yield from self._give_up(name, record.at, f"dead: {reason}")
-            case BatchFormed() | BatchAmended() | BatchTrained():
-                yield from self._batch(record)
-            case EvalStarted(dataset=dataset, version=version, prompts=prompts):
-                yield from self._evaluation("b", dataset, version, record.at, {"prompts": prompts})
-            case EvalEnded(dataset=dataset, version=version, mean_reward=mean_reward):
-                yield from self._evaluation("e", dataset, version, record.at, {"mean reward": mean_reward})
-            case _:
-                yield from self._moment(record)
 
     def _moment(self, record: LedgerRecord) -> Iterator[TraceEvent]:
         match record:
@@ -149,24 +146,21 @@ class Timeline:
     def _batch(self, record: BatchFormed | BatchAmended | BatchTrained) -> Iterator[TraceEvent]:
         step, known = record.step, self._batches.get(record.step, [])
         if isinstance(record, BatchTrained):
-            yield from self._trained(record)
+            if self._trained_until is not None:
+                yield from self._slice(TRAINER, WAITING, self._trained_until, record.started, {"for": f"the batch of step {record.step}"})
+            args = {"version": record.version, **self._steps.get(record.step, {})}
+            yield from self._slice(TRAINER, f"step {record.step}", record.started, record.ended, args)
+            self._trained_until = record.ended
+            for name in self._batches.pop(record.step, []):
+                yield from self._phase(name, BATCHED, record.started, {"step": record.step})
+                yield from self._phase(name, TRAINING, record.ended, {"step": record.step})
+                yield from self._close(name, f"trained in step {record.step}")
             return
         added = record.groups if isinstance(record, BatchFormed) else record.added
         removed = record.removed if isinstance(record, BatchAmended) else []
         self._batches[step] = [name for name in known if name not in removed] + added
         for name in added:
             yield from self._move(name, BATCHED, record.at, {"group": name, "step": step})
-
-    def _trained(self, record: BatchTrained) -> Iterator[TraceEvent]:
-        if self._trained_until is not None:
-            yield from self._slice(TRAINER, WAITING, self._trained_until, record.started, {"for": f"the batch of step {record.step}"})
-        args = {"version": record.version, **self._steps.get(record.step, {})}
-        yield from self._slice(TRAINER, f"step {record.step}", record.started, record.ended, args)
-        self._trained_until = record.ended
-        for name in self._batches.pop(record.step, []):
-            yield from self._phase(name, BATCHED, record.started, {"step": record.step})
-            yield from self._phase(name, TRAINING, record.ended, {"step": record.step})
-            yield from self._close(name, f"trained in step {record.step}")
 
     def _evaluation(self, kind: str, dataset: str, version: int, at: float, args: Mapping[str, Any]) -> Iterator[TraceEvent]:
         name = f"{dataset} at version {version}"

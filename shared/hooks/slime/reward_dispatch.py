@@ -101,7 +101,12 @@ async def _named(args: Any, sample: HookSample, name: str) -> Any:
     if name == "remote_rm":
         return await remote_rm(args, sample)
     if name == WEIGHTED:
-        return await _weighted(args, sample)
+        rewards = await asyncio.gather(*(_named(args, sample, name) for name in args.reward_weights))
+        parts = {
+            name: float(reward["score"] if isinstance(reward, dict) else reward)
+            for name, reward in zip(args.reward_weights, rewards, strict=True)
+        }
+        return {"reward": sum(weight * parts[name] for name, weight in args.reward_weights.items()), **parts}
     response = _response(args, sample)
     if name == args.rm_type and (pattern := getattr(args, "answer_pattern", None)) is not None:
         response = pattern_answer(response, pattern)
@@ -112,16 +117,6 @@ async def _named(args: Any, sample: HookSample, name: str) -> Any:
         there = f"there are {', '.join(sorted(_BY_NAME))}, remote_rm and {WEIGHTED}"
         raise NotImplementedError(f"no reward is named {name!r} outside of the reward service; {there}, or leave sample.reward to it")
     return await asyncio.to_thread(scored, response, sample.label, sample.metadata if isinstance(sample.metadata, dict) else {})
-
-
-async def _weighted(args: Any, sample: HookSample) -> dict[str, float]:
-    """Returns the weighted sum of several rewards, as ``reward``, and each of them; of one that is a dict its ``score`` counts."""
-    rewards = await asyncio.gather(*(_named(args, sample, name) for name in args.reward_weights))
-    parts = {
-        name: float(reward["score"] if isinstance(reward, dict) else reward)
-        for name, reward in zip(args.reward_weights, rewards, strict=True)
-    }
-    return {"reward": sum(weight * parts[name] for name, weight in args.reward_weights.items()), **parts}
 
 
 def _reference(label: Any) -> Reference:

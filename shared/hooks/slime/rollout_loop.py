@@ -302,31 +302,26 @@ async def eval_rollout_single_dataset(args: Any, rollout_id: int, dataset_cfg: A
         apply_chat_template=dataset_cfg.apply_chat_template,
         apply_chat_template_kwargs=dataset_cfg.apply_chat_template_kwargs,
     )
-    count, parameters = dataset_cfg.n_samples_per_eval_prompt, _parameters(args, dataset_cfg)
+    run = sampling_params(args)
+    own = {
+        "temperature": dataset_cfg.temperature,
+        "top_p": dataset_cfg.top_p,
+        "top_k": dataset_cfg.top_k,
+        "max_new_tokens": dataset_cfg.max_response_len,
+        "stop": dataset_cfg.stop,
+        "stop_token_ids": dataset_cfg.stop_token_ids,
+        "skip_special_tokens": dataset_cfg.skip_special_tokens,
+        "no_stop_trim": dataset_cfg.no_stop_trim,
+        "repetition_penalty": dataset_cfg.repetition_penalty,
+        "min_new_tokens": dataset_cfg.min_new_tokens,
+    }
+    count, parameters = dataset_cfg.n_samples_per_eval_prompt, {**run, **{name: value for name, value in own.items() if value is not None}}
     fresh = [_held_out(dataset_cfg, prompt, row * count + index) for row, prompt in enumerate(prompts.samples) for index in range(count)]
     given = await asyncio.gather(*(generate_and_rm(args, sample, {**parameters}, evaluation=True) for sample in fresh))
     samples = [sample for one in given for sample in _samples(one)]
     truncated = [status_of(sample.status) is Status.TRUNCATED for sample in samples]
     rewards = [_reward(args, dataset_cfg, sample) for sample in samples]
     return {dataset_cfg.name: {"rewards": rewards, "truncated": truncated, "samples": samples}}
-
-
-def _parameters(args: Any, dataset: Any) -> dict[str, Any]:
-    """Returns a set's sampling parameters in SGLang's names."""
-    run = sampling_params(args)
-    own = {
-        "temperature": dataset.temperature,
-        "top_p": dataset.top_p,
-        "top_k": dataset.top_k,
-        "max_new_tokens": dataset.max_response_len,
-        "stop": dataset.stop,
-        "stop_token_ids": dataset.stop_token_ids,
-        "skip_special_tokens": dataset.skip_special_tokens,
-        "no_stop_trim": dataset.no_stop_trim,
-        "repetition_penalty": dataset.repetition_penalty,
-        "min_new_tokens": dataset.min_new_tokens,
-    }
-    return {**run, **{name: value for name, value in own.items() if value is not None}}
 
 
 def _held_out(dataset: Any, prompt: HookSample, index: int) -> HookSample:
