@@ -253,7 +253,12 @@ def _quantized(inspection: Inspection, field: str, value: Any) -> Findings:
     if value not in ONLINE:
         yield ConfigError(field, value, "none: the weights of hf_checkpoint are not quantized (config.json has no quantization_config)")
     elif (config.has_steps and not config.debug.debug_rollout_only) or config.sft.sft_data is not None:
-        yield ConfigError(field, value, "none: engines load the trainer's weights with each push; a model that SGLang has quantized cannot")
+        yield ConfigError(
+            field,
+            value,
+            "none: engines load the trainer's weights with each push; a model that SGLang has quantized cannot, as "
+            "rollout_precision = fp8 can",
+        )
 
 
 def _speculation(inspection: Inspection, flags: Mapping[str, tuple[str, Any]]) -> Findings:

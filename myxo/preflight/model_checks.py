@@ -23,7 +23,7 @@ from shared.model.engine_plan import EngineLayout
 from shared.model.families import read_architecture
 from shared.model.named_layers import is_own_module
 from shared.model.parallel_layout import ParallelLayout, division_problems
-from shared.model.quantization import Quantization, quantization_of, split_problems
+from shared.model.quantization import Quantization, quantization_in_engines, quantization_of, split_problems
 from shared.model.tensor_table import hf_tensors, megatron_parameters
 from shared.model.trainable_parameters import Freezing, Lora
 from shared.runtime.errors import ConfigError
@@ -115,14 +115,16 @@ def _weights(directory: Path, architecture: Architecture, field: str, backend: s
 def check_quantization(inspection: Inspection) -> Findings:
     """Yields what cannot be done with a policy whose weights are quantized: engines get each version as their checkpoint is."""
     config, here = inspection.config, str(inspection.config.model.hf_checkpoint)
-    found = None if inspection.architecture is None else quantization_of(config.model.hf_checkpoint)
+    precision = config.rollout.rollout_precision
+    found = None if inspection.architecture is None else quantization_in_engines(config.model.hf_checkpoint, precision)
     if inspection.architecture is not None:
         yield from _awareness(config.trainer, found)
     if inspection.architecture is None or found is None:
         return
     form, trains = found.format, config.has_steps or config.sft.sft_data is not None
     if trains:
-        yield Note(f"engines get each version in {form.title}, as hf_checkpoint is: they sample by these (docs/precision.md)")
+        why = "as hf_checkpoint is" if precision == "checkpoint" else f"by rollout_precision = {precision}"
+        yield Note(f"engines get each version in {form.title}, {why}: they sample by these (docs/precision.md)")
         yield from _not_beside(config, found)
     yield from _divided_blocks(inspection, inspection.architecture, found)
     least, beyond = FLOAT8 if form.bits == 8 else INT4
@@ -149,16 +151,25 @@ def _not_beside(config: RunConfig, found: Quantization) -> Findings:
 
 
 def _awareness(trainer: TrainerSection, found: Quantization | None) -> Findings:
-    """Yields why training cannot be quantization-aware, or in blocks with scales of few bits."""
-    scaled = {flag: value for flag, value in trainer.megatron.items() if flag == "fp4" or (flag, value) == ("fp8_recipe", "mxfp8")}
-    if scaled and any(one < BLOCK_SCALED for one in devices.gpu_capabilities()):
-        flag, wanted = next(iter(scaled)), f"another precision: MXFP8 and NVFP4 want GPUs of compute capability {BLOCK_SCALED} or more"
-        yield ConfigError(f"trainer.megatron.{flag}", scaled[flag], wanted)
+    """Yields why training cannot be quantization-aware, or in 8 or 4 bits."""
+    given, local = trainer.megatron, trainer.megatron.get("transformer_impl") != "transformer_engine"
+    scaled = {flag: value for flag, value in given.items() if flag == "fp4" or (flag, value) == ("fp8_recipe", "mxfp8")}
+    asked = scaled or {flag: value for flag, value in given.items() if flag == "fp8" and value}
+    least, what = (BLOCK_SCALED, "MXFP8 and NVFP4 want") if scaled else (FLOAT8[0], "8-bit floats want")
+    for flag, value in list(asked.items())[:1]:
+        if any(one < least for one in devices.gpu_capabilities()):
+            wanted = f"another precision: {what} GPUs of compute capability {least} or more"
+            yield ConfigError(f"trainer.megatron.{flag}", value, wanted)
+        elif devices.resolve(trainer.train_device) == "cpu":
+            yield ConfigError(f"trainer.megatron.{flag}", value, f"none on a CPU: {what} GPUs of compute capability {least} or more")
+        elif local and given.get(flag.partition("_")[0]):
+            wanted = "none, or transformer_impl = transformer_engine: the layers of Megatron's own compute in train_dtype alone"
+            yield ConfigError(f"trainer.megatron.{flag}", value, wanted)
     if not trainer.rounds_weights:
         return
     field = "trainer.quantization_aware" if trainer.quantization_aware else f"trainer.train_env_vars: {QAT}"
     if found is None or found.format.bits == 8:
-        yield ConfigError(field, True, "false, or a model.hf_checkpoint in groups of 4-bit integers (`myxo convert --to int4`)")
+        yield ConfigError(field, True, "false, or a model.hf_checkpoint in groups of 4-bit integers, or rollout_precision = int4")
     elif trainer.megatron.get("transformer_impl") == "transformer_engine":
         yield ConfigError(field, True, "false, or transformer_impl = local: Transformer Engine's layers read their weights themselves")
     elif (size := trainer.train_env_vars.get(QAT_GROUP, own := str(found.format.columns))) != own:

@@ -119,7 +119,7 @@ class RunPlan:
             several, alike = len(rollout.engines(model)) > 1, not (model or rollout.engine_groups)
             for place in range(len(rollout.engines(model))):
                 group = self.config.of_engines(model, place)
-                own, held = group.rollout, engine_bytes(group.model.hf_checkpoint)
+                own, held = group.rollout, engine_bytes(group.model.hf_checkpoint, group.rollout.rollout_precision)
                 name = ("engine of " + model if model else "engine") + (f", group {place}" if several else "")
                 table = f"models.{model}" if model else f"engine_groups.{place}"
                 field = "rollout.rollout_num_gpus_per_engine" if alike else f"rollout.{table}.num_gpus_per_engine"

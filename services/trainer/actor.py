@@ -27,7 +27,7 @@ from services.trainer.step_profiler import StepClock
 from services.trainer.trainer_settings import DTYPES, TrainerSettings
 from shared.config.trainer_section import LearningRateSchedule
 from shared.model.architecture import Architecture
-from shared.model.quantization import quantization_of
+from shared.model.quantization import quantization_in_engines
 from shared.transfer import batch_invariant
 
 
@@ -53,7 +53,7 @@ class Actor:
 
     def __init__(self, settings: TrainerSettings, hf_dir: Path, backend: Backend) -> None:
         self.settings, self.hf_dir, self.backend = settings, hf_dir, backend
-        self.quantization, self.clock = quantization_of(hf_dir), StepClock()
+        self.quantization, self.clock = quantization_in_engines(hf_dir, settings.precision), StepClock()
         self.model, self.optimizer = backend.model, backend.optimizer
         self._saving: JointWrite | None = None
 

@@ -86,11 +86,6 @@ def _convert(given: argparse.Namespace) -> Path:
     # The conversion computes nothing: it must not take a GPU's memory. torch reads this while it is imported.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.filterwarnings("ignore")
-    from services.trainer import quantized_checkpoint
-    from services.trainer.fsdp import checkpoint_conversion
-    from services.trainer.megatron import hf_conversion
-    from services.trainer.parallel.checkpoint import policy_checkpoint
-
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(f"to {given.to or ('torch_dist' if from_hf else 'Hugging Face')}", total=None)
@@ -98,8 +93,14 @@ def _convert(given: argparse.Namespace) -> Path:
         def progress(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
 
-        if given.to is not None:
+        if given.to is not None:  # beside engines there may be no Megatron
+            from services.trainer import quantized_checkpoint
+
             return quantized_checkpoint.quantize(given.source, given.target, _format(given), progress, bool(given.experts_only))
+        from services.trainer.fsdp import checkpoint_conversion
+        from services.trainer.megatron import hf_conversion
+        from services.trainer.parallel.checkpoint import policy_checkpoint
+
         if from_hf:
             return hf_conversion.to_torch_dist(given.source, given.target, given.dtype, progress)
         if policy_checkpoint(given.source, given.step)[1].get("backend") == "torch":

@@ -10,17 +10,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from services.trainer.parallel.export import copy_beside_weights, write_json
-from shared.model.hf_checkpoint import INDEX, VISION, weight_files
-from shared.model.quantization import ENTRY, QuantizedFormat, parts_of
+from shared.model.hf_checkpoint import INDEX, weight_files
+from shared.model.quantization import ENTRY, QuantizedFormat, is_quantized, parts_of
 from shared.runtime.errors import ConfigError
 from shared.runtime.safe_files import fsync_tree, publish, scratch
 from shared.transfer.quantizer import quantized
 
-LINEAR = re.compile(r"\.layers\.\d+\..*(_proj|\.w[123]|\.wq_b|\.wk|_proj_with_mqa)\.weight$")
-"""The names of layers' matrices: projections, experts of MiniMax, the indexer of sparse attention."""
 EXPERTS = re.compile(r"\.experts\.\d+\.")
-KEPT = re.compile(r"\.(eh_proj|weights_proj|in_proj_(a|b|ba)|kv_b_proj)\.weight$")
-"""Those of them that engines have in plain numbers, and latent attention's ``kv_b_proj``: SGLang would round it a second time, whole."""
 
 
 def quantize(source: Path, target: Path, form: QuantizedFormat, progress: Callable[[int, int], None], experts: bool = False) -> Path:
@@ -69,17 +65,10 @@ def quantize(source: Path, target: Path, form: QuantizedFormat, progress: Callab
 
 
 def _quantized(source: Path, name: str, tensor: torch.Tensor, form: QuantizedFormat) -> dict[str, torch.Tensor]:
-    if not is_quantized(source, name, tuple(tensor.shape)):
+    if not is_quantized(source, name, tensor.shape):
         return {}
     shape = {f"{name}_shape": torch.tensor(tensor.shape)} if form.endings[0] == "weight_packed" else {}
     return dict(zip(parts_of(name, form), quantized(checked(source, name, tensor, form), form), strict=True)) | shape
-
-
-def is_quantized(source: Path, name: str, shape: tuple[int, ...]) -> bool:
-    """Returns whether a tensor is one of the layers' matrices that fewer bits are enough for."""
-    if ".experts." in name and len(shape) == 3:
-        raise ConfigError(f"{source}:{name}", list(shape), "a matrix of one expert: tensors of all experts are not quantized")
-    return len(shape) == 2 and not name.startswith(VISION) and bool(LINEAR.search(name)) and not KEPT.search(name)
 
 
 def checked(source: Path, name: str, tensor: torch.Tensor, form: QuantizedFormat) -> torch.Tensor:

@@ -27,7 +27,8 @@ class TrainerSettings:
     Args:
         role: ``actor``, or ``critic``: its output layer is a map from each hidden state to one number, and all of it trains.
         updates: optimizer steps of the whole run, at whose end the decay of the learning rate arrives.
-        temperature: logits are divided by it before log-probabilities are taken. sees: prompts show pictures.
+        temperature: logits are divided by it before log-probabilities are taken. sees: prompts show pictures. precision: see
+            `rollout_precision`.
     """
 
     trainer: TrainerSection
@@ -35,6 +36,7 @@ class TrainerSettings:
     updates: int = 0
     temperature: float = 1.0
     sees: bool = False
+    precision: str = "checkpoint"
 
     @classmethod
     def from_run(cls, config: RunConfig, role: Role = "actor") -> "TrainerSettings":
@@ -42,7 +44,8 @@ class TrainerSettings:
         trainer, sees = config.trainer, config.data.multimodal_keys is not None
         if config.rollout.alignment != "off":
             trainer = trainer.model_copy(update={"deterministic": True})
-        return cls(trainer, role, updates, config.rollout.rollout_temperature or 1.0, sees)
+        precision = config.rollout.rollout_precision if role == "actor" else "checkpoint"
+        return cls(trainer, role, updates, config.rollout.rollout_temperature or 1.0, sees, precision)
 
     @property
     def value_head(self) -> bool:

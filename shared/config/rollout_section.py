@@ -197,6 +197,11 @@ class RolloutSection(Section):
             "off with external_engines, or where sglang turns enable-deterministic-inference off",
         ),
         Rule(
+            "rollout_precision",
+            lambda rollout, given: given != "checkpoint" and rollout.external_engines,
+            "checkpoint with external_engines: they serve the checkpoint that they were started with; name that in hf_checkpoint",
+        ),
+        Rule(
             "speculation",
             lambda rollout, given: given not in (None, "off") and rollout.external_engines,
             "none with external_engines: they speculate as whoever runs them has started them",
@@ -458,6 +463,11 @@ class RolloutSection(Section):
         default="off",
         description="how far engines and trainer compute alike: close (deterministic kernels on both sides, sampling by seeds), or bitwise "
         "(the same bits: dense models in float32 on CPUs)",
+    )
+    rollout_precision: Literal["checkpoint", "fp8", "int4"] = Field(
+        default="checkpoint",
+        description="engines' weights: as hf_checkpoint has them, or of a plain one blocks of 8-bit floats or groups of 4-bit integers: "
+        "the trainer keeps the plain weights and quantizes each push",
     )
     engine_start_timeout: float = Field(default=600, gt=0, description="seconds for an engine to answer its first request", **MUTABLE)
     generate_timeout: float = Field(default=600, gt=0, description="seconds for one group's generation", **MUTABLE)

@@ -514,6 +514,7 @@ class RunConfig(Section):
         unused: dict[str, Any] = {
             "rollout_device": own.device or self.rollout.rollout_device,
             "eval_replicas": 0,
+            "rollout_precision": "checkpoint",
             "models": {},
             "engine_groups": [],
             **alone,

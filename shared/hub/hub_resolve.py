@@ -23,6 +23,7 @@ from shared.hub import hub_download, hub_names
 from shared.hub.hub_client import Hub, HubError, NoSuchRepository, RepositoryListing, Unreachable, one_line, require
 from shared.hub.hub_download import download
 from shared.hub.hub_names import HubName
+from shared.model.engine_checkpoint import with_engine_checkpoint
 from shared.runtime.errors import BadInput, ConfigError, raise_problems
 from shared.runtime.safe_files import replacement
 from shared.runtime.safe_text import say
@@ -223,8 +224,9 @@ def local(
 
 
 def for_service(config: RunConfig, service: str) -> RunConfig:
-    """Returns `local` for the fields that a service reads. Raises ConfigError."""
-    return local(config, _NEEDED.get(service, ()), weights=service not in ("buffer", "gateway"))
+    """Returns `local` for the fields that a service reads; for rollout, with its engines' own checkpoint. Raises ConfigError."""
+    here = local(config, _NEEDED.get(service, ()), weights=service not in ("buffer", "gateway"))
+    return with_engine_checkpoint(here) if service == "rollout" else here
 
 
 def found(config: RunConfig) -> list[HubName]:

@@ -3,14 +3,16 @@
 A quantized matrix, ``….weight`` of [rows, columns], is held as several tensors, its parts. Which matrices are quantized, the parts tell.
 """
 
+import json
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shared.model.hf_checkpoint import read_headers
+from shared.model.hf_checkpoint import VISION, read_headers
 from shared.runtime.errors import ConfigError
 from shared.runtime.safe_files import parse_json
 from shared.transfer.manifest import ITEM_BYTES, TensorSpec
@@ -28,6 +30,12 @@ ENDINGS = {
     "awq": ("qweight", "qzeros", "scales"),
 }
 """How the names of a matrix's parts end, in the place of ``weight``, by the layout."""
+
+LINEAR = re.compile(r"\.layers\.\d+\..*(_proj|\.w[123]|\.wq_b|\.wk|_proj_with_mqa)\.weight$")
+"""The names of layers' matrices: projections, experts of MiniMax, the indexer of sparse attention."""
+KEPT = re.compile(r"\.(eh_proj|weights_proj|in_proj_(a|b|ba)|kv_b_proj)\.weight$")
+"""Those of them that engines have in plain numbers, and latent attention's ``kv_b_proj``: SGLang would round it a second time, whole."""
+PRECISION = "rollout.rollout_precision"
 
 
 @dataclass(frozen=True)
@@ -109,6 +117,10 @@ def in_groups(columns: int = 32, awq: bool = False, scales: str = "bfloat16") ->
     return QuantizedFormat(8 if awq else 1, columns, False, 4, scales)
 
 
+FORMATS = {"fp8": QuantizedFormat(), "int4": in_groups()}
+"""`rollout_precision` → the format that a plain checkpoint's layers get."""
+
+
 def format_of(path: Path, entry: Any) -> QuantizedFormat:
     """Returns the format that an entry describes. ``path``: of the ``config.json``. Raises ConfigError for any other."""
     found = _blocks(entry) or _groups(entry)
@@ -144,10 +156,11 @@ def _groups(entry: Any) -> QuantizedFormat | None:
 
 @dataclass(frozen=True)
 class Quantization:
-    """A checkpoint's format, and the names of its quantized matrices."""
+    """A checkpoint's format, the names of its quantized matrices, and the entry of its ``config.json``."""
 
     format: QuantizedFormat
     names: frozenset[str]
+    entry: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def parts(self, name: str) -> tuple[str, ...]:
         """Returns the names of a matrix's parts."""
@@ -160,24 +173,26 @@ class Quantization:
         return [(part, *spec) for part, spec in zip(self.parts(name), self.format.parts(shape), strict=True)]
 
     def shapes(self, held: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of tensors with matrices in the place of their parts."""
+        """Returns the shapes of tensors with matrices in the place of their parts; what is plain still is left as it is."""
         parts = {part for name in self.names for part in (*self.parts(name), f"{name}_shape")}
-        whole = {name: self.format.shape(held[self.parts(name)[0]]) for name in self.names}
-        return {name: tuple(shape) for name, shape in held.items() if name not in parts} | whole
+        whole = {name: self.format.shape(held[first]) for name in self.names if (first := self.parts(name)[0]) in held and name not in held}
+        return {name: tuple(shape) for name, shape in held.items() if name in self.names or name not in parts} | whole
 
 
-def engine_bytes(directory: Path) -> float | None:
+def engine_bytes(directory: Path, precision: str = "checkpoint") -> float | None:
     """Returns the bytes of a parameter of the layers in an engine on a GPU, on average; None: as many as without quantization."""
     try:
-        if (found := quantization_of(directory)) is None:
+        if (found := quantization_in_engines(directory, precision)) is None:
             return None
     except ConfigError:  # which has a check of its own
         return None
     held = {name: tensor for name, tensor in read_headers(directory)[0].items() if ".layers." in name}
-    sizes = {name: math.prod(shape) * ITEM_BYTES[dtype] for name, (dtype, shape) in held.items()}
-    if found.format.bits == 4:  # as they were pushed, and as kernels want them
-        sizes |= {part: 2 * sizes[part] for name in found.names for part in found.parts(name)}
-    return sum(sizes.values()) / sum(map(math.prod, found.shapes({name: shape for name, (_, shape) in held.items()}).values()))
+    shapes, copies = found.shapes({name: shape for name, (_, shape) in held.items()}), 2 if found.format.bits == 4 else 1
+    sizes = 0  # 4-bit weights are there as they were pushed, and as kernels want them
+    for name, shape in shapes.items():
+        specs = found.specs(name, held.get(name, ("",))[0], shape)
+        sizes += sum(math.prod(of) * ITEM_BYTES[dtype] for _, dtype, of in specs) * (copies if name in found.names else 1)
+    return sizes / sum(map(math.prod, shapes.values()))
 
 
 def parts_of(name: str, form: QuantizedFormat) -> tuple[str, ...]:
@@ -190,12 +205,50 @@ def quantization_of(directory: Path) -> Quantization | None:
 
     Raises ConfigError: in another format, or parts are missing, left over or of another shape than their matrices have.
     """
+    entry = _entry(directory)
+    return None if entry is None else _quantization(directory, format_of(directory / "config.json", entry), json.dumps(entry))
+
+
+def _entry(directory: Path) -> Any:
     path = directory / "config.json"
     try:
-        entry = parse_json(path.read_bytes()).get(ENTRY)
+        return parse_json(path.read_bytes()).get(ENTRY)
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError("model.hf_checkpoint", str(path), f"a readable JSON object ({error})") from error
-    return None if entry is None else _quantization(directory, format_of(path, entry))
+
+
+def quantization_in_engines(directory: Path, precision: str) -> Quantization | None:
+    """Returns how engines have the weights of a checkpoint: as it has them, or a plain one's in another ``precision`` (of `FORMATS`).
+
+    Raises ConfigError: see `quantization_of`; or for a precision: it is quantized already, is of other dtypes, has no matrices that can
+        be, one that groups do not divide, or experts in one tensor.
+    """
+    if precision not in FORMATS:
+        return quantization_of(directory)
+    if (entry := _entry(directory)) is not None:
+        raise ConfigError(PRECISION, precision, f"checkpoint: {directory} is quantized already ({dict(entry).get('quant_method')})")
+    form, names, kept = FORMATS[precision], set[str](), set[str]()
+    held, problems = read_headers(directory)
+    for problem in problems:
+        raise problem
+    for name, (dtype, shape) in held.items():
+        if not is_quantized(directory, name, shape):
+            kept |= {name.removesuffix(".weight")} if len(shape) == 2 and name.endswith(".weight") else set()
+            continue
+        names.add(name)
+        if dtype not in ("float32", "bfloat16", "float16") or (wanted := form.obstacle(shape)):
+            wanted = "numbers of 16 or 32 bits" if dtype not in ("float32", "bfloat16", "float16") else wanted
+            raise ConfigError(f"{directory}:{name}", f"{dtype} {list(shape)}", f"{wanted}, for {PRECISION} = {precision}")
+    if not names:
+        raise ConfigError(PRECISION, precision, f"checkpoint: {directory} has no layers' matrices (…_proj.weight)")
+    return Quantization(form, frozenset(names), form.entry(kept))
+
+
+def is_quantized(source: Path, name: str, shape: Sequence[int]) -> bool:
+    """Returns whether a tensor is one of the layers' matrices that fewer bits are enough for. Raises ConfigError: of experts in one."""
+    if ".experts." in name and len(shape) == 3:
+        raise ConfigError(f"{source}:{name}", list(shape), "a matrix of one expert: tensors of all experts are not quantized")
+    return len(shape) == 2 and not name.startswith(VISION) and bool(LINEAR.search(name)) and not KEPT.search(name)
 
 
 def entry_format(directory: Path) -> QuantizedFormat | None:
@@ -207,7 +260,7 @@ def entry_format(directory: Path) -> QuantizedFormat | None:
 
 
 @cache
-def _quantization(directory: Path, form: QuantizedFormat) -> Quantization:
+def _quantization(directory: Path, form: QuantizedFormat, entry: str) -> Quantization:
     held, problems = read_headers(directory)
     for problem in problems:
         raise problem
@@ -220,7 +273,7 @@ def _quantization(directory: Path, form: QuantizedFormat) -> Quantization:
     if not names:
         wanted = f"no such entry: no tensor has parts ({', '.join(form.endings)})"
         raise ConfigError(f"{directory / 'config.json'}:{ENTRY}", form.entry(())["quant_method"], wanted)
-    return Quantization(form, frozenset(names))
+    return Quantization(form, frozenset(names), json.loads(entry))
 
 
 def _check(directory: Path, form: QuantizedFormat, name: str, held: Mapping[str, tuple[str, Sequence[int]]]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from shared.bus.registry import ENVIRONMENT
 from shared.config.run_config import RunConfig
 from shared.config.speculation import COSTS, SPECULATION_OFF, SPECULATION_ON
-from shared.model.quantization import entry_format
+from shared.model.quantization import FORMATS, entry_format
 from shared.runtime.errors import Fault
 from shared.runtime.host import host_memory
 from shared.runtime.safe_text import number, shortened_line
@@ -193,7 +193,10 @@ def _bisection(found: Symptoms, config: RunConfig) -> str:
 
 def mismatch_remedy(config: RunConfig, bisection: str) -> str:
     """Returns what to do where engine and trainer differ, by the engines' precision. ``bisection``: the command that finds the cause."""
-    form, cache = entry_format(config.model.hf_checkpoint), config.rollout.engine_flags.get("kv-cache-dtype", "auto")
+    form, cache = (
+        FORMATS.get(config.rollout.rollout_precision) or entry_format(config.model.hf_checkpoint),
+        config.rollout.engine_flags.get("kv-cache-dtype", "auto"),
+    )
     limited = "use_tis, which is on, limits the harm" if config.algorithm.use_tis else "use_tis limits the harm"
     if form is not None and form.bits == 4 and not config.trainer.rounds_weights:
         return f"engines sample by 4-bit weights: quantization_aware has the trainer compute with the same ones; {limited} meanwhile."

@@ -48,6 +48,7 @@ TVM_FFI_CACHE, FLASHINFER_CACHE = "TVM_FFI_CACHE_DIR", "FLASHINFER_WORKSPACE_BAS
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 _OTHER_NAMES = {"half": "float16", "float": "float32"}
 # The sizes of a head for which there is a fused kernel of the rotary embedding, and of the norms of queries and keys.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _FUSED_ROTARY, _FUSED_NORMS = (64, 128, 256, 512), (64, 128, 256, 512, 1024)
 
 
@@ -88,9 +89,21 @@ def jit_kernels(config: Mapping[str, Any], arguments: Sequence[str]) -> list[Jit
         found.append(JitKernel("activation", TVM_FFI_CACHE, (newer, older)))
         if "kv_lora_rank" not in model:  # latent attention has kernels of its own
             found += _attention(model, flags, dtype)
+        found = _of_integers(model.get("quantization_config") or config.get("quantization_config") or {}, model, element) + found
     if flags.get("sampling-backend", "flashinfer") == "flashinfer":
         found.append(JitKernel("sampling", FLASHINFER_CACHE, (("flashinfer.sampling:get_sampling_module", ()),)))
     return found
+
+
+def _of_integers(entry: Mapping[str, Any], model: Mapping[str, Any], element: str) -> list[JitKernel]:
+    """Returns the kernels for 4-bit weights; products take by far the longest of all: 300 s on one core."""
+    method = entry.get("quant_method")
+    if method not in ("awq", "compressed-tensors"):
+        return []
+    repack = "awq_marlin_repack" if method == "awq" else "gptq_marlin_repack"
+    products = ["gptq_marlin", *(["moe_wna16_marlin"] if any(model.get(name) for name in _EXPERTS) else [])]
+    named = [*((name, (element,)) for name in products), (repack, ())]
+    return [_sglang(name, "quantization", f"_jit_{name}_module", arguments) for name, arguments in named]
 
 
 def _attention(model: Mapping[str, Any], flags: Mapping[str, str], dtype: str) -> list[JitKernel]:
@@ -135,7 +148,7 @@ def _kv_heads(model: Mapping[str, Any], flags: Mapping[str, str], heads: int) ->
     return max(1, int(model.get("num_key_value_heads") or heads) // max(1, ranks))
 
 
-BUILD_SECONDS = 300.0  # when this process gives up, and lets go of the locks on which an engine may wait
+BUILD_SECONDS = 600.0  # when this process gives up, and lets go of the locks on which an engine may wait
 
 # nvcc's variable, and what is in it unless it is set: the kernels of one file are optimised side by side. FlashInfer's norms, which all
 # others are done before, took 24 s with it and 30 s without, on the same H200's host.

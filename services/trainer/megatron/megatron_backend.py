@@ -26,6 +26,7 @@ from shared.model.architecture import Architecture
 from shared.model.families import read_architecture, with_drafts
 from shared.model.named_layers import is_own_module
 from shared.model.parallel_layout import division_problems
+from shared.model.quantization import quantization_in_engines
 from shared.model.trainable_parameters import Freezing
 
 
@@ -115,7 +116,7 @@ def create(settings: TrainerSettings, hf_dir: Path, random: bool, initialized: C
     if not settings.value_head:
         freeze(chunks, megatron, architecture, settings.freezing, settings.lora is not None)
     if trainer.rounds_weights and not settings.value_head:
-        quantization_aware.attach(chunks, megatron, architecture, hf_dir)
+        quantization_aware.attach(chunks, megatron, architecture, quantization_in_engines(hf_dir, settings.precision))
     if not random:
         with together(f"loading {hf_dir}"):
             load_hf(chunks, megatron, architecture, hf_dir)

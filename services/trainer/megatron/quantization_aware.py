@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from services.trainer.megatron.hf_weights import parameters
 from services.trainer.megatron.moe import GroupedExperts
 from shared.model.architecture import Architecture
-from shared.model.quantization import Quantization, QuantizedFormat, quantization_of
+from shared.model.quantization import Quantization, QuantizedFormat
 from shared.runtime.errors import ConfigError
 from shared.transfer.quantizer import FakeQuantized
 
@@ -47,13 +46,12 @@ def _rounded(layers: Sequence[torch.nn.Module], form: QuantizedFormat) -> Iterat
             layer._parameters["weight"] = weight
 
 
-def attach(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: Architecture, hf_dir: Path) -> None:
-    """Has the layers compute with rounded weights whose matrices are quantized in ``hf_dir``, the engines' checkpoint.
+def attach(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: Architecture, found: Quantization | None) -> None:
+    """Has the layers compute with rounded weights whose matrices engines have quantized, as ``found`` says.
 
     Raises ConfigError: that has no groups of 4-bit integers; a part of a matrix that ranks divide, or a layer that fuses several, has no
         whole groups.
     """
-    found = quantization_of(hf_dir)
     if found is None or found.format.bits == 8:
         raise ConfigError(FIELD, True, "false, or a model.hf_checkpoint in groups of 4-bit integers (`myxo convert --to int4`)")
     chosen = set(_quantized(chunks, config, architecture, found))

@@ -280,16 +280,16 @@ def copy_vision(source: Path, target: Path) -> list[str]:
     return list(found)
 
 
-def write_config(directory: Path, dtype: str, drafts: bool = False, quantized: bool = False) -> None:
+def write_config(directory: Path, dtype: str, drafts: bool = False, entry: dict[str, Any] | None = None) -> None:
     """Makes a copied ``config.json`` fit the weights: their dtype may have changed.
 
     Args:
-        drafts: whether there are draft layers. quantized: whether the weights are as the source's are; else they are plain numbers.
+        drafts: whether there are draft layers. entry: what says how the weights are quantized; None: they are plain numbers.
     """
     path = directory / "config.json"
     config = json.loads(path.read_text())
-    if not quantized:
-        config.pop(ENTRY, None)
+    config.pop(ENTRY, None)
+    config |= {ENTRY: entry} if entry else {}
     for entries in (config, config.get("text_config") or {}):
         if entries is config or "dtype" in entries or "torch_dtype" in entries:
             entries["torch_dtype" if "torch_dtype" in entries else "dtype"] = dtype

@@ -297,7 +297,9 @@ class SnapshotWriter:
 
     def _write_beside(self, directory: Path) -> None:
         copy_beside_weights(self._actor.hf_dir, directory)
-        write_config(directory, self._weights.update_weight_dtype or self._actor.settings.trainer.train_dtype, quantized=True)
+        found = self._actor.quantization
+        dtype = self._weights.update_weight_dtype or self._actor.settings.trainer.train_dtype
+        write_config(directory, dtype, entry=found and found.entry)
 
     def _finish(self, written: WeightCheckpoint, seconds: float) -> WeightsSnapshot:
         client = self._client

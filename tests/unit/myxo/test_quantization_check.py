@@ -1,14 +1,20 @@
 """What cannot be done with 8-bit weights is refused before the start, by name."""
 
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from myxo.preflight.engine_checks import check_engine_model
 from myxo.preflight.inspection import Inspection, Note
 from myxo.preflight.model_checks import check_actor, check_quantization
 from shared.config import devices
+from shared.model.engine_checkpoint import with_engine_checkpoint
+from shared.model.quantization import engine_bytes, quantization_in_engines, quantization_of
+from shared.runtime.errors import ConfigError
 from shared.view.alarms import mismatch_remedy
 from tests.support.converting import quantized_checkpoint, to_8_bits
 from tests.support.run_config import run_config
@@ -95,3 +101,57 @@ def test_the_alarm_names_the_remedy_of_the_precision(eight_bits: Path, four_bits
     assert "quantization_aware" in remedy(four_bits) and "BISECT" in remedy(four_bits, trainer={"quantization_aware": True})
     assert "8-bit weights" in remedy(eight_bits) and "BISECT" in remedy(tiny_model)
     assert "kv_cache_dtype" in remedy(tiny_model, rollout={"sglang": {"kv_cache_dtype": "fp8_e4m3"}})
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int4"])
+def test_a_plain_checkpoint_in_fewer_bits(precision: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is planned from headers is what engines start from, which several make once; what it takes in memory is the same."""
+    monkeypatch.setenv("MYXO_CACHE", str(tmp_path / "cache"))
+    config = run_config(tmp_path, model={"hf_checkpoint": str(tiny_model)}, rollout={"rollout_precision": precision})
+    planned = quantization_in_engines(tiny_model, precision)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(with_engine_checkpoint, [config, config])
+    made = first.model.hf_checkpoint
+    assert made == second.model.hf_checkpoint and (made.name, made.parent.parent.parent) == (tiny_model.name, tmp_path / "cache")
+    found = quantization_of(made)
+    assert planned is not None and found == planned and found.entry == planned.entry
+    assert engine_bytes(made) == engine_bytes(tiny_model, precision)
+    with pytest.raises(ConfigError, match=rf"rollout_precision = '{precision}': checkpoint: .* is quantized already"):
+        quantization_in_engines(made, precision)
+
+
+def test_what_cannot_be_in_fewer_bits(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MYXO_CACHE", str(tmp_path / "cache"))
+    (note,) = said(tmp_path, tiny_model, rollout={"rollout_precision": "int4"}, trainer={"quantization_aware": True})
+    assert note.startswith("note: engines get each version in groups of 4-bit integers, by rollout_precision = int4")
+    assert any("whole blocks of 128" in one for one in said(tmp_path, tiny_model, rollout={"rollout_precision": "fp8"}))
+    with pytest.raises(ConfigError, match=r"rollout_precision = 'fp8': checkpoint with external_engines"):
+        run_config(tmp_path, rollout={"rollout_precision": "fp8", "external_engines": ["http://127.0.0.1:1"]})
+    broken, name = tmp_path / "broken", "model.layers.0.mlp.up_proj.weight"
+    shutil.copytree(tiny_model, broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    config = run_config(tmp_path, model={"hf_checkpoint": str(broken)}, rollout={"rollout_precision": "int4"})
+    with pytest.raises(ConfigError, match="finite numbers of 16 or 32 bits"):
+        with_engine_checkpoint(config)
+    save_file({name: tensors[name][:, :40].contiguous()}, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"columns that groups of 32 divide, for rollout.rollout_precision = int4"):
+        quantization_in_engines(broken, "int4")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"fp8": "hybrid"}, "8-bit floats want GPUs of compute capability 8.9"),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, "MXFP8 and NVFP4 want GPUs of compute capability 10.0"),
+        ({"fp8": "hybrid", "transformer_impl": "local"}, "transformer_impl = transformer_engine: the layers of Megatron's own"),
+    ],
+)
+def test_training_in_8_bits(flags: dict[str, str], words: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, by an older GPU's name, and with layers that have no such kernels: before the start."""
+    found = [one for one in said(tmp_path, tiny_model, trainer={"megatron": flags, "train_device": "cpu"}) if "megatron.fp" in one]
+    assert "on a CPU" in found[0]
+    monkeypatch.setattr(devices, "gpu_capabilities", lambda: [9.0 if "transformer_impl" in flags else 8.0])
+    (found, *_) = said(tmp_path, tiny_model, trainer={"megatron": flags, "train_device": "cuda"})
+    assert "megatron.fp8" in found and words.split(": ")[0] in found

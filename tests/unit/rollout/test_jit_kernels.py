@@ -41,6 +41,13 @@ def test_sampling_is_flashinfers_where_no_flag_says_otherwise() -> None:
     assert list(arguments_of(QWEN3)) == [*DENSE, "sampling"]
 
 
+def test_4_bit_weights_are_multiplied_by_kernels_that_are_compiled_first() -> None:
+    model = {**QWEN3, "num_experts": 8, "quantization_config": {"quant_method": "compressed-tensors"}}
+    assert list(arguments_of(model))[:3] == ["gptq_marlin", "moe_wna16_marlin", "gptq_marlin_repack"]
+    assert arguments_of(model)["gptq_marlin"] == ("torch.bfloat16",)
+    assert list(arguments_of({**QWEN3, "quantization_config": {"quant_method": "awq"}}))[:2] == ["gptq_marlin", "awq_marlin_repack"]
+
+
 def test_a_model_without_norms_of_queries_and_keys_has_no_kernel_of_them() -> None:
     found = arguments_of(SMOLLM2, "--sampling-backend", "pytorch")
     assert "qknorm" not in found

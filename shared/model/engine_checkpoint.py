@@ -1,0 +1,70 @@
+"""The checkpoint that engines start from, where `rollout_precision` asks for fewer bits than ``hf_checkpoint`` has."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from shared.config.run_config import RunConfig
+from shared.model.hf_checkpoint import weight_files
+from shared.model.quantization import PRECISION, quantization_in_engines
+from shared.process.child_process import with_parent
+from shared.runtime import user_cache
+from shared.runtime.errors import ConfigError, DeadlineExceeded
+
+SECONDS = 3600.0  # the longest that a checkpoint may take to be quantized, by this process or by another
+CONVERSIONS = {"fp8": "fp8-block", "int4": "int4"}
+"""`rollout_precision` → what `myxo convert --to` calls it."""
+
+
+def with_engine_checkpoint(config: RunConfig) -> RunConfig:
+    """Returns the config with the engines' own checkpoint as ``hf_checkpoint``; the config itself where they start from the run's.
+
+    It is made by `myxo convert`, once for the same files (by path, size and time, and the config's content), in the user's cache, and
+    appears complete or not at all. Raises ConfigError: see `quantization_in_engines`, or it cannot be made. DeadlineExceeded.
+    """
+    source, precision = config.model.hf_checkpoint, config.rollout.rollout_precision
+    if precision == "checkpoint":
+        return config
+    found = quantization_in_engines(source, precision)
+    stated = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in weight_files(source)[0]]
+    text = json.dumps([stated, (source / "config.json").read_text(), found and found.entry], sort_keys=True)
+    cache = (user_cache.directory() or config.run.root) / "quantized" / hashlib.sha256(text.encode()).hexdigest()[:32]
+    target = cache / source.resolve().name
+    cache.mkdir(parents=True, exist_ok=True)
+    with _alone(cache / "lock"):
+        if not target.exists():
+            _convert(source, target, precision)
+    return config.model_copy(update={"model": config.model.model_copy(update={"hf_checkpoint": target})})
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Waits for what other processes make under this lock, which ends with them."""
+    ends = time.monotonic() + SECONDS
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > ends:
+                    raise DeadlineExceeded(f"another process holds {path} for more than {SECONDS:g} s") from None
+                time.sleep(0.2)
+        yield
+
+
+def _convert(source: Path, target: Path, precision: str) -> None:
+    command = [sys.executable, "-m", "services.trainer.convert_command", str(source), str(target), "--to", CONVERSIONS[precision]]
+    try:
+        done = subprocess.run(with_parent(command), capture_output=True, text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise DeadlineExceeded(f"{source} was not quantized within {SECONDS:g} s") from None
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise ConfigError(PRECISION, precision, f"checkpoint, or one that can be quantized: {said[-1]}")
