@@ -31,7 +31,7 @@ def prepare(example: str, folder: Path, gguf: Path | None) -> None:
 
 def _arithmetic(folder: Path, _: Path | None) -> None:
     """The quick start's problems, and its model behind the warm start, which all runs begin with."""
-    if (folder / "model" / "config.json").is_file():
+    if (folder / "model-fp8").is_dir():
         return
     made, warm = folder / "quickstart", folder / "warm"
     _run(sys.executable, str(ARITHMETIC / "prepare.py"), str(made), "--if-missing")
@@ -41,6 +41,8 @@ def _arithmetic(folder: Path, _: Path | None) -> None:
     (folder / "train.jsonl").write_bytes((made / "train.jsonl").read_bytes())
     (folder / "heldout.jsonl").write_text("".join((made / "heldout.jsonl").read_text().splitlines(keepends=True)[:WARM_HELDOUT]))
     shutil.copytree(warm / "hf", folder / "model", dirs_exist_ok=True)
+    blocks = ["--to", "fp8-block", "--block", "64", "64"]  # those of 128 do not divide so small a model
+    _run(sys.executable, "-m", "myxo.main", "convert", str(folder / "model"), str(folder / "model-fp8"), *blocks)
 
 
 def _smollm2(folder: Path, gguf: Path | None) -> None:

@@ -15,9 +15,19 @@ from shared.data.metric_files import MetricDirectory
 
 HERE = Path(__file__).parent
 
-OBJECTIVES = {"decoupled": "decoupled", "naive": "none", "rollout": "rollout"}
-"""Objective → `off_policy`: decoupled PPO, whose importance weights are of the policy at batch start over the one that drew the tokens; no
-correction, as if the samples were the policy's own; PPO's ratio to the policy that drew them."""
+UNCORRECTED = ("--off-policy", "none")
+OBJECTIVES = {
+    "decoupled": ("--off-policy", "decoupled"),
+    "naive": UNCORRECTED,
+    "rollout": ("--off-policy", "rollout"),
+    "fp8": (*UNCORRECTED, "--hf-checkpoint", "{data}/model-fp8"),
+    "fp8-tis": (*UNCORRECTED, "--use-tis", "--hf-checkpoint", "{data}/model-fp8"),
+    "int4": (*UNCORRECTED, "--rollout-precision", "int4"),
+    "int4-aware": (*UNCORRECTED, "--rollout-precision", "int4", "--quantization-aware"),
+}
+"""Objective → its flags: decoupled PPO, whose importance weights are of the policy at batch start over the one that drew the tokens; no
+correction, as if the samples were the policy's own; PPO's ratio to the policy that drew them; and no correction with engines of fewer bits,
+8-bit floats with truncated importance weights as well, 4-bit integers with a trainer that computes with them as well."""
 
 STEP_TAGS = {
     "rollout/raw_reward": "reward",
@@ -72,7 +82,8 @@ class LearningRun:
             *("--name", self.name, "--dir", str(directory), "--hf-checkpoint", str(data / "model")),
             *("--prompt-data", str(data / "train.jsonl"), "--eval-prompt-data", f"{data / 'heldout.jsonl'}"),
             *("--rollout-device", self.device, "--train-device", self.device),
-            *("--num-rollout", str(self.num_steps), "--max-staleness", str(self.bound), "--off-policy", OBJECTIVES[self.objective]),
+            *("--num-rollout", str(self.num_steps), "--max-staleness", str(self.bound)),
+            *(flag.format(data=data) for flag in OBJECTIVES[self.objective]),
             *("--rollout-seed", str(1000 + self.seed), "--seed", str(2000 + self.seed)),
             *(["--sft-data", str(data / "sft.jsonl")] if self.example in WARMED_UP else []),
             *(ON_GPUS if self.device == "cuda" else []),

@@ -151,7 +151,21 @@ def _not_beside(config: RunConfig, found: Quantization) -> Findings:
 
 
 def _awareness(trainer: TrainerSection, found: Quantization | None) -> Findings:
-    """Yields why training cannot be quantization-aware, or in 8 or 4 bits."""
+    """Yields why training cannot be quantization-aware."""
+    yield from _fewer_bits(trainer)
+    if not trainer.rounds_weights:
+        return
+    field = "trainer.quantization_aware" if trainer.quantization_aware else f"trainer.train_env_vars: {QAT}"
+    if found is None or found.format.bits == 8:
+        yield ConfigError(field, True, "false, or a model.hf_checkpoint in groups of 4-bit integers, or rollout_precision = int4")
+    elif trainer.megatron.get("transformer_impl") == "transformer_engine":
+        yield ConfigError(field, True, "false, or transformer_impl = local: Transformer Engine's layers read their weights themselves")
+    elif (size := trainer.train_env_vars.get(QAT_GROUP, own := str(found.format.columns))) != own:
+        yield ConfigError(f"trainer.train_env_vars: {QAT_GROUP}", size, f"{own}, the groups of model.hf_checkpoint, or leave it out")
+
+
+def _fewer_bits(trainer: TrainerSection) -> Findings:
+    """Yields why training cannot compute in 8 or 4 bits."""
     given, local = trainer.megatron, trainer.megatron.get("transformer_impl") != "transformer_engine"
     scaled = {flag: value for flag, value in given.items() if flag == "fp4" or (flag, value) == ("fp8_recipe", "mxfp8")}
     asked = scaled or {flag: value for flag, value in given.items() if flag == "fp8" and value}
@@ -165,15 +179,6 @@ def _awareness(trainer: TrainerSection, found: Quantization | None) -> Findings:
         elif local and given.get(flag.partition("_")[0]):
             wanted = "none, or transformer_impl = transformer_engine: the layers of Megatron's own compute in train_dtype alone"
             yield ConfigError(f"trainer.megatron.{flag}", value, wanted)
-    if not trainer.rounds_weights:
-        return
-    field = "trainer.quantization_aware" if trainer.quantization_aware else f"trainer.train_env_vars: {QAT}"
-    if found is None or found.format.bits == 8:
-        yield ConfigError(field, True, "false, or a model.hf_checkpoint in groups of 4-bit integers, or rollout_precision = int4")
-    elif trainer.megatron.get("transformer_impl") == "transformer_engine":
-        yield ConfigError(field, True, "false, or transformer_impl = local: Transformer Engine's layers read their weights themselves")
-    elif (size := trainer.train_env_vars.get(QAT_GROUP, own := str(found.format.columns))) != own:
-        yield ConfigError(f"trainer.train_env_vars: {QAT_GROUP}", size, f"{own}, the groups of model.hf_checkpoint, or leave it out")
 
 
 def _divided_blocks(inspection: Inspection, architecture: Architecture, found: Quantization) -> Findings:
