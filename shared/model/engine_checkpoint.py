@@ -54,7 +54,9 @@ def _alone(path: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > ends:
-                    raise DeadlineExceeded(f"another process holds {path} for more than {SECONDS:g} s") from None
+                    raise DeadlineExceeded(
+                        "the engines' checkpoint", f"the process that holds {path}", SECONDS, "the service ends"
+                    ) from None
                 time.sleep(0.2)
         yield
 
@@ -64,7 +66,7 @@ def _convert(source: Path, target: Path, precision: str) -> None:
     try:
         done = subprocess.run(with_parent(command), capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        raise DeadlineExceeded(f"{source} was not quantized within {SECONDS:g} s") from None
+        raise DeadlineExceeded("a checkpoint", f"the conversion of {source}", SECONDS, "the service ends") from None
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise ConfigError(PRECISION, precision, f"checkpoint, or one that can be quantized: {said[-1]}")

@@ -1,5 +1,6 @@
 """Quantizes matrices as `shared.model.quantization` describes, and makes plain numbers of them. Pure; on whichever device the matrix is."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +18,8 @@ PACKED_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def quantized(weight: Tensor, form: QuantizedFormat) -> tuple[Tensor, ...]:
-    """Returns the parts of a matrix [rows, columns] of any float dtype, in the order of the format's.
+    """Returns the parts of a matrix [rows, columns] of any float dtype, or of several [matrices, rows, columns] alike, in the order of the
+    format's.
 
     In blocks a factor is the largest magnitude divided by 448, or the next power of two from there. In groups a scale is the largest
     magnitude divided by 7, with zero points the whole range divided by 15. A number is rounded to the nearest, by the scale as it is sent.
@@ -26,24 +28,26 @@ def quantized(weight: Tensor, form: QuantizedFormat) -> tuple[Tensor, ...]:
 
 
 def _in_blocks(weight: Tensor, form: QuantizedFormat) -> tuple[Tensor, Tensor]:
-    (rows, columns), shape = weight.shape, form.factors(weight.shape)
+    (*many, rows, columns), shape = weight.shape, form.factors(weight.shape[-2:])
     high, wide = shape or (1, 1)
     block_rows, block_columns = form.rows or rows, form.columns or columns
-    padded = F.pad(weight, (0, wide * block_columns - columns, 0, high * block_rows - rows)).float()
-    blocks = padded.view(high, block_rows, wide, block_columns)
-    factors = blocks.abs().amax((1, 3), keepdim=True).clamp(min=LEAST) / LARGEST
+    beyond = (wide * block_columns - columns, high * block_rows - rows)
+    padded = F.pad(weight, (0, beyond[0], 0, beyond[1])) if any(beyond) else weight
+    blocks = padded.reshape(*many, high, block_rows, wide, block_columns)
+    largest = torch.linalg.vector_norm(blocks, math.inf, (-3, -1), keepdim=True, dtype=torch.float32)
+    factors = largest.clamp(min=LEAST) / LARGEST
     if form.powers_of_two:
         mantissa, exponent = torch.frexp(factors)
         factors = torch.ldexp(torch.ones_like(factors), torch.where(mantissa == 0.5, exponent - 1, exponent))
-    made = (blocks / factors).clamp(-LARGEST, LARGEST).view(padded.shape)[:rows, :columns]
-    return made.to(torch.float8_e4m3fn).contiguous(), factors.view(shape)
+    made = (blocks / factors).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(padded.shape)[..., :rows, :columns]
+    return made.contiguous(), factors.view((*many, *shape))
 
 
 def _in_groups(weight: Tensor, form: QuantizedFormat) -> tuple[Tensor, ...]:
     integers, scales, zeros = _integers(weight, form)
     if zeros is None:
         return packed(integers + 8, PACKED), scales
-    return packed(integers.t(), PACKED_AWQ), packed(zeros.t(), PACKED_AWQ), scales.t().contiguous()
+    return packed(integers.mT, PACKED_AWQ), packed(zeros.mT, PACKED_AWQ), scales.mT.contiguous()
 
 
 def _integers(weight: Tensor, form: QuantizedFormat) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -103,6 +107,25 @@ class FakeQuantized(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
+
+
+TOGETHER = 1 << 24  # the numbers of matrices that are quantized at once: few launches, and little memory beside a bucket
+
+
+def all_quantized(matrices: Sequence[Tensor], form: QuantizedFormat) -> list[tuple[Tensor, ...]]:
+    """Returns the parts of each of the matrices. Those of one shape and dtype are quantized together."""
+    made: list[tuple[Tensor, ...]] = [()] * len(matrices)
+    alike: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
+    for index, matrix in enumerate(matrices):
+        alike.setdefault((matrix.shape, matrix.dtype), []).append(index)
+    for (shape, _), places in alike.items():
+        step = max(1, TOGETHER // max(shape.numel(), 1))
+        for first in range(0, len(places), step):
+            some = places[first : first + step]
+            stacked = torch.stack([matrices[index] for index in some]) if len(some) > 1 else matrices[some[0]][None]
+            for index, *parts in zip(some, *quantized(stacked, form), strict=True):
+                made[index] = tuple(parts)
+    return made
 
 
 def sent(quantization: Quantization | None, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:

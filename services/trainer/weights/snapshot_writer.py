@@ -299,7 +299,7 @@ class SnapshotWriter:
         copy_beside_weights(self._actor.hf_dir, directory)
         found = self._actor.quantization
         dtype = self._weights.update_weight_dtype or self._actor.settings.trainer.train_dtype
-        write_config(directory, dtype, entry=found and found.entry)
+        write_config(directory, dtype, entry=None if found is None else found.entry)
 
     def _finish(self, written: WeightCheckpoint, seconds: float) -> WeightsSnapshot:
         client = self._client

@@ -34,7 +34,7 @@ from shared.transfer.digest import TensorDigest, decoded_digests
 from shared.transfer.group_channel import GroupReceiver, GroupSender, on_stream
 from shared.transfer.manifest import RAMP_PART, Bucket, Kind, Manifest, Slot, TensorSpec, lay_out_units, loaded_together, unit_bytes
 from shared.transfer.memory_channel import MemorySender
-from shared.transfer.quantizer import sent
+from shared.transfer.quantizer import all_quantized
 from shared.transfer.weight_channel import ChannelBroken, ChannelSender, TransferDeadline, abort_channel
 
 Unit = TypeVar("Unit")
@@ -92,29 +92,47 @@ class StageExport:
         A collective of the stage's ranks.
         """
         copies = self._own_copies(index, flat) if flat is not None else None
+        waiting: list[tuple[Tensor, tuple[Slot, ...]]] = []  # matrices, and the slots of their parts
         for unit, slots in self._units[index]:
             if self._is_quantized(unit):
-                self._fill_quantized(unit, slots, flat)
+                waiting += self._gathered(unit, slots, flat)
+                if sum(matrix.numel() for matrix, _ in waiting) >= MOST_WAITING:
+                    self._fill_quantized(waiting, flat)
+                    waiting = []
                 continue
             if copies is not None and self._plan.is_whole(unit):
                 continue
             with deadline(f"the export of {unit.name}"):
                 targets = [_target(flat, slot) for slot in slots] if self._plan.is_source else None
                 self._plan.deliver(unit, self._plan.source, [torch_dtype(slot.dtype) for slot in slots], targets)
+        self._fill_quantized(waiting, flat)
         if copies is not None and copies.targets:
             torch._foreach_copy_(copies.targets, copies.sources)
 
     def _is_quantized(self, unit: GatherUnit) -> bool:
         return self._quantization is not None and any(name in self._quantization.names for name, _ in unit.tensors)
 
-    def _fill_quantized(self, unit: GatherUnit, slots: tuple[Slot, ...], flat: Tensor | None) -> None:
-        dtype = unit.dtype(self._plan.model.dtype)
+    def _gathered(self, unit: GatherUnit, slots: tuple[Slot, ...], flat: Tensor | None) -> Iterator[tuple[Tensor, tuple[Slot, ...]]]:
+        """Yields the unit's matrices that are to be quantized, with their slots; puts its other tensors into theirs."""
+        assert self._quantization is not None
+        dtype, places = unit.dtype(self._plan.model.dtype), iter(slots)
         with deadline(f"the export of {unit.name}"):
             whole = self._plan.deliver(unit, self._plan.source, [dtype] * len(unit.tensors))
-        if whole is not None and flat is not None:
-            made = (part for (name, _), tensor in zip(unit.tensors, whole, strict=True) for part in sent(self._quantization, name, tensor))
-            for slot, (_, tensor) in zip(slots, made, strict=True):
-                slot_view(flat, slot).copy_(tensor)
+        if whole is None or flat is None:
+            return
+        for (name, _), tensor in zip(unit.tensors, whole, strict=True):
+            if name in self._quantization.names:
+                yield tensor, tuple(next(places) for _ in self._quantization.format.endings)
+            else:
+                slot_view(flat, next(places)).copy_(tensor)
+
+    def _fill_quantized(self, waiting: list[tuple[Tensor, tuple[Slot, ...]]], flat: Tensor | None) -> None:
+        if not waiting or flat is None or self._quantization is None:
+            return
+        made = all_quantized([matrix for matrix, _ in waiting], self._quantization.format)
+        targets = [slot_view(flat, slot) for _, slots in waiting for slot in slots]
+        parts = [part.view(target.shape) for target, part in zip(targets, (part for parts in made for part in parts), strict=True)]
+        torch._foreach_copy_(targets, parts)
 
     def _own_copies(self, index: int, flat: Tensor) -> _Copies:
         found = self._copies.get(index)
@@ -127,6 +145,9 @@ class StageExport:
                     found.sources += parts
                     found.targets += [slot_view(flat, slot).view(part.shape) for part, slot in zip(parts, slots, strict=True)]
         return found
+
+
+MOST_WAITING = 1 << 26  # the numbers of gathered matrices that wait to be quantized together
 
 
 def send_order(units: Sequence[Unit], sizes: Sequence[int], bucket_bytes: int) -> list[Unit]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from services.trainer.parallel.safetensors_reader import reader_of
 from shared.model.quantization import QuantizedFormat, engine_bytes, format_of, in_groups, quantization_of, split_problems
 from shared.runtime.errors import ConfigError
+from shared.transfer import quantizer
 from shared.transfer.quantizer import plain, quantized
 from tests.support.converting import convert, quantized_checkpoint, to_8_bits
 from tests.unit.trainer.megatron.tiny import make_checkpoint
@@ -130,6 +131,24 @@ def test_entries_of_groups_are_known() -> None:
     assert format_of(Path("c"), KIMI) == in_groups(32) and format_of(Path("c"), AWQ) == in_groups(128, awq=True)
     for form in (in_groups(32), in_groups(128), in_groups(128, awq=True), QuantizedFormat(0, 0), QuantizedFormat(64, 32, True)):
         assert format_of(Path("c"), form.entry(["lm_head"])) == form
+
+
+@pytest.mark.parametrize("form", [QuantizedFormat(), QuantizedFormat(8, 8, True), QuantizedFormat(0, 0), in_groups(), in_groups(awq=True)])
+def test_matrices_together_are_as_one_after_the_other(form: QuantizedFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantizer, "TOGETHER", 1 << 13)  # two of the first shape
+    torch.manual_seed(0)
+    shapes = [(64, 64)] * 3 + [(200, 96)] * 2 + [(8, 32)]
+    matrices = [torch.randn(shape).to((torch.bfloat16, torch.float32)[index % 2]) for index, shape in enumerate(shapes)]
+    matrices[0][0] = 0.0
+    matrices.append(torch.randn(64, 128)[:, ::2])  # a view whose columns are apart
+    for matrix, made in zip(matrices, quantizer.all_quantized(matrices, form), strict=True):
+        for one, other in zip(made, quantized(matrix.clone(), form), strict=True):
+            assert (
+                one.shape == other.shape
+                and one.dtype == other.dtype
+                and torch.equal(*(part.reshape(-1).view(torch.uint8) for part in (one, other)))
+            )
+    assert quantizer.all_quantized([], form) == []
 
 
 def test_a_checkpoint_in_groups_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
