@@ -54,22 +54,47 @@ def make_model(directory: Path, case: str, device: str) -> Path:
     if case.startswith("moe"):
         write_model(directory, SHAPES["tiny" if device == "cpu" else "cut"])
         return directory
+    write_dense(directory, TINY if device == "cpu" else DENSE, device)
+    if case != "fp8":
+        return directory
+    command = [sys.executable, "-m", "services.trainer.convert_command", str(directory), f"{directory}-fp8", "--to", "fp8-block"]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    return Path(f"{directory}-fp8")
+
+
+def write_dense(directory: Path, sizes: dict[str, Any], device: str) -> None:
+    """Writes a random checkpoint of Qwen3's, made on the device: in bfloat16, on a CPU in float32."""
     import torch
     import transformers
 
     from tests.support.tiny_model import character_tokenizer
 
     torch.manual_seed(1)
-    config = transformers.Qwen3Config(**(TINY if device == "cpu" else DENSE), bos_token_id=None, eos_token_id=1, pad_token_id=0)
+    config = transformers.Qwen3Config(**sizes, bos_token_id=None, eos_token_id=1, pad_token_id=0)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config).to(torch.float32 if device == "cpu" else torch.bfloat16)
     model.save_pretrained(directory)
     character_tokenizer().save_pretrained(directory)
-    if case != "fp8":
-        return directory
-    command = [sys.executable, "-m", "services.trainer.convert_command", str(directory), f"{directory}-fp8", "--to", "fp8-block"]
-    subprocess.run(command, check=True, stdout=sys.stderr)
-    return Path(f"{directory}-fp8")
+    del model
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def differences(ratio: Any) -> dict[str, Any]:
+    """Returns how far the log-probs of two differ. ``ratio``: the one's minus the other's of each token, float64."""
+    import numpy as np
+
+    mean, largest = float(np.abs(ratio).mean()), float(np.abs(ratio).max())
+    return {"tokens": len(ratio), "mean": mean, "max": largest, "k3": float((np.expm1(ratio) - ratio).mean())}
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """Prints rows as a table."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*(f"{value:.3g}" if isinstance(value := row.get(name, ""), float) else str(value) for name in columns))
+    Console(width=180).print(table)
 
 
 @contextmanager
@@ -203,15 +228,11 @@ class CaseMeasurement:
         if self.arguments.device == "cuda":
             del actor, found
             torch.cuda.empty_cache()
-        each_difference = np.abs(ratio)
         return {
-            "tokens": len(ratio),
+            **differences(ratio),
             "differing": int((ratio != 0).sum()),
-            "mean": float(each_difference.mean()),
-            "p99": float(np.quantile(each_difference, 0.99)),
-            "max": float(each_difference.max()),
+            "p99": float(np.quantile(np.abs(ratio), 0.99)),
             "k1": float(-ratio.mean()),
-            "k3": float((np.expm1(ratio) - ratio).mean()),
             "trained_tokens_per_s": self.arguments.steps * sum(one.length for one in samples) / seconds,
         }
 
@@ -297,11 +318,7 @@ def main(words: list[str] | None = None) -> int:
                 arguments.out.write_text(json.dumps({**head, "rows": rows + measured.rows()}, indent=2) + "\n")
                 time.sleep(0.3)
             rows += measured.rows()
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    table = Table(*columns)
-    for row in rows:
-        table.add_row(*(f"{value:.3g}" if isinstance(value := row.get(name, ""), float) else str(value) for name in columns))
-    Console(width=180).print(table)
+    show(rows)
     return int(any("problem" in row for row in rows))
 
 

@@ -5,7 +5,9 @@ engine has the second, on one both share it. Alignments in one precision: `bench
 
 One JSON object is written as the figures come; a table is printed at the end. On GPUs ``--model DIR`` names a checkpoint; without one a
 model of random weights is made, with ``--shape 0.6b`` of Qwen3-0.6B's layers. ``k3``: an estimate of the KL. ``uncorrected``: mean of
-|w - 1| over tokens, of the importance weight w; ``with_tis``: the mean of what --use-tis cuts off from w at 2.
+|w - 1| over tokens, of the importance weight w; ``with_tis``: the mean of what --use-tis cuts off from w at 2. ``push_seconds_…``: of
+the second push, until generation pauses; from then until the first bucket is issued, all are, all are sent, all are loaded; from then until
+the engine is ready (4-bit weights are rearranged), and until it goes on.
 """
 
 import argparse
@@ -20,8 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
+from benchmarks.alignment import DENSE, PROMPTS, differences, show, write_dense
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,11 +42,12 @@ PRECISIONS = {
 }
 """The options of `myxo convert` that make the engines' checkpoint."""
 
-PROMPTS = (3, 17, 33, 70)  # tokens
 SHAPES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_layers": 4, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32},
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_layers": 28, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128},
 }
+LARGE = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32, "vocab_size": 512}
+"""Of Qwen3-4B's layers; the embedding is small."""
 TIS_BOUND = 2.0
 Answer = tuple[list[int], list[float]]  # tokens and the engine's log-probs of a response
 
@@ -105,19 +107,18 @@ def log_ratio(actor: "Actor", prompts: list[list[int]], answers: list[Answer]) -
     return found.astype(np.float64)
 
 
-def figures(ratio: "np.ndarray[Any, Any]") -> dict[str, Any]:
-    """Returns how far engine and trainer differ."""
-    import numpy as np
+def write_random(directory: Path, shape: str, device: str) -> None:
+    """Writes a checkpoint of random weights. ``30b-a3b``: some layers of its experts."""
+    if shape == "30b-a3b":
+        from benchmarks import routing_replay
 
-    mean, largest = float(np.abs(ratio).mean()), float(np.abs(ratio).max())
-    return {"tokens": len(ratio), "mean": mean, "max": largest, "k3": float((np.expm1(ratio) - ratio).mean())}
+        routing_replay.write_model(directory, routing_replay.SHAPES["cut" if device == "cuda" else "tiny"])
+    elif shape == "4b":
+        write_dense(directory, DENSE | LARGE, device)
+    else:
+        from tests.support.tiny_model import TinyModelShape, write_tiny_model
 
-
-def prompts_of(arguments: argparse.Namespace, model: Path) -> list[list[int]]:
-    import torch
-
-    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-    return [torch.randint(4, vocabulary, (PROMPTS[index % 4],)).tolist() for index in range(arguments.samples)]
+        write_tiny_model(directory, shape=TinyModelShape(**SHAPES[shape], weight_std=0.1 if shape == "tiny" else 0.05))
 
 
 def by_precision(precision: str, arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
@@ -141,27 +142,40 @@ def by_precision(precision: str, arguments: argparse.Namespace, directory: Path)
     flags |= {"mem-fraction-static": 0.3} if arguments.device == "cuda" and not apart else {}
     aware = {"quantization_aware": precision == "int4-aware"}
     config = run_of(arguments, directory, model, trainer=aware, rollout={"sglang": flags})
-    prompts = prompts_of(arguments, model)
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    prompts = [torch.randint(4, vocabulary, (PROMPTS[index % 4],)).tolist() for index in range(arguments.samples)]
     service: Any = argparse.Namespace(config=config, name="rollout", instance="rollout-0")
     started = replica_command(service, "benchmark")
     started = replace(started, env=started.env | {"CUDA_VISIBLE_DEVICES": "1"}) if apart else started
     engine = EngineProcess(started, directory / "engine.log")
     actor = Actor.create(TrainerSettings.from_run(config), model)
     sender = StageSender(actor.model, "group" if apart or arguments.device == "cpu" else "memory", 300, 1 << 28, None, actor.quantization)
-    pushes: list[tuple[float, int]] = []
+    pushes: list[tuple[dict[str, float], int]] = []
 
     async def push(client: "EngineClient", version: int, names: list[str]) -> None:
         begun = time.monotonic()
         await client.pause("in_place")
         await client.begin_weight_update()
+        open_at = time.monotonic()
         sending = asyncio.to_thread(sender.send, version, partial=False, seconds=300)
         received, sent = await asyncio.gather(client.receive(version, version, names, check=False, deadline=300), sending)
+        loaded_at = time.monotonic()
         await client.end_weight_update()
+        ended_at = time.monotonic()
         await client.set_weight_version(version)
         await client.resume()
         if sent.error is not None:
             raise RuntimeError(f"push {version} failed: {sent.error}")
-        pushes.append((time.monotonic() - begun, received.bytes))
+        parts = {name: sender.marks[name] - open_at for name in ("first_sent", "issued", "sent") if name in sender.marks}
+        now = time.monotonic()
+        whole = {
+            "": now - begun,
+            "_pause": open_at - begun,
+            "_load": loaded_at - open_at,
+            "_end": ended_at - loaded_at,
+            "_resume": now - ended_at,
+        }
+        pushes.append((whole | {f"_{name}": value for name, value in parts.items()}, received.bytes))
 
     async def run() -> tuple[list[Answer], float]:
         await engine.ready(900)
@@ -186,13 +200,13 @@ def by_precision(precision: str, arguments: argparse.Namespace, directory: Path)
     weights, held = np.exp(ratio), re.findall(r"Load weight end.*mem usage=([\d.]+) GB", (directory / "engine.log").read_text())
     return {
         "precision": precision,
-        **figures(ratio),
+        **differences(ratio),
         "uncorrected": float(np.abs(weights - 1).mean()),
         "with_tis": float(np.maximum(weights - TIS_BOUND, 0).mean()),
         "engine_weights_gb": float(held[0]) if held else None,
         "generated_tokens_per_s": len(ratio) / generating,
         "push_bytes": pushes[-1][1],
-        "push_seconds": pushes[-1][0],
+        **{f"push_seconds{part}": seconds for part, seconds in pushes[-1][0].items()},
     }
 
 
@@ -200,7 +214,7 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
     """Returns the arguments."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.precision", description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="a checkpoint's directory (default: a model of random weights)")
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="tiny", help="of a model of random weights (default tiny: 5 million)")
+    parser.add_argument("--shape", choices=(*SHAPES, "4b", "30b-a3b"), default="tiny", help="of random weights (default tiny: 5 million)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--backend", choices=("megatron", "torch"), default="megatron")
     parser.add_argument("--samples", type=int, default=8)
@@ -226,11 +240,8 @@ def main(words: list[str] | None = None) -> None:
     every = [name for name in PRECISIONS if not (arguments.device == "cpu" and name == "fp8-cache")]
     with tempfile.TemporaryDirectory() as scratch:
         if arguments.model is None:
-            from tests.support.tiny_model import TinyModelShape, write_tiny_model
-
             arguments.model = Path(scratch) / "model"
-            std = 0.1 if arguments.shape == "tiny" else 0.05
-            write_tiny_model(arguments.model, shape=TinyModelShape(**SHAPES[arguments.shape], weight_std=std))
+            write_random(arguments.model, arguments.shape, arguments.device)
         found: list[dict[str, Any]] = []
         for name in arguments.precisions or every:
             command = [sys.executable, "-m", "benchmarks.precision", *(sys.argv[1:] if words is None else words)]
@@ -241,10 +252,7 @@ def main(words: list[str] | None = None) -> None:
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
             row = {"device": arguments.device, "backend": arguments.backend, "shape": arguments.shape, "rows": found}
             arguments.out.write_text(json.dumps(row, indent=2) + "\n")
-    table = Table(*max(found, key=len))
-    for one in found:
-        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in one.values()))
-    Console(width=180).print(table)
+    show(found)
 
 
 if __name__ == "__main__":
