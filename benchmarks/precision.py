@@ -48,6 +48,9 @@ SHAPES = {
 }
 LARGE = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32, "vocab_size": 512}
 """Of Qwen3-4B's layers; the embedding is small."""
+EXPERTS = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128}
+EXPERTS |= {"num_experts_per_tok": 8}
+"""Of Qwen3-30B-A3B's layers, of which there are four."""
 TIS_BOUND = 2.0
 Answer = tuple[list[int], list[float]]  # tokens and the engine's log-probs of a response
 
@@ -112,7 +115,7 @@ def write_random(directory: Path, shape: str, device: str) -> None:
     if shape == "30b-a3b":
         from benchmarks import routing_replay
 
-        routing_replay.write_model(directory, routing_replay.SHAPES["cut" if device == "cuda" else "tiny"])
+        routing_replay.write_model(directory, routing_replay.SIZES | EXPERTS if device == "cuda" else routing_replay.SHAPES["tiny"])
     elif shape == "4b":
         write_dense(directory, DENSE | LARGE, device)
     else:
