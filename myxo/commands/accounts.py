@@ -1,18 +1,26 @@
 """``myxo accounts DIR``: makes the accounts of a run on NATS and Redis."""
 
 import argparse
+import asyncio
+import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import nats
+import redis
 from rich.console import Console
 
-from shared.accounts.credentials import Deployment, ServerAddress, make
-from shared.accounts.permissions import MEMORY, NatsSettings, RedisSettings
+from shared.accounts.credentials import AUTHORITY, NATS, REDIS, REDIS_URL, Deployment, ServerAddress, admit, make, revoke
+from shared.accounts.permissions import ADMISSION, MEMORY, OPERATOR, NatsSettings, RedisSettings, redis_user, replica_rights
 from shared.bus.subjects import RUN_ID
 from shared.runtime import exit_codes
+from shared.runtime.addresses import trusted
 from shared.runtime.errors import ConfigError
+
+SERVER_SECONDS = 15.0  # time in which a running server has to take a change
 
 _SIZE = re.compile(r"[1-9]\d{0,14}([kmg]b?)?")  # size as Redis reads it
 _DESCRIPTION = """Make the accounts of a run on NATS and Redis: passwords (kept where there are some already), the servers' configs and,
@@ -41,6 +49,13 @@ def declare(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--nats-monitor", metavar="HOST:PORT", help="where NATS serves its health page, to anybody (default 127.0.0.1:8222)"
     )
+    single = command.add_mutually_exclusive_group()
+    single.add_argument(
+        "--join", metavar="REPLICA", help="give one remote replica its own accounts, in DIR/replicas/REPLICA, while the servers run"
+    )
+    single.add_argument(
+        "--leave", metavar="REPLICA", help="revoke these accounts: the running servers close their connections and take no others"
+    )
     command.set_defaults(run_command=accounts)
 
 
@@ -63,9 +78,56 @@ def accounts(parsed: argparse.Namespace, console: Console) -> int:
         bus, store = replace(bus, store=str(data / "nats")), replace(store, data=str(data / "redis"))
     mounted = parsed.mounted.rstrip("/") if parsed.mounted else "/credentials" if parsed.data is None else ""
     deployment = Deployment(parsed.run, nats, redis, parsed.tls, bus, store, mounted)
+    if parsed.leave is not None:
+        revoke(parsed.directory, parsed.leave)
+    if parsed.join is not None:
+        admit(parsed.directory, parsed.join)
     for line in make(parsed.directory, deployment):
         console.print(line, soft_wrap=True)
-    return exit_codes.DONE
+    failed = list(_apply(parsed.directory, deployment, parsed.join, parsed.leave))
+    for line in failed:
+        console.print(line, soft_wrap=True)
+    return exit_codes.FAILED if failed else exit_codes.DONE
+
+
+def _apply(directory: Path, deployment: Deployment, join: str | None, leave: str | None) -> Iterator[str]:
+    """Has the running servers take a replica's accounts, or drop them. Yields a line for each that did not."""
+    if (name := join or leave) is None:
+        return
+    rights, authority = replica_rights(deployment.run, name), directory / OPERATOR / AUTHORITY
+    passwords = {server: (directory / server / ADMISSION).read_text() for server in (NATS, REDIS)}
+    done = "joins" if join else "is revoked"
+    try:
+        tls = {"ssl_ca_certs": str(authority)} if deployment.tls else {}
+        url = f"{'rediss' if deployment.tls else 'redis'}://{ADMISSION}:{passwords[REDIS]}@{deployment.redis}"
+        with redis.Redis.from_url(url, socket_timeout=SERVER_SECONDS, **tls) as store:
+            if leave:
+                store.execute_command("ACL DELUSER", rights.user)
+            elif rights.store is not None:
+                password = urlsplit((directory / rights.home / REDIS_URL).read_text().strip()).password or ""
+                _, user, *rules = redis_user(rights.user, password, rights.store).split()
+                store.execute_command("ACL SETUSER", user, "reset", *rules)
+    except redis.RedisError as error:
+        yield f"Redis at {deployment.redis} runs as before ({error}): {name} {done} there once it is restarted"
+    try:
+        url = f"{'tls' if deployment.tls else 'nats'}://{ADMISSION}:{passwords[NATS]}@{deployment.nats}"
+        asyncio.run(asyncio.wait_for(_reload(url, str(authority) if deployment.tls else None), SERVER_SECONDS))
+    except (OSError, nats.errors.Error, ValueError) as error:
+        reason = str(error) or type(error).__name__
+        yield f"NATS at {deployment.nats} runs as before ({reason}): {name} {done} there once it is restarted"
+
+
+async def _reload(url: str, authority: str | None) -> None:
+    """Has a NATS server read its config again. Raises ValueError with its reason where it does not."""
+    tls = trusted(authority) if authority else None
+    client = await nats.connect(url, tls=tls, allow_reconnect=False, connect_timeout=5)
+    try:
+        subject = f"$SYS.REQ.SERVER.{client._server_info['server_id']}.RELOAD"
+        answer = json.loads((await client.request(subject, b"", timeout=SERVER_SECONDS)).data)
+    finally:
+        await client.close()
+    if "error" in answer:
+        raise ValueError(answer["error"].get("description", answer["error"]))
 
 
 def address(flag: str, text: str) -> ServerAddress:

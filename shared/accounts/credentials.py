@@ -1,23 +1,29 @@
 """Makes the credential files, one directory for each container. Later calls keep them, and rewrite the servers' configs.
 
-    DIR/nats/      nats.conf, certificate.pem, key.pem
-    DIR/redis/     redis.conf, health (password of the account that may only ping), certificate.pem, key.pem
+    DIR/nats/      nats.conf, admission (password of the account that may have the server read it again), certificate.pem, key.pem
+    DIR/redis/     redis.conf, health (password of the account that may only ping), admission, certificate.pem, key.pem
     DIR/<role>/    nats_url, redis_url, ca.pem; rollout's, and that of the router, which has nothing else: router_key; console's: token
+    DIR/replicas/<name>/   nats_url, redis_url, ca.pem of one replica (`admit`)
 
 In compose each of these directories is a separate volume, which only its owner's container mounts.
 """
 
 import contextlib
+import re
 import secrets
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from shared.accounts.permissions import (
+    ADMISSION,
     CERTIFICATE,
     CONSOLE,
     HEALTH,
     KEY,
+    REPLICAS,
     ROLES,
     ROLLOUT,
     NatsSettings,
@@ -25,6 +31,7 @@ from shared.accounts.permissions import (
     Rights,
     nats_conf,
     redis_conf,
+    replica_rights,
     rights,
 )
 from shared.runtime.errors import ConfigError, MyxoError
@@ -34,7 +41,8 @@ NATS, REDIS, ROUTER = "nats", "redis", "router"
 NATS_URL, REDIS_URL, AUTHORITY = "nats_url", "redis_url", "ca.pem"  # names of a role's files
 ROUTER_KEY = "router_key"  # name of the file with the key to the router's control plane
 TOKEN = "token"  # name of the file with what opens the console
-_BARE = (HEALTH, ROUTER_KEY, TOKEN)  # files that hold a password alone, not a URL
+_BARE = (HEALTH, ADMISSION, ROUTER_KEY, TOKEN)  # files that hold a password alone, not a URL
+_OWNED = (NATS_URL, REDIS_URL, ROUTER_KEY, TOKEN, ADMISSION)
 OWNER_ONLY = 0o400  # mode of a role's files: its service runs as the user that makes the accounts (10001 in the images)
 
 # The mode of the servers' files: NATS may run as root, Redis as 999. They are protected because no other container mounts the volume.
@@ -87,17 +95,36 @@ def make(directory: Path, deployment: Deployment) -> list[str]:
         raise ConfigError("DIR", str(directory), f"{where}: {error.strerror}; expected a directory that this user can write") from error
 
 
+def admitted(directory: Path) -> list[str]:
+    """Returns the names of the replicas that have accounts of their own."""
+    return sorted(path.name for path in (directory / REPLICAS).glob("*") if path.is_dir())
+
+
+def admit(directory: Path, name: str) -> None:
+    """Prepares accounts for one replica; `make` makes them. Raises ConfigError."""
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,62}", name):
+        raise ConfigError("--join", name, "expected up to 63 lower-case letters, digits, '-' and '_'")
+    (directory / REPLICAS / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def revoke(directory: Path, name: str) -> None:
+    """Removes one replica's accounts; `make` takes them out of the configs. Raises ConfigError for one that has none."""
+    if name not in (names := admitted(directory)):
+        raise ConfigError("--leave", name, f"expected a replica with accounts of its own: {', '.join(names) or 'there is none'}")
+    shutil.rmtree(directory / REPLICAS / name)
+
+
 def _make(directory: Path, deployment: Deployment) -> list[str]:
-    roles = rights(deployment.run)
+    roles = (*rights(deployment.run), *(replica_rights(deployment.run, name) for name in admitted(directory)))
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # outside of compose's volumes, the directory belongs to this user alone
     for name in (NATS, REDIS, ROUTER, *ROLES):
         (directory / name).mkdir(mode=0o755 if name in (NATS, REDIS) else 0o700, exist_ok=True)
-    said = _certificates(directory, deployment) if deployment.tls else []
+    said = _certificates(directory, deployment, [role.home for role in roles]) if deployment.tls else []
     passwords, kept = _passwords(directory, roles)
     said.append(f"passwords: {len(passwords) - kept} made, {kept} kept")
     written = []
     for path, text in _texts(directory, deployment, roles, passwords).items():
-        if write(path, text.encode(), OWNER_ONLY if path.name in (NATS_URL, REDIS_URL, ROUTER_KEY, TOKEN) else EVERYBODY):
+        if write(path, text.encode(), OWNER_ONLY if path.name in _OWNED else EVERYBODY):
             written.append(str(path.relative_to(directory)))
     said.append(f"files: {', '.join(written) or 'all as they were'}")
     said.append(f"run {deployment.run}: {len(roles)} accounts, {'TLS' if deployment.tls else 'no TLS'}")
@@ -106,9 +133,10 @@ def _make(directory: Path, deployment: Deployment) -> list[str]:
 
 def _passwords(directory: Path, roles: tuple[Rights, ...]) -> tuple[dict[Path, str], int]:
     """Returns every password by its file, known or newly made, and how many were known."""
-    places = [directory / role.role / NATS_URL for role in roles]
-    places += [directory / role.role / REDIS_URL for role in roles if role.store is not None]
+    places = [directory / role.home / NATS_URL for role in roles]
+    places += [directory / role.home / REDIS_URL for role in roles if role.store is not None]
     places += [directory / REDIS / HEALTH, directory / ROUTER / ROUTER_KEY, directory / CONSOLE / TOKEN]
+    places += [directory / server / ADMISSION for server in (NATS, REDIS)]
     known = {path: password for path in places if (password := _password(path))}
     passwords = {path: known.get(path) or secrets.token_urlsafe(PASSWORD_BYTES) for path in places}
     return passwords, len(known)
@@ -116,14 +144,16 @@ def _passwords(directory: Path, roles: tuple[Rights, ...]) -> tuple[dict[Path, s
 
 def _texts(directory: Path, deployment: Deployment, roles: tuple[Rights, ...], passwords: dict[Path, str]) -> dict[Path, str]:
     bus_scheme, store_scheme = ("tls", "rediss") if deployment.tls else ("nats", "redis")
-    texts, bus, store = {}, {}, {HEALTH: passwords[directory / REDIS / HEALTH]}
+    texts = {directory / server / ADMISSION: passwords[directory / server / ADMISSION] for server in (NATS, REDIS)}
+    bus = {ADMISSION: passwords[directory / NATS / ADMISSION]}
+    store = {HEALTH: passwords[directory / REDIS / HEALTH], ADMISSION: passwords[directory / REDIS / ADMISSION]}
     for role in roles:
-        home = directory / role.role
-        bus[role.role] = passwords[home / NATS_URL]
-        texts[home / NATS_URL] = f"{bus_scheme}://{role.user}:{bus[role.role]}@{deployment.nats}\n"
+        home = directory / role.home
+        bus[role.home] = passwords[home / NATS_URL]
+        texts[home / NATS_URL] = f"{bus_scheme}://{role.user}:{bus[role.home]}@{deployment.nats}\n"
         if role.store is not None:
-            store[role.role] = passwords[home / REDIS_URL]
-            texts[home / REDIS_URL] = f"{store_scheme}://{role.user}:{store[role.role]}@{deployment.redis}/0\n"
+            store[role.home] = passwords[home / REDIS_URL]
+            texts[home / REDIS_URL] = f"{store_scheme}://{role.user}:{store[role.home]}@{deployment.redis}/0\n"
     tls = {name: deployment.mounted or str((directory / name).absolute()) if deployment.tls else None for name in (NATS, REDIS)}
     nats_settings = deployment.nats_settings or NatsSettings(listen=f"0.0.0.0:{deployment.nats.port}")
     redis_settings = deployment.redis_settings or RedisSettings(port=deployment.redis.port)
@@ -148,7 +178,7 @@ def _password(path: Path) -> str | None:
     return password or None
 
 
-def _certificates(directory: Path, deployment: Deployment) -> list[str]:
+def _certificates(directory: Path, deployment: Deployment, homes: Sequence[str]) -> list[str]:
     try:
         from shared.accounts import certificates  # imports a library that only TLS needs
     except ModuleNotFoundError as error:
@@ -164,13 +194,15 @@ def _certificates(directory: Path, deployment: Deployment) -> list[str]:
         differ = "roles trust different authorities" if len(authorities) > 1 else None
         reason = differ or certificates.stale(found, hosts)
         if reason is None:
+            for home in homes:
+                write(directory / home / AUTHORITY, found.authority, OWNER_ONLY)
             return ["certificates: kept"]
     chain = certificates.make(hosts)
     for server, pair in chain.servers.items():
         write(directory / server / KEY, pair.key, EVERYBODY)
         write(directory / server / CERTIFICATE, pair.certificate, EVERYBODY)
-    for role in ROLES:
-        write(directory / role / AUTHORITY, chain.authority, OWNER_ONLY)
+    for home in homes:
+        write(directory / home / AUTHORITY, chain.authority, OWNER_ONLY)
     return [f"certificates: made ({reason}); restart servers and services"]
 
 

@@ -2,13 +2,14 @@
 configs. Pure.
 
 The servers refuse everything that is not listed here. A right is granted to a role, not to a process: all replicas of the rollout service
-share one account. NATS gets the passwords in plain text (no other container mounts its file), Redis their SHA-256.
+share one account, unless they are given accounts of their own (`replica_rights`), which can be revoked one by one. NATS gets the passwords
+in plain text (no other container mounts its file), Redis their SHA-256.
 """
 
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shared.bus import registry
@@ -21,6 +22,8 @@ OPERATOR, ENVIRONMENT = "operator", "environment"
 # The accounts of a run: its services, its operators, and external environments on the bus.
 ROLES = (BUFFER, ROLLOUT, REWARD, TRAINER, GATEWAY, CONSOLE, OPERATOR, ENVIRONMENT)
 HEALTH = "health"  # store's account that may only ping
+REPLICAS = "replicas"  # directory of the accounts of single replicas
+ADMISSION = "admission"  # account of both servers by which `myxo accounts` lets replicas in and out while they run
 ANY, REST = "*", ">"  # wildcards of a subject: one token, one or more tokens at the end
 API = "$JS.API"
 
@@ -53,12 +56,13 @@ class StoreRights:
 
 @dataclass(frozen=True)
 class Rights:
-    """All rights of one role. ``store`` is None for a role without an account there."""
+    """All rights of one role. ``store`` is None for a role without an account there. ``home``: the directory of its files."""
 
     role: str
     user: str
     bus: BusRights
     store: StoreRights | None
+    home: str
 
 
 def user_name(role: str, run: str) -> str:
@@ -98,12 +102,17 @@ def rights(run: str) -> tuple[Rights, ...]:
         CONSOLE: StoreRights((*_CONNECTION, "getrange", "info"), payloads, (), (StoreRights(("llen", "lrange"), sessions),)),
         OPERATOR: StoreRights((*_CONNECTION, "exists", "get", "getrange", "scan", "unlink"), everything, everything),
     }
-    return tuple(Rights(role, user_name(role, run), bus[role](names), store.get(role)) for role in ROLES)
+    return tuple(Rights(role, user_name(role, run), bus[role](names), store.get(role), role) for role in ROLES)
 
 
 def rights_of(role: str, run: str) -> Rights:
     """Returns the rights of one role."""
     return next(found for found in rights(run) if found.role == role)
+
+
+def replica_rights(run: str, replica: str) -> Rights:
+    """Returns the rights of one remote replica: those of the rollout service, under a name of its own."""
+    return replace(rights_of(ROLLOUT, run), user=f"{user_name(ROLLOUT, run)}.{replica}", home=f"{REPLICAS}/{replica}")
 
 
 def answering_role(subject: str) -> str | None:
@@ -356,7 +365,7 @@ class RedisSettings:
 
 
 def nats_conf(rights: Iterable[Rights], passwords: Mapping[str, str], settings: NatsSettings) -> str:
-    """Returns nats.conf, whose values are JSON. ``passwords``: by role."""
+    """Returns nats.conf, whose values are JSON. ``passwords``: by home, and that of `ADMISSION`."""
     config: dict[str, Any] = {
         "listen": settings.listen,
         "http": settings.monitor,
@@ -366,8 +375,10 @@ def nats_conf(rights: Iterable[Rights], passwords: Mapping[str, str], settings: 
     if settings.tls is not None:
         files = {"cert_file": f"{settings.tls}/{CERTIFICATE}", "key_file": f"{settings.tls}/{KEY}"}
         config["tls"] = {**files, "timeout": TLS_SECONDS}
-    users = [(role, nats_user(role, passwords[role.role])) for role in rights]
+    users = [(role, nats_user(role, passwords[role.home])) for role in rights]
     config["accounts"] = nats_accounts([user for role, user in users if role.role == OPERATOR], users)
+    admission = BusRights(("$SYS.REQ.SERVER.*.RELOAD",), (f"_INBOX.{REST}",))
+    config["accounts"]["$SYS"] = {"users": [{"user": ADMISSION, "password": passwords[ADMISSION], "permissions": _permissions(admission)}]}
     return "".join(f"{key}: {json.dumps(value, indent=2)}\n" for key, value in config.items())
 
 
@@ -383,6 +394,9 @@ def nats_accounts(owners: list[dict[str, Any]], users: Iterable[tuple[Rights, di
     accounts: dict[str, Any] = {RUN_ACCOUNT: {"jetstream": "enabled", "users": owners, "exports": served[RUN_ACCOUNT]}}
     for rights, user in users:
         if rights.role == OPERATOR:
+            continue
+        if rights.role in accounts:  # a single replica: in the account of its role
+            accounts[rights.role]["users"].append(user)
             continue
         imports: list[dict[str, Any]] = []
         for subject in rights.bus.publish:
@@ -422,7 +436,7 @@ def _allowed(subjects: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
 
 
 def redis_conf(rights: Iterable[Rights], passwords: Mapping[str, str], settings: RedisSettings) -> str:
-    """Returns redis.conf, for Redis from 7.0 and Valkey. ``passwords``: by role, and that of `HEALTH`."""
+    """Returns redis.conf, for Redis from 7.0 and Valkey. ``passwords``: by home, and those of `HEALTH` and `ADMISSION`."""
     lines = [
         f"bind {settings.bind}",
         f"unixsocket {_quoted(settings.socket)}",
@@ -441,8 +455,9 @@ def redis_conf(rights: Iterable[Rights], passwords: Mapping[str, str], settings:
         lines += ["port 0", f"tls-port {settings.port}", "tls-auth-clients no"]
         lines += [f"tls-cert-file {_quoted(f'{settings.tls}/{CERTIFICATE}')}", f"tls-key-file {_quoted(f'{settings.tls}/{KEY}')}"]
     lines.append("user default off resetpass resetkeys resetchannels -@all")
-    lines += [redis_user(role.user, passwords[role.role], role.store) for role in rights if role.store is not None]
+    lines += [redis_user(role.user, passwords[role.home], role.store) for role in rights if role.store is not None]
     lines.append(redis_user(HEALTH, passwords[HEALTH], StoreRights(("ping",))))
+    lines.append(redis_user(ADMISSION, passwords[ADMISSION], StoreRights(("acl|setuser", "acl|deluser"))))
     return "\n".join([*lines, ""])
 
 

@@ -13,7 +13,7 @@ from shared.runtime.errors import ConfigError
 def test_it_says_what_it_did_and_no_password(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["accounts", str(tmp_path), "--run", "demo"]) == 0
     out = capsys.readouterr().out
-    assert "passwords: 18 made, 0 kept" in out and "run demo: 8 accounts, no TLS" in out
+    assert "passwords: 20 made, 0 kept" in out and "run demo: 8 accounts, no TLS" in out
     for path in tmp_path.glob("*/*_url"):
         assert path.read_text().split("@")[0].rsplit(":", 1)[1] not in out
     assert main(["accounts", str(tmp_path), "--run", "demo", "--tls"]) == 0

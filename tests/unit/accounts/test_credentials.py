@@ -33,6 +33,8 @@ def test_every_account_has_its_files_and_a_password_of_its_own(tmp_path: Path) -
         "nats/nats.conf",
         "redis/redis.conf",
         "redis/health",
+        "nats/admission",
+        "redis/admission",
         "router/router_key",
         "rollout/router_key",
         "console/token",
@@ -52,8 +54,8 @@ def test_a_second_call_changes_nothing_and_says_so(tmp_path: Path) -> None:
     before = files(tmp_path)
     second = make(tmp_path, PLAIN)
     assert files(tmp_path) == before
-    assert "passwords: 18 made, 0 kept" in first
-    assert second == ["passwords: 0 made, 18 kept", "files: all as they were", "run demo: 8 accounts, no TLS"]
+    assert "passwords: 20 made, 0 kept" in first
+    assert second == ["passwords: 0 made, 20 kept", "files: all as they were", "run demo: 8 accounts, no TLS"]
 
 
 def test_another_run_and_encryption_take_effect_and_passwords_stay(tmp_path: Path) -> None:
@@ -67,7 +69,7 @@ def test_another_run_and_encryption_take_effect_and_passwords_stay(tmp_path: Pat
     assert '"user": "trainer.other"' in found["nats/nats.conf"] and "demo" not in found["nats/nats.conf"] + found["redis/redis.conf"]
     assert 'listen: "0.0.0.0:4333"' in found["nats/nats.conf"] and "tls-port 6380" in found["redis/redis.conf"]
     assert '"/credentials/key.pem"' in found["nats/nats.conf"]
-    assert make(tmp_path, PLAIN)[0] == "passwords: 0 made, 18 kept"
+    assert make(tmp_path, PLAIN)[0] == "passwords: 0 made, 20 kept"
     assert "tls" not in files(tmp_path)["nats/nats.conf"]
 
 
@@ -75,7 +77,7 @@ def test_a_lost_file_is_one_new_password(tmp_path: Path) -> None:
     make(tmp_path, PLAIN)
     before = passwords(tmp_path)
     (tmp_path / "reward" / "nats_url").unlink()
-    assert "passwords: 1 made, 17 kept" in make(tmp_path, PLAIN)
+    assert "passwords: 1 made, 19 kept" in make(tmp_path, PLAIN)
     after = passwords(tmp_path)
     assert {name for name in before if before[name] != after[name]} == {"reward/nats_url"}
     assert after["reward/nats_url"] in files(tmp_path)["nats/nats.conf"]
@@ -104,7 +106,8 @@ def test_modes(tmp_path: Path) -> None:
         assert {mode(path) for path in (directory / role).iterdir()} == {0o400}
     for server in ("nats", "redis"):
         assert mode(directory / server) == 0o755
-        assert {mode(path) for path in (directory / server).iterdir()} == {0o444}
+        assert {mode(path) for path in (directory / server).iterdir() if path.name != "admission"} == {0o444}
+        assert mode(directory / server / "admission") == 0o400
 
 
 def test_a_directory_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:

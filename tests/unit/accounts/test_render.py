@@ -9,7 +9,7 @@ import pytest
 
 from shared.accounts.permissions import MAX_PAYLOAD, ROLES, NatsSettings, RedisSettings, nats_conf, redis_conf, rights
 
-PASSWORDS = {role: f"{role}-secret" for role in (*ROLES, "health")}
+PASSWORDS = {role: f"{role}-secret" for role in (*ROLES, "health", "admission")}
 
 
 def nats(settings: NatsSettings | None = None) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def test_every_role_has_one_user_of_nats_with_rights_of_its_own() -> None:
 
 def test_redis_has_no_user_without_a_password_and_no_password_in_the_clear() -> None:
     users = {line.split()[0]: line.split()[1:] for line in directive(redis(), "user")}
-    assert set(users) == {"default", "health", *(f"{role}.demo" for role in ROLES if role != "environment")}
+    assert set(users) == {"default", "health", "admission", *(f"{role}.demo" for role in ROLES if role != "environment")}
     assert users.pop("default") == ["off", "resetpass", "resetkeys", "resetchannels", "-@all"]
     for name, rules in users.items():
         assert rules[:2] == ["on", f"#{hashlib.sha256(PASSWORDS[name.split('.')[0]].encode()).hexdigest()}"]
