@@ -270,7 +270,7 @@ class Buffer:
         watching = (self._watch_versions(), self._watch_gauges(), self._until_broken())
         free, most_pictures = self._eval_log.release, self._prompts.most_pictures
         outcomes = OutcomeConsumer(service, self._limits, self._state, self._lease.held, self._decide, free, self._admits, most_pictures)
-        publishing = self._tasks.publishers(outcomes.settle)
+        publishing = self._tasks.publishers(outcomes.settle, self._state)
         async with service.background(*publishing, self._keeper.run(), self._eval_log.run(), self._free(), outcomes.run(), *watching):
             await service.stopping.wait()
             with contextlib.suppress(TimeoutError):  # the end comes between two decisions, and none follows

@@ -69,11 +69,11 @@ class TaskPublisher:
         for name in evaluation.pending:
             self._queues[EVAL].put_nowait({"group": name, **fields})
 
-    def publishers(self, give_up: GiveUp) -> tuple[Coroutine[Any, Any, None], ...]:
+    def publishers(self, give_up: GiveUp, state: BufferState) -> tuple[Coroutine[Any, Any, None], ...]:
         """Returns what publishes all that is queued, until cancelled. ``give_up``: as in `publish`."""
-        return self.publish(TRAIN, give_up), self.publish(EVAL, give_up), self.ask_function()
+        return self.publish(TRAIN, give_up, state), self.publish(EVAL, give_up, state), self.ask_function()
 
-    async def publish(self, task_class: str, give_up: GiveUp) -> None:
+    async def publish(self, task_class: str, give_up: GiveUp, state: BufferState) -> None:
         """Publishes the tasks of a class until cancelled. ``give_up``: takes the groups whose prompt cannot be read, or sent."""
         queue = self._queues[task_class]
         while True:
@@ -87,7 +87,12 @@ class TaskPublisher:
                     found = await asyncio.to_thread(prompt, fields["group"]) if self._prompts.slow else prompt(fields["group"])
                     task = self._task(found, **fields)
                     if found is not None and found.pictures:
-                        task = task.model_copy(update={"pictures": await self._stored(task, found.pictures)})
+                        stored = await self._stored(task, found.pictures)
+                        task = task.model_copy(update={"pictures": stored})
+                        group = state.groups.get(task.group)
+                        if task_class == TRAIN and (group is None or group.scored is not None or group.attempt != task.attempt):
+                            await self._store.free(stored.keys)  # it ended before, when they were freed: nobody frees them again
+                            continue
                 except (ConfigError, BadMessage) as error:
                     await give_up([_failed(fields, error)])
                     continue

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from services.gateway.chat_tokens import ChatTokens
 from services.gateway.turn_decisions import digests
@@ -24,8 +25,9 @@ from shared.runtime.traces import Traces
 from shared.schema.messages import Sampling
 from shared.sessions.session import Session, SessionLog, Turn, trajectories
 from tests.support.tables import table
+from tests.support.tiny_audio import wav
 from tests.support.tiny_vision import IMAGE, VISION_END, VISION_START, png, write_seeing_chat_model
-from tests.unit.shared.test_pictures import bomb
+from tests.unit.shared.test_pictures import bomb, encoded
 
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
@@ -155,17 +157,59 @@ def test_all_formats_show_the_same(model: Path) -> None:
 REFUSED: dict[str, tuple[list[Any] | str, str]] = {
     "an address": ([{"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}], "addresses are not asked for"),
     "no base64": ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,%%"}}], "expected base64"),
-    "no picture": ([shown(b"GIF or not")], "expected a picture of PNG"),
-    "empty": ([shown(b"")], "expected 1 to max_picture_bytes"),
-    "too many bytes": ([shown(b"\x89PNG" + bytes(1 << 16))], "max_picture_bytes = 60000"),
-    "a bomb": ([shown(bomb())], "found far more"),
-    "too many pixels": ([shown(png(300, 300, (1, 2, 3)))], "300 x 300"),
-    "broken off": ([shown(png(30, 30)[:-40])], "cannot be decoded"),
     "too many": ([shown(png(20, 20))] * 4, "max_pictures = 3"),
     "a place without a picture": (f"{VISION_START}{IMAGE}", ""),  # text of a client's is text
     "sound": ([{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}], "input_audio"),
     "a part's further field": ([{**shown(png(20, 20)), "min_pixels": 3}], "unknown parameter"),
 }
+
+
+BAD: dict[str, tuple[bytes, str]] = {
+    "nothing": (b"", "expected 1 to max_picture_bytes"),
+    "a text": (b"GIF or not", "expected a picture of PNG"),
+    "a header of PNG": (png(30, 30)[:20], "expected a picture of PNG"),
+    "a header of JPEG": (png(30, 30, kind="JPEG")[:15], "expected a picture of PNG"),
+    "a PNG cut short": (png(30, 30)[:-40], "cannot be decoded"),
+    "a JPEG cut short": (png(60, 60, kind="JPEG")[:700], "cannot be decoded"),
+    "a WebP cut short": (png(60, 60, kind="WEBP")[:400], ""),
+    "a flipped byte": (png(30, 30)[:200] + b"\0" + png(30, 30)[201:], "cannot be decoded"),
+    "a bomb": (bomb(), "found far more"),
+    "too many pixels": (png(300, 300, (1, 2, 3)), "300 x 300"),
+    "too many bytes": (b"\x89PNG" + bytes(1 << 16), "max_picture_bytes = 60000"),
+    "too narrow": (png(801, 4), "ratio of at most 200"),
+    "a drawing": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "expected a picture of PNG"),
+    "a TIFF": (encoded("TIFF"), "expected a picture of PNG"),
+    "an animation": (encoded("GIF", save_all=True, append_images=[Image.new("RGB", (30, 30), "red")]), "2 frames"),
+    "16 bits": (encoded(mode="I;16"), "mode I;16"),
+    "a float TIFF": (encoded("TIFF", mode="F"), "expected a picture of PNG"),
+    "a sound": (wav(0.1), "expected a picture of PNG"),
+    "an archive": (b"PK\x03\x04" + bytes(400), "expected a picture of PNG"),
+    "text behind a signature": (b"\x89PNG\r\n\x1a\n" + b"what is this?" * 9, "expected a picture of PNG"),
+}
+
+
+@table("wire", ["openai", "anthropic", "responses"])
+def test_twenty_bad_pictures_are_refused_in_every_format_and_the_next_good_one_is_taken(model: Path, wire: str) -> None:
+    gateway, accepted = Gateway(model, max_picture_bytes=60_000, max_picture_pixels=80_000, max_pictures=3), list[str]()
+
+    def asked(data: bytes) -> ChatTurn:
+        if wire == "openai":
+            return chat([{"role": "user", "content": [text("see"), shown(data)]}])
+        if wire == "anthropic":
+            body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": [text("see"), block(data)]}]}
+            return anthropic_messages.parse(json.dumps(body).encode(), "r")
+        items = [{"role": "user", "content": [text("see"), {"type": "input_image", "image_url": url(data)}]}]
+        return openai_responses.parse(json.dumps({"model": "m", "input": items}).encode(), "r")
+
+    for name, (data, words) in BAD.items():
+        try:
+            gateway.turn(asked(data), "x")
+            accepted.append(f"{name}: accepted")
+        except TurnRefused as error:
+            if error.status != 400 or words not in str(error):
+                accepted.append(f"{name}: {error.status} {error}")
+    assert not accepted and not gateway.sessions.found, "nothing of them is stored"
+    assert int((gateway.turn(asked(png(20, 20)), "x").prompt == gateway.reader.rule.token).sum()) == gateway.reader.rule.tokens(20, 20)
 
 
 @table(("name", "content", "words"), [(name, *row) for name, row in REFUSED.items()])
