@@ -48,6 +48,33 @@ def supervised(service):
     return losses
 
 
+def whole(service):
+    """Trains all weights on one-digit sums; base and trained weights are sampled in turns. A second client is refused meanwhile."""
+    client, losses, base = client_of(service), [], service.create_sampling_client(base_model=MODEL).result()
+    print("begun", flush=True)
+    data = [datum([*question(a, b), DIGITS[a + b]], weights=[0, 0, 0, 1]) for a in range(4) for b in range(4)]
+    text = types.ModelInput.from_ints([*question(2, 3), DIGITS[5]])
+    before = base.compute_logprobs(text).result()
+    try:
+        second = str(client_of(service))
+    except Exception as error:
+        second = f"{getattr(error, 'category', '')}: {error}"
+    for step in range(STEPS):
+        passed, stepped = client.forward_backward(data, "cross_entropy"), client.optim_step(types.AdamParams(learning_rate=1e-2))
+        losses.append(passed.result().metrics["loss:sum"] / len(data))
+        stepped.result()
+        if step == STEPS // 2:
+            client.load_state_with_optimizer(client.save_state("half").result().path).result()
+    sampler, params = client.save_weights_and_get_sampling_client().result(), types.SamplingParams(max_tokens=1, temperature=0.0)
+    asked = [sampler.sample(types.ModelInput.from_ints(question(a, b)), 1, params) for a in range(4) for b in range(4)]
+    answers = [list(future.result().sequences[0].tokens) for future in asked]
+    own = client.forward([datum([*question(2, 3), DIGITS[5]], weights=[1] * 4)], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
+    apart = max(abs(a - float(b)) for a, b in zip(sampler.compute_logprobs(text).result()[1:], own, strict=True))
+    same = base.compute_logprobs(text).result() == before
+    service.close("success").result()
+    return {"losses": losses, "answers": answers, "apart": apart, "same": same, "second": second}
+
+
 def reinforced(service):
     """Learns to answer with a digit that is right: reward 1 for the sum, 0.3 for another digit; advantages within a group."""
     client, rewards = client_of(service), []
@@ -157,5 +184,5 @@ def refused(service):
 
 
 if __name__ == "__main__":
-    loops = {each.__name__: each for each in (supervised, reinforced, preferred, alone, together, refused)}
+    loops = {each.__name__: each for each in (supervised, whole, reinforced, preferred, alone, together, refused)}
     print(json.dumps(loops[LOOP](tinker.ServiceClient(base_url=URL, api_key=KEY))))

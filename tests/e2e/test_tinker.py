@@ -67,12 +67,12 @@ def endpoint(run: LaunchedRun) -> str:
     return found[1]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LaunchedRun, str]]:
+@pytest.fixture(scope="module", params=[CONFIG])
+def served(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[tuple[LaunchedRun, str]]:
     """A server, and its URL."""
     directory = tmp_path_factory.mktemp("serve")
     write_tiny_model(directory / "model")
-    (directory / "serve.toml").write_text(CONFIG.format(directory=directory))
+    (directory / "serve.toml").write_text(request.param.format(directory=directory))
     os.environ["MYXO_TINKER_KEY"] = KEY
     with LaunchedRun(directory / "serve.toml", directory / "runs" / "serve", "serve", command="serve") as run:
         yield run, endpoint(run)
@@ -166,3 +166,19 @@ def test_a_stop_and_a_start_continue_every_client(served: tuple[LaunchedRun, str
     assert audited(run)["commands"] > before["commands"]
     run.process.send_signal(signal.SIGTERM)
     assert run.wait(120) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("served", [CONFIG.replace("lora_rank = 8\n", "")], indirect=True)
+def test_one_client_trains_the_whole_model_through_kills(served: tuple[LaunchedRun, str], loop: Loop) -> None:
+    run, _ = served
+    alone = result(loop("whole", 10))
+    assert alone["losses"][-1] < 0.2 * alone["losses"][0], alone
+    assert alone["answers"] == [[20 + left + right] for left in range(4) for right in range(4)]
+    assert alone["apart"] < 1e-4 and alone["same"] and "user" in alone["second"] and "the whole model is trained" in alone["second"], alone
+    through = loop("whole", 10)
+    assert through.stdout is not None
+    through.stdout.readline()
+    done = killed(run, through, 4, random.Random(3))
+    found = result(through)
+    assert (found["losses"], found["answers"], found["same"]) == (alone["losses"], alone["answers"], True), f"after {done} kills"
+    assert done >= 1 and audited(run)["ok"] and "replay_differs" not in run.said()
