@@ -193,6 +193,9 @@ class ClientStates:
         if (found := {name: marker.get(name) for name in self._layout()}) != self._layout():
             raise ClientRefused(f"{directory.name}: was saved with {found}, and this server has {self._layout()}")
         self._refuse_second(client)
+        held = self.held.get(client)
+        if held is not None and (found := [marker["rank"], marker["parts"]]) != (wanted := [held.rank, held.parts]):
+            raise ClientRefused(f"{directory.name}: has rank and parts {found}, and {client} {wanted}; begin a client from that state")
         with runtime.together(f"reading {directory}"):
             tensors = load_file(directory / f"rank-{runtime.rank()}.safetensors")
         self._leave()

@@ -55,7 +55,9 @@ LOOK_SECONDS = 0.1  # the longest time between two looks at whether to stop
 BUS_SECONDS = 120.0  # the time that an outcome may take to be written
 BURST = 8  # commands of one client in a row while others wait
 MOST_ENTRIES = 4096  # of the log that are read ahead of the loop; further ones stay in the log
-FATAL = 5  # attempts at one command that each ended the trainer, after which it is answered as failed
+# attempts at one command that each ended the trainer, after which it is answered as failed; one that ended by an error counts as
+# OF_ERROR: the launcher gives up what dies three times of the same
+FATAL, OF_ERROR = 5, 3
 
 
 class ClientQueues:
@@ -198,19 +200,19 @@ class CommandWorker:
         elif command.refused:
             self._answer(failed(command, command.refused, "user"))
         elif self._attempts(command) > FATAL:
-            self._answer(failed(command, f"{command.verb}: the trainer ended in each of {FATAL} attempts at it", "server"))
+            self._answer(failed(command, f"{command.verb}: the trainer ended at each attempt at it; its log has the reason", "server"))
         else:
             return True
         return False
 
-    def _attempts(self, command: Command) -> int:
+    def _attempts(self, command: Command, count: int = 1) -> int:
         path = self._root / "clients" / "attempt"
         path.parent.mkdir(parents=True, exist_ok=True)
-        name, _, count = path.read_text().partition(" ") if path.is_file() else ("", "", "0")
+        name, _, before = path.read_text().partition(" ") if path.is_file() else ("", "", "0")
         own = f"{command.client}/{command.number}"
-        attempt = int(count) + 1 if name == own and count.isdecimal() else 1
-        replace_file(path, f"{own} {attempt}".encode())
-        return attempt
+        count += int(before) if name == own and before.isdecimal() else 0
+        replace_file(path, f"{own} {count}".encode())
+        return count
 
     def _answer(self, outcome: CommandOutcome, blob: bytes | None = None) -> None:
         assert self._control is not None
@@ -236,6 +238,14 @@ class CommandWorker:
             outcome = outcome.model_copy(update={"error": str(error), "category": "user"})
         except MicroBatchesFailed as error:
             outcome = outcome.model_copy(update={"error": describe(error), "category": "server"})
+        except (OSError, runtime.PeerFailed) as error:  # on all ranks, which write together; no state has changed
+            if not command.verb.startswith("save_weights"):
+                raise
+            outcome = outcome.model_copy(update={"error": f"{command.verb}: {describe(error)}", "category": "server"})
+        except Exception:
+            if self._control is not None and not replayed:
+                self._attempts(command, OF_ERROR - 1)
+            raise
         if self._control is not None:
             seconds = time.monotonic() - started
             outcome = outcome.model_copy(update={"at": time.time(), "figures": {**outcome.figures, "seconds": seconds}})

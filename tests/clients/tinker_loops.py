@@ -4,8 +4,10 @@ python tinker_loops.py URL MODEL LOOP [STEPS]
 """
 
 import json
+import pathlib
 import random
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import tinker
@@ -68,7 +70,9 @@ def whole(service):
     sampler, params = client.save_weights_and_get_sampling_client().result(), types.SamplingParams(max_tokens=1, temperature=0.0)
     asked = [sampler.sample(types.ModelInput.from_ints(question(a, b)), 1, params) for a in range(4) for b in range(4)]
     answers = [list(future.result().sequences[0].tokens) for future in asked]
-    own = client.forward([datum([*question(2, 3), DIGITS[5]], weights=[1] * 4)], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
+    own = (
+        client.forward([datum([*question(2, 3), DIGITS[5]], weights=[1] * 4)], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
+    )
     apart = max(abs(a - float(b)) for a, b in zip(sampler.compute_logprobs(text).result()[1:], own, strict=True))
     same = base.compute_logprobs(text).result() == before
     service.close("success").result()
@@ -173,16 +177,91 @@ def refused(service):
         "weights": lambda: service.create_training_client_from_state("tinker://other-0123456789abcdef:train:0/weights/x"),
         "key": lambda: tinker.ServiceClient(base_url=URL, api_key="tml-another-key-of-nobody").create_sampling_client(base_model=MODEL),
     }
-    for name, attempt in tried.items():
-        try:
-            attempt().result()
-            found[name] = "accepted"
-        except Exception as error:
-            found[name] = f"{type(error).__name__} {getattr(error, 'category', '')}: {error}"
+    found |= {name: said(attempt) for name, attempt in tried.items()}
     found["after"] = client.forward([good], "cross_entropy").result().metrics["loss:sum"] > 0
     return found
 
 
+def said(attempt):
+    """Returns the error of an attempt; "accepted" without one."""
+    try:
+        attempt().result()
+        return "accepted"
+    except Exception as error:
+        return f"{type(error).__name__} {getattr(error, 'category', '')}: {error}"
+
+
+def got(future):
+    """Returns what a future comes to; None where it is refused."""
+    try:
+        return future.result()
+    except tinker.TinkerError:
+        return None
+
+
+def attacked(service):
+    """What another tenant, and wrong requests, come to."""
+    import httpx
+
+    client, small = client_of(service), service.create_lora_training_client(base_model=MODEL, rank=4).result()
+    bob = tinker.ServiceClient(base_url=URL, api_key="tml-bobs-0123456789abcdef")
+    good, prompt = datum([5, 6, 7], weights=[1, 1]), types.ModelInput.from_ints([5, 6])
+    state, sampled = client.save_state("x").result().path, client.save_weights_for_sampler("s", ttl_seconds=10**6).result().path
+    model, sampler = state.split("/")[2], service.create_sampling_client(model_path=sampled).result()
+    session = model.partition(":")[0]
+
+    def posted(path, key="tml-bobs-0123456789abcdef", **body):
+        answer = httpx.post(f"{URL}/api/v1/{path}", json=body, headers={"X-API-Key": key}, timeout=60)
+        return f"{answer.status_code} {answer.text}"
+
+    def asked(**settings):
+        return lambda: sampler.sample(prompt, 1, types.SamplingParams(max_tokens=2, **settings))
+
+    def policy(**changed):
+        inputs = {"logprobs": [0, 0], "advantages": [1, 1]} | changed
+        return lambda: client.forward_backward([datum([5, 6, 7], **inputs)], "ppo")
+
+    found = {
+        "their_state": said(lambda: bob.create_training_client_from_state(state)),
+        "their_sampler": said(lambda: bob.create_sampling_client(model_path=sampled)),
+        "their_session": posted("create_model", session_id=session, model_seq_id=9, base_model=MODEL),
+        "their_future": posted("retrieve_future", request_id=f"{model}/0"),
+        "their_samples": posted("asample", sampling_session_id=f"{session}:sample:0", seq_id=99, prompt={"chunks": []}, sampling_params={}),
+        "their_model": posted("optim_step", model_id=model, seq_id=1, adam_params={}),
+        "rank": said(lambda: small.load_state(state)),
+        "nan": said(policy(advantages=[1, float("nan")])),
+        "lengths": said(policy(logprobs=[0])),
+        "long_name": said(lambda: client.save_state("a" * 250)),
+        "long_stop": said(asked(stop=["a" * 10**6])),
+        "empty_stop": said(asked(stop="")),
+        "same_number": posted("optim_step", KEY, model_id=model, seq_id=1, adam_params={"learning_rate": 1.0}),
+    }
+    expiring = service.create_sampling_client(model_path=client.save_weights_for_sampler("t", ttl_seconds=1).result().path)
+    expiring, end = expiring.result(), time.monotonic() + 60
+    while (late := said(lambda: expiring.sample(prompt, 1, types.SamplingParams(max_tokens=1)))) == "accepted":
+        assert time.monotonic() < end
+    found["expired"] = late
+    found["whole_context"] = len(sampler.sample(prompt, 1, types.SamplingParams(top_k=10**12)).result().sequences[0].tokens)
+    made = [bob.create_lora_training_client(base_model=MODEL, rank=8) for _ in range(4)]
+    held = [client for client in map(got, made) if client is not None]
+    passed = [held[0].forward([datum([5] * 61, weights=[1] * 60)], "cross_entropy") for _ in range(20)]
+    found["accepted"] = {"create_model": len(held), "forward": sum(got(future) is not None for future in passed)}
+    client.forward([good], "cross_entropy").result()
+    return found
+
+
+def broken(service):
+    """A state that cannot be written, and one that cannot be read."""
+    client = client_of(service)
+    path = client.save_state("good").result().path
+    saved = next(pathlib.Path().rglob(f"clients/weights/{path.split('/')[2]}"))
+    (saved / ".x.partial").write_text("in the way")
+    found = {"written": said(lambda: client.save_state("x")), "saved": client.save_state("y").result().path}
+    (saved / "good" / "rank-0.safetensors").write_bytes(b"broken")
+    found["read"] = said(lambda: service.create_training_client_from_state_with_optimizer(path))
+    return found | {"loss": client.forward([datum([5, 6, 7], weights=[1, 1])], "cross_entropy").result().metrics["loss:sum"]}
+
+
 if __name__ == "__main__":
-    loops = {each.__name__: each for each in (supervised, whole, reinforced, preferred, alone, together, refused)}
+    loops = {each.__name__: each for each in (supervised, whole, reinforced, preferred, alone, together, refused, attacked, broken)}
     print(json.dumps(loops[LOOP](tinker.ServiceClient(base_url=URL, api_key=KEY))))

@@ -21,6 +21,7 @@ from tests.support.tiny_model import write_tiny_model
 pytestmark = pytest.mark.timeout(900)
 
 SDK, KEY = "tinker==0.38.0", "tml-0123456789abcdefghij"
+TENANTS = {"default": {"key": KEY}, "bob": {"key": "tml-bobs-0123456789abcdef", "tokens": 300, "models": 2}}
 CONFIG = """
 [run]
 name = "serve"
@@ -35,6 +36,7 @@ train_dtype = "float32"
 lora_rank = 8
 [tinker]
 tinker_checkpoint_steps = 3
+tinker_tenants = "{directory}/tenants.json"
 [console]
 console = false
 """
@@ -73,7 +75,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     directory = tmp_path_factory.mktemp("serve")
     write_tiny_model(directory / "model")
     (directory / "serve.toml").write_text(request.param.format(directory=directory))
-    os.environ["MYXO_TINKER_KEY"] = KEY
+    (directory / "tenants.json").write_text(json.dumps(TENANTS))
     with LaunchedRun(directory / "serve.toml", directory / "runs" / "serve", "serve", command="serve") as run:
         yield run, endpoint(run)
 
@@ -120,6 +122,29 @@ def test_refusals_name_the_field_and_leave_the_client_at_work(loop: Loop) -> Non
     }  # fmt: skip
     assert {name: text for name, text in found.items() if words[name] not in text} == {}
     assert all("user" in text.partition(":")[0] for name, text in found.items() if name != "key"), found
+
+
+def test_tenants_stay_apart_and_no_request_stops_the_server(served: tuple[LaunchedRun, str], loop: Loop) -> None:
+    run, _ = served
+    found = result(loop("attacked", 1))
+    assert found.pop("accepted") == {"forward": 5, "create_model": 2}  # at once, of 300 tokens by 60, and of 2 models
+    assert found.pop("expired").startswith("RequestFailedError") and found.pop("whole_context") > 0
+    words = {
+        "their_state": "no such weights", "their_sampler": "no such weights", "their_session": "no such thing",
+        "their_future": "no such thing", "their_samples": "no such thing", "their_model": "no such thing", "rank": "has rank and parts",
+        
+        "nan": "advantages: nan",
+        "lengths": "logprobs: shape", "long_name": "at most 128 bytes", "long_stop": "at most 65536", "empty_stop": "stop: ''",
+        "same_number": "with another content",
+    }  # fmt: skip
+    assert {name: text for name, text in found.items() if words[name] not in text} == {}
+    assert audited(run)["violations"] == []
+
+
+def test_what_cannot_be_written_or_read_fails_its_command_alone(loop: Loop) -> None:
+    found = result(loop("broken", 1))
+    assert "save_weights: NotADirectoryError" in found["written"] and "the trainer ended at each attempt" in found["read"], found
+    assert found["loss"] > 0 and found["saved"].endswith("/weights/y")
 
 
 def killed(run: LaunchedRun, process: "subprocess.Popen[str]", kills: int, rng: random.Random) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.launched import LaunchedRun
-from tests.e2e.test_tinker import CONFIG, KEY, audited, endpoint, installed
+from tests.e2e.test_tinker import CONFIG, KEY, TENANTS, audited, endpoint, installed
 from tests.support.tiny_model import TinyModelShape, character_tokenizer, write_tiny_model
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.extra]
@@ -72,7 +72,7 @@ def test_recipes_learn(tmp_path: Path) -> None:
     config = tmp_path / "serve.toml"
     served = CONFIG.format(directory=tmp_path).replace("lora_rank = 8", "lora_rank = 64")
     config.write_text(served.replace("[tinker]", f'[tinker]\ntinker_model_name = "{MODEL}"'))
-    os.environ["MYXO_TINKER_KEY"] = KEY
+    (tmp_path / "tenants.json").write_text(json.dumps(TENANTS))
     with LaunchedRun(config, tmp_path / "runs" / "serve", "serve", command="serve") as run:
         url = endpoint(run)
 

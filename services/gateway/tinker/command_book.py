@@ -9,7 +9,7 @@ from typing import Any
 from services.gateway.tinker.tenants import Tenant
 from shared.runtime.errors import MyxoError
 from shared.runtime.safe_files import is_plain_name
-from shared.schema.client_commands import MAKES, Command, CommandOutcome, LogEntry, Verb, is_expired
+from shared.schema.client_commands import MAKES, Command, CommandOutcome, LogEntry, is_expired
 
 PREFIX = "tinker://"
 MADE_BY = {"weights": "save_state", "sampler_weights": "save_weights_for_sampler"}
@@ -29,13 +29,14 @@ class CommandBook:
 
     Attributes:
         commands, outcomes: by key. samplers: sampling session → path of its weights, None: the base. models: those that are there, with
-            what made each. waiting: a client's commands without an outcome.
+            what made each. waiting: a client's commands without an outcome. coming: commands on their way into the log.
     """
 
     def __init__(self) -> None:
         self.commands, self.outcomes = dict[tuple[str, int], Command](), dict[tuple[str, int], CommandOutcome]()
         self.samplers, self.models = dict[str, str | None](), dict[str, Command]()
         self._used, self._newest, self.waiting = Counter[str](), Counter[str](), Counter[str]()
+        self.coming: list[Command] = []
         self._saved, self._taken = dict[str, CommandOutcome](), dict[str, tuple[str, int]]()
         self._awaited: dict[tuple[str, int], asyncio.Event] = {}
 
@@ -109,19 +110,33 @@ class CommandBook:
         if (path := self.samplers.get(client)) is not None and not self.is_there(path):
             raise WrongRequest(f"sampling_session_id: {client}: its weights, {path}, have expired (ttl_seconds)")
 
-    def check_quotas(self, tenant: str, quotas: Tenant, client: str, verb: Verb, tokens: int) -> None:
+    def check_quotas(self, tenant: str, quotas: Tenant, command: Command) -> None:
         """Raises WrongRequest where a command takes its tenant over a quota."""
-        if quotas.tokens is not None and (used := self._used[tenant]) + tokens > quotas.tokens:
-            raise WrongRequest(f"tokens: {tokens} more than the {used} that {tenant} has used; its quota is {quotas.tokens}")
-        held = [model for model in self.models if model.startswith(f"{tenant}-")]
-        if quotas.models is not None and verb in MAKES and client not in held and len(held) >= quotas.models:
+        coming = [one for one in self.coming if one.client.startswith(f"{tenant}-")]
+        used = self._used[tenant] + sum(one.tokens for one in coming)
+        if quotas.tokens is not None and used + command.tokens > quotas.tokens:
+            raise WrongRequest(f"tokens: {command.tokens} more than the {used} that {tenant} has used; its quota is {quotas.tokens}")
+        held = {model for model in self.models if model.startswith(f"{tenant}-")} | {one.client for one in coming if one.verb in MAKES}
+        if quotas.models is not None and command.verb in MAKES and len(held | {command.client}) > max(quotas.models, len(held)):
             raise WrongRequest(f"models: {len(held)} of {tenant} are there; the quota is {quotas.models}; close a session to unload some")
-        if quotas.bytes is not None and verb.startswith("save_weights") and (stored := self._stored(tenant)) >= quotas.bytes:
+        if quotas.bytes is None or not command.verb.startswith("save_weights"):
+            return
+        begun = sum(one.verb.startswith("save_weights") for one in coming)
+        begun += sum(path.startswith(f"{PREFIX}{tenant}-") and path not in self._saved for path in self._taken)
+        largest = max((saved.bytes for saved in self._saved.values()), default=0)  # what has begun is taken to come to as much
+        if (stored := self._stored(tenant) + begun * largest) >= quotas.bytes:
             raise WrongRequest(f"bytes: {stored} of saved weights of {tenant} are there; its quota is {quotas.bytes}")
 
     def _stored(self, tenant: str) -> int:
         paths = (path for path in self._saved if path.startswith(f"{PREFIX}{tenant}-") and self.is_there(path))
         return sum(self._saved[path].bytes for path in paths)
+
+    def rank_of(self, client: str, most: int) -> int:
+        """Returns the rank of a model's adapters, or of what it was loaded from. ``most``: where nothing says it."""
+        arguments = json.loads(self.commands[client, 0].arguments) if (client, 0) in self.commands else {}
+        if path := arguments.get("path"):
+            return self.rank_of(path.removeprefix(PREFIX).split("/")[0], most)
+        return int(arguments.get("rank", most))
 
     def next_number(self, client: str) -> int:
         """Returns the number after a client's newest command."""

@@ -22,7 +22,7 @@ from shared.schema.client_commands import TENANT, Verb
 from shared.schema.message import LARGEST
 
 CLIENT = re.compile(rf"{TENANT}-[0-9a-f]{{16}}(:(train|sample):[0-9]{{1,9}})?\Z")
-MOST_SAMPLES = 1024
+MOST_SAMPLES, MOST_NAME = 1024, 128
 UNNAMED_SECONDS = 7 * 24 * 3600  # the time that weights for sampling stay that were saved without a name
 MOST_AHEAD = 10_000  # a client's commands that may wait, and numbers by which one may come before another that was sent earlier
 CLIPPED = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
@@ -162,7 +162,7 @@ class _Adam(_Body):
     beta2: float = Field(default=0.95, ge=0, lt=1)
     eps: float = Field(default=1e-12, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
-    grad_clip_norm: float = 0.0
+    grad_clip_norm: float = Field(default=0.0, ge=0)
 
 
 class OptimStep(_Body):
@@ -170,8 +170,8 @@ class OptimStep(_Body):
 
     def asked(self, served: ServedModel, book: CommandBook, client: str) -> Asked:
         adam = self.adam_params
-        betas, clip = (adam.beta1, adam.beta2), max(0.0, adam.grad_clip_norm)
-        return Asked({"lr": adam.learning_rate, "betas": betas, "eps": adam.eps, "weight_decay": adam.weight_decay, "clip_grad": clip})
+        found = {"lr": adam.learning_rate, "betas": (adam.beta1, adam.beta2), "eps": adam.eps, "weight_decay": adam.weight_decay}
+        return Asked({**found, "clip_grad": adam.grad_clip_norm})
 
 
 class SaveWeights(_Body):
@@ -184,8 +184,8 @@ class SaveWeights(_Body):
 
     def asked(self, served: ServedModel, book: CommandBook, client: str) -> Asked:
         name = self.path if self.path is not None else f"step-{self.seq_id}"
-        if not is_plain_name(name) or name.startswith("."):
-            raise wrong("path", repr(name), "a name without / that begins with no dot")
+        if not is_plain_name(name) or name.startswith(".") or len(name.encode()) > MOST_NAME:
+            raise wrong("path", repr(name), f"a name without / that begins with no dot, of at most {MOST_NAME} bytes")
         path, replaces = f"{PREFIX}{client}/{self._of}/{name}", self._of == "weights"
         if book.is_taken(path) and not (replaces and self.overwrite):
             raise wrong("path", path, "a name that is not taken" + ", or overwrite" * replaces)
@@ -241,7 +241,10 @@ class _SamplingParams(_Body):
         if ids := [stop for stop in stops if isinstance(stop, int)]:
             checked_tokens("sampling_params.stop", np.array(ids, np.int64), served)
         texts = [stop for stop in stops if isinstance(stop, str)]
-        limits = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        if not all(texts):
+            raise wrong("sampling_params.stop", "''", "sequences of at least one character")
+        top_k = self.top_k if self.top_k < served.vocabulary else -1
+        limits = {"temperature": self.temperature, "top_p": self.top_p, "top_k": top_k}
         return {**limits, "max_new_tokens": min(room, self.max_tokens or room), "stop": texts, "stop_token_ids": ids}
 
 

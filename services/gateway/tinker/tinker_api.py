@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 
 from services.gateway.routes import bounded_body
 from services.gateway.tinker import protobuf, requests
-from services.gateway.tinker.command_book import PREFIX, CommandBook, WrongRequest
+from services.gateway.tinker.command_book import PREFIX, CommandBook, WrongRequest, wrong
 from services.gateway.tinker.requests import FORMS, Asked, NotThere, ServedModel, key_of, owned, read_json
 from services.gateway.tinker.tenants import Tenant, owner
 from services.gateway.wire.request import TurnRefused
@@ -27,7 +27,7 @@ from shared.bus.bus_errors import StreamFull
 from shared.bus.command_log import CommandLog
 from shared.runtime.errors import MyxoError, PayloadMissing
 from shared.schema import codec
-from shared.schema.client_commands import Command, CommandOutcome, Verb
+from shared.schema.client_commands import MOST_ARGUMENTS, Command, CommandOutcome, Verb
 from shared.service.service_base import Service
 from shared.store.payload_store import StoreFull
 
@@ -158,9 +158,9 @@ class TinkerApi:
 
     async def _get_info(self, tenant: str, request: Request) -> Response:
         model = owned(tenant, await self._json(request), "model_id", "train")
-        if (made := self._book.models.get(model)) is None:
+        if model not in self._book.models:
             raise NotThere(f"model_id: {model}: there is no such model")
-        rank, name = self._served.rank and json.loads(made.arguments).get("rank", self._served.rank), self._served.names[0]
+        rank, name = self._served.rank and self._book.rank_of(model, self._served.rank), self._served.names[0]
         data = {"arch": "", "model_name": name, "tokenizer_id": self._served.names[-1]}
         return JSONResponse(
             {"type": "get_info", "model_data": data, "model_id": model, "is_lora": rank is not None, "lora_rank": rank, "model_name": name}
@@ -171,7 +171,7 @@ class TinkerApi:
         path = str(given.get("tinker_path", given.get("path")))
         if not path.startswith(f"{PREFIX}{tenant}-") or not self._book.is_there(path):
             raise NotThere(f"path: {path[:200]}: there are no such weights")
-        rank = self._served.rank
+        rank = self._served.rank and self._book.rank_of(path.removeprefix(PREFIX).split("/")[0], self._served.rank)
         trained = {"train_unembed": False, "train_mlp": True, "train_attn": True} if rank is not None else {}
         return JSONResponse({"base_model": self._served.names[0], "is_lora": rank is not None, "lora_rank": rank, **trained})
 
@@ -237,17 +237,23 @@ class TinkerApi:
         meanwhile."""
         try:
             asked = build()
-            self._book.check_quotas(tenant, self._tenants[tenant], command.client, command.verb, asked.tokens)
             command = command.model_copy(update={"arguments": json.dumps(asked.arguments, sort_keys=True), "tokens": asked.tokens})
-            if asked.content is not None:
-                blob, name = codec.pack(asked.content), f"request-{command.digest}"
-                command = await self._log.with_payload(command, blob, self._service.store, name, seconds=0)
+            if (length := len(command.arguments)) > MOST_ARGUMENTS:
+                raise wrong(command.verb, f"{length} characters beside tokens and tensors (of stop)", f"at most {MOST_ARGUMENTS}")
+            self._book.check_quotas(tenant, self._tenants[tenant], command)
         except WrongRequest as error:
             if command.verb == "create_sampling_session":
                 raise  # it has no future that could say so
-            command = command.model_copy(update={"refused": str(error)[:MOST_REASON]})
-        known = await self._log.append(command)
-        self._book.see(known)
+            asked, command = Asked(), command.model_copy(update={"refused": str(error)[:MOST_REASON], "arguments": "{}", "tokens": 0})
+        self._book.coming.append(entry := command)
+        try:
+            if asked.content is not None:
+                blob, name = codec.pack(asked.content), f"request-{command.digest}"
+                command = await self._log.with_payload(command, blob, self._service.store, name, seconds=0)
+            known = await self._log.append(command)
+            self._book.see(known)
+        finally:
+            self._book.coming.remove(entry)
         if known.digest != command.digest and command.payload is not None:
             await self._service.store.free(command.payload.keys)
         return known

@@ -84,11 +84,14 @@ class Sampler:
         arguments, path, config = json.loads(command.arguments), self._book.samplers[command.client], self._service.config
         assert command.payload is not None
         [blob] = await self._service.store.read(command.payload)
+        prompt, sampling = np.array(codec.unpack(blob)["tokens"], np.int32), Sampling(**arguments["sampling"])
+        room = (self._replicas.context or len(prompt) + sampling.max_new_tokens) - len(prompt)  # engines may have less than the model
+        sampling = sampling.model_copy(update={"max_new_tokens": max(1, min(sampling.max_new_tokens, room))})
         asked = [
             TurnRequest(
                 request=f"{command.client}/{command.number}/{index}",
-                input_ids=np.array(codec.unpack(blob)["tokens"], np.int32),
-                sampling=Sampling(**arguments["sampling"]),
+                input_ids=prompt,
+                sampling=sampling,
                 seed=seed_of(arguments["seed"], command.client, command.number, index),
                 seconds=config.rollout.generate_timeout,
                 weights="" if path is None else str(weights_directory(config.trained, path)),

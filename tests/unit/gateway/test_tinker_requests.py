@@ -150,8 +150,12 @@ def test_the_book_of_a_log() -> None:
     for entry in [*WHOLE, *WHOLE]:  # an entry that comes twice counts once
         book.see(entry)
     quotas = Tenant(key="tml-" + "a" * 16, tokens=50, models=1, bytes=7)
-    book.check_quotas("alice", quotas, CLIENT, "create_model", 0)  # it is there already
-    book.check_quotas("bob", quotas, CLIENT.replace("alice", "bob"), "save_weights", 50)
+
+    def check(tenant: str, verb: Verb, client: str = f"{CLIENT}1", tokens: int = 0) -> None:
+        book.check_quotas(tenant, quotas, Command(client=client, number=0, at=0.0, verb=verb, tokens=tokens))
+
+    check("alice", "create_model", CLIENT)  # it is there already
+    check("bob", "save_weights", CLIENT.replace("alice", "bob"), 50)
     tried: list[tuple[str, Verb, int]] = [
         ("tokens: 1 more", "forward", 1),
         ("bytes: 7", "save_weights", 0),
@@ -159,7 +163,11 @@ def test_the_book_of_a_log() -> None:
     ]
     for words, verb, tokens in tried:
         with pytest.raises(WrongRequest, match=words):
-            book.check_quotas("alice", quotas, f"{CLIENT}1", verb, tokens)
+            check("alice", verb, tokens=tokens)
+    book.coming.append(command(9, "forward").model_copy(update={"client": CLIENT.replace("alice", "bob"), "tokens": 30}))
+    with pytest.raises(WrongRequest, match="tokens: 21 more than the 30"):  # at once
+        check("bob", "forward", tokens=21)
+    check("bob", "forward", tokens=20)
     assert book.is_taken(PATH)
     book.see(command(6, "unload_model"))
     assert not book.models
