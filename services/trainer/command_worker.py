@@ -224,24 +224,25 @@ class CommandWorker:
 
     # --- all ranks: one command
 
-    def _carry_out(self, command: Command, replayed: bool) -> None:
-        started, blob = time.monotonic(), None
-        outcome = failed(command, "", "")
+    def _tried(self, command: Command) -> tuple[CommandOutcome, bytes | None]:
         try:
             self._restore(command.client)
             if command.verb not in MAKES and command.client not in self._states.held:
                 raise ClientRefused(f"{command.verb}: {command.client} is not there: it was unloaded, or was not made")
             found = getattr(self, f"_{command.verb}")(command, json.loads(command.arguments))
             blob = found.pop("blob", None)
-            outcome = outcome.model_copy(update=found)
+            return failed(command, "", "").model_copy(update=found), blob
         except ClientRefused as error:
-            outcome = outcome.model_copy(update={"error": str(error), "category": "user"})
-        except MicroBatchesFailed as error:
-            outcome = outcome.model_copy(update={"error": describe(error), "category": "server"})
-        except (OSError, runtime.PeerFailed) as error:  # on all ranks, which write together; no state has changed
-            if not command.verb.startswith("save_weights"):
-                raise
-            outcome = outcome.model_copy(update={"error": f"{command.verb}: {describe(error)}", "category": "server"})
+            return failed(command, str(error), "user"), None
+        except (MicroBatchesFailed, OSError, runtime.PeerFailed) as error:
+            if not isinstance(error, MicroBatchesFailed) and not command.verb.startswith("save_weights"):
+                raise  # all ranks fail to write together, and a state that is saved has not changed
+            return failed(command, f"{command.verb}: {describe(error)}", "server"), None
+
+    def _carry_out(self, command: Command, replayed: bool) -> None:
+        started = time.monotonic()
+        try:
+            outcome, blob = self._tried(command)
         except Exception:
             if self._control is not None and not replayed:
                 self._attempts(command, OF_ERROR - 1)

@@ -119,17 +119,16 @@ class CommandBook:
         held = {model for model in self.models if model.startswith(f"{tenant}-")} | {one.client for one in coming if one.verb in MAKES}
         if quotas.models is not None and command.verb in MAKES and len(held | {command.client}) > max(quotas.models, len(held)):
             raise WrongRequest(f"models: {len(held)} of {tenant} are there; the quota is {quotas.models}; close a session to unload some")
-        if quotas.bytes is None or not command.verb.startswith("save_weights"):
-            return
-        begun = sum(one.verb.startswith("save_weights") for one in coming)
+        if quotas.bytes is not None and command.verb.startswith("save_weights"):
+            begun = sum(one.verb.startswith("save_weights") for one in coming)
+            if (stored := self._stored(tenant, begun)) >= quotas.bytes:
+                raise WrongRequest(f"bytes: {stored} of saved weights of {tenant} are there; its quota is {quotas.bytes}")
+
+    def _stored(self, tenant: str, begun: int) -> int:
         begun += sum(path.startswith(f"{PREFIX}{tenant}-") and path not in self._saved for path in self._taken)
         largest = max((saved.bytes for saved in self._saved.values()), default=0)  # what has begun is taken to come to as much
-        if (stored := self._stored(tenant) + begun * largest) >= quotas.bytes:
-            raise WrongRequest(f"bytes: {stored} of saved weights of {tenant} are there; its quota is {quotas.bytes}")
-
-    def _stored(self, tenant: str) -> int:
         paths = (path for path in self._saved if path.startswith(f"{PREFIX}{tenant}-") and self.is_there(path))
-        return sum(self._saved[path].bytes for path in paths)
+        return begun * largest + sum(self._saved[path].bytes for path in paths)
 
     def rank_of(self, client: str, most: int) -> int:
         """Returns the rank of a model's adapters, or of what it was loaded from. ``most``: where nothing says it."""
