@@ -112,19 +112,25 @@ class CommandBook:
 
     def check_quotas(self, tenant: str, quotas: Tenant, command: Command) -> None:
         """Raises WrongRequest where a command takes its tenant over a quota."""
-        coming = [one for one in self.coming if one.client.startswith(f"{tenant}-")]
+        coming = self._coming(tenant)
         used = self._used[tenant] + sum(one.tokens for one in coming)
         if quotas.tokens is not None and used + command.tokens > quotas.tokens:
             raise WrongRequest(f"tokens: {command.tokens} more than the {used} that {tenant} has used; its quota is {quotas.tokens}")
-        held = {model for model in self.models if model.startswith(f"{tenant}-")} | {one.client for one in coming if one.verb in MAKES}
-        if quotas.models is not None and command.verb in MAKES and len(held | {command.client}) > max(quotas.models, len(held)):
-            raise WrongRequest(f"models: {len(held)} of {tenant} are there; the quota is {quotas.models}; close a session to unload some")
-        if quotas.bytes is not None and command.verb.startswith("save_weights"):
-            begun = sum(one.verb.startswith("save_weights") for one in coming)
-            if (stored := self._stored(tenant, begun)) >= quotas.bytes:
-                raise WrongRequest(f"bytes: {stored} of saved weights of {tenant} are there; its quota is {quotas.bytes}")
+        if quotas.models is not None and command.verb in MAKES:
+            held = {model for model in self.models if model.startswith(f"{tenant}-")} | {one.client for one in coming if one.verb in MAKES}
+            if command.client not in held and len(held) >= quotas.models:
+                raise WrongRequest(
+                    f"models: {len(held)} of {tenant} are there; the quota is {quotas.models}; close a session to unload some"
+                )
+        saves = quotas.bytes is not None and command.verb.startswith("save_weights")
+        if saves and (stored := self._stored(tenant, coming)) >= (quotas.bytes or 0):
+            raise WrongRequest(f"bytes: {stored} of saved weights of {tenant} are there; its quota is {quotas.bytes}")
 
-    def _stored(self, tenant: str, begun: int) -> int:
+    def _coming(self, tenant: str) -> list[Command]:
+        return [one for one in self.coming if one.client.startswith(f"{tenant}-")]
+
+    def _stored(self, tenant: str, coming: list[Command]) -> int:
+        begun = sum(one.verb.startswith("save_weights") for one in coming)
         begun += sum(path.startswith(f"{PREFIX}{tenant}-") and path not in self._saved for path in self._taken)
         largest = max((saved.bytes for saved in self._saved.values()), default=0)  # what has begun is taken to come to as much
         paths = (path for path in self._saved if path.startswith(f"{PREFIX}{tenant}-") and self.is_there(path))
