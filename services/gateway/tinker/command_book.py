@@ -117,7 +117,7 @@ class CommandBook:
         if quotas.tokens is not None and used + command.tokens > quotas.tokens:
             raise WrongRequest(f"tokens: {command.tokens} more than the {used} that {tenant} has used; its quota is {quotas.tokens}")
         if quotas.models is not None and command.verb in MAKES:
-            held = {model for model in self.models if model.startswith(f"{tenant}-")} | {one.client for one in coming if one.verb in MAKES}
+            held = {*self._held(tenant), *(one.client for one in coming if one.verb in MAKES)}
             if command.client not in held and len(held) >= quotas.models:
                 raise WrongRequest(
                     f"models: {len(held)} of {tenant} are there; the quota is {quotas.models}; close a session to unload some"
@@ -128,6 +128,9 @@ class CommandBook:
 
     def _coming(self, tenant: str) -> list[Command]:
         return [one for one in self.coming if one.client.startswith(f"{tenant}-")]
+
+    def _held(self, tenant: str) -> list[str]:
+        return [model for model in self.models if model.startswith(f"{tenant}-")]
 
     def _stored(self, tenant: str, coming: list[Command]) -> int:
         begun = sum(one.verb.startswith("save_weights") for one in coming)
