@@ -194,8 +194,8 @@ class ClientStates:
             raise ClientRefused(f"{directory.name}: was saved with {found}, and this server has {self._layout()}")
         self._refuse_second(client)
         held = self.held.get(client)
-        if held is not None and (found := [marker["rank"], marker["parts"]]) != (wanted := [held.rank, held.parts]):
-            raise ClientRefused(f"{directory.name}: has rank and parts {found}, and {client} {wanted}; begin a client from that state")
+        if held is not None and (saved := [marker["rank"], marker["parts"]]) != (own := [held.rank, held.parts]):
+            raise ClientRefused(f"{directory.name}: has rank and parts {saved}, and {client} {own}; begin a client from that state")
         with runtime.together(f"reading {directory}"):
             tensors = load_file(directory / f"rank-{runtime.rank()}.safetensors")
         self._leave()
