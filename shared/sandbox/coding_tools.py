@@ -73,19 +73,12 @@ class CodingTools:
     def _answer(self, name: str, arguments: str) -> str:
         try:
             tool: Callable[..., str] = getattr(self, f"_{_checked(name)}")
-            given, properties = arguments_of(arguments), _TOOLS[name][1]
-            if any(field not in properties for field in given):
-                raise ValueError(f"expected an object with {', '.join(properties) or 'no fields'}")
-            for field in properties:
-                if field not in given and field not in _OPTIONAL:
-                    raise ValueError(f"{field} is missing")
-                if not isinstance(given.get(field, ""), str):
-                    raise ValueError(f"{field} has to be text")
-            if "\0" in given.get("path", ""):
-                raise ValueError("a path holds no zero bytes")
-            return tool(**given)
+            return tool(**_fields(name, arguments))
         except ValueError as error:
             return f"error: {error}"
+
+    def _write_file(self, path: str, content: str) -> str:
+        return _problem(self._sandbox.write_file(path, content.encode(errors="replace"))) or f"wrote {path}"
 
     def _read_file(self, path: str) -> str:
         result = self._sandbox.read_file(path)
@@ -98,7 +91,7 @@ class CodingTools:
             return _problem(result)
         if (count := text.count(old) if old else 0) != 1:
             return f"error: old occurs {count} times in {path}; it has to occur once"
-        return _problem(self._sandbox.write_file(path, text.replace(old, new).encode(errors="replace"))) or f"wrote {path}"
+        return self._write_file(path, text.replace(old, new))
 
     def _run_file(self, path: str, stdin: str = "") -> str:
         result = self._sandbox.run(
@@ -125,6 +118,21 @@ def _checked(name: str) -> str:
     if name not in _TOOLS:
         raise ValueError(f"there is no tool {name[:80]!r}; use {', '.join(_TOOLS)}")
     return name
+
+
+def _fields(name: str, arguments: str) -> dict[str, str]:
+    """Returns the arguments of a call. Raises ValueError for what does not fit its schema."""
+    given, properties = arguments_of(arguments), _TOOLS[name][1]
+    if any(field not in properties for field in given):
+        raise ValueError(f"expected an object with {', '.join(properties) or 'no fields'}")
+    for field in properties:
+        if field not in given and field not in _OPTIONAL:
+            raise ValueError(f"{field} is missing")
+        if not isinstance(given.get(field, ""), str):
+            raise ValueError(f"{field} has to be text")
+    if "\0" in given.get("path", ""):
+        raise ValueError("a path holds no zero bytes")
+    return given
 
 
 def _problem(result: ProgramResult) -> str:
