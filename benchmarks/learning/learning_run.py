@@ -21,13 +21,13 @@ OBJECTIVES = {
     "naive": UNCORRECTED,
     "rollout": ("--off-policy", "rollout"),
     "fp8": (*UNCORRECTED, "--hf-checkpoint", "{data}/model-fp8"),
-    "fp8-tis": (*UNCORRECTED, "--use-tis", "--hf-checkpoint", "{data}/model-fp8"),
+    "fp8-tis": ("--use-tis", "--hf-checkpoint", "{data}/model-fp8"),
     "int4": (*UNCORRECTED, "--rollout-precision", "int4"),
     "int4-aware": (*UNCORRECTED, "--rollout-precision", "int4", "--quantization-aware"),
 }
 """Objective → its flags: decoupled PPO, whose importance weights are of the policy at batch start over the one that drew the tokens; no
 correction, as if the samples were the policy's own; PPO's ratio to the policy that drew them; and no correction with engines of fewer bits,
-8-bit floats with truncated importance weights as well, 4-bit integers with a trainer that computes with them as well."""
+8-bit floats with truncated importance weights in its place, 4-bit integers with a trainer that computes with them as well."""
 
 STEP_TAGS = {
     "rollout/raw_reward": "reward",
