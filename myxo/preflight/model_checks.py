@@ -1,5 +1,6 @@
 """Checks of the models that a config names: their files, their weights, and whether ranks, engines and flags fit them."""
 
+import importlib.util
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -153,6 +154,7 @@ def _not_beside(config: RunConfig, found: Quantization) -> Findings:
 def _awareness(trainer: TrainerSection, found: Quantization | None) -> Findings:
     """Yields why training cannot be quantization-aware."""
     yield from _fewer_bits(trainer)
+    yield from _by_torchao(trainer)
     if not trainer.rounds_weights:
         return
     field = "trainer.quantization_aware" if trainer.quantization_aware else f"trainer.train_env_vars: {QAT}"
@@ -179,6 +181,14 @@ def _fewer_bits(trainer: TrainerSection) -> Findings:
         elif local and given.get(flag.partition("_")[0]):
             wanted = "none, or transformer_impl = transformer_engine: the layers of Megatron's own compute in train_dtype alone"
             yield ConfigError(f"trainer.megatron.{flag}", value, wanted)
+
+
+def _by_torchao(trainer: TrainerSection) -> Findings:
+    recipe = trainer.fsdp_float8
+    if recipe is not None and importlib.util.find_spec("torchao") is None:
+        yield ConfigError("trainer.fsdp_float8", recipe, "none: torchao is not installed, which has it")
+    if recipe is not None and any(one < FLOAT8[0] for one in devices.gpu_capabilities()):
+        yield ConfigError("trainer.fsdp_float8", recipe, f"none: 8-bit floats want GPUs of compute capability {FLOAT8[0]} or more")
 
 
 def _divided_blocks(inspection: Inspection, architecture: Architecture, found: Quantization) -> Findings:

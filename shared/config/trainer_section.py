@@ -220,7 +220,7 @@ class TrainerSection(Section):
             "false beside lora_rank, which trains adapters and nothing else",
         ),
         Rule(
-            ("fsdp_shard_ranks", "fsdp_cpu_offload", "fsdp_compile"),
+            ("fsdp_shard_ranks", "fsdp_cpu_offload", "fsdp_compile", "fsdp_float8"),
             lambda trainer, given: given and trainer.trainer_backend != "torch",
             "not given, or trainer_backend = torch beside it",
         ),
@@ -259,6 +259,11 @@ class TrainerSection(Section):
         description="torch backend: gather a layer's weights anew for each pass over it; or once a step, all of which each GPU then holds",
     )
     fsdp_compile: bool = Field(default=False, description="torch backend: compile each layer (torch.compile), but for its attention")
+    fsdp_float8: Literal["rowwise", "rowwise_with_gw_hp"] | None = Field(
+        default=None,
+        description="torch backend: the actor's linear layers, but for routers and experts, multiply 8-bit floats with a scale for each "
+        "row, as torchao does, which has to be installed; gw_hp: but for weights' gradients. Weights stay as they are",
+    )
     actor_num_nodes: int = Field(default=1, ge=1, description="machines of the trainer")
     actor_num_gpus_per_node: int = Field(default=1, ge=1, le=8, description="trainer ranks on a machine (processes on a CPU)")
     critic_num_nodes: int | None = Field(default=None, ge=1, description="machines of the critic (ppo); default: the actor's")
@@ -477,9 +482,12 @@ class TrainerSection(Section):
     def _sharing_problems(self, own: str) -> Iterator[ConfigError]:
         shared = {name: getattr(self, name) for name in ("tensor_model_parallel_size", "expert_model_parallel_size")}
         for name, size in shared.items():
-            others = ("lora_rank", "fsdp_shard_ranks", "fsdp_compile", *(other for other in shared if other != name and shared[other] > 1))
+            alone = ("lora_rank", "fsdp_shard_ranks", "fsdp_compile", "fsdp_float8")
+            others = (*alone, *(other for other in shared if other != name and shared[other] > 1))
             if size > 1 and (beside := [other for other in others if getattr(self, other)]):
                 yield ConfigError(f"trainer.{name}", size, f"1 {own} and {beside[0]} = {getattr(self, beside[0])}")
+        if self.fsdp_float8 and self.lora_rank:
+            yield ConfigError("trainer.fsdp_float8", self.fsdp_float8, f"none {own} and lora_rank = {self.lora_rank}")
         if self.fsdp_compile and (self.use_routing_replay or self.use_rollout_routing_replay):
             yield ConfigError("trainer.fsdp_compile", True, f"false {own} and replayed routing")
 

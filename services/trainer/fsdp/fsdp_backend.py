@@ -41,6 +41,7 @@ def create(settings: TrainerSettings, hf_dir: Path, random: bool, initialized: C
         sees=settings.sees,
         reshards=trainer.fsdp_reshard_after_forward,
         compiled=trainer.fsdp_compile,
+        float8=None if settings.value_head else trainer.fsdp_float8,
     )
     with deadline("the making of the optimizer"):
         optimizer = FsdpOptimizer(model, trainer, settings.schedule)

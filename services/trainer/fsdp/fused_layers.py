@@ -7,6 +7,7 @@ than their weight), and such are left as they are.
 import copy
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from types import FunctionType
 from typing import Any
@@ -14,6 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from services.trainer.parallel import DEVICE_TYPE
+from shared.runtime.errors import ConfigError
 
 
 def fuse(model: torch.nn.Module) -> list[str]:
@@ -49,6 +53,29 @@ def compile_layers(layers: list[torch.nn.Module]) -> None:
     """Has each layer's computation compiled when it first runs; FSDP2's hooks around it, and attention in it, stay as they are."""
     for layer in layers:
         layer.forward = torch.compile(layer.forward)
+
+
+def compute_in_float8(layers: list[torch.nn.Module], recipe: str) -> None:
+    """Has the linear maps of layers, but for routers, compute in 8-bit floats, as torchao does; on a CPU by rounding to them. Their weights
+    stay as they are.
+
+    Raises ConfigError: torchao is not installed, or a layer has no linear map of whole groups of 16.
+    """
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise ConfigError("trainer.fsdp_float8", recipe, f"none: torchao is not installed, which has it ({error})") from None
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=DEVICE_TYPE == "cpu", pad_inner_dim=True)
+
+    def fits(module: torch.nn.Module, name: str) -> bool:
+        router = name.rpartition(".")[2] in ("gate", "router", "shared_expert_gate")
+        return isinstance(module, torch.nn.Linear) and not router and not (module.in_features % 16 or module.out_features % 16)
+
+    for layer in layers:
+        if not any(fits(module, name) for name, module in layer.named_modules()):
+            wanted = f"none: {type(layer).__name__} has no linear map whose rows and columns 16 divides"
+            raise ConfigError("trainer.fsdp_float8", recipe, wanted)
+        convert_to_float8_training(layer, module_filter_fn=fits, config=config)
 
 
 def _is_norm(module: Any) -> bool:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from services.trainer.fsdp import all_ranks, experts, packed_attention
 from services.trainer.fsdp.adapters import MARK, adapters_of, attach, peft_name
-from services.trainer.fsdp.fused_layers import compile_layers, fuse
+from services.trainer.fsdp.fused_layers import compile_layers, compute_in_float8, fuse
 from services.trainer.fsdp.packed_attention import Sequences
 from services.trainer.fsdp.picture_inputs import MediaInputs
 from services.trainer.fsdp.routing_replay import RoutingReplay
@@ -319,6 +319,7 @@ def assemble(
     reshards: bool = True,
     sees: bool = False,
     compiled: bool = False,
+    float8: str | None = None,
 ) -> FsdpModel:
     """Makes a model, random or of parameters that have no meaning yet, and shards it over all ranks, whose process group is there.
 
@@ -328,6 +329,7 @@ def assemble(
             backward pass. freezing: by transformers' names of the parameters. lora: adapters, whose first values ``seed`` gives.
         shard_ranks: that share the shards of one copy of the model; None for all. cpu_offload: whether shards are kept in host memory.
         reshards: whether a layer's weights are gathered anew for each pass over it. compiled: whether layers are compiled.
+        float8: torchao's recipe by which linear maps compute in 8-bit floats.
 
     Raises ConfigError: transformers has no such model, or the patterns fit nothing.
     """
@@ -342,6 +344,8 @@ def assemble(
     layers = _layers(model)
     if DEVICE_TYPE != "cpu":  # there the casts keep the order of transformers'
         fuse(model)
+    if float8 is not None:
+        compute_in_float8(layers, float8)
     if compiled:
         compile_layers(layers)
     options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=DEVICE_TYPE != "cpu")} if cpu_offload else {}

@@ -1,6 +1,7 @@
 """The torch backend beside Megatron's: the same losses, gradients and weights; and families that Megatron has not, beside transformers."""
 
 import copy
+import importlib.util
 import json
 
 import pytest
@@ -234,6 +235,21 @@ def test_compiled_layers_train_as_others_do(hf, alone):
     same(alone.train(hf("qwen3"), {**TORCH, "fsdp_compile": True}, 2), alone.train(hf("qwen3"), TORCH, 2))
 
 
+def test_float8_training(hf, alone, monkeypatch):
+    """Rounding to 8-bit floats moves losses and gradients a little; where torchao is not installed, it is said."""
+    if importlib.util.find_spec("torchao") is None:
+        with pytest.raises(ConfigError, match="fsdp_float8 = 'rowwise': none: torchao is not installed"):
+            alone.actor(hf("qwen3"), **TORCH, fsdp_float8="rowwise")
+        return
+    plain = alone.train(hf("qwen3"), TORCH, 2)
+    for recipe in ("rowwise", "rowwise_with_gw_hp"):
+        rounded = alone.train(hf("qwen3"), {**TORCH, "fsdp_float8": recipe}, 2)
+        for ours, theirs in zip(rounded["steps"], plain["steps"], strict=True):
+            assert ours.loss == pytest.approx(theirs.loss, rel=0.1) and ours.grad_norm == pytest.approx(theirs.grad_norm, rel=0.2)
+        assert 1e-4 < (rounded["log_probs"] - plain["log_probs"]).abs().mean() < 0.3
+        assert rounded["weights"].keys() == plain["weights"].keys()
+
+
 def test_recomputed_layers_keep_no_activations(hf, alone):
     plain, recomputed = (alone.saved_bytes(hf("qwen3"), {**TORCH, **more}) for more in ({}, {"recompute": True}))
     assert recomputed < 0.5 * plain
@@ -307,6 +323,7 @@ def test_what_it_does_not_take_is_refused(hf, alone, tmp_path, monkeypatch):
         ({"expert_model_parallel_size": 2, "fsdp_shard_ranks": 2}, ["expert_model_parallel_size", "fsdp_shard_ranks = 2"]),
         ({"megatron": {"moe_grouped_gemm": True}}, ["trainer.megatron"]),
         ({"recompute_granularity": "selective"}, ["recompute_granularity", "full"]),
+        ({"lora_rank": 4, "fsdp_float8": "rowwise"}, ["fsdp_float8", "lora_rank = 4"]),
         ({"use_routing_replay": True, "fsdp_compile": True}, ["fsdp_compile", "replayed routing"]),
     ]
     assert not not_refused(lambda change: list(map(_raised, TrainerSection.model_construct(**{**TORCH, **change}).torch_problems())), cases)
