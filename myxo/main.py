@@ -42,6 +42,7 @@ COMMANDS = {
     "top": ("top:declare", "who waits for whom in a run, what would help, what its services do, and alarms, live"),
     "env": ("env:declare", "environments: make one, serve it, check that it keeps the protocol"),
     "accounts": ("accounts:declare", "make the accounts of a run on NATS and Redis"),
+    "link": ("link:declare", "a hub's NATS, Redis and object store behind one HTTPS port, and that port from another site"),
     "simulate": ("command_arguments:declare_tool", "throughput and staleness of every policy, simulated"),
     "convert": ("command_arguments:declare_tool", "a model from Hugging Face's format to torch_dist, or back"),
     "replay": ("command_arguments:declare_tool", "train the batches again that a run has dumped, without the run"),

@@ -36,12 +36,14 @@ TUNSETIFF, TUN_NO_HEADER, CLONE_NEWNET = 0x400454CA, 0x1001, 0x40000000
 
 @dataclass(frozen=True)
 class Internet:
-    """``bytes_s``: each way. ``delay_s``: one way. ``loss``: of packets. ``queue_s``: what the narrowest router holds at most."""
+    """``bytes_s``: each way. ``delay_s``: one way. ``loss``: of packets. ``queue_s``: what the narrowest router holds at most. ``port``: of
+    the hub, the one that a firewall lets through; 0: all."""
 
     bytes_s: float = 12.5e6
     delay_s: float = 0.04
     loss: float = 0.01
     queue_s: float = 0.1
+    port: float = 0
 
 
 INTERNET = Internet()
@@ -122,6 +124,8 @@ def _pass_packets(ends: tuple[int, int], internet: Internet) -> None:
             for packet in _read(descriptor):
                 now = time.monotonic()
                 begun = max(now, free[way])
+                if internet.port and not _is_tcp_of(packet, int(internet.port), way):
+                    continue
                 if cut or begun - now > internet.queue_s or random.random() < internet.loss:
                     continue
                 free[way] = begun + len(packet) / internet.bytes_s
@@ -133,6 +137,12 @@ def _pass_packets(ends: tuple[int, int], internet: Internet) -> None:
             if not cut:
                 with contextlib.suppress(OSError):
                     os.write(target, packet)
+
+
+def _is_tcp_of(packet: bytes, port: int, way: int) -> bool:
+    """Returns whether an IPv4 packet is TCP from (``way`` 0: it comes from the hub) or to the hub's port."""
+    start = (packet[0] & 15) * 4
+    return packet[0] >> 4 == 4 and packet[9] == 6 and struct.unpack_from("!HH", packet, start)[way] == port
 
 
 def _read(descriptor: int) -> Iterator[bytes]:

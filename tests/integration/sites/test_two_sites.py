@@ -1,9 +1,11 @@
 """A whole run with its replicas at another site, over a link with the internet's delay and losses: what breaks there costs time alone.
 
-Hub and site share the object store and the servers' ports; real services on both sides, with a scripted engine and optimizer step.
+Hub and site share the object store and the servers' ports, or one HTTPS port alone; real services on both sides, with a scripted engine and
+optimizer step.
 """
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
@@ -12,16 +14,19 @@ from pathlib import Path
 import pytest
 
 from myxo.run.run_access import vocabulary
+from shared.accounts import certificates
+from shared.accounts.permissions import ROLES
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.config import config_reading
 from shared.process.child_process import ChildProcess
+from shared.process.embedded_servers import free_port
 from shared.store.s3 import KEY_VARIABLE, SECRET_VARIABLE
 from tests.chaos.fast.fast_config import FastShape, sections, write_model, write_toml
 from tests.chaos.ledger_check import LedgerCheck, LedgerFindings, ledger_messages
 from tests.support.guarded_servers import GuardedServers
-from tests.support.lossy_link import LossyLink, lossy_link
+from tests.support.lossy_link import Internet, LossyLink, lossy_link
 from tests.support.object_store import TRAINER, RunningObjectStore, running_object_store
 from tests.support.service_process import ROOT
 from tests.support.waiting import until
@@ -87,18 +92,50 @@ class TwoSites:
         raise AssertionError("no group was on its way when the link was cut")
 
 
+def one_port(
+    stack: contextlib.ExitStack, directory: Path, link: LossyLink, servers: GuardedServers, store: RunningObjectStore, port: int
+) -> str:
+    """Puts all servers, which listen on loopback alone, behind one HTTPS port, and ports of the site's loopback before that. Returns the
+    bucket's URL."""
+    chain = certificates.make({"hub": [link.hub]})
+    files = {"certificate": chain.servers["hub"].certificate, "key": chain.servers["hub"].key, "authority": chain.authority}
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+    for role in ROLES:
+        (servers.accounts / role / "ca.pem").write_bytes(chain.authority)
+    words = ["-m", "myxo", "link", "--nats", str(servers.deployment.nats), "--redis", str(servers.deployment.redis)]
+    serve = ["--serve", f"{link.hub}:{port}", "--objects", store.url.split("/")[2]]
+    serve += ["--certificate", str(directory / "certificate"), "--key", str(directory / "key")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MYXO_CA_FILE": str(directory / "authority")}
+    log = directory / "link-hub.log"
+    hub = ChildProcess("link at the hub", [sys.executable, *words, *serve], log, environment)
+    stack.callback(hub.kill)
+    end = time.monotonic() + SECONDS
+    while "https://" not in log.read_text():
+        assert hub.running and time.monotonic() < end, log.read_text()
+        time.sleep(0.1)
+    site = link.start(directory / "link-site.log", environment, *words, "--hub", f"https://{link.hub}:{port}")
+    stack.callback(site.kill)
+    return f"https://{link.hub}:{port}/{store.url.rpartition('/')[2]}"
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seconds", [8.0, pytest.param(60.0, marks=pytest.mark.extra)])
-async def test_nothing_is_lost_doubled_or_too_old(seconds: float, tmp_path: Path) -> None:
-    with lossy_link() as link, running_object_store(tmp_path / "objects", link.hub) as store:
-        servers = GuardedServers(tmp_path / "servers", RUN, host=link.hub)
+@pytest.mark.parametrize(("seconds", "https"), [(8.0, True), pytest.param(60.0, False, marks=pytest.mark.extra)])
+async def test_nothing_is_lost_doubled_or_too_old(seconds: float, https: bool, tmp_path: Path) -> None:
+    port = free_port() if https else 0
+    with contextlib.ExitStack() as stack:
+        link = stack.enter_context(lossy_link(Internet(port=port)))
+        host = "127.0.0.1" if https else link.hub
+        store = stack.enter_context(running_object_store(tmp_path / "objects", host))
+        servers = GuardedServers(tmp_path / "servers", RUN, host=host)
         servers.nats.start()
         servers.valkey.start()
+        url = one_port(stack, tmp_path, link, servers, store, port) if https else store.url
         sites, model = TwoSites(tmp_path, link, servers, store), write_model(tmp_path / "model")
         values = sections(tmp_path, model, SHAPE)
         values["run"]["name"] = RUN
-        values["weights"] = {"update_weight_transport": "s3", "update_weight_mode": "delta", "object_store_url": store.url}
-        values["weights"] |= {"object_store_allow_http": True, "push_timeout": 60.0}
+        values["weights"] = {"update_weight_transport": "s3", "update_weight_mode": "delta", "object_store_url": url}
+        values["weights"] |= {"object_store_allow_http": not https, "push_timeout": 60.0}
         values["bus"] |= {"registry_ttl": 5.0}
         started: list[ChildProcess] = []
         try:
