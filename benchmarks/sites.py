@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.page_table import markdown_table, put_table
 from services.trainer.weights.snapshot_writer import WeightCheckpointWriter
 from shared.process.child_process import ChildProcess
 from shared.store.s3 import ObjectStoreLocation, S3Client
@@ -30,9 +31,9 @@ from tests.support.object_store import TRAINER, running_object_store
 from tests.support.service_process import ROOT
 
 RESULTS = Path(__file__).parent / "results" / "sites.json"
+PAGE = ROOT / "docs" / "two-sites.md"
 LEARNING_RATE, DEVIATION = 1e-6, 0.02
 PAPER = {"Qwen3-0.6B": 1.192e9, "70B": 140e9, "1T": 2e12}  # bytes in bfloat16
-PAPER_SHARE = 0.015  # a delta's share of them: the largest that was measured
 
 
 @dataclass(frozen=True)
@@ -106,17 +107,34 @@ def measured(directory: Path, elements: int, versions: int, connections: int) ->
         site.kill()
 
 
-def on_paper() -> dict[str, dict[str, float]]:
-    """Returns seconds of a whole version and of a delta, where enough connections fill the link, at 100 Mbit/s and at 10 Gbit/s."""
+def on_paper(share: float) -> dict[str, dict[str, float]]:
+    """Returns seconds of a whole version and of a delta, where enough connections fill the link, at 100 Mbit/s and at 10 Gbit/s.
+
+    ``share``: a delta's part of a model's bytes.
+    """
     rates = {"100 Mbit/s": INTERNET.bytes_s, "10 Gbit/s": 100 * INTERNET.bytes_s}
     return {
         model: {
             f"{what}, {name}": round(size * part / rate, 1)
-            for what, part in (("whole", 1.0), ("delta", PAPER_SHARE))
+            for what, part in (("whole", 1.0), ("delta", share))
             for name, rate in rates.items()
         }
         for model, size in PAPER.items()
     }
+
+
+def paper_table(share: float) -> str:
+    """Returns what `on_paper` says, with the share, in Markdown."""
+    head = ("model, bfloat16", *(f"{what}, {rate}" for rate in ("100 Mbit/s", "10 Gbit/s") for what in ("whole", "delta")))
+    rows = [(model, *(_duration(seconds[name]) for name in head[1:])) for model, seconds in on_paper(share).items()]
+    text = f"On paper, where enough connections fill the link, with deltas of {share:.2%}, the most that was measured of a whole model:"
+    return f"{text}\n\n{markdown_table(head, rows)}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 600:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def main() -> int:
@@ -125,7 +143,7 @@ def main() -> int:
     parser.add_argument("--elements", type=int, default=3_000_000, help="of the model, two bytes each")
     parser.add_argument("--versions", type=int, default=2, help="the first is whole, the others are deltas")
     parser.add_argument("--connections", type=int, nargs="+", default=[4, 32])
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/sites.json")
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/sites.json and the page")
     parser.add_argument("--site", nargs=2, metavar=("DIR", "URL"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.site is not None:
@@ -141,10 +159,13 @@ def main() -> int:
                 figures.append(at)
     congestion = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     link = {**asdict(INTERNET), "congestion_control": congestion}
-    result = {"link": link, "elements": asked.elements, "measured": [asdict(figure) for figure in figures], "on_paper_seconds": on_paper()}
+    share = max((figure.share for figure in figures if figure.form == "delta"), default=1.0)
+    measured_rows = [asdict(figure) for figure in figures]
+    result = {"link": link, "elements": asked.elements, "measured": measured_rows, "on_paper_seconds": on_paper(share)}
     print(json.dumps(result["on_paper_seconds"], indent=1))
     if asked.write:
         RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+        put_table(PAGE, "sites", paper_table(share), "sites_on_paper")
     return 0
 
 
