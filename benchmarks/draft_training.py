@@ -134,7 +134,7 @@ def write_task(directory: Path, scale: Scale) -> None:
     character_tokenizer(PRINTABLE).save_pretrained(model)
     starts = [number for number in range(100, 900) if number % scale.multiple]
     random.Random(0).shuffle(starts)
-    rows = {number: {"prompt": f"{number}:", "label": str((number // scale.multiple + 1) * scale.multiple)} for number in starts}
+    rows = {number: {"prompt": f"{number}:", "label": counted(number, scale.multiple)} for number in starts}
     (directory / "train.jsonl").write_text("".join(json.dumps(rows[number]) + "\n" for number in starts[HELD_OUT:]))
     (directory / "heldout.jsonl").write_text("".join(json.dumps(rows[number]) + "\n" for number in starts[:HELD_OUT]))
     shown = [{"prompt": f"{number}:", "response": counted(number, scale.multiple)} for number in starts[HELD_OUT:]]
@@ -156,7 +156,7 @@ def run_file(directory: Path, phase: str, options: argparse.Namespace) -> Path:
                     "rollout_concurrency": scale.at_once, "rollout_device": options.device, "in_flight_on_push": "retract",
                     **({} if warm else {"speculation": "mtp"})},
         "rollout.sglang": dict(scale.engine),
-        "reward": {"rm_type": "math_verify", "answer_pattern": r"\d+(?=\s*$)"},
+        "reward": {"rm_type": "exact"},  # of the last number alone, an answer without the others would be the shortest that is right
         # ε: a policy that makes no errors has gradients of noise alone, which Adam would make as large as any
         "trainer": {"train_dtype": scale.dtype, "train_device": options.device, "lr": lr, "adam_beta2": 0.95, "lr_warmup_iters": 10,
                     "adam_eps": 1e-8 if warm else 1e-5, "mtp_loss_scaling_factor": 1.0,

@@ -1,6 +1,7 @@
 """Versions of the weights over a simulated internet: bytes and seconds of each, by connections; what larger models take, on paper.
 
-    python -m benchmarks.sites [--elements 596000000] [--write]        as root
+    python -m benchmarks.sites [--elements 596000000] [--json FILE]        as root
+    python -m benchmarks.sites --write                                     puts the results into the page
 
 The replica's side runs in a network namespace behind a link of 100 Mbit/s, 80 ms there and back, that loses 1 % of its packets each way
 (`tests/support/lossy_link.py`); a real object store (SeaweedFS) and the trainer's side are this machine. The uploads do not cross the link.
@@ -143,11 +144,16 @@ def main() -> int:
     parser.add_argument("--elements", type=int, default=3_000_000, help="of the model, two bytes each")
     parser.add_argument("--versions", type=int, default=2, help="the first is whole, the others are deltas")
     parser.add_argument("--connections", type=int, nargs="+", default=[4, 32])
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/sites.json and the page")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--write", action="store_true", help="put the results into the documentation, and measure nothing")
     parser.add_argument("--site", nargs=2, metavar=("DIR", "URL"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.site is not None:
         at_the_site(Path(asked.site[0]), asked.site[1], asked.connections[0])
+        return 0
+    if asked.write:
+        deltas = [row["share"] for row in json.loads(RESULTS.read_text())["measured"] if row["form"] == "delta"]
+        put_table(PAGE, "sites", paper_table(max(deltas)), "sites_on_paper")
         return 0
     figures: list[Figure] = []
     print("| version | connections | MB | of a whole one | download, s | put together, s |\n|---|---|---|---|---|---|", flush=True)
@@ -163,9 +169,8 @@ def main() -> int:
     measured_rows = [asdict(figure) for figure in figures]
     result = {"link": link, "elements": asked.elements, "measured": measured_rows, "on_paper_seconds": on_paper(share)}
     print(json.dumps(result["on_paper_seconds"], indent=1))
-    if asked.write:
-        RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-        put_table(PAGE, "sites", paper_table(share), "sites_on_paper")
+    if asked.json:
+        asked.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

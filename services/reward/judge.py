@@ -102,9 +102,8 @@ class JudgeCalls:
                 raise ConfigError("reward.judge_key_variable", config.judge_key_variable, expected)
             headers["Authorization"] = f"Bearer {key}"
         self._config, self._concurrency = config, asyncio.Semaphore(config.judge_concurrency)
-        again = lambda status: status in (408, 409, 425, 429) or status >= 500  # noqa: E731
         label = f"{JUDGE} {config.judge_model} at {without_credentials(url)}"
-        self._calls = HttpCalls(label, url, config.judge_concurrency, config.judge_timeout, config.judge_tries, headers, again)
+        self._calls = HttpCalls(label, url, config.judge_concurrency, config.judge_timeout, config.judge_tries, headers, _worth_another_try)
         self._verdicts = VerdictCache(config.judge_cache)
         self._asked: dict[str, asyncio.Task[str]] = {}
 
@@ -146,6 +145,10 @@ def question(template: str, sample: Sample, **parts: str) -> str:
         prompt = "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt if isinstance(message, dict))
     known = {"prompt": prompt, "label": sample.label or "", **parts}
     return re.sub(r"\{(\w+)\}", lambda field: known.get(field[1], field[0]), template)
+
+
+def _worth_another_try(status: int) -> bool:
+    return status in (408, 409, 425, 429) or status >= 500
 
 
 class Judge(Scorer):

@@ -168,6 +168,7 @@ class Arguments(Namespace):
 
     def __init__(self, config: RunConfig, **more: Any) -> None:
         fields = {field: getattr(getattr(config, section), field) for field, section in field_sections().items()}
+        fields |= {"max_tokens_per_gpu": config.trainer.tokens_per_gpu, "log_probs_chunk_size": config.trainer.log_probs_tokens}  # not auto
         shown = {field: as_given(field, value) for field, value in fields.items()}
         engine = {f"sglang_{flag.lstrip('-').replace('-', '_')}": value for flag, value in config.rollout.sglang.items()}
         others = attributes(config)

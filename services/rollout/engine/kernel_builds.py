@@ -47,8 +47,8 @@ TVM_FFI_CACHE, FLASHINFER_CACHE = "TVM_FFI_CACHE_DIR", "FLASHINFER_WORKSPACE_BAS
 
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 _OTHER_NAMES = {"half": "float16", "float": "float32"}
-# The sizes of a head for which there is a fused kernel of the rotary embedding, and of the norms of queries and keys.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# The sizes of a head for which there is a fused kernel of the rotary embedding, and of the norms of queries and keys.
 _FUSED_ROTARY, _FUSED_NORMS = (64, 128, 256, 512), (64, 128, 256, 512, 1024)
 
 

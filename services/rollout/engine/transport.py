@@ -213,7 +213,8 @@ async def read_capabilities(transport: EngineTransport, deadline: float) -> Capa
     model = await transport.get("/model_info", deadline)
     served = await transport.get("/v1/models", deadline)
     try:
-        config = parse_json(Path(model["model_path"], "config.json").read_bytes())
+        at = Path(model["model_path"])  # of the version that was loaded last, which may be gone
+        config = parse_json((at if at.is_dir() else Path(model.get("tokenizer_path") or at)).joinpath("config.json").read_bytes())
         context = served["data"][0]["max_model_len"]
         return Capabilities(
             release=info["version"],

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import itertools
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -396,3 +397,13 @@ async def test_every_token_has_its_version_where_sglang_names_that_of_the_end_al
 async def stream(client: EngineClient, request: GenerationRequest, into: Partial) -> None:
     async for piece in client.generate_live(request, SAMPLING):
         into.extend(piece, LONG)
+
+
+async def test_clients_connect_though_the_directory_of_the_last_version_has_gone(
+    client: EngineClient, chosen_engine: EngineProcess, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    version = shutil.copytree(checkpoint(1).path, tmp_path / "version")
+    await client.update_weights_from_disk(str(version), 1)
+    shutil.rmtree(version)
+    async with await EngineClient.connect(chosen_engine.receiver) as another:
+        assert another.capabilities == client.capabilities

@@ -134,7 +134,9 @@ def test_a_process_apart_says_what_cannot_be_imported(tmp_path: Path) -> None:
 
 def test_arguments_are_the_whole_config_under_the_flags_names(tmp_path: Path) -> None:
     sections: dict[str, Any] = {"rollout": {"sglang": {"mem-fraction-static": 0.8}}, "reward": {"reward_key": "match"}}
-    config = run_config(tmp_path, trainer={"megatron": {"moe_router_dtype": "fp32"}}, **sections)
+    config = run_config(
+        tmp_path, trainer={"megatron": {"moe_router_dtype": "fp32"}, "max_tokens_per_gpu": 64, "log_probs_chunk_size": 32}, **sections
+    )
     args = Arguments(config, sglang_router_ip="127.0.0.1", sglang_router_port=30000)
     for field, section in field_sections().items():
         value = getattr(getattr(config, section), field)
@@ -173,7 +175,7 @@ READ_BY_SLIMES_FILES = {
 
 @pytest.mark.parametrize("name", READ_BY_SLIMES_FILES)
 def test_arguments_have_what_slimes_files_read(name: str, tmp_path: Path) -> None:
-    assert getattr(Arguments(run_config(tmp_path, trainer={"max_tokens_per_gpu": 8192})), name) == READ_BY_SLIMES_FILES[name]
+    assert getattr(Arguments(run_config(tmp_path)), name) == READ_BY_SLIMES_FILES[name]
 
 
 def test_a_field_of_the_config_has_no_fixed_value_beside_it(tmp_path: Path) -> None:
