@@ -64,8 +64,8 @@ def _layout(inspection: Inspection) -> Iterator[str]:
 def _memory(inspection: Inspection) -> Iterator[str]:
     config, gpu_bytes = inspection.config, inspection.gpu_bytes
     where = map(devices.resolve, (config.trainer.train_device, config.rollout.rollout_device))
-    if "cuda" in where and gpu_bytes and inspection.architecture:
-        for need in RunPlan(config, inspection.architecture, gpu_bytes, inspection.critic).needs:
+    if "cuda" in where and gpu_bytes and inspection.planned:
+        for need in RunPlan(config, inspection.planned, gpu_bytes, inspection.critic).needs:
             yield f"{need.of} {need.total / GB:.1f} of {need.available / GB:.1f} GB"
     elif inspection.model_size is not None:
         yield f"at least {memory_bytes(config, inspection.model_size) / GB:.1f} of this machine's {host_memory()[0] / GB:.1f} GB"

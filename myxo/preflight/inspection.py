@@ -18,7 +18,7 @@ from shared.data.prompts import PromptFile, TrainingPrompts, eval_prompts
 from shared.data.tokenizer import Tokenizer
 from shared.model import hf_checkpoint
 from shared.model.architecture import Architecture
-from shared.model.families import architecture_of, read_architecture
+from shared.model.families import architecture_of, planned_architecture, read_architecture
 from shared.runtime.errors import BadInput, ConfigError
 from shared.runtime.safe_files import parse_json
 from shared.transfer.manifest import ITEM_BYTES
@@ -130,6 +130,13 @@ class Inspection:
         """Returns the actor's architecture; None where its ``config.json`` describes no model that can be trained."""
         directory = self.config.model.hf_checkpoint
         return self._loaded(lambda: architecture_of(self.config)) if (directory / "config.json").is_file() else None
+
+    @cached_property
+    def planned(self) -> Architecture | None:
+        """Returns what the actor's memory is planned by; None as `architecture`."""
+        if self.architecture is None or self.config.trainer.trainer_backend != "torch":
+            return self.architecture
+        return planned_architecture(self.config.model.hf_checkpoint, self.architecture)
 
     @cached_property
     def critic(self) -> Architecture | None:

@@ -245,8 +245,8 @@ def settle_trainer(inspection: Inspection) -> tuple[TrainerSection, str]:
     if "auto" not in (trainer.max_tokens_per_gpu, trainer.log_probs_chunk_size):
         return trainer, ""
     trains = devices.resolve(trainer.train_device) == "cuda" and not config.debug.debug_rollout_only
-    if trains and inspection.gpu_bytes is not None and inspection.architecture is not None:
-        plan = RunPlan(config, inspection.architecture, inspection.gpu_bytes, inspection.critic, inspection.frozen_models)
+    if trains and inspection.gpu_bytes is not None and inspection.planned is not None:
+        plan = RunPlan(config, inspection.planned, inspection.gpu_bytes, inspection.critic, inspection.frozen_models)
         if _layout_divides(plan):
             return settled_tokens(plan)
     return trainer.model_copy(update={"max_tokens_per_gpu": trainer.tokens_per_gpu, "log_probs_chunk_size": trainer.log_probs_tokens}), ""
@@ -433,7 +433,7 @@ MOST_NAMED = 3
 
 def check_gpu_memory(inspection: Inspection) -> Findings:
     """Yields a kind of process whose GPU is surely too small for it; notes one that comes near it."""
-    config, architecture = inspection.config, inspection.architecture
+    config, architecture = inspection.config, inspection.planned
     train, generate = config.trainer.train_device, config.rollout.rollout_device
     used = {"actor": train, "critic": train, "engine": generate, "group": generate}
     on_gpus = {role for role, device in used.items() if devices.resolve(device) == "cuda"}

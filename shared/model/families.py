@@ -4,6 +4,7 @@
 not know) instead of training a model that is almost the right one.
 """
 
+import contextlib
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -156,6 +157,26 @@ def read_architecture(hf_dir: Path, quantized: bool = False, backend: str = "meg
         return _Entries(path, raw).outline() if backend == "torch" else _Entries(path, text_entries(raw)).architecture()
     except (TypeError, ValueError, AttributeError, OverflowError, KeyError) as error:  # an entry of a type that none has
         raise ConfigError("model.hf_checkpoint", str(path), f"entries of the types that a config.json has ({error})") from error
+
+
+def planned_architecture(hf_dir: Path, outline: Architecture) -> Architecture:
+    """Returns what the memory of a model on the torch backend is planned by: all that is known of a family, else its outline with the traits
+    of its layers that its entries tell. Checkpoints hold the outline, so that what is planned may change."""
+    with contextlib.suppress(ConfigError):
+        return read_architecture(hf_dir, quantized=True)
+    kind, experts = outline.model_type, outline.experts
+    entries = text_entries(parse_json((hf_dir / "config.json").read_bytes()))
+    if experts is not None and isinstance(shared := entries.get("n_shared_experts"), int):
+        experts = replace(experts, shared_ffn_hidden_size=shared * experts.ffn_hidden_size)
+    return replace(
+        outline,
+        experts=experts,
+        gelu=kind.startswith("gemma"),
+        fused_gate_up=kind.startswith(("phi", "glm")),
+        zero_centered_norms=kind.startswith("gemma"),
+        post_norms=kind.startswith(("gemma2", "gemma3")),
+        qk_norm=kind.startswith(("gemma3", "olmo", "flex_olmo", "apertus", "exaone4", "dots1")) and kind != "olmo",
+    )
 
 
 class _Entries:

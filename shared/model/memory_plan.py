@@ -64,17 +64,35 @@ def plan_trainer(architecture: Architecture, trainer: TrainerSection, ranks: int
 
 def _sharded(plan: StagePlan, a: Architecture, trainer: TrainerSection, layout: ParallelLayout, ranks: int) -> StagePlan:
     """Returns a plan under FSDP2: every rank has a float32 share of a copy, and gathers two layers' pieces, or all, and the embeddings at a
-    time. Layers whose norms and activations are not one kernel (Gemma's) keep up to 1.6 times as much for the backward pass."""
+    time; layers keep more for the backward pass where norms and activations are not one kernel."""
     experts, shards = plan.expert_parameters, trainer.fsdp_shard_ranks or ranks
     whole = (plan.parameters - experts) * layout.tensor + experts * layout.expert * layout.expert_tensor_size
     share, trained = -(-whole // shards), -(-(plan.gradients // 4 * whole) // plan.parameters // shards)
     ends = (1 if a.tied_embeddings else 2) * a.vocab_size * a.hidden_size
     at_once = 2 if trainer.fsdp_reshard_after_forward else a.num_layers
     layers = at_once * max(plan.parameters - ends // layout.tensor, 0) // a.num_layers
-    gathered = (ends + layers) * (4 if trainer.train_dtype == "float32" else 2)
+    width = 4 if trainer.train_dtype == "float32" else 2
+    gathered = (ends + layers) * width
+    apart = unfused_bytes(a, layout, trainer.tokens_per_gpu, width)
+    if trainer.recomputes_layers:
+        plan = replace(plan, working=plan.working + apart)
+    else:
+        plan = replace(plan, activations=plan.activations + apart * plan.layers)
     if trainer.fsdp_cpu_offload:
         return replace(plan, weights=gathered, gradients=0, optimizer=0, host=4 * share + 12 * trained)
     return replace(plan, weights=4 * share + gathered, gradients=4 * trained, optimizer=8 * trained)
+
+
+def unfused_bytes(a: Architecture, layout: ParallelLayout, tokens: int, width: int) -> int:
+    """Returns what a layer of transformers' keeps beside `layer_activations` where `services.trainer.fsdp.fused_layers` replaces nothing:
+    norms of one more than their weight keep input and output in float32; a gate keeps what its activation returns.
+
+    Not counted are matrices of scores, of families whose attention has sinks or caps: they grow with the square of the longest sequence.
+    """
+    heads = (a.num_attention_heads + a.num_key_value_heads) * a.head_dim // layout.tensor if a.qk_norm else 0
+    normed = (4 if a.post_norms else 2) * a.hidden_size + heads if a.zero_centered_norms else 0
+    gated = (a.gelu or a.fused_gate_up) and a.experts is None
+    return tokens * ((8 - width) * normed + width * a.ffn_hidden_size // layout.tensor * gated)
 
 
 def _stage(

@@ -55,8 +55,8 @@ def attach(model: Any, lora: Lora, seed: int) -> None:
     for name in lora.targets:
         if name != ALL_LINEAR and name not in known:
             raise ConfigError(FIELD, name, f"a linear layer of {type(model).__name__}: {nearest(name, known)}")
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 3 and ".experts." in name:
+    for name, parameter in model.named_parameters():  # of a convolution's three sizes none counts experts
+        if parameter.dim() == 3 and not isinstance(model.get_submodule(name.rpartition(".")[0]), torch.nn.Conv1d):
             of_experts = {projection(each) for each in revert_weight_conversion(model, {name: torch.empty(parameter.shape, device="meta")})}
             if any(map(lora.takes, of_experts)):
                 wanted = (
@@ -75,7 +75,7 @@ def _layers(model: Any) -> Iterator[tuple[str, Any]]:
     head, text = model.get_output_embeddings(), set(getattr(model.base_model, "language_model", model).modules())
     for name, module in model.named_modules():
         adaptable = module in text and type(module) in (torch.nn.Linear, AdaptedLinear)
-        if adaptable and module is not head and name.rpartition(".")[2] not in _ROUTERS:
+        if adaptable and module is not head and _ROUTERS.isdisjoint(name.split(".")):
             weight = torch.empty(module.weight.shape, device="meta")
             (matrix, *others) = revert_weight_conversion(model, {f"{name}.weight": weight})
             if not others:

@@ -6,13 +6,19 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file
+from torch.utils.checkpoint import checkpoint as checkpointed
 
 from services.trainer.fsdp import fused_layers
+from services.trainer.fsdp.packed_attention import Sequences
 from services.trainer.packing import separate
 from services.trainer.parallel.loss_function import MicroBatchesFailed
 from shared.config.trainer_section import TrainerSection
+from shared.model.families import planned_architecture, read_architecture
+from shared.model.memory_plan import layer_activations, unfused_bytes
+from shared.model.parallel_layout import ParallelLayout
 from shared.runtime.errors import ConfigError
 from tests.support.converting import convert
 from tests.unit.trainer.megatron import lora_steps, rank_steps
@@ -293,6 +299,88 @@ def test_families_that_megatron_has_not(model_type, alone, tmp_path):
     assert exported.keys() == saved.keys() and all(torch.equal(exported[name], tensor) for name, tensor in saved.items())
     first, second = alone.steps(model, 2)
     assert second.loss < first.loss and second.grad_norm > 0
+
+
+NEW = {  # families at tiny sizes, dense and with experts, of which none has a test elsewhere
+    "cohere2": {**WINDOWS, "logit_scale": 0.25},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24},
+    "gpt_neox": {},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 2.0},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "smollm3": {},
+    "starcoder2": {"sliding_window": None},
+}
+APART = {  # families whose layers mix the sequences of a pack, or do not say where these begin
+    "bamba": {"mamba_d_head": 8, "mamba_n_heads": 8, "mamba_n_groups": 1, "attn_layer_indices": [1]},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "stablelm": {},
+}
+
+
+@pytest.mark.parametrize("model_type", [pytest.param(kind, marks=pytest.mark.extra if kind[0] < "m" else ()) for kind in sorted(NEW)])
+def test_a_family_that_nobody_named_trains_as_it_is(model_type, alone, tmp_path, monkeypatch):
+    monkeypatch.setitem(OTHERS, model_type, NEW[model_type])
+    test_families_that_megatron_has_not(model_type, alone, tmp_path)
+    found = alone.resume(tmp_path, TORCH, tmp_path / "saves")
+    straight, again = found["weights"]
+    assert found["resumed"] == found["straight"] and all(torch.equal(again[name], tensor) for name, tensor in straight.items())
+
+
+@pytest.mark.parametrize("model_type", sorted(APART))
+def test_a_family_that_cannot_keep_packed_sequences_apart_is_refused(model_type, alone, tmp_path, monkeypatch):
+    monkeypatch.setitem(OTHERS, model_type, APART[model_type])
+    checkpoint(model_type, tmp_path)
+    with pytest.raises(ConfigError, match="packed"):
+        alone.actor(tmp_path, **TORCH)
+
+
+def test_stacked_experts_are_not_left_out_of_all_linear_layers(alone, tmp_path, monkeypatch):
+    """Whatever their name is; and a router, of whatever name, is adapted by nobody."""
+    monkeypatch.setitem(OTHERS, "granitemoe", NEW["granitemoe"])
+    checkpoint("granitemoe", tmp_path)
+    with pytest.raises(ConfigError, match="some of q_proj, k_proj, v_proj, o_proj; .*adapts no experts.*input_linear"):
+        alone.actor(tmp_path, **TORCH, **LORA)
+
+
+LAYER = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+PLANNED = ("gemma", "gemma3_text", "glm4", "granite", "olmo2", "phi3", "qwen3")
+
+
+@pytest.mark.parametrize("model_type", PLANNED)
+def test_a_layer_keeps_what_the_plan_says(model_type, tmp_path, monkeypatch):
+    """In bfloat16 with the modules fused that are on a GPU, where each is one kernel, which keeps what it is given."""
+
+    def kernel(function):
+        return lambda *given: checkpointed(function, *given, use_reentrant=True)
+
+    def norm(module, given):
+        return kernel(lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-6))(given, module.weight)
+
+    monkeypatch.setattr(fused_layers, "_rms_norm", norm)
+    monkeypatch.setattr(fused_layers, "_gated", lambda _: kernel(lambda gate, up: F.silu(gate) * up))
+    sizes = {**SIZES, **LAYER, **{key: size for key, size in OTHERS.get(model_type, {}).items() if key not in WINDOWS}}
+    tokens, held = 512, []
+    for layers in (2, 3):
+        config = transformers.AutoConfig.for_model(model_type, **{**sizes, "num_hidden_layers": layers, "max_position_embeddings": 1024})
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="packed")
+        fused_layers.fuse(model)
+        model.bfloat16()
+        weights, kept = {one.untyped_storage()._cdata for one in model.parameters()}, {}
+
+        def keep(tensor, kept=kept):
+            kept[tensor.untyped_storage()._cdata] = tensor  # which holds it: no other storage comes to lie there
+            return tensor
+
+        pack = Sequences([0, tokens], torch.tensor([0, tokens], dtype=torch.int32))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model.base_model(input_ids=torch.arange(tokens)[None] % VOCAB, use_cache=False, packed_sequences=pack)
+        held.append(sum(tensor.untyped_storage().nbytes() for storage, tensor in kept.items() if storage not in weights))
+    config.save_pretrained(tmp_path)
+    shape = planned_architecture(tmp_path, read_architecture(tmp_path, backend="torch"))
+    planned = layer_activations(shape, ParallelLayout(), 1, tokens, 2).total + unfused_bytes(shape, ParallelLayout(), tokens, 2)
+    assert held[1] - held[0] == pytest.approx(planned, rel=0.08)
 
 
 def test_a_sequence_whose_loss_fails_is_found(hf, alone):
