@@ -16,7 +16,7 @@ from torch import Tensor
 
 from services.trainer.actor import Actor, StepResult
 from services.trainer.backend import gather_plan
-from services.trainer.objective.loss import PolicyLoss, ValueLoss
+from services.trainer.objective.loss import PolicyLoss, SftLoss, ValueLoss
 from services.trainer.packing import PackedBatch
 from services.trainer.parallel import checkpoint, runtime
 from services.trainer.parallel.frozen_weights import FrozenWeights
@@ -24,6 +24,7 @@ from services.trainer.parallel.joint_write import SaveFailed
 from services.trainer.parallel.likelihood import OutputHead, VocabularySlice
 from services.trainer.parallel.safetensors_reader import SafetensorsReader
 from services.trainer.parallel.staged_shards import StagedShards
+from services.trainer.reference_policy import ReferencePolicy
 from services.trainer.trainer_settings import TrainerSettings
 from services.trainer.weights.stage_sender import StageExport
 from shared.config.algorithm import AlgorithmSection
@@ -158,6 +159,21 @@ def reinforce(hf_dir: Path, config: dict[str, Any]) -> dict[str, Any]:
         report[f"critic {step}"] = critic.train_step(rl_batches(critic, step, per_token=True), ValueLoss(value_clip=0.5))
     report["values"] = critic.values([whole])[0]
     return report
+
+
+def demonstrated(hf_dir: Path, config: dict[str, Any], teacher: Path, root: Path) -> dict[str, Any]:
+    """A step on demonstrations, and the log-probs behind it of policy, reference and teacher."""
+    model, whole = actor(hf_dir, **config), pack(sequences(6, seed=9))
+    reference = ReferencePolicy(model, root, None, 10)
+    reference.save_first()
+    reference.load(0)
+    step = model.train_step(rl_batches(model, 0, per_token=False), SftLoss())
+    found = {"loss": step.loss, "grad_norm": step.grad_norm, "policy": model.log_probs([whole])[0]}
+    with reference.in_place_of_the_policy():
+        found["reference"] = model.log_probs([whole])[0]
+    with FrozenWeights.from_hf(model.model, teacher).in_place_of(model.model):
+        found["teacher"] = model.log_probs([whole])[0]
+    return found
 
 
 def logit_loss(hf_dir: Path, config: dict[str, Any], from_logits: bool) -> StepResult:
