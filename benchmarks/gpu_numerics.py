@@ -10,6 +10,7 @@ Everything is compared with one GPU in float32 (TF32 off):
 * transformers in bfloat16, whose code is not ours.
 
 A ratio is the mean difference of log-probs by that of one GPU in bfloat16. The command exits 1 where a layout's is above `LARGEST_RATIO`.
+``--backend torch`` trains transformers' models under FSDP2, in the layouts that these have; one GPU is that backend's then as well.
 ``--device cpu`` takes models of a few thousand weights, over gloo. ``--write`` puts the figures of benchmarks/results into the docs.
 """
 
@@ -88,6 +89,7 @@ MODELS: dict[str, dict[str, Any]] = {
 MODELS["sparse attention"] = MODELS["latent attention"] | {"model_type": "glm_moe_dsa", "n_group": 1, "topk_group": 1}
 MODELS["sparse attention"] |= {"index_topk": 512, "index_n_heads": 16, "index_head_dim": 64, "num_key_value_heads": 16}
 MODELS["sparse attention"] |= {"num_hidden_layers": 3, "n_routed_experts": 8, "vocab_size": 8192}  # its plain attention is slow
+ON_TORCH = ("dense", "latent attention", "mixture of experts", "gemma")
 SMALLER = {
     "dense": TINY | {"num_key_value_heads": 2, "head_dim": 16},
     "latent attention": TINY
@@ -110,7 +112,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=2, help="ranks of the layouts; 1 leaves them out")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="those to measure")
+    parser.add_argument("--backend", choices=("megatron", "torch"), default="megatron", help="what trains")
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="those to measure; default: all that the backend shares")
     parser.add_argument("--json", type=Path, help="write the figures there, as they come")
     parser.add_argument("--write", action="store_true", help="put the figures of benchmarks/results into the docs; measures nothing")
     arguments = parser.parse_args()
@@ -118,7 +121,7 @@ def main() -> int:
         put_table(PAGE, "gpu_numerics", numerics_table(json.loads(RESULTS.read_text())))
         return 0
     rows: list[dict[str, Any]] = []
-    for row in measured_rows(arguments.device, arguments.gpus, arguments.models):
+    for row in measured_rows(arguments.device, arguments.gpus, arguments.models, arguments.backend):
         rows.append(row)
         print(numerics_line(row), file=sys.stderr, flush=True)
         if arguments.json is not None:
@@ -128,12 +131,16 @@ def main() -> int:
     return 0 if all(within_rounding(row) for row in rows) else 1
 
 
-def layouts_of(model: str, gpus: int) -> dict[str, dict[str, Any]]:
+def layouts_of(model: str, gpus: int, backend: str = "megatron") -> dict[str, dict[str, Any]]:
     """The layouts of several GPUs that a model is trained in, by their short names."""
     if gpus == 1:
         return {}
     context = {f"CP{gpus}": {"context_parallel_size": gpus}}
     experts = {f"EP{gpus}": {"expert_model_parallel_size": gpus}}
+    if backend == "torch":
+        shared = {f"TP{gpus}": {"tensor_model_parallel_size": gpus}}
+        plain = {f"FSDP{gpus}": dict[str, Any]()}
+        return plain | {"dense": shared | context, "mixture of experts": shared | experts, "latent attention": experts}.get(model, {})
     tensor = {f"TP{gpus}": {"tensor_model_parallel_size": gpus, "sequence_parallel": True}}
     known = {"dense": context, "latent attention": context | experts, "mixture of experts": experts}
     known["sinks and windows"] = context | experts
@@ -142,7 +149,7 @@ def layouts_of(model: str, gpus: int) -> dict[str, dict[str, Any]]:
     return known[model]
 
 
-def measured_rows(device: str, gpus: int, models: Sequence[str] = tuple(MODELS)) -> Iterator[dict[str, Any]]:
+def measured_rows(device: str, gpus: int, models: Sequence[str] | None = None, backend: str = "megatron") -> Iterator[dict[str, Any]]:
     """Trains these models in every layout, and compares each with one GPU in float32."""
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also of the ranks
@@ -152,24 +159,28 @@ def measured_rows(device: str, gpus: int, models: Sequence[str] = tuple(MODELS))
     lengths, batches = LENGTHS[device], step_batches(gpus)
     try:
         with tempfile.TemporaryDirectory() as directory:
-            for model in models:
-                shape = MODELS[model]
+            for model in models or ON_TORCH if backend == "torch" else models or MODELS:
+                shape, named = MODELS[model], model if backend == "megatron" else f"{model}, {backend}"
                 checkpoint = Path(directory, model)
                 write_checkpoint(shape if device == "cuda" else shape | SMALLER[model], checkpoint)
 
                 def run(world: World, config: dict[str, Any], dtype: str, checkpoint: Path = checkpoint) -> dict[str, Any]:
-                    return dict(world.run(rank_numerics, checkpoint, {**config, "train_dtype": dtype}, lengths, batches)[0])
+                    return dict(
+                        world.run(
+                            rank_numerics, checkpoint, {**config, "train_dtype": dtype, "trainer_backend": backend}, lengths, batches
+                        )[0]
+                    )
 
                 exact, rounded = run(one, {}, "float32"), run(one, {}, "bfloat16")
-                own = numerics_row(model, 1, "one GPU", "bfloat16", rounded, exact)
+                own = numerics_row(named, 1, "one GPU", "bfloat16", rounded, exact)
                 yield own
-                for layout, config in layouts_of(model, gpus).items():
+                for layout, config in layouts_of(model, gpus, backend).items():
                     for dtype in ("bfloat16", "float32"):
                         found = run(several, config, dtype)
-                        row = numerics_row(model, gpus, layout, dtype, found, exact)
+                        row = numerics_row(named, gpus, layout, dtype, found, exact)
                         yield row | ({"ratio": row["mean"] / own["mean"]} if dtype == "bfloat16" else {})
                 (theirs,) = one.run(transformers_numerics, checkpoint, lengths)
-                row = numerics_row(model, 1, "transformers", "bfloat16", exact | theirs, exact)
+                row = numerics_row(named, 1, "transformers", "bfloat16", exact | theirs, exact)
                 yield row | {"loss": None, "grad_norm": None, "ratio": row["mean"] / own["mean"]}
     finally:
         one.stop()

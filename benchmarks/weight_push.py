@@ -1,7 +1,8 @@
 """How fast weights get from a trainer to SGLang engines, beside what the wire can do and beside slime's way, all in one run.
 
 ``python -m benchmarks.weight_push [--gpus N] [--shape 4b] [--pushes N] [--rounds N] [--json FILE]`` pushes a model of Qwen3-4B's shape in
-bfloat16, 8.04 GB of random weights (or of Qwen3-0.6B's, 1.19 GB), from Megatron-Core through the real pusher, bus and rollout services.
+bfloat16, 8.04 GB of random weights (or of Qwen3-0.6B's, 1.19 GB), from Megatron-Core through the real pusher, bus and rollout services, or
+with ``--backend torch`` from transformers' model under FSDP2, whose float32 shards are cast as they are sent.
 Two GPUs: one trainer rank, one engine. Four: the layouts `LAYOUTS` of two trainer ranks, one after the other. ``--device cpu``, on a small
 model, shows that the command works, nothing about speed. FILE is written after each part, so that a run that is cut off leaves the figures
 that it has.
@@ -70,6 +71,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, choices=tuple(LAYOUTS), default=2)
     parser.add_argument("--layout", choices=[name for of_gpus in LAYOUTS.values() for name in of_gpus], help="this one only")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--backend", choices=("megatron", "torch"), default="megatron", help="what holds the trainer's weights")
     parser.add_argument("--bucket-mib", type=int, default=512)
     parser.add_argument("--shape", choices=tuple(SHAPES), default="4b")
     parser.add_argument("--rounds", type=int, default=20, help="pushes to an engine that is idle, and as many beside training steps")
@@ -123,7 +125,8 @@ class Bench:
         self.layout = LAYOUTS[arguments.gpus][arguments.layout]
         self.on_gpu = arguments.device == "cuda"
         model = {"shape": arguments.shape} if self.on_gpu else {"shape": "small"}
-        self.figures: dict[str, Any] = {"gpus": arguments.gpus, "layout": self.layout.words, **model}
+        own = "" if arguments.backend == "megatron" else f", {arguments.backend} backend"
+        self.figures: dict[str, Any] = {"gpus": arguments.gpus, "layout": f"{self.layout.words}{own}", **model}
         self.figures |= {"raw_gb_per_s": float(os.environ[RAW])} if RAW in os.environ else {}
         self._traces: list[str] = []
         self._version = 0
@@ -153,7 +156,7 @@ class Bench:
 
         weights = WeightsSection(update_weight_buffer_size=self.arguments.bucket_mib * 2**20, push_timeout=60)
         self.figures["bucket_bytes"] = weights.update_weight_buffer_size
-        trainer = TrainerSection(lr=1e-6, collective_timeout=300, **self.layout.parallel)
+        trainer = TrainerSection(lr=1e-6, collective_timeout=300, trainer_backend=self.arguments.backend, **self.layout.parallel)
         actor = Actor.create(TrainerSettings(trainer), model, random=True)
         pusher = Pusher(stage.link if stage is not None else None, actor.model, weights)
         channel = CommandBroadcast(600)

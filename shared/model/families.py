@@ -160,8 +160,10 @@ def read_architecture(hf_dir: Path, quantized: bool = False, backend: str = "meg
 
 
 def planned_architecture(hf_dir: Path, outline: Architecture) -> Architecture:
-    """Returns what the memory of a model on the torch backend is planned by: all that is known of a family, else its outline with the traits
-    of its layers that its entries tell. Checkpoints hold the outline, so that what is planned may change."""
+    """Returns what memory is planned by on the torch backend: all that is known of a family, else its outline with its layers' traits.
+
+    Checkpoints hold the outline itself, and are compared with it: what is planned may change.
+    """
     with contextlib.suppress(ConfigError):
         return read_architecture(hf_dir, quantized=True)
     kind, experts = outline.model_type, outline.experts

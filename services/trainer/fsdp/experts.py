@@ -81,8 +81,8 @@ def _computed(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, some
     count, (tokens, each) = module.down_proj.size(0), chosen.shape
     numbers = chosen.reshape(-1)
     taken = ((numbers >= 0) & (numbers < count)).nonzero()[:, 0] if some else None
-    if taken is not None and not len(taken):  # parameters get gradients of zeros: other ranks wait for them
-        return hidden * 0 + sum(parameter.sum() for parameter in module.parameters()).to(hidden.dtype) * 0
+    if taken is not None and not len(taken):  # whatever other ranks wait for in the backward pass gets gradients of zeros
+        return hidden * 0 + (weights.sum() + sum(parameter.sum() for parameter in module.parameters())).to(hidden.dtype) * 0
     own = numbers if taken is None else numbers[taken]
     ordered, order = own.sort(stable=True)
     places = order if taken is None else taken[order]  # [rows], of each row in the flattened choices

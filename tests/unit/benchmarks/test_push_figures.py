@@ -73,7 +73,7 @@ def test_as_many_weights_are_copied_as_have_room() -> None:
 )
 def test_a_part_that_fails_costs_nothing_of_what_was_measured(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    bench = Bench(argparse.Namespace(gpus=2, layout="tp1", device="cpu", shape="4b", step=False))
+    bench = Bench(argparse.Namespace(gpus=2, layout="tp1", device="cpu", shape="4b", step=False, backend="megatron"))
     bench.figures["seconds"] = 0.03
 
     def failing() -> None:

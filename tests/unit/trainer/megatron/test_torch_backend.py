@@ -98,6 +98,19 @@ def test_two_ranks_that_share_the_work_train_as_one_does(kind, more, hf, alone, 
     same(found, alone.train(hf(kind), TORCH, 3))
 
 
+@pytest.mark.parametrize("more", [TENSOR, EXPERT])
+def test_a_rank_whose_experts_nobody_chooses_takes_part(more, alone, two_ranks, tmp_path, monkeypatch):
+    """A router's bias sends all tokens to the first two of four experts."""
+    monkeypatch.setitem(OTHERS, "ernie4_5_moe", NEW["ernie4_5_moe"])
+    checkpoint("ernie4_5_moe", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (bias,) = (tensor for name, tensor in tensors.items() if name.endswith("e_score_correction_bias"))
+    bias.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0]))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found, _ = two_ranks.run(rank_steps.train, tmp_path, {**TORCH, **more}, 2)
+    same(found, alone.train(tmp_path, TORCH, 2))
+
+
 def test_a_plan_that_leaves_out_partial_gradients_is_refused(hf, two_ranks):
     found = two_ranks.run(rank_steps.train_without_entry, hf("qwen3"), {**TORCH, **TENSOR}, "layers.*.self_attn.k_norm")
     assert all("tensor_model_parallel_size" in one and "k_norm.weight are partial" in one for one in found), found
