@@ -7,8 +7,10 @@ optimizer step.
 import asyncio
 import contextlib
 import os
+import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,19 +33,17 @@ from tests.support.object_store import TRAINER, RunningObjectStore, running_obje
 from tests.support.service_process import ROOT
 from tests.support.waiting import until
 
-RUN, SHAPE, SECONDS = "sites", FastShape(steps=14, groups=2, staleness=2, eval_interval=4), 120.0
+RUN, SHAPE, SECONDS = "sites", FastShape(steps=14, groups=2, staleness=2, eval_interval=4), 300.0
 INBOX = Subjects(RUN).inbox("operator")
 
 
-class TwoSites:
-    """The processes of both sites. ``replicas``: of the site, by instance."""
+class Hub:
+    """The run's own site."""
 
-    def __init__(self, directory: Path, link: LossyLink, servers: GuardedServers, store: RunningObjectStore) -> None:
-        self._directory, self.link, self._servers, self.store = directory, link, servers, store
-        self.replicas: dict[str, ChildProcess] = {}
-        self.spool = directory / "spool" / RUN
+    def __init__(self, directory: Path, servers: GuardedServers) -> None:
+        self._directory, self._servers = directory, servers
 
-    def hub(self) -> list[ChildProcess]:
+    def started(self) -> list[ChildProcess]:
         """Starts its services."""
         modules = {"buffer": "services.buffer", "reward": "services.reward", "trainer": "tests.chaos.fast.scripted_trainer"}
         keys = {KEY_VARIABLE: TRAINER.key, SECRET_VARIABLE: TRAINER.secret, "MYXO_CHAOS_STEP_SECONDS": "0.3", "PYTHONPATH": str(ROOT)}
@@ -53,17 +53,8 @@ class TwoSites:
             started.append(ChildProcess(role, [sys.executable, "-m", module], self.log(role), environment))
         return started
 
-    def join(self, instance: str, skew: float = 0.0, cache: str = "cache") -> None:
-        own = {"MYXO_INSTANCE": instance, "MYXO_TEST_CLOCK_SKEW": str(skew), "TMPDIR": str(self._directory)}
-        site = {"MYXO_SITE_CACHE": str(self._directory / cache), "MYXO_SAMPLE_SPOOL": str(self._directory / "spool")}
-        environment = {**self._servers.environment("rollout"), **own, **site}
-        self.replicas[instance] = self.link.start(self.log(instance), environment, "-m", "tests.support.site_replica")
-
     def log(self, instance: str) -> Path:
         return self._directory / f"{instance}.log"
-
-    def said(self, words: str) -> bool:
-        return any(words in self.log(instance).read_text(errors="replace") for instance in self.replicas)
 
     async def ledger(self) -> LedgerFindings:
         check = LedgerCheck(SHAPE.staleness, SHAPE.groups)
@@ -76,6 +67,25 @@ class TwoSites:
             return (await self.ledger()).steps >= steps
 
         await until(enough, f"step {steps}", SECONDS)
+
+
+class TwoSites(Hub):
+    """The processes of both sites. ``replicas``: of the other site, by instance."""
+
+    def __init__(self, directory: Path, link: LossyLink, servers: GuardedServers, store: RunningObjectStore) -> None:
+        super().__init__(directory, servers)
+        self.link, self.store = link, store
+        self.replicas: dict[str, ChildProcess] = {}
+        self.spool = directory / "spool" / RUN
+
+    def join(self, instance: str, skew: float = 0.0, cache: str = "cache") -> None:
+        own = {"MYXO_INSTANCE": instance, "MYXO_TEST_CLOCK_SKEW": str(skew), "TMPDIR": str(self._directory)}
+        site = {"MYXO_SITE_CACHE": str(self._directory / cache), "MYXO_SAMPLE_SPOOL": str(self._directory / "spool")}
+        environment = {**self._servers.environment("rollout"), **own, **site}
+        self.replicas[instance] = self.link.start(self.log(instance), environment, "-m", "tests.support.site_replica")
+
+    def said(self, words: str) -> bool:
+        return any(words in self.log(instance).read_text(errors="replace") for instance in self.replicas)
 
     async def cut_with_a_group_on_its_way(self) -> Path:
         """Cuts the link while a finished group waits for the hub's answer; returns its file."""
@@ -119,7 +129,7 @@ def one_port(
     return f"https://{link.hub}:{port}/{store.url.rpartition('/')[2]}"
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("seconds", "https"), [(8.0, True), pytest.param(60.0, False, marks=pytest.mark.extra)])
 async def test_nothing_is_lost_doubled_or_too_old(seconds: float, https: bool, tmp_path: Path) -> None:
     port = free_port() if https else 0
@@ -143,7 +153,7 @@ async def test_nothing_is_lost_doubled_or_too_old(seconds: float, https: bool, t
             config = config_reading.load(tmp_path / "run.toml")
             operator = await Bus.connect(servers.nats_url("operator"), "test", inbox=INBOX)
             await runs.create(operator, config, servers.redis_url("operator"), vocabulary(config))
-            started = sites.hub()
+            started = sites.started()
             sites.join("rollout-0", skew=120.0)
             sites.join("rollout-1", skew=-120.0)
             await sites.trained(2)
@@ -179,6 +189,53 @@ async def test_nothing_is_lost_doubled_or_too_old(seconds: float, https: bool, t
             await operator.close()
         finally:
             for process in [*started, *sites.replicas.values()]:
+                process.kill()
+            servers.nats.stop()
+            servers.valkey.stop()
+
+
+@pytest.mark.extra
+@pytest.mark.timeout(1800)
+async def test_a_hundred_replicas_join_and_leave(tmp_path: Path) -> None:
+    count, at_once = 100, 20
+    with running_object_store(tmp_path / "objects", "127.0.0.1") as store:
+        servers = GuardedServers(tmp_path / "servers", RUN, host="127.0.0.1")
+        servers.nats.start()
+        servers.valkey.start()
+        values = sections(tmp_path, write_model(tmp_path / "model"), replace(SHAPE, steps=100_000, eval_interval=100_000))
+        values["run"]["name"] = RUN
+        values["weights"] = {"update_weight_transport": "s3", "update_weight_mode": "delta", "object_store_url": store.url}
+        values["weights"] |= {"object_store_allow_http": True, "push_timeout": 60.0}
+        values["bus"] |= {"registry_ttl": 30.0, "lease_duration": 20.0, "ack_wait": 40.0}
+        write_toml(tmp_path, values)
+        config = config_reading.load(tmp_path / "run.toml")
+        operator = await Bus.connect(servers.nats_url("operator"), "test", inbox=INBOX)
+        await runs.create(operator, config, servers.redis_url("operator"), vocabulary(config))
+        hub = Hub(tmp_path, servers)
+        started = hub.started()
+        environment = {**os.environ, **servers.environment("rollout"), "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+        words = [sys.executable, "-m", "tests.support.site_crowd", str(tmp_path), str(count), str(at_once)]
+        with (tmp_path / "crowd.log").open("wb") as log:
+            crowd = subprocess.Popen(words, env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=log, stderr=log)
+        try:
+
+            async def left() -> bool:
+                assert crowd.poll() is None, (tmp_path / "crowd.log").read_text()[-2000:]
+                return (tmp_path / "crowd.json").exists()
+
+            await until(left, f"{count} replicas", 1500.0)
+            now = (await hub.ledger()).steps
+            await hub.trained(now + 3)  # with what those who left had in hand
+            assert crowd.stdin is not None
+            crowd.stdin.close()
+            assert await asyncio.to_thread(crowd.wait, 120) == 0
+            found = await hub.ledger()
+            assert found.problems == [] and now > count // at_once
+            assert not [end for end in found.ends.values() if end.startswith("dead")]
+            await operator.close()
+        finally:
+            crowd.kill()
+            for process in started:
                 process.kill()
             servers.nats.stop()
             servers.valkey.stop()
