@@ -1,6 +1,7 @@
 """Versions of the weights over a simulated internet: bytes and seconds of each, by connections; what larger models take, on paper.
 
     python -m benchmarks.sites [--elements 596000000] [--json FILE]        as root
+    python -m benchmarks.sites --engine [--json FILE]                      a real engine's pause, on loopback
     python -m benchmarks.sites --write                                     puts the results into the page
 
 The replica's side runs in a network namespace behind a link of 100 Mbit/s, 80 ms there and back, that loses 1 % of its packets each way
@@ -11,6 +12,7 @@ TLS is left out. Weights are random, of deviation 0.02, in bfloat16; a step is A
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,10 +23,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.example_run import launch, lines, middle, prepare_example
 from benchmarks.page_table import markdown_table, put_table
 from services.trainer.weights.snapshot_writer import WeightCheckpointWriter
 from shared.process.child_process import ChildProcess
-from shared.store.s3 import ObjectStoreLocation, S3Client
+from shared.store.s3 import KEY_VARIABLE, SECRET_VARIABLE, ObjectStoreLocation, S3Client
 from shared.transfer.object_weights import ObjectMirror, ObjectPublisher
 from shared.transfer.weight_checkpoint import LocalCheckpoint, VersionId, WeightCheckpoints
 from tests.support.lossy_link import INTERNET, lossy_link
@@ -138,6 +141,20 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
+def in_a_run(directory: Path) -> dict[str, float]:
+    """Returns what versions of the arithmetic example took in its CPU engine: medians of seconds, the run's exit code."""
+    keys = {KEY_VARIABLE: TRAINER.key, SECRET_VARIABLE: TRAINER.secret}
+    with running_object_store(directory / "objects", "127.0.0.1") as store:
+        words = [*prepare_example(directory / "data"), "--num-rollout", "12", "--sft-steps", "20", "--dir", str(directory / "runs")]
+        words += ["--update-weight-transport", "s3", "--update-weight-mode", "delta", "--object-store-url", store.url]
+        words += ["--object-store-allow-http", "--fresh", "--hf-checkpoint", str(directory / "data" / "model")]
+        words += ["--prompt-data", str(directory / "data" / "train.jsonl")]
+        code = subprocess.run(launch(words), cwd=ROOT, env={**os.environ, **keys}, stdin=subprocess.DEVNULL, timeout=600).returncode
+    logged = [line for log in directory.rglob("rollout-*.log") for line in lines(log) if line.get("event") == "caught_up"]
+    found = {name: middle(line[name] for line in logged if line.get("source") == "objects") for name in ("pull_seconds", "load_seconds")}
+    return {"exit": code, "versions": len(logged), **{name: value for name, value in found.items() if value is not None}}
+
+
 def main() -> int:
     """The command line. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -145,6 +162,7 @@ def main() -> int:
     parser.add_argument("--versions", type=int, default=2, help="the first is whole, the others are deltas")
     parser.add_argument("--connections", type=int, nargs="+", default=[4, 32])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--engine", action="store_true", help="measure a run with a real engine, and no link")
     parser.add_argument("--write", action="store_true", help="put the results into the documentation, and measure nothing")
     parser.add_argument("--site", nargs=2, metavar=("DIR", "URL"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -154,6 +172,13 @@ def main() -> int:
     if asked.write:
         deltas = [row["share"] for row in json.loads(RESULTS.read_text())["measured"] if row["form"] == "delta"]
         put_table(PAGE, "sites", paper_table(max(deltas)), "sites_on_paper")
+        return 0
+    if asked.engine:
+        with tempfile.TemporaryDirectory() as scratch:
+            found = in_a_run(Path(scratch))
+        print(json.dumps(found))
+        if asked.json:
+            asked.json.write_text(json.dumps(found, indent=1) + "\n")
         return 0
     figures: list[Figure] = []
     print("| version | connections | MB | of a whole one | download, s | put together, s |\n|---|---|---|---|---|---|", flush=True)
