@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.support.tiny_model import PRINTABLE, character_tokenizer
+from tests.support.tiny_vision import randomize
 
 AUDIO, BEGIN, END = "<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"
 CHAT_TEMPLATE = (
@@ -54,11 +55,7 @@ def write_tiny_audio_model(path: Path, *, seed: int = 0, alphabet: str = PRINTAB
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.Qwen2AudioForConditionalGeneration(config).float().eval()
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.data.add_(torch.randn_like(parameter) * std)
-            elif parameter.std() < std / 10:
-                parameter.data.normal_(std=std)
+        randomize(model, std)
     model.save_pretrained(path)
     saved = load_file(path / "model.safetensors")  # whose names have the language model's prefix twice
     save_file({name.replace("model.model.", "model."): one for name, one in saved.items()}, path / "model.safetensors", {"format": "pt"})

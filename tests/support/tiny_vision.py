@@ -28,6 +28,15 @@ CHAT_TEMPLATE = (
 )
 
 
+def randomize(model: torch.nn.Module, std: float) -> None:
+    """Gives random values to what the model's own initialisation leaves constant: norms, biases, embeddings of zeros."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.add_(torch.randn_like(parameter) * std)
+        elif parameter.std() < std / 10:
+            parameter.data.normal_(std=std)
+
+
 def png(width: int, height: int, color: tuple[int, int, int] | None = None, seed: int = 0, kind: str = "PNG") -> bytes:
     """Returns an encoded picture, of one color or of noise."""
     noise = np.random.RandomState(seed).randint(0, 255, (height, width, 3), dtype=np.uint8)
@@ -93,11 +102,7 @@ def write_tiny_vision_model(path: Path, kind: str, *, seed: int = 0, alphabet: s
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, f"{name}ForConditionalGeneration")(config).float().eval()
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.data.add_(torch.randn_like(parameter) * std)
-            elif parameter.std() < std / 10:
-                parameter.data.normal_(std=std)
+        randomize(model, std)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     written = json.loads((path / "config.json").read_text())
