@@ -41,7 +41,7 @@ from benchmarks.page_table import markdown_table, put_table
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess, FlagValue, engine_command
 from services.rollout.engine.generation import GenerationRequest
-from shared.config.speculation import OF_KIND
+from shared.config.speculation import DRAFT, speculation_flags, without_speculation
 from shared.data.metric_files import MetricDirectory
 from shared.process.child_process import with_parent
 from shared.process.embedded_servers import free_port
@@ -87,9 +87,11 @@ class Scale:
 _ENGINE: Mapping[str, FlagValue] = {
     **{"attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none", "disable-prefill-cuda-graph": True},
     **{"mem-fraction-static": 0.25, "max-total-tokens": 32768, "max-running-requests": 32, "cuda-graph-max-bs-decode": 32},
+    **{"speculative-num-steps": 5},
 }
+# On GPUs as deep as the largest published models: a token costs more then, and what a verification costs beside the layers does not
 SCALES = {
-    "cuda": Scale(1024, 48, 16, 3072, "bfloat16", 50, (140, 64, 4e-4, 2e-4), 128, 32, 40, 4, (1, 4, 16, 32), _ENGINE),
+    "cuda": Scale(768, 94, 12, 2304, "bfloat16", 50, (140, 64, 4e-4, 2e-4), 128, 32, 40, 4, (1, 4, 16, 32), _ENGINE),
     "cpu": Scale(128, 2, 4, 256, "float32", 10, (150, 64, 3e-3, 1e-3), 64, 64, 40, 4, (1, 8)),
 }
 
@@ -155,7 +157,7 @@ def run_file(directory: Path, phase: str, options: argparse.Namespace) -> Path:
                     "n_samples_per_prompt": 1, "max_staleness": 1, "rollout_max_response_len": scale.longest,
                     "rollout_concurrency": scale.at_once, "rollout_device": options.device, "in_flight_on_push": "retract",
                     **({} if warm else {"speculation": "mtp"})},
-        "rollout.sglang": dict(scale.engine),
+        "rollout.sglang": without_speculation(scale.engine) if warm else dict(scale.engine),
         "reward": {"rm_type": "exact"},  # of the last number alone, an answer without the others would be the shortest that is right
         # ε: a policy that makes no errors has gradients of noise alone, which Adam would make as large as any
         "trainer": {"train_dtype": scale.dtype, "train_device": options.device, "lr": lr, "adam_beta2": 0.95, "lr_warmup_iters": 10,
@@ -235,10 +237,10 @@ async def compare(directory: Path, options: argparse.Namespace) -> dict[str, Any
     from transformers import AutoTokenizer
 
     scale, policy = SCALES[options.device], newest_policy(directory, "trained")
-    flags: dict[str, FlagValue] = {**scale.engine, "trust-remote-code": True}
+    flags: dict[str, FlagValue] = {**without_speculation(scale.engine), "trust-remote-code": True}
     drafts: dict[str, dict[str, FlagValue]] = {"plain": {}}
     for kind, of in (("trained", policy), ("fixed", newest_policy(directory, "warm"))):
-        drafts[kind] = {**OF_KIND["mtp"], "speculative-draft-model-path": str(of)}
+        drafts[kind] = {**speculation_flags("mtp", scale.engine, {}), **scale.engine, DRAFT: str(of)}
     tokenizer = AutoTokenizer.from_pretrained(policy, trust_remote_code=True)
     rows = [json.loads(line) for line in (directory / "heldout.jsonl").read_text().splitlines()]
     prompts = [np.array(tokenizer.encode(row["prompt"]), np.int32) for row in rows]

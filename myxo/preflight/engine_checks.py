@@ -64,6 +64,7 @@ def check_engine_model(inspection: Inspection) -> Findings:
     yield from _speculation(inspection, flags)
     yield from _stages(inspection)
     yield from _shares(inspection, flags)
+    yield from _cast(inspection.config, flags)
     for name, (field, value) in flags.items():
         if name == "quantization" and value != "unquant" and "quantization_config" not in (inspection.model_config or {}):
             yield from _quantized(inspection, field, value)
@@ -242,6 +243,14 @@ def check_external_engines(inspection: Inspection) -> Findings:
             yield Note(f"rollout.external_engines: {error}; its replica waits for it, and the run continues with others")
         except ConfigError as error:
             yield error
+
+
+def _cast(config: RunConfig, flags: Mapping[str, tuple[str, Any]]) -> Findings:
+    """Yields a note where engines on GPUs cast what is pushed to bfloat16."""
+    pushed = config.weights.update_weight_dtype or config.trainer.train_dtype
+    on_gpus = devices.resolve(config.rollout.rollout_device) == "cuda"
+    if pushed == "float32" and config.has_steps and on_gpus and "dtype" not in flags:
+        yield Note(f"trainer.train_dtype = float32, rollout.sglang.dtype = bfloat16: {FEWER_BITS}")
 
 
 def _has_fewer_bits(name: str, value: Any) -> bool:

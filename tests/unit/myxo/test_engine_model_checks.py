@@ -153,6 +153,14 @@ def test_a_draft_has_the_models_vocabulary(tmp_path: Path, model: Path) -> None:
     assert f"a draft with vocab_size = {config['vocab_size']}, as the model has; its config.json has 7" in checked(tmp_path, flags)
 
 
+def test_float32_that_engines_on_gpus_cast_is_said(tmp_path: Path, model: Path) -> None:
+    def of(device: str, flags: dict[str, Any], train_dtype: str = "float32") -> str:
+        return checked(tmp_path, flags, rollout={"rollout_device": device}, trainer={"train_dtype": train_dtype})
+
+    assert "note: trainer.train_dtype = float32, rollout.sglang.dtype = bfloat16: engines compute with fewer bits" in of("cuda", {})
+    assert of("cuda", {"dtype": "float32"}) == of("cpu", {}) == of("cuda", {}, "bfloat16") == ""
+
+
 def test_a_run_that_only_generates_may_quantize_as_it_loads(tmp_path: Path, model: Path) -> None:
     alone = {"debug": {"debug_rollout_only": True}}
     assert checked(tmp_path, {"quantization": "fp8"}, **alone) == ""
