@@ -140,6 +140,7 @@ def layouts_of(model: str, gpus: int, backend: str = "megatron") -> dict[str, di
     if backend == "torch":
         shared = {f"TP{gpus}": {"tensor_model_parallel_size": gpus}}
         plain = {f"FSDP{gpus}": dict[str, Any]()}
+        plain |= {f"FSDP{gpus}, offloaded": {"fsdp_cpu_offload": True}} if model == "dense" else {}
         return plain | {"dense": shared | context, "mixture of experts": shared | experts, "latent attention": experts}.get(model, {})
     tensor = {f"TP{gpus}": {"tensor_model_parallel_size": gpus, "sequence_parallel": True}}
     known = {"dense": context, "latent attention": context | experts, "mixture of experts": experts}

@@ -68,7 +68,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-SHAPES = {"qwen3-4b": SHAPE, "qwen3-30b-a3b": MIXTURE, "tiny-moe": MIXTURE | SMALL}
+SHAPES = {"qwen3-4b": SHAPE, "qwen3-1.7b": COMMON | SIZES["1.7b"], "qwen3-30b-a3b": MIXTURE, "tiny-moe": MIXTURE | SMALL}
 """By name: the first is the default; the last is for trying this out on a CPU."""
 
 CASES = ("8192:none", "16384:layers-14")
@@ -193,7 +193,9 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
         "shape": arguments.shape,
         "experts": "" if "num_experts" not in shape else "loop" if arguments.loop else "grouped",
         "backend": arguments.backend,
-        "layers": arguments.layers + ", gathered once" * arguments.keep_gathered if arguments.backend == "torch" else "",
+        "layers": arguments.layers + ", gathered once" * arguments.keep_gathered + ", offloaded" * arguments.offload
+        if arguments.backend == "torch"
+        else "",
         "gpus": arguments.expert_parallel,
         "tokens": tokens,
         "tokens_per_s": round(tokens * MICRO_BATCHES / step, 1),
@@ -324,7 +326,8 @@ def show_profile(actor: Any, batches: Any, loss: Any) -> None:
 def line(row: dict[str, Any]) -> str:
     """One case in a line of the table."""
     backend = f"torch {row.get('layers', '')}".strip() if row.get("backend") == "torch" else ""
-    parts = (row.get("experts", ""), f"EP{row['gpus']}" if row.get("gpus", 1) > 1 else "", backend)
+    shape = "1.7B" if row.get("shape") == "qwen3-1.7b" else ""
+    parts = (shape, row.get("experts", ""), f"EP{row['gpus']}" if row.get("gpus", 1) > 1 else "", backend)
     named = "".join(f" {part}" for part in parts if part)
     return (
         f"| {row['tokens']}{named} | {row['recompute']} | {row['tokens_per_s']:,.0f} | {row['tflops']:.0f} of {row['limit_tflops']:.0f} | "

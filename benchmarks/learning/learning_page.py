@@ -14,6 +14,7 @@ PICTURE = ROOT / "docs" / "pictures" / "learning.png"
 COLOURS = ("#1b1f23", "#2a6fbb", "#3a9d5d", "#d9731a", "#b3243b", "#7d4bb0")
 """One for each bound, from the smallest to the largest."""
 
+BESIDE = {"torch": "decoupled"}  # Objectives that are drawn dashed, among the curves of another one
 TITLES = {"arithmetic": "sums, tiny model, CPU", "smollm2": "sums, SmolLM2-135M, GPU"}
 
 
@@ -70,18 +71,18 @@ def draw(parts: Mapping[str, Sequence[Run]], path: Path) -> None:
     from matplotlib import pyplot
 
     plots = [
-        (f"{title}: {objective}", {bound: runs for (name, bound), runs in groups.items() if name == objective})
+        (f"{title}: {objective}", {key: runs for key, runs in groups.items() if BESIDE.get(key[0], key[0]) == objective})
         for title, groups in ((title, grouped(runs)) for title, runs in parts.items())
-        for objective in sorted({name for name, _ in groups})
+        for objective in sorted({BESIDE.get(name, name) for name, _ in groups})
     ]
-    bounds = sorted({bound for _, found in plots for bound in found})
+    bounds = sorted({bound for _, found in plots for _, bound in found})
     colours = dict(zip(bounds, COLOURS * len(bounds), strict=False))
     figure, axes = pyplot.subplots(len(plots), 2, figsize=(10, 3 * len(plots)), layout="constrained", squeeze=False)
     for (title, found), pair in zip(plots, axes, strict=True):
         for axis, shown in zip(("steps", "seconds"), pair, strict=True):
-            for bound, runs in found.items():
-                curve = band(runs, axis)
-                shown.plot(curve.x, curve.mean, color=colours[bound], linewidth=1.6, label=f"{bound}")
+            for (objective, bound), runs in found.items():
+                curve, line, named = band(runs, axis), *(("--", f"{bound} {objective}") if objective in BESIDE else ("-", f"{bound}"))
+                shown.plot(curve.x, curve.mean, line, color=colours[bound], linewidth=1.6, label=named)
                 shown.fill_between(curve.x, curve.low, curve.high, color=colours[bound], alpha=0.15, linewidth=0)
             shown.set_title(title, fontsize=10, loc="left")
             shown.set_xlabel("training steps" if axis == "steps" else "seconds since version 0 was live", fontsize=9)

@@ -18,6 +18,7 @@ HERE = Path(__file__).parent
 UNCORRECTED = ("--off-policy", "none")
 OBJECTIVES = {
     "decoupled": ("--off-policy", "decoupled"),
+    "torch": ("--off-policy", "decoupled", "--trainer-backend", "torch"),
     "naive": UNCORRECTED,
     "rollout": ("--off-policy", "rollout"),
     "fp8": (*UNCORRECTED, "--hf-checkpoint", "{data}/model-fp8"),
@@ -25,9 +26,10 @@ OBJECTIVES = {
     "int4": (*UNCORRECTED, "--rollout-precision", "int4"),
     "int4-aware": (*UNCORRECTED, "--rollout-precision", "int4", "--quantization-aware"),
 }
-"""Objective → its flags: decoupled PPO, whose importance weights are of the policy at batch start over the one that drew the tokens; no
-correction, as if the samples were the policy's own; PPO's ratio to the policy that drew them; and no correction with engines of fewer bits,
-8-bit floats with truncated importance weights in its place, 4-bit integers with a trainer that computes with them as well."""
+"""Objective → its flags: decoupled PPO, whose importance weights are of the policy at batch start over the one that drew the tokens; the
+same, trained by the torch backend; no correction, as if the samples were the policy's own; PPO's ratio to the policy that drew them; and no
+correction with engines of fewer bits, 8-bit floats with truncated importance weights in its place, 4-bit integers with a trainer that
+computes with them as well."""
 
 STEP_TAGS = {
     "rollout/raw_reward": "reward",

@@ -50,7 +50,8 @@ def become_ranks(ranks: int, *module: str) -> None:
 def prepare_environment(config: RunConfig) -> None:
     """Sets the environment variables that every rank's libraries read when they are imported, those of ``train_env_vars`` first."""
     os.environ |= config.trainer.train_env_vars
-    os.environ.setdefault("OMP_NUM_THREADS", str(config.trainer.torch_threads or 1))
+    own = max(1, (os.cpu_count() or 1) // config.trainer.actor_num_gpus_per_node) if config.trainer.fsdp_cpu_offload else 1  # Adam's there
+    os.environ.setdefault("OMP_NUM_THREADS", str(config.trainer.torch_threads or own))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads must not spin on cores that an engine may want
     if config.trainer.train_device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

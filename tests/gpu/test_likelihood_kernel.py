@@ -1,4 +1,4 @@
-"""Log-probs by chunks, their kernels, and Adam with its state in host memory, on a GPU, against plain torch and the plain Adam."""
+"""Log-probs by chunks, their kernels, and optimizers with their state in host memory, on a GPU, against plain torch and the plain Adam."""
 
 import pytest
 
@@ -72,3 +72,21 @@ def test_adam_in_host_memory_gives_the_bits_of_the_plain_one(overlap, monkeypatc
         assert away.state[shard]["master_param"].device.type == "cpu" and away.state[shard]["master_param"].is_pinned()
         assert torch.equal(away.state[shard]["master_param"], parameter.cpu())
         assert torch.equal(shard, parameter.bfloat16())
+
+
+def test_shards_in_host_memory_train_as_those_on_the_gpu(tmp_path):
+    """The torch backend's, by the weights after two steps of four micro-batches, whose gradients are added in host memory."""
+    from services.trainer.parallel import runtime
+    from tests.unit.trainer.megatron import rank_steps
+    from tests.unit.trainer.megatron.tiny import make_checkpoint
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    make_checkpoint("qwen3_moe", tmp_path / "model")
+    plain, away = (
+        rank_steps.train(tmp_path / "model", {"trainer_backend": "torch", "fsdp_cpu_offload": offload}, 2) for offload in (False, True)
+    )
+    runtime.stop()
+    for ours, theirs in zip(away["steps"], plain["steps"], strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, abs=1e-5) and ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
+    for name, tensor in plain["weights"].items():
+        torch.testing.assert_close(away["weights"][name], tensor, atol=1e-4, rtol=0)

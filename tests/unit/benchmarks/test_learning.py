@@ -116,11 +116,13 @@ def test_the_page_gets_a_table_for_each_example_and_a_picture(tmp_path: Path, mo
     page.write_text("<!-- learning_arithmetic: python -m benchmarks.learning --write -->\nold\n<!-- /learning_arithmetic -->\nend\n")
     monkeypatch.setattr(learning_page, "PAGE", page)
     monkeypatch.setattr(learning_page, "PICTURE", tmp_path / "picture.png")
-    runs = [made(bound, seed, [0.0, 0.4, 0.8], 2.0, name) for bound in (0, 4) for seed in (0, 1) for name in ("decoupled", "naive")]
+    runs = [
+        made(bound, seed, [0.0, 0.4, 0.8], 2.0, name) for bound in (0, 4) for seed in (0, 1) for name in ("decoupled", "naive", "torch")
+    ]
     learning_page.write(runs, {"arithmetic cpu": {"at": "2026-11-25T16:00:00", "cores": 2}})
     text = page.read_text()
     assert "old" not in text and text.endswith("end\n") and "2 seeds" in text and "2 cores, 2026-11-25." in text
-    assert len([row for row in text.splitlines() if row.startswith(("| decoupled", "| naive"))]) == 4
+    assert len([row for row in text.splitlines() if row.startswith(("| decoupled", "| naive", "| torch"))]) == 6
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
