@@ -89,7 +89,7 @@ MODELS: dict[str, dict[str, Any]] = {
 MODELS["sparse attention"] = MODELS["latent attention"] | {"model_type": "glm_moe_dsa", "n_group": 1, "topk_group": 1}
 MODELS["sparse attention"] |= {"index_topk": 512, "index_n_heads": 16, "index_head_dim": 64, "num_key_value_heads": 16}
 MODELS["sparse attention"] |= {"num_hidden_layers": 3, "n_routed_experts": 8, "vocab_size": 8192}  # its plain attention is slow
-ON_TORCH = ("dense", "latent attention", "mixture of experts", "gemma")
+ON_TORCH = ("dense", "latent attention", "mixture of experts", "gemma", "sinks and windows")
 SMALLER = {
     "dense": TINY | {"num_key_value_heads": 2, "head_dim": 16},
     "latent attention": TINY

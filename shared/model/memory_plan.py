@@ -15,6 +15,7 @@ from shared.model.trainable_parameters import Lora
 OUTSIDE_BYTES = 2_000_000_000
 """CUDA's context, the libraries' workspaces and NCCL's buffers: what a GPU has less for torch; measured at 1.2 to 2 GB."""
 
+SCORE_BYTES = 24 << 25  # For the scores that `services.trainer.fsdp.packed_attention` computes at a time where attention is not one kernel
 SLICE_BYTES = 12 * (32 << 20)  # A slice of offloaded state on the device (`services.trainer.megatron.optimizer`)
 
 
@@ -74,6 +75,8 @@ def _sharded(plan: StagePlan, a: Architecture, trainer: TrainerSection, layout: 
     width = 4 if trainer.train_dtype == "float32" else 2
     gathered = (ends + layers) * width
     apart = unfused_bytes(a, layout, trainer.tokens_per_gpu, width)
+    if a.model_type.startswith("gemma2"):  # scores with caps
+        plan = replace(plan, working=plan.working + SCORE_BYTES)
     if trainer.recomputes_layers:
         plan = replace(plan, working=plan.working + apart)
     else:
@@ -86,8 +89,6 @@ def _sharded(plan: StagePlan, a: Architecture, trainer: TrainerSection, layout: 
 def unfused_bytes(a: Architecture, layout: ParallelLayout, tokens: int, width: int) -> int:
     """Returns what a layer of transformers' keeps beside `layer_activations` where `services.trainer.fsdp.fused_layers` replaces nothing:
     norms of one more than their weight keep input and output in float32; a gate keeps what its activation returns.
-
-    Not counted are matrices of scores, of families whose attention has sinks or caps: they grow with the square of the longest sequence.
     """
     heads = (a.num_attention_heads + a.num_key_value_heads) * a.head_dim // layout.tensor if a.qk_norm else 0
     normed = (4 if a.post_norms else 2) * a.hidden_size + heads if a.zero_centered_norms else 0

@@ -1,10 +1,11 @@
 """Layers of transformers' models that keep the sequences of a pack apart.
 
 Attention is registered there under `NAME`. On a GPU in half precision the kernels of `services.trainer.parallel.varlen_attention` do the
-work; elsewhere, scaled dot-product attention does it sequence by sequence. No mask of T x T tokens is ever made.
+work; elsewhere, scaled dot-product attention does it sequence by sequence. No mask of T x T tokens is ever made. Where there is no kernel,
+scores are computed by pieces of bounded size, again in the backward pass.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from services.trainer.fsdp.token_rows import ContextPart
@@ -21,6 +23,7 @@ from services.trainer.parallel.varlen_attention import LongSequences, by_length,
 from shared.runtime.errors import MyxoError
 
 NAME = "packed"
+SCORES = 2**25  # that exist at a time where there is no kernel; `shared.model.memory_plan` counts them
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def attend(
         packed_sequences: a model hands on to its layers what it is called with. It is an argument, since a layer may be computed again in
             the backward pass.
 
-    Of ``options``, ``s_aux`` [heads] are logits of sinks, and ``softcap`` bounds the scores; PyTorch has no kernel for either.
+    Of ``options``, ``s_aux`` [heads] are logits of sinks, and ``softcap`` bounds the scores, for which there is no kernel.
 
     Raises MyxoError: the model does not hand them on, or asks for a mask of its own.
     """
@@ -79,48 +82,57 @@ def attend(
         raise MyxoError(f"{type(module).__name__} does not say which sequences are packed")
     if sequences.part is not None:
         key, value = sequences.part.all_rows(key), sequences.part.all_rows(value)
-    plain = sinks is not None or cap is not None
-    if query.is_cuda and not plain and query.dtype != torch.float32:
-        return _by_kernel(query, key, value, sequences, scaling, sliding_window)[None], None
-    outputs = []
+    if query.is_cuda and cap is None and query.dtype != torch.float32:
+        return _by_kernel(query, key, value, sequences, scaling, sliding_window, sinks)[None], None
+    outputs: list[Tensor] = []
     for start, stop, first, last in sequences.spans:
         q, k, v = query[:, :, start:stop], key[:, :, first:last], value[:, :, first:last]
-        seen = _seen(q, k, sliding_window, plain)
-        if plain:
-            outputs.append(_by_scores(q, k, v, seen, scaling, sinks, cap))
-        else:
-            gqa = q.size(1) != k.size(1)
-            outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=scaling, enable_gqa=gqa))
+        if sinks is not None or cap is not None:
+            outputs += _by_scores(q, k, v, sliding_window, scaling, sinks, cap)
+            continue
+        whole, gqa = q.size(2) == k.size(2) <= (sliding_window or k.size(2)), q.size(1) != k.size(1)
+        seen = None if whole else _seen(q, k, sliding_window)
+        outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=whole, scale=scaling, enable_gqa=gqa))
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 
 
-def _seen(q: Tensor, k: Tensor, window: int | None, always: bool) -> Tensor | None:
-    """Returns the keys that each of the last queries sees, bool [queries, keys]; None for all up to its own, if not ``always``."""
+def _seen(q: Tensor, k: Tensor, window: int | None) -> Tensor:
+    """Returns the keys that each of the last queries sees, bool [queries, keys]."""
     behind = k.size(2) - q.size(2)
-    if not always and not behind and (window is None or q.size(2) <= window):
-        return None
     seen = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).tril(behind)
     return seen if window is None else seen.triu(1 - window + behind)
 
 
-def _by_kernel(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scaling: float | None, window: int | None) -> Tensor:
+def _by_kernel(
+    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scaling: float | None, window: int | None, sinks: Tensor | None
+) -> Tensor:
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if sequences.part is not None:
         keys = sequences.part.keys
-        return varlen(q, k.index_select(0, keys), v.index_select(0, keys), sequences.part.lengths, scaling, window or 0)
-    if sequences.long is not None and not window and fits(q, v):
+        return varlen(q, k.index_select(0, keys), v.index_select(0, keys), sequences.part.lengths, scaling, window or 0, sinks)
+    if sequences.long is not None and not window and sinks is None and fits(q, v):
         return by_length(q, k, v, sequences.long, scaling)
-    return varlen(q, k, v, (sequences.cu_seqlens, sequences.cu_seqlens, sequences.longest, sequences.longest), scaling, window or 0)
+    return varlen(q, k, v, (sequences.cu_seqlens, sequences.cu_seqlens, sequences.longest, sequences.longest), scaling, window or 0, sinks)
 
 
-def _by_scores(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scaling: float | None, sinks: Tensor | None, cap: float | None
+def _by_scores(q: Tensor, k: Tensor, v: Tensor, window: int | None, *options: Any) -> Iterator[Tensor]:
+    """Attends within one sequence by scores; the arguments are those of `attend`. Yields [1, heads, queries, width], in order."""
+    behind, rows = k.size(2) - q.size(2), max(1, SCORES // (q.size(1) * k.size(2)))
+    for first in range(0, q.size(2), rows):
+        last = min(first + rows, q.size(2))
+        seen = slice(0 if window is None else max(0, behind + first + 1 - window), behind + last)
+        given = q[:, :, first:last], k[:, :, seen], v[:, :, seen], window, *options
+        yield checkpoint(_of_scores, *given, use_reentrant=False, preserve_rng_state=False)
+
+
+def _of_scores(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, scaling: float | None, sinks: Tensor | None, cap: float | None
 ) -> Tensor:
-    """Attends within one sequence by a matrix of scores; the arguments are those of `attend`. Returns [1, heads, L, width]."""
+    seen = _seen(q, k, window)
     k, v = (tensor.repeat_interleave(q.size(1) // tensor.size(1), 1) for tensor in (k, v))
     scores = q @ k.transpose(2, 3) * (q.size(3) ** -0.5 if scaling is None else scaling)
     scores = scores if cap is None else torch.tanh(scores / cap) * cap
-    scores = scores.float().masked_fill(~seen, -torch.inf) if seen is not None else scores.float()
+    scores = scores.float().masked_fill(~seen, -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(1, -1, scores.size(2), 1)], 3)
     return scores.softmax(3)[..., : k.size(2)].to(v.dtype) @ v
