@@ -1,12 +1,13 @@
 """A vision-language model of 2B shape learns the colours of `examples/colours`, its engine on one GPU and its trainer on another.
 
 ``python -m benchmarks.pictures --directory DIR --json FILE [--device cuda] [--steps N] [--seconds S] [FLAG ...]`` writes, while it runs,
-the last steps, and at the end or when its time is over: tokens and pictures a second, the difference of engine and trainer, pushes,
+the steps, and at the end or when its time is over: tokens and pictures a second, the difference of engine and trainer, pushes,
 rewards. Weights are random, and the vocabulary has a few words: the layers are Qwen3-VL-2B's. ``--device cpu`` takes the
 example's own sizes. Further flags are the run's.
 """
 
 import argparse
+import contextlib
 import json
 import re
 import subprocess
@@ -18,6 +19,7 @@ import numpy as np
 
 from benchmarks.example_run import ROOT, SMALL_ENGINE_FLAGS, launch, lines, stopped
 from examples.colours.prepare import save_model, write_prompts
+from shared.data.metric_files import METRIC_LINES
 
 LARGE: dict[str, dict[str, Any]] = {
     "text": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
@@ -27,6 +29,23 @@ LARGE: dict[str, dict[str, Any]] = {
                "num_position_embeddings": 2304, "deepstack_visual_indexes": [5, 11, 17]},
     "size": {"shortest_edge": 4096, "longest_edge": 1 << 20},
 }  # fmt: skip
+
+
+METRICS = {  # of a step, by the run's names; tokens are those of pictures, too
+    "perf/step_time", "perf/actor_train_time", "perf/actor_train_tok_per_s", "rollout/tokens", "rollout/raw_reward",
+    "train/train_rollout_logprob_abs_diff", "train/grad_norm",
+}  # fmt: skip
+
+
+def steps_of(root: Path) -> list[dict[str, float]]:
+    """Returns the figures of each step that a run's directory has."""
+    found: dict[int, dict[str, float]] = {}
+    path = root / "tensorboard" / METRIC_LINES
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError):  # the last one, while it is written
+            _, step, values = json.loads(line)
+            found.setdefault(step, {}).update({name: round(value, 6) for name, value in values.items() if name in METRICS})
+    return [values for values in found.values() if values]
 
 
 def main() -> None:
@@ -56,7 +75,7 @@ def measured(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     words = [str(folder / "run.toml"), "--num-rollout", str(options.steps)]
     if large:
         words += ["--train-dtype", "bfloat16", "--lr", "2e-5", *SMALL_ENGINE_FLAGS]
-        words += ["--max-tokens-per-gpu", "4096", "--recompute-granularity", "full"]
+        words += ["--max-tokens-per-gpu", "4096"]  # 54.5 GB by plan: the layers that see keep four patches for a token
         words += ["--sglang-mm-attention-backend", "triton_attn"]  # its default wants kernels that not every installation has
     began, root = time.monotonic(), folder / "runs" / "colours"
     row: dict[str, Any] = {"device": options.device, "parameters": parameters}
@@ -66,10 +85,10 @@ def measured(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
             if (elapsed := time.monotonic() - began) > options.seconds:
                 code = stopped(process)
                 break
-            row |= {"seconds": round(elapsed, 1), "steps": [line for line in lines(root / "logs" / "trainer-0.log") if "step" in line][-3:]}
+            row |= {"seconds": round(elapsed, 1), "steps": steps_of(root)}
             options.json.write_text(json.dumps(row, indent=2) + "\n")  # what there is, should this process be killed
             time.sleep(5)
-    row |= {"exit": code, "seconds": round(time.monotonic() - began, 1)}
+    row |= {"exit": code, "seconds": round(time.monotonic() - began, 1), "steps": steps_of(root)}
     row["pushes"] = [line for line in lines(root / "logs" / "trainer-0.log") if line.get("event") == "weights_pushed"][:8]
     if (root / "summary.json").is_file():
         row["summary"] = summary = json.loads((root / "summary.json").read_text())

@@ -137,9 +137,10 @@ def by_precision(precision: str, arguments: argparse.Namespace, directory: Path)
 
     model, options = arguments.model, PRECISIONS[precision]
     if options:
-        model = directory / "quantized"
+        model = (arguments.quantized or directory) / "-".join(word.strip("-") for word in options)
         command = [sys.executable, "-m", "services.trainer.convert_command", str(arguments.model), str(model), *options]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        if not model.is_dir():
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     apart = arguments.device == "cuda" and torch.cuda.device_count() > 1
     flags: dict[str, Any] = {"kv-cache-dtype": "fp8_e4m3"} if precision == "fp8-cache" else {}
     flags |= {"mem-fraction-static": 0.3} if arguments.device == "cuda" and not apart else {}
@@ -218,6 +219,9 @@ def parsed(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.precision", description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="a checkpoint's directory (default: a model of random weights)")
     parser.add_argument("--shape", choices=(*SHAPES, "4b", "30b-a3b"), default="tiny", help="of random weights (default tiny: 5 million)")
+    parser.add_argument(
+        "--quantized", type=Path, metavar="DIR", help="where quantized checkpoints stay, for other calls (default: none do)"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--backend", choices=("megatron", "torch"), default="megatron")
     parser.add_argument("--samples", type=int, default=8)

@@ -95,6 +95,8 @@ def main() -> int:
     parser.add_argument("--offload", action="store_true", help="keep the optimizer's state in host memory")
     parser.add_argument("--backend", choices=("megatron", "torch"), default="megatron", help="what trains")
     parser.add_argument("--layers", choices=("fused", "plain", "compiled"), default="fused", help="of the torch backend")
+    parser.add_argument("--float8", choices=("rowwise", "rowwise_with_gw_hp"), help="of the torch backend, by torchao")
+    parser.add_argument("--likelihood", action="store_true", help="raise the tokens' likelihood at a rate of 1e-4, and write each loss")
     parser.add_argument("--keep-gathered", action="store_true", help="of the torch backend: gather weights once a step")
     parser.add_argument("--only", metavar="TOKENS:RECOMPUTE", help=argparse.SUPPRESS)
     parser.add_argument("--loop", action="store_true", help=argparse.SUPPRESS)
@@ -138,6 +140,8 @@ def command_line(case: str, arguments: argparse.Namespace) -> list[str]:
         *(["--profile"] if arguments.profile else []),
         *(["--offload"] if arguments.offload else []),
         *(["--keep-gathered"] if arguments.keep_gathered else []),
+        *(["--likelihood"] if arguments.likelihood else []),
+        *(["--float8", arguments.float8] if arguments.float8 else []),
         *(["--backend", arguments.backend, "--layers", arguments.layers] if arguments.backend != "megatron" else []),
     ]
 
@@ -160,15 +164,18 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
         Path(directory, "config.json").write_text(json.dumps(shape))
         section = trainer_section(tokens, case.partition(":")[2], arguments.expert_parallel, arguments.offload, arguments.backend)
         if arguments.backend == "torch":
-            kept = {"fsdp_reshard_after_forward": not arguments.keep_gathered}
-            section = section.model_copy(update=kept | {"fsdp_compile": arguments.layers == "compiled"})
+            kept: dict[str, Any] = {"fsdp_reshard_after_forward": not arguments.keep_gathered}
+            kept |= {"fsdp_compile": arguments.layers == "compiled", "fsdp_float8": arguments.float8}
+            section = section.model_copy(update=kept)
             torch_model: Any = importlib.import_module("services.trainer.fsdp.model")
             torch_model.fuse = (lambda _: []) if arguments.layers == "plain" else torch_model.fuse
+        section = section.model_copy(update={"lr": 1e-4} if arguments.likelihood else {})
         actor = Actor.create(TrainerSettings(section), directory, random=True)
     batches = [micro_batch(tokens, rank * MICRO_BATCHES + number, shape["vocab_size"]) for number in range(MICRO_BATCHES)]
-    loss = PolicyLoss(AlgorithmSection())
-    for _ in range(WARM_UP):
-        actor.train_step(batches, loss)
+    loss: Any = PolicyLoss(AlgorithmSection())
+    if arguments.likelihood:
+        loss = lambda log_probs, _, batch: (-(log_probs * batch.loss_mask).sum() / (tokens // 2) / MICRO_BATCHES, {})  # noqa: E731
+    losses = [actor.train_step(batches, loss).loss for _ in range(WARM_UP)]
     seconds = []
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -177,6 +184,7 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
         result = actor.train_step(batches, loss)
         seconds.append(finished() - began)
         assert result.skipped is None, result.skipped
+        losses.append(result.loss)
     peak = torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0
     if arguments.profile and rank == 0:
         show_profile(actor, batches, loss)
@@ -189,13 +197,13 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
     if cuda:
         torch.cuda.empty_cache()
     limit = matrix_product_tflops() if cuda else 1.0
+    ways = "gathered once" * arguments.keep_gathered, "offloaded" * arguments.offload
+    kinds = arguments.layers, arguments.float8 and f"float8 {arguments.float8}", *ways
     row = {
         "shape": arguments.shape,
         "experts": "" if "num_experts" not in shape else "loop" if arguments.loop else "grouped",
         "backend": arguments.backend,
-        "layers": arguments.layers + ", gathered once" * arguments.keep_gathered + ", offloaded" * arguments.offload
-        if arguments.backend == "torch"
-        else "",
+        "layers": ", ".join(filter(None, kinds)) if arguments.backend == "torch" else "",
         "gpus": arguments.expert_parallel,
         "tokens": tokens,
         "tokens_per_s": round(tokens * MICRO_BATCHES / step, 1),
@@ -211,7 +219,7 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
         "device": torch.cuda.get_device_name() if cuda else "CPU",
         "torch": torch.__version__,
     }
-    return row | {"plan_gb": planned_gb(row)}
+    return row | {"plan_gb": planned_gb(row)} | ({"losses": losses} if arguments.likelihood else {})
 
 
 def trainer_section(

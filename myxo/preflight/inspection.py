@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from shared.data.prompts import PromptFile, TrainingPrompts, eval_prompts
 from shared.data.tokenizer import Tokenizer
 from shared.model import hf_checkpoint
 from shared.model.architecture import Architecture
-from shared.model.families import architecture_of, planned_architecture, read_architecture
+from shared.model.families import TOWERS, architecture_of, planned_architecture, read_architecture, tower_of
 from shared.runtime.errors import BadInput, ConfigError
 from shared.runtime.safe_files import parse_json
 from shared.transfer.manifest import ITEM_BYTES
@@ -136,7 +136,11 @@ class Inspection:
         """Returns what the actor's memory is planned by; None as `architecture`."""
         if self.architecture is None or self.config.trainer.trainer_backend != "torch":
             return self.architecture
-        return planned_architecture(self.config.model.hf_checkpoint, self.architecture)
+        found = planned_architecture(self.config.model.hf_checkpoint, self.architecture)
+        if self.config.data.multimodal_keys is None:
+            return found
+        seen = [math.prod(shape) for name, (_, shape) in self.weight_headers.items() if any(part in name for part in TOWERS)]
+        return replace(found, tower=tower_of(self.model_config or {}, sum(seen)))
 
     @cached_property
     def critic(self) -> Architecture | None:

@@ -169,6 +169,27 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Tower:
+    """The part of a model that sees or hears, by what its memory is planned by.
+
+    Args:
+        parameters: of all of it, what leads to the language model included. layers, hidden_size, ffn_hidden_size, heads: of its layers.
+        gated: whether their MLPs are. rotated: whether places are rotations. per_token: patches, or frames, of a token of the language
+            model. matrix: transformers' name of a matrix of the first layer.
+    """
+
+    parameters: int
+    layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    heads: int
+    gated: bool
+    rotated: bool
+    per_token: int
+    matrix: str
+
+
+@dataclass(frozen=True)
 class Architecture:
     """A model's shape.
 
@@ -190,7 +211,7 @@ class Architecture:
         prefix: of its tensors' names. apart_projections: it keeps what linear attention projects to in four tensors, not in two.
         mixtral_names: it names experts and routers as Mixtral's are. stacked_experts: it keeps a matrix of all experts in one tensor.
         draft_layers: layers behind the last that only guess further tokens, in the checkpoint. trained_drafts: those in the trainer's
-            model: all of them where a run trains them, else none.
+            model: all of them where a run trains them, else none. tower: what sees or hears, where memory is planned with it.
     """
 
     model_type: str
@@ -230,6 +251,7 @@ class Architecture:
     stacked_experts: bool = False
     draft_layers: int = 0
     trained_drafts: int = 0
+    tower: Tower | None = None
 
     def is_moe_layer(self, layer: int) -> bool:
         return self.experts is not None and layer not in self.experts.dense_layers

@@ -5,7 +5,7 @@ not know) instead of training a model that is almost the right one.
 """
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from shared.model.architecture import (
     LinearScaling,
     Llama3Scaling,
     Rope,
+    Tower,
     YarnScaling,
 )
 from shared.model.quantization import ENTRY, format_of
@@ -179,6 +180,28 @@ def planned_architecture(hf_dir: Path, outline: Architecture) -> Architecture:
         post_norms=kind.startswith(("gemma2", "gemma3")),
         qk_norm=kind.startswith(("gemma3", "olmo", "flex_olmo", "apertus", "exaone4", "dots1")) and kind != "olmo",
     )
+
+
+TOWERS = ("visual.", "audio_tower.", "multi_modal_projector.")  # In the names of tensors of what sees or hears
+
+
+def tower_of(entries: Mapping[str, Any], parameters: int) -> Tower | None:
+    """Returns what of a model sees or hears, by its ``config.json``; None where that names none of its sizes.
+
+    Args:
+        parameters: of it, which the checkpoint's files tell.
+    """
+    sees, hears = entries.get("vision_config"), entries.get("audio_config")
+    with contextlib.suppress(KeyError, TypeError):
+        if isinstance(hears, dict):
+            sizes = (hears["encoder_layers"], hears["d_model"], hears["encoder_ffn_dim"], hears["encoder_attention_heads"])
+            return Tower(parameters, *sizes, gated=False, rotated=False, per_token=2, matrix="model.audio_tower.layers.0.fc1.weight")
+        if isinstance(sees, dict):
+            glm = entries["model_type"].startswith("glm4v")
+            sizes = (sees["depth"], sees["hidden_size"], sees["out_hidden_size" if glm else "intermediate_size"], sees["num_heads"])
+            gated, merged = glm or entries["model_type"] == "qwen2_5_vl", sees["spatial_merge_size"] ** 2
+            return Tower(parameters, *sizes, gated, rotated=True, per_token=merged, matrix="model.visual.blocks.0.attn.qkv.weight")
+    return None
 
 
 class _Entries:

@@ -8,9 +8,9 @@ save for the backward pass, tensor by tensor; experts are taken to get equal num
 from dataclasses import asdict, dataclass, replace
 
 from shared.config.trainer_section import OptimizerState, TrainerSection
-from shared.model.architecture import Architecture, LinearAttention
+from shared.model.architecture import Architecture, LinearAttention, Tower
 from shared.model.parallel_layout import ParallelLayout, stage_layers
-from shared.model.trainable_parameters import Lora
+from shared.model.trainable_parameters import Freezing, Lora
 
 OUTSIDE_BYTES = 2_000_000_000
 """CUDA's context, the libraries' workspaces and NCCL's buffers: what a GPU has less for torch; measured at 1.2 to 2 GB."""
@@ -54,7 +54,7 @@ def plan_trainer(architecture: Architecture, trainer: TrainerSection, ranks: int
     """Returns the plan of each pipeline stage. ``ranks``: of the role, over all nodes."""
     layout = ParallelLayout.of(trainer)
     if value_head:
-        architecture = replace(architecture, trained_drafts=0)
+        architecture = replace(architecture, trained_drafts=0, tower=None)
     counts = stage_layers(architecture, layout, trainer.megatron)
     first, plans = 0, []
     for stage, count in enumerate(counts):
@@ -81,6 +81,18 @@ def _sharded(plan: StagePlan, a: Architecture, trainer: TrainerSection, layout: 
         plan = replace(plan, working=plan.working + apart)
     else:
         plan = replace(plan, activations=plan.activations + apart * plan.layers)
+    if a.tower is not None:
+        seen, learns = -(-a.tower.parameters // shards), _tower_trains(a.tower, trainer)
+        share, trained = share + seen, trained + seen * learns
+        gathered += min(at_once, a.tower.layers) * a.tower.parameters // a.tower.layers * width
+        layer = tower_bytes(a.tower, trainer.tokens_per_gpu, width)
+        kept = trainer.tokens_per_gpu * a.tower.per_token * a.tower.hidden_size * width if trainer.recomputes_layers else layer
+        plan = replace(
+            plan,
+            parameters=plan.parameters + a.tower.parameters,
+            activations=plan.activations + (kept * a.tower.layers + layer if learns else 0),
+            working=max(plan.working, layer),
+        )
     if trainer.fsdp_cpu_offload:
         return replace(plan, weights=gathered, gradients=0, optimizer=0, host=4 * share + 12 * trained)
     return replace(plan, weights=4 * share + gathered, gradients=4 * trained, optimizer=8 * trained)
@@ -94,6 +106,17 @@ def unfused_bytes(a: Architecture, layout: ParallelLayout, tokens: int, width: i
     normed = (4 if a.post_norms else 2) * a.hidden_size + heads if a.zero_centered_norms else 0
     gated = (a.gelu or a.fused_gate_up) and a.experts is None
     return tokens * ((8 - width) * normed + width * a.ffn_hidden_size // layout.tensor * gated)
+
+
+def _tower_trains(tower: Tower, trainer: TrainerSection) -> bool:
+    return Lora.of(trainer) is None and Freezing.of(trainer).trains(tower.matrix)
+
+
+def tower_bytes(t: Tower, tokens: int, width: int) -> int:
+    """Returns what a layer of transformers' that sees or hears saves for its backward pass, if all ``tokens`` stand for what it is shown.
+    What lies before its layers and behind them keeps about as much as one more."""
+    saved = (9 + 2 * t.rotated) * t.hidden_size + (3 if t.gated else 2) * t.ffn_hidden_size  # queries, keys and values before rotation
+    return tokens * t.per_token * (width * saved + 4 * t.heads + 8 * t.hidden_size // t.heads * t.rotated)
 
 
 def _stage(

@@ -5,12 +5,17 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
+from torch.utils.checkpoint import checkpoint
 
+from services.trainer.fsdp import fused_layers
 from services.trainer.fsdp.picture_inputs import MediaInputs
 from services.trainer.packing import separate
 from shared.config.data_sections import DataSection
 from shared.data.media import MediaReader, PictureRule
+from shared.model.families import tower_of
+from shared.model.memory_plan import tower_bytes
 from shared.runtime.errors import BadMessage
 from tests.support.tiny_audio import wav, write_tiny_audio_model
 from tests.support.tiny_vision import png, write_tiny_vision_model
@@ -97,6 +102,51 @@ def test_adapters_are_of_the_language_model_alone(models, alone):
     exported = alone.exported(model)
     changed = {name for name, tensor in saved.items() if not torch.equal(exported[name], tensor)}
     assert len(changed) > 10 and not any("visual" in name for name in changed)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "qwen2_audio"])
+def test_a_layer_that_sees_or_hears_keeps_what_the_plan_says(kind, models, hearing, monkeypatch):
+    """In bfloat16, with the modules fused that are on a GPU; frozen ones keep nothing, and the name that decides it is the model's."""
+    import transformers
+
+    def kernel(function):
+        return lambda *given: checkpoint(function, *given, use_reentrant=True)
+
+    def norm(module, given):
+        return kernel(lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-6))(given, module.weight)
+
+    monkeypatch.setattr(fused_layers, "_rms_norm", norm)
+    monkeypatch.setattr(fused_layers, "_gated", lambda _: kernel(lambda gate, up: F.silu(gate) * up))
+    sees, kept = kind in KINDS, []
+    config = transformers.AutoConfig.from_pretrained(models(kind) if sees else hearing)
+    part = config.vision_config if sees else config.audio_config
+    wider = {"hidden_size": 256, "intermediate_size": 1024, "num_heads": 4, "out_hidden_size": 192, "deepstack_visual_indexes": []}
+    for name, size in (wider if sees else {"d_model": 256, "encoder_ffn_dim": 1024, "encoder_attention_heads": 4}).items():
+        setattr(part, name, size)
+    part._attn_implementation, tokens = "sdpa", 96 if sees else part.max_source_positions // 2
+    for layers in (2, 3):
+        setattr(part, "depth" if sees else "encoder_layers", layers)
+        whole = transformers.AutoModelForMultimodalLM.from_config(config)
+        tower = whole.model.visual if sees else whole.model.audio_tower
+        fused_layers.fuse(tower)
+        weights, held = {one.untyped_storage()._cdata for one in tower.bfloat16().parameters()}, {}
+
+        def keep(tensor, held=held):
+            held[tensor.untyped_storage()._cdata] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            if sees:
+                grid = torch.tensor([[1, 16, 16], [1, 8, 16]])
+                patch = 3 * part.temporal_patch_size * part.patch_size**2
+                tower(torch.randn(int(grid.prod(1).sum()), patch).bfloat16().requires_grad_(), grid_thw=grid)
+            else:
+                tower(torch.randn(1, part.num_mel_bins, 2 * part.max_source_positions).bfloat16().requires_grad_())
+        kept.append(sum(tensor.untyped_storage().nbytes() for storage, tensor in held.items() if storage not in weights))
+    entries = config.to_dict()
+    planned = tower_of(entries, sum(one.numel() for one in tower.parameters()))
+    assert kept[1] - kept[0] == pytest.approx(tower_bytes(planned, tokens, 2), rel=0.02)
+    assert planned.layers == 3 and planned.matrix in dict(whole.named_parameters())
 
 
 def trained(directory, config):
