@@ -326,6 +326,12 @@ class _Entries:
     def check_served(self, model_type: str) -> None:
         """Raises ConfigError for what transformers computes otherwise than engines do."""
         self.check_windows(model_type)
+        rope = self.raw.get("rope_parameters") or self.raw.get("rope_scaling") or {}
+        for one in (rope, *rope.values()):
+            if isinstance(one, dict) and one.get("rope_type", one.get("type")) == "dynamic" and "alpha" not in one:
+                raise ConfigError(
+                    f"{self.path}:rope_type", "dynamic", "another one; engines stretch all sequences alike, transformers long ones"
+                )
         if self.raw.get("indexer_rope_interleave") is not None:
             raise self.error(
                 "indexer_rope_interleave", "no such entry: engines read it, and transformers does not; Megatron trains the model"

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.trainer.fsdp import all_ranks, experts, packed_attention
 from services.trainer.fsdp.adapters import MARK, adapters_of, attach, peft_name
@@ -151,7 +152,11 @@ class FsdpModel:
         return {name: tensor for name, tensor in state.items() if name not in own and not isinstance(tensor, DTensor)}
 
     def train(self, mode: bool) -> None:
-        self.root.train(mode)
+        """Has layers compute again in backward passes, or not. Nothing else knows of training: no dropout, and no noise in routers."""
+        self.root.eval()
+        for module in self.root.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.training = mode
 
     def keep_gathered(self, keep: bool) -> None:
         """Has the next backward pass keep the weights that the forward pass has gathered, or give them up."""
@@ -340,7 +345,7 @@ def assemble(
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     _check_layout(model, layout, sees)
-    packed_attention.keep_linear_layers_apart(model)
+    packed_attention.keep_sequences_apart(model)
     layers = _layers(model)
     if DEVICE_TYPE != "cpu":  # there the casts keep the order of transformers'
         fuse(model)
@@ -385,8 +390,10 @@ def _check_layout(model: Any, layout: ParallelLayout, sees: bool) -> None:
     shared = {f"trainer.{name}_parallel_size": size for name, size in sizes.items() if size > 1}
     for name, size in shared.items() if sees else ():
         raise ConfigError(name, size, "1 where pictures or sounds are shown, with trainer_backend = torch")
-    if layout.context > 1 and any(hasattr(module, "chunk_gated_delta_rule") for module in model.modules()):
-        wanted = f"1; the layers of gated delta rules of {type(model).__name__} want whole sequences here"
+    if layout.context > 1 and any(
+        hasattr(module, "chunk_gated_delta_rule") or getattr(module, "rope_type", None) == "longrope" for module in model.modules()
+    ):
+        wanted = f"1; gated delta rules or angles by length of {type(model).__name__} want whole sequences here"
         raise ConfigError("trainer.context_parallel_size", layout.context, wanted)
 
 
@@ -452,7 +459,7 @@ def check_packing(model: FsdpModel) -> None:
         plain.set_attn_implementation("sdpa" if plain._supports_sdpa and caps is None else "eager")
         alone, plainly = (torch.cat(rows) for rows in zip(*[model.root(one[None].to(device())) for one in sequences], strict=True))
         plainly = OutputHead(plainly, VocabularySlice(None, 0, 0), **logit_transform(text)).capped(plainly)
-    except (MyxoError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, MyxoError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(FIELD, "torch", f"megatron; {name} takes no packed sequences here ({error})") from error
     finally:
         model.reshard()

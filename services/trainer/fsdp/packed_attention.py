@@ -138,11 +138,15 @@ def _of_scores(
     return scores.softmax(3)[..., : k.size(2)].to(v.dtype) @ v
 
 
-def keep_linear_layers_apart(model: torch.nn.Module) -> None:
+def keep_sequences_apart(model: torch.nn.Module) -> None:
     """Has layers of gated delta rules (Qwen3-Next, Qwen3.5) start anew with each sequence, where they lack the kernels that do so
-    themselves (flash-linear-attention, causal-conv1d). They are called with ``cu_seq_lens_q`` and ``seq_idx``."""
+    themselves (flash-linear-attention, causal-conv1d), and angles that depend on a sequence's length (Phi's) on that of its own.
+
+    Layers are called with ``cu_seq_lens_q`` and ``seq_idx``."""
     module: Any
     for module in model.modules():
+        if getattr(module, "rope_type", None) == "longrope":
+            module.forward = partial(_rotated_apart, module.forward)
         rule: Any = getattr(module, "chunk_gated_delta_rule", None)
         if rule is not None and getattr(rule, "__name__", "").startswith("torch_"):
             module.chunk_gated_delta_rule = partial(_ruled_apart, rule)
@@ -157,6 +161,12 @@ def _ruled_apart(
     lengths = [tensors[0].size(1)] if cu_seqlens is None else cu_seqlens.diff().tolist()
     parts = zip(*(tensor.split(lengths, 1) for tensor in (*tensors, g, beta)), strict=True)
     return torch.cat([rule(*part[:-2], g=part[-2], beta=part[-1], **options)[0] for part in parts], 1), None
+
+
+def _rotated_apart(rotary: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
+    """Computes cosines and sines of each sequence, whose positions, [1, T], begin with 0."""
+    starts = (position_ids[0] == 0).nonzero()[1:, 0].tolist()
+    return tuple(torch.cat(parts, 1) for parts in zip(*[rotary(x, one) for one in position_ids.tensor_split(starts, 1)], strict=True))
 
 
 def _convolved_apart(

@@ -52,10 +52,14 @@ class FsdpGatherPlan(GatherPlan):
         """Yields the units of the model. Raises ConfigError: the checkpoint's tensors have other names."""
         directory = self.model_directory
         known, _ = read_headers(directory) if any(directory.glob("*.safetensors")) else ({}, [])
+        seen = set[str]()
         for name, one in self._held.items():
             made = self._converted(name, torch.empty(whole_shape(one), device="meta"))
             if strange := [each for each in made if known and each not in known]:
                 raise ConfigError(FIELD, "torch", f"megatron; transformers gives the checkpoint's tensors other names: {some(strange)}")
+            if parted := sorted(seen & made.keys()):
+                raise ConfigError(FIELD, "torch", f"megatron; transformers cuts tensors of the checkpoint in parts: {some(parted)}")
+            seen |= made.keys()
             yield GatherUnit(name, 0, tuple((each, tuple(part.shape)) for each, part in made.items()), float32=name in buffers)
 
     def _converted(self, name: str, tensor: Tensor) -> dict[str, Tensor]:

@@ -366,6 +366,33 @@ def test_a_family_that_cannot_keep_packed_sequences_apart_is_refused(model_type,
         alone.actor(tmp_path, **TORCH)
 
 
+@pytest.mark.parametrize("kind, noise", [("phimoe", {"router_jitter_noise": 0.3}), ("starcoder2", {"embedding_dropout": 0.3})])
+def test_training_computes_what_log_probs_are_of(kind, noise, alone, tmp_path, monkeypatch):
+    """The engine knows neither dropout nor routers' noise, which a model of transformers has while it trains."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if kind == "phimoe" else {"residual_dropout": 0.3}
+    monkeypatch.setitem(OTHERS, kind, {"sliding_window": None, **experts, **noise})
+    checkpoint(kind, tmp_path)
+    for more in ({}, {"recompute": True}):
+        model, batch, seen = alone.actor(tmp_path, **TORCH, **more), alone.micro_batch(0), []
+        (expected,) = model.log_probs([batch])
+        model.train_step([batch], lambda found, *_, seen=seen: (seen.append(found.detach()) or found.sum() * 0, {}))
+        torch.testing.assert_close(seen[0], expected, atol=1e-5, rtol=0)
+
+
+def test_two_sequences_of_other_lengths_keep_their_angles(alone, tmp_path):
+    """Phi's angles depend on whether a sequence is longer than those of the first training; the others' of a pack do not."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    rope = {"rope_theta": 1e4, "rope_type": "longrope", "original_max_position_embeddings": 20, **factors}
+    config = transformers.AutoConfig.for_model("phi3", **SIZES, sliding_window=None, rope_parameters=rope)
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    model.save_pretrained(tmp_path)
+    seqs = [torch.arange(length) for length in (12, 30, 1, 15)]
+    (packed,) = alone.actor(tmp_path, **TORCH).log_probs([pack(seqs)])
+    for ours, seq in zip(packed.split([len(seq) for seq in seqs]), seqs, strict=True):
+        theirs = model(input_ids=seq[None]).logits[0, :-1].log_softmax(-1).gather(1, seq[1:, None]).squeeze(1)
+        torch.testing.assert_close(ours[:-1], theirs, atol=2e-5, rtol=0)
+
+
 def test_stacked_experts_are_not_left_out_of_all_linear_layers(alone, tmp_path, monkeypatch):
     """Whatever their name is; and a router, of whatever name, is adapted by nobody."""
     monkeypatch.setitem(OTHERS, "granitemoe", NEW["granitemoe"])
@@ -456,6 +483,14 @@ def test_what_it_does_not_take_is_refused(hf, alone, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(windowed.to_json_string())
     with pytest.raises(ConfigError, match="sliding_window.*without windows"):
         alone.actor(tmp_path, **TORCH)
+    windowed.sliding_window, windowed.rope_parameters = None, {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    (tmp_path / "config.json").write_text(windowed.to_json_string())
+    with pytest.raises(ConfigError, match="rope_type = 'dynamic'.*engines stretch"):
+        alone.actor(tmp_path, **TORCH)
+    monkeypatch.setitem(OTHERS, "hrm_text", {"head_dim": 16})
+    checkpoint("hrm_text", tmp_path / "parts")
+    with pytest.raises(ConfigError, match="in parts: .*gqkv_proj"):
+        alone.exported(alone.actor(tmp_path / "parts", **TORCH))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     with pytest.raises(ConfigError, match="hidden_size|num_attention_heads"):
         alone.actor(tmp_path, **TORCH)
