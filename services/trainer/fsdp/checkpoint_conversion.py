@@ -10,10 +10,9 @@ from services.trainer.parallel import runtime
 from services.trainer.parallel.checkpoint import check_architecture, policy_checkpoint
 from services.trainer.parallel.checkpoint_parts import weights_only
 from services.trainer.parallel.export import save_hf
-from services.trainer.trainer_settings import DTYPES
+from services.trainer.trainer_settings import TrainerSettings
+from shared.config.trainer_section import TrainerSection
 from shared.model.families import read_architecture
-from shared.model.parallel_layout import ParallelLayout
-from shared.model.trainable_parameters import Lora
 from shared.runtime.errors import ConfigError
 
 
@@ -36,10 +35,11 @@ def to_hf(source: Path, target: Path, hf: Path | None, step: int | None, progres
     if target.exists():
         raise ConfigError("TARGET", str(target), "a path where nothing is yet")
     adapted = marker.get("lora")
-    lora = Lora(adapted["rank"], adapted["alpha"], tuple(adapted["targets"])) if adapted else None
-    runtime.start(ParallelLayout(), 0, 600.0, all_ranks)
+    lora = {"lora_rank": adapted["rank"], "lora_alpha": adapted["alpha"], "target_modules": adapted["targets"]} if adapted else {}
+    settings = TrainerSettings(TrainerSection(trainer_backend="torch", train_dtype=marker["dtype"], **lora))
+    runtime.start(settings.layout, 0, 600.0, all_ranks)
     try:
-        model = assemble(hf, architecture, ParallelLayout(), DTYPES[marker["dtype"]], lora=lora)
+        model = assemble(settings, hf, architecture)
         with weights_only():
             model.read_state(model.sharded_state(), path, with_random=False, exact=False)
         plan = FsdpGatherPlan(model)

@@ -24,25 +24,7 @@ def create(settings: TrainerSettings, hf_dir: Path, random: bool, initialized: C
     runtime.start(settings.layout, trainer.seed, trainer.collective_timeout, all_ranks)
     if initialized is not None:
         initialized()
-    model = build(
-        hf_dir,
-        architecture,
-        settings.layout,
-        settings.dtype,
-        chunk_size=trainer.log_probs_tokens,
-        recompute=trainer.recomputes_layers,
-        freezing=settings.freezing,
-        random=random,
-        value_head=settings.value_head,
-        lora=settings.lora,
-        seed=trainer.seed,
-        shard_ranks=trainer.fsdp_shard_ranks,
-        cpu_offload=trainer.fsdp_cpu_offload,
-        sees=settings.sees,
-        reshards=trainer.fsdp_reshard_after_forward,
-        compiled=trainer.fsdp_compile,
-        float8=None if settings.value_head else trainer.fsdp_float8,
-    )
+    model = build(settings, hf_dir, architecture, random)
     with deadline("the making of the optimizer"):
         optimizer = FsdpOptimizer(model, trainer, settings.schedule)
     return Backend(model, optimizer, sharded_passes, "the torch backend computes whole sequences", dist.get_world_size() == 1)

@@ -35,18 +35,8 @@ def fuse(model: torch.nn.Module) -> list[str]:
                     fused.append(name)
         functions = vars(sys.modules[type(module).__module__])
         if isinstance(rotation := functions.get("apply_rotary_pos_emb"), FunctionType):
-            functions["apply_rotary_pos_emb"] = _Rotation(rotation)
+            functions["apply_rotary_pos_emb"] = partial(_rotated, rotation)
     return fused
-
-
-class _Rotation:
-    """A family's rotation of queries and keys by their places; one kernel on a GPU."""
-
-    def __init__(self, plain: Callable[..., Any]) -> None:
-        self.plain, self.compiled = plain, torch.compile(plain, dynamic=True)
-
-    def __call__(self, q: Tensor, *more: Any, **options: Any) -> Any:
-        return (self.compiled if q.is_cuda else self.plain)(q, *more, **options)
 
 
 def compile_layers(layers: list[torch.nn.Module]) -> None:
@@ -108,29 +98,34 @@ def _rms_norm(module: Any, hidden_states: Tensor) -> Tensor:
     return F.rms_norm(hidden_states, module.weight.shape, module.weight, module.eps if eps is None else eps)
 
 
+def _rotated(plain: Callable[..., Any], q: Tensor, *more: Any, **options: Any) -> Any:
+    """Computes a family's rotation of queries and keys by their places; one kernel on a GPU."""
+    return _kernel(plain, q)(q, *more, **options)
+
+
 def _gated_mlp(module: Any, x: Tensor) -> Tensor:
-    activated = _gated(x.is_cuda)(module.gate_proj(x), module.up_proj(x))
-    output: Tensor = module.down_proj(activated)
+    output: Tensor = module.down_proj(_kernel(_gated, x)(module.gate_proj(x), module.up_proj(x)))
     return output
 
 
 def weighted_gate(wide: Tensor, weights: Tensor) -> Tensor:
     """Returns SiLU of the first half of each of [rows, 2 * width], times the second half and the row's weight, [rows, 1]."""
-    gate, up = wide.chunk(2, -1)
-    return _weighted(wide.is_cuda)(gate, up, weights)
+    return _kernel(_weighted, wide)(*wide.chunk(2, -1), weights)
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def _weighted(gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:
+    return (F.silu(gate) * up * weights).to(gate.dtype)
 
 
 @cache
-def _weighted(compiled: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    def weighted(gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:
-        return (F.silu(gate) * up * weights).to(gate.dtype)
-
-    return torch.compile(weighted, dynamic=True) if compiled else weighted
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(function, dynamic=True)
 
 
-@cache
-def _gated(compiled: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    def gated(gate: Tensor, up: Tensor) -> Tensor:
-        return F.silu(gate) * up
-
-    return torch.compile(gated, dynamic=True) if compiled else gated
+def _kernel(function: Callable[..., Tensor], given: Tensor) -> Callable[..., Tensor]:
+    """Returns a function as one kernel on a GPU, or itself."""
+    return _compiled(function) if given.is_cuda else function

@@ -37,6 +37,7 @@ from services.trainer.parallel.likelihood import OutputHead, VocabularySlice
 from services.trainer.parallel.runtime import device, together
 from services.trainer.parallel.staged_shards import CheckpointPart, StagedShards, read_parts
 from services.trainer.parallel.trained_model import LayerModules
+from services.trainer.trainer_settings import TrainerSettings
 from services.trainer.weights.read_lock import WeightReadLock
 from shared.model.architecture import Architecture
 from shared.model.parallel_layout import ParallelLayout
@@ -306,62 +307,37 @@ def sharded(prefix: str, name: str, parameter: Tensor, data: Tensor) -> tuple[st
     )
 
 
-def assemble(
-    hf_dir: Path,
-    architecture: Architecture,
-    layout: ParallelLayout,
-    dtype: torch.dtype,
-    *,
-    chunk_size: int = -1,
-    recompute: bool = False,
-    freezing: Freezing | None = None,
-    random: bool = False,
-    value_head: bool = False,
-    lora: Lora | None = None,
-    seed: int = 0,
-    shard_ranks: int | None = None,
-    cpu_offload: bool = False,
-    reshards: bool = True,
-    sees: bool = False,
-    compiled: bool = False,
-    float8: str | None = None,
-) -> FsdpModel:
-    """Makes a model, random or of parameters that have no meaning yet, and shards it over all ranks, whose process group is there.
-
-    Args:
-        value_head: a critic's head, zero at first, takes the place of the output layer. sees: pictures are among what it is given.
-        dtype: in which layers compute. chunk_size: tokens whose logits exist at a time; -1 for all. recompute: every layer, in the
-            backward pass. freezing: by transformers' names of the parameters. lora: adapters, whose first values ``seed`` gives.
-        shard_ranks: that share the shards of one copy of the model; None for all. cpu_offload: whether shards are kept in host memory.
-        reshards: whether a layer's weights are gathered anew for each pass over it. compiled: whether layers are compiled.
-        float8: torchao's recipe by which linear maps compute in 8-bit floats.
+def assemble(settings: TrainerSettings, hf_dir: Path, architecture: Architecture, random: bool = False) -> FsdpModel:
+    """Makes a role's model, random or of parameters that have no meaning yet, and shards it over all ranks, whose process group is there.
 
     Raises ConfigError: transformers has no such model, or the patterns fit nothing.
     """
+    trainer, layout, lora, dtype = settings.trainer, settings.layout, settings.lora, settings.dtype
     with together(f"the making of the model of {hf_dir}"):
-        model = experts.installed(skeleton(hf_dir, random, sees))
-        seeing = MediaInputs.of(hf_dir, model) if sees else None
-    _choose_trained(model, freezing or Freezing(), lora, seed)
-    if recompute:
+        model = experts.installed(skeleton(hf_dir, random, settings.sees))
+        seeing = MediaInputs.of(hf_dir, model) if settings.sees else None
+    _choose_trained(model, settings.freezing, lora, trainer.seed)
+    if trainer.recomputes_layers:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    _check_layout(model, layout, sees)
+    _check_layout(model, layout, settings.sees)
     packed_attention.keep_sequences_apart(model)
     layers = _layers(model)
     if DEVICE_TYPE != "cpu":  # there the casts keep the order of transformers'
         fuse(model)
-    if float8 is not None:
-        compute_in_float8(layers, float8)
-    if compiled:
+    if trainer.fsdp_float8 is not None and not settings.value_head:
+        compute_in_float8(layers, trainer.fsdp_float8)
+    if trainer.fsdp_compile:
         compile_layers(layers)
-    options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=DEVICE_TYPE != "cpu")} if cpu_offload else {}
+    options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=DEVICE_TYPE != "cpu")} if trainer.fsdp_cpu_offload else {}
     options["mp_policy"] = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
     replay = RoutingReplay.of(model, architecture.experts)
-    root, cut = ScoredModel(model, value_head), split(model, layout)
-    _shard(root, layers, layout, _mesh(shard_ranks), reshards, options)
+    root, cut, reshards = ScoredModel(model, settings.value_head), split(model, layout), trainer.fsdp_reshard_after_forward
+    _shard(root, layers, layout, _mesh(trainer.fsdp_shard_ranks), reshards, options)
     for name, one in model.named_parameters():
         mark(one, cut.splits.get(name))
-    own: dict[str, Any] = {"value_head": value_head, "lora": lora, "seeing": seeing, "reshards": reshards, "split": cut, "replay": replay}
-    return FsdpModel(architecture, layout, root, hf_dir, dtype, freezing or Freezing(), chunk_size, **own)
+    own: dict[str, Any] = {"value_head": settings.value_head, "lora": lora, "seeing": seeing, "reshards": reshards}
+    own |= {"split": cut, "replay": replay, "chunk_size": trainer.log_probs_tokens}
+    return FsdpModel(architecture, layout, root, hf_dir, dtype, settings.freezing, **own)
 
 
 def _layers(model: Any) -> list[Any]:
@@ -397,12 +373,12 @@ def _check_layout(model: Any, layout: ParallelLayout, sees: bool) -> None:
         raise ConfigError("trainer.context_parallel_size", layout.context, wanted)
 
 
-def build(hf_dir: Path, *given: Any, random: bool = False, **options: Any) -> FsdpModel:
+def build(settings: TrainerSettings, hf_dir: Path, architecture: Architecture, random: bool) -> FsdpModel:
     """Makes a model as `assemble` does, and loads it unless it is to be random.
 
     Raises ConfigError: as `assemble`; transformers does not read it, or packed sequences would see one another.
     """
-    made = assemble(hf_dir, *given, random=random, **options)
+    made = assemble(settings, hf_dir, architecture, random)
     if not random:
         made.load_hf(hf_dir)
     check_packing(made)

@@ -116,7 +116,7 @@ def test_a_layer_that_sees_or_hears_keeps_what_the_plan_says(kind, models, heari
         return kernel(lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-6))(given, module.weight)
 
     monkeypatch.setattr(fused_layers, "_rms_norm", norm)
-    monkeypatch.setattr(fused_layers, "_gated", lambda _: kernel(lambda gate, up: F.silu(gate) * up))
+    monkeypatch.setattr(fused_layers, "_gated", kernel(lambda gate, up: F.silu(gate) * up))
     sees, kept = kind in KINDS, []
     config = transformers.AutoConfig.from_pretrained(models(kind) if sees else hearing)
     part = config.vision_config if sees else config.audio_config

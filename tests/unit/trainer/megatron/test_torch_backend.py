@@ -416,7 +416,7 @@ def test_a_layer_keeps_what_the_plan_says(model_type, tmp_path, monkeypatch):
         return kernel(lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-6))(given, module.weight)
 
     monkeypatch.setattr(fused_layers, "_rms_norm", norm)
-    monkeypatch.setattr(fused_layers, "_gated", lambda _: kernel(lambda gate, up: F.silu(gate) * up))
+    monkeypatch.setattr(fused_layers, "_gated", kernel(lambda gate, up: F.silu(gate) * up))
     sizes = {**SIZES, **LAYER, **{key: size for key, size in OTHERS.get(model_type, {}).items() if key not in WINDOWS}}
     tokens, held = 512, []
     for layers in (2, 3):
