@@ -89,9 +89,9 @@ _ENGINE: Mapping[str, FlagValue] = {
     **{"mem-fraction-static": 0.25, "max-total-tokens": 32768, "max-running-requests": 32, "cuda-graph-max-bs-decode": 32},
     **{"speculative-num-steps": 5},
 }
-# On GPUs as deep as the largest published models: a token costs more then, and what a verification costs beside the layers does not
+# On GPUs as deep as large published models: a token costs more then, and what a verification costs beside the layers does not
 SCALES = {
-    "cuda": Scale(768, 94, 12, 2304, "bfloat16", 50, (140, 64, 4e-4, 2e-4), 128, 32, 40, 4, (1, 4, 16, 32), _ENGINE),
+    "cuda": Scale(1024, 64, 16, 3072, "bfloat16", 50, (220, 64, 4e-4, 2e-4), 128, 32, 40, 4, (1, 4, 16, 32), _ENGINE),
     "cpu": Scale(128, 2, 4, 256, "float32", 10, (150, 64, 3e-3, 1e-3), 64, 64, 40, 4, (1, 8)),
 }
 
