@@ -3,7 +3,7 @@
 ``python -m benchmarks.lending [--record FILE] [--json FILE] [--write]`` takes the engine's decoding and prefill of a record of
 `benchmarks.end_to_end` and simulates its load at bound 2 on one GPU that generates and one that trains, for three distributions of lengths
 and three times of training. *Limit*: of a split, max(g, h); *lending limit*: (g + h) / 2, with g at the engine's best number of requests.
-It takes half a minute on one core; no run lends GPUs yet.
+It takes half a minute on one core. A run lends its GPUs with ``--lend-gpus``.
 """
 
 import argparse

@@ -53,7 +53,9 @@ def _layout(inspection: Inspection) -> Iterator[str]:
         device = "servers of somebody else's" if rollout.external_engines else devices.resolve(rollout.rollout_device)
         if rollout.engine_groups:
             engines = " and ".join(f"{group.replicas} engines of {group.num_gpus_per_engine} GPUs" for group in rollout.engines())
-        yield f"{engines}{where}" if device == "cuda" else f"{rollout.rollout_replicas} engines on {device}"
+        lent = devices.lent_instances(config)
+        more = f", and {len(lent)} of the trainer's GPUs while it waits (lend_gpus)" * bool(lent)
+        yield (f"{engines}{where}" if device == "cuda" else f"{rollout.rollout_replicas} engines on {device}") + more
         for name in rollout.models:
             found = [own.rollout for own in (config.of_engines(name, place) for place in range(len(rollout.engines(name))))]
             shapes = " and ".join(f"{own.rollout_replicas} of {own.rollout_num_gpus_per_engine} GPUs" for own in found)

@@ -71,7 +71,8 @@ def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
     """
     shares, instances, specs = devices.assign_gpus(config), _instances(config), list[ServiceSpec]()
     rollouts = [instance for kind, instance in instances if kind == "rollout"]
-    evaluating = rollouts[len(rollouts) - config.rollout.eval_replicas :]
+    own = len(rollouts) - len(devices.lent_instances(config))
+    evaluating = rollouts[own - config.rollout.eval_replicas : own]
     for kind, instance in instances:
         environment = {devices.VISIBLE: shares[instance]} if instance in shares else {}
         environment |= {EVAL_VARIABLE: "1"} if instance in evaluating else {}
@@ -97,6 +98,7 @@ def _instances(config: RunConfig) -> list[tuple[str, str]]:
         rollouts = len(devices.colocated_engines(config, 0))
     counts = {"buffer": config.run.buffer_replicas, "reward": config.reward.reward_replicas, "rollout": rollouts}
     found = [(kind, f"{kind}-{index}") for kind, count in counts.items() for index in range(count)]
+    found += [("rollout", instance) for instance in devices.lent_instances(config)]
     found += [(MODEL, engine.instance) for engine in devices.engine_instances(config) if engine.model]
     trainers = TRAINERS if config.algorithm.has_critic and not config.debug.debug_rollout_only else TRAINERS[:1]
     return [*found, *(("gateway", f"gateway-{index}") for index in range(config.gateways)), *((kind, f"{kind}-0") for kind in trainers)]

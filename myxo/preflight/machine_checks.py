@@ -183,7 +183,7 @@ def check_memory(inspection: Inspection) -> Findings:
     shared, trainer, rollout = Path("/dev/shm"), config.trainer, config.rollout
     several = trainer.ranks("actor") > 1 or rollout.rollout_num_gpus_per_engine > 1
     on_gpus = "cuda" in (devices.resolve(trainer.train_device), devices.resolve(rollout.rollout_device))
-    shares = trainer.colocate or (several and on_gpus)
+    shares = trainer.colocate or trainer.lend_gpus or (several and on_gpus)
     if shares and shared.is_dir() and (there := shutil.disk_usage(shared).total) < LITTLE_SHARED_MEMORY:
         yield Note(f"/dev/shm has {_shown(there)}: little for ranks that share tensors by it; in a container: --shm-size 8g")
     if size is None:
@@ -248,7 +248,7 @@ def memory_bytes(config: RunConfig, size: ModelSize) -> int:
         state = 0 if _trains_part(config) else OPTIMIZER_BYTES + (MASTER_BYTES if trainer.train_dtype == "bfloat16" else 0)
         needed += size.parameters * (copies * held + (1 if trainer.use_distributed_optimizer else copies) * state)
     if devices.resolve(config.rollout.rollout_device) == "cpu" and not (config.debug.trains_only or config.rollout.external_engines):
-        needed += config.rollout.rollout_replicas * size.bytes
+        needed += (config.rollout.rollout_replicas + len(devices.lent_instances(config))) * size.bytes
     return needed
 
 

@@ -68,13 +68,14 @@ class MemoryNeed:
 @dataclass(frozen=True)
 class PlannedGroup:
     """A group of engines. ``name``: for people. ``field``: of the config, that an error names. ``engines``: how many. ``plan``: of a GPU.
-    ``alike``: they are all engines of the policy, which the fields of ``[rollout]`` describe."""
+    ``alike``: they are all engines of the policy, which the fields of ``[rollout]`` describe. ``lent``: they are on the trainer's GPUs."""
 
     name: str
     field: str
     engines: int
     plan: EnginePlan
     alike: bool
+    lent: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,11 @@ class RunPlan:
                 table = f"models.{model}" if model else f"engine_groups.{place}"
                 field = "rollout.rollout_num_gpus_per_engine" if alike else f"rollout.{table}.num_gpus_per_engine"
                 found.append(PlannedGroup(name, field, own.rollout_replicas, plan_engine(shape, own, self.gpu_bytes, None, held), alike))
+        if found and (lent := devices.lent_instances(self.config)):
+            own = devices.as_lent(self.config.of_engines()).rollout
+            held = engine_bytes(self.config.model.hf_checkpoint, own.rollout_precision)
+            plan = plan_engine(self.architecture, own, self.gpu_bytes, None, held)
+            found.append(PlannedGroup("lent engine", "trainer.lent_mem_fraction_static", len(lent), plan, alike=False, lent=True))
         return found
 
     def stages(self, role: str) -> list[StagePlan]:
@@ -143,8 +149,8 @@ class RunPlan:
             if len(plans) > 1:
                 name += f", stage {first}" if first == last else f", stages {first} to {last}"
             parts = {**own_parts, "CUDA, NCCL": OUTSIDE_BYTES}
-            if role == "actor" and trainer.colocate:
-                parts |= {"colocated": self._beside_trainer()}
+            if role == "actor" and (trainer.colocate or devices.lent_instances(self.config)):
+                parts |= {"colocated" if trainer.colocate else "lent engine": self._beside_trainer()}
             ranks = trainer.ranks(role) // len(plans) * len(group)
             field = "trainer.max_tokens_per_gpu" if group[0].activations > _static(group[0]) else f"trainer.{role}_num_gpus_per_node"
             yield MemoryNeed(name, role, ranks, parts, self.gpu_bytes, field, group[0].host)
@@ -172,11 +178,12 @@ class RunPlan:
     def _engine_parts(self, group: "PlannedGroup") -> dict[str, int]:
         engine, config = group.plan, self.config
         parts = {"weights": engine.weights, "longest sequence": engine.longest * engine.token_bytes}
-        if group.alike and config.trainer.colocate and not config.debug.debug_rollout_only:
-            held = [_static(stage) for stage in self.stages("actor")] if config.trainer.offload_train is False else [0]
+        if group.lent or (group.alike and config.trainer.colocate and not config.debug.debug_rollout_only):
+            stays = group.lent or config.trainer.offload_train is False
+            held = [_static(stage) for stage in self.stages("actor")] if stays else [0]
             kept = max(held) + OUTSIDE_BYTES + 2 * self._bucket
             beside = max(kept - (self.gpu_bytes - engine.budget), 0)
-            parts |= {"colocated": beside} if beside else {}
+            parts |= {"trainer" if group.lent else "colocated": beside} if beside else {}
         return parts
 
 

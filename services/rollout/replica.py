@@ -115,12 +115,15 @@ class Replica:
         return self._kind != "prefill"
 
     async def wait_serving(self, min_version: int, deadline: float) -> EngineClient:
-        """Waits until the replica serves ``min_version`` or newer. Raises DeadlineExceeded; Stopped where its external engine is away."""
+        """Waits until the replica serves ``min_version`` or newer. Raises DeadlineExceeded; Stopped where its external engine is away, and
+        where its GPUs were lent and have gone back to the trainer: others continue the work."""
         loop = asyncio.get_running_loop()
         end = loop.time() + deadline
         while not self.serving or self.version < min_version or self.client is None:
             if self._external and not self.served.engine_is_up:
                 raise Stopped("work on an external engine that is away", stale=False)
+            if self.served.asleep and self._service.config.trainer.lent:
+                raise Stopped("work on a GPU that the trainer needs", stale=False)
             if self.served.asleep:  # no deadline runs while the trainer computes on the same GPUs
                 end = loop.time() + deadline
             if (remaining := end - loop.time()) <= 0:

@@ -175,6 +175,8 @@ def evaluates(config: RunConfig) -> bool | None:
     given = os.environ.get(EVAL_VARIABLE, "")
     if given not in ("", "0", "1") or (given == "1" and not config.rollout.eval_replicas):
         raise ConfigError(EVAL_VARIABLE, given, f"1 or 0, and 1 only where rollout.eval_replicas = {config.rollout.eval_replicas} is not 0")
+    if config.trainer.lent:  # held-out groups do not move to another replica
+        return False
     return given == "1" if config.rollout.eval_replicas else None
 
 

@@ -7,8 +7,9 @@ replica, unless nothing had been loaded yet: then it continues to serve its vers
 the commit names.
 
 While a colocated trainer computes, nothing is generated, partial samples wait at the gate, and the engine has released its memory. Where it
-has released its weights, too, the replica holds no version until the next push. The trainer announces when it begins and ends, and repeats
-while it computes that it still does; when these messages stop, the replica treats it as gone and wakes by itself.
+has released its weights, too, the replica holds no version until the next push. A lent engine (`lend_gpus`) hands its partial samples on;
+others continue them. The trainer announces when it begins and ends, and repeats while it computes that it still does; when these messages
+stop, the replica treats it as gone and wakes by itself.
 """
 
 import asyncio
@@ -45,8 +46,8 @@ from shared.schema.weight_messages import (
 from shared.service.service_base import Service
 
 declare_metrics("""
-    asleep | | 1 while a trainer computes on the engine's GPUs | with `colocate`
-    asleep_seconds | s | for which the engine slept last | with `colocate`
+    asleep | | 1 while a trainer computes on the engine's GPUs | with `colocate`, and of lent engines
+    asleep_seconds | s | for which the engine slept last | with `colocate`, and of lent engines
 """)
 
 SLEEP_POLL_INTERVAL_S = 0.2

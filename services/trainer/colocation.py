@@ -1,15 +1,18 @@
-"""The trainer's side of sharing its GPUs with engines (`colocate`). It decides which of them has the memory.
+"""The trainer's side of sharing its GPUs with engines (`colocate`, `lend_gpus`). It decides which of them has the memory.
 
 Trainer and engines have it in turns. Once a batch is ready the engines are offloaded, then what this rank keeps in host
 memory is onloaded. With a push it goes back: moments and gradients are offloaded, the engines onload their weights and take the push, the
 trainer's weights are offloaded, the engines onload the rest and generate. Every rank makes the same calls in the same order; only
 rank 0 sends requests to the replicas.
+
+GPUs that are lent (`lend_gpus`) go to engines only while the trainer waits for a batch. It keeps weights and optimizer where they are, and
+gives the memory of its activations alone.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -33,6 +36,9 @@ from shared.schema.weight_messages import WeightsAsleep, WeightsReady, WeightsSl
 declare_metrics("""
     onloaded | | 1 while the trainer has the GPUs that it shares with engines | with `colocate`
     onloaded_seconds | s | for which it had them last | with `colocate`
+    lent_seconds_total | s | for which the trainer's GPUs were lent to engines | with `lend_gpus`
+    handed_back_seconds | s | that engines took last to give lent GPUs back, which the batch waited for | with `lend_gpus`
+    handed_back_seconds_max | s | the longest of these | with `lend_gpus`
 """)
 
 Answer = TypeVar("Answer", bound=Message)
@@ -48,18 +54,22 @@ class ColocationScheduler:
     """Gives the GPUs' memory to the trainer or to the engines. Without ``colocate`` every call does nothing.
 
     Args:
-        control: rank 0's; None on the other ranks.
+        control: rank 0's; None on the other ranks. lent: the replicas that it lends to, where the run has others besides; ``config`` is
+            then as they have it. Without them all replicas are colocated.
+
+    Attributes:
+        engines_offloaded: rank 0's record.
     """
 
-    def __init__(self, config: RunConfig, control: ControlClient | None) -> None:
-        self._config, self._control = config, control
+    def __init__(self, config: RunConfig, control: ControlClient | None, lent: Collection[str] = ()) -> None:
+        self._config, self._control, self._lent = config, control, frozenset(lent)
         self.colocated = config.trainer.colocate
         self._offloads = devices.trainer_offloads(config)
         self._releases = devices.engines_release(config)
         self._offload: Offload | None = None
         self._onloaded = False
-        self._engines_offloaded = False  # rank 0's record
-        self._since = 0.0
+        self.engines_offloaded = False
+        self._since = self._lent_since = self._longest = 0.0
         self._renewing: Future[None] | None = None
         self._lost: set[str] = set()
         self._log: Any = structlog.get_logger()
@@ -69,7 +79,8 @@ class ColocationScheduler:
     def begin(self) -> None:
         """Waits, before a model is loaded, until the engines are up (each sizes its cache by the free memory), and offloads them."""
         if self.colocated and not self._onloaded:
-            self.offload_engines(awaited=self._config.rollout.rollout_replicas if self._releases else 0)
+            count = len(self._lent) or self._config.rollout.rollout_replicas
+            self.offload_engines(awaited=count if self._releases else 0)
             self._onloaded = True
 
     def attach(self, actor: Actor) -> None:
@@ -79,7 +90,7 @@ class ColocationScheduler:
 
     def end(self) -> None:
         """Onloads the offloaded engines that can be reached, since the trainer stops. Only rank 0 does this; it is no collective."""
-        if self._engines_offloaded:
+        if self.engines_offloaded:
             self._onload_engines(LEAVE_SECONDS)
         self._onloaded = False
 
@@ -100,9 +111,11 @@ class ColocationScheduler:
                 self._log.info("onloaded", seconds=round(time.monotonic() - started, 3))
 
     def offload(self) -> None:
-        """Gives the GPU to the engines without a push, if the trainer has it. A collective."""
-        if not self._onloaded:
-            return
+        """Gives the GPU to the engines without a push, if the trainer has it and does not only lend it. A collective."""
+        if self._onloaded and not self._lent:
+            self._give_gpus()
+
+    def _give_gpus(self) -> None:
         self._make_room("optimizer", "weights")
         if self._control is not None:
             self._onload_engines(self._config.weights.push_timeout)
@@ -119,9 +132,12 @@ class ColocationScheduler:
             self._make_room("optimizer")
         yield
         if self.colocated:
-            self.offload()
+            self._give_gpus()
 
     def _make_room(self, *parts: Part) -> None:
+        if self._lent and torch.cuda.is_initialized():
+            with together("the release of memory"):
+                torch.cuda.empty_cache()
         if self._offload is None:
             return
         started, moved = time.monotonic(), [part for part in parts if part not in self._offload.away]
@@ -139,7 +155,7 @@ class ColocationScheduler:
             awaited: replicas that have to be there. Raises DeadlineExceeded where they do not come.
         """
         control = self._control
-        if control is None or self._engines_offloaded:
+        if control is None or self.engines_offloaded:
             return
         started, stopping = time.monotonic(), control.stopping
         if self._releases and not stopping:
@@ -150,14 +166,20 @@ class ColocationScheduler:
         asleep = control.call(self._ask_all(control, _sleep(deadline), WeightsAsleep), deadline + POLL_INTERVAL_S)
         self._lost |= {answer.replica for answer in asleep if answer.version < 0}
         self._renewing = control.begin(self._renew(control))
-        self._engines_offloaded, self._since = True, time.monotonic()
-        with contextlib.suppress(MyxoError, *TRANSIENT):
-            control.look()
-        self._log.info("engines_offloaded", replicas=len(asleep), seconds=round(time.monotonic() - started, 3), free_bytes=_free())
+        self.engines_offloaded, self._since = True, time.monotonic()
+        if not self._lent:  # the batch waits for these
+            with contextlib.suppress(MyxoError, *TRANSIENT):
+                control.look()
+        seconds = time.monotonic() - started
+        if self._lent_since:
+            self._longest = max(self._longest, seconds)
+            control.service.metrics.add("lent_seconds", started - self._lent_since)
+            control.gauges({"handed_back_seconds": seconds, "handed_back_seconds_max": self._longest})
+        self._log.info("engines_offloaded", replicas=len(asleep), seconds=round(seconds, 3), free_bytes=_free())
 
     def call_off(self) -> None:
         """Records that the push for which the engines were offloaded does not come."""
-        if self._engines_offloaded and not self._onloaded:
+        if self.engines_offloaded and not self._onloaded:
             self._onload_engines(self._config.weights.push_timeout)
 
     def lost(self) -> set[str]:
@@ -170,13 +192,14 @@ class ColocationScheduler:
         assert control is not None  # rank 0 only
         if self._renewing is not None:
             self._renewing.cancel()
-        self._engines_offloaded, started = False, time.monotonic()
+        self.engines_offloaded, started = False, time.monotonic()
         control.gauges({"onloaded": 0.0})
         try:
             awake = control.call(self._ask_all(control, WeightsWake(deadline=deadline), WeightsReady), deadline + POLL_INTERVAL_S)
         except MyxoError as error:  # they onload by themselves when no further request comes
             self._log.warning("engines_not_onloaded", error=str(error))
             return
+        self._lent_since = time.monotonic() if self._lent else 0.0
         onloaded, seconds = started - self._since, time.monotonic() - started
         control.gauges({"onloaded_seconds": onloaded})
         timing = {"trained": round(onloaded, 3), "seconds": round(seconds, 3)}
@@ -187,7 +210,7 @@ class ColocationScheduler:
         limit = self._config.rollout.engine_start_timeout
         end = time.monotonic() + limit
         while not control.stopping:
-            replicas = control.call(_replicas(control), limit)
+            replicas = control.call(self._replicas(control), limit)
             starting = [status.instance for status in replicas if status.state == "starting"]
             if not starting and len(replicas) >= count:
                 return
@@ -195,6 +218,8 @@ class ColocationScheduler:
                 missing = f"the engines of {', '.join(starting)}"
                 if len(replicas) < count:
                     missing = f"{count - len(replicas)} more rollout services"
+                if self._lent and not count:  # it trains on: the engine may find no memory, and is started again then
+                    return self._log.warning("engines_not_up", missing=missing, seconds=limit)
                 raise DeadlineExceeded("colocated engines that are up", missing, limit, "the trainer stops")
             time.sleep(POLL_INTERVAL_S)
 
@@ -211,8 +236,12 @@ class ColocationScheduler:
             except MyxoError as error:
                 self._log.warning("replica_unanswered", verb=verb, replica=instance, error=str(error))
 
-        await asyncio.gather(*(ask(status.instance) for status in await _replicas(control)))
+        await asyncio.gather(*(ask(status.instance) for status in await self._replicas(control)))
         return answers
+
+    async def _replicas(self, control: ControlClient) -> list[ServiceStatus]:
+        alive = [status for status in await control.service.registry.alive("rollout") if status.state != "stopping"]
+        return [status for status in alive if not self._lent or status.instance in self._lent]
 
     async def _renew(self, control: ControlClient) -> None:
         """Asks the replicas to stay offloaded, including those that have come since. Runs until cancelled."""
@@ -224,10 +253,6 @@ class ColocationScheduler:
 
 def _sleep(deadline: float) -> WeightsSleep:
     return WeightsSleep(lasts=LASTS_SECONDS, deadline=deadline)
-
-
-async def _replicas(control: ControlClient) -> list[ServiceStatus]:
-    return [status for status in await control.service.registry.alive("rollout") if status.state != "stopping"]
 
 
 def _free() -> int | None:

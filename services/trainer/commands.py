@@ -57,6 +57,13 @@ class Push:
 
 
 @dataclass(frozen=True)
+class Lend:
+    """Lend the GPUs to their engines (`lend_gpus`), with a push to them first; without it they hold the version."""
+
+    push: Push | None = None
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """Write the weights of ``version`` to disk for the engines."""
 
@@ -85,7 +92,7 @@ class Execute:
     replayed: bool = False
 
 
-Command = Resume | Train | Value | Push | Snapshot | Execute | Wait | Leave
+Command = Resume | Train | Value | Push | Lend | Snapshot | Execute | Wait | Leave
 
 _FORMS: dict[str, TypeAdapter[Command]] = {kind.__name__: TypeAdapter(kind) for kind in get_args(Command)}
 

@@ -18,7 +18,7 @@ from services.trainer.actor_critic_exchange import ActorCriticExchange
 from services.trainer.batch_metrics import token_means
 from services.trainer.batches import TrainBatch, attestation_of, demonstration_micro_batches
 from services.trainer.colocation import ColocationScheduler
-from services.trainer.commands import Leave, Push, Snapshot, Train, Wait
+from services.trainer.commands import Leave, Lend, Push, Snapshot, Train, Wait
 from services.trainer.control_client import ControlClient, StopAsked, checkpoint_span, step_spans
 from services.trainer.flops import Work
 from services.trainer.loss_inputs import LossInputs, old_log_probs
@@ -37,6 +37,7 @@ from services.trainer.trainer_hooks import POSTPROCESS, postprocessed
 from services.trainer.weights.pusher import Pusher
 from services.trainer.weights.snapshot_writer import SnapshotWriter
 from services.trainer.weights.stage_sender import ChannelKind
+from shared.config import devices
 from shared.config.algorithm import AlgorithmSection
 from shared.config.run_config import RunConfig
 from shared.data.demonstrations import DemonstrationFile
@@ -59,7 +60,9 @@ class Trainer(RoleWorker):
     def __init__(
         self, config: RunConfig, store: BlockingStore, control: ControlClient | None, exchange: ActorCriticExchange | None = None
     ) -> None:
-        self._colocation = ColocationScheduler(config, control)
+        lent = devices.lent_instances(config)
+        lending = devices.as_lent(config) if lent else config
+        self._colocation = ColocationScheduler(lending, control, lent)
         self._colocation.begin()
         super().__init__(config, store, control, "actor", exchange)
         self._colocation.attach(self._actor)
@@ -73,13 +76,15 @@ class Trainer(RoleWorker):
             self._reference = ReferencePolicy(self._actor, first, interval, keep, config.model.own_reference)
         self._durable = 0
         kind: ChannelKind = "memory" if config.trainer.colocate else "group"
-        self._pusher = Pusher(control, self._actor.model, config.weights, kind, self._actor.quantization)
+        model, quantization = self._actor.model, self._actor.quantization
+        self._pusher = Pusher(control, model, config.weights, kind, quantization, lambda replica: replica not in lent)
+        self._lent = Pusher(control, model, lending.weights, "memory", quantization, lent.__contains__) if lent else None
         self._exporter = PolicyExporter(config, control, self._actor)
         self._profiler = StepProfiler(config, runtime.rank())
         self._snapshots = SnapshotWriter(config, control, self._actor)
         if control is not None:
             control.watch_activity(self._pusher.doing)
-            self._scheduler = StepScheduler(control, config, self._pusher, self._snapshots, self._colocation, exchange)
+            self._scheduler = StepScheduler(control, config, self._pusher, self._snapshots, self._colocation, exchange, self._lent)
 
     def run(self) -> None:
         """Trains until the run is done or a stop is asked for; all that a resume needs is then on disk."""
@@ -101,6 +106,8 @@ class Trainer(RoleWorker):
             match self._next_command():
                 case Push() as push:
                     self._push(push)
+                case Lend(push=lent):
+                    self._lend(lent)
                 case Snapshot(version=version):
                     self._report_activity(f"writing the weights of version {version} to disk")
                     self._snapshots.write(version)
@@ -131,6 +138,8 @@ class Trainer(RoleWorker):
         self._profiler.close()
         self._colocation.end()
         self._pusher.close()
+        if self._lent is not None:
+            self._lent.close()
         super().close()
 
     # --- one step
@@ -248,10 +257,20 @@ class Trainer(RoleWorker):
     # --- pushes and checkpoints
 
     def _push(self, push: Push) -> None:
-        with self._actor.clock.part("push"), self._colocation.pushing():
+        colocated = self._config.trainer.colocate
+        with self._actor.clock.part("push"), self._colocation.pushing() if colocated else contextlib.nullcontext():
             self._pusher.begin(push)
-            if self._colocation.colocated:
+            if colocated:
                 self._pusher.wait()
+
+    def _lend(self, push: Push | None) -> None:
+        assert self._lent is not None  # nothing else is lent
+        with self._actor.clock.part("push"), self._colocation.pushing():
+            if push is not None:
+                self._lent.begin(push)
+                self._lent.wait()
+        for result in self._lent.results():
+            self._log.info("lent_weights_pushed", **asdict(result))
 
     def _leave(self, done: bool) -> None:
         self._report_activity("leaving")

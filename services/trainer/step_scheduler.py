@@ -12,7 +12,7 @@ import structlog
 
 from services.trainer.actor_critic_exchange import ActorCriticExchange, Kind
 from services.trainer.colocation import ColocationScheduler
-from services.trainer.commands import Command, Leave, Push, Snapshot, Train, Value, Wait
+from services.trainer.commands import Command, Leave, Lend, Push, Snapshot, Train, Value, Wait
 from services.trainer.control_client import ControlClient, StopAsked
 from services.trainer.weights.push_schedule import PushWait
 from services.trainer.weights.pusher import Pusher
@@ -51,10 +51,10 @@ class BatchRequester:
         self._awaited, self._since, self._logged = "", 0.0, 0.0  # the newest wait: for what, and when it began and was logged
         self._log: Any = structlog.get_logger()
 
-    def next(self, step: int, version: int) -> Batch | Command:
-        """Returns the batch of ``step``, or the command to give without it. Raises DeadlineExceeded."""
+    def next(self, step: int, version: int, hold: bool = True) -> Batch | Command:
+        """Returns the batch of ``step``, or the command to give without it, at once without ``hold``. Raises DeadlineExceeded."""
         try:
-            answer = self._control.batch(step, version)
+            answer = self._control.batch(step, version, hold)
         except StopAsked:
             return Leave(done=False)
         if isinstance(answer, Batch):
@@ -99,7 +99,8 @@ class BatchRequester:
 
 
 class StepScheduler:
-    """Gives the actor's next command for the step that is due, beside a push that has begun. ``exchange``: that with a critic, or None."""
+    """Gives the actor's next command for the step that is due, beside a push that has begun. ``exchange``: that with a critic, or None.
+    ``lent``: pushes to engines on GPUs that the trainer lends while it waits, where there are any."""
 
     def __init__(
         self,
@@ -109,8 +110,9 @@ class StepScheduler:
         snapshots: SnapshotWriter,
         colocation: ColocationScheduler,
         exchange: ActorCriticExchange | None,
+        lent: Pusher | None = None,
     ) -> None:
-        self._control, self._pusher, self._snapshots, self._colocation = control, pusher, snapshots, colocation
+        self._control, self._pusher, self._snapshots, self._colocation, self._lent = control, pusher, snapshots, colocation, lent
         self._steps, self._interval = config.rollout.num_rollout, config.weights.update_weights_interval
         self._has_critic = exchange is not None
         self._batches = BatchRequester(control, exchange, config.trainer.batch_timeout, config.eval.eval_timeout, lambda: pusher.awaited)
@@ -124,9 +126,10 @@ class StepScheduler:
             return push
         if self._snapshots.due(version):
             return Snapshot(version)
-        batch = self._batches.next(step, version)
+        lends = self._lent is not None and step < self._steps
+        batch = self._batches.next(step, version, hold=not (lends and self._colocation.engines_offloaded))
         if not isinstance(batch, Batch):
-            return batch
+            return (self._lend(version) if lends and batch == Wait() else None) or batch
         if self._has_critic:
             if not self._batches.has("values", step, "the critic"):
                 return Wait()
@@ -137,13 +140,29 @@ class StepScheduler:
         """Returns the push to begin now. Colocated engines get it together, while they are offloaded, since each loses its weights then."""
         if self._snapshots.instead_of_pushes:
             return None
-        if self._colocation.colocated and self._pusher.lags(version):
+        if self._lent is not None or not self._colocation.colocated:
+            return self._pusher.due(version)
+        if self._pusher.lags(version):
             self._colocation.offload_engines()
             self._pusher.forget(self._colocation.lost())
         push = self._pusher.due(version)
         if push is None:
             self._colocation.call_off()
         return push
+
+    def _lend(self, version: int) -> Lend | None:
+        """Returns the lending to begin now; None while the GPUs are lent already, and while another push is under way: two would mix."""
+        lent, colocation = self._lent, self._colocation
+        assert lent is not None  # nothing else is lent
+        if self._pusher.busy:
+            time.sleep(POLL_INTERVAL_S)
+            return None
+        lent.forget(colocation.lost())
+        if behind := lent.lags(version):  # one that has just come: all get the version together
+            colocation.offload_engines()
+            lent.forget(colocation.lost())
+        push = lent.due(version) if behind else None
+        return Lend(push) if push is not None or colocation.engines_offloaded else None
 
     def _ahead(self, step: int) -> Batch | None:
         if step >= self._steps:

@@ -6,10 +6,12 @@ import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shared.config.environment_variables import GROUP_VARIABLE, MODEL_VARIABLE
+from shared.config.rollout_section import flags_over
 from shared.config.run_config import RunConfig
+from shared.config.section import Section
 from shared.runtime.errors import ConfigError, nearest
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # The variable with the devices that a process may use; the launcher shares out those of its own
@@ -117,6 +119,30 @@ def colocated_engines(config: RunConfig, node: int) -> list[tuple[int, int]]:
     return [(index, 0) for index in every[node * a_node : last]]
 
 
+LENT_PUSH_SECONDS = 10.0  # of a push to lent engines, and of their sleep: the trainer waits for both
+
+
+def lent_instances(config: RunConfig) -> list[str]:
+    """Returns the rollout services of engines on GPUs that the trainer lends (`lend_gpus`); they come after the run's own."""
+    trainer, own = config.trainer, config.rollout.rollout_replicas
+    if not trainer.lend_gpus or config.debug.debug_rollout_only or config.debug.trains_only:
+        return []
+    count = trainer.ranks("actor") // config.rollout.rollout_num_gpus_per_engine
+    return [f"rollout-{own + index}" for index in range(count)]
+
+
+def as_lent(config: RunConfig) -> RunConfig:
+    """Returns the config of lent engines, and of what the trainer does with them: colocated, but the trainer keeps its memory."""
+    trainer, rollout, weights = config.trainer, config.rollout, config.weights
+    share = {"mem_fraction_static": trainer.lent_mem_fraction_static} if rollout.rollout_device != "cpu" else {}
+    changed: dict[str, tuple[Section, dict[str, Any]]] = {
+        "trainer": (trainer, {"colocate": True, "offload_train": False, "offload_rollout": None}),
+        "rollout": (rollout, {"sglang": flags_over(rollout.sglang, share)}),
+        "weights": (weights, {"push_timeout": min(weights.push_timeout, LENT_PUSH_SECONDS)}),
+    }
+    return config.model_copy(update={name: section.model_copy(update=update) for name, (section, update) in changed.items()})
+
+
 def shared_gpus(config: RunConfig, own: Sequence[str], index: int) -> list[str]:
     """Returns the GPUs of a colocated engine: all of the trainer's on its node, each those first that it computes on.
 
@@ -150,6 +176,8 @@ def assign_gpus(config: RunConfig) -> dict[str, str]:
             raise ConfigError("rollout.rollout_device", generate, f"{train}, where the trainer it is colocated with computes")
         for index, _ in colocated_engines(config, 0) if "trainer-0" in assigned else ():
             assigned[f"rollout-{index}"] = shared_gpus(config, assigned["trainer-0"], index)
+    for index, instance in enumerate(lent_instances(config) if "trainer-0" in assigned else ()):
+        assigned[instance] = shared_gpus(config, assigned["trainer-0"], index)
     return {instance: ",".join(devices) for instance, devices in assigned.items()}
 
 
@@ -197,6 +225,8 @@ def engine_of(config: RunConfig, instance: str) -> tuple[str, RunConfig]:
     """Returns the frozen model that a rollout service serves, empty for the policy, and the config of its engine: by the environment, else
     by its instance's name. Raises ConfigError for a model or a group that the run does not have."""
     known = {engine.instance: engine for engine in engine_instances(config)}.get(instance)
+    if instance in lent_instances(config):
+        return "", as_lent(config.of_engines())
     model = os.environ.get(MODEL_VARIABLE) or (known.model if known is not None else "")
     if model and model not in config.rollout.models:
         raise ConfigError(MODEL_VARIABLE, model, f"a model of [rollout.models]; {nearest(model, list(config.rollout.models))}")

@@ -154,6 +154,11 @@ class RunConfig(Section):
             lambda run, given: run.tinker.tinker_endpoint and given,
             "left out where commands come from outside (myxo serve)",
         ),
+        Rule(
+            "trainer.lend_gpus",
+            lambda run, given: run.lending_obstacles if given else (),
+            "true, but {2}; leave one of them out",
+        ),
         Rule("algorithm.opd_teachers", lambda run, given: _unknown_models(given, list(run.rollout.models))),
         Rule("reward.judge_url", lambda run, given: _unknown_models({JUDGE: given or ""}, list(run.rollout.models))),
         Rule(
@@ -260,6 +265,31 @@ class RunConfig(Section):
             "the log-probs of opd_teachers are over the whole vocabulary": teachers,
         }
         yield from (obstacle for obstacle, stands in obstacles.items() if stands)
+
+    @property
+    def lending_obstacles(self) -> Iterator[str]:
+        """Yields what of the run does not go with engines on GPUs that the trainer lends: they come and go with each batch."""
+        trainer, rollout, weights = self.trainer, self.rollout, self.weights
+        size, ranks = rollout.rollout_num_gpus_per_engine, trainer.ranks("actor")
+        several = {"trainer.actor_num_nodes": trainer.actor_num_nodes, "rollout.sglang.nnodes": rollout.nodes_per_engine}
+        obstacles = {
+            "trainer.colocate has the run's only engines on these GPUs": trainer.colocate,
+            "rollout.external_engines are somebody else's": rollout.external_engines,
+            "rollout.engine_groups has engines of unlike shapes": rollout.engine_groups,
+            "rollout.models has engines that are not trained": rollout.models,
+            "tinker.tinker_endpoint takes commands from outside": self.tinker.tinker_endpoint,
+            "algorithm.advantage_estimator = ppo has a critic, which computes while the actor waits": self.algorithm.has_critic,
+            "weights.update_weight_transport is not nccl: no push reaches the engines": weights.update_weight_transport != "nccl",
+            "gateways (agents, ingest_groups, gateway_replicas) keep conversations at an engine": self.gateways,
+            "episode.episode_url plays rollouts, which do not move": self.episode.episode_url,
+            f"{', '.join(rollout.makers)} makes rollouts, which do not move": rollout.makers,
+            f"an engine of {size} GPUs (rollout_num_gpus_per_engine) does not fit on the trainer's {ranks}": size > ranks,
+            f"train_device = {trainer.train_device} and rollout_device = {rollout.rollout_device} differ": "auto"
+            not in (trainer.train_device, rollout.rollout_device)
+            and trainer.train_device != rollout.rollout_device,
+            **{f"{field} = {count}, and one machine lends": count > 1 for field, count in several.items()},
+        }
+        yield from (obstacle for obstacle, holds in obstacles.items() if holds)
 
     @property
     def picture_obstacles(self) -> Iterator[str]:

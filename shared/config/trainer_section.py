@@ -423,6 +423,14 @@ class TrainerSection(Section):
         description="colocated: while the trainer computes, engines give their GPU memory back; default: on CUDA; a CPU has none to give",
         **MUTABLE,
     )
+    lend_gpus: bool = Field(
+        default=False,
+        description="while the trainer waits for a batch, more engines generate on its GPUs, beside the run's own on others",
+        **MUTABLE,
+    )
+    lent_mem_fraction_static: float = Field(
+        default=0.5, gt=0, lt=1, description="lend_gpus: mem_fraction_static of the engines on the trainer's GPUs", **MUTABLE
+    )
     train_env_vars: dict[str, str] = Field(
         default={},
         description='environment variables of the trainer\'s ranks, as \'{"NAME": "value"}\'; no credentials, which belong into the '
@@ -505,6 +513,11 @@ class TrainerSection(Section):
         for name in self.recompute_modules:
             if name not in RECOMPUTABLE:
                 yield f"trainer.recompute_modules: {name!r} is no module of a layer; {nearest(name, list(RECOMPUTABLE))}"
+
+    @property
+    def lent(self) -> bool:
+        """Returns whether this is the view that a lent engine has of the run (`shared.config.devices.as_lent`)."""
+        return self.lend_gpus and self.colocate
 
     def nodes(self, role: str) -> int:
         """Returns how many machines a role of the trainer (actor or critic) has."""

@@ -144,6 +144,7 @@ def drawn(seed: int, kinds: tuple[str, ...] = KINDS, *, deterministic: bool = Fa
         mode=draw.choice(("in_place", "retract", "abort")),
         save_interval=draw.choice((1, 2, 3)),
         eval_interval=draw.choice((3, 5)),
+        lend=not real and seed % 4 == 3,
     )
     faults = [
         _fault(draw, seed + index, shape, {kind: known[kind] for kind in kinds if kind in known})

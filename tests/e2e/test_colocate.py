@@ -72,6 +72,30 @@ def test_engines_sleep_while_the_trainer_trains(
     assert any(line["event"] == "offloaded" and line["bytes"] > 0 for line in lines(root / "logs" / "trainer-0.log"))
 
 
+@pytest.mark.extra
+@pytest.mark.timeout(RUN_SECONDS + 300)
+def test_a_lent_engine_generates_while_two_ranks_wait(small_run: Callable[..., Path], tmp_path: Path) -> None:
+    """The run's own engine has room for one group at a time, so that others wait in the queue."""
+    flags = [
+        *("--lend-gpus", "--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2", "--rollout-num-gpus-per-engine", "2"),
+        *("--check-weight-update-equal", "--rollout-concurrency", "4", "--rollout-max-response-len", "64"),
+    ]
+    config, root = small_run("lend", steps=4, staleness=1), tmp_path / "runs" / "lend"
+    with LaunchedRun(config, root, "lend", flags) as run:
+        assert run.wait(RUN_SECONDS) == 0, run.said()
+    summary = run.summary()
+    assert (summary["audit"], summary["steps"]) == ("ok", 4)
+    assert isinstance(difference := summary["mean_abs_logprob_diff"], float) and difference < 1e-3
+    assert any(line["event"] == "first_tokens" for line in lines(root / "logs" / "rollout-1.log")), run.said()
+    naps, log = asleep(root / "logs" / "rollout-1.log"), lines(root / "logs" / "trainer-0.log")
+    for batch in asyncio.run(trained(root, "lend")):
+        assert any(begin - MARGIN < batch.started for begin, _ in naps), f"{batch} before all of {naps}"
+    pushes = [line for line in log if line["event"] == "lent_weights_pushed"]
+    assert len({push["version"] for push in pushes}) > 1 and all(push["bytes"] > 0 for push in pushes)
+    returned = [line["seconds"] for line in log if line["event"] == "engines_offloaded"]
+    assert max(returned) < 10, f"handing back took {returned}"
+
+
 def lines(log: Path) -> list[dict[str, Any]]:
     """The JSON objects of a service's log. Ranks write into the same one, now and then into each other's lines: those are left out."""
     found = []

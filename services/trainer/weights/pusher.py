@@ -164,7 +164,8 @@ class Pusher:
     """One rank's side of pushes. All ranks construct it together.
 
     Args:
-        link: rank 0's client; None on the others. kind: that of the channels. quantization: of the engines' checkpoint.
+        link: rank 0's client; None on the others. kind: that of the channels. quantization: of the engines' checkpoint. takes: whether
+            its pushes go to the replica of that name.
 
     Attributes:
         schedule: rank 0's decisions.
@@ -177,8 +178,9 @@ class Pusher:
         config: WeightsSection,
         kind: ChannelKind = "group",
         quantization: Quantization | None = None,
+        takes: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        self._link, self._model, self._config = link, model, config
+        self._link, self._model, self._config, self._takes = link, model, config, takes
         bucket_bytes, dtype = config.update_weight_buffer_size, config.update_weight_dtype
         self._sender = StageSender(model, kind, config.push_timeout, bucket_bytes, dtype, quantization)
         self.schedule = PushSchedule()
@@ -232,10 +234,11 @@ class Pusher:
 
     def _targets(self, link: ControlClient, version: int) -> tuple[Target, ...]:
         """Returns the replicas that are behind, or where there are none and the version was never announced, those that serve it."""
-        if (behind := self.schedule.behind(link.replicas, version, time.monotonic())) or self._live >= version:
+        replicas = [status for status in link.replicas if self._takes(status.instance)]
+        if (behind := self.schedule.behind(replicas, version, time.monotonic())) or self._live >= version:
             return behind
         self._live = link.live_version()
-        return () if self._live >= version else self.schedule.serving(link.replicas, version)
+        return () if self._live >= version else self.schedule.serving(replicas, version)
 
     def forget(self, instances: Iterable[str]) -> None:
         """Forgets the versions that these replicas had confirmed, since they have lost them."""

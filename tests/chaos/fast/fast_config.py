@@ -14,7 +14,8 @@ SMALLEST = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_he
 
 @dataclass(frozen=True)
 class FastShape:
-    """What differs between the runs of seeds. ``mode``: `rollout.in_flight_on_push`."""
+    """What differs between the runs of seeds. ``mode``: `rollout.in_flight_on_push`. ``lend``: the last replica is on the trainer's GPU
+    (`trainer.lend_gpus`), and the others have room for part of a batch alone."""
 
     steps: int = 7
     groups: int = 3
@@ -25,6 +26,7 @@ class FastShape:
     mode: str = "in_place"
     save_interval: int = 2
     eval_interval: int = 5
+    lend: bool = False
 
 
 def write_model(path: Path) -> Path:
@@ -46,7 +48,8 @@ def sections(directory: Path, model: Path, shape: FastShape) -> dict[str, dict[s
             "num_rollout": shape.steps,
             "rollout_batch_size": shape.groups,
             "n_samples_per_prompt": shape.samples,
-            "rollout_replicas": shape.replicas,
+            "rollout_replicas": shape.replicas - shape.lend,
+            **({"rollout_concurrency": shape.samples} if shape.lend else {}),
             "max_staleness": shape.staleness,
             "staleness_policy": shape.policy,
             "in_flight_on_push": shape.mode,
@@ -57,7 +60,8 @@ def sections(directory: Path, model: Path, shape: FastShape) -> dict[str, dict[s
         },
         "reward": {"rm_type": "math_verify", "reward_workers": 1},
         "eval": {"eval_prompt_data": str(directory / "heldout.jsonl"), "eval_interval": shape.eval_interval, "eval_timeout": 30.0},
-        "trainer": {"train_dtype": "float32", "train_device": "cpu", "save_interval": shape.save_interval, "keep_checkpoints": 2},
+        "trainer": {"train_dtype": "float32", "train_device": "cpu", "save_interval": shape.save_interval, "keep_checkpoints": 2}
+        | ({"lend_gpus": True} if shape.lend else {}),
         "weights": {"push_timeout": 60.0, "snapshot_interval": 3, "update_weight_buffer_size": 4000},
         "bus": {"ack_wait": 4.0, "registry_ttl": 3.0, "lease_duration": 2.0},
         "monitoring": {"logprob_alarm": 1e9, "keep_rollouts": 1.0, "keep_rollouts_tokens": True},

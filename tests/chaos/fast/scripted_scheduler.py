@@ -85,6 +85,7 @@ class ScriptedScheduler:
             "/abort_request": self._abort,
             "/pause_generation": self._pause,
             "/continue_generation": self._resume,
+            "/flush_cache": self._nothing,
             "/begin_weight_update": self._nothing,
             "/end_weight_update": self._nothing,
             "/freeze_gc": self._nothing,

@@ -16,6 +16,7 @@ from services.rollout.engine.engine_process import EngineProcess, FlagValue, eng
 from services.rollout.rollout_service import Rollout
 from shared.bus import runs
 from shared.bus.connection import Bus
+from shared.config import devices
 from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey, free_port
 from shared.runtime.tasks import cancelled
 from shared.service.service_base import Service
@@ -160,7 +161,7 @@ async def new_bench(
         sections.setdefault("model", {"hf_checkpoint": str(checkpoint(0).path)})
         config = run_config(tmp_path, run={"name": run_name}, **sections)
         await runs.create(bus, config, valkey.url)
-        service = Service("rollout", instance, run_name, bus, config, valkey.url)
+        service = Service("rollout", instance, run_name, bus, devices.engine_of(config, instance)[1], valkey.url)
         rollout = Rollout(service)
         await rollout.start_functions()
         await rollout.weights.listen()

@@ -10,7 +10,8 @@ import pytest
 from services.rollout.engine.engine_client import EVERYTHING, WEIGHTS, EngineClient
 from services.rollout.engine.generation import GenerationRequest
 from shared.config import devices
-from shared.schema.messages import Sampling
+from shared.schema import sample
+from shared.schema.messages import Interrupted, Sampling
 from shared.schema.weight_messages import WeightsAsleep, WeightsReady, WeightsSleep, WeightsWake
 from tests.integration.engine.bench import PROMPT, Bench, NewBench
 from tests.integration.engine.conftest import Checkpoints
@@ -77,6 +78,29 @@ async def test_what_was_running_waits_for_the_turns_end_and_goes_on_from_its_tok
         assert [version for _, _, version in one.segments] in ([0], [1], [0, 1])
         reference = log_probs(checkpoint(0).model, one.prompt, one.response)
         np.testing.assert_allclose(one.log_probs, reference, atol=EXACT)
+
+
+async def test_a_lent_replica_hands_its_groups_on_with_their_tokens(new_bench: NewBench) -> None:
+    """Others continue them, and it takes groups again when the GPU is lent the next time."""
+    desk = await new_bench(trainer={"lend_gpus": True, "train_device": "cpu"}, rollout={"rollout_device": "cpu", "max_staleness": 9})
+    assert desk.service.config.trainer.lent
+    for number in range(5):
+        if await desk.in_decode(f"g{number:08d}", **LONG_TASK):
+            asleep = await sleep(desk)
+            if desk.replica.served.asleep and (given := await desk.outcome()):
+                break
+            await desk.ask("wake", WeightsWake(deadline=MINUTES), WeightsReady)
+        await desk.generated()
+    else:
+        raise AssertionError("five groups in a row were over before the engine could be asked")
+    assert asleep == WeightsAsleep(replica="rollout-1", version=0)
+    assert isinstance(given, Interrupted) and given.payload is not None and not given.stale
+    samples = sample.decode(await desk.service.store.read(given.payload))
+    assert len(samples) == SAMPLES and any(one.finish == "abort" and len(one.response) for one in samples)
+    await until(lambda: not desk.rollout.running, "no group in hand", MINUTES)
+    assert (await desk.ask("wake", WeightsWake(deadline=MINUTES), WeightsReady)).version == 0
+    await desk.task("g00000009")
+    assert (await desk.generated())[0].group == "g00000009"
 
 
 async def test_a_replica_whose_trainer_falls_silent_wakes_and_goes_on_with_what_it_has(desk: Bench) -> None:

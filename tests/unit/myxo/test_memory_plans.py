@@ -118,6 +118,16 @@ def test_a_critic_and_colocation_are_counted(run: Path) -> None:
     assert together.needs[0].parts["colocated"] > plan.engine.budget
 
 
+def test_a_lent_engine_is_counted_asleep_beside_the_trainer_and_awake_beside_its_weights(run: Path) -> None:
+    roomy = planned(Source.of(run, ["--lend-gpus"]), 2 * GPU).plan
+    assert [(need.of, need.field) for need in roomy.needs[2:]] == [("lent engine", "trainer.lent_mem_fraction_static")]
+    assert roomy.fits and "lent engine" in roomy.needs[0].parts and "trainer" not in roomy.needs[2].parts
+    tight = planned(Source.of(run, ["--lend-gpus"]), GPU).plan
+    held = tight.stages("actor")[0]
+    assert not tight.needs[2].fits
+    assert tight.needs[2].parts["trainer"] > held.weights + held.gradients + held.optimizer - GPU // 2
+
+
 def test_a_bucket_holds_a_tensor_of_all_experts(run: Path) -> None:
     plan = planned(Source.of(run, ["--colocate", "--actor-num-gpus-per-node", "2"]), GPU).plan
     shape = replace(plan.architecture, hidden_size=2880, experts=Experts(128, 4, 2880, normalize=True))

@@ -50,6 +50,8 @@ MUTABLE = {
     "check_weight_update_equal",
     "offload_train",
     "offload_rollout",
+    "lend_gpus",
+    "lent_mem_fraction_static",
     "num_rollout",
     "num_epoch",
     "num_rollout_per_epoch",
@@ -433,6 +435,31 @@ def test_fields_that_do_not_fit_together_are_refused(tmp_path: Path, sections: d
     error = refused(values(tmp_path, **sections))
     assert error.field == field
     assert words in str(error)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"trainer": {"colocate": True}}, "trainer.colocate"),
+        ({"trainer": {"actor_num_nodes": 2}}, "trainer.actor_num_nodes = 2"),
+        ({"rollout": {"external_engines": ["h1:1"]}}, "rollout.external_engines"),
+        ({"rollout": {"engine_groups": [{"num_gpus": 1}]}}, "rollout.engine_groups"),
+        ({"rollout": {"models": {"judge": {"hf_checkpoint": "/m"}}}}, "rollout.models"),
+        ({"rollout": {"custom_generate_function_path": "my.module:generate"}}, "custom_generate_function_path"),
+        ({"rollout": {"agent": "my.module:agent"}}, "gateways"),
+        ({"rollout": {"rollout_num_gpus_per_engine": 2}}, "does not fit on the trainer's 1"),
+        ({"rollout": {"rollout_device": "cpu"}, "trainer": {"train_device": "cuda"}}, "differ"),
+        ({"algorithm": {"advantage_estimator": "ppo"}}, "critic"),
+        ({"weights": {"update_weight_transport": "disk"}}, "weights.update_weight_transport"),
+        ({"episode": {"episode_url": "http://h:1"}}, "episode.episode_url"),
+    ],
+)
+def test_what_does_not_go_with_lent_gpus_is_refused(sections: dict[str, Any], words: str, tmp_path: Path) -> None:
+    lending = {**sections, "trainer": {**sections.get("trainer", {}), "lend_gpus": True}}
+    with pytest.raises((ConfigError, Problems)) as caught:
+        run_config(tmp_path, **lending)
+    assert "trainer.lend_gpus" in str(caught.value) and words in str(caught.value)
+    run_config(tmp_path, trainer={"lend_gpus": True})
 
 
 def test_environments_are_named_by_type_url_and_table(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from myxo.launch.service_plan import plan
+from services.rollout.request_slots import evaluates
 from shared.config import devices
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
@@ -35,6 +37,27 @@ def test_colocated_engines_have_the_trainers_gpus_their_own_first(tmp_path: Path
     assert devices.trainer_offloads(config)
     assert devices.engines_release(config)
     assert not devices.engines_back_up(config)
+
+
+def test_lent_engines_come_after_the_runs_own_on_the_trainers_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "gpus", lambda: 8)
+    config = run_config(
+        tmp_path,
+        rollout={"rollout_replicas": 2, "rollout_num_gpus_per_engine": 2, "sglang": {"mem-fraction-static": 0.9}},
+        trainer={"actor_num_gpus_per_node": 4, "lend_gpus": True, "lent_mem_fraction_static": 0.4},
+        weights={"push_timeout": 300},
+    )
+    engines = {"rollout-0": "4,5", "rollout-1": "6,7", "rollout-2": "0,1,2,3", "rollout-3": "2,3,0,1"}
+    assert devices.assign_gpus(config) == {"trainer-0": "0,1,2,3", **engines}
+    assert [spec.instance for spec in plan(config, "nats://x") if spec.service == "rollout"] == list(engines)
+    own, lent = (devices.engine_of(config, instance)[1] for instance in ("rollout-1", "rollout-2"))
+    assert not own.trainer.lent and not devices.engines_release(own) and own.rollout.engine_flags["mem-fraction-static"] == 0.9
+    assert lent.trainer.lent and devices.engines_release(lent) and not devices.trainer_offloads(lent)
+    assert lent.rollout.engine_flags["mem-fraction-static"] == 0.4
+    assert (own.weights.push_timeout, lent.weights.push_timeout) == (300, devices.LENT_PUSH_SECONDS)
+    assert evaluates(own) is None and evaluates(lent) is False
+    half = config.model_copy(update={"debug": config.debug.model_copy(update={"debug_rollout_only": True})})
+    assert devices.lent_instances(half) == []
 
 
 def test_an_engine_over_several_of_the_trainers_machines_has_a_part_on_each(tmp_path: Path) -> None:
