@@ -1,15 +1,15 @@
 r"""The training endpoint beside a Myxo run that does the same: tokens/s and seconds of a step, LoRA, importance sampling.
 
-On two GPUs, of which trainer and engine have one each::
+On two GPUs, of which trainer and engine have one each, or on one, which they share::
 
     python -m benchmarks.tinker_endpoint --json FILE
 
-First a run under ``myxo up`` at staleness 0, pushes of adapters; then ``myxo serve`` and a client that speaks the SDK's protocol, with a
-loop like the cookbook's: save weights for a sampler, sample all groups at once, one forward_backward in chunks as the SDK cuts them, one
-optim_step. With ``--clients N`` as many clients at once, which share trainer and engine. FILE is written after each part.
+First ``myxo serve`` and a client that speaks the SDK's protocol, with a loop like the cookbook's: save weights for a sampler, sample all
+groups at once, one forward_backward in chunks as the SDK cuts them, one optim_step. With ``--clients N`` as many clients at once, which
+share trainer and engine. Then a run under ``myxo up`` at staleness 0, pushes of adapters. FILE is written after each part.
 
 Figures. Step: from one step's end to the next one's. ``tokens_per_s``: of responses. A client's parts: ``save``, ``sample``, ``train``
-(forward, backward and optimizer step), seconds.
+(forward, backward and optimizer step), seconds. ``gpu_busy``: each GPU's share of that time in which a kernel ran.
 """
 
 import argparse
@@ -28,6 +28,7 @@ import aiohttp
 import numpy as np
 
 from benchmarks.command_line import write
+from benchmarks.end_to_end.gpu_watch import GpuWatch
 from benchmarks.end_to_end.length_distribution import LengthDistribution, rows
 from benchmarks.end_to_end.model_shapes import SIZES, config_of, write_checkpoint
 from benchmarks.end_to_end.whole_run import RunPlan, measured
@@ -40,6 +41,8 @@ ROOT = Path(__file__).parents[1]
 KEY = "tml-key-of-a-benchmark-alone"
 RANK, PROMPT_TOKENS, CHUNK_BYTES, CHUNK_DATUMS = 32, 64, 5_000_000, 128
 KERNELS = {"attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none"}
+SHARED = {"mem-fraction-static": "0.3"}  # of an engine that shares its GPU with the trainer
+TOKENS = 8192  # of a micro-batch, by which the trainer of either has room beside it
 START_SECONDS, END_SECONDS = 240.0, 60.0
 
 
@@ -150,25 +153,26 @@ async def served(url: str, base: str, options: argparse.Namespace, stops: list[i
     timeout = aiohttp.ClientTimeout(total=120)
     async with aiohttp.ClientSession(headers={"X-Api-Key": KEY}, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
         made = [await Client.create(http, url, base) for _ in range(clients)]
-        end = time.monotonic() + options.seconds
+        watch, began, end = GpuWatch(options.gpus).start(), time.time(), time.monotonic() + options.seconds
         found = [steps[2:] for steps in await asyncio.gather(*(looped(client, options, stops, end) for client in made))]
+        watch.stop()
     every = [step for steps in found for step in steps]
     if not every:
         return {"clients": clients, "problem": f"no step after the first two within {options.seconds:g} s"}
     middle = {name: round(statistics.median(step[name] for step in every), 4) for name in every[0]}
     rate = sum(sum(step["tokens"] for step in steps) / sum(step["seconds"] for step in steps) for steps in found if steps)
-    return {"clients": clients, "steps": len(every), "tokens_per_s": round(rate, 1), **middle}
+    return {"clients": clients, "steps": len(every), "tokens_per_s": round(rate, 1), **middle, "gpu_busy": watch.busy(began, time.time())}
 
 
 def endpoint(options: argparse.Namespace, directory: Path, model: Path, keep: Any) -> None:
     """Starts the endpoint, and measures its clients."""
     dtype = "bfloat16" if options.device == "cuda" else "float32"
-    kernels = KERNELS if options.device == "cuda" else {}
     lines = [
         '[run]\nname = "served"', f'dir = "{directory}/s"', f'[model]\nhf_checkpoint = "{model}"', "[console]\nconsole = false",
         f'[rollout]\nrollout_device = "{options.device}"', f'[rollout.sglang]\ndtype = "{dtype}"',
-        *(f'{name} = "{value}"' for name, value in kernels.items()),
-        f'[trainer]\ntrain_device = "{options.device}"\ntrain_dtype = "{dtype}"\nlora_rank = {RANK}\nlora_alpha = {RANK}',
+        *(f'{name} = "{value}"' for name, value in options.kernels.items()),
+        f'[trainer]\nmax_tokens_per_gpu = {TOKENS}',
+        f'train_device = "{options.device}"\ntrain_dtype = "{dtype}"\nlora_rank = {RANK}\nlora_alpha = {RANK}',
     ]  # fmt: skip
     (directory / "serve.toml").write_text("\n".join(lines) + "\n")
     command = with_parent([sys.executable, "-m", "myxo.main", "serve", str(directory / "serve.toml"), "--fresh"])
@@ -215,9 +219,14 @@ def main() -> int:
     parser.add_argument("--skip-run", action="store_true", help="measure the endpoint alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     options = parser.parse_args()
-    names = ("shape", "device", "mean", "cap", "batch", "samples")
+    options.gpus = list(dict.fromkeys(devices.visible_gpus()[:2])) if options.device == "cuda" else []
+    options.kernels = (KERNELS | SHARED if len(options.gpus) == 1 else KERNELS) if options.gpus else {}
+    given = options.gpus * 2 if len(options.gpus) == 1 else options.gpus  # trainer and engine have the first two that are listed
+    if given:
+        os.environ[devices.VISIBLE] = ",".join(given)
+    names = ("shape", "device", "mean", "cap", "batch", "samples", "gpus")
     found: dict[str, Any] = {**{name: getattr(options, name) for name in names}, "rank": RANK, "run": None, "served": []}
-    dtype, cuda = ("bfloat16", True) if options.device == "cuda" else ("float32", False)
+    dtype = "bfloat16" if options.device == "cuda" else "float32"
 
     def keep(figures: dict[str, Any]) -> None:
         found["served"].append(figures)
@@ -228,20 +237,19 @@ def main() -> int:
         model, prompts, vocabulary = directory / "model", directory / "prompts.jsonl", config_of(options.shape, dtype)["vocab_size"]
         write_checkpoint(model, options.shape, dtype)
         prompts.write_text("".join(rows(lengths, 4096, options.samples, PROMPT_TOKENS, vocabulary, seed=0)))
-        kernels = KERNELS if cuda else {}
         flags = (
             *("--rollout-device", options.device, "--train-device", options.device, "--train-dtype", dtype, "--sglang-dtype", dtype),
-            *(word for key, value in kernels.items() for word in (f"--sglang-{key}", value)),
+            *(word for key, value in options.kernels.items() for word in (f"--sglang-{key}", value)),
+            *("--max-tokens-per-gpu", str(TOKENS)),
             *("--rollout-batch-size", str(options.batch), "--n-samples-per-prompt", str(options.samples)),
             *("--rollout-max-response-len", str(options.cap), "--lora-rank", str(RANK), "--lora-alpha", str(RANK)),
             *("--rollout-stop-token-ids", *map(str, lengths.stop_tokens(vocabulary, 3))),
         )
-        if not options.skip_run:
-            gpus = tuple(devices.visible_gpus()[:2]) if cuda else ()
-            plan = RunPlan(directory / "r", model, prompts, flags, options.steps, 2, START_SECONDS, options.seconds, 2 if cuda else 1, gpus)
-            found["run"] = measured(plan, "run", 0)
-            write(options.json, found)
         endpoint(options, directory, model, keep)
+        if not options.skip_run:
+            own = (START_SECONDS, options.seconds, max(1, len(options.gpus)), tuple(given))
+            found["run"] = measured(RunPlan(directory / "r", model, prompts, flags, options.steps, 2, *own), "run", 0)
+            write(options.json, found)
     print(found)
     return int(any("problem" in figures for figures in found["served"]) or not found["served"])
 
