@@ -82,7 +82,9 @@ def _computed(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, some
     numbers = chosen.reshape(-1)
     taken = ((numbers >= 0) & (numbers < count)).nonzero()[:, 0] if some else None
     if taken is not None and not len(taken):  # whatever other ranks wait for in the backward pass gets gradients of zeros
-        return hidden * 0 + (weights.sum() + sum(parameter.sum() for parameter in module.parameters())).to(hidden.dtype) * 0
+        # a tensor, which is saved: a layer that computes again begins with it where the other ranks do, and exchanges with them
+        zero = hidden.new_zeros(())
+        return hidden * zero + (weights.sum() + sum(parameter.sum() for parameter in module.parameters())).to(hidden.dtype) * zero
     own = numbers if taken is None else numbers[taken]
     ordered, order = own.sort(stable=True)
     places = order if taken is None else taken[order]  # [rows], of each row in the flattened choices
