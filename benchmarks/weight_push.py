@@ -205,7 +205,7 @@ class Bench:
         """Measures with as much of the model as has room once more beside the trainer, whose optimizer's state is taken out first."""
         import torch
 
-        from services.trainer.parallel.offload import Offload
+        from services.trainer.colocation import Offload
 
         Offload(actor.model, actor.optimizer).to_host("optimizer")
         tensors = copied(actor.export(SLIME_BUCKET), lambda: torch.cuda.mem_get_info()[0] - SPARE_BYTES)

@@ -15,7 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import torch
 
 from docs import flag_tables as tables
-from services.trainer.megatron.megatron_flags import GROUPS
+from services.trainer.megatron.megatron_backend import GROUPS
 from shared.config.flag_table import SLIME
 
 _SCALARS = {bool: "switch", int: "int", float: "float", str: "text", torch.dtype: "dtype"}

@@ -27,9 +27,8 @@ from services.trainer.objective.loss import SftLoss
 from services.trainer.objective.policy_gradient import REWARD_KL, kl_estimate
 from services.trainer.packing import PackedBatch
 from services.trainer.parallel import runtime
-from services.trainer.parallel.frozen_weights import FrozenWeights
 from services.trainer.policy_exporter import PolicyExporter
-from services.trainer.reference_policy import ReferencePolicy
+from services.trainer.reference_policy import FrozenWeights, ReferencePolicy
 from services.trainer.role_worker import RoleWorker
 from services.trainer.step_profiler import StepProfiler
 from services.trainer.step_scheduler import StepScheduler

@@ -32,7 +32,7 @@ from services.trainer.batch_metrics import Table
 from services.trainer.batches import TrainBatch, baselines_of, rollouts_of
 from services.trainer.control_client import ControlClient
 from services.trainer.flops import NOTHING, Work
-from services.trainer.objective.mismatch import summarised
+from services.trainer.objective.correction import summarised
 from services.trainer.partition import Partition
 from services.trainer.trainer_hooks import RolloutLog
 from services.trainer.weights.push_schedule import PushResult

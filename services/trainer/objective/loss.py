@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from services.trainer.objective import correction, mismatch, policy_gradient
+from services.trainer.objective import correction, policy_gradient
 from services.trainer.objective.correction import Statistics, off_policy_sequence_mask, second_moments
 from services.trainer.objective.custom_objective import REDUCER, TIS, CustomFunctions, CustomLoss
 from services.trainer.objective.policy_gradient import LOSS_KL, PolicyGradient, kl_estimate, ratio_of
@@ -143,7 +143,7 @@ class PolicyLoss:
         difference = (start - rollout).abs()
         metrics: Metrics = {}
         if known is None:
-            metrics = {"train_rollout_logprob_abs_diff": tokens.mean(difference), **mismatch.counts(start, rollout, tokens)}
+            metrics = {"train_rollout_logprob_abs_diff": tokens.mean(difference), **correction.counts(start, rollout, tokens)}
         if self.batch_version is not None:
             same = self._wholly_of_version(self.batch_version, tokens)
             same = (same if known is None else same & known).to(tokens.dtype)

@@ -10,7 +10,7 @@ import pytest
 
 from services.rollout.engine.engine_client import EngineClient
 from services.trainer.control_client import ControlClient
-from services.trainer.weights.snapshot_upload import SnapshotUpload
+from services.trainer.weights.snapshot_writer import SnapshotUpload
 from shared.bus.connection import RequestRefused
 from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey, free_port
 from shared.schema.weight_messages import ObjectUrls, ObjectUrlsRequest, WeightsSnapshot

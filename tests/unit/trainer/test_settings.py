@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.trainer.megatron.megatron_flags import recomputation
+from services.trainer.megatron.megatron_backend import recomputation
 from services.trainer.trainer_settings import TrainerSettings
 from shared.config.trainer_section import TrainerSection
 from shared.model.parallel_layout import ParallelLayout

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from services.trainer.actor import Actor
 from services.trainer.backend import gather_plan
-from services.trainer.parallel.frozen_weights import FrozenWeights
+from services.trainer.reference_policy import FrozenWeights
 from services.trainer.weights.stage_sender import StageExport
 from shared.transfer.bucket_ring import slot_view
 from shared.transfer.manifest import Manifest

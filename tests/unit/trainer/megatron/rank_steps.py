@@ -19,12 +19,11 @@ from services.trainer.backend import gather_plan
 from services.trainer.objective.loss import PolicyLoss, SftLoss, ValueLoss
 from services.trainer.packing import PackedBatch
 from services.trainer.parallel import checkpoint, runtime
-from services.trainer.parallel.frozen_weights import FrozenWeights
 from services.trainer.parallel.joint_write import SaveFailed
 from services.trainer.parallel.likelihood import OutputHead, VocabularySlice
 from services.trainer.parallel.safetensors_reader import SafetensorsReader
 from services.trainer.parallel.staged_shards import StagedShards
-from services.trainer.reference_policy import ReferencePolicy
+from services.trainer.reference_policy import FrozenWeights, ReferencePolicy
 from services.trainer.trainer_settings import TrainerSettings
 from services.trainer.weights.stage_sender import StageExport
 from shared.config.algorithm import AlgorithmSection

@@ -145,7 +145,7 @@ def test_it_has_the_parameters_that_transformers_has(name):
 
 
 def test_a_configs_layout_divides_its_model():
-    from services.trainer.megatron.megatron_flags import resolve
+    from services.trainer.megatron.megatron_backend import resolve
     from shared.config.trainer_section import TrainerSection
     from shared.model.parallel_layout import ParallelLayout, division_problems
 

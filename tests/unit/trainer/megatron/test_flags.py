@@ -10,7 +10,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from docs import flag_tables, megatron_catalogue
 from docs.flags import CATALOGUE
-from services.trainer.megatron import megatron_flags
+from services.trainer.megatron import megatron_backend
 from shared.config import flag_table
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
@@ -26,7 +26,7 @@ def test_every_field_of_the_dataclasses_is_in_the_catalogue_or_no_text_can_say_i
     known |= flag_table.SLIME.keys()
     unsaid = {
         field.name: str(field.type)
-        for models in megatron_flags.GROUPS.values()
+        for models in megatron_backend.GROUPS.values()
         for model in models
         for field in dataclasses.fields(model)
         if field.name not in known and not field.name.startswith("_")
@@ -36,7 +36,7 @@ def test_every_field_of_the_dataclasses_is_in_the_catalogue_or_no_text_can_say_i
 
 
 def test_the_tables_name_flags_that_there_are() -> None:
-    fields = {field.name for models in megatron_flags.GROUPS.values() for model in models for field in dataclasses.fields(model)}
+    fields = {field.name for models in megatron_backend.GROUPS.values() for model in models for field in dataclasses.fields(model)}
     assert [name for name in (*flag_tables.FIXED, *flag_tables.DEFAULTS, *flag_tables.TRANSFORMER_ENGINE) if name not in fields] == []
     catalogue = flag_table.catalogue()
     assert [name for name, _ in flag_tables.SPELLINGS.values() if name not in catalogue] == []
@@ -53,7 +53,7 @@ def test_flags_go_to_their_dataclasses_with_their_types() -> None:
         "use_mcore_models": True,
         "check_for_nan_in_loss_and_grad": False,
     }
-    found = megatron_flags.resolve(given)
+    found = megatron_backend.resolve(given)
     assert found.transformer == {"moe_router_dtype": "fp64", "fp32_residual_connection": True}
     assert found.ddp == {"bucket_size": 1000, "check_for_nan_in_grad": False}
     assert found.optimizer == {"apply_wd_to_qk_layernorm": True}
@@ -63,21 +63,21 @@ def test_flags_go_to_their_dataclasses_with_their_types() -> None:
 
 
 def test_plain_data_becomes_what_the_field_holds() -> None:
-    assert megatron_flags.converted("transformer", "attention_backend", "flash") is AttnBackend.flash
-    assert megatron_flags.converted("transformer", "window_size", [128, 0]) == (128, 0)
-    assert megatron_flags.converted("transformer", "fp8", None) is None
+    assert megatron_backend.converted("transformer", "attention_backend", "flash") is AttnBackend.flash
+    assert megatron_backend.converted("transformer", "window_size", [128, 0]) == (128, 0)
+    assert megatron_backend.converted("transformer", "fp8", None) is None
 
 
 def test_the_actor_gets_what_is_given_and_the_checkpoint_is_compared(tmp_path: Path) -> None:
     make_checkpoint("qwen3", tmp_path / "model")
     given = {"fp32_residual_connection": True, "ddp_bucket_size": 1000, "num_layers": 2, "hidden_size": 32, "swiglu": True}
     config = run_config(tmp_path, trainer={"megatron": given})
-    found = megatron_flags.resolve(config.trainer.megatron)
+    found = megatron_backend.resolve(config.trainer.megatron)
     assert (found.transformer, found.optimizer, found.ddp) == ({"fp32_residual_connection": True}, {}, {"bucket_size": 1000})
-    megatron_flags.check_architecture(found, tmp_path / "model")
+    megatron_backend.check_architecture(found, tmp_path / "model")
     wrong = run_config(tmp_path, trainer={"megatron": {**given, "num_layers": 36}})
     with pytest.raises(ConfigError, match=r"trainer.megatron.num_layers = 36: 2, as the checkpoint has"):
-        megatron_flags.check_architecture(megatron_flags.resolve(wrong.trainer.megatron), tmp_path / "model")
+        megatron_backend.check_architecture(megatron_backend.resolve(wrong.trainer.megatron), tmp_path / "model")
 
 
 def test_what_needs_transformer_engine_is_refused_without_it() -> None:
@@ -87,7 +87,7 @@ def test_what_needs_transformer_engine_is_refused_without_it() -> None:
         pass
     else:
         pytest.skip("Transformer Engine is installed")
-    assert megatron_flags.resolve({"attention_backend": "auto", "no_rope_fusion": True, "moe_grouped_gemm": False}).transformer
-    assert megatron_flags.resolve({"attention_backend": "flash", "moe_permute_fusion": True}).transformer == {}  # only kernels
+    assert megatron_backend.resolve({"attention_backend": "auto", "no_rope_fusion": True, "moe_grouped_gemm": False}).transformer
+    assert megatron_backend.resolve({"attention_backend": "flash", "moe_permute_fusion": True}).transformer == {}  # only kernels
     with pytest.raises(ConfigError, match=r"trainer.megatron.fp8 = 'hybrid': Transformer Engine has it, which is not installed"):
-        megatron_flags.resolve({"fp8_format": "hybrid"})
+        megatron_backend.resolve({"fp8_format": "hybrid"})

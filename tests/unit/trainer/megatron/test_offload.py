@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from services.trainer.actor import Actor
-from services.trainer.parallel.offload import Offload
+from services.trainer.colocation import Offload
 from tests.unit.trainer.megatron import rank_steps
 
 

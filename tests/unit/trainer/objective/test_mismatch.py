@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from services.trainer.objective.mismatch import EDGES, counts, summarised
+from services.trainer.objective.correction import EDGES, counts, summarised
 from services.trainer.objective.reduce import MaskedTokens
 from services.trainer.packing import PackedBatch
 
