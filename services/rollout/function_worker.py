@@ -30,6 +30,7 @@ from services.rollout.agent_program import by_role
 from services.rollout.producer_process import PositionlessSource
 from shared.config.eval_views import eval_views
 from shared.config.run_config import RunConfig
+from shared.config.section import WITHOUT_RULES
 from shared.data.pass_rates import eval_figures
 from shared.hooks import Arguments, HookSample, Status, load, reward_values, sample_conversion
 from shared.hooks.hook_sample import status_of
@@ -229,4 +230,5 @@ class EvaluationCalls:
 VERBS: dict[str, Callable[[RunConfig], Calls]] = {"generate": GenerateCalls, "play": AgentCalls, "evaluate": EvaluationCalls}
 
 if __name__ == "__main__":
-    serve_calls(lambda setup: VERBS[setup["verb"]](RunConfig.model_validate_json(setup["config"])))
+    # the service's own view of the run, as that of a lent engine, need not keep a run's rules
+    serve_calls(lambda setup: VERBS[setup["verb"]](RunConfig.model_validate_json(setup["config"], context=WITHOUT_RULES)))

@@ -221,11 +221,15 @@ class InFlight:
         if rids := [rid for requests in stale for rid in requests.rids]:
             await client.abort(rids)
 
+    def stop_all(self) -> None:
+        """Has all groups end with what they have, for others to continue."""
+        for requests in self._oldest:
+            requests.stop(stale=False)
+
     async def leave(self, client: EngineClient | None) -> None:
         """Has the engine abort all requests; returns once it has, or after `LEAVE_SECONDS`."""
         self.leaving = True
-        for requests in self._oldest:
-            requests.stop(stale=False)
+        self.stop_all()
         with contextlib.suppress(TimeoutError, MyxoError):
             async with asyncio.timeout(LEAVE_SECONDS):
                 while self._oldest and client is not None:

@@ -60,7 +60,8 @@ class Replica:
     """An engine and the version that it serves.
 
     ``client``: usable while ``engine_up`` is set. ``served``: the one owner of the replica's version. ``update_lock``: held by whoever
-    changes the engine's weights or memory. ``before_start``, ``after_start``: awaited around each start of an engine. ``proxy``: where
+    changes the engine's weights or memory. ``before_start``, ``after_start``: awaited around each start of an engine. ``hand_on``: called
+    where a lent engine goes to sleep. ``proxy``: where
     routers, gateways and generate functions of the user's reach the engine; open if there are any."""
 
     def __init__(self, service: Service) -> None:
@@ -78,6 +79,7 @@ class Replica:
         self.engine_up = asyncio.Event()
         self.before_start: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
         self.after_start: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
+        self.hand_on: Callable[[], None] = lambda: None
         self._routed, self._for_gateways = bool(router_url()), service.config.gateways > 0
         self._exposed = self._routed or self._for_gateways or service.name == MODEL
         rollout = self._rollout

@@ -14,7 +14,7 @@ from services.rollout.engine.transport import EngineError, InvalidRequest
 from services.rollout.engine_nodes import follow
 from services.rollout.episodes import EpisodeGenerate
 from services.rollout.evaluator import Evaluator
-from services.rollout.in_flight import InFlight
+from services.rollout.in_flight import InFlight, Stopped
 from services.rollout.played_group import EngineGroups, GroupPlayer
 from services.rollout.producer import Producer, run_where_active
 from services.rollout.replica import Replica
@@ -179,6 +179,8 @@ class Rollout:
         self.in_flight, self._slots = InFlight(service.config), RequestSlots.of(service.config, captured)
         if captured is not None and self._slots.slots > captured:
             service.log.warning("slots_beyond_graphs", slots=self._slots.slots, captured=captured, flag=FLAG)
+        if self._config.trainer.lent:
+            self.replica.hand_on = self.in_flight.stop_all
         self.weights = WeightsReceiver(service, self.replica)
         self._catch_up = WeightCatchUp(service, self.replica, self.weights.expects_push)
         self._plain = EngineGroups(service, self.replica, self._tokenizer)
@@ -332,7 +334,10 @@ class Rollout:
         started = time.time()
         in_flight = None if is_evaluation(task.group) else self.in_flight
         earlier = await self._outcomes.earlier(task)
-        samples, stopped, aborted = await self._player(task).group(task, earlier, in_flight, slots)
+        try:
+            samples, stopped, aborted = await self._player(task).group(task, earlier, in_flight, slots)
+        except Stopped as before:  # it had begun none of its rollouts
+            samples, stopped, aborted = [], before, 0
         if stopped is not None:  # partial samples are handed on unless they are too old
             kept = not stopped.stale and any(len(sample.response) for sample in samples)
             return await self._outcomes.interrupted(task, samples if kept else [], stale=stopped.stale)

@@ -104,6 +104,7 @@ class ColocatedEngine:
             if not replica.served.asleep:
                 replica.served.asleep, self._asleep_since = True, time.monotonic()
                 replica.show()
+                replica.hand_on()
                 await self._put_to_sleep(request.deadline)
                 self._service.metrics.set("asleep", 1)
                 await replica.publish()

@@ -282,7 +282,7 @@ class RunConfig(Section):
             "weights.update_weight_transport is not nccl: no push reaches the engines": weights.update_weight_transport != "nccl",
             "gateways (agents, ingest_groups, gateway_replicas) keep conversations at an engine": self.gateways,
             "episode.episode_url plays rollouts, which do not move": self.episode.episode_url,
-            f"{', '.join(rollout.makers)} makes rollouts, which do not move": rollout.makers,
+            "rollout.rollout_function_path makes rollouts, which do not move": rollout.rollout_function_path,
             f"an engine of {size} GPUs (rollout_num_gpus_per_engine) does not fit on the trainer's {ranks}": size > ranks,
             f"train_device = {trainer.train_device} and rollout_device = {rollout.rollout_device} differ": "auto"
             not in (trainer.train_device, rollout.rollout_device)

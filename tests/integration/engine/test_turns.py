@@ -80,26 +80,27 @@ async def test_what_was_running_waits_for_the_turns_end_and_goes_on_from_its_tok
         np.testing.assert_allclose(one.log_probs, reference, atol=EXACT)
 
 
-async def test_a_lent_replica_hands_its_groups_on_with_their_tokens(new_bench: NewBench) -> None:
+@pytest.mark.parametrize("function", ["", "benchmarks.end_to_end.drawn_length:generate"], ids=["engine", "function"])
+async def test_a_lent_replica_hands_its_groups_on_with_their_tokens(function: str, new_bench: NewBench) -> None:
     """Others continue them, and it takes groups again when the GPU is lent the next time."""
-    desk = await new_bench(trainer={"lend_gpus": True, "train_device": "cpu"}, rollout={"rollout_device": "cpu", "max_staleness": 9})
+    rollout: dict[str, Any] = {"rollout_device": "cpu", "max_staleness": 9, "staleness_policy": "continue"}
+    rollout |= {"custom_generate_function_path": function, "generate_workers": 1} if function else {}
+    desk = await new_bench(trainer={"lend_gpus": True, "train_device": "cpu"}, rollout=rollout)
     assert desk.service.config.trainer.lent
-    for number in range(5):
-        if await desk.in_decode(f"g{number:08d}", **LONG_TASK):
-            asleep = await sleep(desk)
-            if desk.replica.served.asleep and (given := await desk.outcome()):
-                break
-            await desk.ask("wake", WeightsWake(deadline=MINUTES), WeightsReady)
-        await desk.generated()
-    else:
-        raise AssertionError("five groups in a row were over before the engine could be asked")
-    assert asleep == WeightsAsleep(replica="rollout-1", version=0)
+    await desk.task(**LONG_TASK, metadata={"lengths": [LONG]})
+
+    async def generates() -> bool:
+        return (await load(desk.client)).used_tokens > len(PROMPT) + 2 * SAMPLES
+
+    await until(generates, "tokens", MINUTES)
+    assert await sleep(desk) == WeightsAsleep(replica="rollout-1", version=0)
+    given = await desk.outcome()
     assert isinstance(given, Interrupted) and given.payload is not None and not given.stale
     samples = sample.decode(await desk.service.store.read(given.payload))
-    assert len(samples) == SAMPLES and any(one.finish == "abort" and len(one.response) for one in samples)
+    assert (function or len(samples) == SAMPLES) and any(one.finish == "abort" and len(one.response) for one in samples)
     await until(lambda: not desk.rollout.running, "no group in hand", MINUTES)
     assert (await desk.ask("wake", WeightsWake(deadline=MINUTES), WeightsReady)).version == 0
-    await desk.task("g00000009")
+    await desk.task("g00000009", metadata={"lengths": [4]})
     assert (await desk.generated())[0].group == "g00000009"
 
 

@@ -445,7 +445,7 @@ def test_fields_that_do_not_fit_together_are_refused(tmp_path: Path, sections: d
         ({"rollout": {"external_engines": ["h1:1"]}}, "rollout.external_engines"),
         ({"rollout": {"engine_groups": [{"num_gpus": 1}]}}, "rollout.engine_groups"),
         ({"rollout": {"models": {"judge": {"hf_checkpoint": "/m"}}}}, "rollout.models"),
-        ({"rollout": {"custom_generate_function_path": "my.module:generate"}}, "custom_generate_function_path"),
+        ({"rollout": {"rollout_function_path": "my.module:generate"}}, "rollout_function_path"),
         ({"rollout": {"agent": "my.module:agent"}}, "gateways"),
         ({"rollout": {"rollout_num_gpus_per_engine": 2}}, "does not fit on the trainer's 1"),
         ({"rollout": {"rollout_device": "cpu"}, "trainer": {"train_device": "cuda"}}, "differ"),
