@@ -169,7 +169,9 @@ def _for_rollout(load: Workload, config: RunConfig) -> list[_Remedy]:
     more = max(1, math.ceil(replicas / max(1 - load.waiting, 0.5)) - replicas)
     company = f"add replicas, {more} at first (rollout.rollout_replicas)"
     if load.queued >= QUEUED:
-        return [_Remedy(f"{company}: those that run are full, groups spend {_percent(load.queued)} of their way in the queue", REPLICAS)]
+        full = [_Remedy(f"{company}: those that run are full, groups spend {_percent(load.queued)} of their way in the queue", REPLICAS)]
+        lends = config.trainer.lend_gpus or config.trainer.train_device == "cpu" or any(config.lending_obstacles)
+        return full if lends else [*full, _Remedy("or have the trainer's GPUs generate while it waits: trainer.lend_gpus", REPLICAS)]
     shorter = "let the slowest responses hold up no batch: rollout.surplus_rollouts for agents, or a smaller rollout_max_response_len"
     cut_off = frozenset({AlarmKind.TRUNCATION, AlarmKind.NOT_FINITE})
     remedies = [raise_bound, _Remedy(shorter, cut_off)]

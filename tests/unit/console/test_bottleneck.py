@@ -25,7 +25,11 @@ def test_full_replicas_need_company(run_config: RunConfig) -> None:
     said = found(with_rollout(run_config, max_staleness=2), {"generation": 0.3, "queue": 0.11, "scoring": 0.05}, **QUEUED)
     assert said.sentence == "The trainer waits 41 % of the time for rollout-1, rollout-2 and rollout-3."
     text = "add replicas, 3 at first (rollout.rollout_replicas): those that run are full, groups spend 50 % of their way in the queue"
-    assert [advice.text for advice in said.advice] == [text], "more groups under way would only queue"
+    lending = "or have the trainer's GPUs generate while it waits: trainer.lend_gpus"
+    assert [advice.text for advice in said.advice] == [text, lending], "more groups under way would only queue"
+    colocated = run_config.model_copy(update={"trainer": run_config.trainer.model_copy(update={"colocate": True})})
+    said_there = found(with_rollout(colocated, max_staleness=2), {"generation": 0.3, "queue": 0.11}, **QUEUED)
+    assert [advice.text for advice in said_there.advice] == [text]
     assert (said.waiting, said.waiting_for) == ("trainer", "rollout-1, rollout-2 and rollout-3") and said.share == pytest.approx(0.41)
     assert not any(advice.withheld for advice in said.advice)
 
