@@ -1,12 +1,20 @@
-"""``myxo trace RUN``: writes the timeline of a run for Perfetto."""
+"""``myxo trace RUN``: writes the timeline of a run for Perfetto and ``chrome://tracing``: what each group, the trainer, pushes and services
+did when.
+
+Events are those of the Trace Event Format: times in microseconds since the epoch; a group is one slice from its admission to its end, with
+its phases as slices inside. It is made from the ledger and the events stream alone; of the events the newest are kept, the ledger is whole.
+"""
 
 import argparse
 import asyncio
 import gzip
 import json
-from collections.abc import AsyncIterator
+import math
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -19,11 +27,210 @@ from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
 from shared.runtime.safe_files import replacement
 from shared.runtime.safe_text import say
-from shared.schema.ledger import LedgerRecord
-from shared.schema.messages import Trained
+from shared.schema.ledger import (
+    BatchAmended,
+    BatchFormed,
+    BatchTrained,
+    CheckpointDurable,
+    EvalEnded,
+    EvalStarted,
+    GroupDead,
+    GroupRequeued,
+    GroupsAdmitted,
+    GroupsDropped,
+    GroupsScored,
+    LedgerRecord,
+    LedgerRepaired,
+    RunFinished,
+    SampleRefused,
+    ValuesChanged,
+    group_id,
+)
+from shared.schema.messages import ScoredGroup, Trained
 from shared.schema.service_messages import ServiceEvent
 from shared.schema.weight_messages import WeightsLive
-from shared.view.timeline import Timeline, TraceEvent
+
+TraceEvent = dict[str, Any]
+
+GROUPS, TRAINER, PUSHES, BUFFER, EVALUATIONS = "groups", "trainer", "weights", "buffer", "evaluations"
+
+# Where a group in flight is: with the rollout and reward services, back with rewards, in the batch of a step
+OUTSTANDING, READY, BATCHED = "outstanding", "ready", "in batch"
+
+WAITING, GENERATING, SCORING, TRAINING = "waiting", "generating", "scoring", "training"  # Phases that are known once they are over
+
+
+@dataclass(slots=True)
+class _OpenGroup:
+    """A group in flight. ``now``: the time that its slices have come to, seconds since the epoch, which never goes back: clocks differ."""
+
+    where: str
+    now: float
+
+
+@dataclass
+class Timeline:
+    """The fold of a run's events and its ledger into trace events."""
+
+    _steps: dict[int, dict[str, float]] = field(default_factory=dict)
+    _open: dict[str, _OpenGroup] = field(default_factory=dict)
+    _batches: dict[int, list[str]] = field(default_factory=dict)
+    _evaluating: set[str] = field(default_factory=set)
+    _counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys((OUTSTANDING, READY, BATCHED), 0))
+    _tracks: dict[str, int] = field(default_factory=dict)
+    _trained_until: float | None = None
+    _last: float = 0.0
+
+    def apply(self, record: LedgerRecord) -> Iterator[TraceEvent]:
+        """Yields the events that a record makes; records come in the ledger's order."""
+        self._last = max(self._last, record.at)
+        counted = dict(self._counts)
+        match record:
+            case GroupsAdmitted(first=first, count=count, version=version):
+                for index in range(first, first + count):
+                    yield from self._admit(group_id(index), record.at, version)
+            case GroupsScored(groups=groups):
+                for group in groups:
+                    yield from self._scored(group, record.at)
+            case GroupRequeued(group=name, reason=reason):
+                yield from self._move(name, OUTSTANDING, record.at, {"reason": reason})
+            case GroupsDropped(groups=names, reason=reason):
+                for name in names:
+                    yield from self._give_up(name, record.at, f"dropped: {reason}")
+            case GroupDead(group=name, reason=reason):
+                yield from self._give_up(name, record.at, f"dead: {reason}")
+            case BatchFormed() | BatchAmended() | BatchTrained():
+                yield from self._batch(record)
+            case EvalStarted(dataset=dataset, version=version, prompts=prompts):
+                yield from self._evaluation("b", dataset, version, record.at, {"prompts": prompts})
+            case EvalEnded(dataset=dataset, version=version, mean_reward=mean_reward):
+                yield from self._evaluation("e", dataset, version, record.at, {"mean reward": mean_reward})
+            case _:
+                yield from self._moment(record)
+        if self._counts != counted:
+            yield self._event("C", GROUPS, "groups in flight", record.at, args=dict(self._counts))
+
+    def step(self, trained: Trained) -> None:
+        """Takes the metrics of a training step, which are shown with it; of a step that was made again, the first."""
+        self._steps.setdefault(trained.step, {name: value for name, value in trained.metrics.items() if math.isfinite(value)})
+
+    def push(self, live: WeightsLive) -> Iterator[TraceEvent]:
+        """Yields the slice of a push."""
+        rate = live.bytes / live.seconds / 1e9 if live.seconds > 0 else None
+        args = {"replicas": live.replicas, "bytes": live.bytes, "GB/s": rate}
+        yield from self._slice(PUSHES, f"push of version {live.version}", live.at - live.seconds, live.at, args)
+
+    def service_event(self, event: ServiceEvent) -> Iterator[TraceEvent]:
+        """Yields the mark of something that a service told."""
+        yield from self._mark(event.instance, event.what, event.at, {"detail": event.detail} if event.detail else {})
+
+    def end(self) -> Iterator[TraceEvent]:
+        """Yields the ends of what had not ended at the last record, and the names of the tracks."""
+        for name in list(self._open):
+            yield from self._give_up(name, self._last, "in flight")
+        for evaluation in sorted(self._evaluating):
+            yield self._event("e", EVALUATIONS, evaluation, self._last, id=evaluation)
+        for track, pid in self._tracks.items():
+            yield {"ph": "M", "pid": pid, "tid": 1, "name": "process_name", "args": {"name": track}}
+
+    # --- records
+
+    def _moment(self, record: LedgerRecord) -> Iterator[TraceEvent]:
+        match record:
+            case SampleRefused(group=name, reason=reason):
+                yield from self._mark(TRAINER, "sample refused", record.at, {"group": name, "reason": reason})
+            case CheckpointDurable(steps=steps):
+                yield from self._mark(TRAINER, "checkpoint durable", record.at, {"steps": steps})
+            case RunFinished():
+                yield from self._mark(BUFFER, "run finished", record.at, {})
+            case LedgerRepaired(resume=steps):
+                yield from self._mark(BUFFER, "repaired", record.at, {"continues from": steps})
+            case ValuesChanged(step=step, changed=changed):
+                yield from self._mark(TRAINER, "values changed", record.at, {"from step": step, "changed": list(changed)})
+
+    def _admit(self, name: str, at: float, version: int) -> Iterator[TraceEvent]:
+        self._open[name] = _OpenGroup(OUTSTANDING, at)
+        self._counts[OUTSTANDING] += 1
+        yield self._event("b", GROUPS, "group", at, id=name, args={"group": name, "version": version})
+
+    def _scored(self, group: ScoredGroup, at: float) -> Iterator[TraceEvent]:
+        name = group.group
+        args = {"group": name, "attempt": group.attempt, "replica": group.replica, "rewards": list(group.rewards)}
+        yield from self._phase(name, WAITING, group.started, args)
+        yield from self._phase(name, GENERATING, group.ended, {**args, "tokens": sum(sample.tokens for sample in group.samples)})
+        yield from self._phase(name, SCORING, at, args)
+        self._place(name, READY)
+
+    def _batch(self, record: BatchFormed | BatchAmended | BatchTrained) -> Iterator[TraceEvent]:
+        step, known = record.step, self._batches.get(record.step, [])
+        if isinstance(record, BatchTrained):
+            if self._trained_until is not None:
+                yield from self._slice(TRAINER, WAITING, self._trained_until, record.started, {"for": f"the batch of step {record.step}"})
+            args = {"version": record.version, **self._steps.get(record.step, {})}
+            yield from self._slice(TRAINER, f"step {record.step}", record.started, record.ended, args)
+            self._trained_until = record.ended
+            for name in self._batches.pop(record.step, []):
+                yield from self._phase(name, BATCHED, record.started, {"step": record.step})
+                yield from self._phase(name, TRAINING, record.ended, {"step": record.step})
+                yield from self._close(name, f"trained in step {record.step}")
+            return
+        added = record.groups if isinstance(record, BatchFormed) else record.added
+        removed = record.removed if isinstance(record, BatchAmended) else []
+        self._batches[step] = [name for name in known if name not in removed] + added
+        for name in added:
+            yield from self._move(name, BATCHED, record.at, {"group": name, "step": step})
+
+    def _evaluation(self, kind: str, dataset: str, version: int, at: float, args: Mapping[str, Any]) -> Iterator[TraceEvent]:
+        name = f"{dataset} at version {version}"
+        if (kind == "b") == (name in self._evaluating):
+            return  # it has begun already, or its begin is not in the ledger
+        self._evaluating ^= {name}
+        yield self._event(kind, EVALUATIONS, name, at, id=name, args=args)
+
+    # --- groups
+
+    def _move(self, name: str, where: str, at: float, args: Mapping[str, Any]) -> Iterator[TraceEvent]:
+        """Ends what a group was in, and has it be elsewhere."""
+        if (group := self._open.get(name)) is not None:
+            yield from self._phase(name, group.where, at, args)
+            self._place(name, where)
+
+    def _phase(self, name: str, phase: str, end: float, args: Mapping[str, Any]) -> Iterator[TraceEvent]:
+        """Yields the slice of a group from where its slices have come to."""
+        if (group := self._open.get(name)) is not None and end > group.now:
+            yield self._event("b", GROUPS, phase, group.now, id=name, args=args)
+            yield self._event("e", GROUPS, phase, end, id=name)
+            group.now = end
+
+    def _place(self, name: str, where: str) -> None:
+        if (group := self._open.get(name)) is not None:
+            self._counts[group.where] -= 1
+            self._counts[where] += 1
+            group.where = where
+
+    def _give_up(self, name: str, at: float, end: str) -> Iterator[TraceEvent]:
+        """Ends a group in the middle of what it was in."""
+        if (group := self._open.get(name)) is not None:
+            yield from self._phase(name, group.where, at, {})
+            yield from self._close(name, end)
+
+    def _close(self, name: str, end: str) -> Iterator[TraceEvent]:
+        if (group := self._open.pop(name, None)) is not None:
+            self._counts[group.where] -= 1
+            yield self._event("e", GROUPS, "group", group.now, id=name, args={"end": end})
+
+    # --- events
+
+    def _slice(self, track: str, name: str, start: float, end: float, args: Mapping[str, Any]) -> Iterator[TraceEvent]:
+        if end > start:
+            yield self._event("X", track, name, start, dur=round((end - start) * 1e6), args=args)
+
+    def _mark(self, track: str, name: str, at: float, args: Mapping[str, Any]) -> Iterator[TraceEvent]:
+        yield self._event("i", track, name, at, s="p", args=args)
+
+    def _event(self, kind: str, track: str, name: str, at: float, **fields: Any) -> TraceEvent:
+        pid = self._tracks.setdefault(track, len(self._tracks) + 1)
+        return {"ph": kind, "pid": pid, "tid": 1, "cat": track, "name": name, "ts": round(at * 1e6), **fields}
 
 
 def declare(command: argparse.ArgumentParser) -> None:

@@ -29,8 +29,7 @@ from shared.config.run_config import RunConfig
 from shared.data import data_files, reasoning_gym_source
 from shared.data.data_files import DataFile
 from shared.data.demonstrations import TRAINED_ROLE, DemonstrationFile
-from shared.data.filter_cache import fingerprint
-from shared.data.prompts import Chat, PromptFile, TrainingPrompts, spread
+from shared.data.prompts import Chat, PromptFile, TrainingPrompts, fingerprint, spread
 from shared.data.read_progress import ReadProgress
 from shared.data.tokenizer import Tokenizer
 from shared.rewards.names import REASONING_GYM, RUNS_CODE, VERIFIERS, base, missing_package, needs_label

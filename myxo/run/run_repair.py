@@ -108,7 +108,7 @@ def repair_plan(ledger: LedgerExtent, checkpoints: Iterable[int]) -> RepairPlan:
 
 
 CHECKPOINTS = {"actor": "checkpoints", "critic": "critic-checkpoints"}  # where the trainer's roles keep theirs, in the run's directory
-MARKER = "checkpoint.json"  # What a complete checkpoint has (`services.trainer.parallel.checkpoint_parts`)
+MARKER = "checkpoint.json"  # What a complete checkpoint has (`services.trainer.parallel.checkpoint`)
 ASIDE = ".set-aside"  # what the name of a checkpoint that is not used any more ends with
 _STEP = re.compile(r"step_(\d{8,})")
 

@@ -15,8 +15,7 @@ from shared.bus import runs
 from shared.config.eval_views import eval_views
 from shared.config.run_config import RunConfig
 from shared.data.data_files import paths
-from shared.data.data_source import DrawnPrompts, PromptStream
-from shared.data.group_results import GroupResult, ResultLog
+from shared.data.data_source import DrawnPrompts, GroupResult, PromptStream, ResultLog
 from shared.data.prompts import Prompt, PromptFile, TrainingPrompts, eval_prompts
 from shared.data.rollout_files import DEAD, DROPPED, TRAINED
 from shared.data.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from services.reward.time_limit import OutOfTime, within
+from services.reward.worker import OutOfTime, within
 from shared.rewards.names import QUEUES, RUNS_CODE, TEXT, base, needs_label
 from shared.rewards.reference import Reference
 from shared.rewards.verifiers import load, read_label, verify

@@ -4,15 +4,20 @@
 fields of [sandbox] or None}``, or ``{"config": JSON}`` for the user's own functions. A request: what `VerifierCalls.answer` or
 `services.reward.custom_functions.Functions.answer` takes; an answer: ``{"scores": [score, …]}``, for functions with ``"filtered"``, or
 ``{"error": text}``.
+
+A computation ends in the main thread at its deadline, wherever it is: in Python, in sympy, in a regular expression. The alarm's exception
+may come in the middle of a destructor or a callback, where Python drops it; so it is raised again until it is heeded. What holds up the
+interpreter itself (C code that never looks for signals) is not ended: who waits for the process has to kill it.
 """
 
 import resource
+import signal
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from services.reward.time_limit import OutOfTime, within
 from shared.hooks import reward_values
 from shared.process.call_server import Calls, serve_calls
 from shared.rewards.names import RUNS_CODE, base, missing_package, wrong
@@ -20,6 +25,48 @@ from shared.rewards.reference import Reference
 from shared.rewards.verifiers import Value, load, open_sandboxes, pattern_answer, read_label, verify
 from shared.runtime.errors import ConfigError
 from shared.runtime.tasks import error_words
+
+Result = TypeVar("Result")
+
+REPEAT_SECONDS = 0.2  # The pause between the alarms of a computation that continues after its deadline
+
+
+class OutOfTime(BaseException):
+    """The time of a computation is over. No Exception: libraries that continue after any error must not continue after this one."""
+
+
+_armed = False
+
+
+def within(seconds: float, work: Callable[[], Result]) -> Result:
+    """Returns the result of ``work``. Raises OutOfTime where it takes longer than ``seconds``. It uses the process's only alarm."""
+    try:
+        try:
+            _arm(seconds)
+            return work()
+        finally:
+            _disarm()
+    finally:
+        _disarm()  # for the alarm that came in the middle of the first one
+
+
+def _arm(seconds: float) -> None:
+    global _armed
+    signal.signal(signal.SIGALRM, _on_alarm)
+    _armed = True
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), REPEAT_SECONDS)
+
+
+def _disarm() -> None:
+    global _armed
+    _armed = False
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _on_alarm(*_: object) -> None:
+    if _armed:
+        raise OutOfTime
+
 
 # The most memory of a verifier's process. A tower of powers should end as an error in it, and not with the end of its neighbours.
 MEMORY_BYTES = 4 << 30

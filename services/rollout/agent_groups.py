@@ -22,8 +22,7 @@ import aiohttp
 import numpy as np
 import orjson
 
-from services.rollout.agent_program import AgentProgram, Rewards, agent_data, agent_program, with_pictures
-from services.rollout.agent_runner import AgentDisturbed, AgentRunner
+from services.rollout.agent_runner import AgentDisturbed, AgentProgram, AgentRunner, Rewards, agent_data, agent_program, with_pictures
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.public_requests import GenerateRequest
 from services.rollout.in_flight import Stopped

@@ -26,7 +26,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
-from services.rollout.agent_program import by_role
+from services.rollout.agent_runner import by_role
 from services.rollout.producer_process import PositionlessSource
 from shared.config.eval_views import eval_views
 from shared.config.run_config import RunConfig

@@ -24,8 +24,7 @@ from services.trainer.metrics_logger import MetricsLogger, TrainingSpeed
 from services.trainer.objective.custom_objective import CustomFunctions
 from services.trainer.packing import BadSample, PackedBatch, separate
 from services.trainer.parallel import runtime
-from services.trainer.parallel.checkpoint import checkpoints
-from services.trainer.parallel.checkpoint_parts import CheckpointDamaged, damage, set_aside
+from services.trainer.parallel.checkpoint import CheckpointDamaged, checkpoints, damage, set_aside
 from services.trainer.parallel.loss_function import LossFunction, MicroBatchesFailed
 from services.trainer.partition import Partition, RefusedSample, Untrainable, partition_batch
 from services.trainer.step_scheduler import CriticStepScheduler, StepScheduler

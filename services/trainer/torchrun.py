@@ -143,6 +143,7 @@ def tell_failure(reason: str, consequence: bool) -> None:
 
 
 def main(arguments: list[str]) -> None:
+    """Starts the ranks of one node by the words of a command line."""
     directory, node, nodes, ranks, address, port, *module = arguments
     place = Path(directory)
     run_ranks(

@@ -3,31 +3,110 @@
 ``make(config)`` returns an object with ``get_samples(n)``: a list of n prompts, each an object with the keys of [data] or something with
 the attributes ``prompt``, ``label`` and ``metadata``; a list of such (slime's groups) counts as its first. A source may also have
 ``state()``, a JSON value, and ``load_state(value)``, and ``observe(results)``, which hears what became of groups
-(`shared.data.group_results`): before the prompt of group k is drawn, the source is told, once, of all groups that had ended when group k
+(`ResultLog`): before the prompt of group k is drawn, the source is told, once, of all groups that had ended when group k
 was admitted.
 
 A source need not be reproducible, but a group's prompt must be. So each drawn prompt is written, with its number and the source's state
 after it, to ``prompts/drawn.jsonl`` in the run's directory before it is used, and read from there afterwards. Another buffer reads that
 file, continues from the last state, and tells what the ledger holds since; a source without states is first asked for as many prompts as
 were drawn before, and told the same between them.
+
+Which results a source hears before it draws the prompt of group k follows from the ledger alone: those of all groups that had ended when
+group k was admitted, in the ledger's order. So a buffer that replays the ledger has the same results for the same prompts.
 """
 
+import bisect
 import json
 import os
 import threading
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from shared.config.run_config import RunConfig
-from shared.data.group_results import ResultLog
 from shared.data.prompts import BAD, OVERLONG, Prompt, PromptReader, TrainingPrompts, reason_to_leave_out
 from shared.data.rows import RowEntry
 from shared.data.source_process import FIELD, RENDERED, SourceProcess
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
 from shared.schema.ledger import group_id
+
+
+@dataclass(frozen=True, slots=True)
+class GroupResult:
+    """The end of a training group. number: how many were admitted before it. rewards: of its samples, empty where it was never scored.
+
+    fate: ``trained``, ``dropped`` or ``dead``; reason: why, of the latter two.
+    """
+
+    number: int
+    fate: str
+    rewards: tuple[float, ...] = ()
+    reason: str = ""
+
+    def told(self, group: str, entry: Mapping[str, Any], metadata_key: str, threshold: float) -> dict[str, Any]:
+        """Returns the result as a source gets it. ``entry``: the group's prompt as it was drawn; ``threshold``: the reward that passes."""
+        passed = sum(reward >= threshold for reward in self.rewards)
+        return {
+            "group": group,
+            "number": self.number,
+            "metadata": entry.get(metadata_key) or {},
+            "rewards": list(self.rewards),
+            "pass_rate": passed / len(self.rewards) if self.rewards else None,
+            "fate": self.fate,
+            "reason": self.reason,
+        }
+
+
+class ResultLog:
+    """The results of a run in order, and how many there were when each group was admitted. Written by one thread, read by any.
+
+    Results that were forgotten stay counted.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._results: list[GroupResult] = []
+        self._forgotten = 0
+        self._count = 0
+        self._firsts, self._before = array("q"), array("q")
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, results: Sequence[GroupResult]) -> None:
+        """Appends results, in the order of the ledger."""
+        with self._lock:
+            self._results += results[max(0, self._forgotten - self._count) :]
+            self._count += len(results)
+
+    def admit(self, first: int) -> None:
+        """Takes note that the groups from number ``first`` on are admitted after the results so far."""
+        with self._lock:
+            self._firsts.append(first)
+            self._before.append(self._count)
+
+    def before(self, number: int) -> int:
+        """Returns how many results there were when group ``number`` was admitted."""
+        with self._lock:
+            position = bisect.bisect_right(self._firsts, number)
+            return self._before[position - 1] if position else 0
+
+    def between(self, start: int, end: int) -> list[GroupResult]:
+        """Returns the results from position ``start`` up to ``end``. Raises ValueError where they were forgotten."""
+        with self._lock:
+            if start < self._forgotten:
+                raise ValueError(f"results from {start} on are asked for; those before {self._forgotten} are forgotten")
+            return self._results[start - self._forgotten : end - self._forgotten]
+
+    def forget(self, count: int) -> None:
+        """Lets go of the first ``count`` results of the run, also of those that are yet to be added."""
+        with self._lock:
+            del self._results[: max(0, count - self._forgotten)]
+            self._forgotten = max(self._forgotten, count)
+
 
 MOST_LEFT_OUT = 10_000  # The most consecutive prompts that may be left out before the source is given up
 TOLD_AT_ONCE = 64  # The most results of one call of ``observe``

@@ -19,6 +19,8 @@ from shared.schema.versions import TOKEN_VERSIONS
 
 @dataclass
 class EngineCounters:
+    """Counts that an engine reports with each of its answers, added up over those of a sample."""
+
     of_engine: ClassVar[Mapping[str, str]] = {}
     """Field → what the engine's ``meta_info`` calls it."""
 

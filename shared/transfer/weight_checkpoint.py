@@ -350,6 +350,7 @@ def load_checkpoint(path: Path) -> WeightCheckpoint:
 
 
 def directory_name(version: int) -> str:
+    """Returns the name of a version's directory."""
     return f"v{version:06d}"
 
 

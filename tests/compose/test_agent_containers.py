@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from services.rollout.agent_program import AgentProgram
-from services.rollout.agent_runner import AgentRunner
+from services.rollout.agent_runner import AgentProgram, AgentRunner
 from shared.hooks import HookFailed
 from shared.runtime.errors import ConfigError
 from tests.compose.conftest import ROOT, run_docker
@@ -163,7 +162,7 @@ SERVICE = """
 import asyncio, json, sys
 from pathlib import Path
 from services.rollout.agent_runner import AgentRunner
-from services.rollout.agent_program import AgentProgram
+from services.rollout.agent_runner import AgentProgram
 from shared.config.run_config import RunConfig
 async def main():
     runner = AgentRunner(RunConfig.model_validate_json(sys.argv[1]), sys.argv[2], lambda: False)

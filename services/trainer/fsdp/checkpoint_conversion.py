@@ -7,8 +7,7 @@ from services.trainer.fsdp import all_ranks
 from services.trainer.fsdp.model import assemble
 from services.trainer.fsdp.shard_gathering import FsdpGatherPlan
 from services.trainer.parallel import runtime
-from services.trainer.parallel.checkpoint import check_architecture, policy_checkpoint
-from services.trainer.parallel.checkpoint_parts import weights_only
+from services.trainer.parallel.checkpoint import check_architecture, policy_checkpoint, weights_only
 from services.trainer.parallel.export import save_hf
 from services.trainer.trainer_settings import TrainerSettings
 from shared.config.trainer_section import TrainerSection

@@ -32,8 +32,7 @@ from services.trainer.megatron.gpt_model import MegatronModel, build_chunks, tra
 from services.trainer.megatron.hf_weights import LocalParameter, parameter_of, parameters
 from services.trainer.megatron.lora import attach
 from services.trainer.parallel import runtime
-from services.trainer.parallel.checkpoint import FORMAT, check_architecture, model_entries, policy_checkpoint
-from services.trainer.parallel.checkpoint_parts import MARKER, METADATA
+from services.trainer.parallel.checkpoint import FORMAT, MARKER, METADATA, check_architecture, model_entries, policy_checkpoint
 from services.trainer.parallel.export import copy_beside_weights, copy_vision, save_hf, write_json
 from services.trainer.parallel.gather_plan import Bucket, GatherPlan, GatherUnit
 from services.trainer.parallel.joint_write import alone
@@ -204,6 +203,7 @@ def _empty(unit: GatherUnit, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
 
 
 def plan_of(model: MegatronModel, apart: bool) -> MegatronGatherPlan:
+    """Returns the plan by which a model's parameters are gathered. ``apart``: over groups of its own."""
     return MegatronGatherPlan(model, GatherGroups.own() if apart else None)
 
 

@@ -13,6 +13,7 @@ from shared.model.parallel_layout import ParallelLayout
 
 
 def form(layout: ParallelLayout, timeout_seconds: float) -> None:
+    """Forms the groups of a layout, after those that there were are left. ``timeout_seconds``: of their collectives."""
     leave()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
@@ -45,17 +46,21 @@ def leave() -> None:
 
 
 def seed(seed: int) -> None:
+    """Seeds the random numbers of this rank's device, by its place in the layout."""
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def random_states() -> dict[str, Any]:
+    """Returns the states of Megatron's own random numbers, for a checkpoint."""
     return {"tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
+    """Takes what `random_states` returned."""
     tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
 
 
 def data_parallel() -> dist.ProcessGroup:
+    """Returns the group of the ranks that hold the same parameters and train other samples."""
     group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
     return group

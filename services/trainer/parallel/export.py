@@ -256,6 +256,7 @@ def _write(path: Path, bucket: Bucket) -> None:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes a file of indented JSON."""
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 

@@ -245,6 +245,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def round_up(value: int, multiple: int) -> int:
+    """Returns the least multiple that is not below a value."""
     return math.ceil(value / multiple) * multiple
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from services.gateway.chat_tokens import ChatTokens
 from services.gateway.wire.openai_chat import parse
 from services.gateway.wire.request import pictures_in
-from services.rollout.agent_program import with_pictures
+from services.rollout.agent_runner import with_pictures
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess
 from services.trainer.fsdp.picture_inputs import MediaInputs

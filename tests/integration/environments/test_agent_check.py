@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from myxo.commands.env_skeletons import SKELETONS
+from myxo.commands.env import SKELETONS
 from shared.process.child_process import ChildProcess
 from shared.process.embedded_servers import free_port
 from tests.integration.environments.live import ROOT

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from services.rollout import task_outcomes
-from services.rollout.sample_spool import SPOOL_VARIABLE, SampleSpool
-from services.rollout.task_outcomes import TaskOutcomes
+from services.rollout.task_outcomes import SPOOL_VARIABLE, SampleSpool, TaskOutcomes
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.agent_program import environment_of
-from services.rollout.agent_runner import AgentContainers
+from services.rollout.agent_runner import AgentContainers, environment_of
 from shared.sandbox.program import SandboxLimits, SandboxSettings
 from shared.sandbox.sandbox_command import container_command
 from tests.support.run_config import run_config

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from shared.data import data_source, source_process
-from shared.data.data_source import DrawnPrompts, merged
-from shared.data.group_results import GroupResult, ResultLog
+from shared.data.data_source import DrawnPrompts, GroupResult, ResultLog, merged
 from shared.data.source_process import opened
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError

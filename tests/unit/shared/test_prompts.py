@@ -18,8 +18,7 @@ from myxo.preflight.model_checks import check_tokenizer
 from services.reward.scorer import VerifierScorer
 from shared.config.eval_views import eval_views
 from shared.data.chat_template import BrokenTemplate
-from shared.data.filter_cache import fingerprint
-from shared.data.prompts import PromptFile, TrainingPrompts, eval_prompts, present
+from shared.data.prompts import PromptFile, TrainingPrompts, eval_prompts, fingerprint, present
 from shared.data.tokenizer import Tokenizer
 from shared.model.hf_checkpoint import SIDE_FILES, TEMPLATE_FOLDER
 from shared.rewards.reference import Reference, label_text

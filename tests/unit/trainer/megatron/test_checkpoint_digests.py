@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.parallel.checkpoint_parts import DIGESTS, damage, set_aside, write_digests
+from services.trainer.parallel.checkpoint import DIGESTS, damage, set_aside, write_digests
 from services.trainer.role_worker import kept_from
 
 
