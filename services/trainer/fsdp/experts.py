@@ -97,7 +97,12 @@ def _computed(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, some
 
     def product(name: str, rows: Tensor) -> Tensor:
         bias = getattr(module, f"{name}_bias")[ordered] if module.has_bias else None
-        return _grouped_linear(rows, getattr(module, name), ends, bias, module.is_transposed)
+        found: Tensor = _grouped_linear(rows, getattr(module, name), ends, bias, module.is_transposed)
+        if (adapted := getattr(module, "adapted", {}).get(name)) is None:
+            return found
+        own = module.adapter
+        added = [own[kind].of_groups(rows, ends) if kind in own else rows.new_zeros(len(rows), size) for kind, size in adapted.items()]
+        return found + torch.cat(added, -1)
 
     if not module.has_gate:
         inner = module.act_fn(product("up_proj", given)) * scale

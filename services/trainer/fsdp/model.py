@@ -211,18 +211,22 @@ class FsdpModel:
         path = directory / ADAPTER_WEIGHTS
         try:
             with safe_open(path, framework="pt") as held:
-                for matrix, adapter in adapters_of(self.language_model).items():
+                for adapter in adapters_of(self.language_model):
                     for part, parameter in adapter.named_parameters():
-                        whole = held.get_tensor(peft_name(matrix, part))
-                        if whole.shape != parameter.shape:
-                            raise ConfigError(f"{path}:{matrix}", tuple(whole.shape), f"shape {tuple(parameter.shape)}")
-                        local(parameter).copy_(shard_of(parameter, whole))
+                        wholes, shape = (
+                            [held.get_tensor(peft_name(matrix, part)) for matrix in adapter.matrices],
+                            tuple(parameter.shape[-2:]),
+                        )
+                        for matrix, whole in zip(adapter.matrices, wholes, strict=True):
+                            if whole.shape != shape:
+                                raise ConfigError(f"{path}:{matrix}", tuple(whole.shape), f"shape {shape}")
+                        local(parameter).copy_(shard_of(parameter, torch.stack(wholes) if parameter.dim() == 3 else wholes[0]))
         except (OSError, SafetensorError) as error:
             raise ConfigError("trainer.lora_rank", str(path), f"a readable file with the adapters of this model ({error})") from error
 
     @torch.no_grad()
     def silence_adapters(self) -> None:
-        for adapter in adapters_of(self.language_model).values():
+        for adapter in adapters_of(self.language_model):
             local(adapter.b).zero_()
 
     def run(self, batch: PackedBatch, read: Read, record: bool = False) -> Any:

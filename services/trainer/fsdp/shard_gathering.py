@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from services.trainer.fsdp.adapters import MARK, adapters_of, peft_name
+from services.trainer.fsdp.adapters import MARK, LinearAdapter, adapters_of, peft_name
 from services.trainer.fsdp.model import FIELD, FsdpModel
 from services.trainer.fsdp.shards import box_of, local, shard_group, split_of, whole_shape
 from services.trainer.parallel.gather_plan import GatherPlan, GatherUnit
@@ -40,11 +40,14 @@ class FsdpGatherPlan(GatherPlan):
         named = dict(model.language_model.named_parameters())
         self._held: dict[str, Tensor] = {**{name: one for name, one in named.items() if MARK not in name}, **buffers}
         self.units = list(self._of_model(buffers))
-        self._adapters = adapters_of(self._language_model) if model.lora is not None else {}
-        self._matrices = {
-            peft_name(matrix, part): one for matrix, adapter in self._adapters.items() for part, one in adapter.named_parameters()
-        }
-        self.adapter_units = [GatherUnit(name, 0, ((name, tuple(one.shape)),)) for name, one in self._matrices.items()]
+        adapters = adapters_of(self._language_model) if model.lora is not None else []
+        self._adapters = {matrix: adapter for adapter in adapters for matrix in adapter.matrices}
+        self._matrices, self.adapter_units = dict[str, Tensor](), list[GatherUnit]()
+        for adapter in adapters:
+            for part, one in adapter.named_parameters():
+                tensors = tuple((peft_name(each, part), tuple(one.shape[-2:])) for each in adapter.matrices)
+                self._matrices[tensors[0][0]] = one
+                self.adapter_units.append(GatherUnit(tensors[0][0], 0, tensors))
         self.holders = {unit.name: list(range(world)) for unit in [*self.units, *self.adapter_units]}
         self.frozen = frozenset(name for name, one in model.named_parameters().items() if not one.requires_grad)
 
@@ -99,18 +102,26 @@ class FsdpGatherPlan(GatherPlan):
 
     def _gathered(self, unit: GatherUnit, destination: int, dtype: torch.dtype | None) -> list[Tensor] | None:
         """Returns a parameter's tensors on one rank, in ``dtype`` or their own, None on the others."""
-        adapter = self._adapters.get(unit.tensors[0][0])
-        if adapter is not None:  # computed in float32, rounded once
-            weight, a, b = (self._whole(one, destination, None) for one in (self._held[unit.name], adapter.a, adapter.b))
-            if weight is None or a is None or b is None:
-                return None
-            return [torch.addmm(weight, b, a, alpha=adapter.scale).to(dtype or weight.dtype)]
         held = self._held.get(unit.name)
+        if adapters := list(dict.fromkeys(self._adapters[name] for name, _ in unit.tensors if name in self._adapters)):
+            return self._merged(unit, adapters, destination, dtype)
         whole = self._whole(self._matrices[unit.name] if held is None else held, destination, dtype)
         if whole is None or held is None:
-            return None if whole is None else [whole]
+            return None if whole is None else list(whole.unbind()) if whole.dim() == 3 else [whole]
         made = self._converted(unit.name, whole)
         return [made[name] for name, _ in unit.tensors]
+
+    def _merged(self, unit: GatherUnit, adapters: list[LinearAdapter], destination: int, dtype: torch.dtype | None) -> list[Tensor] | None:
+        """Returns a parameter's tensors with adapters added, computed in float32 and rounded once."""
+        wanted = self._held[unit.name], *(part for each in adapters for part in (each.a, each.b))
+        wholes = [whole for one in wanted if (whole := self._whole(one, destination, None)) is not None]
+        if not wholes:
+            return None
+        made = self._converted(unit.name, wholes[0])
+        for adapter, a, b in zip(adapters, wholes[1::2], wholes[2::2], strict=True):
+            for name in adapter.matrices:
+                made[name] = torch.addmm(made[name], adapter.of(name, b), adapter.of(name, a), alpha=adapter.scale)
+        return [made[name].to(dtype or made[name].dtype) for name, _ in unit.tensors]
 
     def _whole(self, held: Tensor, destination: int, dtype: torch.dtype | None) -> Tensor | None:
         """Returns a whole parameter on one rank, in ``dtype`` or its own, None on the others."""

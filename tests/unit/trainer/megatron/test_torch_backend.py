@@ -217,7 +217,11 @@ def alike(found, expected, tolerance=2e-5):
         torch.testing.assert_close(found[name], tensor, atol=tolerance, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("kind, more", [("qwen3", {}), ("deepseek_v3", {"target_modules": ["q_a_proj", "kv_b_proj", "o_proj"]})])
+SOME = {"target_modules": ["q_a_proj", "kv_b_proj", "o_proj"]}
+EACH = {"target_modules": ["q_proj", "up_proj", "down_proj"]}  # gate's half of the experts' tensor has none
+
+
+@pytest.mark.parametrize("kind, more", [("qwen3", {}), ("deepseek_v3", SOME), ("qwen3_moe", {}), ("qwen3_moe", EACH)])
 def test_adapters_are_megatrons(kind, more, hf, alone, two_ranks, tmp_path):
     expected, config = lora_steps.train(hf(kind), {**LORA, **more}), {**TORCH, **LORA, **more}
     for found in (lora_steps.train(hf(kind), config), two_ranks.run(lora_steps.train, hf(kind), config)[0]):
@@ -394,11 +398,12 @@ def test_two_sequences_of_other_lengths_keep_their_angles(alone, tmp_path):
         torch.testing.assert_close(ours[:-1], theirs, atol=2e-5, rtol=0)
 
 
-def test_stacked_experts_are_not_left_out_of_all_linear_layers(alone, tmp_path, monkeypatch):
-    """Whatever their name is; and a router, of whatever name, is adapted by nobody."""
-    monkeypatch.setitem(OTHERS, "granitemoe", NEW["granitemoe"])
-    checkpoint("granitemoe", tmp_path)
-    with pytest.raises(ConfigError, match="some of q_proj, k_proj, v_proj, o_proj; .*adapts no experts.*input_linear"):
+@pytest.mark.parametrize("kind, name", [("granitemoe", "input_linear"), ("gpt_oss", "gate_up_proj")])
+def test_stacked_experts_are_not_left_out_of_all_linear_layers(kind, name, alone, tmp_path, monkeypatch):
+    """Those that a checkpoint has in one tensor, whatever its name is; and a router, of whatever name, is adapted by nobody."""
+    monkeypatch.setitem(OTHERS, kind, {**NEW, **OTHERS}[kind])
+    checkpoint(kind, tmp_path)
+    with pytest.raises(ConfigError, match=f"some of q_proj, k_proj, v_proj, o_proj; experts .* are in one tensor .*{name}"):
         alone.actor(tmp_path, **TORCH, **LORA)
 
 
@@ -477,9 +482,8 @@ def test_what_it_does_not_take_is_refused(hf, alone, tmp_path, monkeypatch):
     monkeypatch.setattr("services.trainer.fsdp.model.logit_transform", lambda _: {})
     with pytest.raises(ConfigError, match="behind the output layer"):
         alone.actor(tmp_path, **TORCH)
-    for targets, message in ((["all-linear"], "adapts no experts"), (["w_proj"], "a linear layer of Qwen3Moe")):
-        with pytest.raises(ConfigError, match=f"target_modules.*{message}"):
-            alone.actor(hf("qwen3_moe"), **TORCH, **LORA, target_modules=targets)
+    with pytest.raises(ConfigError, match="target_modules.*a linear layer of Qwen3Moe"):
+        alone.actor(hf("qwen3_moe"), **TORCH, **LORA, target_modules=["w_proj"])
     windowed = transformers.AutoConfig.for_model("mistral", **SIZES, sliding_window=11, head_dim=16)
     (tmp_path / "config.json").write_text(windowed.to_json_string())
     with pytest.raises(ConfigError, match="sliding_window.*without windows"):
