@@ -127,5 +127,5 @@ def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _kernel(function: Callable[..., Tensor], given: Tensor) -> Callable[..., Tensor]:
-    """Returns a function as one kernel on a GPU, or itself."""
-    return _compiled(function) if given.is_cuda else function
+    """Returns a function as one kernel on a GPU; itself elsewhere, and in a layer that is compiled as a whole."""
+    return _compiled(function) if given.is_cuda and not torch.compiler.is_compiling() else function
