@@ -12,7 +12,7 @@ Two processes never act at the same time. The proof, with D = `LeaseTiming.durat
 2. A waiting process begins to count when it first reads r, which is after r was stored and so after t. It asks for the lease once it
    has counted D, so after t + D; and gets it only if the revision is still r, so only if no later renewal was made.
 3. So a holder has stopped for m before anybody else can begin. m covers decisions that a process has made and not yet sent, and clocks
-   that differ by less than m in D. A lease that was released, or whose holder is certainly dead (`shared.runtime.process_mark`), is taken
+   that differ by less than m in D. A lease that was released, or whose holder is certainly dead (`certainly_dead`), is taken
    at once.
 
 A holder that cannot renew is *fenced*: it stops acting, but keeps the lease. Once NATS answers again it renews with the revision that it
@@ -38,8 +38,8 @@ from nats.js.errors import APIError, NotFoundError
 from shared.bus.bus_errors import RETRY_PAUSE, TRANSIENT, WRONG_LAST_SEQUENCE, warn_unreadable
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
-from shared.runtime import process_mark
 from shared.runtime.errors import BadMessage, MyxoError
+from shared.runtime.host import certainly_dead, process_mark
 from shared.schema.service_messages import LeaseStatus, NodeState
 
 AWAY_SECONDS = 120.0  # The seconds that a holder tries to renew before it gives up: the same as for publishing a record of the ledger
@@ -111,7 +111,7 @@ class LeaderLease:
         self._name, self._instance, self._node = f"the lease {job} of run {run}", instance, node
         self.term = secrets.token_hex(8)
         self._changed = asyncio.Event()
-        self._mark = process_mark.mark()
+        self._mark = process_mark()
         self._observer = LeaseObserver(self.timing.duration)
         self._revision = 0
         self._until = float("-inf")
@@ -129,7 +129,7 @@ class LeaderLease:
             revision, status = await self._read()
             expired = self._observer.see(revision, clock())
             # its own where an earlier attempt took it, and the confirmation was lost; what cannot be read is somebody's
-            free = status is not None and (status.term in ("", self.term) or process_mark.certainly_dead(status.mark))
+            free = status is not None and (status.term in ("", self.term) or certainly_dead(status.mark))
             if not (free or expired):
                 return False
             self._revision = revision

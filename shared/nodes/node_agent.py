@@ -44,9 +44,10 @@ from shared.nodes.node_decisions import (
     ShowState,
     StopRanks,
 )
-from shared.runtime import exit_codes, process_mark
+from shared.runtime import exit_codes
 from shared.runtime.addresses import HOST_VARIABLE, LOOPBACK, own_address
 from shared.runtime.errors import BadMessage, ConfigError, MyxoError
+from shared.runtime.host import process_mark
 from shared.runtime.tasks import cancelled, to_the_end
 from shared.schema.service_messages import Attempt, NodeSecret, NodeState
 from shared.service.service_base import Service
@@ -341,7 +342,7 @@ class NodeAgent:
 
     def _check_same_machine(self, nodes: dict[int, SeenNode], address: str) -> None:
         """Raises ConfigError for a node on another machine, which could not reach this one at loopback."""
-        boot = process_mark.mark().split("/")[0]
+        boot = process_mark().split("/")[0]
         for rank, node in nodes.items():
             if node.alive and self._marks[rank].split("/")[0] != boot:
                 raise ConfigError(HOST_VARIABLE, address, f"this machine's name or address, by which {node} reaches it")

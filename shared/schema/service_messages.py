@@ -157,7 +157,7 @@ class ServiceStatus(Message):
 
 class LeaseStatus(Message):
     """KV ``leases/<job>``: the holder of a leader's lease. ``term``: unique to one life of a holder; empty: free. ``mark``:
-    `shared.runtime.process_mark`. ``node``: what a node of the trainer says of itself."""
+    `shared.runtime.host.process_mark`. ``node``: what a node of the trainer says of itself."""
 
     holder: str
     term: str

@@ -163,54 +163,66 @@ def call_constraint(field: str, names: Sequence[str], tools: Iterable[Mapping[st
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatTurn:
-    """A request for the next message of a conversation.
+class RequestedTurn:
+    """A request for a turn, of chat or of tokens.
 
     Attributes:
         request_id: by which a turn that is sent twice is known.
         model: the name that the request gives; None where the format does not ask for one.
-        tools: functions, each ``{"type": "function", "function": {"name", "description", "parameters"}}``; the last two where given.
-        tool_choice: ``none``: what looks like a call stays text.
-        constraints: what the answer is to be held to.
-        variables: of the chat template, over the run's.
         stream, stream_usage: answered by events; whether chat completions have the usage in a last one.
-        logprobs, token_ids, reasoning: the answer reports them. A client that has seen no reasoning sends none back.
+        logprobs, token_ids: the answer reports them.
         top_logprobs: of so many of the likeliest tokens at each place the answer reports log-probs.
         min_version: the least weight version that may sample it.
         choice, choices: which of so many answers this is; each is a turn of its own.
-        previous: the stored response that the messages continue, all but the first ``head``; or thread: the name of the conversation that
-            they continue and extend. kept: messages that are stored behind the turn ``after``, with the answer.
-        place: the body's field with the conversation.
+        place: the body's field with the conversation or prompt.
         ignored: the request's fields that have no effect here, by name.
-        pictures: those that the request holds, by their names in messages. shown: those of the prompt as they are stored, once it is made.
+        shown: pictures of the prompt as they are stored, once it is made.
     """
 
     request_id: str
     model: str | None
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] = ()
-    tool_choice: Literal["auto", "none"] = "auto"
-    constraints: tuple[Constraint, ...] = ()
-    variables: Mapping[str, Any] = field(default_factory=dict)
     sampling: RequestedSampling = RequestedSampling()
     stream: bool = False
     stream_usage: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
     token_ids: bool = False
-    reasoning: bool = True
     min_version: int = 0
     choice: int = 0
     choices: int = 1
+    place: str
+    ignored: tuple[str, ...] = ()
+    shown: Mapping[str, Picture] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatTurn(RequestedTurn):
+    """A request for the next message of a conversation.
+
+    Attributes:
+        tools: functions, each ``{"type": "function", "function": {"name", "description", "parameters"}}``; the last two where given.
+        tool_choice: ``none``: what looks like a call stays text.
+        constraints: what the answer is to be held to.
+        variables: of the chat template, over the run's.
+        reasoning: the answer reports it. A client that has seen no reasoning sends none back.
+        previous: the stored response that the messages continue, all but the first ``head``; or thread: the name of the conversation that
+            they continue and extend. kept: messages that are stored behind the turn ``after``, with the answer.
+        pictures: those that the request holds, by their names in messages.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: Literal["auto", "none"] = "auto"
+    constraints: tuple[Constraint, ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    reasoning: bool = True
     previous: str = ""
     thread: str = ""
     head: int = 0
     kept: Sequence[Mapping[str, Any]] = ()
     after: str = ""
     place: str = "messages"
-    ignored: tuple[str, ...] = ()
     pictures: Mapping[str, bytes] = field(default_factory=dict)
-    shown: Mapping[str, Picture] = field(default_factory=dict)
 
     @property
     def prefill(self) -> str:
@@ -232,27 +244,14 @@ class ChatTurn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenTurn:
+class TokenTurn(RequestedTurn):
     """A request for the tokens that follow given ones. ``prompt``: int32 [P], or a text; ``further``: other prompts, each of which gets as
-    many answers. ``spelled``: the answer is a text; the rest as in `ChatTurn`."""
+    many answers. ``spelled``: the answer is a text."""
 
-    request_id: str
-    model: str | None
     prompt: NDArray[np.int32] | str
     further: tuple[NDArray[np.int32] | str, ...] = ()
-    sampling: RequestedSampling = RequestedSampling()
     spelled: bool = False
-    stream: bool = False
-    stream_usage: bool = False
-    logprobs: bool = False
-    top_logprobs: int = 0
-    token_ids: bool = False
-    min_version: int = 0
-    choice: int = 0
-    choices: int = 1
     place: str = "token_ids"
-    ignored: tuple[str, ...] = ()
-    shown: Mapping[str, Picture] = field(default_factory=dict)
 
 
 def split(asked: Any) -> list[Any]:

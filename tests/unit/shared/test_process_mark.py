@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from shared.runtime.process_mark import certainly_dead, mark
+from shared.runtime.host import certainly_dead, process_mark
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nobody can tell elsewhere")
 
-TELLS = "from shared.runtime.process_mark import mark; print(mark(), flush=True); input()"
+TELLS = "from shared.runtime.host import process_mark; print(process_mark(), flush=True); input()"
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def other() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 def test_who_lives_is_not_dead(other: tuple[subprocess.Popen[str], str]) -> None:
     process, its_mark = other
-    assert not certainly_dead(mark())
+    assert not certainly_dead(process_mark())
     assert not certainly_dead(its_mark)
     process.send_signal(signal.SIGSTOP)
     assert not certainly_dead(its_mark), "it may continue"
@@ -42,13 +42,13 @@ def test_who_was_killed_is_dead_before_and_after_its_parent_has_noticed(other: t
 
 
 def test_a_process_id_that_somebody_else_has_now_is_no_life() -> None:
-    boot, namespace, pid, started = mark().split("/")
+    boot, namespace, pid, started = process_mark().split("/")
     assert certainly_dead(f"{boot}/{namespace}/{pid}/{int(started) - 1}")
 
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_nothing_is_said_of_other_machines_and_containers(place: int) -> None:
-    parts = mark().split("/")
+    parts = process_mark().split("/")
     parts[2] = str(2**22 + 1)  # more than a process id can be
     assert certainly_dead("/".join(parts))
     parts[place] = "elsewhere"
@@ -56,5 +56,5 @@ def test_nothing_is_said_of_other_machines_and_containers(place: int) -> None:
 
 
 def test_nonsense_is_nobody() -> None:
-    for nonsense in ("", "///", "a/b/c/d", mark() + "/1", "/".join([*mark().split("/")[:2], "0", "1"])):
+    for nonsense in ("", "///", "a/b/c/d", process_mark() + "/1", "/".join([*process_mark().split("/")[:2], "0", "1"])):
         assert not certainly_dead(nonsense), nonsense
