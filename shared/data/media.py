@@ -33,6 +33,7 @@ GLM = ("glm4v", "glm4v_moe")  # Values of ``model_type`` whose processor resizes
 SEEING = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", *GLM)  # Those whose pictures are taken
 HEARING = ("qwen2_audio",)  # Those whose sounds are taken
 SAMPLE_RATES = (4000, 192_000)  # The lowest and the highest of a sound, in Hz
+MOST_PEAK = 1.5  # What is cut off at 1 in silence: lossy formats, and another rate, overshoot a little
 MOST_BYTES = 64 << 20  # The most bytes of one prompt's pictures, as they are stored
 MOST_ASPECT = 200  # The widest picture, by its sides, that the families' processors take
 PARTS = {"image": ("image", "image_url"), "audio": ("audio", "audio_url", "input_audio")}  # Types of parts of messages, by kind
@@ -441,6 +442,8 @@ class SoundReader(MediaReader):
             raise BadMedia(f"expected a whole sound of {sound.frames} samples, found {len(waves)}")
         if not np.isfinite(waves).all():
             raise BadMedia("expected finite samples, found NaN or infinity")
+        if (peak := float(np.abs(waves).max())) > MOST_PEAK:
+            raise BadMedia(f"expected samples from -1 to 1, found {peak:.3g}: it would be cut off there")
         if sound.samplerate != self.rule.rate:  # what is above half of the lower rate is left out
             waves = np.fft.irfft(np.fft.rfft(waves)[: count // 2 + 1], count) * (count / len(waves))
         return Picture(self.rule.stored(waves), tokens)

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -248,7 +248,7 @@ def is_quantized(source: Path, name: str, shape: Sequence[int]) -> bool:
     """Returns whether a tensor is one of the layers' matrices that fewer bits are enough for. Raises ConfigError: of experts in one."""
     if ".experts." in name and len(shape) == 3:
         raise ConfigError(f"{source}:{name}", list(shape), "a matrix of one expert: tensors of all experts are not quantized")
-    return len(shape) == 2 and not name.startswith(VISION) and bool(LINEAR.search(name)) and not KEPT.search(name)
+    return len(shape) == 2 and _is_linear(name)
 
 
 def entry_format(directory: Path) -> QuantizedFormat | None:
@@ -273,7 +273,32 @@ def _quantization(directory: Path, form: QuantizedFormat, entry: str) -> Quantiz
     if not names:
         wanted = f"no such entry: no tensor has parts ({', '.join(form.endings)})"
         raise ConfigError(f"{directory / 'config.json'}:{ENTRY}", form.entry(())["quant_method"], wanted)
-    return Quantization(form, frozenset(names), json.loads(entry))
+    found = Quantization(form, frozenset(names), json.loads(entry))
+    _check_list(directory, found, [name for name, (_, shape) in held.items() if len(shape) == 2])
+    return found
+
+
+def _check_list(directory: Path, found: Quantization, matrices: Sequence[str]) -> None:
+    """Refuses a list of plain modules that is not the files': engines go by it, and would have such a matrix as memory is."""
+    field = "ignore" if found.format.layout == "packed" else "modules_to_not_convert"
+    groups = found.entry.get("config_groups") or {}
+    if any(group.get("targets") != ["Linear"] for group in groups.values()):  # which say themselves what is quantized
+        return
+    where, rules = f"{directory / 'config.json'}:{ENTRY}.{field}", [str(each) for each in found.entry.get(field) or ()]
+    for name in sorted({*filter(_is_linear, matrices), *found.names}):
+        module, quantized = name.removesuffix(".weight"), name in found.names
+        named = any(map(partial(_is_named, module), rules))
+        if named == quantized and (named or not any(each in module for each in rules)):
+            wanted = f"modules without {', '.join(found.format.endings[1:])}" if named else f"{module} among them: the files have it plain"
+            raise ConfigError(where, module if named else rules[:4], wanted)
+
+
+def _is_named(module: str, rule: str) -> bool:
+    return bool(re.match(rule[3:], module)) if rule.startswith("re:") else rule == module
+
+
+def _is_linear(name: str) -> bool:
+    return not name.startswith(VISION) and bool(LINEAR.search(name)) and not KEPT.search(name)
 
 
 def _check(directory: Path, form: QuantizedFormat, name: str, held: Mapping[str, tuple[str, Sequence[int]]]) -> None:

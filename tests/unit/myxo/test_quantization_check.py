@@ -1,5 +1,6 @@
 """What cannot be done with 8-bit weights is refused before the start, by name."""
 
+import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -53,6 +54,29 @@ def test_a_run_with_them_says_so_and_is_taken(eight_bits: Path, tiny_model: Path
 )
 def test_what_does_not_go_with_them(sections: dict[str, Any], words: str, eight_bits: Path, tmp_path: Path) -> None:
     assert any(words in one for one in said(tmp_path, eight_bits, **sections))
+
+
+@pytest.mark.parametrize("kind", ["eight", "four"])
+def test_engines_list_of_plain_modules_is_the_files(kind: str, eight_bits: Path, four_bits: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """Engines go by the list: a plain matrix that it lacks would be whatever lies in memory, and a push to it would be lost."""
+    shutil.copytree(eight_bits if kind == "eight" else four_bits, broken := tmp_path / "broken")
+    module, config = "model.layers.1.self_attn.o_proj", json.loads((broken / "config.json").read_text())
+    entry, field = config["quantization_config"], "modules_to_not_convert" if kind == "eight" else "ignore"
+    before = list(entry[field])
+    entry[field] = [*before, r"re:.*layers\.1\.self_attn\.o_proj$"] if kind == "four" else [*before, module]
+    (broken / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=rf"quantization_config.{field} = '{module}': modules without"):
+        quantization_of(broken)
+    tensors = {name: one for name, one in load_file(broken / "model.safetensors").items() if not name.startswith(module)}
+    tensors[f"{module}.weight"] = load_file(tiny_model / "model.safetensors")[f"{module}.weight"]
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    shutil.copytree(broken, mixed := tmp_path / "mixed")
+    assert f"{module}.weight" not in quantization_of(mixed).names  # type: ignore[union-attr]
+    config["quantization_config"][field] = before
+    shutil.copytree(broken, unlisted := tmp_path / "unlisted")
+    (unlisted / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=rf"{field}.*{module} among them: the files have it plain"):
+        quantization_of(unlisted)
 
 
 @pytest.mark.parametrize(("capability", "taken"), [(7.0, False), (8.0, False), (8.9, True), (9.0, True), (10.0, False), (12.0, False)])

@@ -105,6 +105,7 @@ def test_bad_sounds_are_refused(folder):
         ({"sounds": [written(np.zeros(400_000), format="FLAC")]}, "at most 4 seconds"),
         ({"sounds": [written(nothing, format="WAV", subtype="FLOAT")]}, "found NaN or infinity"),
         ({"sounds": [written(waves + np.inf, format="WAV", subtype="DOUBLE")]}, "found NaN or infinity"),
+        ({"sounds": [written(waves + 3, format="WAV", subtype="FLOAT")]}, "samples from -1 to 1, found 3"),
         ({"sounds": [bytes(rated)]}, "4000 to 192000 samples a second, found 3000000"),
         ({"sounds": [wav(3, rate=2000)]}, "found 2000"),
         ({"sounds": [wav(0.5, channels=6)]}, "1 or 2 channels, found 6"),
