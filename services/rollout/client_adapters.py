@@ -77,15 +77,19 @@ class Adapters:
                     continue
                 await self._post(engine, "unload", lora_name=self._loaded.pop(oldest))
             name = hashlib.blake2b(path.encode(), digest_size=16).hexdigest()
-            await self._post(engine, "load", lora_name=name, lora_path=path)
+            try:
+                await self._post(engine, "load", lora_name=name, lora_path=path)
+            except EngineError:  # it may have it by a request that was given up in the midst of this, and refuses a second one of the name
+                with contextlib.suppress(EngineError):
+                    await self._post(engine, "unload", lora_name=name)
+                await self._post(engine, "load", lora_name=name, lora_path=path)
             self._loaded[path] = name
         elif path != self._whole:
             while any(count for one, count in self._used.items() if one != path):
                 await self._changed.wait()
+            self._whole = ""  # unknown where this is given up in the midst
             await engine.update_weights_from_disk(path, 0, deadline=LOAD_SECONDS)
             self._whole = path
 
     async def _post(self, engine: EngineClient, verb: str, **body: str) -> None:
-        answer = await engine.transport.post(f"/{verb}_lora_adapter", body, LOAD_SECONDS, "the request is given up")
-        if not answer.get("success"):
-            raise EngineError(f"{engine.url}/{verb}_lora_adapter", str(answer.get("error_message")))
+        await engine.transport.post(f"/{verb}_lora_adapter", body, LOAD_SECONDS, "the request is given up")

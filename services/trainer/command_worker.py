@@ -64,11 +64,11 @@ class ClientQueues:
     """The commands of all clients that wait, and whose turn it is. Pure.
 
     Args:
-        begun: returns the number of a client's newest command that needs not be carried out any more; -1: none.
+        first: returns the number of a client's first command that may have to be carried out.
     """
 
-    def __init__(self, begun: Callable[[str], int]) -> None:
-        self._begun, self._next = begun, dict[str, int]()
+    def __init__(self, first: Callable[[str], int]) -> None:
+        self._first, self._next = first, dict[str, int]()
         self._waiting: dict[str, dict[int, Command]] = {}
         self._turns: deque[str] = deque()
         self._taken = 0
@@ -77,7 +77,7 @@ class ClientQueues:
         """Takes a command, in any order."""
         client = command.client
         if client not in self._next:
-            self._next[client] = self._begun(client) + 1
+            self._next[client] = self._first(client)
             self._turns.append(client)
         if command.number >= self._next[client]:
             self._waiting.setdefault(client, {})[command.number] = command
@@ -113,7 +113,8 @@ class CommandWorker:
         self._actor = Actor.create(settings, model_directory(config, "actor"))
         self._broadcast = CommandBroadcast(config.trainer.collective_timeout)
         self._states, self._root = ClientStates(self._actor), config.trained
-        self._queues = ClientQueues(lambda client: newest_checkpoint(self._checkpoints(client)))
+        # the newest checkpoint's own command may have no outcome yet
+        self._queues = ClientQueues(lambda client: max(0, self._newest(client)))
         self._unfreed: dict[str, dict[int, list[str]]] = {}  # keys of payloads that a replay still needs, by client and number
         # rank 0's: what it has read of the log
         self._entries: queue.Queue[LogEntry | None] = queue.Queue(MOST_ENTRIES)
@@ -194,9 +195,11 @@ class CommandWorker:
     def _is_due(self, command: Command, known: CommandOutcome | None) -> bool:
         """Returns whether a command has to be carried out; one that is not to be is answered."""
         if known is not None:
-            if not known.error and command.verb in TRAINED:
+            # a step that was refused may have dropped its gradients, and does so again
+            changed = not known.error or (command.verb == "optim_step" and known.category == "user" and not command.refused)
+            if changed and command.verb in TRAINED and command.number > self._newest(command.client):
                 return True
-            self._free(command)  # it has changed nothing
+            self._free(command)
         elif command.refused:
             self._answer(failed(command, command.refused, "user"))
         elif self._attempts(command) > FATAL:
@@ -227,7 +230,7 @@ class CommandWorker:
     def _tried(self, command: Command) -> tuple[CommandOutcome, bytes | None]:
         try:
             self._restore(command.client)
-            if command.verb not in MAKES and command.client not in self._states.held:
+            if command.verb not in (*MAKES, "unload_model") and command.client not in self._states.held:
                 raise ClientRefused(f"{command.verb}: {command.client} is not there: it was unloaded, or was not made")
             found = getattr(self, f"_{command.verb}")(command, json.loads(command.arguments))
             blob = found.pop("blob", None)
@@ -272,10 +275,9 @@ class CommandWorker:
         if replayed:
             assert self._replayed is not None
             metrics.add("client_commands_replayed")
-            if outcome.error:
-                raise MyxoError(
-                    f"{command.client} {command.number} ({command.verb}) succeeded before, and its replay failed: {outcome.error}"
-                )
+            if outcome.error != self._replayed.error:
+                ends = [one.error or "success" for one in (self._replayed, outcome)]
+                raise MyxoError(f"{command.client} {command.number} ({command.verb}): was {ends[0]}, and its replay {ends[1]}")
             if self._replayed.state != outcome.state:
                 detail = f"update {outcome.figures.get('updates', 0):g} of {command.client} came to other weights than before the restart"
                 self._control.publish_event("replay_differs", detail)
@@ -283,13 +285,15 @@ class CommandWorker:
         self._log.info("command", client=command.client, number=command.number, verb=command.verb, replayed=replayed, error=outcome.error)
 
     def _restore(self, client: str) -> None:
-        root = self._checkpoints(client)
-        newest = -1 if client in self._states.held else newest_checkpoint(root)
+        root, newest = self._checkpoints(client), -1 if client in self._states.held else self._newest(client)
         if newest >= 0 and not (read_marker(root / str(newest)) or {}).get("unloaded"):
             self._states.read(client, root / str(newest))
 
     def _checkpoints(self, client: str) -> Path:
         return self._root / "clients" / client
+
+    def _newest(self, client: str) -> int:
+        return newest_checkpoint(self._checkpoints(client))
 
     def _checkpoint(self, client: str) -> None:
         """Writes a client's state as it was after its last step; what only its replay needed is removed."""
@@ -333,9 +337,10 @@ class CommandWorker:
         return {}
 
     def _load_weights(self, command: Command, given: Mapping[str, Any]) -> dict[str, Any]:
-        self._states.read(command.client, weights_directory(self._root, given["path"]), given["optimizer"])
-        self._states.held[command.client].number = command.number
-        self._checkpoint(command.client)  # what it has loaded may be overwritten before a replay
+        if self._newest(command.client) < command.number:  # else a death came between its checkpoint and its outcome
+            self._states.read(command.client, weights_directory(self._root, given["path"]), given["optimizer"])
+            self._states.held[command.client].number = command.number
+            self._checkpoint(command.client)  # what it has loaded may be overwritten before a replay
         return {"figures": {"updates": self._states.held[command.client].updates}}
 
     def _save_weights(self, command: Command, given: Mapping[str, Any]) -> dict[str, Any]:

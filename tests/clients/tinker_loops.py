@@ -135,16 +135,18 @@ def tracked(service, seed, client):
             one.loss_fn_inputs["weights"] = tensor([1.0] * one.model_input.length)
         passed, stepped = client.forward_backward(data, "cross_entropy"), client.optim_step(types.AdamParams(learning_rate=1e-2))
         passed = passed.result()
-        found.append([passed.metrics["loss:sum"], *(value for one in passed.loss_fn_outputs for value in map(float, one["logprobs"].data))])
-        found.append(sorted(stepped.result().metrics.items()))
+        log_probs = [value for one in passed.loss_fn_outputs for value in map(float, one["logprobs"].data)]
+        found.append([f"step {step}, loss and log-probs", passed.metrics["loss:sum"], *log_probs])
+        found.append([f"step {step}, metrics", *sorted(stepped.result().metrics.items())])
         if step % 4 == 3:
             sampler = client.save_weights_and_get_sampling_client().result()
             answer = sampler.sample(types.ModelInput.from_ints([5, 6, 7]), 2, types.SamplingParams(max_tokens=5, seed=3)).result()
-            found.append([list(one.tokens) for one in answer.sequences])  # an engine's log-probs depend in the last bit on its batch
+            # an engine's log-probs depend in the last bit on its batch
+            found.append([f"step {step}, samples", *(list(one.tokens) for one in answer.sequences)])
     saved = client.save_state("end").result().path
     again = service.create_training_client_from_state_with_optimizer(saved).result()
-    found.append([one.forward([datum([5, 6, 7], weights=[1, 1])], "cross_entropy").result().metrics["loss:sum"] for one in (client, again)])
-    return found
+    passed = [one.forward([datum([5, 6, 7], weights=[1, 1])], "cross_entropy").result() for one in (client, again)]
+    return [*found, ["the end, of the client and of its saved state", *(one.metrics["loss:sum"] for one in passed)]]
 
 
 def alone(service):

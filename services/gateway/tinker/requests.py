@@ -24,6 +24,7 @@ from shared.schema.message import LARGEST
 CLIENT = re.compile(rf"{TENANT}-[0-9a-f]{{16}}(:(train|sample):[0-9]{{1,9}})?\Z")
 MOST_SAMPLES, MOST_NAME = 1024, 128
 UNNAMED_SECONDS = 7 * 24 * 3600  # the time that weights for sampling stay that were saved without a name
+MOST_NUMBER = 1 << 62  # of a sample
 MOST_AHEAD = 10_000  # a client's commands that may wait, and numbers by which one may come before another that was sent earlier
 CLIPPED = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 # loss → its inputs beside target_tokens, and its settings with their defaults
@@ -89,10 +90,14 @@ def key_of(tenant: str, verb: Verb, body: Mapping[str, Any], book: CommandBook) 
         return f"{owned(tenant, body, 'session_id')}:train:{number_of(body, 'model_seq_id', 0)}", 0
     name, kind, first = ("sampling_session_id", "sample", 0) if verb == "sample" else ("model_id", "train", 1)
     client = owned(tenant, body, name, kind)
-    number = number_of(body, "seq_id", first, book.next_number(client) + MOST_AHEAD) + 1 - first
+    # a copy of the SDK's sampling client numbers its requests from far away; they have no order
+    most = MOST_NUMBER if verb == "sample" else book.next_number(client) + MOST_AHEAD
+    number = number_of(body, "seq_id", first, most) + 1 - first
     if client not in book.models and client not in book.samplers and (client, number) not in book.commands:
         raise NotThere(f"{name}: {client}: there is no such thing, or no more")
-    if number >= book.next_number(client) and book.waiting[client] >= MOST_AHEAD:  # a number that others wait for is taken
+    # a number that others wait for is taken
+    new = (client, number) not in book.commands if verb == "sample" else number >= book.next_number(client)
+    if new and book.waiting[client] >= MOST_AHEAD:
         raise TurnRefused(429, f"{client}: {MOST_AHEAD} of its requests wait; expected fewer before another one")
     return client, number
 

@@ -221,6 +221,12 @@ def test_a_command_that_would_wait_for_ever_is_refused(words: str, verb: Verb, b
     with pytest.raises(TurnRefused, match="10000 of its requests wait") as refused:
         key_of("alice", "forward", {"model_id": CLIENT, "seq_id": 6}, book)
     assert refused.value.status == 429
+    book.samplers[sampler := CLIENT.replace("train", "sample")] = None
+    far = {"sampling_session_id": sampler, "seq_id": 999_999_999_000_000_007}  # as a pickled sampling client of the SDK counts
+    assert key_of("alice", "sample", far, book) == (sampler, far["seq_id"] + 1)
+    book.waiting[sampler] += MOST_AHEAD
+    with pytest.raises(TurnRefused, match="10000 of its requests wait"):
+        key_of("alice", "sample", far, book)
     book.see(command(6, "unload_model"))
     assert key_of("alice", "optim_step", {"model_id": CLIENT, "seq_id": 5}, book) == (CLIENT, 5)  # asked again
     with pytest.raises(WrongRequest, match="no more"):
