@@ -252,6 +252,18 @@ def attacked(service):
     return found
 
 
+def given_up(service):
+    """Samples from weights that an engine has loaded for a request that was given up."""
+    path = client_of(service).save_weights_for_sampler("s").result().path
+    print(path, flush=True)
+    end = time.monotonic() + 60
+    while not pathlib.Path("loaded").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    sampler = service.create_sampling_client(model_path=path).result()
+    return len(sampler.sample(types.ModelInput.from_ints([5, 6]), 1, types.SamplingParams(max_tokens=1)).result(timeout=30).sequences)
+
+
 def broken(service):
     """A state that cannot be written, and one that cannot be read."""
     client = client_of(service)
@@ -265,5 +277,7 @@ def broken(service):
 
 
 if __name__ == "__main__":
-    loops = {each.__name__: each for each in (supervised, whole, reinforced, preferred, alone, together, refused, attacked, broken)}
+    loops = {
+        each.__name__: each for each in (supervised, whole, reinforced, preferred, alone, together, refused, attacked, given_up, broken)
+    }
     print(json.dumps(loops[LOOP](tinker.ServiceClient(base_url=URL, api_key=KEY))))

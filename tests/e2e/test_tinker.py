@@ -1,5 +1,6 @@
 """The unmodified Tinker SDK against `myxo serve`: loops learn, clients at once get what each gets alone, kills lose and double nothing."""
 
+import hashlib
 import json
 import os
 import random
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.e2e.launched import LaunchedRun
@@ -148,6 +150,21 @@ def test_what_cannot_be_written_or_read_fails_its_command_alone(loop: Loop) -> N
     found = result(loop("broken", 1))
     assert "save_weights: NotADirectoryError" in found["written"] and "the trainer ended at each attempt" in found["read"], found
     assert found["loss"] > 0 and found["saved"].endswith("/weights/y")
+
+
+def test_an_adapter_that_a_given_up_request_has_loaded_is_served(served: tuple[LaunchedRun, str], loop: Loop) -> None:
+    run, _ = served
+    process = loop("given_up", 1)
+    assert process.stdout is not None
+    path = next(run.root.rglob(f"sampler_weights/{process.stdout.readline().split('/')[2]}/s")).resolve()
+    command = Path(f"/proc/{run.engine_of(run.child('services.rollout'))}/cmdline").read_text()
+    directory = re.search(r"\S+/myxo-engine-\w+", command)
+    assert directory is not None, command
+    name = hashlib.blake2b(str(path).encode(), digest_size=16).hexdigest()
+    with httpx.Client(transport=httpx.HTTPTransport(uds=f"{directory[0]}/http.sock"), timeout=60) as engine:
+        assert engine.post("http://engine/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)}).json()["success"]
+    (run.root / "loaded").touch()
+    assert result(process) == 1
 
 
 def killed(run: LaunchedRun, process: "subprocess.Popen[str]", kills: int, rng: random.Random) -> int:
