@@ -276,8 +276,9 @@ class CommandWorker:
             assert self._replayed is not None
             metrics.add("client_commands_replayed")
             if outcome.error != self._replayed.error:
-                ends = [one.error or "success" for one in (self._replayed, outcome)]
-                raise MyxoError(f"{command.client} {command.number} ({command.verb}): was {ends[0]}, and its replay {ends[1]}")
+                raise MyxoError(
+                    f"{command.client} {command.number}: its error was {self._replayed.error!r}, by its replay {outcome.error!r}"
+                )
             if self._replayed.state != outcome.state:
                 detail = f"update {outcome.figures.get('updates', 0):g} of {command.client} came to other weights than before the restart"
                 self._control.publish_event("replay_differs", detail)
@@ -368,12 +369,6 @@ class CommandWorker:
         return {"result": json.dumps({"metrics": metrics}), "figures": metrics, "state": self._states.digest(command.client)}
 
     def _forward(self, command: Command, given: Mapping[str, Any]) -> dict[str, Any]:
-        return self._passed(command, given, backward=False)
-
-    def _forward_backward(self, command: Command, given: Mapping[str, Any]) -> dict[str, Any]:
-        return self._passed(command, given, backward=True)
-
-    def _passed(self, command: Command, given: Mapping[str, Any], *, backward: bool) -> dict[str, Any]:
         assert command.payload is not None
         self._states.enter(command.client)
         datums = codec.unpack(self._store.read(command.payload)[0])
@@ -381,7 +376,7 @@ class CommandWorker:
         placement = balance([min(length, most) for length in lengths], actor.data_parallel_size, most)[actor.data_parallel_rank]
         batches = [packed([datums[index] for index in indices]) for indices in placement]
         loss, passes, model = ClientLoss(given["loss_fn"], given["loss_fn_config"]), actor.backend.passes, actor.model
-        if backward:
+        if command.verb == "forward_backward":
             model.zero_gradients()
             actor.optimizer.zero_gradients()
             with runtime.deadline("the forward and backward passes"):
@@ -395,6 +390,8 @@ class CommandWorker:
         log_probs = self._gathered(placement, lengths, loss.found)
         metrics = {"loss:sum": total}
         return {"blob": codec.pack({"log_probs": log_probs, "metrics": metrics}), "figures": {**metrics, "tokens": sum(lengths)}}
+
+    _forward_backward = _forward
 
     def _gathered(self, placement: Sequence[Sequence[int]], lengths: Sequence[int], found: Sequence[Tensor]) -> list[NDArray[np.float32]]:
         """Returns every datum's log-probs, in the request's order, of all data-parallel ranks."""

@@ -112,12 +112,12 @@ class CommandBook:
 
     def check_quotas(self, tenant: str, quotas: Tenant, command: Command) -> None:
         """Raises WrongRequest where a command takes its tenant over a quota."""
-        coming = self._coming(tenant)
+        coming = [one for one in self.coming if one.client.startswith(f"{tenant}-")]
         used = self._used[tenant] + sum(one.tokens for one in coming)
         if quotas.tokens is not None and used + command.tokens > quotas.tokens:
             raise WrongRequest(f"tokens: {command.tokens} more than the {used} that {tenant} has used; its quota is {quotas.tokens}")
         if quotas.models is not None and command.verb in MAKES:
-            held = {*self._held(tenant), *(one.client for one in coming if one.verb in MAKES)}
+            held = self._held(tenant, coming)
             if command.client not in held and len(held) >= quotas.models:
                 raise WrongRequest(
                     f"models: {len(held)} of {tenant} are there; the quota is {quotas.models}; close a session to unload some"
@@ -126,11 +126,9 @@ class CommandBook:
         if saves and (stored := self._stored(tenant, coming)) >= (quotas.bytes or 0):
             raise WrongRequest(f"bytes: {stored} of saved weights of {tenant} are there; its quota is {quotas.bytes}")
 
-    def _coming(self, tenant: str) -> list[Command]:
-        return [one for one in self.coming if one.client.startswith(f"{tenant}-")]
-
-    def _held(self, tenant: str) -> list[str]:
-        return [model for model in self.models if model.startswith(f"{tenant}-")]
+    def _held(self, tenant: str, coming: list[Command]) -> set[str]:
+        begun = {*self.models, *(one.client for one in coming if one.verb in MAKES)}
+        return {model for model in begun if model.startswith(f"{tenant}-")}
 
     def _stored(self, tenant: str, coming: list[Command]) -> int:
         begun = sum(one.verb.startswith("save_weights") for one in coming)

@@ -95,8 +95,7 @@ def key_of(tenant: str, verb: Verb, body: Mapping[str, Any], book: CommandBook) 
     number = number_of(body, "seq_id", first, most) + 1 - first
     if client not in book.models and client not in book.samplers and (client, number) not in book.commands:
         raise NotThere(f"{name}: {client}: there is no such thing, or no more")
-    # a number that others wait for is taken
-    new = (client, number) not in book.commands if verb == "sample" else number >= book.next_number(client)
+    new = (client, number) not in book.commands if verb == "sample" else number >= book.next_number(client)  # others wait for less
     if new and book.waiting[client] >= MOST_AHEAD:
         raise TurnRefused(429, f"{client}: {MOST_AHEAD} of its requests wait; expected fewer before another one")
     return client, number
