@@ -193,10 +193,8 @@ class SaveWeights(_Body):
         path, replaces = f"{PREFIX}{client}/{self._of}/{name}", self._of == "weights"
         if book.is_taken(path) and not (replaces and self.overwrite):
             raise wrong("path", path, "a name that is not taken" + ", or overwrite" * replaces)
-        arguments: dict[str, Any] = {
-            "path": path,
-            "ttl": self.ttl_seconds or (None if replaces or self.path is not None else UNNAMED_SECONDS),
-        }
+        ttl = self.ttl_seconds or (None if replaces or self.path is not None else UNNAMED_SECONDS)
+        arguments: dict[str, Any] = {"path": path, "ttl": ttl}
         if self.sampling_session_seq_id is not None:
             arguments["sampler"] = f"{client.partition(':')[0]}:sample:{self.sampling_session_seq_id}"
         return Asked(arguments)

@@ -135,17 +135,10 @@ class TinkerApi:
 
     async def _client_config(self, tenant: str, request: Request) -> Response:
         section = self._service.config.tinker
-        return JSONResponse(
-            {
-                "pjwt_auth_enabled": False,
-                "parallel_fwdbwd_chunks": True,
-                "proto_compress_fwdbwd": False,
-                "fwdbwd_max_chunk_bytes_count": min(5_000_000, section.tinker_body_bytes * 3 // 4),
-                "sample_max_concurrent_requests": 4 * section.tinker_samples,
-                "sample_enable_stuck_detection": False,
-                "use_pyqwest_transport": False,
-            }
-        )
+        off = ("pjwt_auth_enabled", "proto_compress_fwdbwd", "sample_enable_stuck_detection", "use_pyqwest_transport")
+        chunk = min(5_000_000, section.tinker_body_bytes * 3 // 4)
+        limits = {"fwdbwd_max_chunk_bytes_count": chunk, "sample_max_concurrent_requests": 4 * section.tinker_samples}
+        return JSONResponse({"parallel_fwdbwd_chunks": True, **dict.fromkeys(off, False), **limits})
 
     async def _create_session(self, tenant: str, request: Request) -> Response:
         warning = UNEMBEDDING if self._served.rank is not None else None
@@ -162,9 +155,8 @@ class TinkerApi:
             raise NotThere(f"model_id: {model}: there is no such model")
         rank, name = self._served.rank and self._book.rank_of(model, self._served.rank), self._served.names[0]
         data = {"arch": "", "model_name": name, "tokenizer_id": self._served.names[-1]}
-        return JSONResponse(
-            {"type": "get_info", "model_data": data, "model_id": model, "is_lora": rank is not None, "lora_rank": rank, "model_name": name}
-        )
+        adapters = {"is_lora": rank is not None, "lora_rank": rank}
+        return JSONResponse({"type": "get_info", "model_data": data, "model_id": model, "model_name": name, **adapters})
 
     async def _weights_info(self, tenant: str, request: Request) -> Response:
         given = await self._json(request)
@@ -221,8 +213,7 @@ class TinkerApi:
         if (known := self._book.commands.get((client, number))) is None:
             known = await self._append(tenant, Command(client=client, number=number, at=time.time(), verb=verb, digest=digest), build)
         if known.digest != digest:
-            message = f"{client}: its request number {number} is there already, a {known.verb} with another content"
-            raise TurnRefused(422, message)
+            raise TurnRefused(422, f"{client}: its request number {number} is there already, a {known.verb} with another content")
         self._service.metrics.add("commands_accepted")
         if verb == "create_sampling_session":  # is carried out by its being in the log
             self._book.see(await self._log.append(CommandOutcome(client=client, number=0, at=time.time())))
