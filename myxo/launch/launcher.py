@@ -19,7 +19,7 @@ from myxo.display.progress_display import Display
 from myxo.launch import exit_report
 from myxo.launch.run_servers import DiskWatch, RunServers, until_room
 from myxo.launch.service_plan import TRAINERS, ServiceSpec, plan
-from myxo.launch.supervisor import FrozenServices, StopReason, Supervisor
+from myxo.launch.supervisor import FrozenServices, Progress, StopReason, Supervisor
 from myxo.run.run_access import ALARM_SECONDS, GivenServers, RunWatch, told_when_lost, vocabulary
 from myxo.run.run_directory import RunDirectory, ServerUrls
 from myxo.run.run_repair import checkpoints
@@ -41,7 +41,7 @@ from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.service.service_base import HEARTBEATS
 from shared.store.payload_store import Store, options
 from shared.view.alarms import Alarm
-from shared.view.live_services import InstanceStatus
+from shared.view.live_services import InstanceStatus, newest_gauges
 from shared.view.run_view import WAITED, WENT_ON, RunView, full_disk, run_view
 from shared.view.stall import NATS, STORE, TROUBLES, Away, Cause, PendingWork, RunSituation, Stall, StallWatch, as_doing, watched_stall
 
@@ -222,6 +222,7 @@ class Launch:
         self._supervised = False  # services were started
         self._began = 0  # steps trained when this launch began
         self._statuses: list[ServiceStatus] = []
+        self._progress = Progress()
         self._finished = self._ended = False  # by the run's phase
         self._failure = ""  # the reason of a phase that says that the run has failed
         self._away = float("-inf")  # when bus or store last did not answer, or had no room, monotonic
@@ -337,7 +338,8 @@ class Launch:
             supervisor.note_ready(self._statuses)
             owed = self._finished and self._final.owed(supervisor, now)
             done = self._ended and not owed
-            if not done and (reason := supervisor.tick(now, view.steps, hold=bool(disk.text), finished=owed)) is not None:
+            steps = self._progress.seen(view.steps, newest_gauges(self._statuses, "trainer"))
+            if not done and (reason := supervisor.tick(now, steps, hold=bool(disk.text), finished=owed)) is not None:
                 shown.show(view.stopped(reason.reason), now)
                 return reason
             if polling.done():

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from shared.process.parent_watchdog import kill_descendants
 from shared.runtime import exit_codes, failure_summary
 from shared.runtime.errors import MyxoError
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
-from shared.view.live_services import Heartbeats, InstanceStatus, present
+from shared.view.live_services import Heartbeats, InstanceStatus, count, present
 from shared.view.run_view import RESTARTED
 
 
@@ -126,6 +126,23 @@ class SameDeaths:
             self.kinds[kind] += 1
             self.count = self.kinds[kind]
         return self.count >= MOST_SAME or self.deaths >= MOST_DEATHS
+
+
+@dataclass
+class Progress:
+    """What a run gets done, by which deaths are forgiven: training steps, or a training endpoint's answers to its clients.
+
+    ``commands``: that the trainer's newest life was last seen to have answered. ``answers``: how often they were more than before.
+    """
+
+    commands: int = 0
+    answers: int = 0
+
+    def seen(self, steps: int, trainer: Mapping[str, float]) -> int:
+        """Returns a number that has grown where the run got on. ``trainer``: gauges of its newest status."""
+        before, self.commands = self.commands, count(trainer, "client_commands") - count(trainer, "client_commands_replayed")
+        self.answers += self.commands > before
+        return steps + self.answers
 
 
 LAST_LINES = 15  # lines of a log that are shown when a service is given up

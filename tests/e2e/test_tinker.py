@@ -167,16 +167,26 @@ def test_an_adapter_that_a_given_up_request_has_loaded_is_served(served: tuple[L
     assert result(process) == 1
 
 
+def answers(run: LaunchedRun) -> int:
+    """Returns how many commands were carried out for the first time."""
+    return sum(log.read_text(errors="replace").count('"replayed": false') for log in run.root.glob("logs/trainer*.log"))
+
+
 def killed(run: LaunchedRun, process: "subprocess.Popen[str]", kills: int, rng: random.Random) -> int:
-    """Kills endpoint or trainer again and again until a loop has ended. Returns how often."""
+    """Kills endpoint or trainer until a loop has ended, as they start too; behind each third kill they get to answer. Returns how often."""
     done = 0
     while process.poll() is None and done < kills:
         time.sleep(rng.uniform(0.2, 2.0))
+        assert run.process.poll() is None, run.said()
         try:
             run.kill(run.child(rng.choice(["services.gateway", "services.trainer"])))
-            done += 1
         except (AssertionError, ProcessLookupError):
             continue  # it is being started
+        done += 1
+        before, end = answers(run), time.monotonic() + 180
+        while done % 3 == 0 and process.poll() is None and answers(run) <= before:
+            assert run.process.poll() is None and time.monotonic() < end, f"no answer behind kill {done}\n{run.said()}"
+            time.sleep(0.2)
     return done
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from myxo.launch.supervisor import SameDeaths
+from myxo.launch.supervisor import Progress, SameDeaths
 
 
 def given_up(*deaths: tuple[int, str, int]) -> list[bool]:
@@ -53,3 +53,12 @@ def test_a_crash_is_of_its_own_making() -> None:
 
 def test_a_service_that_says_nothing_dies_of_its_exit_code() -> None:
     assert given_up(*[(1, "", 0)] * 3)[-1]
+
+
+def test_a_training_endpoint_gets_on_by_its_answers() -> None:
+    progress, same = Progress(), SameDeaths()
+    for answered in (0, 3, 5, 5, 0, 1):  # of two lives of its trainer
+        gauges = {"client_commands": answered + 2.0, "client_commands_replayed": 2.0}
+        deaths = [same.died(-9, "", progress.seen(0, gauges)) for _ in range(3)]
+        assert True not in deaths, answered
+    assert progress.seen(7, {}) == 7 + 3
