@@ -51,7 +51,8 @@ class ForkServerPopen(subprocess.Popen):  # type: ignore[type-arg]
 
     def _execute_child(self, *positional: Any, **named: Any) -> None:
         given = dict(forking.SIGNATURE.bind(self, *positional, **named).arguments)
-        if not is_forked(given["args"]) or given["preexec_fn"] is not None:
+        # what is forked does not import `tests.support.kill_points`
+        if not is_forked(given["args"]) or given["preexec_fn"] is not None or "KILL_POINTS" in os.environ:
             return super()._execute_child(*positional, **named)  # type: ignore[misc]
         ends = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         passed = [_Passed(number if end == -1 else end) for number, end in enumerate(ends)]
