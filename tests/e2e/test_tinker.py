@@ -158,7 +158,7 @@ def test_an_adapter_that_a_given_up_request_has_loaded_is_served(served: tuple[L
     assert process.stdout is not None
     path = next(run.root.rglob(f"sampler_weights/{process.stdout.readline().split('/')[2]}/s")).resolve()
     command = Path(f"/proc/{run.engine_of(run.child('services.rollout'))}/cmdline").read_text()
-    directory = re.search(r"\S+/myxo-engine-\w+", command)
+    directory = re.search(r"/[^\s\0:=]+/myxo-engine-\w+", command)
     assert directory is not None, command
     name = hashlib.blake2b(str(path).encode(), digest_size=16).hexdigest()
     with httpx.Client(transport=httpx.HTTPTransport(uds=f"{directory[0]}/http.sock"), timeout=60) as engine:
