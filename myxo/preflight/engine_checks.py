@@ -248,8 +248,7 @@ def check_external_engines(inspection: Inspection) -> Findings:
 def _cast(config: RunConfig, flags: Mapping[str, tuple[str, Any]]) -> Findings:
     """Yields a note where engines on GPUs cast what is pushed to bfloat16."""
     pushed = config.weights.update_weight_dtype or config.trainer.train_dtype
-    on_gpus = devices.resolve(config.rollout.rollout_device) == "cuda"
-    if pushed == "float32" and config.has_steps and on_gpus and "dtype" not in flags:
+    if pushed == "float32" and config.pushes and devices.resolve(config.rollout.rollout_device) == "cuda" and "dtype" not in flags:
         yield Note(f"trainer.train_dtype = float32, rollout.sglang.dtype = bfloat16: {FEWER_BITS}")
 
 

@@ -149,8 +149,7 @@ def kind_flags(config: RunConfig, device: str) -> dict[str, Any]:
 def parameter_flags(config: RunConfig, device: str, of_policy: bool = True) -> dict[str, Any]:
     """Returns the flag of a trained engine's parameters on a GPU. SGLang takes float16 for a checkpoint of float32, whose range the
     trainer's weights may leave; float32 that is pushed is cast, which `myxo.preflight` notes."""
-    trained = (config.has_steps or config.tinker.tinker_endpoint) and not config.debug.debug_rollout_only
-    return {"dtype": "bfloat16"} if trained and of_policy and device == "cuda" else {}
+    return {"dtype": "bfloat16"} if config.pushes and of_policy and device == "cuda" else {}
 
 
 INSTANCE = "MYXO_INSTANCE"

@@ -317,6 +317,11 @@ class RunConfig(Section):
         yield from (obstacle for obstacle, stands in obstacles.items() if stands)
 
     @property
+    def pushes(self) -> bool:
+        """Returns whether engines get weights of a trainer, of training steps or of a training endpoint's clients."""
+        return (self.has_steps or self.tinker.tinker_endpoint) and not self.debug.debug_rollout_only
+
+    @property
     def has_steps(self) -> bool:
         """Returns whether there is anything to train but the warm start."""
         return bool(self.rollout.num_rollout or self.rollout.num_epoch)

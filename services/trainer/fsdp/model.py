@@ -213,10 +213,8 @@ class FsdpModel:
             with safe_open(path, framework="pt") as held:
                 for adapter in adapters_of(self.language_model):
                     for part, parameter in adapter.named_parameters():
-                        wholes, shape = (
-                            [held.get_tensor(peft_name(matrix, part)) for matrix in adapter.matrices],
-                            tuple(parameter.shape[-2:]),
-                        )
+                        wholes = [held.get_tensor(peft_name(matrix, part)) for matrix in adapter.matrices]
+                        shape = tuple(parameter.shape[-2:])
                         for matrix, whole in zip(adapter.matrices, wholes, strict=True):
                             if whole.shape != shape:
                                 raise ConfigError(f"{path}:{matrix}", tuple(whole.shape), f"shape {shape}")

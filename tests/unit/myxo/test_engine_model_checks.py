@@ -159,6 +159,8 @@ def test_float32_that_engines_on_gpus_cast_is_said(tmp_path: Path, model: Path) 
 
     assert "note: trainer.train_dtype = float32, rollout.sglang.dtype = bfloat16: engines compute with fewer bits" in of("cuda", {})
     assert of("cuda", {"dtype": "float32"}) == of("cpu", {}) == of("cuda", {}, "bfloat16") == ""
+    alone = {"rollout": {"rollout_device": "cuda"}, "trainer": {"train_dtype": "float32"}, "debug": {"debug_rollout_only": True}}
+    assert checked(tmp_path, {}, **alone) == "", "such engines get no weights"
 
 
 def test_a_run_that_only_generates_may_quantize_as_it_loads(tmp_path: Path, model: Path) -> None:
