@@ -19,7 +19,7 @@ from myxo.display.progress_display import Display
 from myxo.launch import exit_report
 from myxo.launch.run_servers import DiskWatch, RunServers, until_room
 from myxo.launch.service_plan import TRAINERS, ServiceSpec, plan
-from myxo.launch.supervisor import FrozenServices, Progress, StopReason, Supervisor
+from myxo.launch.supervisor import FrozenServices, RunProgress, StopReason, Supervisor
 from myxo.run.run_access import ALARM_SECONDS, GivenServers, RunWatch, told_when_lost, vocabulary
 from myxo.run.run_directory import RunDirectory, ServerUrls
 from myxo.run.run_repair import checkpoints
@@ -222,7 +222,7 @@ class Launch:
         self._supervised = False  # services were started
         self._began = 0  # steps trained when this launch began
         self._statuses: list[ServiceStatus] = []
-        self._progress = Progress()
+        self._progress = RunProgress()
         self._finished = self._ended = False  # by the run's phase
         self._failure = ""  # the reason of a phase that says that the run has failed
         self._away = float("-inf")  # when bus or store last did not answer, or had no room, monotonic

@@ -129,7 +129,7 @@ class SameDeaths:
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """What a run gets done, by which deaths are forgiven: training steps, or a training endpoint's answers to its clients.
 
     ``commands``: that the trainer's newest life was last seen to have answered. ``answers``: how often they were more than before.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from myxo.launch.supervisor import Progress, SameDeaths
+from myxo.launch.supervisor import RunProgress, SameDeaths
 
 
 def given_up(*deaths: tuple[int, str, int]) -> list[bool]:
@@ -56,7 +56,7 @@ def test_a_service_that_says_nothing_dies_of_its_exit_code() -> None:
 
 
 def test_a_training_endpoint_gets_on_by_its_answers() -> None:
-    progress, same = Progress(), SameDeaths()
+    progress, same = RunProgress(), SameDeaths()
     for answered in (0, 3, 5, 5, 0, 1):  # of two lives of its trainer
         gauges = {"client_commands": answered + 2.0, "client_commands_replayed": 2.0}
         deaths = [same.died(-9, "", progress.seen(0, gauges)) for _ in range(3)]
