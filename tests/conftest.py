@@ -6,7 +6,7 @@ import os
 import sys
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ settings.load_profile("myxo")
 
 EXTRA_FOLDERS = ("tests/integration/benchmarks/", "tests/integration/nodes/")
 """All tests of these are marked extra: they take minutes each, and what they cover is tested at a smaller scale as well."""
+
+MOST_LOGS, LAST_LINES, LONGEST_LINE = 20, 25, 500
+"""Of a failed test's logs: how many are shown, and how much of each."""
 
 _numbers = itertools.count(1)
 
@@ -78,6 +81,17 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Writes a failure into the log when it happens: one that is cut off, by a deadline say, would end before its summary."""
     if report.failed and not os.environ.get("PYTEST_XDIST_WORKER"):
         print(f"\nFAILED {report.nodeid} ({report.when}, {report.duration:.0f} s)\n{report.longreprtext}", file=sys.__stderr__, flush=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Shows the last lines of each log that a failed test's processes left in its directory."""
+    report = yield
+    if report.failed and (directory := getattr(item, "funcargs", {}).get("tmp_path")):
+        for log in sorted(path for path in directory.rglob("*.log") if path.is_file() and path.stat().st_size)[:MOST_LOGS]:
+            lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+            report.sections.append((f"end of {log.relative_to(directory)}", "\n".join(line[:LONGEST_LINE] for line in lines)))
+    return report
 
 
 def pytest_collection_finish() -> None:
