@@ -9,7 +9,7 @@ from typing import Any
 
 from myxo.preflight.inspection import Findings, Headers, Inspection, Note
 from shared.config import devices, flag_table, sglang_flags
-from shared.config.engine_limits import context_length, dense_context_problem
+from shared.config.engine_limits import context_length, unequal_context_problem
 from shared.config.environment_variables import QAT, QAT_GROUP
 from shared.config.eval_views import eval_views
 from shared.config.rollout_section import GPUS_OF_MACHINE
@@ -393,12 +393,12 @@ def check_engine_backend(inspection: Inspection) -> Findings:
 
 
 def check_engine_context(inspection: Inspection) -> Findings:
-    """Yields a context that is longer than the model's: SGLang then does not start, unless the environment tells it to. On a CPU, also one
-    that is longer than sparse attention is dense."""
+    """Yields a context that is longer than the model's: SGLang then does not start, unless the environment tells it to. Also one in which
+    engines would compute otherwise than the trainer."""
     rollout = inspection.config.rollout
-    if inspection.model_config is not None and devices.resolve(rollout.rollout_device) == "cpu":
+    if inspection.model_config is not None:
         flags = {sglang_flags.plain_name(key): value for key, value in rollout.sglang.items()}
-        if (problem := dense_context_problem(inspection.model_config, flags)) is not None:
+        if (problem := unequal_context_problem(inspection.model_config, flags, devices.resolve(rollout.rollout_device))) is not None:
             yield problem
     known = context_length(inspection.model_config) if inspection.model_config is not None else None
     if known is None or os.environ.get(LONGER_CONTEXT, "").lower() in ("1", "true", "yes", "y"):

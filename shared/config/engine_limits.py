@@ -83,13 +83,25 @@ def context_length(model_config: Mapping[str, Any]) -> int | None:
     return None
 
 
-def dense_context_problem(model_config: Mapping[str, Any], flags: Mapping[str, Any]) -> ConfigError | None:
-    """Returns why an engine on a CPU cannot serve a model with sparse attention (``index_topk``): there it attends to every key, which is
-    the same up to so many tokens. None where it can. ``flags``: SGLang's by their plain names, as the run has them."""
-    top_k, given = model_config.get("index_topk"), flags.get("context-length")
-    if not isinstance(top_k, int) or (int(given or context_length(model_config) or 0)) <= top_k:
-        return None
-    return ConfigError("rollout.sglang.context-length", given, f"at most {top_k} on a CPU, index_topk; sparse attention needs a GPU")
+def unequal_context_problem(model_config: Mapping[str, Any], flags: Mapping[str, Any], device: str) -> ConfigError | None:
+    """Returns why an engine computes otherwise than the trainer in a long context, or None where it does not.
+
+    On a CPU sparse attention (``index_topk``) attends to every key, which is the same up to so many tokens. Rotary embeddings of type
+    ``longrope`` have two sets of angles: engines take the second for a whole batch as soon as one of its sequences is long, transformers
+    for each long sequence from its beginning. ``flags``: SGLang's by their plain names, as the run has them.
+    """
+    given, entries = flags.get("context-length"), text_entries(model_config)
+    rope = entries.get("rope_parameters") or entries.get("rope_scaling") or {}
+    bounds = []
+    if device == "cpu":
+        bounds.append((model_config.get("index_topk"), " on a CPU, index_topk; sparse attention needs a GPU"))
+    if "longrope" in (rope.get("rope_type"), rope.get("type")):
+        short = entries.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+        bounds.append((short, ", original_max_position_embeddings: beyond it engines choose longrope's angles by batch"))
+    for most, why in bounds:
+        if isinstance(most, int) and int(given or context_length(model_config) or 0) > most:
+            return ConfigError("rollout.sglang.context-length", given, f"at most {most}{why}")
+    return None
 
 
 PREFILL_GRAPHS = "cuda-graph-backend-prefill"

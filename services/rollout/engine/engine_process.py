@@ -29,7 +29,7 @@ import shared
 from services.rollout.engine.engine_client import RECEIVER_LOADER, EngineClient
 from services.rollout.engine.private_endpoints import ADDRESS_VARIABLE, DIRECTORY_VARIABLE, SECRET_VARIABLE, SOCKET
 from services.rollout.engine.transport import EngineTransport
-from shared.config.engine_limits import cpu_token_capacity, dense_context_problem
+from shared.config.engine_limits import cpu_token_capacity, unequal_context_problem
 from shared.config.sglang_flags import plain_name
 from shared.process import child_process as process_watch
 from shared.process.child_process import ChildProcess, ProcessWatch, cause
@@ -130,7 +130,7 @@ def engine_command(
         config = _model_config(Path(model_path))
         chosen |= CPU_FLAGS | {"max-total-tokens": cpu_token_capacity(config)}
     chosen |= {plain_name(name): value for name, value in (flags or {}).items()}
-    if device == "cpu" and (problem := dense_context_problem(config, chosen)) is not None:
+    if device == "cpu" and (problem := unequal_context_problem(config, chosen, device)) is not None:
         raise problem
     chosen |= {
         "model-path": str(model_path),

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from services.trainer.megatron import sparse_attention
 from services.trainer.megatron.packed_sequences import least_saved
-from shared.config.engine_limits import dense_context_problem
+from shared.config.engine_limits import unequal_context_problem
 from shared.config.trainer_section import TrainerSection
 from shared.model.families import read_architecture
 from shared.model.memory_plan import total_parameters
@@ -146,7 +146,18 @@ def test_what_is_not_exact_is_refused(hf, make_actor):
 
 def test_an_engine_on_a_cpu_has_no_context_that_is_sparse():
     entries = {"index_topk": 2048, "max_position_embeddings": 163840}
-    assert dense_context_problem(entries, {"context-length": "2048"}) is None
-    assert dense_context_problem({"max_position_embeddings": 163840}, {}) is None
+    assert unequal_context_problem(entries, {"context-length": "2048"}, "cpu") is None
+    assert unequal_context_problem({"max_position_embeddings": 163840}, {}, "cpu") is None
     for flags in ({}, {"context-length": 2049}):
-        assert "context-length" in str(problem := dense_context_problem(entries, flags)) and "at most 2048 on a CPU" in str(problem)
+        problem = str(unequal_context_problem(entries, flags, "cpu"))
+        assert "context-length" in problem and "at most 2048 on a CPU" in problem
+
+
+@pytest.mark.parametrize("written", ["rope_scaling", "rope_parameters"])
+def test_no_engine_has_a_context_in_which_it_chooses_angles_by_batch(written: str):
+    rope = {"type" if written == "rope_scaling" else "rope_type": "longrope", "long_factor": [2.0], "short_factor": [1.0]}
+    entries = {"original_max_position_embeddings": 4096, "max_position_embeddings": 131072, written: rope}
+    assert unequal_context_problem(entries, {"context-length": 4096}, "cuda") is None
+    for flags in ({}, {"context-length": "4097"}):
+        assert "at most 4096, original_max_position_embeddings" in str(unequal_context_problem(entries, flags, "cuda"))
+    assert unequal_context_problem({**entries, written: {"rope_type": "yarn"}}, {}, "cuda") is None
