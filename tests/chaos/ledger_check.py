@@ -210,6 +210,7 @@ async def ledger_messages(url: str, run: str, inbox: str = "_INBOX") -> list[tup
         while len(found) < pending:
             batch = await pull.fetch(min(256, pending - len(found)), timeout=10)
             found += [(message.metadata.sequence.stream, message.data) for message in batch]
+        await js.delete_consumer(stream, name)  # who asks often would have as many as a server allows
         return found
     finally:
         await connection.close()

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from multiprocessing import context, get_context, process, reduction, resource_tracker
+from multiprocessing import connection, context, get_context, process, reduction, resource_tracker
 from typing import Any
 
 import pytest
@@ -76,14 +76,15 @@ class ForkServerPopen(subprocess.Popen):  # type: ignore[type-arg]
     def _internal_poll(self, *arguments: Any, **named: Any) -> int | None:
         if self._forked is None:
             return super()._internal_poll(*arguments, **named)  # type: ignore[misc,no-any-return]
-        if self.returncode is None:
-            self.returncode = self._forked.exitcode
+        with self._waitpid_lock:  # type: ignore[attr-defined]  # of two threads one would read the code, and the other none: 255
+            if self.returncode is None:
+                self.returncode = self._forked.exitcode
         return self.returncode
 
     def _wait(self, timeout: float | None) -> int:
         if self._forked is None:
             return super()._wait(timeout)  # type: ignore[misc,no-any-return]
-        self._forked.join(timeout)
+        connection.wait([self._forked.sentinel], timeout)
         if self._internal_poll() is None:
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         return self.returncode

@@ -66,7 +66,7 @@ class Hub:
         async def enough() -> bool:
             return (await self.ledger()).steps >= steps
 
-        await until(enough, f"step {steps}", SECONDS)
+        await until(enough, f"step {steps}", SECONDS, 1.0)
 
 
 class TwoSites(Hub):
@@ -182,7 +182,7 @@ async def test_nothing_is_lost_doubled_or_too_old(seconds: float, https: bool, t
             async def finished() -> bool:
                 return (await sites.ledger()).finished
 
-            await until(finished, "the run's end", SECONDS)
+            await until(finished, "the run's end", SECONDS, 1.0)
             found = await sites.ledger()
             assert (found.problems, found.steps) == ([], SHAPE.steps)
             assert not [end for end in found.ends.values() if end.startswith("dead")]
