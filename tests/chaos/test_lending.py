@@ -18,7 +18,7 @@ KILLED = ("rollout-1/engine/scheduler", "trainer-0", "rollout-1", "trainer-0")
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("killed", [(), KILLED], ids=["well", "deaths"])
+@pytest.mark.parametrize("killed", [pytest.param((), id="well", marks=pytest.mark.extra), pytest.param(KILLED, id="deaths")])
 def test_a_lent_engine_generates_and_nothing_is_lost_or_doubled(
     killed: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,7 @@ custom_rm_path = "tests.support.reward_hooks:length"
 """
 
 
+@pytest.mark.extra(each=True)
 @pytest.mark.timeout(2 * RUN_SECONDS + 120)
 def test_sets_are_evaluated_beside_training_and_a_version_after_the_fact(small_run: Callable[..., Path], tmp_path: Path) -> None:
     """Greedy figures are those of a plain loop over the served engine's HTTP door, in the run and of the same version afterwards."""

@@ -85,6 +85,7 @@ def mean_reward(file: dict[str, Any]) -> float:
     return sum(rewards) / len(rewards)
 
 
+@pytest.mark.extra(each=True)
 @pytest.mark.timeout(RUN_SECONDS)
 def test_demonstrations_alone_are_trained_and_each_step_is_told(tmp_path: Path, tiny_model: Path) -> None:
     chats = [{"messages": [{"role": "user", "content": f"{n}+1="}, {"role": "assistant", "content": str(n + 1)}]} for n in range(8)]

@@ -25,6 +25,7 @@ MAY_BE_EMPTY = ('myxo_store_max_bytes{run="layout"} > 0',)
 """A query of the dashboard that has an answer only where the store has a bound."""
 
 
+@pytest.mark.extra(each=True)
 @pytest.mark.timeout(RUN_SECONDS + 300)
 def test_two_ranks_two_replicas_and_the_users_functions(small_run: Callable[..., Path], tmp_path: Path) -> None:
     """Both replicas are pushed to; when one's process group breaks by its death, the other stays and the run ends well. Where there is a

@@ -14,6 +14,7 @@ from tests.support.tiny_audio import wav, write_tiny_audio_model
 RUN_SECONDS = 900
 
 
+@pytest.mark.extra(each=True)
 @pytest.mark.timeout(RUN_SECONDS + 300)
 def test_a_tiny_model_learns_the_colour_of_a_square(tmp_path: Path) -> None:
     """Every push reaches the tower that sees: the engine's log-probs stay the trainer's to the end."""

@@ -19,7 +19,7 @@ ALL = ("critic", "trainer", "rollout", "reward", "buffer", *SERVERS)
 @pytest.mark.parametrize(
     ("deaths", "run_steps"),
     [
-        pytest.param([(2, ("critic", "trainer"))], 12, id="both roles at once"),
+        pytest.param([(2, ("critic", "trainer"))], 12, id="both roles at once", marks=pytest.mark.extra(each=True)),
         pytest.param([(2, ALL)], 12, id="all at once", marks=pytest.mark.extra),
         pytest.param([(2, ("critic",)), (6, ("trainer",))], 12, id="one by one", marks=pytest.mark.extra),
     ],

@@ -19,6 +19,7 @@ def models(statuses: list[ServiceStatus], state: str = "ready") -> list[ServiceS
     return [status for status in statuses if status.service == "model" and status.state == state]
 
 
+@pytest.mark.extra(each=True)
 @pytest.mark.timeout(RUN_SECONDS + 300)
 def test_a_frozen_judge_answers_rewards_and_agents_over_its_engines_death(
     small_run: Callable[..., Path], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

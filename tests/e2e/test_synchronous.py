@@ -35,10 +35,9 @@ def forked_python() -> None:
     """Every process of this run is started as a user's is."""
 
 
+@pytest.mark.extra(each=True)
 @pytest.mark.timeout(2 * RUN_SECONDS + 300)
-@pytest.mark.parametrize(
-    "names", [pytest.param(("sync",), id="once"), pytest.param(("sync-a", "sync-b"), id="twice", marks=pytest.mark.extra)]
-)
+@pytest.mark.parametrize("names", [pytest.param(("sync",), id="once"), pytest.param(("sync-a", "sync-b"), id="twice")])
 def test_without_staleness_a_run_is_synchronous_and_repeatable(
     names: tuple[str, ...], small_run: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -146,6 +146,7 @@ def test_tenants_stay_apart_and_no_request_stops_the_server(served: tuple[Launch
     assert audited(run)["violations"] == []
 
 
+@pytest.mark.extra(each=True)
 def test_what_cannot_be_written_or_read_fails_its_command_alone(loop: Loop) -> None:
     found = result(loop("broken", 1))
     assert "save_weights: NotADirectoryError" in found["written"] and "the trainer ended at each attempt" in found["read"], found
@@ -255,6 +256,7 @@ def test_a_stop_and_a_start_continue_every_client(served: tuple[LaunchedRun, str
     assert run.wait(120) == 128 + signal.SIGTERM
 
 
+@pytest.mark.extra(each=True)
 @pytest.mark.parametrize("served", [CONFIG.replace("lora_rank = 8\n", "")], indirect=True)
 def test_one_client_trains_the_whole_model_through_kills(served: tuple[LaunchedRun, str], loop: Loop) -> None:
     run, _ = served

@@ -201,6 +201,7 @@ async def test_what_fails_for_each_sample_is_no_samples_fault(launched: Launched
     assert not of_kind(await player.records(), SampleRefused)
 
 
+@pytest.mark.extra(each=True)
 async def test_a_payload_that_is_spoilt_after_it_was_trained_costs_its_own_group(launched: Launched, tmp_path: Path) -> None:
     """The trainer dies before its checkpoint, and is handed the step again; nothing that is generated now is old enough for it."""
     rollout = {"num_rollout": 2, "rollout_batch_size": 2, "n_samples_per_prompt": 2, "max_staleness": 1}

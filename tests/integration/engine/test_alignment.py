@@ -22,7 +22,8 @@ def figures(directory: Path, kind: str, *words: str) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("kind, backend", [("qwen3", "megatron"), pytest.param("qwen2", "torch", marks=pytest.mark.extra)])
+@pytest.mark.extra(each=True)
+@pytest.mark.parametrize("kind, backend", [("qwen3", "megatron"), ("qwen2", "torch")])
 def test_nothing_differs(tmp_path: Path, kind: str, backend: str) -> None:
     words = ("--backend", backend, "--cases", "off", "bitwise")
     plain, bitwise = figures(tmp_path, kind, *words)

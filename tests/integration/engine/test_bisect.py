@@ -67,6 +67,7 @@ def reported(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int,
     return code, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.extra(each=True)
 def test_a_wrong_epsilon_is_named_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = prepared(tmp_path, "qwen3")
     code, report = reported([str(config), "--engine-checkpoint", str(faulty(tmp_path, {"rms_norm_eps": 1e-5}))], capsys)
@@ -75,6 +76,7 @@ def test_a_wrong_epsilon_is_named_by_the_command(tmp_path: Path, capsys: pytest.
     assert report["causes"][0]["kind"] == "norm epsilon" and "rms_norm_eps is 1e-05 for the engine" in report["causes"][0]["evidence"]
 
 
+@pytest.mark.extra(each=True)
 @pytest.mark.usefixtures("in_process")
 def test_a_wrong_rope_scaling_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = prepared(tmp_path, "qwen3", trainer_backend="torch")
@@ -114,6 +116,7 @@ def test_two_tensor_parallel_ranks_and_an_engine_agree(tmp_path: Path, capsys: p
     assert {one["name"] for one in report["differences"]} >= {"layers.1.experts", "layers.1.router_logits", "final_norm"}
 
 
+@pytest.mark.extra(each=True)
 @pytest.mark.usefixtures("in_process")
 def test_the_scale_of_another_block_is_named_in_an_engine_with_8_bit_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = prepared(tmp_path, "qwen3")

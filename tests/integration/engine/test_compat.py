@@ -111,6 +111,7 @@ async def test_calculator(generated: Generated, checkpoint: Checkpoints) -> None
         assert score.reward <= -0.6 and score.parts["acc"] == 0.0
 
 
+@pytest.mark.extra(each=True)
 async def test_debate(generated: Generated, checkpoint: Checkpoints) -> None:
     _, samples = await generated("examples.compat.debate.generate_with_debate", rollout_max_response_len=12)
     check(checkpoint, samples)

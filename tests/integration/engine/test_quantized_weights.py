@@ -38,7 +38,7 @@ PROMPT = np.arange(12, dtype=np.int32)
         ("qwen3_moe", IN_BLOCKS),
         pytest.param("qwen3", [*IN_BLOCKS, "--scale-fmt", "ue8m0"], marks=pytest.mark.extra),
         pytest.param("deepseek_v3", IN_BLOCKS, marks=pytest.mark.extra),
-        ("qwen3_moe", ["int4"]),
+        pytest.param("qwen3_moe", ["int4"], marks=pytest.mark.extra),
         pytest.param("qwen3", ["int4", "--layout", "awq"], marks=pytest.mark.extra),
         pytest.param("qwen3_moe", ["int4", "--experts-only"], marks=pytest.mark.extra),
     ],

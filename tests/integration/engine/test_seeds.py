@@ -52,6 +52,7 @@ async def drawn_by(engine: EngineProcess, draw: Callable[[EngineClient], Awaitab
         return await draw(client)
 
 
+@pytest.mark.extra(each=True)
 def test_seeds_draw_the_same_samples_in_two_engines(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """Two engines with other seeds of their own; the first one's requests in company, the second one's alone and interrupted."""
     found = []

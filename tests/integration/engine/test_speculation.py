@@ -127,6 +127,7 @@ async def test_a_draft_is_pushed_with_its_policy(engines: list[EngineProcess], m
     assert min(known, learned, again, shared) > 1.4 * max(stale, behind), (known, stale, learned, behind, again, shared)
 
 
+@pytest.mark.extra(each=True)
 def test_deepseeks_draft_is_pushed_as_its_layer(tmp_path: Path) -> None:
     make_checkpoint("deepseek_v3", tmp_path)
     character_tokenizer(PRINTABLE[: VOCAB - 4]).save_pretrained(tmp_path)

@@ -129,8 +129,9 @@ def one_port(
     return f"https://{link.hub}:{port}/{store.url.rpartition('/')[2]}"
 
 
+@pytest.mark.extra(each=True)
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("seconds", "https"), [(8.0, True), pytest.param(60.0, False, marks=pytest.mark.extra)])
+@pytest.mark.parametrize(("seconds", "https"), [(8.0, True), (60.0, False)])
 async def test_nothing_is_lost_doubled_or_too_old(seconds: float, https: bool, tmp_path: Path) -> None:
     port = free_port() if https else 0
     with contextlib.ExitStack() as stack:
