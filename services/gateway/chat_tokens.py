@@ -5,6 +5,7 @@ rendering again what was sampled. Where none does, the template itself renders e
 sampled is seen by comparing ids.
 """
 
+import itertools
 import json
 import re
 import secrets
@@ -21,9 +22,10 @@ import structlog
 from numpy.typing import NDArray
 
 from services.gateway.wire.request import PICTURE_MARK, ChatTurn, TurnRefused
-from services.gateway.wire.request_body import shallow
+from services.gateway.wire.request_body import shallow, text_part
 from shared.data.call_form import in_call_form
 from shared.data.control_tokens import ControlTokens
+from shared.data.media import empty_part
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
 from shared.sessions.session import Turn
@@ -116,7 +118,7 @@ TOOL = {
 CALL = {"id": "call_0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
 
 
-def _said(role: str, content: str, **more: Any) -> dict[str, Any]:
+def _said(role: str, content: Any, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
@@ -180,14 +182,15 @@ class ChatTokens:
     Args:
         model: its checkpoint directory, or tokenizer. variables: of the run for the chat template.
         control_tokens: what those are that clients' texts spell: ``text``, or control tokens (``as_written``). encoded: ids that are
-            remembered, also for others.
+            remembered, also for others. kind: of the parts of messages that show something, as in `MediaReader`.
 
     Attributes:
         family: the renderer's name; ``default``: the model's own template. stop_ids: tokens that end a turn.
         shows_tools: whether a prompt shows the model the tools that it is given. shows_system: whether it may have a system's message.
         streams_text: the beginning of a completion can be read before its end: reasoning comes first, and is one piece.
         plain_markers: most markers are nothing but left out.
-        picture_text: what the template writes for a picture; None: it shows none, or otherwise than in the middle of a text.
+        picture_texts: what the template writes around the number of a picture, which most leave out: one piece then; none: it shows none,
+            or otherwise than in the middle of a text.
         added_ids: tokens that are no plain text. byte_ids: those that are a byte each. letter: the tokens of `LETTER`.
     """
 
@@ -199,10 +202,11 @@ class ChatTokens:
         variables: Mapping[str, Any],
         control_tokens: Literal["text", "as_written"] = "text",
         encoded: EncodedTexts | None = None,
+        kind: str = "image",
     ) -> None:
         from renderers import DefaultRendererConfig, create_renderer  # it takes seconds, and only gateways have the package
 
-        self.tokenizer = model if isinstance(model, Tokenizer) else Tokenizer(model)
+        self.tokenizer, self._kind = model if isinstance(model, Tokenizer) else Tokenizer(model), kind
         self._control_tokens: Literal["text", "as_written"] = control_tokens
         self._varied, self._varying = OrderedDict[str, ChatTokens](), threading.Lock()
         self.has_template = self.tokenizer.has_chat_template
@@ -217,7 +221,7 @@ class ChatTokens:
         # the package's default renderer makes objects of all arguments, also where the template takes their text
         self._render: Any = by_template if family is None or self._one_result else family.render_ids
         self.stop_ids = sorted({*self._renderer.get_stop_token_ids(), *self.tokenizer.stop_ids})
-        self.picture_text = self._picture_text(variables) if self.has_template else None
+        self.picture_texts = self._picture_texts(variables) if self.has_template else []
         self.shows_tools = self.has_template and self._differs_with_tools()
         self.shows_system = self.has_template and _rendered(by_template, [_BRIEF, _ASKED], ()) is not None
         self.added_ids, self.byte_ids = self.tokenizer.added_ids, self.tokenizer.byte_ids
@@ -244,7 +248,7 @@ class ChatTokens:
                 self._varied.move_to_end(key)
                 return known
         # no request waits for it meanwhile
-        made = ChatTokens(self.tokenizer, {**self._variables, **variables}, self._control_tokens, self._encoded)
+        made = ChatTokens(self.tokenizer, {**self._variables, **variables}, self._control_tokens, self._encoded, self._kind)
         with self._varying:
             self._varied[key] = made
             if len(self._varied) > MOST_VARIED:
@@ -258,17 +262,20 @@ class ChatTokens:
         except TurnRefused:
             return False
 
-    def _picture_text(self, variables: Mapping[str, Any]) -> str | None:
+    def _picture_texts(self, variables: Mapping[str, Any]) -> list[str]:
         def rendered(content: Any) -> str:
             try:
                 return self.tokenizer.render([_said("user", content)], {**variables, "add_generation_prompt": True})
             except (ConfigError, *UNREADABLE):
                 return ""
 
-        before, behind = (secrets.token_hex(12) for _ in range(2))
-        shown = rendered([{"type": "text", "text": before}, {"type": "image"}, {"type": "text", "text": behind}])
-        text = shown.partition(before)[2].rpartition(behind)[0]
-        return text if text and rendered(before + text + behind) == shown else None
+        marks = [secrets.token_hex(12) for _ in range(3)]
+        parts = [part for mark in marks for part in (text_part(mark), empty_part(self._kind))][:-1]
+        shown = rendered(parts)
+        first, second = (shown.partition(before)[2].partition(behind)[0] for before, behind in itertools.pairwise(marks))
+        pieces = [first] if first == second else first.split("1", 1)
+        agrees = "2".join(pieces) == second and rendered(first.join(marks[:2]) + second + marks[2]) == shown
+        return pieces if first and agrees else []
 
     def _tool_parser(self) -> str | None:
         """Returns the parser of tool calls whose marks the model has as tokens, if its template speaks of any."""
@@ -293,7 +300,7 @@ class ChatTokens:
         given = list(tools) or None
         try:
             formed = in_call_form(self.tokenizer, messages, {**self._variables, "tools": given})
-            guarded, shown = self._guarded(formed, turns), self._control.guarded(given)
+            guarded, shown = self._guarded(formed, 1, turns), self._control.guarded(given)
             if messages[-1]["role"] == "assistant":
                 found = self._by_template(guarded, tools=shown, continue_final_message=True)
             else:
@@ -303,15 +310,17 @@ class ChatTokens:
             raise TurnRefused(400, f"the model's chat template refuses them: {reason[:300]}", field=place) from None
         return np.asarray(found, np.int32)
 
-    def _guarded(self, messages: Messages, turns: Iterable[Turn] = ()) -> list[dict[str, Any]]:
-        """Returns messages whose texts give no control token, but that what an assistant says has markers, and what was sampled."""
-        control = self._control
+    def _guarded(self, messages: Messages, number: int, turns: Iterable[Turn] = ()) -> list[dict[str, Any]]:
+        """Returns messages whose texts give no control token, but that what an assistant says has markers, and what was sampled.
+        ``number``: of their first picture in the conversation."""
+        control, numbers = self._control, itertools.count(number)
 
         def guarded(message: Mapping[str, Any], key: str) -> Any:
             value, kept_here = message[key], own.get((message["role"], key), ())
-            if key != "content" or self.picture_text is None or not isinstance(value, str):
+            if key != "content" or not self.picture_texts or not isinstance(value, str):
                 return control.guarded(value, kept_here)
-            return self.picture_text.join(control.guarded(text, kept_here) for text in PICTURE_MARK.split(value)[::2])
+            first, *further = (control.guarded(text, kept_here) for text in PICTURE_MARK.split(value)[::2])
+            return first + "".join(str(next(numbers)).join(self.picture_texts) + text for text in further)
 
         sampled = np.unique(np.concatenate([np.empty(0, np.int32), *(turn.completion for turn in turns)])).tolist()
         kept = control.markers | {control.texts[token] for token in sampled if token in control.texts and token not in self.stop_ids}
@@ -374,7 +383,7 @@ class ChatTokens:
             return None
         try:
             found = self._renderer.bridge_to_next_turn(
-                before, generated, self._guarded(messages), tools=self._control.guarded(list(tools) or None)
+                before, generated, self._guarded(messages, len(turn.pictures) + 1), tools=self._control.guarded(list(tools) or None)
             )
         except UNREADABLE:
             return None

@@ -48,18 +48,17 @@ async def serve(service: Service) -> None:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each client's connection is one
     variables, control = config.data.apply_chat_template_kwargs, section.gateway_control_tokens
-    chat = await asyncio.to_thread(ChatTokens, Path(config.model.hf_checkpoint), variables, control)
     sessions, most_each = SessionStore(service.store, service.run), section.gateway_replica_requests
     replicas = Replicas(service.registry, sessions, most_each, config.rollout.eval_replicas > 0)
     client = GenerationClient(sessions)
     model = Path(config.model.hf_checkpoint).name
     holder = f"{service.instance}.{service.incarnation}"  # each life is another: what its predecessor generated is taken over, not held
-    shows = "image" in (config.data.multimodal_keys or {})
-    reader = MediaReader.of(config.model.hf_checkpoint, config.data) if shows else None
-    if reader is not None and chat.picture_text is None:
-        raise ConfigError(
-            "data.multimodal_keys", config.data.multimodal_keys, "a chat template that writes pictures in the midst of a text"
-        )
+    keys = config.data.multimodal_keys
+    reader = None if keys is None else MediaReader.of(config.model.hf_checkpoint, config.data)
+    kind = "image" if reader is None else reader.kind
+    chat = await asyncio.to_thread(ChatTokens, Path(config.model.hf_checkpoint), variables, control, kind=kind)
+    if reader is not None and not chat.picture_texts:
+        raise ConfigError("data.multimodal_keys", keys, f"a chat template that writes {reader.rule.noun}s in the midst of a text")
     pictures = TurnPictures(sessions, reader, config.data)
     turns = Turns(sessions, replicas, client, chat, model, holder, section, service.traces, pictures)
     names = frozenset({model, str(config.model.hf_checkpoint), service.run, config.rollout.policy_name, *section.gateway_models})

@@ -1,4 +1,4 @@
-"""Pictures of conversations: checked and brought into their one form once, and kept by the session under their names.
+"""Pictures, or sounds, of conversations: checked and brought into their one form once, and kept by the session under their names.
 
 What a client sends again with each request is remembered here, and stored beside the session's log when a turn first shows it, from where
 other gateways have it, and the replica that makes samples of the session.
@@ -29,6 +29,8 @@ class TurnPictures:
         self._sessions, self._reader, self._data = sessions, reader, data
         self._known: OrderedDict[str, Picture] = OrderedDict()
         self._bytes, self._decoding = 0, asyncio.Lock()  # one at a time: a small one may have hundreds of megabytes of pixels
+        self._noun: str = "picture" if reader is None else reader.rule.noun
+        self._code = f"invalid_{'image' if reader is None else reader.kind}"
 
     async def of(self, log: SessionLog, names: Sequence[str], given: Mapping[str, bytes], place: str) -> dict[str, Picture]:
         """Returns the pictures of a prompt by name, those that are not among ``given`` as the session has them. Raises TurnRefused.
@@ -42,12 +44,12 @@ class TurnPictures:
             if self._reader is None:
                 raise BadMedia("expected text: data.multimodal_keys is not set, or this model is not the run's")
             if len(names) > self._data.max_pictures:
-                raise BadMedia(f"expected at most data.max_pictures = {self._data.max_pictures} pictures, found {len(names)}")
+                raise BadMedia(f"expected at most data.max_pictures = {self._data.max_pictures} {self._noun}s, found {len(names)}")
             found = {name: await self._one(self._reader, log, name, given) for name in dict.fromkeys(names)}
             if (size := sum(len(found[name].data) for name in names)) > MOST_BYTES:
-                raise BadMedia(f"expected at most {MOST_BYTES} bytes of pictures as they are stored, found {size}")
+                raise BadMedia(f"expected at most {MOST_BYTES} bytes of {self._noun}s as they are stored, found {size}")
         except BadMedia as error:
-            raise TurnRefused(400, str(error), field=place, code="invalid_image") from None
+            raise TurnRefused(400, str(error), field=place, code=self._code) from None
         return found
 
     async def _one(self, reader: MediaReader, log: SessionLog, name: str, given: Mapping[str, bytes]) -> Picture:
@@ -62,7 +64,7 @@ class TurnPictures:
         else:
             stored = await self._sessions.pictures(log.session.id)
             if name not in stored:
-                raise BadMedia(f"picture {name} is not stored in this session: send it again")
+                raise BadMedia(f"{self._noun} {name} is not stored in this session: send it again")
             found = Picture(stored[name], reader.measured(stored[name]))
         if name not in self._known:
             self._known[name] = found
@@ -78,7 +80,7 @@ class TurnPictures:
         try:
             return self._reader.rule.expanded(tokens, [asked.shown[name].tokens for name in pictures_in(messages)])
         except BadMedia as error:
-            raise TurnRefused(400, str(error), field=asked.place, code="invalid_image") from None
+            raise TurnRefused(400, str(error), field=asked.place, code=self._code) from None
 
     def check(self, tokens: NDArray[np.int32], names: Sequence[str], shown: Mapping[str, Picture], place: str) -> None:
         """Raises TurnRefused where tokens stand for pictures, and not for those of the turn that they continue."""
@@ -86,8 +88,8 @@ class TurnPictures:
             return
         places, wanted = int(np.count_nonzero(tokens == self._reader.rule.token)), sum(shown[name].tokens for name in names)
         if places != wanted:
-            message = f"{places} token ids stand for pictures, and the turn that they continue shows {wanted}"
-            raise TurnRefused(400, message, field=place, code="invalid_image")
+            message = f"{places} token ids stand for {self._noun}s, and the turn that they continue shows {wanted}"
+            raise TurnRefused(400, message, field=place, code=self._code)
 
     async def store(self, log: SessionLog, names: Sequence[str], shown: Mapping[str, Picture]) -> None:
         """Stores those pictures of a turn that the session has not yet. Raises SessionUnknown; TurnRefused where it has too many."""
@@ -95,5 +97,5 @@ class TurnPictures:
         known = {name for names in shows for name in names}
         new = [name for name in dict.fromkeys(names) if name not in known]
         if len(known) + len(new) > MOST_SHOWN:
-            raise TurnRefused(400, f"the session has shown {MOST_SHOWN} pictures; it takes no further ones", code="invalid_image")
+            raise TurnRefused(400, f"the session has shown {MOST_SHOWN} {self._noun}s; it takes no further ones", code=self._code)
         await self._sessions.add_pictures(log.session.id, {name: shown[name].data for name in new})

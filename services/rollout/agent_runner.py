@@ -135,14 +135,21 @@ def agent_data(task: Task, rollout: int, model: str, options: Mapping[str, Any],
     }
 
 
+SENT: dict[str, Callable[[str], dict[str, Any]]] = {
+    "image": lambda encoded: {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}},
+    "audio": lambda encoded: {"type": "input_audio", "input_audio": {"data": encoded, "format": "wav"}},
+}
+
+
 def with_pictures(messages: Any, pictures: Iterable[bytes]) -> Any:
-    """Returns a prompt's messages with its pictures as parts that the gateway takes of OpenAI's clients. ``pictures``: PNGs, in order."""
-    urls = (f"data:image/png;base64,{base64.b64encode(one).decode()}" for one in pictures)
+    """Returns a prompt's messages with its pictures, or sounds, as parts that the gateway takes of OpenAI's clients. ``pictures``: as they
+    are stored, in order."""
+    given = (base64.b64encode(one).decode() for one in pictures)
 
     def shown(content: Any) -> Any:
         if isinstance(content, str):
             return content
-        return [{"type": "image_url", "image_url": {"url": next(urls)}} if part["type"] == "image" else part for part in content]
+        return [SENT[part["type"]](next(given)) if part["type"] in SENT else part for part in content]
 
     return [{**message, "content": shown(message["content"])} for message in messages]
 

@@ -296,8 +296,7 @@ class RunConfig(Section):
         """Yields what of the run does not know pictures."""
         rollout, debug = self.rollout, self.debug
         trains = self.has_steps and not debug.debug_rollout_only
-        agents = () if "audio" in (self.data.multimodal_keys or {}) else AGENTS  # the gateway takes the pictures of agents
-        makers = [f"rollout.{name}" for name in rollout.makers if name not in agents]
+        makers = [f"rollout.{name}" for name in rollout.makers if name not in AGENTS]  # of agents the gateway takes them
         makers += [f"{GENERATOR} of the set {one.name}" for one in self.eval.sets if getattr(one, GENERATOR)]
         dumps = [name for name in ("save_debug_rollout_data", "save_debug_train_data", "load_debug_rollout_data") if getattr(debug, name)]
         obstacles = {

@@ -315,7 +315,7 @@ class MediaReader:
                 if not waiting:
                     raise BadMedia(f"expected a {self._noun} in {self._key!r} for each {self._place} of the prompt, found fewer")
                 found.append(waiting.pop(0))
-                parts += [{"type": self.kind}, *([{"type": "text", "text": piece}] if piece else [])]
+                parts += [empty_part(self.kind), *([{"type": "text", "text": piece}] if piece else [])]
             return parts if len(pieces) > 1 else content
         if not isinstance(content, list):
             return content
@@ -333,7 +333,7 @@ class MediaReader:
         if given is None and not waiting:
             raise BadMedia(f"expected a {self._noun} in the part, or in {self._key!r}, found neither")
         found.append(waiting.pop(0) if given is None else given)
-        return {"type": self.kind}
+        return empty_part(self.kind)
 
     def data_of(self, given: Any, folder: Path) -> bytes:
         """Returns the encoded picture or sound that a value of a row stands for: bytes, base64, a data URL, a file beside the data or an
@@ -473,6 +473,11 @@ class SoundReader(MediaReader):
         if (tokens := self.rule.tokens(count)) < 2:  # of one token transformers takes its place for the sound's whole place
             raise BadMedia(f"expected a sound of 2 tokens or more, found {sound.frames / rate:.6g} seconds")
         return sound, tokens, count
+
+
+def empty_part(kind: str) -> dict[str, Any]:
+    """Returns the part of a message that stands for a picture or a sound in a chat template."""
+    return {"type": kind, **({kind: ""} if kind == "audio" else {})}  # Qwen2-Audio's template asks for the key alone
 
 
 def _from_base64(text: str) -> bytes:

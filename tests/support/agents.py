@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import soundfile
 from openai import AsyncOpenAI
 from PIL import Image
 
@@ -259,15 +260,14 @@ async def rewards_its_turns(data: dict[str, Any], base_url: str, api_key: str) -
 
 
 async def zooms(data: dict[str, Any], base_url: str, api_key: str) -> float:
-    """Shows the model the middle of the prompt's picture whenever it calls for that, twice at most, and asks on where it does not."""
+    """Shows the model the middle of the prompt's picture, or sound, when it calls for that, twice at most; asks on where it does not."""
     messages = list(data["messages"])
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=8) as client:
         for _ in range(3):
             completion = await client.chat.completions.create(model=data["model"], messages=messages, tools=ZOOM)
             answer = completion.choices[0].message
             messages.append(answer.model_dump(exclude_none=True))
-            [given] = [part for part in messages[0]["content"] if part["type"] == "image_url"]
-            shown = {"type": "image_url", "image_url": {"url": middle_of(given["image_url"]["url"])}}
+            [shown] = [middle_of(part) for part in messages[0]["content"] if part["type"] != "text"]
             calls = [{"role": "tool", "tool_call_id": call.id, "content": [shown]} for call in answer.tool_calls or ()]
             messages += calls or [{"role": "user", "content": [{"type": "text", "text": "look"}, shown]}]
     return float(len(messages))
@@ -276,9 +276,13 @@ async def zooms(data: dict[str, Any], base_url: str, api_key: str) -> float:
 ZOOM: Any = [{"type": "function", "function": {"name": "zoom", "parameters": {"type": "object", "properties": {}}}}]
 
 
-def middle_of(url: str) -> str:
-    """The middle of a picture, as a data URL, too."""
-    picture = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+def middle_of(part: dict[str, Any]) -> dict[str, Any]:
+    """The middle of a picture or of a sound, as a part of a message, too."""
+    if part["type"] == "input_audio":
+        waves, rate = soundfile.read(io.BytesIO(base64.b64decode(part["input_audio"]["data"])))
+        soundfile.write(made := io.BytesIO(), waves[len(waves) // 4 : -(len(waves) // 4)], rate, format="WAV")
+        return {"type": "input_audio", "input_audio": {"data": base64.b64encode(made.getvalue()).decode(), "format": "wav"}}
+    picture = Image.open(io.BytesIO(base64.b64decode(part["image_url"]["url"].partition(",")[2])))
     width, height = picture.size
     picture.crop((width // 4, height // 4, width - width // 4, height - height // 4)).save(made := io.BytesIO(), "PNG")
-    return "data:image/png;base64," + base64.b64encode(made.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(made.getvalue()).decode()}}

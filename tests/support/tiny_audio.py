@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.support.qwen3_tokenizer import SPECIAL, TEMPLATE, write_qwen3_tokenizer
 from tests.support.tiny_model import PRINTABLE, character_tokenizer
 from tests.support.tiny_vision import randomize
 
@@ -22,6 +23,30 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
+PARTS = (  # with numbers, and by the key of a part alone, as Qwen2-Audio's own template has it
+    "{%- set heard = namespace(count=0) %}"
+    "{%- macro shown(content) %}{%- if content is string %}{{ content }}{%- else %}{%- for part in content %}{%- if 'audio' in part %}"
+    "{%- set heard.count = heard.count + 1 %}{{ 'Audio ' ~ heard.count ~ ': <|audio_bos|><|AUDIO|><|audio_eos|>' }}"
+    "{%- else %}{{ part.text }}{%- endif %}{%- endfor %}{%- endif %}{%- endmacro %}"
+)
+
+
+def write_hearing_chat_model(path: Path) -> Any:
+    """Writes a tiny Qwen2-Audio with the chat form of Qwen3, tools among it, and returns the float32 model."""
+    model = write_tiny_audio_model(path, room=32)
+    (path / "chat_template.jinja").unlink()
+    template = PARTS + TEMPLATE.replace("message.content + '<|im_end|>", "shown(message.content) + '<|im_end|>")
+    template = template.replace("'\\n<tool_response>\\n' + message.content +", "'\\n<tool_response>\\n' + shown(message.content) +")
+    write_qwen3_tokenizer(path, template, [*SPECIAL, BEGIN, END, AUDIO])
+    ids = {one["content"]: one["id"] for one in json.loads((path / "tokenizer.json").read_text())["added_tokens"]}
+    config = json.loads((path / "config.json").read_text()) | {"audio_token_index": ids[AUDIO]}
+    config["text_config"] |= {"eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"]}
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids["<|im_end|>"]}))
+    model.config.audio_token_id = model.config.audio_token_index = ids[AUDIO]
+    return model
 
 
 def wav(seconds: float, pitch: float | None = None, rate: int = 16000, channels: int = 1, seed: int = 0) -> bytes:
@@ -37,13 +62,17 @@ def wav(seconds: float, pitch: float | None = None, rate: int = 16000, channels:
     return encoded.getvalue()
 
 
-def write_tiny_audio_model(path: Path, *, seed: int = 0, alphabet: str = PRINTABLE, std: float = 0.1, seconds: int = 4) -> Any:
-    """Writes a checkpoint of the kind qwen2_audio, whose encoder hears so many ``seconds``, and returns the float32 model."""
+def write_tiny_audio_model(
+    path: Path, *, seed: int = 0, alphabet: str = PRINTABLE, std: float = 0.1, seconds: int = 4, room: int = 0
+) -> Any:
+    """Writes a checkpoint of the kind qwen2_audio, whose encoder hears so many ``seconds``, and returns the float32 model.
+
+    ``room``: ids beyond those of the tokenizer."""
     tokenizer = character_tokenizer(alphabet)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", AUDIO, BEGIN, END]})
     tokenizer.chat_template = CHAT_TEMPLATE
     text = {
-        "model_type": "qwen2", "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "model_type": "qwen2", "vocab_size": len(tokenizer) + room, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "bos_token_id": None, "eos_token_id": 1,
         "pad_token_id": 0, "initializer_range": std, "tie_word_embeddings": False,
     }  # fmt: skip

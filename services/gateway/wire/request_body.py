@@ -181,8 +181,19 @@ class _ImageBlock(RequestFields):
     source: _ImageSource
 
 
-PicturePart = _ImageUrlPart | _InputImagePart | _ImageBlock  # As chat completions, responses and Anthropic's messages have it
-# Content that may show pictures: a string, or parts
+class _InputAudio(RequestFields):
+    data: Base64
+    format: Literal["wav", "mp3", "flac", "ogg"]  # what it is, its own bytes say
+
+
+class _InputAudioPart(RequestFields):
+    type: Literal["input_audio"]
+    input_audio: _InputAudio
+
+
+# As chat completions, responses and Anthropic's messages have pictures and sounds
+PicturePart = _ImageUrlPart | _InputImagePart | _ImageBlock | _InputAudioPart
+# Content that may show pictures, or play sounds: a string, or parts
 Parts = Annotated[
     list[Annotated[TextPart | PicturePart, Field(discriminator="type")]],
     Field(max_length=MAX_CALLS, fail_fast=True),
@@ -201,7 +212,8 @@ def joined(parts: Iterable[TextPart | PicturePart]) -> str:
 
 
 def _data(part: Any) -> bytes:
-    return {"image_url": lambda: part.image_url.url, "input_image": lambda: part.image_url, "image": lambda: part.source.data}[part.type]()
+    inner = part.source if part.type == "image" else getattr(part, "image_url" if part.type == "input_image" else part.type)
+    return inner if isinstance(inner, bytes) else inner.url if part.type == "image_url" else inner.data
 
 
 def pictures_of(messages: Iterable[Any]) -> dict[str, bytes]:

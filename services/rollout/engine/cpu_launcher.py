@@ -19,12 +19,10 @@ That is safe here and only here: no CUDA, and before the fork the parent has run
 the same imports this file again, as ``__mp_main__``, and so gets the stand-ins as well.
 """
 
-import base64
 import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import io
 import json
 import multiprocessing
 import os
@@ -45,7 +43,7 @@ with quick_imports():
     import torch
     import torch.nn.functional as F
 
-    from services.rollout.engine import cpu_speculation, quantized_layers
+    from services.rollout.engine import cpu_speculation, media_reading, quantized_layers
     from services.rollout.engine.murmur_hash import murmur_hash32
     from services.rollout.engine.private_endpoints import close_sockets, leave_out_own_requests, serve_on_socket
     from shared.transfer import batch_invariant
@@ -242,17 +240,6 @@ def attend_with_sinks(model_path: str) -> bool:
     for name in ("forward_extend", "forward_decode"):
         setattr(backend, name, with_sinks(getattr(backend, name)))
     return True
-
-
-def read_sounds(model_path: str) -> None:
-    """Lets models that hear be served without torchaudio, which SGLang imports to read even a sound that is at the model's rate."""
-    config = Path(model_path, "config.json")
-    if importlib.util.find_spec("torchaudio") is not None or not config.is_file() or "audio_config" not in json.loads(config.read_text()):
-        return
-    import soundfile
-    from sglang.srt.multimodal.processors import base_processor
-
-    base_processor.load_audio = lambda url, *_: soundfile.read(io.BytesIO(base64.b64decode(url.partition(",")[2])))[0]
 
 
 class LinearAttentionKernels:
@@ -471,7 +458,7 @@ if __name__ == "__main__":
     attend_linearly(arguments.model_path)
     absorb_latent_attention(arguments.model_path)
     norm_heads_jointly(arguments.model_path)
-    read_sounds(arguments.model_path)
+    media_reading.install(arguments.model_path)
     if attend_with_sinks(arguments.model_path):
         arguments.disable_hybrid_swa_memory = True
     try:

@@ -44,6 +44,9 @@ if __name__ == "__main__":
     with quick_imports():
         from sglang.srt.entrypoints import http_server
 
+        from services.rollout.engine import media_reading
+
     early_processes.note_imported()
     leave_out_own_requests(http_server)
+    media_reading.install(model)
     runpy.run_module("sglang.launch_server", run_name="__main__")

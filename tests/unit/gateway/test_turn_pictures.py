@@ -1,4 +1,4 @@
-"""Pictures in the requests of clients: found, refused, and carried on over turns by the very tokens."""
+"""Pictures, and sounds, in the requests of clients: found, refused, and carried on over turns by the very tokens."""
 
 import asyncio
 import base64
@@ -25,9 +25,10 @@ from shared.runtime.traces import Traces
 from shared.schema.messages import Sampling
 from shared.sessions.session import Session, SessionLog, Turn, trajectories
 from tests.support.tables import table
-from tests.support.tiny_audio import wav
+from tests.support.tiny_audio import AUDIO, BEGIN, END, wav, write_hearing_chat_model
 from tests.support.tiny_vision import IMAGE, VISION_END, VISION_START, png, write_seeing_chat_model
 from tests.unit.shared.test_pictures import bomb, encoded
+from tests.unit.shared.test_sounds import written
 
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
@@ -52,18 +53,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-tokens_of = functools.cache(lambda model: ChatTokens(model, {}))
+@pytest.fixture(scope="module")
+def hearing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hearing")
+    write_hearing_chat_model(path)
+    return path
+
+
+tokens_of = functools.cache(lambda model, kind: ChatTokens(model, {}, kind=kind))
 
 
 class Gateway:
     """A gateway's turns, whose answers are given."""
 
-    def __init__(self, model: Path, **data: Any) -> None:
+    def __init__(self, model: Path, kind: str = "image", **data: Any) -> None:
         session = {"id": "s", "group": "g", "rollout": 0, "attempt": 0, "key_digest": "0" * 64, "deadline": 9.0}
         self.log = SessionLog(Session(**session, sampling=Sampling(temperature=1.0, max_new_tokens=100)))
-        self.section = DataSection(apply_chat_template=True, multimodal_keys={"image": "images"}, **data)
+        self.section = DataSection(apply_chat_template=True, multimodal_keys={kind: "shown"}, **data)
         self.sessions: Any = Stored()
-        self.reader, self.chat, nothing = MediaReader.of(model, self.section), tokens_of(model), Any
+        self.reader, self.chat, nothing = MediaReader.of(model, self.section), tokens_of(model, kind), Any
         self.pictures = TurnPictures(self.sessions, self.reader, self.section)
         self.turns = Turns(nothing, nothing, nothing, self.chat, "m", "h", GatewaySection(), Traces(), self.pictures)  # type: ignore[arg-type]
 
@@ -94,6 +102,10 @@ def shown(data: bytes) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url(data), "detail": "high"}}
 
 
+def heard(data: bytes, kind: str = "wav") -> dict[str, Any]:
+    return {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": kind}}
+
+
 def block(data: bytes) -> dict[str, Any]:
     return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": base64.b64encode(data).decode()}}
 
@@ -112,7 +124,7 @@ def test_a_conversation_goes_on_by_the_very_tokens_with_the_pictures_of_tools(mo
     rule = gateway.reader.rule
     messages: list[Any] = [{"role": "user", "content": [text("see"), shown(one), text("and?")]}]
     first = gateway.turn(chat(messages, "r0"), "a  b")
-    assert gateway.chat.family == "qwen3" and gateway.chat.picture_text == f"{VISION_START}{IMAGE}{VISION_END}"
+    assert gateway.chat.family == "qwen3" and gateway.chat.picture_texts == [f"{VISION_START}{IMAGE}{VISION_END}"]
     assert int((first.prompt == rule.token).sum()) == rule.tokens(20, 20)
     messages += [{"role": "assistant", "content": "a  b"}, {"role": "user", "content": [shown(two)]}]
     second = gateway.turn(chat(messages, "r1"), "<tool_call> odd")
@@ -159,7 +171,7 @@ REFUSED: dict[str, tuple[list[Any] | str, str]] = {
     "no base64": ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,%%"}}], "expected base64"),
     "too many": ([shown(png(20, 20))] * 4, "max_pictures = 3"),
     "a place without a picture": (f"{VISION_START}{IMAGE}", ""),  # text of a client's is text
-    "sound": ([{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}], "input_audio"),
+    "a sound": ([{"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}], "expected a picture of PNG"),
     "a part's further field": ([{**shown(png(20, 20)), "min_pixels": 3}], "unknown parameter"),
 }
 
@@ -237,3 +249,75 @@ def test_pictures_that_are_not_there_are_refused(model: Path) -> None:
         openai_responses.parse(json.dumps(body).encode(), "r")
     with pytest.raises(TurnRefused, match="with the request that shows them"):
         openai_responses.parse_items(json.dumps({"items": [{**body["input"][0], "role": "user"}]}).encode())
+
+
+def test_a_conversation_goes_on_with_the_sounds_of_users_and_tools(hearing: Path) -> None:
+    """The template numbers sounds: a turn that is carried on counts those before it. Other sounds of the same length are another one."""
+    gateway, one, two = Gateway(hearing, "audio"), wav(0.5, seed=1), wav(0.3, rate=8000, seed=2)
+    rule, place = gateway.reader.rule, f"{BEGIN}{AUDIO}{END}"
+    assert gateway.chat.picture_texts == ["Audio ", f": {place}"]
+    messages: list[Any] = [{"role": "user", "content": [text("hear"), heard(one), text("and?")]}]
+    first = gateway.turn(chat(messages, "r0"), "<tool_response> odd")
+    assert int((first.prompt == rule.token).sum()) == rule.tokens(8000)
+    called = {"role": "assistant", "content": "<tool_response> odd", "tool_calls": []}
+    messages += [called, {"role": "user", "content": [heard(two), heard(one)]}]
+    second = gateway.turn(chat(messages, "r1"), "a")
+    assert second.parent == "r0" and np.array_equal(second.prompt[: len(first.tokens)], first.tokens)
+    shown = gateway.chat.text(rule.unexpanded(second.prompt).tolist())
+    assert [f"Audio {number}: {place}" in shown for number in (1, 2, 3, 4)] == [True, True, True, False]
+    assert shown == gateway.chat.text(gateway.chat.render(chat(messages).messages, ()).tolist()), "as the template has it from the start"
+    changed = [{"role": "user", "content": [text("hear"), heard(wav(0.5, seed=3)), text("and?")]}, *messages[1:]]
+    assert gateway.turn(chat(changed, "r2"), "a").parent is None
+    [joined, apart] = trajectories(gateway.log.turns.values())
+    assert joined.pictures == second.pictures and len(apart.pictures) == 3
+    tool = [
+        messages[0],
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c", "content": [heard(two)]},
+    ]
+    assert int((gateway.turn(chat(tool, "r3"), "a").prompt == rule.token).sum()) == rule.tokens(8000) + rule.tokens(4800)
+
+
+WAVES = np.zeros(8000)
+BAD_SOUNDS: dict[str, tuple[bytes, str]] = {
+    "nothing": (b"", "expected 1 to max_picture_bytes"),
+    "a text": (b"RIFF or not", "expected a sound of WAV"),
+    "a picture": (png(20, 20), "expected a sound of WAV"),
+    "a header": (wav(0.5)[:30], "expected a"),
+    "a WAV cut short": (wav(0.5)[:4000], "expected a whole WAV"),
+    "an MP3 cut to nothing": (written(WAVES, format="MP3")[:20], "expected a sound of WAV"),
+    "no samples": (wav(0), "2 tokens or more"),
+    "one token": (wav(0.06), "2 tokens or more"),
+    "too long": (wav(2.1), "at most 2 seconds (max_sound_seconds"),
+    "long silence in few bytes": (written(np.zeros(400_000), format="FLAC"), "at most 2 seconds"),
+    "infinity": (written(WAVES + np.inf, format="WAV", subtype="FLOAT"), "NaN or infinity"),
+    "too loud": (written(WAVES + 3, format="WAV", subtype="FLOAT"), "samples from -1 to 1, found 3"),
+    "too few samples a second": (wav(1, rate=2000), "found 2000"),
+    "six channels": (wav(0.3, channels=6), "1 or 2 channels, found 6"),
+    "an AIFF": (written(WAVES, format="AIFF"), "found AIFF"),
+    "too many bytes": (wav(1.9, rate=24000), "max_picture_bytes = 80000"),
+}
+
+
+def test_bad_sounds_are_refused_by_name_and_the_next_good_one_is_taken(hearing: Path) -> None:
+    gateway, wrong = Gateway(hearing, "audio", max_picture_bytes=80_000, max_sound_seconds=2, max_pictures=3), list[str]()
+    call = [{"role": "user", "content": "hear"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    rows = [([heard(data)], words) for data, words in BAD_SOUNDS.values()]
+    rows += [([heard(wav(0.2))] * 4, "max_pictures = 3 sounds, found 4"), ([heard(wav(0.2), "aiff")], "'wav', 'mp3'"),
+             ([{"type": "input_audio", "input_audio": {"data": "%%", "format": "wav"}}], "expected base64"),
+             ([{"type": "input_audio", "input_audio": {"data": "", "format": "wav", "speed": 2}}], "unknown parameter"),
+             ([shown(png(20, 20))], "expected a sound of WAV")]  # fmt: skip
+    for content, words in rows:
+        for before in ([], call):
+            said = {"role": "tool", "tool_call_id": "c", "content": content} if before else {"role": "user", "content": content}
+            try:
+                gateway.turn(chat([*before, said]), "x")
+                wrong.append(f"{words}: accepted")
+            except TurnRefused as error:
+                if error.status != 400 or words not in str(error) or not str(error.field).startswith("messages"):
+                    wrong.append(f"{words}: {error.status} {error.field} {error}")
+    assert not wrong and not gateway.sessions.found, "nothing of them is stored"
+    for kind in ("MP3", "FLAC", "OGG"):
+        good = heard(written(0.3 * np.sin(np.arange(8000) / 9), format=kind), kind.lower())
+        assert (gateway.turn(chat([{"role": "user", "content": [good]}], kind), "x").prompt == gateway.reader.rule.token).any()
+    assert all(one[:4] == b"RIFF" for one in gateway.sessions.found.values())

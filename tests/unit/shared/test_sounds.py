@@ -149,5 +149,5 @@ def test_runs_that_cannot_hear_are_refused(folder, tmp_path):
     with pytest.raises(ConfigError, match="none for this model; sounds are shown to qwen2_audio alone"):
         reader(tmp_path)
     given = {name: getattr(config(folder), name).model_dump(exclude_unset=True) for name in ("data", "trainer", "reward")}
-    with pytest.raises(Exception, match="rollout.agent makes rollouts of its own"):
-        run_config(folder, **given, rollout={"agent": "a:b"})
+    with pytest.raises(Exception, match="custom_generate_function_path makes rollouts of its own"):
+        run_config(folder, **given, rollout={"custom_generate_function_path": "a:b"})

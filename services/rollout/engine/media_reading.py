@@ -1,0 +1,58 @@
+"""What SGLang's server reads of prompts with sounds: their very ids, and sounds in their stored form. Both launchers apply it."""
+
+import base64
+import importlib.util
+import io
+import itertools
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def install(model_path: str) -> None:
+    """Prepares SGLang for a checkpoint whose model hears; does nothing for another."""
+    config = Path(model_path, "config.json")
+    entries = json.loads(config.read_text()) if config.is_file() else {}
+    if "audio_config" in entries:
+        keep_ids()
+        read_sounds()
+
+
+def read_sounds() -> None:
+    """Does without torchaudio where there is none: SGLang imports it to read even a sound that is at the model's rate."""
+    if importlib.util.find_spec("torchaudio") is not None:
+        return
+    import soundfile
+    from sglang.srt.multimodal.processors import base_processor
+
+    base_processor.load_audio = lambda url, *_: soundfile.read(io.BytesIO(base64.b64decode(url.partition(",")[2])))[0]
+
+
+def keep_ids() -> None:
+    """Has prompts keep the ids that they are sent with. SGLang does so for pictures alone, and makes those of other prompts anew of their
+    text, which a model may have sampled otherwise than the tokenizer spells it."""
+    from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor
+    from sglang.srt.multimodal.processors.qwen_audio import Qwen2AudioMultimodalProcessor
+
+    combine, collect, sent = (
+        BaseMultimodalProcessor.process_and_combine_mm_data,
+        BaseMultimodalProcessor._process_and_collect_mm_items,
+        threading.local(),
+    )
+
+    def combined(self: Any, given: Any, tokens: Any, *arguments: Any, **options: Any) -> Any:
+        sent.ids, sent.token = given.input_ids, tokens.audio_token_id if given.audios else None
+        return combine(self, given, tokens, *arguments, **options)
+
+    def collected(self: Any, *arguments: Any, **options: Any) -> Any:
+        items, ids, found = collect(self, *arguments, **options)
+        if sent.ids is not None and sent.token is not None:
+            counts = [len(list(run)) for token, run in itertools.groupby(ids.tolist()) if token == sent.token]
+            ids = torch.tensor(self._expand_input_ids(sent.ids, counts, sent.token), dtype=ids.dtype)
+        return items, ids, found
+
+    BaseMultimodalProcessor.process_and_combine_mm_data, BaseMultimodalProcessor._process_and_collect_mm_items = combined, collected
+    Qwen2AudioMultimodalProcessor._build_transcription_prompt = lambda _, given: given  # it would make a text of ids
