@@ -481,6 +481,8 @@ class TrainerSection(Section):
             if value != default and value is not None:
                 reason = "FSDP2 shards the model over all ranks" if name in _SPLITS else "that is Megatron's"
                 yield ConfigError(f"trainer.{name}", value, f"{default} {own}: {reason}")
+        if self.prefix_sharing == "on":
+            yield ConfigError("trainer.prefix_sharing", "on", f"auto or off {own}, which computes whole sequences")
         yield from self._sharing_problems(own)
         if self.recompute_granularity == "selective" or self.recompute_num_layers not in (None, 1):
             yield ConfigError(

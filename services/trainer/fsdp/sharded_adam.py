@@ -16,7 +16,7 @@ from shared.config.trainer_section import LearningRateSchedule, TrainerSection
 
 
 class FsdpOptimizer(ScheduledOptimizer):
-    """Adam with decoupled weight decay, of matrices only, as Megatron's.
+    """Adam with decoupled weight decay, of matrices only, as Megatron's; the biases of stacked experts are none.
 
     Attributes:
         moments: of the parameters that train, by name: this rank's shards of both, float32.
@@ -64,7 +64,7 @@ class FsdpOptimizer(ScheduledOptimizer):
         if gradients and self.trainer.clip_grad > 0 and (share := self.trainer.clip_grad / (norm + 1e-6)) < 1:
             torch._foreach_mul_(list(gradients.values()), share)
         for decays in (True, False):
-            self._step({name: one for name, one in gradients.items() if decays == (one.dim() > 1)}, decays)
+            self._step({name: one for name, one in gradients.items() if decays == (one.dim() > 1 and not name.endswith("bias"))}, decays)
         self.steps += 1
         self.updates += 1
         return norm, None

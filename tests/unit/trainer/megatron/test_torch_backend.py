@@ -81,6 +81,11 @@ def test_it_trains_as_megatron_does(kind, hf, alone):
     same(alone.train(hf(kind), TORCH, 3), alone.train(hf(kind), {"adam_eps": 1e-3}, 3))
 
 
+def test_biases_of_stacked_experts_do_not_decay(hf, alone):
+    config = {"weight_decay": 20.0, "adam_eps": 1e-3}
+    same(alone.train(hf("gpt_oss"), {**TORCH, **config}, 2), alone.train(hf("gpt_oss"), config, 2))
+
+
 @pytest.mark.parametrize("kind", ["qwen3_moe", pytest.param("qwen3", marks=pytest.mark.extra)])
 def test_two_ranks_train_as_one_does(kind, hf, alone, two_ranks):
     expected = alone.train(hf(kind), TORCH, 3)
@@ -473,6 +478,7 @@ def test_what_it_does_not_take_is_refused(hf, alone, tmp_path, monkeypatch):
         ({"tensor_model_parallel_size": 2, "lora_rank": 4}, ["tensor_model_parallel_size", "lora_rank = 4"]),
         ({"expert_model_parallel_size": 2, "fsdp_shard_ranks": 2}, ["expert_model_parallel_size", "fsdp_shard_ranks = 2"]),
         ({"megatron": {"moe_grouped_gemm": True}}, ["trainer.megatron"]),
+        ({"prefix_sharing": "on"}, ["prefix_sharing", "whole sequences"]),
         ({"recompute_granularity": "selective"}, ["recompute_granularity", "full"]),
         ({"lora_rank": 4, "fsdp_float8": "rowwise"}, ["fsdp_float8", "lora_rank = 4"]),
         ({"use_routing_replay": True, "fsdp_compile": True}, ["fsdp_compile", "replayed routing"]),
