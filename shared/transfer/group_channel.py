@@ -8,6 +8,7 @@ As a program (``python -m shared.transfer.group_channel``, settings as a line of
 of SGLang's own (`send_checkpoint`), to an engine without a reader's end of ours. A process can be killed, whatever a collective waits for.
 """
 
+import atexit
 import concurrent.futures
 import contextlib
 import datetime
@@ -51,7 +52,7 @@ GROUP_SECONDS = 24 * 3600.0  # NCCL's own limit for a collective, after which it
 # the seconds after its deadline at which a gloo broadcast ends by itself: only then is the buffer of an abandoned one released
 OVERDUE_SECONDS = 5.0
 ABORT_SECONDS = 5.0  # the seconds for NCCL to end a communicator's kernels
-END_SECONDS = 3.0  # the seconds to wait for a group to be destroyed
+END_SECONDS = 3.0  # the seconds for which a process that exits waits for a group to be destroyed
 # Variables read when a group is made: no watchdog may end this process because a peer has died. Deadlines are checked here.
 NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
@@ -128,12 +129,8 @@ class BroadcastGroup:
             raise RuntimeError("the group was left")
         return group.broadcast([flat], options)
 
-    def end(self, settled: Callable[[], bool] = lambda: True, seconds: float = 0.0) -> None:
-        """Ends NCCL's kernels and waits until ``settled``; gloo's broadcasts end with their own limit, beside everything.
-
-        Args:
-            seconds: to wait for the group to be gone.
-        """
+    def end(self, settled: Callable[[], bool] = lambda: True) -> None:
+        """Ends NCCL's kernels and waits until ``settled``; gloo's broadcasts end with their own limit, beside everything."""
         group, self._group = self._group, None
         if group is None:
             return
@@ -146,7 +143,7 @@ class BroadcastGroup:
         dropping = threading.Thread(target=_outlive, args=(group, ended), name=f"drop-{self._name}", daemon=True)
         del group
         dropping.start()
-        dropping.join(seconds)
+        atexit.register(dropping.join, END_SECONDS)  # a process that exits in the middle of it would crash
 
 
 class GroupSender(ChannelSender):
@@ -217,12 +214,12 @@ class GroupSender(ChannelSender):
         self._works = {}
         self._end_group()
         if self._ending is not None:
-            concurrent.futures.wait([self._ending], END_SECONDS)  # a process that exits in the middle of it would crash
+            concurrent.futures.wait([self._ending], END_SECONDS)
 
     def _end_group(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            self._ending = run_in_thread(lambda: group.end(seconds=END_SECONDS), f"end-{self.name}")
+            self._ending = run_in_thread(group.end, f"end-{self.name}")
 
 
 class GroupReceiver(ChannelReceiver):
