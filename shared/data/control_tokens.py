@@ -64,7 +64,8 @@ class ControlTokens:
         if not isinstance(value, str):
             return value
         broken = self._spelled.sub(lambda found: found[0] if found[1] in kept else found[0] + self._mark, value)
-        lengths = range(1, self._longest)  # the text beside it may be the rest of a token
+        # the text beside it may be the rest of a token; templates compare words, as the names of roles
+        lengths = range(1, 1 if re.fullmatch(r"\w+", value) else self._longest)
         start = self._mark if any(value[:length] in self._tails for length in lengths) else ""
         inside = f"<{value}>" in self._names or f"</{value}>" in self._names  # templates make tags of names
         return start + broken + (self._mark if inside or any(value[-length:] in self._heads for length in lengths) else "")
@@ -124,9 +125,9 @@ def _random_words(count: int, texts: Collection[str]) -> list[str]:
 
 
 def _parts(texts: Iterable[str]) -> tuple[set[str], set[str]]:
-    """Returns the beginnings of texts and their ends, without those that are words, as names have them."""
+    """Returns the beginnings of texts and their ends."""
     cuts = [(text[:at], text[at:]) for text in texts for at in range(1, len(text))]
-    return {head for head, _ in cuts if re.search(r"\W", head)}, {tail for _, tail in cuts if re.search(r"\W", tail)}
+    return {head for head, _ in cuts}, {tail for _, tail in cuts}
 
 
 def _is_control(token: AddedToken) -> bool:

@@ -113,6 +113,13 @@ def test_no_text_of_others_completes_a_control_token_that_the_template_does_not_
     assert of_control[0] == of_control[1]
 
 
+def test_a_text_that_begins_or_ends_with_the_rest_of_a_token_in_letters_completes_none() -> None:
+    control, backend = CONTROLS["nested"], KINDS["nested"]
+    assert control.encode("<|a|>" + control.guarded("b<")).tolist()[0] == backend.token_to_id("<|a|>")
+    assert backend.token_to_id("b<") not in control.encode(control.guarded("a b") + "<").tolist()
+    assert control.guarded({"role": "b"}) == {"role": "b"}
+
+
 def test_no_mark_or_name_completes_a_control_token() -> None:
     """These tokens begin and end with each digit and most letters, as a mark might."""
     edges = [one for one in "0123456789abcdefghijklmnopqrstuvwxyzABCDEF" if one != "k"]
