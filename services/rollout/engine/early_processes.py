@@ -1,16 +1,14 @@
 """Begins the processes that an SGLang engine will start before SGLang is imported, so that they import side by side.
 
-What multiprocessing spawns imports everything again. `EarlyProcesses` begins such children beside the imports of this process; when a
-process is started whose target is of their module, one of them becomes it. It is given what a spawned child is given, by multiprocessing's
-own pickling, over a pair of sockets that has no name and of which no one else has an end. Its parent, pid, exit code and sentinel are those
-of a spawned child.
+What multiprocessing spawns imports everything again. `EarlyProcesses` spawns such children beside the imports of this process, with an
+`EarlyWork` in the place of a process: it imports a module and waits. When a process is started whose target is of that module, one of them
+is sent it, by multiprocessing's own pickling, over a pair of sockets that has no name and of which no one else has an end.
 
 A wrong guess of `early_modules` costs time, not correctness. Where something takes effect in a fresh process alone (another executable, a
 variable that may be read while modules are imported), and where the early process is gone, one is spawned as usual; the log says why. Those
 that are not needed end with this process, or before.
 """
 
-import contextlib
 import importlib
 import io
 import logging
@@ -19,25 +17,32 @@ import os
 import pickle
 import resource
 import socket
-import subprocess
+import struct
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
 from itertools import zip_longest
-from multiprocessing import context, popen_spawn_posix, process, reduction, resource_tracker, spawn, util
-from typing import Any, NoReturn
+from multiprocessing import context, popen_spawn_posix, reduction, spawn
+from multiprocessing.connection import Connection
+from typing import Any
 
 from shared.runtime.quick_imports import quick_imports
 
 WAIT_SECONDS = 300.0  # the longest wait for work: the first start of an engine may look up or download a model before it has any
-LENGTH_BYTES = 8  # each message follows its length, in so many bytes, the first being the highest
-MOST_DESCRIPTORS = 64  # the most descriptors that go along with a message
 
+# The deadline for an early process to take its work. It reads when its imports have ended; a small message need not wait for that.
+HAND_OVER_SECONDS = 60
+
+# The limits of a process, as for open files, which children inherit: SGLang raises some before it starts them.
+LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
+
+_logger = logging.getLogger(__name__)
 _received: list[int] = []
 
 
 class Descriptor:
-    """Stands for a descriptor among pickled arguments, by its place among those that came along with the message."""
+    """Stands for a descriptor among pickled arguments, by its place among those that follow the message."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -46,129 +51,73 @@ class Descriptor:
         return _received[self._index]
 
 
-def wait_for_work(handle: int, tracker: int, module: str) -> NoReturn:
-    """Runs this process, which inherits the descriptors of its end of the sockets and of multiprocessing's resource tracker.
+class EarlyWork:
+    """What an early process is spawned with: it imports ``module``, waits at ``channel`` for a process, and becomes it."""
 
-    Two messages come: what spawned children are prepared with; then the variables that have changed, the limits, that preparation as it is
-    by now, and the process."""
-    resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]
-    channel = socket.socket(fileno=handle)
-    channel.set_inheritable(False)
-    channel.settimeout(WAIT_SECONDS)
-    preparation, _ = _receive(channel)
-    with _being_spawned():
-        spawn.prepare(pickle.loads(preparation))
-    with quick_imports():
-        importlib.import_module(module)
-    message, descriptors = _receive(channel)
-    _received.extend(descriptors)
-    work = io.BytesIO(message)
-    for name, value in pickle.load(work).items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-    for limit, bounds in pickle.load(work).items():
-        resource.setrlimit(limit, bounds)
-    with _being_spawned():
-        spawn.prepare(pickle.load(work))
-        process_object = pickle.load(work)
-    channel.settimeout(None)
-    sys.exit(process_object._bootstrap(channel.detach()))  # the descriptor tells of the parent's end
+    def __init__(self, module: str, channel: "Connection[Any, Any]") -> None:
+        self._name, self._module, self._channel = module, module, channel
+
+    def _bootstrap(self, parent_sentinel: int) -> object:
+        with quick_imports():
+            importlib.import_module(self._module)
+        if not self._channel.poll(WAIT_SECONDS):
+            sys.exit(f"No work has come within {WAIT_SECONDS:g} s for a process that was begun early.")
+        try:
+            changed, limits, descriptors, pickled = self._channel.recv()
+            _received.extend(reduction.recv_handle(self._channel) for _ in range(descriptors))
+        except (EOFError, ConnectionError):
+            sys.exit(0)  # the parent has ended, or does not need this process
+        for name, value in changed.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        for limit, bounds in limits.items():
+            resource.setrlimit(limit, bounds)
+        return pickle.loads(pickled)._bootstrap(parent_sentinel)
 
 
-@contextlib.contextmanager
-def _being_spawned() -> Iterator[None]:
-    """Has multiprocessing refuse to start processes, as while a spawned child imports its main module."""
-    current: Any = process.current_process()
-    current._inheriting = True
-    try:
-        yield
-    finally:
-        del current._inheriting
+class EarlyPopen(popen_spawn_posix.Popen):
+    """multiprocessing's handle of a child that is begun early. ``environment``: this process's, and more. Raises OSError."""
 
-
-def _receive(channel: socket.socket) -> tuple[bytes, list[int]]:
-    """Returns the next message and the descriptors that came along; ends this process where none comes any more."""
-    try:
-        head, descriptors, _, _ = socket.recv_fds(channel, LENGTH_BYTES, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
-        message = bytearray()
-        while head and (missing := int.from_bytes(head, "big") - len(message)):
-            if not (part := channel.recv(missing)):
-                sys.exit(0)
-            message += part
-    except TimeoutError:
-        sys.exit(f"No work has come within {WAIT_SECONDS:g} s for a process that was begun early.")
-    except ConnectionError:
-        sys.exit(0)
-    if not head:
-        sys.exit(0)  # the parent has ended, or does not need this process
-    return bytes(message), descriptors
-
-
-# The deadline for an early process to take its work. It reads when its imports have ended; a small message need not wait for that.
-HAND_OVER_SECONDS = 60.0
-
-# The limits of a process, as for open files, which children inherit: SGLang raises some before it starts them.
-LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
-
-_logger = logging.getLogger(__name__)
-
-
-class EarlyProcess:
-    """A child that imports ``module`` and waits, begun with ``environment``. Raises OSError where it cannot be begun."""
+    _fds: list[int]
 
     def __init__(self, module: str, environment: Mapping[str, str]) -> None:
-        self.module, self.environment, self.begun = module, environment, time.monotonic()
-        self.executable = spawn.get_executable()
-        self.channel, theirs = socket.socketpair()
-        with theirs:
-            tracker = resource_tracker.getfd()
-            assert tracker is not None  # it is running now
-            descriptors = theirs.fileno(), tracker
-            program = f"from {__name__} import wait_for_work; wait_for_work(*{descriptors}, {module!r})"
-            arguments = [*util._args_from_interpreter_flags(), "-c", program, "--multiprocessing-fork"]  # type: ignore[attr-defined]
-            self.child = subprocess.Popen([self.executable, *arguments], env=environment, pass_fds=descriptors)
-        self.send(_pickled(self, spawn.get_preparation_data(module)))
+        self.module, self.environment, self.begun, self.executable = module, environment, time.monotonic(), spawn.get_executable()
+        self.channel, theirs = multiprocessing.Pipe()
+        missing = {name: value for name, value in environment.items() if name not in os.environ}
+        os.environ.update(missing)
+        try:
+            with closing(theirs):
+                super().__init__(EarlyWork(module, theirs))  # type: ignore[arg-type]
+        finally:
+            for name in missing:
+                del os.environ[name]
 
-    def send(self, message: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Sends bytes and descriptors. Raises OSError: the process is gone, or does not read in time."""
-        self.channel.settimeout(HAND_OVER_SECONDS)
-        socket.send_fds(self.channel, [len(message).to_bytes(LENGTH_BYTES, "big")], descriptors)
-        self.channel.sendall(message)
-        self.channel.settimeout(None)
+    def become(self, process_object: Any) -> None:
+        """Has the child be a process. Raises OSError: it is gone, or does not read in time."""
+        setattr(self, "DupFd", Descriptor)  # noqa: B010  # a class attribute by its type
+        self._fds = []
+        message = io.BytesIO()
+        context.set_spawning_popen(self)
+        try:
+            reduction.dump(process_object, message)
+        finally:
+            context.set_spawning_popen(None)
+        with socket.socket(fileno=os.dup(self.channel.fileno())) as stream:
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", HAND_OVER_SECONDS, 0))
+        limits = {limit: resource.getrlimit(limit) for limit in LIMITS}
+        self.channel.send((changed_variables(self.environment, os.environ), limits, len(self._fds), message.getvalue()))
+        for descriptor in self._fds:
+            reduction.send_handle(self.channel, descriptor, self.pid)
+        self.channel.close()
+
+    def duplicate_for_child(self, fd: int) -> int:
+        self._fds.append(fd)
+        return len(self._fds) - 1 if "DupFd" in vars(self) else fd
 
     def end(self) -> None:
         """Ends the process, which has no work."""
         self.channel.close()
-        self.child.kill()
-        self.child.wait()
-
-
-class EarlyPopen(popen_spawn_posix.Popen):
-    """multiprocessing's handle of a child, for an early process that becomes it. Raises OSError where that fails."""
-
-    DupFd = Descriptor  # type: ignore[assignment]
-    _fds: list[int]
-
-    def __init__(self, process_object: Any, early: EarlyProcess) -> None:
-        self._early = early
-        super().__init__(process_object)
-
-    def duplicate_for_child(self, fd: int) -> int:
-        self._fds.append(fd)
-        return len(self._fds) - 1
-
-    def _launch(self, process_object: Any) -> None:
-        early = self._early
-        changed = changed_variables(early.environment, os.environ), {limit: resource.getrlimit(limit) for limit in LIMITS}
-        early.send(_pickled(self, *changed, spawn.get_preparation_data(process_object.name), process_object), self._fds)
-        self.pid, self.sentinel = early.child.pid, early.channel.detach()
-        self.finalizer = util.Finalize(self, util.close_fds, [self.sentinel])  # type: ignore[attr-defined]
-
-    def poll(self, flag: int = os.WNOHANG) -> int | None:
-        self.returncode = self._early.child.poll() if flag else self._early.child.wait()
-        return self.returncode
+        self.kill()
+        self.wait()
 
 
 class EarlyProcesses:
@@ -179,11 +128,11 @@ class EarlyProcesses:
 
     def __init__(self, modules: Sequence[str], variables: Mapping[str, str], late: Collection[str]) -> None:
         self._expected, self._late, self._imported = variables, late, dict(os.environ)
-        self._waiting: list[EarlyProcess] = []
+        self._waiting: list[EarlyPopen] = []
         multiprocessing.set_start_method("spawn", force=True)  # it is passed on to the children
         try:
             for module in modules:
-                self._waiting.append(EarlyProcess(module, {**variables, **os.environ}))
+                self._waiting.append(EarlyPopen(module, {**variables, **os.environ}))
         except OSError as error:
             _logger.warning("No further process is begun early: %r", error)
         self._spawn = context.SpawnProcess._Popen
@@ -197,29 +146,30 @@ class EarlyProcesses:
         module = getattr(process_object._target, "__module__", None)
         while self._waiting and self._waiting[0].module != module:  # the order tells that they are not needed any more
             self._waiting.pop(0).end()
-        if self._waiting and (started := self._hand_over(process_object, self._waiting.pop(0))):
-            return started
+        if self._waiting and self._hand_over(process_object, early := self._waiting.pop(0)):
+            return early
         return self._spawn(process_object)
 
-    def _hand_over(self, process_object: Any, early: EarlyProcess) -> EarlyPopen | None:
-        started = None
+    def _hand_over(self, process_object: Any, early: EarlyPopen) -> bool:
+        taken = False
         try:
             if not (reason := self._refusal(early)):
-                started = EarlyPopen(process_object, early)
+                early.become(process_object)
+                taken = True
         except OSError as error:
             reason = repr(error)
         finally:
-            if started is None:
+            if not taken:
                 early.end()
-        if started is None:
-            _logger.warning("A process of %s is spawned, not taken from those begun early: %s", early.module, reason)
+        if taken:
+            _logger.info("Process %d, begun %.1f s ago, runs %s", early.pid, time.monotonic() - early.begun, early.module)
         else:
-            _logger.info("Process %d, begun %.1f s ago, runs %s", started.pid, time.monotonic() - early.begun, early.module)
-        return started
+            _logger.warning("A process of %s is spawned, not taken from those begun early: %s", early.module, reason)
+        return taken
 
-    def _refusal(self, early: EarlyProcess) -> str:
+    def _refusal(self, early: EarlyPopen) -> str:
         """Returns why the process must be a fresh one; empty where it need not."""
-        if (code := early.child.poll()) is not None:
+        if (code := early.poll()) is not None:
             return f"the early one has ended with {code}"
         if spawn.get_executable() != early.executable:
             return "it needs another executable"
@@ -227,18 +177,6 @@ class EarlyProcesses:
         by_imports = {name for name in changed if name not in self._expected and self._imported.get(name) == changed[name]}
         telling = sorted(changed.keys() - by_imports - set(self._late))
         return f"variables have changed: {', '.join(telling)}" if telling else ""
-
-
-def _pickled(child: Any, *parts: Any) -> bytes:
-    """Returns the parts, pickled as for a child that is being spawned: its handle tells how descriptors go there."""
-    message = io.BytesIO()
-    context.set_spawning_popen(child)
-    try:
-        for part in parts:
-            reduction.dump(part, message)
-    finally:
-        context.set_spawning_popen(None)
-    return message.getvalue()
 
 
 def changed_variables(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:

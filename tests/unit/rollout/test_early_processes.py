@@ -65,7 +65,7 @@ def reported(text=""):
     return told | {"alive": alive, "exitcode": process.exitcode, "is_process": process.pid == told["pid"]}
 if __name__ == "__main__":
     early = begin(*MODULES)
-    waiting = [one.child.pid for one in early._waiting]
+    waiting = [one.pid for one in early._waiting]
 import work
 if __name__ == "__main__":
 """
@@ -158,11 +158,11 @@ tell(codes=codes)
 @pytest.mark.parametrize(
     ("before", "why"),
     [
-        ("os.kill(waiting[0], 9)\nearly._waiting[0].child.wait()", "the early one has ended with -9"),
+        ("os.kill(waiting[0], 9)\nearly._waiting[0].wait()", "the early one has ended with -9"),
         ("os.environ['SEEN'] = 'second'", "variables have changed: SEEN"),
         ("del os.environ['SEEN']\nos.environ['NEW'] = '1'", "variables have changed: NEW, SEEN"),
         ("spawn.set_executable(os.environ['ANOTHER'])", "it needs another executable"),
-        ("early._waiting[0].channel.close()", "Bad file descriptor"),
+        ("early._waiting[0].channel.close()", "handle is closed"),
     ],
 )
 def test_what_cannot_take_over_is_replaced(before: str, why: str, run: Run, tmp_path: Path) -> None:
@@ -237,11 +237,11 @@ async def test_those_without_work_end_with_their_parent(end: str, script: Callab
 def test_none_waits_for_ever(tmp_path: Path) -> None:
     """A parent that lives and gives no work."""
     code = """
-import socket
+import multiprocessing
 from services.rollout.engine import early_processes
 early_processes.WAIT_SECONDS = 0.1
-mine, theirs = socket.socketpair()
-early_processes.wait_for_work(theirs.detach(), 0, "json")
+mine, theirs = multiprocessing.Pipe()
+early_processes.EarlyWork("json", theirs)._bootstrap(0)
 """
     done = subprocess.run([sys.executable, "-c", code], env=environment(tmp_path), capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 1 and "No work has come within 0.1 s" in done.stderr
