@@ -1,6 +1,6 @@
 """A server that speaks the gateway's formats and answers with given results, so that real clients can be heard about their form."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -12,7 +12,19 @@ from services.gateway import routes
 from services.gateway.routes import CHAT_FORMATS, WireFormat
 from services.gateway.turn_decisions import Constraints, unconstrained
 from services.gateway.wire import anthropic_messages, token_generate
-from services.gateway.wire.request import CalledTool, ChatTurn, TokenTurn, TurnRefused, TurnResult, TurnTokens, TurnUsage, started
+from services.gateway.wire.request import (
+    CalledTool,
+    ChatTurn,
+    TokenTurn,
+    TurnEvents,
+    TurnRefused,
+    TurnResult,
+    TurnTokens,
+    TurnUsage,
+    aborted,
+    deltas_of,
+    started,
+)
 from shared.runtime.addresses import HttpAddress
 from shared.runtime.http_endpoints import serving
 
@@ -101,9 +113,20 @@ def _chat_route(server: WireServer, wire: WireFormat):
             turn = unconstrained(wire.parse(await request.body(), "id"), server.constraints, evaluation=False, notes=True)
             result = server.answer(turn)
             if turn.stream:
-                return StreamingResponse(wire.events(turn, started(result)).whole(result), media_type="text/event-stream")
+                return StreamingResponse(whole_turn(wire.events(turn, started(result)), result), media_type="text/event-stream")
             return routes._answered(wire.answer(turn, result), routes.answer_headers(turn))
         except TurnRefused as error:
             return JSONResponse(error.body(wire.house), error.status, headers=dict(error.headers))
 
     return route
+
+
+def whole_turn(events: TurnEvents, result: TurnResult) -> Iterator[bytes]:
+    """Yields the events of a turn that has ended."""
+    yield events.begin()
+    if result.finish == "abort":
+        yield events.refused(aborted())
+        return
+    yield from map(events.delta, deltas_of(result))
+    yield events.end(result)
+    yield events.close([result])

@@ -10,7 +10,7 @@ Anthropic's with the arguments written anew, since they travel as an object.
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any, Literal
@@ -421,17 +421,6 @@ class TurnEvents(ABC):
     def ping(self) -> bytes:
         """Returns what keeps the connection alive while there is no event."""
         return b": waiting\n\n"
-
-    def whole(self, result: TurnResult) -> Iterator[bytes]:
-        """Yields the events of a turn that has ended."""
-        yield self.begin()
-        if result.finish == "abort":
-            yield self.refused(aborted())
-            return
-        for piece in deltas_of(result):
-            yield self.delta(piece)
-        yield self.end(result)
-        yield self.close([result])
 
 
 def started(result: TurnResult) -> TurnStart:

@@ -26,6 +26,7 @@ from services.gateway.wire.request import (
     assistant_message,
     started,
 )
+from tests.support.wire_server import whole_turn
 
 WORDS = st.sampled_from(
     re.findall(
@@ -240,7 +241,7 @@ def _with_read_arguments(message: dict[str, Any]) -> dict[str, Any]:
 def test_events_hold_the_whole_answer_whatever_it_is(path, result) -> None:
     wire = CHAT_FORMATS[path]
     whole = wire.answer(TURN, result)
-    events = b"".join(wire.events(TURN, started(result)).whole(result))
+    events = b"".join(whole_turn(wire.events(TURN, started(result)), result))
     data = [json.loads(line[6:]) for line in events.split(b"\n") if line.startswith(b"data: {")]
     assert all(line.startswith((b"data: ", b"event: ")) or not line for line in events.split(b"\n"))
     if path == "/v1/responses":
