@@ -138,12 +138,13 @@ def agent_data(task: Task, rollout: int, model: str, options: Mapping[str, Any],
 SENT: dict[str, Callable[[str], dict[str, Any]]] = {
     "image": lambda encoded: {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}},
     "audio": lambda encoded: {"type": "input_audio", "input_audio": {"data": encoded, "format": "wav"}},
+    "video": lambda encoded: {"type": "video_url", "video_url": {"url": f"data:video/png;base64,{encoded}"}},
 }
 
 
 def with_pictures(messages: Any, pictures: Iterable[bytes]) -> Any:
-    """Returns a prompt's messages with its pictures, or sounds, as parts that the gateway takes of OpenAI's clients. ``pictures``: as they
-    are stored, in order."""
+    """Returns a prompt's messages with what it shows as parts that the gateway takes of OpenAI's clients. ``pictures``: pictures, sounds or
+    videos as they are stored, in order."""
     given = (base64.b64encode(one).decode() for one in pictures)
 
     def shown(content: Any) -> Any:

@@ -27,7 +27,7 @@ class TrainerSettings:
     Args:
         role: ``actor``, or ``critic``: its output layer is a map from each hidden state to one number, and all of it trains.
         updates: optimizer steps of the whole run, at whose end the decay of the learning rate arrives.
-        temperature: logits are divided by it before log-probabilities are taken. sees: prompts show pictures. precision: see
+        temperature: logits are divided by it before log-probabilities are taken. shows: as in `DataSection`. precision: see
             `rollout_precision`.
     """
 
@@ -35,17 +35,17 @@ class TrainerSettings:
     role: Role = "actor"
     updates: int = 0
     temperature: float = 1.0
-    sees: bool = False
+    shows: str = ""
     precision: str = "checkpoint"
 
     @classmethod
     def from_run(cls, config: RunConfig, role: Role = "actor") -> "TrainerSettings":
         updates = config.rollout.num_rollout * config.trainer.num_steps_per_rollout
-        trainer, sees = config.trainer, config.data.multimodal_keys is not None
+        trainer = config.trainer
         if config.rollout.alignment != "off":
             trainer = trainer.model_copy(update={"deterministic": True})
         precision = config.rollout.rollout_precision if role == "actor" else "checkpoint"
-        return cls(trainer, role, updates, config.rollout.rollout_temperature or 1.0, sees, precision)
+        return cls(trainer, role, updates, config.rollout.rollout_temperature or 1.0, config.data.shows, precision)
 
     @property
     def value_head(self) -> bool:

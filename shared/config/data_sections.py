@@ -53,8 +53,8 @@ class DataSection(Section):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             "multimodal_keys",
-            lambda section, given: given is not None and (set(given) not in ({"image"}, {"audio"}) or not all(given.values())),
-            "one entry, image = KEY or audio = KEY; videos are not shown",
+            lambda section, given: given is not None and (set(given) not in ({"image"}, {"audio"}, {"video"}) or not all(given.values())),
+            "one entry, image = KEY, audio = KEY or video = KEY",
         ),
         Rule(
             "multimodal_keys",
@@ -62,6 +62,11 @@ class DataSection(Section):
             "apply_chat_template = true beside it: the model's own template writes what stands for a picture",
         ),
     )
+
+    @property
+    def shows(self) -> str:
+        """The kind of what prompts show beside text; empty where they are text."""
+        return next(iter(self.multimodal_keys or {}), "")
 
     prompt_data: WeightedFiles = Field(
         default=None,
@@ -81,12 +86,13 @@ class DataSection(Section):
     multimodal_keys: dict[str, str] | None = Field(
         default=None,
         description='kind of what a prompt shows → key of it in the row, as `{image = "images"}`: a picture or a list of them, each of '
-        "which takes the place of the next `<image>` in the prompt; messages may also hold pictures as parts; `audio` likewise, of sounds; "
-        "default: prompts are text",
+        "which takes the place of the next `<image>` in the prompt; messages may also hold pictures as parts; `audio` and `video` "
+        "likewise, of sounds and videos; default: prompts are text",
     )
-    max_pictures: int = Field(default=16, gt=0, le=256, description="the most pictures or sounds of one prompt; more are refused")
-    max_picture_bytes: int = Field(default=20 << 20, gt=0, le=64 << 20, description="the most bytes of a picture or a sound in the data")
-    max_picture_pixels: int = Field(default=1 << 26, gt=0, le=1 << 28, description="the most pixels of a picture before it is resized")
+    max_pictures: int = Field(default=16, gt=0, le=256, description="the most pictures, sounds or videos of one prompt")
+    max_picture_bytes: int = Field(default=20 << 20, gt=0, le=64 << 20, description="the most bytes of each of them in the data")
+    max_picture_pixels: int = Field(default=1 << 26, gt=0, le=1 << 28, description="the most pixels of a picture or of all a video shows")
+    max_video_frames: int = Field(default=64, gt=0, le=1024, description="the most frames that a video shows, two a second")
     max_sound_seconds: float = Field(default=30.0, gt=0, le=3600, description="the longest sound")
     add_special_tokens: bool = Field(
         default=True,

@@ -5,7 +5,8 @@ trainer run that processor over the same pixels, which it has no need to resize;
 resizes for them. How many tokens a picture takes follows from its size alone.
 
 A sound is stored as a WAV of one channel of 16 bits at the rate of the checkpoint's feature extractor; its tokens follow from its length.
-Samples and messages have sounds where they have pictures.
+A video is stored as a strip: a PNG of its frames one below the other, each formed as a picture is, two of them a second.
+Samples and messages have sounds and videos where they have pictures.
 """
 
 import base64
@@ -15,7 +16,7 @@ import io
 import math
 import struct
 import wave
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -32,17 +33,22 @@ from shared.schema.sample import Sample
 GLM = ("glm4v", "glm4v_moe")  # Values of ``model_type`` whose processor resizes as GLM-4.1V's
 SEEING = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", *GLM)  # Those whose pictures are taken
 HEARING = ("qwen2_audio",)  # Those whose sounds are taken
+WATCHING = ("qwen2_5_vl",)  # Those whose videos are taken
+FRAMES_PER_SECOND = 2  # Of a video as it is stored; a patch holds as many frames, so that one lasts a second in all positions
+MOST_PIXELS = 1 << 26  # Of all frames of a video, as it is stored
+MOST_FRAMES = 4096  # The most frames of an animation before two a second are taken
 SAMPLE_RATES = (4000, 192_000)  # The lowest and the highest of a sound, in Hz
 MOST_PEAK = 1.5  # What is cut off at 1 in silence: lossy formats, and another rate, overshoot a little
 MOST_BYTES = 64 << 20  # The most bytes of one prompt's pictures, as they are stored
 MOST_ASPECT = 200  # The widest picture, by its sides, that the families' processors take
-PARTS = {"image": ("image", "image_url"), "audio": ("audio", "audio_url", "input_audio")}  # Types of parts of messages, by kind
+# Types of parts of messages, by kind
+PARTS = {"image": ("image", "image_url"), "audio": ("audio", "audio_url", "input_audio"), "video": ("video", "video_url")}
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
-_OTHERS = ("video", "video_url")
 _SOUNDS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 _PNG = b"\x89PNG\r\n\x1a\n"
+_STRIP, _LIST = b"tEXtframes\0", b"\x00frames\n"  # What stands in a strip behind its header, and before a list of encoded frames
 _FIELD = "data.multimodal_keys"
 
 
@@ -51,7 +57,7 @@ class BadMedia(ValueError):
 
 
 class Picture(NamedTuple):
-    """A picture as it is stored, a PNG, or a sound, a WAV, which takes so many ``tokens``."""
+    """A picture or a video as it is stored, a PNG, or a sound, a WAV, which takes so many ``tokens``."""
 
     data: bytes
     tokens: int
@@ -71,28 +77,23 @@ class MediaRule:
     kind: str
     noun: ClassVar[str]
     media_type: ClassVar[str]
-    families: ClassVar[tuple[str, ...]]
+    families: ClassVar[Sequence[str]]
     processor: ClassVar[str]
 
     @staticmethod
     def of_run(config: RunConfig) -> "MediaRule | None":
         """Returns what the checkpoint of a run says; None where its prompts are text. Raises ConfigError as `read` does."""
-        keys = config.data.multimodal_keys
-        return None if keys is None else (SoundRule if "audio" in keys else PictureRule).read(config.model.hf_checkpoint)
-
-    @staticmethod
-    def of_model(model: Path) -> "MediaRule":
-        """Returns what a checkpoint says, of whichever kind its family takes. Raises ConfigError as `read` does."""
-        hears = _json(model / "config.json").get("model_type") in HEARING
-        return (SoundRule if hears else PictureRule).read(model)
+        kind = config.data.shows
+        return RULES[kind].read(config.model.hf_checkpoint) if kind else None
 
     @classmethod
     def read(cls, model: Path) -> Self:
         """Reads a checkpoint. Raises ConfigError: its family is not among those that are taken, or its processor's files lack an entry."""
         config, noun = _json(model / "config.json"), cls.noun
-        if (kind := config.get("model_type")) not in cls.families:
-            raise ConfigError(_FIELD, str(kind), f"none for this model; {noun}s are shown to {', '.join(cls.families)} alone")
-        path = next((model / name for name in ("preprocessor_config.json", "processor_config.json") if (model / name).is_file()), None)
+        if (kind := str(config.get("model_type"))) not in cls.families:
+            raise ConfigError(_FIELD, kind, f"none for this model; {noun}s are shown to {', '.join(cls.families)} alone")
+        files = (*(["video_preprocessor_config.json"] if noun == "video" else ()), "preprocessor_config.json", "processor_config.json")
+        path = next((model / name for name in files if (model / name).is_file()), None)
         if path is None:
             raise ConfigError(_FIELD, str(model), "the checkpoint's preprocessor_config.json beside it; there is none")
         entries = _json(path)
@@ -138,7 +139,8 @@ class PictureRule(MediaRule):
     min_pixels: int
     max_pixels: int
     resample: int
-    noun, media_type, families, processor = "picture", "image/png", SEEING, "image_processor"
+    noun, media_type, processor = "picture", "image/png", "image_processor"
+    families: ClassVar[Sequence[str]] = SEEING
 
     @classmethod
     def _of(cls, kind: str, config: dict[str, Any], entries: dict[str, Any]) -> Self:
@@ -181,6 +183,50 @@ class PictureRule(MediaRule):
         if 0 in size or self.size(*size) != size:
             raise BadMedia(f"one of another size than the checkpoint's processor gives it: {size}")
         return self.tokens(*size)
+
+
+@dataclass(frozen=True)
+class VideoRule(PictureRule):
+    """What a checkpoint's own files say of videos. ``mean``, ``std``: of each channel."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    noun, media_type, processor = "video", "video/png", "video_processor"
+    families = WATCHING
+
+    @classmethod
+    def _of(cls, kind: str, config: dict[str, Any], entries: dict[str, Any]) -> Self:
+        if entries["temporal_patch_size"] != FRAMES_PER_SECOND:
+            raise ValueError(f"temporal_patch_size = {FRAMES_PER_SECOND}")
+        told = vars(PictureRule._of(kind, config, entries)) | {"token": int(config["video_token_id"])}
+        return cls(**told, mean=tuple(entries["image_mean"]), std=tuple(entries["image_std"]))
+
+    def video_tokens(self, frames: int, width: int, height: int) -> int:
+        """Returns how many tokens a video of so many frames of that size takes."""
+        return -(-frames // FRAMES_PER_SECOND) * self.tokens(width, height)
+
+    def strip(self, data: bytes) -> tuple[int, int, int]:
+        """Returns the frames of a video in its stored form, their width and height. Raises BadMedia where it is in another one."""
+        count = data[48 : 41 + int.from_bytes(data[33:37], "big")] if data[:8] == _PNG and data[37:48] == _STRIP else b""
+        if not (count.isdigit() and len(count) <= 4):
+            raise BadMedia("one that is no strip of frames")
+        (width, height), frames = struct.unpack(">II", data[16:24]), int(count)
+        if not frames or not width or not height or height % frames or self.size(width, height // frames) != (width, height // frames):
+            raise BadMedia(f"one of other frames than the checkpoint's processor gives it: {frames} in {width} x {height}")
+        return frames, width, height // frames
+
+    def stored_tokens(self, data: bytes) -> int:
+        return self.video_tokens(*self.strip(data))
+
+    def frames(self, data: bytes) -> Iterator[Any]:
+        """Yields the frames of a strip. Raises BadMedia for one that cannot be decoded."""
+        import PIL.Image
+
+        try:
+            (count, width, height), strip = self.strip(data), PIL.Image.open(io.BytesIO(data), formats=("PNG",)).convert("RGB")
+        except Exception as error:  # decoders raise whatever they like on broken data
+            raise BadMedia(f"expected a whole video, found a strip that cannot be decoded ({str(error)[:120]})") from None
+        yield from (strip.crop((0, number * height, width, (number + 1) * height)) for number in range(count))
 
 
 @dataclass(frozen=True)
@@ -229,8 +275,11 @@ class SoundRule(MediaRule):
         return encoded.getvalue()
 
 
+RULES: dict[str, type[MediaRule]] = {"image": PictureRule, "audio": SoundRule, "video": VideoRule}
+
+
 class ShownPictures(NamedTuple):
-    """The pictures of a sequence, PNGs, or its sounds, WAVs, in the order of their tokens, and what its model's checkpoint says of them."""
+    """The pictures or videos of a sequence, PNGs, or its sounds, WAVs, in the order of their tokens, and what the checkpoint says."""
 
     rule: MediaRule
     pictures: tuple[bytes, ...] = ()
@@ -269,14 +318,16 @@ class MediaReader:
     def of(model: Path, data: DataSection) -> "MediaReader":
         """Returns the reader of what ``multimodal_keys`` names. Raises ConfigError for a model that takes none, and where the package that
         reads them is not installed."""
-        sounds, keys = "audio" in (data.multimodal_keys or {}), data.multimodal_keys
-        module, package = ("soundfile", "soundfile") if sounds else ("PIL.Image", "pillow")
-        rule = (SoundRule if sounds else PictureRule).read(model)
+        reader: type[MediaReader] = {"audio": SoundReader, "video": VideoReader}.get(data.shows, PictureReader)
+        module, package = ("soundfile", "soundfile") if reader is SoundReader else ("PIL.Image", "pillow")
+        rule = RULES[reader.kind].read(model)
         try:
             importlib.import_module(module)
         except (ModuleNotFoundError, OSError):
-            raise ConfigError(_FIELD, keys, f"none, or {package}, which reads {rule.noun}s: pip install {package}") from None
-        return (SoundReader if sounds else PictureReader)(rule, data)
+            raise ConfigError(
+                _FIELD, data.multimodal_keys, f"none, or {package}, which reads {rule.noun}s: pip install {package}"
+            ) from None
+        return reader(rule, data)
 
     def measured(self, data: bytes) -> int:
         """Returns how many tokens an encoded picture or sound takes, by its header alone. Raises BadMedia."""
@@ -324,7 +375,7 @@ class MediaReader:
     def _part(self, part: Any, waiting: list[Any], found: list[Any]) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in PARTS[self.kind]:
-            if kind in _OTHERS or any(kind in types for types in PARTS.values()):
+            if any(kind in types for types in PARTS.values()):
                 raise BadMedia(f"expected text and {self._noun}s, found a part of type {kind!r}")
             return part
         if other := sorted(part.keys() - {"type", *PARTS[self.kind]}):
@@ -385,22 +436,24 @@ class PictureReader(MediaReader):
         return self.rule.tokens(*self._opened(data).size)
 
     def prepared(self, data: bytes) -> Picture:
+        picture = self._formed(self._opened(data))
+        picture.save(encoded := io.BytesIO(), "PNG", compress_level=1)
+        return Picture(encoded.getvalue(), self.rule.tokens(*picture.size))
+
+    def _formed(self, opened: Any) -> Any:
+        """Returns a picture upright, in RGB, and in the size that the checkpoint's processor gives it."""
         import PIL.Image
         import PIL.ImageOps
 
         try:
-            picture = PIL.ImageOps.exif_transpose(self._opened(data)).convert("RGB")
-        except BadMedia:
-            raise
+            picture = PIL.ImageOps.exif_transpose(opened).convert("RGB")
         except Exception as error:  # decoders raise whatever they like on broken data
-            raise BadMedia(f"expected a whole picture, found one that cannot be decoded ({str(error)[:120]})") from None
+            raise BadMedia(f"expected a whole {self._noun}, found one that cannot be decoded ({str(error)[:120]})") from None
         size = self.rule.size(*picture.size)
-        if picture.size != size:
-            picture = picture.resize(size, PIL.Image.Resampling(self.rule.resample))
-        picture.save(encoded := io.BytesIO(), "PNG", compress_level=1)
-        return Picture(encoded.getvalue(), self.rule.tokens(*size))
+        return picture if picture.size == size else picture.resize(size, PIL.Image.Resampling(self.rule.resample))
 
-    def _opened(self, data: bytes) -> Any:
+    def _opened(self, data: bytes, most: int = 1) -> Any:
+        """Returns a picture whose header is good. ``most``: frames of an animation."""
         import PIL.Image
 
         try:
@@ -409,7 +462,7 @@ class PictureReader(MediaReader):
         except PIL.Image.DecompressionBombError:
             raise BadMedia(f"expected at most max_picture_pixels = {self._data.max_picture_pixels} pixels, found far more") from None
         except Exception as error:  # as above
-            raise BadMedia(f"expected a picture of {', '.join(_FORMATS)}, found {data[:12]!r} ({type(error).__name__})") from None
+            raise BadMedia(f"expected a {self._noun} of {', '.join(_FORMATS)}, found {data[:12]!r} ({type(error).__name__})") from None
         width, height = picture.size
         if width * height > self._data.max_picture_pixels:
             raise BadMedia(f"expected at most max_picture_pixels = {self._data.max_picture_pixels} pixels, found {width} x {height}")
@@ -417,11 +470,82 @@ class PictureReader(MediaReader):
             raise BadMedia(f"expected sides in a ratio of at most {MOST_ASPECT}, found {width} x {height}")
         if self.rule.size(*(resized := self.rule.size(width, height))) != resized:  # engines and trainer would each resize it once more
             raise BadMedia(f"expected a picture less narrow, found {width} x {height}: it cannot have max_pixels = {self.rule.max_pixels}")
-        if frames != 1:
-            raise BadMedia(f"expected a picture, found an animation of {frames} frames")
+        if frames > most:
+            wanted = "a picture" if most == 1 else f"at most {most} frames"
+            raise BadMedia(f"expected {wanted}, found an animation of {frames} frames")
         if picture.mode not in _MODES:
             raise BadMedia(f"expected 8 bits a channel, found pixels of mode {picture.mode}")
         return picture
+
+
+class VideoReader(PictureReader):
+    """Reads animations, and lists of frames, with pillow."""
+
+    kind = "video"
+
+    def data_of(self, given: Any, folder: Path) -> bytes:
+        if not isinstance(given, list | tuple):
+            return super().data_of(given, folder)
+        if not 0 < len(given) <= self._data.max_video_frames:
+            raise BadMedia(f"expected 1 to max_video_frames = {self._data.max_video_frames} frames, found {len(given)}")
+        found = [_LIST]
+        for frame in given:
+            data = super().data_of(frame, folder)
+            found += [struct.pack(">I", len(data)), data]
+        if (size := sum(map(len, found))) > self._data.max_picture_bytes:
+            raise BadMedia(f"expected at most max_picture_bytes = {self._data.max_picture_bytes} bytes of frames, found {size}")
+        return b"".join(found)
+
+    def measured(self, data: bytes) -> int:
+        count, size, _ = self._frames(data)
+        return self.rule.video_tokens(count, *size)
+
+    def prepared(self, data: bytes) -> Picture:
+        formed = [self._formed(frame) for frame in self._frames(data)[2]]
+        if other := {frame.size for frame in formed} - {size := formed[0].size}:
+            raise BadMedia(f"expected frames of one size, found {min(other)} beside {size}")
+        return Picture(strip_of(formed), self.rule.video_tokens(len(formed), *size))
+
+    def _frames(self, data: bytes) -> tuple[int, Sequence[int], Iterable[Any]]:
+        """Returns how many frames of a video are shown, their size, and each of them."""
+        most = self._data.max_video_frames
+        if data.startswith(_LIST):
+            frames, at = [self._opened(b"")] if data == _LIST else list[Any](), len(_LIST)
+            while at < len(data) and len(frames) <= most:
+                end = at + 4 + int.from_bytes(data[at : at + 4], "big")
+                frames.append(self._opened(data[at + 4 : end]))
+                at = end
+            count, size, found = len(frames), frames[0].size, iter(frames)
+        elif data[37:48] == _STRIP:
+            (count, *size), found = self.rule.strip(data), self.rule.frames(data)
+        else:
+            opened = self._opened(data, MOST_FRAMES)
+            shown = self._moments(opened)
+            count, size, found = len(shown), opened.size, (self._at(opened, number) for number in shown)
+        if count > most:
+            raise BadMedia(f"expected at most max_video_frames = {most} frames, found {count} ({FRAMES_PER_SECOND} a second)")
+        if (pixels := count * math.prod(self.rule.size(*size))) > (most := min(self._data.max_picture_pixels, MOST_PIXELS)):
+            raise BadMedia(f"expected at most {most} pixels of all frames (max_picture_pixels), found {pixels}")
+        return count, size, found
+
+    def _moments(self, opened: Any) -> list[int]:
+        """Returns which frames of an animation are shown, two for each second of it."""
+        shown, until = list[int](), 0.0
+        for number in range(getattr(opened, "n_frames", 1)):
+            until += float(self._at(opened, number).info.get("duration") or 100)  # milliseconds; browsers take 100 for none
+            while len(shown) * 1000 / FRAMES_PER_SECOND < until and len(shown) <= self._data.max_video_frames:
+                shown.append(number)
+            if len(shown) > self._data.max_video_frames:
+                break
+        return shown
+
+    def _at(self, opened: Any, number: int) -> Any:
+        try:
+            opened.seek(number)
+            opened.load()
+        except Exception as error:  # as above
+            raise BadMedia(f"expected a whole video, found one whose frame {number} cannot be decoded ({str(error)[:120]})") from None
+        return opened
 
 
 class SoundReader(MediaReader):
@@ -473,6 +597,20 @@ class SoundReader(MediaReader):
         if (tokens := self.rule.tokens(count)) < 2:  # of one token transformers takes its place for the sound's whole place
             raise BadMedia(f"expected a sound of 2 tokens or more, found {sound.frames / rate:.6g} seconds")
         return sound, tokens, count
+
+
+def strip_of(frames: Sequence[Any]) -> bytes:
+    """Returns the stored form of a video. ``frames``: RGB, of one size."""
+    import PIL.Image
+    import PIL.PngImagePlugin
+
+    width, height = frames[0].size
+    strip, mark = PIL.Image.new("RGB", (width, len(frames) * height)), PIL.PngImagePlugin.PngInfo()
+    mark.add_text("frames", str(len(frames)))
+    for number, frame in enumerate(frames):
+        strip.paste(frame, (0, number * height))
+    strip.save(encoded := io.BytesIO(), "PNG", compress_level=1, pnginfo=mark)
+    return encoded.getvalue()
 
 
 def empty_part(kind: str) -> dict[str, Any]:

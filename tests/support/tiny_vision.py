@@ -22,7 +22,8 @@ GLM_MARKS = {
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -42,6 +43,13 @@ def png(width: int, height: int, color: tuple[int, int, int] | None = None, seed
     noise = np.random.RandomState(seed).randint(0, 255, (height, width, 3), dtype=np.uint8)
     picture = Image.fromarray(noise) if color is None else Image.new("RGB", (width, height), color)
     picture.save(encoded := io.BytesIO(), kind)
+    return encoded.getvalue()
+
+
+def gif(width: int, height: int, milliseconds: list[int]) -> bytes:
+    """Returns an animation of noise, whose frames last so long."""
+    frames = [Image.open(io.BytesIO(png(width, height, seed=number))) for number in range(len(milliseconds))]
+    frames[0].save(encoded := io.BytesIO(), "GIF", save_all=True, append_images=frames[1:], duration=milliseconds)
     return encoded.getvalue()
 
 
@@ -130,13 +138,14 @@ def write_tiny_vision_model(path: Path, kind: str, *, seed: int = 0, alphabet: s
 
 PARTS = (
     "{%- macro shown(content) %}{%- if content is string %}{{ content }}{%- else %}{%- for part in content %}"
-    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' else part.text }}{%- endfor %}{%- endif %}{%- endmacro %}"
+    "{{ '<|vision_start|><|' ~ part.type ~ '_pad|><|vision_end|>' if part.type in ('image', 'video') else part.text }}"
+    "{%- endfor %}{%- endif %}{%- endmacro %}"
 )
 
 
-def write_seeing_chat_model(path: Path) -> Any:
-    """Writes a tiny Qwen3-VL with the chat form of Qwen3, tools among it, and returns the float32 model."""
-    model = write_tiny_vision_model(path, "qwen3_vl", room=32)
+def write_seeing_chat_model(path: Path, kind: str = "qwen3_vl") -> Any:
+    """Writes a tiny Qwen3-VL, or of another ``kind``, with the chat form of Qwen3, tools among it, and returns the float32 model."""
+    model = write_tiny_vision_model(path, kind, room=32)
     (path / "chat_template.jinja").unlink()
     template = PARTS + TEMPLATE.replace("message.content + '<|im_end|>", "shown(message.content) + '<|im_end|>")
     write_qwen3_tokenizer(path, template, [*SPECIAL, VISION_START, VISION_END, IMAGE, VIDEO])

@@ -142,7 +142,7 @@ def _from_base64(given: Any) -> bytes:
 def _from_url(given: Any) -> bytes:
     head, comma, encoded = given.partition(",") if isinstance(given, str) else ("", "", "")
     if not (comma and head.startswith("data:") and head.endswith(";base64")):
-        raise ValueError("expected a picture as data:image/…;base64,…; addresses are not asked for")
+        raise ValueError("expected its data, as data:image/…;base64,…; addresses are not asked for")
     return _from_base64(encoded)
 
 
@@ -159,6 +159,11 @@ class _ImageUrl(RequestFields):
 class _ImageUrlPart(RequestFields):
     type: Literal["image_url"]
     image_url: _ImageUrl
+
+
+class _VideoUrlPart(RequestFields):
+    type: Literal["video_url"]
+    video_url: _ImageUrl
 
 
 class _InputImagePart(RequestFields):
@@ -191,9 +196,9 @@ class _InputAudioPart(RequestFields):
     input_audio: _InputAudio
 
 
-# As chat completions, responses and Anthropic's messages have pictures and sounds
-PicturePart = _ImageUrlPart | _InputImagePart | _ImageBlock | _InputAudioPart
-# Content that may show pictures, or play sounds: a string, or parts
+# As chat completions, responses and Anthropic's messages have pictures and sounds; videos as other servers' clients have them
+PicturePart = _ImageUrlPart | _InputImagePart | _ImageBlock | _InputAudioPart | _VideoUrlPart
+# Content that may show something: a string, or parts
 Parts = Annotated[
     list[Annotated[TextPart | PicturePart, Field(discriminator="type")]],
     Field(max_length=MAX_CALLS, fail_fast=True),
@@ -213,7 +218,7 @@ def joined(parts: Iterable[TextPart | PicturePart]) -> str:
 
 def _data(part: Any) -> bytes:
     inner = part.source if part.type == "image" else getattr(part, "image_url" if part.type == "input_image" else part.type)
-    return inner if isinstance(inner, bytes) else inner.url if part.type == "image_url" else inner.data
+    return inner if isinstance(inner, bytes) else inner.url if part.type.endswith("_url") else inner.data
 
 
 def pictures_of(messages: Iterable[Any]) -> dict[str, bytes]:

@@ -247,7 +247,7 @@ class EngineClient:
         request."""
         version, where, seen, ended = self.version, f"{self.url}/generate", 0, False
         body = group_body([request], sampling, self.capabilities, self.cache_key)
-        each = ("rid", "input_ids", "sampling_params", "image_data", "audio_data")
+        each = ("rid", "input_ids", "sampling_params", "image_data", "audio_data", "video_data")
         single = {name: value[0] if name in each else value for name, value in body.items()}
         self.generating += 1
         try:

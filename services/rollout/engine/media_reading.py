@@ -1,4 +1,4 @@
-"""What SGLang's server reads of prompts with sounds: their very ids, and sounds in their stored form. Both launchers apply it."""
+"""What SGLang's server reads of prompts with sounds or videos: their very ids, and both in their stored form. Both launchers apply it."""
 
 import base64
 import importlib.util
@@ -9,16 +9,24 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
+
+from shared.data.media import FRAMES_PER_SECOND, WATCHING
 
 
 def install(model_path: str) -> None:
-    """Prepares SGLang for a checkpoint whose model hears; does nothing for another."""
+    """Prepares SGLang for a checkpoint whose model hears, or sees videos; does nothing for another."""
     config = Path(model_path, "config.json")
     entries = json.loads(config.read_text()) if config.is_file() else {}
-    if "audio_config" in entries:
+    hears, sees = "audio_config" in entries, entries.get("model_type") in WATCHING
+    if hears or sees:
         keep_ids()
+    if hears:
         read_sounds()
+    if sees:
+        read_videos()
 
 
 def read_sounds() -> None:
@@ -29,6 +37,27 @@ def read_sounds() -> None:
     from sglang.srt.multimodal.processors import base_processor
 
     base_processor.load_audio = lambda url, *_: soundfile.read(io.BytesIO(base64.b64decode(url.partition(",")[2])))[0]
+
+
+def read_videos() -> None:
+    """Has SGLang take the frames of a video as they are stored, two a second. It would choose other frames than transformers does, and
+    resize them before the checkpoint's processor does."""
+    from sglang.srt.multimodal.processors import base_processor
+
+    process = base_processor.BaseMultimodalProcessor.process_mm_data
+
+    def frames_of(url: str, *_: Any) -> np.ndarray[Any, Any]:
+        strip = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])), formats=("PNG",))
+        pixels = np.asarray(strip)
+        return pixels.reshape(int(strip.info["frames"]), -1, *pixels.shape[1:])
+
+    def processed(self: Any, *arguments: Any, **options: Any) -> Any:
+        if videos := options.get("videos"):
+            told = [{"fps": FRAMES_PER_SECOND, "total_num_frames": len(one), "frames_indices": range(len(one))} for one in videos]
+            options |= {"do_sample_frames": False, "video_metadata": told}
+        return process(self, *arguments, **options)
+
+    base_processor.load_video, base_processor.BaseMultimodalProcessor.process_mm_data = frames_of, processed
 
 
 def keep_ids() -> None:
@@ -44,7 +73,7 @@ def keep_ids() -> None:
     )
 
     def combined(self: Any, given: Any, tokens: Any, *arguments: Any, **options: Any) -> Any:
-        sent.ids, sent.token = given.input_ids, tokens.audio_token_id if given.audios else None
+        sent.ids, sent.token = given.input_ids, tokens.audio_token_id if given.audios else tokens.video_token_id if given.videos else None
         return combine(self, given, tokens, *arguments, **options)
 
     def collected(self: Any, *arguments: Any, **options: Any) -> Any:

@@ -316,12 +316,12 @@ def assemble(settings: TrainerSettings, hf_dir: Path, architecture: Architecture
     """
     trainer, layout, lora, dtype = settings.trainer, settings.layout, settings.lora, settings.dtype
     with together(f"the making of the model of {hf_dir}"):
-        model = experts.installed(skeleton(hf_dir, random, settings.sees))
-        seeing = MediaInputs.of(hf_dir, model) if settings.sees else None
+        model = experts.installed(skeleton(hf_dir, random, bool(settings.shows)))
+        seeing = MediaInputs.of(hf_dir, model, settings.shows) if settings.shows else None
     _choose_trained(model, settings.freezing, lora, trainer.seed)
     if trainer.recomputes_layers:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    _check_layout(model, layout, settings.sees)
+    _check_layout(model, layout, bool(settings.shows))
     packed_attention.keep_sequences_apart(model)
     layers = _layers(model)
     if DEVICE_TYPE != "cpu":  # there the casts keep the order of transformers'

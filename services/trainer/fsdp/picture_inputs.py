@@ -1,5 +1,5 @@
-"""What a model that sees or hears is given beside the tokens of a pack: pictures' pixels, or sounds' frames, and places in the rows and
-columns of pictures."""
+"""What a model that sees or hears is given beside the tokens of a pack: pixels of pictures or videos, or sounds' frames, and places in
+time, and in the rows and columns of pictures."""
 
 import io
 import itertools
@@ -17,7 +17,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.whisper.feature_extraction_whisper import WhisperFeatureExtractor
 
 from services.trainer.packing import PackedBatch
-from shared.data.media import GLM, MediaRule, SoundRule
+from shared.data.media import FRAMES_PER_SECOND, GLM, RULES, strip_of
 from shared.runtime.errors import BadMessage
 
 
@@ -44,10 +44,11 @@ class MediaInputs:
         self.rule = rule
 
     @staticmethod
-    def of(hf_dir: Path, model: Any) -> "MediaInputs":
-        """Returns the maker for a checkpoint. ``model``: transformers' own. Raises ConfigError for a family of which nothing is taken."""
-        rule = MediaRule.of_model(hf_dir)
-        return SoundInputs(rule, hf_dir) if isinstance(rule, SoundRule) else PictureInputs(rule, hf_dir, model)
+    def of(hf_dir: Path, model: Any, kind: str) -> "MediaInputs":
+        """Returns the maker for a checkpoint. ``model``: transformers' own. ``kind``: of what is shown. Raises ConfigError for a family of
+        which that is not taken."""
+        rule = RULES[kind].read(hf_dir)
+        return SoundInputs(rule, hf_dir) if kind == "audio" else (VideoInputs if kind == "video" else PictureInputs)(rule, hf_dir, model)
 
     def seen(self, batch: PackedBatch, everywhere: bool) -> SeenPack:
         """Returns the inputs of a pack. Raises BadMessage where a sequence's tokens are not those of its pictures.
@@ -85,14 +86,22 @@ class MediaInputs:
         """Returns the places of one sequence's tokens, int64 [L] or [4, L]."""
         return torch.arange(len(tokens))
 
-    @property
+    @cached_property
     def _blank(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns a sequence that shows something to no end, and what the model is given of it."""
+        """A sequence that shows something to no end, and what the model is given of it."""
+        shown = self._example
+        return torch.tensor([0, *[self.rule.token] * self.rule.stored_tokens(shown), 0]), self._pixels([shown])
+
+    @property
+    def _example(self) -> bytes:
+        """Something short, in its stored form."""
         raise NotImplementedError
 
 
 class PictureInputs(MediaInputs):
     """Those of a model that sees."""
+
+    grid, number = "image_grid_thw", 1  # the name of the sizes, and what tells pictures from videos where places are computed
 
     def __init__(self, rule: Any, hf_dir: Path, model: Any) -> None:
         super().__init__(rule)
@@ -101,7 +110,7 @@ class PictureInputs(MediaInputs):
         self._processor = processor.from_pretrained(hf_dir, local_files_only=True)
 
     def _taken(self, pixels: dict[str, Tensor]) -> int:
-        return int(pixels["image_grid_thw"].prod(1).sum()) // int(self._processor.merge_size) ** 2 if pixels else 0
+        return int(pixels[self.grid].prod(1).sum()) // int(self._processor.merge_size) ** 2 if pixels else 0
 
     def _pixels(self, pictures: Sequence[bytes]) -> dict[str, Tensor]:
         if not pictures:
@@ -114,16 +123,60 @@ class PictureInputs(MediaInputs):
         own = torch.arange(len(tokens))
         if not pixels:
             return own.expand(4, -1)
-        grid = pixels["image_grid_thw"]
-        kinds = (tokens == self.rule.token).int()[None]
-        found, _ = self._model.base_model.get_rope_index(input_ids=tokens[None], mm_token_type_ids=kinds, image_grid_thw=grid)
+        kinds, grid = self.number * (tokens == self.rule.token).int()[None], {self.grid: pixels[self.grid]}
+        found, _ = self._model.base_model.get_rope_index(input_ids=tokens[None], mm_token_type_ids=kinds, **grid)
         return torch.cat([own[None], found[:, 0]])
 
-    @cached_property
-    def _blank(self) -> tuple[Tensor, dict[str, Tensor]]:
-        size = self.rule.size(1, 1)
-        Image.new("RGB", size).save(encoded := io.BytesIO(), "PNG")
-        return torch.tensor([0, *[self.rule.token] * self.rule.tokens(*size), 0]), self._pixels([encoded.getvalue()])
+    @property
+    def _example(self) -> bytes:
+        Image.new("RGB", self.rule.size(1, 1)).save(encoded := io.BytesIO(), "PNG")
+        return encoded.getvalue()
+
+
+class VideoInputs(PictureInputs):
+    """Those of a model that sees videos, of which a patch lasts a second.
+
+    Text behind a video begins behind its last moment, as in Qwen's own code and in SGLang: transformers 5.12 begins it behind the rows."""
+
+    grid, number = "video_grid_thw", 2
+
+    def __init__(self, rule: Any, hf_dir: Path, model: Any) -> None:
+        super().__init__(rule, hf_dir, model)
+        self._processor.image_mean, self._processor.image_std = list(rule.mean), list(rule.std)
+
+    def _pixels(self, pictures: Sequence[bytes]) -> dict[str, Tensor]:
+        if not pictures:
+            return {}
+        patches, grids = zip(*map(self._patches, pictures), strict=True)
+        return {"pixel_values_videos": torch.cat(patches), self.grid: torch.stack(grids)}
+
+    def _places(self, tokens: Tensor, pixels: dict[str, Tensor]) -> Tensor:
+        found, grids, at = list[Tensor](), pixels[self.grid].tolist() if pixels else [], 0
+        ticks, merge = int(self._model.config.vision_config.tokens_per_second), int(self._processor.merge_size)
+        for shown, run in itertools.groupby((tokens == self.rule.token).tolist()):
+            if shown:
+                times, rows, columns = grids.pop(0)
+                axes = torch.arange(times) * ticks, torch.arange(rows // merge), torch.arange(columns // merge)
+                found.append(at + torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1))
+            else:
+                found.append(at + torch.arange(len(list(run))).expand(3, -1))
+            at = int(found[-1].max()) + 1
+        return torch.cat([torch.arange(len(tokens))[None], torch.cat(found, 1)])
+
+    def _patches(self, strip: bytes) -> tuple[Tensor, Tensor]:
+        """Returns a video's patches and their numbers in time, rows and columns. A picture fills a patch's frames alike: of each frame its
+        own part is taken."""
+        frames, together = list(self.rule.frames(strip)), FRAMES_PER_SECOND
+        frames += frames[-1:] * (-len(frames) % together)
+        found = self._processor(images=frames, do_resize=False, return_tensors="pt")
+        whole = found["pixel_values"].reshape(len(frames) // together, together, -1, 3, together, self._processor.patch_size**2)
+        own = whole.diagonal(dim1=1, dim2=4).movedim(-1, 3)  # patches in time, in the picture, channels, frames of a patch, pixels
+        grid = found["image_grid_thw"][0] * torch.tensor([len(frames) // together, 1, 1])
+        return own.reshape(-1, found["pixel_values"].shape[1]), grid
+
+    @property
+    def _example(self) -> bytes:
+        return strip_of([Image.new("RGB", self.rule.size(1, 1))])
 
 
 class SoundInputs(MediaInputs):
@@ -145,7 +198,6 @@ class SoundInputs(MediaInputs):
         frames = pixels["feature_attention_mask"].sum(1).tolist() if pixels else ()
         return sum(self.rule.tokens(int(count) * self.rule.hop) for count in frames)
 
-    @cached_property
-    def _blank(self) -> tuple[Tensor, dict[str, Tensor]]:
-        silence = self.rule.stored(np.zeros(16 * self.rule.hop))
-        return torch.tensor([0, *[self.rule.token] * self.rule.stored_tokens(silence), 0]), self._pixels([silence])
+    @property
+    def _example(self) -> bytes:
+        return bytes(self.rule.stored(np.zeros(16 * self.rule.hop)))

@@ -70,13 +70,13 @@ def script(chat: ChatTokens, reader: MediaReader, picture: bytes) -> tuple[list[
     return ids, learned, [one.data for one in pictures]
 
 
-def teach(model: Any, path: Path, ids: list[int], learned: list[int], pictures: list[bytes]) -> None:
+def teach(model: Any, path: Path, kind: str, ids: list[int], learned: list[int], pictures: list[bytes]) -> None:
     """Has a checkpoint's model learn a conversation by heart."""
     model.train()
     optimizer = torch.optim.AdamW(
         [one for name, one in model.named_parameters() if not re.search("visual|audio_tower", name)], lr=3e-3, weight_decay=0.0
     )
-    inputs, tokens, wanted = MediaInputs.of(path, model), torch.tensor([ids]), torch.tensor(learned[1:])
+    inputs, tokens, wanted = MediaInputs.of(path, model, kind), torch.tensor([ids]), torch.tensor(learned[1:])
     shown = inputs._pixels(pictures)
     shown |= {} if "input_features" in shown else {"mm_token_type_ids": (tokens == inputs.rule.token).int()}
     for _ in range(STEPS):
@@ -110,7 +110,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory, kind: str, picture: bytes) 
     path = tmp_path_factory.mktemp("seeing")
     model = (write_seeing_chat_model if kind == "image" else write_hearing_chat_model)(path)
     reader = MediaReader.of(path, DataSection(apply_chat_template=True, multimodal_keys={kind: "shown"}))
-    teach(model, path, *script(ChatTokens(path, {}, kind=kind), reader, reader.prepared(picture).data))
+    teach(model, path, kind, *script(ChatTokens(path, {}, kind=kind), reader, reader.prepared(picture).data))
     return path
 
 
@@ -144,7 +144,7 @@ async def test_an_agent_is_shown_pictures_by_its_tool(room: NewHall, seeing: Pat
         assert one.problem(SampleLimits(pictures=picture_check(desk.service.config))) is None and one.given_reward == 7.0
         assert [*one.prompt.tolist(), *one.response.tolist()] == ids, "one trajectory, of the very tokens"
         assert one.mask.tolist() == learned[len(one.prompt) :] and list(one.pictures) == pictures
-    model = actor(seeing, trainer_backend="torch", sees=True)
+    model = actor(seeing, trainer_backend="torch", shows=kind)
     try:
         batch = pack(samples, [1.0] * len(samples))
         (log_probs,) = model.log_probs([batch])

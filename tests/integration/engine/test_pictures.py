@@ -1,4 +1,4 @@
-"""Pictures and sounds through a real engine: what it samples beside what the trainer computes of the same samples."""
+"""Pictures, sounds and videos through a real engine: what it samples beside what the trainer computes of the same samples."""
 
 import asyncio
 from dataclasses import replace
@@ -20,7 +20,7 @@ from shared.schema.sample import Sample, decode, encode
 from tests.integration.engine.conftest import running_engine
 from tests.support.run_config import run_config, write_jsonl
 from tests.support.tiny_audio import wav, write_tiny_audio_model
-from tests.support.tiny_vision import png, write_tiny_vision_model
+from tests.support.tiny_vision import gif, png, write_tiny_vision_model
 from tests.unit.trainer.megatron.rank_steps import actor
 
 ROWS = [
@@ -35,21 +35,28 @@ HEARD = [
     {"prompt": "nothing to hear", "sounds": []},
     {"prompt": [{"role": "user", "content": [{"type": "audio", "audio": "b.wav"}, {"type": "text", "text": "and?"}]}]},
 ]
-REST = [pytest.param(kind, marks=pytest.mark.extra) for kind in ("qwen2_5_vl", "qwen3_5", "glm4v")]
+FRAMES = [f"{number}.png" for number in range(5)]
+WATCHED = [
+    {"prompt": "what is <video> beside <video>?", "videos": ["a.gif", FRAMES]},
+    {"prompt": "nothing to see", "videos": []},
+    {"prompt": [{"role": "user", "content": [{"type": "video", "video": FRAMES}, {"type": "text", "text": "and?"}]}]},
+]
+ALL = {"image": (ROWS, "images"), "audio": (HEARD, "sounds"), "video": (WATCHED, "videos")}
+REST = [pytest.param(kind, "image", marks=pytest.mark.extra) for kind in ("qwen2_5_vl", "qwen3_5", "glm4v")]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_audio", *REST])
-def test_the_trainer_computes_what_the_engine_samples(kind, tmp_path):
-    hears = kind == "qwen2_audio"
-    if hears:
+@pytest.mark.parametrize(("kind", "shows"), [("qwen3_vl", "image"), ("qwen2_audio", "audio"), ("qwen2_5_vl", "video"), *REST])
+def test_the_trainer_computes_what_the_engine_samples(kind, shows, tmp_path):
+    if shows == "audio":
         write_tiny_audio_model(tmp_path / "model")
     else:
         write_tiny_vision_model(tmp_path / "model", kind)
     files = {"a.png": png(61, 40), "b.jpg": png(33, 90, kind="JPEG"), "a.wav": wav(0.7), "b.wav": wav(0.4, rate=22050, channels=2)}
+    files |= {name: png(61, 40, seed=number) for number, name in enumerate(FRAMES)} | {"a.gif": gif(50, 70, [300, 500, 900, 100, 1000])}
     for name, encoded in files.items():
         (tmp_path / name).write_bytes(encoded)
-    write_jsonl(tmp_path / "prompts.jsonl", HEARD if hears else ROWS)
-    data = {"label_key": "", "apply_chat_template": True, "multimodal_keys": {"audio": "sounds"} if hears else {"image": "images"}}
+    write_jsonl(tmp_path / "prompts.jsonl", ALL[shows][0])
+    data = {"label_key": "", "apply_chat_template": True, "multimodal_keys": {shows: ALL[shows][1]}}
     config = run_config(tmp_path, data=data, trainer={"trainer_backend": "torch"}, reward={"custom_rm_path": "a:b"})
     prompts = TrainingPrompts(config, Tokenizer(tmp_path / "model"))
     rule = prompts._reader._pictures.rule
@@ -86,7 +93,7 @@ def test_the_trainer_computes_what_the_engine_samples(kind, tmp_path):
     blobs = encode(samples, 1000)
     assert sum(blob.count(samples[0].pictures[0]) for blob in blobs) == 1  # all samples of it share one copy
     samples = decode(blobs)
-    model = actor(tmp_path / "model", trainer_backend="torch", sees=True)
+    model = actor(tmp_path / "model", trainer_backend="torch", shows=shows)
     try:
         batch = pack(samples, [1.0] * len(samples))
         (log_probs,) = model.log_probs([batch])

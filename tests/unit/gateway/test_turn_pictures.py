@@ -26,7 +26,7 @@ from shared.schema.messages import Sampling
 from shared.sessions.session import Session, SessionLog, Turn, trajectories
 from tests.support.tables import table
 from tests.support.tiny_audio import AUDIO, BEGIN, END, wav, write_hearing_chat_model
-from tests.support.tiny_vision import IMAGE, VISION_END, VISION_START, png, write_seeing_chat_model
+from tests.support.tiny_vision import IMAGE, VIDEO, VISION_END, VISION_START, gif, png, write_seeing_chat_model
 from tests.unit.shared.test_pictures import bomb, encoded
 from tests.unit.shared.test_sounds import written
 
@@ -321,3 +321,26 @@ def test_bad_sounds_are_refused_by_name_and_the_next_good_one_is_taken(hearing: 
         good = heard(written(0.3 * np.sin(np.arange(8000) / 9), format=kind), kind.lower())
         assert (gateway.turn(chat([{"role": "user", "content": [good]}], kind), "x").prompt == gateway.reader.rule.token).any()
     assert all(one[:4] == b"RIFF" for one in gateway.sessions.found.values())
+
+
+def test_a_conversation_shows_videos(tmp_path: Path) -> None:
+    write_seeing_chat_model(tmp_path, "qwen2_5_vl")
+    gateway, given = Gateway(tmp_path, "video", max_picture_bytes=25_000, max_video_frames=4), gif(60, 60, [700, 700])
+    assert gateway.chat.picture_texts == [f"{VISION_START}{VIDEO}{VISION_END}"]
+
+    def watched(data: bytes) -> dict[str, Any]:
+        return {"type": "video_url", "video_url": {"url": "data:image/gif;base64," + base64.b64encode(data).decode()}}
+
+    stored = gateway.reader.prepared(given)
+    assert stored == gateway.reader.prepared(stored.data), "what an agent is given of its prompt is taken as it is"
+    asked = [{"role": "user", "content": [watched(given)]}, {"role": "assistant", "content": "", "tool_calls": [CALL]},
+             {"role": "tool", "tool_call_id": "c", "content": [text("here"), watched(stored.data)]}]  # fmt: skip
+    tokens = gateway.turn(chat(asked), "x").prompt
+    assert int((tokens == gateway.reader.rule.token).sum()) == 2 * stored.tokens and set(gateway.sessions.found.values()) == {stored.data}
+    wrong = [(gif(60, 60, [700] * 4), "max_video_frames = 4 frames, found 5"), (wav(0.2), "expected a video of PNG"),
+             (stored.data[:-90], "whole"),
+             (gif(60, 60, [100] * 8), "max_picture_bytes = 25000"), (b"\x00frames\n", "expected a video of PNG")]  # fmt: skip
+    for data, words in wrong:
+        with pytest.raises(TurnRefused, match=words) as refused:
+            gateway.turn(chat([{"role": "user", "content": [watched(data)]}]), "x")
+        assert refused.value.status == 400 and refused.value.code == "invalid_video"

@@ -196,7 +196,7 @@ def test_runs_that_cannot_show_pictures_are_refused(folder):
         reader(folder, multimodal_keys=None).read(row)
     cases = [
         ({"trainer": {"trainer_backend": "megatron"}}, "megatron trains text alone"),
-        ({"data": {"multimodal_keys": {"video": "videos"}}}, "videos are not shown"),
+        ({"data": {"multimodal_keys": {"video": "videos", "image": "images"}}}, "one entry"),
         ({"data": {"apply_chat_template": False}}, "apply_chat_template = true"),
         ({"rollout": {"custom_generate_function_path": "a:b"}}, "makes rollouts of its own"),
         ({"ingest": {"ingest_groups": "beside"}}, "groups from outside"),

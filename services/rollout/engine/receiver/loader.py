@@ -179,6 +179,20 @@ def hear_as_trained(model: Any) -> None:
     model.get_audio_feature = embed_sounds
 
 
+def watch_as_trained(model: Any) -> None:
+    """Has the layers of Qwen2.5-VL's tower that attend to a whole picture attend to one moment of a video, as its trainer's do: SGLang's
+    attend to all of it."""
+    if type(model).__name__ != "Qwen2_5_VLForConditionalGeneration":
+        return
+    tower, plain = model.visual, model.visual.forward
+
+    def by_moments(x: torch.Tensor, grid_thw: torch.Tensor) -> Any:
+        moments = grid_thw.repeat_interleave(grid_thw[:, 0], 0)
+        return plain(x, grid_thw=moments.where(torch.arange(3, device=moments.device) > 0, 1))
+
+    tower.forward = by_moments
+
+
 # The interpreter's switch interval. The scheduler's thread spins, or computes, and delays the receiver's by several intervals for each
 # command; at Python's default of 5 ms, commands took 10 to 90 ms on a GPU.
 SWITCH_SECONDS = 2e-5
@@ -232,6 +246,7 @@ def load(model: Any, tensors: Iterable[object]) -> None:
             receiver = Receiver(loaded, _rank(), device, _model_path(), streams, gate.closed, forget_pictures, refresh)
             norm_as_trained(model)
             hear_as_trained(model)
+            watch_as_trained(model)
             load_stages_together(scheduler)
             gate.install(scheduler)
             if not find_ends_of_aborted(_request_class()):

@@ -41,8 +41,8 @@ OWN = {"train_dtype": "float32", "collective_timeout": TIMEOUT_SECONDS, "lr": 3e
 """What these tests have instead of the defaults of ``[trainer]``."""
 
 
-def actor(hf_dir: Path, *, role: Any = "actor", updates: int = 0, temperature: float = 1.0, sees: bool = False, **trainer: Any) -> Actor:
-    return Actor.create(TrainerSettings(TrainerSection(**{**OWN, **trainer}), role, updates, temperature, sees), hf_dir)
+def actor(hf_dir: Path, *, role: Any = "actor", updates: int = 0, temperature: float = 1.0, shows: str = "", **trainer: Any) -> Actor:
+    return Actor.create(TrainerSettings(TrainerSection(**{**OWN, **trainer}), role, updates, temperature, shows), hf_dir)
 
 
 def weighted_loss(log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:

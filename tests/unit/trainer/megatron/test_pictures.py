@@ -13,7 +13,7 @@ from services.trainer.fsdp import fused_layers
 from services.trainer.fsdp.picture_inputs import MediaInputs
 from services.trainer.packing import separate
 from shared.config.data_sections import DataSection
-from shared.data.media import MediaReader, PictureRule
+from shared.data.media import MediaReader
 from shared.model.families import tower_of
 from shared.model.memory_plan import tower_bytes
 from shared.runtime.errors import BadMessage
@@ -22,9 +22,10 @@ from tests.support.tiny_vision import png, write_tiny_vision_model
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.tiny import pack
 
-TORCH = {"trainer_backend": "torch", "adam_eps": 1e-3, "sees": True}
+TORCH = {"trainer_backend": "torch", "adam_eps": 1e-3, "shows": "image"}
 SHOWN = [[(30, 41)], [], [(16, 24), (50, 20)], [(8, 8)]]  # of four sequences, sizes of the pictures
 KINDS = ("qwen3_vl", "qwen2_5_vl", "qwen3_5", "glm4v")
+HEARS, WATCHES = TORCH | {"shows": "audio"}, TORCH | {"shows": "video"}
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +41,21 @@ def models(tmp_path_factory):
     return model
 
 
-def batch_of(directory, shown=SHOWN):
-    """One micro-batch: text, pictures, text, in each sequence."""
-    reader = MediaReader.of(directory, DataSection(apply_chat_template=True, multimodal_keys={"image": "images"}))
+def shown_by(kind):
+    return DataSection(apply_chat_template=True, multimodal_keys={kind: "shown"})
+
+
+def video(width, height, frames, seed=0):
+    return [png(width, height, seed=seed + number) for number in range(frames)]
+
+
+def batch_of(directory, shown=SHOWN, kind="image"):
+    """One micro-batch: text, pictures, or videos of five frames, text, in each sequence."""
+    reader = MediaReader.of(directory, shown_by(kind))
     generator, sequences, pictures = torch.Generator().manual_seed(5), [], []
     for number, sizes in enumerate(shown):
-        made = [reader.prepared(png(*size, seed=number)) for size in sizes]
+        given = [png(*size, seed=number) if kind == "image" else video(*size, 5, number) for size in sizes]
+        made = [reader.prepared(reader.data_of(one, directory)) for one in given]
         ids = torch.randint(4, 90, (9 + 4 * number,), generator=generator).int()
         for picture in made:
             ids = torch.cat([ids, torch.tensor([reader.rule.token] * picture.tokens + [5, 6]).int()])
@@ -56,33 +66,36 @@ def batch_of(directory, shown=SHOWN):
     return replace(batch, loss_mask=batch.loss_mask * ~seen)
 
 
-def reference(directory, kind, batch):
+def reference(directory, shows, batch):
     """Log-probs of each sequence alone, by transformers, over the ids that may be sampled."""
     import transformers
 
     model = transformers.AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32).eval()
-    inputs, rule, found = MediaInputs.of(directory, model), PictureRule.read(directory), []
+    inputs, found = MediaInputs.of(directory, model, shows), []
+    rule = inputs.rule
     for one in separate(batch):
-        kinds = (one.tokens == rule.token).int()[None]
+        kinds = inputs.number * (one.tokens == rule.token).int()[None]
+        pixels = inputs._pixels(one.pictures[0])
+        places = {} if shows == "image" else {"position_ids": inputs._places(one.tokens, pixels)[:, None]}
         with torch.no_grad():
-            logits = model(input_ids=one.tokens[None], mm_token_type_ids=kinds, **inputs._pixels(one.pictures[0])).logits[0]
+            logits = model(input_ids=one.tokens[None], mm_token_type_ids=kinds, **pixels, **places).logits[0]
         logits[:, list(rule.forbidden)] = -torch.inf
         found.append(logits.log_softmax(-1).gather(1, one.labels[:, None])[:, 0])
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_packs_with_pictures_are_computed_as_single_sequences(kind, models, alone):
+@pytest.mark.parametrize(("kind", "shows"), [*((kind, "image") for kind in KINDS), ("qwen2_5_vl", "video")])
+def test_packs_with_pictures_are_computed_as_single_sequences(kind, shows, models, alone):
     directory = models(kind)
-    model, batch = alone.actor(directory, **TORCH), batch_of(directory)
+    model, batch = alone.actor(directory, **TORCH | {"shows": shows}), batch_of(directory, kind=shows)
     trained = batch.loss_mask > 0
     (packed,) = model.log_probs([batch])
-    torch.testing.assert_close(packed[trained], reference(directory, kind, batch)[trained], atol=2e-5, rtol=0)
+    torch.testing.assert_close(packed[trained], reference(directory, shows, batch)[trained], atol=2e-5, rtol=0)
     assert packed.isfinite().all()
     singles = torch.cat(model.log_probs(separate(batch)))
     torch.testing.assert_close(packed, singles, atol=2e-5, rtol=0)
     blind = replace(batch, pictures=())
-    with pytest.raises(BadMessage, match="its pictures take 0"):
+    with pytest.raises(BadMessage, match=f"its {MediaReader.of(directory, shown_by(shows)).rule.noun}s take 0"):
         model.log_probs([blind])
     saved, exported = load_file(directory / "model.safetensors"), alone.exported(model)
     assert exported.keys() == saved.keys() and all(torch.equal(exported[name], tensor) for name, tensor in saved.items())
@@ -185,7 +198,7 @@ def heard(directory, lengths):
 
 
 def test_packs_with_sounds_are_computed_as_single_sequences(hearing, alone):
-    model, batch = alone.actor(hearing, **TORCH), heard(hearing, [[0.5], [], [1.3, 0.09], [4.0]])
+    model, batch = alone.actor(hearing, **HEARS), heard(hearing, [[0.5], [], [1.3, 0.09], [4.0]])
     (packed,) = model.log_probs([batch])
     torch.testing.assert_close(packed, torch.cat(model.log_probs(separate(batch))), atol=2e-5, rtol=0)
     with pytest.raises(BadMessage, match="its sounds take 0"):
@@ -207,7 +220,7 @@ def trained_on_sounds(directory, config):
 
 
 def test_a_rank_without_a_sound_takes_part(hearing, two_ranks):
-    expected = trained_on_sounds(hearing, TORCH)
-    for found in two_ranks.run(partial(trained_on_sounds, hearing, TORCH)):
+    expected = trained_on_sounds(hearing, HEARS)
+    for found in two_ranks.run(partial(trained_on_sounds, hearing, HEARS)):
         for ours, theirs in zip(found, expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4)
