@@ -44,24 +44,24 @@ from shared.schema.ledger import (
     RunFinished,
     SampleRefused,
     ValuesChanged,
-    group_id,
 )
-from shared.schema.messages import ScoredGroup, Trained
+from shared.schema.messages import Trained
 from shared.schema.service_messages import ServiceEvent
 from shared.schema.weight_messages import WeightsLive
+from shared.view.group_history import BATCHED, OUTSTANDING, READY, REQUEUED, TRAINED, GroupHistory, GroupRecord
 
 TraceEvent = dict[str, Any]
 
 GROUPS, TRAINER, PUSHES, BUFFER, EVALUATIONS = "groups", "trainer", "weights", "buffer", "evaluations"
 
-# Where a group in flight is: with the rollout and reward services, back with rewards, in the batch of a step
-OUTSTANDING, READY, BATCHED = "outstanding", "ready", "in batch"
+# Where a group in flight is, by its status in the history: with the rollout and reward services, back with rewards, in the batch of a step
+PLACES = {OUTSTANDING: "outstanding", REQUEUED: "outstanding", READY: "ready", BATCHED: "in batch"}
 
 WAITING, GENERATING, SCORING, TRAINING = "waiting", "generating", "scoring", "training"  # Phases that are known once they are over
 
 
 @dataclass(slots=True)
-class _OpenGroup:
+class _OpenSlice:
     """A group in flight. ``now``: the time that its slices have come to, seconds since the epoch, which never goes back: clocks differ."""
 
     where: str
@@ -70,13 +70,13 @@ class _OpenGroup:
 
 @dataclass
 class Timeline:
-    """The fold of a run's events and its ledger into trace events."""
+    """Makes trace events of a run's events and of its groups' history."""
 
+    _history: GroupHistory = field(default_factory=GroupHistory)
     _steps: dict[int, dict[str, float]] = field(default_factory=dict)
-    _open: dict[str, _OpenGroup] = field(default_factory=dict)
-    _batches: dict[int, list[str]] = field(default_factory=dict)
+    _open: dict[str, _OpenSlice] = field(default_factory=dict)
     _evaluating: set[str] = field(default_factory=set)
-    _counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys((OUTSTANDING, READY, BATCHED), 0))
+    _counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PLACES.values(), 0))
     _tracks: dict[str, int] = field(default_factory=dict)
     _trained_until: float | None = None
     _last: float = 0.0
@@ -85,28 +85,9 @@ class Timeline:
         """Yields the events that a record makes; records come in the ledger's order."""
         self._last = max(self._last, record.at)
         counted = dict(self._counts)
-        match record:
-            case GroupsAdmitted(first=first, count=count, version=version):
-                for index in range(first, first + count):
-                    yield from self._admit(group_id(index), record.at, version)
-            case GroupsScored(groups=groups):
-                for group in groups:
-                    yield from self._scored(group, record.at)
-            case GroupRequeued(group=name, reason=reason):
-                yield from self._move(name, OUTSTANDING, record.at, {"reason": reason})
-            case GroupsDropped(groups=names, reason=reason):
-                for name in names:
-                    yield from self._give_up(name, record.at, f"dropped: {reason}")
-            case GroupDead(group=name, reason=reason):
-                yield from self._give_up(name, record.at, f"dead: {reason}")
-            case BatchFormed() | BatchAmended() | BatchTrained():
-                yield from self._batch(record)
-            case EvalStarted(dataset=dataset, version=version, prompts=prompts):
-                yield from self._evaluation("b", dataset, version, record.at, {"prompts": prompts})
-            case EvalEnded(dataset=dataset, version=version, mean_reward=mean_reward):
-                yield from self._evaluation("e", dataset, version, record.at, {"mean reward": mean_reward})
-            case _:
-                yield from self._moment(record)
+        yield from self._moment(record)
+        for group in self._history.apply(0, record):
+            yield from self._group(group, record)
         if self._counts != counted:
             yield self._event("C", GROUPS, "groups in flight", record.at, args=dict(self._counts))
 
@@ -126,8 +107,9 @@ class Timeline:
 
     def end(self) -> Iterator[TraceEvent]:
         """Yields the ends of what had not ended at the last record, and the names of the tracks."""
-        for name in list(self._open):
-            yield from self._give_up(name, self._last, "in flight")
+        for name, group in self._open.items():
+            yield from self._phase(name, group.where, self._last, {})
+            yield self._event("e", GROUPS, "group", group.now, id=name, args={"end": "in flight"})
         for evaluation in sorted(self._evaluating):
             yield self._event("e", EVALUATIONS, evaluation, self._last, id=evaluation)
         for track, pid in self._tracks.items():
@@ -136,7 +118,17 @@ class Timeline:
     # --- records
 
     def _moment(self, record: LedgerRecord) -> Iterator[TraceEvent]:
+        """Yields the events that are of no single group."""
         match record:
+            case BatchTrained(step=step, started=started, ended=ended):
+                if self._trained_until is not None:
+                    yield from self._slice(TRAINER, WAITING, self._trained_until, started, {"for": f"the batch of step {step}"})
+                yield from self._slice(TRAINER, f"step {step}", started, ended, {"version": record.version, **self._steps.get(step, {})})
+                self._trained_until = ended
+            case EvalStarted(dataset=dataset, version=version, prompts=prompts):
+                yield from self._evaluation("b", dataset, version, record.at, {"prompts": prompts})
+            case EvalEnded(dataset=dataset, version=version, mean_reward=mean_reward):
+                yield from self._evaluation("e", dataset, version, record.at, {"mean reward": mean_reward})
             case SampleRefused(group=name, reason=reason):
                 yield from self._mark(TRAINER, "sample refused", record.at, {"group": name, "reason": reason})
             case CheckpointDurable(steps=steps):
@@ -148,37 +140,37 @@ class Timeline:
             case ValuesChanged(step=step, changed=changed):
                 yield from self._mark(TRAINER, "values changed", record.at, {"from step": step, "changed": list(changed)})
 
-    def _admit(self, name: str, at: float, version: int) -> Iterator[TraceEvent]:
-        self._open[name] = _OpenGroup(OUTSTANDING, at)
-        self._counts[OUTSTANDING] += 1
-        yield self._event("b", GROUPS, "group", at, id=name, args={"group": name, "version": version})
-
-    def _scored(self, group: ScoredGroup, at: float) -> Iterator[TraceEvent]:
-        name = group.group
-        args = {"group": name, "attempt": group.attempt, "replica": group.replica, "rewards": list(group.rewards)}
-        yield from self._phase(name, WAITING, group.started, args)
-        yield from self._phase(name, GENERATING, group.ended, {**args, "tokens": sum(sample.tokens for sample in group.samples)})
-        yield from self._phase(name, SCORING, at, args)
-        self._place(name, READY)
-
-    def _batch(self, record: BatchFormed | BatchAmended | BatchTrained) -> Iterator[TraceEvent]:
-        step, known = record.step, self._batches.get(record.step, [])
-        if isinstance(record, BatchTrained):
-            if self._trained_until is not None:
-                yield from self._slice(TRAINER, WAITING, self._trained_until, record.started, {"for": f"the batch of step {record.step}"})
-            args = {"version": record.version, **self._steps.get(record.step, {})}
-            yield from self._slice(TRAINER, f"step {record.step}", record.started, record.ended, args)
-            self._trained_until = record.ended
-            for name in self._batches.pop(record.step, []):
-                yield from self._phase(name, BATCHED, record.started, {"step": record.step})
-                yield from self._phase(name, TRAINING, record.ended, {"step": record.step})
-                yield from self._close(name, f"trained in step {record.step}")
+    def _group(self, group: GroupRecord, record: LedgerRecord) -> Iterator[TraceEvent]:
+        """Yields what a record has made of a group: the slices of what it was in, and its beginning or end."""
+        name, step = group.group, {"step": group.step}
+        if isinstance(record, GroupsAdmitted):
+            self._open[name] = _OpenSlice(PLACES[OUTSTANDING], record.at)
+            self._counts[PLACES[OUTSTANDING]] += 1
+            yield self._event("b", GROUPS, "group", record.at, id=name, args={"group": name, "version": record.version})
+        if (known := self._open.get(name)) is None:  # a held-out prompt
             return
-        added = record.groups if isinstance(record, BatchFormed) else record.added
-        removed = record.removed if isinstance(record, BatchAmended) else []
-        self._batches[step] = [name for name in known if name not in removed] + added
-        for name in added:
-            yield from self._move(name, BATCHED, record.at, {"group": name, "step": step})
+        match record:
+            case GroupsScored():
+                args = {"group": name, "attempt": group.attempt, "replica": group.replica, "rewards": list(group.rewards)}
+                yield from self._phase(name, WAITING, group.started, args)
+                yield from self._phase(name, GENERATING, group.ended, {**args, "tokens": sum(group.tokens)})
+                yield from self._phase(name, SCORING, record.at, args)
+            case GroupRequeued(reason=reason):
+                yield from self._phase(name, known.where, record.at, {"reason": reason})
+            case BatchFormed() | BatchAmended():
+                yield from self._phase(name, known.where, record.at, {"group": name, **step})
+            case BatchTrained(started=started, ended=ended):
+                yield from self._phase(name, known.where, started, step)
+                yield from self._phase(name, TRAINING, ended, step)
+            case GroupsDropped() | GroupDead():
+                yield from self._phase(name, known.where, record.at, {})
+        self._counts[known.where] -= 1
+        if (where := PLACES.get(group.status)) is not None:
+            self._counts[where] += 1
+            known.where = where
+        else:
+            end = f"trained in step {group.step}" if group.status == TRAINED else f"{group.status}: {group.reason}"
+            yield self._event("e", GROUPS, "group", self._open.pop(name).now, id=name, args={"end": end})
 
     def _evaluation(self, kind: str, dataset: str, version: int, at: float, args: Mapping[str, Any]) -> Iterator[TraceEvent]:
         name = f"{dataset} at version {version}"
@@ -187,37 +179,12 @@ class Timeline:
         self._evaluating ^= {name}
         yield self._event(kind, EVALUATIONS, name, at, id=name, args=args)
 
-    # --- groups
-
-    def _move(self, name: str, where: str, at: float, args: Mapping[str, Any]) -> Iterator[TraceEvent]:
-        """Ends what a group was in, and has it be elsewhere."""
-        if (group := self._open.get(name)) is not None:
-            yield from self._phase(name, group.where, at, args)
-            self._place(name, where)
-
     def _phase(self, name: str, phase: str, end: float, args: Mapping[str, Any]) -> Iterator[TraceEvent]:
-        """Yields the slice of a group from where its slices have come to."""
-        if (group := self._open.get(name)) is not None and end > group.now:
+        """Yields the slice of an open group from where its slices have come to."""
+        if end > (group := self._open[name]).now:
             yield self._event("b", GROUPS, phase, group.now, id=name, args=args)
             yield self._event("e", GROUPS, phase, end, id=name)
             group.now = end
-
-    def _place(self, name: str, where: str) -> None:
-        if (group := self._open.get(name)) is not None:
-            self._counts[group.where] -= 1
-            self._counts[where] += 1
-            group.where = where
-
-    def _give_up(self, name: str, at: float, end: str) -> Iterator[TraceEvent]:
-        """Ends a group in the middle of what it was in."""
-        if (group := self._open.get(name)) is not None:
-            yield from self._phase(name, group.where, at, {})
-            yield from self._close(name, end)
-
-    def _close(self, name: str, end: str) -> Iterator[TraceEvent]:
-        if (group := self._open.pop(name, None)) is not None:
-            self._counts[group.where] -= 1
-            yield self._event("e", GROUPS, "group", group.now, id=name, args={"end": end})
 
     # --- events
 

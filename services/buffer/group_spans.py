@@ -3,103 +3,74 @@
 A group's trace has besides what the other services did with it: they derive its ids from its name (`shared.runtime.traces`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shared.runtime.traces import Attributes, TraceSpan, step_trace
 from shared.schema import ledger
-from shared.schema.ledger import LedgerRecord, group_id
-from shared.schema.messages import ScoredGroup
-
-TRAINED, DROPPED, DEAD = "trained", "dropped", "dead"
+from shared.schema.ledger import LedgerRecord
+from shared.view.group_history import GroupHistory, GroupRecord
 
 
 @dataclass(slots=True)
-class _OpenGroup:
-    """A group in flight. ``since``: when it came to where it is now. Times are seconds since the epoch."""
+class _OpenSpan:
+    """A group in flight. ``version``: that admitted it; ``since``: when it came to where it is now, seconds since the epoch."""
 
-    admitted: float
     version: int
     since: float
-    attempt: int = 0
-    mean_reward: float | None = None
     events: list[tuple[str, float]] = field(default_factory=list)
 
 
 @dataclass
 class GroupSpans:
-    """The fold of the ledger into spans. It holds what is in flight."""
+    """Makes spans of the groups' history. It holds what is in flight."""
 
-    _open: dict[str, _OpenGroup] = field(default_factory=dict)
-    _batches: dict[int, list[str]] = field(default_factory=dict)
+    _history: GroupHistory = field(default_factory=GroupHistory)
+    _open: dict[str, _OpenSpan] = field(default_factory=dict)
     _evaluations: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def apply(self, record: LedgerRecord) -> Iterator[TraceSpan]:
         """Yields the spans that a record ends; records come in the ledger's order."""
+        for group in self._history.apply(0, record):
+            yield from self._group(group, record)
+        if isinstance(record, ledger.EvalStarted | ledger.EvalScored | ledger.EvalEnded):
+            yield from self._evaluation(record)
+
+    def _group(self, group: GroupRecord, record: LedgerRecord) -> Iterator[TraceSpan]:
+        name, at = group.group, record.at
+        if isinstance(record, ledger.GroupsAdmitted):
+            self._open[name] = _OpenSpan(record.version, at)
+        if (known := self._open.get(name)) is None or isinstance(record, ledger.SampleRefused):
+            return
         match record:
-            case ledger.GroupsAdmitted(first=first, count=count, version=version, at=at):
-                self._open |= {group_id(number): _OpenGroup(at, version, at) for number in range(first, first + count)}
-            case ledger.GroupsScored(groups=groups):
-                for group in groups:
-                    yield from self._scored(group, record.at)
-            case ledger.GroupRequeued():
-                self._requeued(record)
-            case ledger.BatchFormed(step=step, groups=names):
-                yield from self._batched(step, names, record.at)
-            case ledger.BatchAmended(step=step, removed=removed, added=names):
-                self._batches[step] = [name for name in self._batches.get(step, []) if name not in removed]
-                yield from self._batched(step, names, record.at)
-            case ledger.BatchTrained():
-                yield from self._trained(record)
-            case ledger.GroupsDropped(groups=names, reason=reason):
-                for name in names:
-                    yield from self._ended(name, record.at, DROPPED, {"reason": reason})
-            case ledger.GroupDead(group=name, reason=reason):
-                yield from self._ended(name, record.at, DEAD, error=reason)
-            case ledger.EvalStarted() | ledger.EvalScored() | ledger.EvalEnded():
-                yield from self._evaluation(record)
+            case ledger.GroupsScored():
+                yield TraceSpan(trace=name, name="wait for a replica", started=known.since, ended=group.started)
+            case ledger.GroupRequeued(reason=reason):
+                known.events.append((f"requeued: {reason}", at))
+            case ledger.BatchFormed(step=step) | ledger.BatchAmended(step=step):
+                yield TraceSpan(trace=name, name="wait for a batch", started=known.since, ended=at, attributes={"step": step})
+            case ledger.BatchTrained(step=step, version=version):
+                yield TraceSpan(trace=name, name="wait for the trainer", started=known.since, ended=record.started)
+                yield self._ended(group, record.ended, {"step": step, "trained_version": version}, links=(step_trace(step),))
+            case ledger.GroupsDropped(reason=reason):
+                yield self._ended(group, at, {"reason": reason})
+            case ledger.GroupDead(reason=reason):
+                yield self._ended(group, at, {}, error=reason)
+        known.since = at
 
-    def _scored(self, scored: ScoredGroup, at: float) -> Iterator[TraceSpan]:
-        if (group := self._open.get(scored.group)) is not None:
-            yield TraceSpan(trace=scored.group, name="wait for a replica", started=group.since, ended=scored.started)
-            group.since, group.attempt = at, scored.attempt
-            group.mean_reward = sum(scored.rewards) / len(scored.rewards) if scored.rewards else None
-
-    def _requeued(self, record: ledger.GroupRequeued) -> None:
-        if (group := self._open.get(record.group)) is not None:
-            group.since, group.attempt, group.mean_reward = record.at, record.attempt, None
-            group.events.append((f"requeued: {record.reason}", record.at))
-
-    def _batched(self, step: int, names: Sequence[str], at: float) -> Iterator[TraceSpan]:
-        self._batches.setdefault(step, []).extend(names)
-        for name in names:
-            if (group := self._open.get(name)) is not None:
-                yield TraceSpan(trace=name, name="wait for a batch", started=group.since, ended=at, attributes={"step": step})
-                group.since = at
-
-    def _trained(self, record: ledger.BatchTrained) -> Iterator[TraceSpan]:
-        for name in self._batches.pop(record.step, []):
-            if (group := self._open.get(name)) is not None:
-                yield TraceSpan(trace=name, name="wait for the trainer", started=group.since, ended=record.started)
-            attributes: Attributes = {"step": record.step, "trained_version": record.version}
-            yield from self._ended(name, record.ended, TRAINED, attributes, links=(step_trace(record.step),))
-
-    def _ended(
-        self, name: str, at: float, end: str, attributes: Attributes | None = None, error: str = "", links: tuple[str, ...] = ()
-    ) -> Iterator[TraceSpan]:
-        if (group := self._open.pop(name, None)) is None:
-            return  # it has been trained, and the trainer has lost that
-        known: Attributes = {"group": name, "end": end, "admitted_version": group.version, "attempts": group.attempt + 1}
-        yield TraceSpan(
-            trace=name,
+    def _ended(self, group: GroupRecord, at: float, attributes: Attributes, error: str = "", links: tuple[str, ...] = ()) -> TraceSpan:
+        open_span = self._open.pop(group.group)
+        known: Attributes = {"group": group.group, "end": group.status, "admitted_version": open_span.version}
+        return TraceSpan(
+            trace=group.group,
             name="group",
             started=group.admitted,
             ended=at,
             root=True,
             error=error,
             links=links,
-            events=tuple(group.events),
-            attributes={**known, "mean_reward": group.mean_reward, **(attributes or {})},
+            events=tuple(open_span.events),
+            attributes={**known, "attempts": group.attempt + 1, "mean_reward": group.reward, **attributes},
         )
 
     def _evaluation(self, record: ledger.EvalStarted | ledger.EvalScored | ledger.EvalEnded) -> Iterator[TraceSpan]:
