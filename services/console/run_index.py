@@ -7,13 +7,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import nats.errors
-import nats.js.errors
 from pydantic import BaseModel, ValidationError
 
 from services.console.group_index import GroupIndex, KeptPlace
-from services.console.run_source import SAMPLES, RunSource, SourceAway
-from shared.bus.bus_errors import TRANSIENT
+from services.console.run_source import SAMPLES, RunSource
 from shared.data.rollout_files import DIRECTORY, KeptLine, RolloutRecord, files, kept_lines, read_record
 from shared.schema.ledger import LedgerRecord
 from shared.view.group_history import GroupRecord, kept_group
@@ -107,57 +104,6 @@ RECORDS = 256  # Ledger records that are folded together
 PIECE_SECONDS = 2.0  # The time after which others have their turn
 
 
-class LedgerFollower:
-    """Reads the ledger into an index. ``end``: the ledger's newest sequence, as last heard."""
-
-    def __init__(self, source: RunSource, index: GroupIndex) -> None:
-        self._source, self._index = source, index
-        self._created: object = None
-        self.end = 0
-
-    @property
-    def behind(self) -> bool:
-        """Returns whether there are records that are not in the index yet."""
-        return self._index.sequence < self.end
-
-    async def catch_up(self) -> bool:
-        """Takes what is new, for `PIECE_SECONDS`; returns whether the index has changed.
-
-        A ledger that was made anew is read from its beginning. Raises SourceAway, BadMessage.
-        """
-        before = self._index.revision
-        await self._look()
-        if self.behind:
-            await self._read_on(time.monotonic() + PIECE_SECONDS)
-        return self._index.revision != before
-
-    async def _read_on(self, end: float) -> None:
-        """Takes further records until ``end`` (monotonic), or the ledger's."""
-        stream, records = self._source.names.ledger_stream, list[tuple[int, LedgerRecord]]()
-        async with contextlib.aclosing(self._source.read(stream, LedgerRecord, after=self._index.sequence)) as reading:
-            async for entry in reading:
-                records.append(entry)
-                if len(records) == RECORDS:
-                    await asyncio.to_thread(self._index.apply, records)
-                    records = []
-                    if time.monotonic() > end:
-                        return
-        if records:
-            await asyncio.to_thread(self._index.apply, records)
-
-    async def _look(self) -> None:
-        """Learns where the ledger ends, and whether it is the one that the index is of."""
-        stream = self._source.names.ledger_stream
-        try:
-            info = await self._source.bus().js.stream_info(stream)
-        except (nats.errors.Error, nats.js.errors.Error, *TRANSIENT) as error:
-            raise SourceAway(f"the state of {stream} could not be read: {str(error) or type(error).__name__}") from error
-        self.end = info.state.last_seq
-        if self._created not in (None, info.created) or self.end < self._index.sequence:
-            await asyncio.to_thread(self._index.clear)
-        self._created = info.created
-
-
 class IndexProgress(BaseModel):
     """How much of the history has been read: ``read`` of ``of`` ledger records; ``admitted`` groups by then.
 
@@ -179,7 +125,7 @@ class RunIndex:
     def __init__(self, source: RunSource) -> None:
         self.groups = GroupIndex(source.scratch / "groups.sqlite")
         self.kept = None if source.directory is None else KeptResponses(source.directory / DIRECTORY, self.groups, not source.live)
-        self._source, self._ledger = source, LedgerFollower(source, self.groups)
+        self._source, self._life, self._end = source, source.life, 0
         self._kept_lock, self._problem = asyncio.Lock(), ""
         source.followers.append(self.follow)
 
@@ -188,7 +134,7 @@ class RunIndex:
         damaged = 0 if self.kept is None else self.kept.torn
         return IndexProgress(
             read=self.groups.sequence,
-            of=max(self._ledger.end, self.groups.sequence),
+            of=max(self._end, self.groups.sequence),
             admitted=self.groups.history.admitted,
             damaged=damaged,
             problem=self._problem,
@@ -199,11 +145,31 @@ class RunIndex:
         """Takes what is new. Raises SourceAway, BadMessage."""
         before = self.groups.revision
         if self._source.live:
-            await self._ledger.catch_up()
-            if self._ledger.behind:
+            await self._read_ledger()
+            if self.groups.sequence < self._end:
                 self._source.follow_again()
         await self._update_kept()
         return [SAMPLES] if self.groups.revision != before else []
+
+    async def _read_ledger(self) -> None:
+        """Takes what is new, for `PIECE_SECONDS`. A ledger that was made anew is read from its beginning."""
+        source, groups, records = self._source, self.groups, list[tuple[int, LedgerRecord]]()
+        self._end = await source.ledger_end()
+        if self._life not in (None, source.life) or self._end < groups.sequence:
+            await asyncio.to_thread(groups.clear)
+        self._life, until = source.life, time.monotonic() + PIECE_SECONDS
+        if groups.sequence == self._end:
+            return
+        async with contextlib.aclosing(source.read(source.names.ledger_stream, LedgerRecord, after=groups.sequence)) as reading:
+            async for entry in reading:
+                records.append(entry)
+                if len(records) == RECORDS:
+                    await asyncio.to_thread(groups.apply, records)
+                    records = []
+                    if time.monotonic() > until:
+                        return
+        if records:
+            await asyncio.to_thread(groups.apply, records)
 
     async def kept_record(self, group: GroupRecord) -> RolloutRecord | None:
         """Returns a group's kept responses; None where none are kept. They may have been written after the ledger's last record."""

@@ -233,6 +233,14 @@ class RunSource:
         except (DeadlineExceeded, nats.errors.Error, nats.js.errors.Error, *TRANSIENT) as error:
             raise SourceAway(f"{stream} could not be read to its end: {str(error) or type(error).__name__}") from error
 
+    async def ledger_end(self) -> int:
+        """Returns the sequence of the ledger's newest record. Raises SourceAway."""
+        bus = self.bus()
+        try:
+            return await streams.last_sequence(bus, self.names.ledger_stream, deadline=READ_SECONDS)
+        except BUS_ERRORS as error:
+            raise SourceAway(f"the state of the ledger could not be read: {str(error) or type(error).__name__}") from error
+
     def _words(self, what: str) -> str:
         away = self.away.get(what)
         if away is not None:
