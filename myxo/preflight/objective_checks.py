@@ -6,7 +6,6 @@ The number of an epoch's steps follows from the prompts that are used, so all th
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from shared.config import environment_variables, presets
 from shared.config.debug_section import DUMPS, STEP
 from shared.config.rollout_section import RolloutSection
 from shared.config.run_config import RunConfig
+from shared.config.section import Rule
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
 
@@ -23,20 +23,11 @@ LARGE = 10**9  # parameters from which on a full fine-tune takes small steps
 PLACEHOLDER = "placeholder"
 
 
-@dataclass(frozen=True)
-class ValueRule:
-    """A rule. ``field``: as ``section.name``. ``odd``: of its value and the inspection. ``why``: what is odd about it, what is usual."""
-
-    field: str
-    odd: Callable[[Any, Inspection], object]
-    why: str
+def _above(most: float) -> Callable[[Inspection, Any], bool]:
+    return lambda _, value: value is not None and value > most
 
 
-def _above(most: float) -> Callable[[Any, Inspection], bool]:
-    return lambda value, _: value is not None and value > most
-
-
-def _all_of_large(lr: float, inspection: Inspection) -> bool:
+def _all_of_large(inspection: Inspection, lr: float) -> bool:
     trainer, size = inspection.config.trainer, inspection.model_size
     part = trainer.lora_rank or trainer.only_train_params_name_list or trainer.freeze_params_name_list
     return 1e-4 < lr <= 1e-3 and size is not None and size.parameters > LARGE and not part
@@ -47,16 +38,16 @@ def _policy(inspection: Inspection) -> bool:
     return config.has_steps and config.algorithm.loss_type == "policy_loss" and not config.debug.debug_rollout_only
 
 
-def _more_than_prompts(batch: int, inspection: Inspection) -> bool:
+def _more_than_prompts(inspection: Inspection, batch: int) -> bool:
     return inspection.training is not None and batch > len(inspection.training)
 
 
-def _warmup(_: Any, inspection: Inspection) -> bool:
+def _warmup(inspection: Inspection, _: Any) -> bool:
     trainer, steps = inspection.config.trainer, inspection.config.rollout.num_rollout * inspection.config.trainer.num_steps_per_rollout
     return _policy(inspection) and trainer.lr_warmup_iters >= steps > 0
 
 
-def _too_short(most: int, inspection: Inspection) -> bool:
+def _too_short(inspection: Inspection, most: int) -> bool:
     tokenizer = inspection.tokenizer
     return tokenizer is not None and inspection.config.data.apply_chat_template and most < turn_tokens(tokenizer)
 
@@ -73,26 +64,25 @@ def turn_tokens(tokenizer: Tokenizer) -> int:
 
 
 RULES = (
-    ValueRule("trainer.lr", _above(1e-3), "above 1e-3, at which policies break down; 1e-6 is usual, 1e-5 to 1e-4 with adapters"),
-    ValueRule("trainer.lr", _all_of_large, "above 1e-4, for all weights of a model beyond a billion parameters; 1e-6 is usual"),
-    ValueRule("trainer.critic_lr", _above(1e-3), "above 1e-3; 1e-5 is usual"),
-    ValueRule("sft.sft_lr", lambda lr, inspection: inspection.config.sft.sft_data is not None and lr > 1e-3, "above 1e-3; 1e-5 is usual"),
-    ValueRule("trainer.lr_warmup_iters", _warmup, "as many optimizer steps as the run has, or more: lr is never reached"),
-    ValueRule("trainer.weight_decay", _above(1), "above 1; 0 to 0.1 is usual"),
-    ValueRule("trainer.clip_grad", lambda norm, _: 0 < norm < 1e-3, "below 0.001: steps are cut to almost nothing; 1 is usual, 0 is off"),
-    ValueRule("algorithm.eps_clip", _above(1), "above 1: ratios are above 0 whatever it is, so that it clips nothing; 0.2 is usual"),
-    ValueRule(
+    Rule("trainer.lr", _above(1e-3), "above 1e-3, at which policies break down; 1e-6 is usual, 1e-5 to 1e-4 with adapters"),
+    Rule("trainer.lr", _all_of_large, "above 1e-4, for all weights of a model beyond a billion parameters; 1e-6 is usual"),
+    Rule("trainer.critic_lr", _above(1e-3), "above 1e-3; 1e-5 is usual"),
+    Rule("sft.sft_lr", lambda inspection, lr: inspection.config.sft.sft_data is not None and lr > 1e-3, "above 1e-3; 1e-5 is usual"),
+    Rule("trainer.lr_warmup_iters", _warmup, "as many optimizer steps as the run has, or more: lr is never reached"),
+    Rule("trainer.weight_decay", _above(1), "above 1; 0 to 0.1 is usual"),
+    Rule("trainer.clip_grad", lambda _, norm: 0 < norm < 1e-3, "below 0.001: steps are cut to almost nothing; 1 is usual, 0 is off"),
+    Rule("algorithm.eps_clip", _above(1), "above 1: ratios are above 0 whatever it is, so that it clips nothing; 0.2 is usual"),
+    Rule(
         "algorithm.eps_clip_high",
-        lambda value, inspection: value is not None and value > 1 and inspection.config.algorithm.advantage_estimator != "cispo",
+        lambda inspection, value: value is not None and value > 1 and inspection.config.algorithm.advantage_estimator != "cispo",
         "above 1; 0.2 to 0.3 is usual",
     ),
-    ValueRule("algorithm.kl_loss_coef", _above(10), "above 10: the KL drowns the reward; 0 to 0.1 is usual"),
-    ValueRule("algorithm.kl_coef", _above(10), "above 10: the KL drowns the reward; 0 to 0.1 is usual"),
-    ValueRule("algorithm.entropy_coef", lambda value, _: abs(value) > 1, "beyond 1: the entropy drowns the reward; 0 to 0.01 is usual"),
-    ValueRule("algorithm.gamma", lambda gamma, _: gamma < 0.9, "below 0.9: tokens long before the reward learn nothing of it; 1 is usual"),
-    ValueRule("rollout.rollout_temperature", _above(2), "above 2: answers are noise; 1 is usual"),
-    ValueRule("rollout.rollout_batch_size", _more_than_prompts, "more than there are prompts: a batch has some of them twice"),
-    ValueRule("rollout.rollout_max_response_len", _too_short, "fewer tokens than the chat template writes into a turn: none can end in it"),
+    Rule(("algorithm.kl_loss_coef", "algorithm.kl_coef"), _above(10), "above 10: the KL drowns the reward; 0 to 0.1 is usual"),
+    Rule("algorithm.entropy_coef", lambda _, value: abs(value) > 1, "beyond 1: the entropy drowns the reward; 0 to 0.01 is usual"),
+    Rule("algorithm.gamma", lambda _, gamma: gamma < 0.9, "below 0.9: tokens long before the reward learn nothing of it; 1 is usual"),
+    Rule("rollout.rollout_temperature", _above(2), "above 2: answers are noise; 1 is usual"),
+    Rule("rollout.rollout_batch_size", _more_than_prompts, "more than there are prompts: a batch has some of them twice"),
+    Rule("rollout.rollout_max_response_len", _too_short, "fewer tokens than the chat template writes into a turn: none can end in it"),
 )
 
 
@@ -101,11 +91,8 @@ def check_values(inspection: Inspection) -> Findings:
     config = inspection.config
     if not config.debug.trains_only:
         yield from map(Note, _timeouts(config))
-    for rule in RULES:
-        section, _, name = rule.field.partition(".")
-        value = getattr(getattr(config, section), name)
-        if rule.odd(value, inspection):
-            yield Note(f"{rule.field} = {value:g}: {rule.why}")
+    for field, value, why in (found for rule in RULES for found in rule.problems(config, inspection)):
+        yield Note(f"{field} = {value:g}: {why}")
 
 
 def _timeouts(config: RunConfig) -> Iterator[str]:

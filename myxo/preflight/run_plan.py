@@ -252,10 +252,8 @@ def settle_trainer(inspection: Inspection) -> tuple[TrainerSection, str]:
     if "auto" not in (trainer.max_tokens_per_gpu, trainer.log_probs_chunk_size):
         return trainer, ""
     trains = devices.resolve(trainer.train_device) == "cuda" and not config.debug.debug_rollout_only
-    if trains and inspection.gpu_bytes is not None and inspection.planned is not None:
-        plan = RunPlan(config, inspection.planned, inspection.gpu_bytes, inspection.critic, inspection.frozen_models)
-        if _layout_divides(plan):
-            return settled_tokens(plan)
+    if trains and (plan := plan_of(inspection)) is not None:
+        return settled_tokens(plan)
     return trainer.model_copy(update={"max_tokens_per_gpu": trainer.tokens_per_gpu, "log_probs_chunk_size": trainer.log_probs_tokens}), ""
 
 
@@ -440,14 +438,11 @@ MOST_NAMED = 3
 
 def check_gpu_memory(inspection: Inspection) -> Findings:
     """Yields a kind of process whose GPU is surely too small for it; notes one that comes near it."""
-    config, architecture = inspection.config, inspection.planned
+    config = inspection.config
     train, generate = config.trainer.train_device, config.rollout.rollout_device
     used = {"actor": train, "critic": train, "engine": generate, "group": generate}
     on_gpus = {role for role, device in used.items() if devices.resolve(device) == "cuda"}
-    if architecture is None or not on_gpus or (gpu_bytes := inspection.gpu_bytes) is None:
-        return
-    plan = RunPlan(config, architecture, gpu_bytes, inspection.critic, inspection.frozen_models)
-    if not _layout_divides(plan):  # another check reports it
+    if not on_gpus or (plan := plan_of(inspection)) is None:
         return
     for need in plan.needs:
         if need.role not in on_gpus or need.total <= (1 - NEAR) * need.available:
@@ -471,6 +466,12 @@ def _advice(plan: RunPlan, need: MemoryNeed) -> str:
     return f"; with one of these it fits: {', '.join(remedy.flags for remedy in enough)}" if enough else ""
 
 
-def _layout_divides(plan: RunPlan) -> bool:
-    models = {"actor": plan.architecture, **({"critic": plan.critic or plan.architecture} if plan.config.algorithm.has_critic else {})}
-    return all(_divides(model, plan.config.trainer, role) for role, model in models.items())
+def plan_of(inspection: Inspection) -> RunPlan | None:
+    """Returns the plan of a config on this machine's GPUs; None where there are none, or the shape is not known, or not divided."""
+    config, gpu_bytes, architecture = inspection.config, inspection.gpu_bytes, inspection.planned
+    if gpu_bytes is None or architecture is None:
+        return None
+    models = {"actor": architecture, **({"critic": inspection.critic or architecture} if config.algorithm.has_critic else {})}
+    if not all(_divides(model, config.trainer, role) for role, model in models.items()):
+        return None
+    return RunPlan(config, architecture, gpu_bytes, inspection.critic, inspection.frozen_models)

@@ -47,7 +47,8 @@ class Rule(NamedTuple):
 
     Args:
         fields: the fields that it is about, of a config ``section.field``; each is refused by itself.
-        broken: takes the section and the field's value, and returns whether the value is refused, or yields what is wrong with it.
+        broken: takes the section and the field's value, and returns whether the value is refused, or yields what is wrong with it; of
+            values that are only noted the run's inspection in the section's place.
         expected: why, or what is expected; formatted with the section, the value and what ``broken`` yields: ``{0.other_field}``, ``{1}``.
     """
 
@@ -55,11 +56,11 @@ class Rule(NamedTuple):
     broken: Callable[[Any, Any], Any]
     expected: str = "{2}"
 
-    def problems(self, section: Any) -> Iterator[tuple[str, Any, str]]:
-        """Yields each field that is refused, its value, and why."""
+    def problems(self, section: Any, known: Any = None) -> Iterator[tuple[str, Any, str]]:
+        """Yields each field that is refused, its value, and why. ``known``: given to ``broken`` in the section's place."""
         for field in (self.fields,) if isinstance(self.fields, str) else self.fields:
             value = attrgetter(field)(section)
-            found = self.broken(section, value)
+            found = self.broken(section if known is None else known, value)
             for wrong in found if isinstance(found, Iterator) else [found] if found else []:
                 yield field, value, self.expected.format(section, value, wrong)
 
