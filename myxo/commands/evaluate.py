@@ -21,8 +21,7 @@ from myxo.display.safe_console import SafeConsole
 from myxo.launch.exit_report import evaluation_details
 from myxo.preflight import Source
 from myxo.run import config_toml
-from myxo.run.run_directory import RunDirectory
-from myxo.run.run_repair import checkpoints
+from myxo.run.run_directory import RunDirectory, checkpoints
 from shared.config import flags
 from shared.config.debug_section import STEP
 from shared.config.run_config import RunConfig

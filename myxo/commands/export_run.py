@@ -12,8 +12,7 @@ from rich.console import Console
 from myxo.commands.command_arguments import add_run, count
 from myxo.preflight import Source
 from myxo.run import run_directory
-from myxo.run.run_directory import RunDirectory
-from myxo.run.run_repair import CHECKPOINTS, checkpoints
+from myxo.run.run_directory import CHECKPOINTS, RunDirectory, checkpoints
 from shared.bus import runs
 from shared.config import config_reading, flags
 from shared.config.flags import CommandLine

@@ -136,20 +136,10 @@ async def _browse(parsed: argparse.Namespace, console: Console, listing: SampleL
 
 
 async def _show(parsed: argparse.Namespace, console: Console, group: str, index: int | None) -> int:
-    """Prints a group or one sample of it: whole ones of the store before those of the files."""
-    life = GroupProvenance(group)
+    """Prints a group or one sample of it."""
     async with _opened(parsed.run, parsed.dir) as run:
-        await run.read_into(life, group)
-        if life.record is None:
-            raise run.no_such_group(group, life.history.admitted)
-        size = len(life.record.rewards)
-        if index is not None and index >= size and (size or life.history.gone(life.record) is None):
-            raise ConfigError("GROUP", f"{group}/{index}", f"the group has {size} samples; give 0 to {size - 1}")
-        unreachable = await run.ask_store([life.record], life.history)
-        run.read_files([life.record])
-        if unreachable is not None and group not in run.samples:
-            raise unreachable
-    shown, pieces = run.shown(life.record, life.history, life.steps), run.pieces()
+        shown = await run.look_up(group, index)
+    pieces = run.pieces()
     if parsed.json:
         console.file.write(json_line(as_plain(shown, index, pieces)) + "\n")
     else:
@@ -162,16 +152,8 @@ async def stored_sample(run: str, directory: Path, text: str) -> Sample:
     group, index = target(text)
     if index is None:
         raise ConfigError("--sample", text, f"one sample of the group: {text}/0")
-    life = GroupProvenance(group)
     async with _opened(run, directory) as there:
-        await there.read_into(life, group)
-        if life.record is None:
-            raise there.no_such_group(group, life.history.admitted)
-        unreachable = await there.ask_store([life.record], life.history)
-        there.read_files([life.record])
-        found = there.shown(life.record, life.history)
-        if unreachable is not None and not found.samples:
-            raise unreachable
+        found = await there.look_up(group)
     why = found.absent or f"the group has {len(found.samples)} samples"
     for one in found.samples:
         if one.index == index and len(one.prompt):
@@ -200,6 +182,22 @@ class _OpenRun:
         found = self.samples.get(group.group, [])
         absent = None if found else self.absent.get(group.group, "none were kept")
         return ShownGroup(self.name, group, found, absent, history.durable(group), steps)
+
+    async def look_up(self, group: str, index: int | None = None) -> ShownGroup:
+        """Returns a group with its samples, whole ones of the store before those of the files. Raises ConfigError where it, or its sample
+        ``index``, is not there, and where no store is within reach that has what the files have not."""
+        life = GroupProvenance(group)
+        await self.read_into(life, group)
+        if life.record is None:
+            raise self.no_such_group(group, life.history.admitted)
+        size = len(life.record.rewards)
+        if index is not None and index >= size and (size or life.history.gone(life.record) is None):
+            raise ConfigError("GROUP", f"{group}/{index}", f"the group has {size} samples; give 0 to {size - 1}")
+        unreachable = await self.ask_store([life.record], life.history)
+        self.read_files([life.record])
+        if unreachable is not None and group not in self.samples:
+            raise unreachable
+        return self.shown(life.record, life.history, life.steps)
 
     async def read_into(self, fold: SampleList | GroupProvenance, only: str | None = None) -> None:
         """Folds the ledger, or the rollout files where there is none; of these ``only`` one group, where it is given."""

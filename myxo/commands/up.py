@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,29 +20,33 @@ import structlog
 from rich.console import Console
 
 from myxo.commands.export_run import begun_from
-from myxo.display import run_verdict
 from myxo.launch.exit_report import ways_on
 from myxo.launch.launcher import Launch
 from myxo.launch.node_launch import NodeLaunch, settle_node_rank
 from myxo.launch.service_plan import SERVICE_MODULES
 from myxo.preflight import Source, checked, checked_config
 from myxo.preflight.inspection import Inspection
+from myxo.preflight.machine_checks import memory_bytes
+from myxo.preflight.run_plan import GB, plan_of
 from myxo.run import config_toml
 from myxo.run.run_access import GivenServers, check_servers, check_store, connect, given_servers, told_when_lost, vocabulary
-from myxo.run.run_directory import RunDirectory
-from myxo.run.run_repair import checkpoints
+from myxo.run.run_directory import RunDirectory, checkpoints
 from shared import __version__, hooks
 from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.connection import redacted
-from shared.config import config_reading, flags, slime_script
+from shared.config import config_reading, devices, flags, slime_script
 from shared.config.debug_section import DUMPS
 from shared.config.flags import CommandLine
 from shared.config.run_config import RunConfig, changes
+from shared.environment.conformance import Check
+from shared.model.memory_plan import total_parameters
+from shared.model.parallel_layout import ParallelLayout
 from shared.process.child_process import with_parent
 from shared.runtime import addresses, exit_codes, telemetry
 from shared.runtime.addresses import NODE_RANK
 from shared.runtime.errors import ConfigError, MyxoError, raise_problems
+from shared.runtime.host import host_memory
 from shared.runtime.safe_text import printable_line, say
 from shared.schema.ledger import ValuesChanged
 
@@ -193,9 +197,71 @@ def _run_dry(inspection: Inspection, asked: DryRun, console: Console) -> int:
     if asked.prints_config:
         console.file.write(config_toml.dump(inspection.frozen.shown()))
         return exit_codes.DONE
-    for head, text in run_verdict.lines(inspection, results):
+    for head, text in _verdict(inspection, results):
         console.print(f"{head:10}{text}", markup=False, highlight=False, soft_wrap=True)
     return exit_codes.DONE
+
+
+def _verdict(inspection: Inspection, tried: Sequence[Check]) -> Iterator[tuple[str, str]]:
+    """Yields what a run that has passed its checks comes to, in ten lines with their heads. ``tried``: results of the user's functions."""
+    config, shape = inspection.config, inspection.architecture
+    trainer, rollout, steps = config.trainer, config.rollout, config.rollout.num_rollout
+    sft = f", after {config.sft.sft_steps} of sft" if config.sft.sft_data else ""
+    yield "run", f"{config.run.name}, in {config.run.root}: {steps} steps{sft}"
+    size = "" if shape is None else f", {total_parameters(shape) / 1e9:.3g} billion parameters"
+    yield "model", f"{config.model.hf_checkpoint}{size}, trained in {trainer.train_dtype}"
+    yield "layout", "; ".join(_layout(inspection))
+    yield "memory", "; ".join(_memory(inspection))
+    sets = [f"{view.name}: {len(prompts):,}" for view, prompts in inspection.heldout]
+    prompts = config.data.data_source or ("none" if inspection.training is None else f"{len(inspection.training):,} prompts")
+    yield "data", f"{prompts}{'; held out ' if sets else ''}{', '.join(sets)}"
+    samples, prompt = rollout.rollout_batch_size * rollout.n_samples_per_prompt, inspection.longest_prompts.get("data.prompt_data", 0)
+    length = rollout.rollout_max_response_len
+    most = f"at most {samples * (prompt + length):,} tokens ({prompt} + {length} a sample)"
+    groups = f"{rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} = {samples:,} samples"
+    yield "a step", f"{groups}, {most}, optimizer steps: {trainer.num_steps_per_rollout}"
+    yield "reward", config.reward.custom_rm_path or config.reward.rm_type or "of each prompt's own"
+    yield "functions", f"called: {len(tried)}, each as it should be" if tried else "not called: `myxo try CONFIG` calls them"
+    auto = {"train_device": trainer.train_device, "rollout_device": rollout.rollout_device}
+    guesses = [f"{name} is {devices.resolve(device)}" for name, device in auto.items() if device == "auto"]
+    yield "guessed", "; ".join([*guesses, *inspection.guesses]) or "nothing"
+    yield "problems", f"none; notes above: {len(inspection.notes)}" if inspection.notes else "none"
+
+
+def _layout(inspection: Inspection) -> Iterator[str]:
+    config = inspection.config
+    if not config.debug.debug_rollout_only:
+        layout, ranks = ParallelLayout.of(config.trainer), config.trainer.ranks("actor")
+        own = f"tensor {layout.tensor}, pipeline {layout.pipeline}, context {layout.context}, expert {layout.expert}"
+        critic = f", critic {config.trainer.ranks('critic')}" if config.algorithm.has_critic else ""
+        yield f"trainer of {ranks} ranks ({own}){critic} on {devices.resolve(config.trainer.train_device)}"
+    if not config.debug.trains_only:
+        rollout, where = config.rollout, ", colocated" if config.trainer.colocate else ""
+        engines = f"{rollout.rollout_replicas} engines of {rollout.rollout_num_gpus_per_engine} GPUs"
+        device = "servers of somebody else's" if rollout.external_engines else devices.resolve(rollout.rollout_device)
+        if rollout.engine_groups:
+            engines = " and ".join(f"{group.replicas} engines of {group.num_gpus_per_engine} GPUs" for group in rollout.engines())
+        lent = devices.lent_instances(config)
+        more = f", and {len(lent)} of the trainer's GPUs while it waits (lend_gpus)" * bool(lent)
+        yield (f"{engines}{where}" if device == "cuda" else f"{rollout.rollout_replicas} engines on {device}") + more
+        for name in rollout.models:
+            found = [own.rollout for own in (config.of_engines(name, place) for place in range(len(rollout.engines(name))))]
+            shapes = " and ".join(f"{own.rollout_replicas} of {own.rollout_num_gpus_per_engine} GPUs" for own in found)
+            on = devices.resolve(found[0].rollout_device)
+            yield f"{name}, frozen: {shapes if on == 'cuda' else sum(own.rollout_replicas for own in found)} on {on}"
+
+
+def _memory(inspection: Inspection) -> Iterator[str]:
+    if (plan := plan_of(inspection)) is not None and "cuda" in (
+        devices.resolve(plan.config.trainer.train_device),
+        devices.resolve(plan.config.rollout.rollout_device),
+    ):
+        yield from (f"{need.of} {need.total / GB:.1f} of {need.available / GB:.1f} GB" for need in plan.needs)
+    elif inspection.model_size is not None:
+        needed = memory_bytes(inspection.config, inspection.model_size)
+        yield f"at least {needed / GB:.1f} of this machine's {host_memory()[0] / GB:.1f} GB"
+    else:
+        yield "not known"
 
 
 def take_flags(parsed: argparse.Namespace, rest: list[str]) -> list[str]:

@@ -16,8 +16,7 @@ from myxo.display import reward_chart
 from myxo.display.progress_display import alarm_lines
 from myxo.display.reward_chart import text_chart
 from myxo.display.safe_console import SafeConsole
-from myxo.run.run_directory import RunDirectory
-from myxo.run.run_repair import checkpoints
+from myxo.run.run_directory import RunDirectory, checkpoints
 from shared.bus.connection import TRANSIENT, Bus
 from shared.config.run_config import RunConfig
 from shared.runtime import exit_codes, failure_summary

@@ -21,8 +21,7 @@ from myxo.launch.run_servers import DiskWatch, RunServers, until_room
 from myxo.launch.service_plan import TRAINERS, ServiceSpec, plan
 from myxo.launch.supervisor import FrozenServices, RunProgress, StopReason, Supervisor
 from myxo.run.run_access import ALARM_SECONDS, GivenServers, RunWatch, told_when_lost, vocabulary
-from myxo.run.run_directory import RunDirectory, ServerUrls
-from myxo.run.run_repair import checkpoints
+from myxo.run.run_directory import RunDirectory, ServerUrls, checkpoints
 from shared.accounts.permissions import CONSOLE, rights_of
 from shared.bus import runs, streams
 from shared.bus.bus_errors import BUS_ERRORS

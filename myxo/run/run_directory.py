@@ -20,6 +20,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -197,6 +198,26 @@ class RunDirectory:
             return ServerUrls(**json.loads(self._servers.read_text()))
         except (FileNotFoundError, ValueError, TypeError):
             return None
+
+
+CHECKPOINTS = {"actor": "checkpoints", "critic": "critic-checkpoints"}  # where the trainer's roles keep theirs, in the run's directory
+MARKER = "checkpoint.json"  # What a complete checkpoint has (`services.trainer.parallel.checkpoint`)
+_STEP = re.compile(r"step_(\d{8,})")
+
+
+def checkpoints(config: RunConfig) -> list[int]:
+    """Returns the steps of the complete checkpoints that all of the trainer's roles have on this machine, oldest first."""
+    roots = [config.trained / CHECKPOINTS["actor"]]
+    if config.algorithm.has_critic:
+        roots.append(config.trained / CHECKPOINTS["critic"])
+    return sorted(set.intersection(*({step for step, _ in complete_checkpoints(root)} for root in roots)))
+
+
+def complete_checkpoints(root: Path) -> Iterator[tuple[int, Path]]:
+    """Yields the steps and the path of each complete checkpoint in a directory, oldest first."""
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
+        if (named := _STEP.fullmatch(path.name)) and (path / MARKER).is_file():
+            yield int(named[1]), path
 
 
 def find(run: str, directory: Path) -> tuple[str, RunDirectory | None]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from myxo.run.run_repair import checkpoints
+from myxo.run.run_directory import checkpoints
 from shared.bus import runs
 from shared.data.metric_files import MetricDirectory
 from tests.e2e.launched import ROOT, LaunchedRun

@@ -2,7 +2,7 @@
 
 import pytest
 
-from myxo.run.run_repair import LedgerCut, LedgerExtent, RepairPlan, extent, repair_plan
+from myxo.commands.repair import LedgerCut, LedgerExtent, RepairPlan, extent, repair_plan
 from shared.schema.ledger import BatchTrained, CheckpointDurable, LedgerRecord, LedgerRepaired, VersionLive
 
 
