@@ -51,7 +51,7 @@ COMMANDS = {
     "trace": ("trace:declare", "the timeline of a run for Perfetto: groups, trainer, pushes, services"),
     "summary": ("status:declare_summary", "what a run came to: summary.json, a picture, a table"),
     "compare": ("compare:declare", "what differs in the configs and the results of runs, and their rewards on one picture"),
-    "completion": ("completion:declare", "a script that completes commands, flags and runs in your shell"),
+    "completion": ("flag_list:declare_completion", "a script that completes commands, flags and runs in your shell"),
 }
 
 # Words that a person may type in the place of a command → what to type

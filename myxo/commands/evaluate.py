@@ -23,8 +23,8 @@ from myxo.preflight import Source
 from myxo.run import config_toml
 from myxo.run.run_directory import RunDirectory, checkpoints
 from shared.config import flags
-from shared.config.debug_section import STEP
 from shared.config.run_config import RunConfig
+from shared.config.service_sections import STEP
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
 from shared.runtime.safe_files import replace_file

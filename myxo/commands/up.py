@@ -36,9 +36,9 @@ from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.connection import redacted
 from shared.config import config_reading, devices, flags, slime_script
-from shared.config.debug_section import DUMPS
 from shared.config.flags import CommandLine
 from shared.config.run_config import RunConfig, changes
+from shared.config.service_sections import DUMPS
 from shared.environment.conformance import Check
 from shared.model.memory_plan import total_parameters
 from shared.model.parallel_layout import ParallelLayout

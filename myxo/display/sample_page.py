@@ -250,7 +250,7 @@ def _sample(group: GroupRecord, index: int, sample: Sample, pieces: Pieces | Non
     return {
         **_response(group, index, sample),
         **{name: getattr(sample, name) for name in ("label", "metadata", "prompt_text", "segments", "turn_rewards")},
-        **(arrays if _has_ids(sample) else dict.fromkeys(arrays)),
+        **(arrays if sample.has_ids else dict.fromkeys(arrays)),
     }
 
 
@@ -325,12 +325,8 @@ def _length(group: GroupRecord, index: int, sample: Sample | None) -> int:
     return sample.segments[-1][1] if sample is not None and sample.segments else 0
 
 
-def _has_ids(sample: Sample) -> bool:
-    return bool(len(sample.prompt)) or not sample.segments
-
-
 def _in_full(sample: Sample, group: GroupRecord, index: int, width: int, pieces: Pieces | None) -> list[RenderableType]:
-    reward, there = group.reward_of(index), _has_ids(sample)
+    reward, there = group.reward_of(index), sample.has_ids
     segments = ", ".join(f"tokens {start}–{end - 1} under version {version}" for start, end, version in sample.segments)
     trained = 0 if index in group.removed else int(np.count_nonzero(sample.mask[sample.versions() >= group.mask_below]))
     tokens = f"{len(sample.prompt)} prompt, {len(sample.response)} response, {trained} of them trained"

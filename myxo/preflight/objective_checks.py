@@ -11,10 +11,10 @@ from typing import Any
 
 from myxo.preflight.inspection import Findings, Inspection, Note
 from shared.config import environment_variables, presets
-from shared.config.debug_section import DUMPS, STEP
 from shared.config.rollout_section import RolloutSection
 from shared.config.run_config import RunConfig
 from shared.config.section import Rule
+from shared.config.service_sections import DUMPS, STEP
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from shared.bus import runs
 from shared.config import config_reading, flags
-from shared.config.debug_section import DUMPS
 from shared.config.run_config import RunConfig
+from shared.config.service_sections import DUMPS
 from shared.hub import hub_resolve
 from shared.process.child_process import die_with_parent
 from shared.runtime.errors import ConfigError

@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 
 from services.trainer.actor import StepResult
 from services.trainer.batches import TrainBatch
-from shared.config.debug_section import DUMPS, STEP
 from shared.config.run_config import RunConfig
+from shared.config.service_sections import DUMPS, STEP
 from shared.runtime.errors import BadMessage, ConfigError, PayloadMissing
 from shared.runtime.safe_files import replace_file, replacement
 from shared.schema import codec

@@ -15,8 +15,8 @@ import structlog
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from shared.config.debug_section import DebugSection
 from shared.config.run_config import RunConfig
+from shared.config.service_sections import DebugSection
 
 DIRECTORY = "profile"  # where traces lie, in the run's directory
 MOST_ENTRIES = 1_000_000  # allocations that are kept of the memory's history

@@ -17,14 +17,15 @@ from pydantic import ValidationError
 
 from shared.config.algorithm import AlgorithmSection
 from shared.config.data_sections import REASONING_GYM_SOURCE, CurriculumSection, DataSection, ModelSection, SftSection
-from shared.config.debug_section import STEP, DebugSection
 from shared.config.eval_section import EvalSection
 from shared.config.reward_section import CUSTOM, JUDGE, TOURNAMENT, RewardSection
 from shared.config.rollout_section import AGENTS, APART, GENERATOR, GENERATORS, MODEL_NAME, EpisodeSection, RolloutSection, flags_over
 from shared.config.section import Rule, Section
 from shared.config.service_sections import (
+    STEP,
     BusSection,
     ConsoleSection,
+    DebugSection,
     GatewaySection,
     IngestSection,
     MonitoringSection,

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from shared.config.debug_section import STEP
 from shared.config.run_config import RunConfig
+from shared.config.service_sections import STEP
 
 MARK = "trained.json"
 """The file of an exported checkpoint that tells after how many steps it is: a run that continues exports to the same place once more."""

@@ -245,6 +245,11 @@ class Sample:
             self.rollout = self.index
 
     @property
+    def has_ids(self) -> bool:
+        """Returns whether its token ids are there, not only its text."""
+        return bool(len(self.prompt)) or not self.segments
+
+    @property
     def name(self) -> str:
         """Returns the name of this sample in errors: its group's id, and its index in the group."""
         return f"{self.group}/{self.index}"

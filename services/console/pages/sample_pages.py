@@ -466,7 +466,7 @@ class SamplePages:
 
     def _of_tokens(self, shown: ShownSample, first: int, count: int, advantage: float | None, why: str) -> dict[str, Any]:
         """Returns the fields of a `SampleAnswer` that are made of its token ids. ``why``: why its advantage is not known."""
-        if not shown.has_ids:
+        if not shown.sample.has_ids:
             return {"prompt_read": "", "turns": [], "tokens": None, "unknown": {}, "no_tokens": NO_TOKENS}
         config, sample = self.source.config, shown.sample
         tokenizer = None if config is None else local_tokenizer(config)

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from shared.config.algorithm import AlgorithmSection
-from shared.config.debug_section import RANK, STEP
 from shared.config.run_config import RunConfig
+from shared.config.service_sections import RANK, STEP
 from shared.rewards.reward_advantage import reward_advantages
 from shared.schema.sample import Sample
 from shared.view.group_history import GroupRecord
@@ -170,11 +170,6 @@ class ShownSample:
     @property
     def removed(self) -> bool:
         return self.position in self.group.removed
-
-    @property
-    def has_ids(self) -> bool:
-        """Returns whether token ids are there, not only the text."""
-        return bool(len(self.sample.prompt)) or not self.sample.segments
 
     def trained(self) -> NDArray[np.bool_]:
         """Returns which tokens the loss has: [R]."""
