@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from shared.model.hf_checkpoint import read_headers
 from shared.model.quantization import GROUP_SIZES, QuantizedFormat, in_groups
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
@@ -83,6 +84,8 @@ def _convert(given: argparse.Namespace) -> Path:
         raise ConfigError("SOURCE", str(given.source), "a directory; there is none")
     from_hf = (given.source / "config.json").is_file()
     _check_options(given, from_hf)
+    for problem in read_headers(given.source, "SOURCE")[1] if from_hf else ():
+        raise problem
     # The conversion computes nothing: it must not take a GPU's memory. torch reads this while it is imported.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.filterwarnings("ignore")

@@ -1,5 +1,7 @@
 """Reads the headers of a Hugging Face checkpoint's safetensors files, and checks that they hold the model."""
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -26,12 +28,14 @@ PIECE_BYTES = 1 << 24  # Bytes of two tensors that are compared at a time
 
 Shape = tuple[int, ...]
 
+_PART = re.compile(r"(.*?)\d+-of-(\d+)\.safetensors")
+
 
 def weight_files(directory: Path, field: str = "model.hf_checkpoint") -> tuple[list[Path], Mapping[str, str]]:
     """Returns the files that the index names, or else all ``*.safetensors`` of the directory; and the index: tensor → name of the file
     that should hold it, empty if there is none.
 
-    Raises ConfigError for ``field``: there are none, or the index cannot be read.
+    Raises ConfigError for ``field``: there are none, the index cannot be read, or without one files are missing by the others' names.
     """
     path = directory / INDEX
     if path.is_file():
@@ -43,6 +47,9 @@ def weight_files(directory: Path, field: str = "model.hf_checkpoint") -> tuple[l
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(field, str(path), f"an index of weights: JSON with a weight_map ({type(error).__name__}: {error})") from None
     if paths := sorted(directory.glob("*.safetensors")):
+        for name, of in Counter(match.groups() for path in paths if (match := _PART.fullmatch(path.name))).items():
+            if of != int(name[1]):
+                raise ConfigError(field, str(directory), f"all files {name[0]}…-of-{name[1]}.safetensors; {of} are there, and no {INDEX}")
         return paths, {}
     others = sorted(other.name for pattern in OTHER_FORMATS for other in directory.glob(pattern))
     found = f"; {others[0]} is of another format: save the model again with safetensors" if others else ""
@@ -56,6 +63,9 @@ def read_headers(directory: Path, field: str = "model.hf_checkpoint") -> tuple[d
     for path in paths:
         try:
             file = TensorFiles([path], links=True)
+            if twice := sorted(held.keys() & file.tensors):
+                wanted = f"each tensor in one file; {where[twice[0]]} has {some(twice)}, too. Remove the files that are not the model's"
+                problems.append(ConfigError(field, str(path), wanted))
             held.update(file.tensors)
             where.update(dict.fromkeys(file.tensors, path.name))
         except TensorFileBroken as error:

@@ -3,6 +3,7 @@
 import ast
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,24 @@ def test_what_cannot_be_converted(eight_bits: Path, tmp_path: Path, capsys: pyte
         assert not (tmp_path / "made").exists()
     assert convert(whole, tmp_path / "made", "--block", "8", "8") != 0
     assert "--block = '[8, 8]': not given" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("options", [(), ("--to", "fp8-block", "--block", "8", "8")])
+def test_files_that_are_not_one_whole_model(
+    options: tuple[str, ...], eight_bits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of a checkpoint became half of a checkpoint, and of a tensor in two files the last one was taken."""
+    for name, removed, says in (
+        ("model-00001-of-00002.safetensors", True, "all files model-…-of-00002.safetensors; 1 are there"),
+        ("old.safetensors", False, "each tensor in one file; model.safetensors has"),
+    ):
+        source = shutil.copytree(eight_bits.parent / "whole", tmp_path / name)
+        shutil.copyfile(source / "model.safetensors", source / name)
+        if removed:
+            (source / "model.safetensors").unlink()
+        assert convert(source, tmp_path / "made", *options) != 0
+        assert says in " ".join(capsys.readouterr().err.split())
+        assert not (tmp_path / "made").exists()
 
 
 def test_engines_divide_whole_blocks() -> None:
