@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shared.data.data_files import DataFile
 from shared.data.read_progress import ReadProgress
 from shared.runtime.errors import ConfigError, shown
@@ -252,10 +254,15 @@ class ParquetRows(Rows):
             raise ConfigError(field, str(path), "Parquet files need pyarrow: pip install 'myxo[parquet]'") from None
         try:
             with pyarrow.parquet.ParquetFile(path) as source, tempfile.NamedTemporaryFile(prefix="myxo-prompts-") as unpacked:
+                names = source.schema_arrow.names
+                if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+                    raise ValueError(f"the column {twice[0]!r} is there twice; leave one out")
                 self._unpack(pyarrow, source, unpacked.name)
                 self._table = pyarrow.ipc.open_file(pyarrow.memory_map(unpacked.name)).read_all()
         except (OSError, pyarrow.ArrowException, ValueError) as error:
             raise ConfigError(field, str(path), f"not a readable Parquet file: {' '.join(str(error).split())}") from None
+        kinds: dict[str, Any] = {"float": np.float32, "halffloat": np.float16}
+        self._narrow = {column.name: kinds[str(column.type)] for column in self._table.schema if str(column.type) in kinds}
         if not len(self):
             raise ConfigError(field, str(path), "holds no row; give at least one")
 
@@ -285,6 +292,8 @@ class ParquetRows(Rows):
             entry: dict[str, Any] = self._table.slice(row, 1).to_pylist()[0]
         except ValueError as error:  # text that is not UTF-8
             raise ConfigError(self.field, self.where(row), f"not readable: {error}") from None
+        for name, kind in self._narrow.items():  # a label of 0.1 is not 0.10000000149011612
+            entry[name] = None if entry[name] is None else float(str(kind(entry[name])))
         return entry
 
 

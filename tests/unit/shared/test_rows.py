@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -83,6 +84,25 @@ def test_parquet_batches_and_categories(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"prompt": numbers}), tmp_path / "a.parquet", row_group_size=700)
     rows = ParquetRows(tmp_path / "a.parquet", FIELD)
     assert [rows[row]["prompt"] for row in (0, 1023, 1024, 4999)] == [str(row % 7) for row in (0, 1023, 1024, 4999)]
+
+
+def test_numbers_of_32_and_16_bits_are_those_that_were_written(tmp_path: Path) -> None:
+    """A label of 0.1 was 0.10000000149011612."""
+    kinds = {"float32": pyarrow.float32(), "float16": pyarrow.float16(), "float64": pyarrow.float64()}
+    table = pyarrow.table(
+        {name: pyarrow.array(np.array([0.1, 0.0], name), kind, mask=np.array([False, True])) for name, kind in kinds.items()}
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    rows = ParquetRows(tmp_path / "a.parquet", FIELD)
+    assert rows[0] == dict.fromkeys(kinds, 0.1) and rows[1] == dict.fromkeys(kinds)
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    """The last one was taken."""
+    table = pyarrow.Table.from_arrays([pyarrow.array(["1"]), pyarrow.array(["2"])], names=["label", "label"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match="the column 'label' is there twice"):
+        ParquetRows(tmp_path / "a.parquet", FIELD)
 
 
 @pytest.mark.parametrize("content", [b"", b'{"prompt": "a"}\n', b"PAR1" + b"\0" * 60 + b"PAR1"])
