@@ -53,14 +53,18 @@ def begun_from(source: Source, name: str, console: Console, *, fresh: bool) -> S
         return source
     own, (run, _, step) = reading.config.run, name.partition("@")
     target = own.root.absolute() / BEGINNING
-    if fresh or not target.is_dir():
+    kept, has_begun = target / ".from", RunDirectory(own.root).logs.is_dir() and not fresh
+    if has_begun and kept.is_file() and (before := kept.read_text()) != name:
+        raise ConfigError("--from", name, f"{before}, with whose weights run {own.name} began; or --fresh beside it")
+    if not has_begun or not target.is_dir():  # weights of a start that came to nothing, or of a dry run, may be older ones
         config = config_of(run, own.dir, flags.read([]))
         if own.name == config.run.name:
             raise ConfigError("run.name", own.name, f"another name than that of the run it begins from; give --name, as {own.name}-2")
-        if (step and not step.isdecimal()) or (RunDirectory(own.root).logs.is_dir() and not fresh):
+        if (step and not step.isdecimal()) or has_begun:
             raise ConfigError("--from", name, "RUN or RUN@STEP, a checkpoint after so many steps, and the name of a run that has not begun")
         shutil.rmtree(target, ignore_errors=True)
         done, _ = _exported(config, int(step) if step else None, target)
+        kept.write_text(name)  # exports leave out what begins with a dot
         words = f"Run {own.name} begins with the weights of run {config.run.name} after step {done}: they are in {target}"
         console.print(f"{words}. Optimizer, schedule and prompts begin anew.", soft_wrap=True)
     given.overrides.setdefault("model", {})["hf_checkpoint"] = str(target)

@@ -1,0 +1,40 @@
+"""The weights that `myxo up --from` begins a run with are those of the run and step that it names."""
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from myxo.commands import export_run
+from myxo.preflight import Source
+from myxo.run.run_repair import CHECKPOINTS, MARKER
+from shared.runtime.errors import ConfigError
+
+
+def test_weights_of_another_try_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run's export stayed, whatever run and step the start itself named."""
+    config = tmp_path / "run.toml"
+    sections = 'model]\nhf_checkpoint = "m"\n[data]\nprompt_data = "p"\n[rollout]\nnum_rollout = 1\nrollout_batch_size = 1\n'
+    config.write_text(f'[run]\nname = "a"\ndir = "."\n[{sections}n_samples_per_prompt = 2\n')
+    for step in (1, 2):
+        path = tmp_path / "a" / CHECKPOINTS["actor"] / f"step_{step:08d}" / MARKER
+        path.parent.mkdir(parents=True)
+        path.touch()
+
+    def write(_: object, root: Path, step: int, target: Path) -> Path:  # the conversion itself has its tests
+        target.mkdir()
+        (target / "step").write_text(str(step))
+        return target
+
+    monkeypatch.setattr(export_run, "converted", write)
+    monkeypatch.chdir(tmp_path)
+
+    def begun(name: str) -> str:
+        made = export_run.begun_from(Source.of(config, ["--name", "b"]), name, Console(quiet=True), fresh=False)
+        return Path(made[1].overrides["model"]["hf_checkpoint"], "step").read_text()
+
+    assert [begun(name) for name in (f"{config}@1", f"{config}@2", str(config))] == ["1", "2", "2"]
+    (tmp_path / "b" / "logs").mkdir()
+    assert begun(str(config)) == "2"
+    with pytest.raises(ConfigError, match="with whose weights run b began"):
+        begun(f"{config}@1")
