@@ -15,7 +15,6 @@ from shared.model.families import read_architecture
 from shared.model.trainable_parameters import Lora
 
 LOAD_SECONDS = 120.0
-ADAPTER = "adapter_config.json"  # the file by which a directory is one of adapters
 
 
 def adapter_flags(config: RunConfig, device: str) -> dict[str, Any]:
@@ -41,7 +40,7 @@ class Adapters:
         self._root, self._base = config.trained / "clients" / "sampler_weights", str(config.model.hf_checkpoint)
         self._most, self._engine = 4 * config.tinker.tinker_adapters, None
         self._loaded, self._used, self._changed = OrderedDict[str, str](), Counter[str](), asyncio.Condition()
-        self._whole = self._base
+        self._whole, self._lora = self._base, config.trainer.lora_rank is not None
 
     @contextlib.asynccontextmanager
     async def serving(self, engine: EngineClient, weights: str) -> AsyncIterator[str | None]:
@@ -50,11 +49,10 @@ class Adapters:
         ``weights``: a directory; empty: the base. Raises InvalidRequest for one that is not a client's, EngineError.
         """
         path = str(Path(weights).resolve()) if weights else self._base
-        if weights and not Path(path).is_relative_to(self._root.resolve()):
-            raise InvalidRequest(f"weights {weights!r}: expected a directory in {self._root}")
-        adapter = Path(path, ADAPTER).is_file()
+        if weights and not (Path(path).is_relative_to(self._root.resolve()) and Path(path).is_dir()):
+            raise InvalidRequest(f"weights {weights!r}: expected a directory in {self._root}; it is removed when they expire")
         async with self._changed:
-            await self._loading(engine, path, adapter=adapter)
+            await self._loading(engine, path, adapter=bool(weights) and self._lora)
             self._used[path] += 1
         try:
             yield self._loaded.get(path)

@@ -138,6 +138,11 @@ def tracked(service, seed, client):
         log_probs = [value for one in passed.loss_fn_outputs for value in map(float, one["logprobs"].data)]
         found.append([f"step {step}, loss and log-probs", passed.metrics["loss:sum"], *log_probs])
         found.append([f"step {step}, metrics", *sorted(stepped.result().metrics.items())])
+        if step % 3 == 1:  # between two checkpoints: steps that are refused, one of which drops its gradients
+            data[0].loss_fn_inputs["weights"] = tensor([3e38] * data[0].model_input.length)
+            client.forward_backward(data, "cross_entropy")
+            refusals = [said(lambda: client.optim_step(types.AdamParams())) for _ in range(2)]
+            found.append([f"step {step}, refusals", *(text.partition(" for self")[0] for text in refusals)])
         if step % 4 == 3:
             sampler = client.save_weights_and_get_sampling_client().result()
             answer = sampler.sample(types.ModelInput.from_ints([5, 6, 7]), 2, types.SamplingParams(max_tokens=5, seed=3)).result()
@@ -159,7 +164,9 @@ def together(service):
     clients = {seed: client_of(service, seed) for seed in (1, 2)}
     print("begun", flush=True)
     with ThreadPoolExecutor(2) as threads:
-        return list(threads.map(lambda seed: tracked(service, seed, clients[seed]), clients))
+        found = list(threads.map(lambda seed: tracked(service, seed, clients[seed]), clients))
+    service.close("success").result()
+    return found
 
 
 def refused(service):

@@ -1,13 +1,14 @@
 """What the log of commands comes to, for the endpoint: outcomes that are waited for, saved weights, samplers, and tenants' use. Pure."""
 
 import asyncio
+import itertools
 import json
 import time
 from collections import Counter
 from typing import Any
 
 from services.gateway.tinker.tenants import Tenant
-from shared.runtime.errors import MyxoError
+from services.gateway.wire.request import Status, TurnRefused
 from shared.runtime.safe_files import is_plain_name
 from shared.schema.client_commands import MAKES, Command, CommandOutcome, LogEntry, is_expired
 
@@ -15,8 +16,11 @@ PREFIX = "tinker://"
 MADE_BY = {"weights": "save_state", "sampler_weights": "save_weights_for_sampler"}
 
 
-class WrongRequest(MyxoError):
-    """A request that is wrong for what it asks."""
+class WrongRequest(TurnRefused):
+    """A request that is wrong for what it asks. Half a surrogate pair in it, which no answer could hold, is written out."""
+
+    def __init__(self, text: str, status: Status = 400) -> None:
+        super().__init__(status, text.encode(errors="backslashreplace").decode())
 
 
 def wrong(name: str, given: object, expected: str) -> WrongRequest:
@@ -29,14 +33,15 @@ class CommandBook:
 
     Attributes:
         commands, outcomes: by key. samplers: sampling session → path of its weights, None: the base. models: those that are there, with
-            what made each. waiting: a client's commands without an outcome. coming: commands on their way into the log.
+            what made each, until they are unloaded. waiting: a client's commands without an outcome. newest: its newest number.
+            coming: commands on their way into the log.
     """
 
     def __init__(self) -> None:
         self.commands, self.outcomes = dict[tuple[str, int], Command](), dict[tuple[str, int], CommandOutcome]()
         self.samplers, self.models = dict[str, str | None](), dict[str, Command]()
-        self._used, self._newest, self.waiting = Counter[str](), Counter[str](), Counter[str]()
-        self.coming: list[Command] = []
+        self._used, self.newest, self.waiting = Counter[str](), Counter[str](), Counter[str]()
+        self.coming = dict[tuple[str, int], Command]()
         self._saved, self._taken = dict[str, CommandOutcome](), dict[str, tuple[str, int]]()
         self._awaited: dict[tuple[str, int], asyncio.Event] = {}
 
@@ -44,7 +49,8 @@ class CommandBook:
         """Takes an entry of the log; one that is known changes nothing."""
         if isinstance(entry, Command) and entry.key not in self.commands:
             self.commands[entry.key] = entry
-            self._newest[entry.client] = max(entry.number, self._newest[entry.client])
+            self.coming.pop(entry.key, None)
+            self.newest[entry.client] = max(entry.number, self.newest[entry.client])
             self.waiting[entry.client] += 1
             if not entry.refused:
                 self._note_begun(entry, json.loads(entry.arguments))
@@ -61,12 +67,11 @@ class CommandBook:
         self._used[command.client.partition("-")[0]] += command.tokens
         if command.verb in MAKES:
             self.models.setdefault(command.client, command)
-        elif command.verb == "unload_model":
-            self.models.pop(command.client, None)
         elif command.verb == "create_sampling_session":
             self.samplers[command.client] = arguments["path"]
         elif command.verb.startswith("save_weights"):
             self._taken[arguments["path"]] = command.key
+            self.samplers |= {sampler: arguments["path"] for sampler in [arguments.get("sampler")] if sampler}
             if not self.is_there(arguments["path"]):
                 self._saved.pop(arguments["path"], None)  # expired
 
@@ -75,12 +80,10 @@ class CommandBook:
         if command.verb.startswith("save_weights"):
             if not outcome.error:
                 self._saved[path] = outcome
-                if sampler := arguments.get("sampler"):
-                    self.samplers[sampler] = path
             elif self._taken.get(path) == command.key and path not in self._saved:
                 del self._taken[path]
-        elif outcome.error and self.models.get(command.client) is command:
-            del self.models[command.client]
+        elif command.verb == "unload_model" or (outcome.error and self.models.get(command.client) is command):
+            self.models.pop(command.client, None)
 
     def is_there(self, path: str) -> bool:
         """Returns whether weights are saved under this path, and have not expired."""
@@ -89,6 +92,8 @@ class CommandBook:
     def is_taken(self, path: str) -> bool:
         """Returns whether weights of this path are saved, or are about to be; of those for sampling also what has expired, since engines
         may hold it."""
+        if any(one.verb.startswith("save_weights") and json.loads(one.arguments)["path"] == path for one in self.coming.values()):
+            return True
         return path in self._taken and (path not in self._saved or self.is_there(path) or "/sampler_weights/" in path)
 
     def saved(self, path: str, client: str, kind: str, *, coming: bool = False) -> str:
@@ -105,30 +110,30 @@ class CommandBook:
             raise WrongRequest(f"path: {path}: there are no such weights")
         return path
 
+    def check_free(self, sampler: str) -> None:
+        """Raises WrongRequest where a sampling session is there, or is about to be: it would sample from other weights unnoticed."""
+        if sampler in self.samplers or any(json.loads(one.arguments).get("sampler") == sampler for one in self.coming.values()):
+            raise wrong("sampling_session_seq_id", sampler.rpartition(":")[2], "the number of no other sampling session")
+
     def check_sampler(self, client: str) -> None:
-        """Raises WrongRequest where a sampling session's weights have expired."""
+        """Raises WrongRequest where a sampling session's weights are not there."""
         if (path := self.samplers.get(client)) is not None and not self.is_there(path):
-            raise WrongRequest(f"sampling_session_id: {client}: its weights, {path}, have expired (ttl_seconds)")
+            raise WrongRequest(f"sampling_session_id: {client}: its weights, {path}, are not saved, or have expired (ttl_seconds)")
 
     def check_quotas(self, tenant: str, quotas: Tenant, command: Command) -> None:
         """Raises WrongRequest where a command takes its tenant over a quota."""
-        coming = [one for one in self.coming if one.client.startswith(f"{tenant}-")]
+        coming = [one for one in self.coming.values() if one.client.startswith(f"{tenant}-")]
         used = self._used[tenant] + sum(one.tokens for one in coming)
-        if quotas.tokens is not None and used + command.tokens > quotas.tokens:
+        if quotas.tokens is not None and command.tokens and used + command.tokens > quotas.tokens:
             raise WrongRequest(f"tokens: {command.tokens} more than the {used} that {tenant} has used; its quota is {quotas.tokens}")
         if quotas.models is not None and command.verb in MAKES:
-            held = self._held(tenant, coming)
+            begun = {*self.models, *(one.client for one in coming if one.verb in MAKES)}
+            held = {model for model in begun if model.startswith(f"{tenant}-")}
             if command.client not in held and len(held) >= quotas.models:
-                raise WrongRequest(
-                    f"models: {len(held)} of {tenant} are there; the quota is {quotas.models}; close a session to unload some"
-                )
+                raise WrongRequest(f"models: {len(held)} of {tenant} are there; its quota is {quotas.models}; close a session")
         saves = quotas.bytes is not None and command.verb.startswith("save_weights")
         if saves and (stored := self._stored(tenant, coming)) >= (quotas.bytes or 0):
             raise WrongRequest(f"bytes: {stored} of saved weights of {tenant} are there; its quota is {quotas.bytes}")
-
-    def _held(self, tenant: str, coming: list[Command]) -> set[str]:
-        begun = {*self.models, *(one.client for one in coming if one.verb in MAKES)}
-        return {model for model in begun if model.startswith(f"{tenant}-")}
 
     def _stored(self, tenant: str, coming: list[Command]) -> int:
         begun = sum(one.verb.startswith("save_weights") for one in coming)
@@ -139,14 +144,13 @@ class CommandBook:
 
     def rank_of(self, client: str, most: int) -> int:
         """Returns the rank of a model's adapters, or of what it was loaded from. ``most``: where nothing says it."""
-        arguments = json.loads(self.commands[client, 0].arguments) if (client, 0) in self.commands else {}
-        if path := arguments.get("path"):
-            return self.rank_of(path.removeprefix(PREFIX).split("/")[0], most)
-        return int(arguments.get("rank", most))
+        while (client, 0) in self.commands and (path := (arguments := json.loads(self.commands[client, 0].arguments)).get("path")):
+            client = path.removeprefix(PREFIX).split("/")[0]
+        return int(arguments.get("rank", most)) if (client, 0) in self.commands else most
 
-    def next_number(self, client: str) -> int:
-        """Returns the number after a client's newest command."""
-        return self._newest[client] + 1
+    def missing_number(self, client: str) -> int:
+        """Returns the first number of a client without a command: what is there of later ones waits for it."""
+        return next(number for number in itertools.count() if (client, number) not in self.commands and (client, number) not in self.coming)
 
     async def outcome(self, key: tuple[str, int], seconds: float) -> CommandOutcome | None:
         """Waits for what becomes of a command; None where that takes longer."""

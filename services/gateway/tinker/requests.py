@@ -22,7 +22,8 @@ from shared.schema.client_commands import TENANT, Verb
 from shared.schema.message import LARGEST
 
 CLIENT = re.compile(rf"{TENANT}-[0-9a-f]{{16}}(:(train|sample):[0-9]{{1,9}})?\Z")
-MOST_SAMPLES, MOST_NAME = 1024, 128
+SURROGATE = re.compile("[\ud800-\udfff]")
+MOST_SAMPLES, MOST_DATUMS, MOST_NAME = 1024, 1024, 128
 UNNAMED_SECONDS = 7 * 24 * 3600  # the time that weights for sampling stay that were saved without a name
 MOST_NUMBER = 1 << 62  # of a sample
 MOST_AHEAD = 10_000  # a client's commands that may wait, and numbers by which one may come before another that was sent earlier
@@ -62,15 +63,16 @@ class Asked:
     tokens: int = 0
 
 
-class NotThere(WrongRequest):
-    """A name of nothing, or of another tenant's: the two are not told apart."""
+def not_there(name: str, given: object) -> WrongRequest:
+    """Returns the refusal of a name of nothing, or of another tenant's: the two are not told apart."""
+    return WrongRequest(f"{name}: {str(given)[:200]}: there is no such thing, or no more", 404)
 
 
 def owned(tenant: str, body: Mapping[str, Any], name: str, kind: str = "") -> str:
-    """Returns the id in a field of a request. ``kind``: train or sample; empty: a session. Raises NotThere."""
+    """Returns the id in a field of a request. ``kind``: train or sample; empty: a session. Raises WrongRequest."""
     client = str(body.get(name))
     if not (match := CLIENT.match(client)) or client.partition("-")[0] != tenant or (match[2] or "") != kind:
-        raise NotThere(f"{name}: {client[:100]}: there is no such thing")
+        raise not_there(name, client)
     return client
 
 
@@ -91,32 +93,36 @@ def key_of(tenant: str, verb: Verb, body: Mapping[str, Any], book: CommandBook) 
     name, kind, first = ("sampling_session_id", "sample", 0) if verb == "sample" else ("model_id", "train", 1)
     client = owned(tenant, body, name, kind)
     # a copy of the SDK's sampling client numbers its requests from far away; they have no order
-    most = MOST_NUMBER if verb == "sample" else book.next_number(client) + MOST_AHEAD
+    most = MOST_NUMBER if verb == "sample" else book.newest[client] + 1 + MOST_AHEAD
     number = number_of(body, "seq_id", first, most) + 1 - first
     if client not in book.models and client not in book.samplers and (client, number) not in book.commands:
-        raise NotThere(f"{name}: {client}: there is no such thing, or no more")
-    new = (client, number) not in book.commands if verb == "sample" else number >= book.next_number(client)  # others wait for less
+        raise not_there(name, client)
+    new = (client, number) not in book.commands if verb == "sample" else number > book.newest[client]  # others wait for less
     if new and book.waiting[client] >= MOST_AHEAD:
         raise TurnRefused(429, f"{client}: {MOST_AHEAD} of its requests wait; expected fewer before another one")
     return client, number
 
 
-class _Body(BaseModel):
-    """What any request may name: whose it is, as `key_of` has checked, and notes of the client's own, which nothing reads."""
-
+class _Fields(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+
+
+class _Body(_Fields):
+    """A request: whose it is, as `key_of` has checked, and notes of the client's own, which nothing reads."""
+
     type: str = ""
     session_id: str | None = None
     model_id: str | None = None
     sampling_session_id: str | None = None
     seq_id: int | None = None
     model_seq_id: int | None = None
-    sampling_session_seq_id: Annotated[int, Field(ge=0, lt=10**9)] | None = None
-    base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
 
 
-class _Lora(_Body):
+SessionNumber = Annotated[int, Field(ge=0, lt=10**9)]
+
+
+class _Lora(_Fields):
     rank: int = Field(ge=1)
     seed: int | None = None
     train_unembed: bool = True
@@ -124,16 +130,14 @@ class _Lora(_Body):
     train_attn: bool = True
 
 
-class _Optimizer(_Body):
-    type: Literal["adamw"] = "adamw"
-
-
+Optimizer = dict[Literal["type"], Literal["adamw"]]
 Token = Annotated[int, Field(ge=0, le=LARGEST)]
 
 
 class CreateModel(_Body):
+    base_model: str | None = None
     lora_config: _Lora | None = None
-    optimizer_config: _Optimizer = _Optimizer()
+    optimizer_config: Optimizer = {}
 
     def asked(self, served: ServedModel, book: CommandBook, client: str) -> Asked:
         served.check_name(self.base_model)
@@ -150,9 +154,10 @@ class CreateModel(_Body):
 
 
 class LoadWeights(_Body):
+    base_model: str | None = None
     path: str
     optimizer: bool
-    optimizer_config: _Optimizer | None = None
+    optimizer_config: Optimizer | None = None
     weights_access_token: None = None
 
     def asked(self, served: ServedModel, book: CommandBook, client: str) -> Asked:
@@ -160,11 +165,12 @@ class LoadWeights(_Body):
         return Asked({"path": book.saved(self.path, client, "weights", coming=True), "optimizer": self.optimizer})
 
 
-class _Adam(_Body):
-    learning_rate: float = Field(default=1e-4, ge=0)
+class _Adam(_Fields):
+    # beyond these bounds float32 overflows, or divides by zero where a gradient is 0
+    learning_rate: float = Field(default=1e-4, ge=0, le=1e6)
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    eps: float = Field(default=1e-12, gt=0)
+    eps: float = Field(default=1e-12, ge=1e-30, le=1e6)
     weight_decay: float = Field(default=0.0, ge=0)
     grad_clip_norm: float = Field(default=0.0, ge=0)
 
@@ -174,6 +180,10 @@ class OptimStep(_Body):
 
     def asked(self, served: ServedModel, book: CommandBook, client: str) -> Asked:
         adam = self.adam_params
+        if adam.weight_decay * adam.learning_rate > 1:
+            raise wrong("adam_params.weight_decay", adam.weight_decay, "at most 1 / learning_rate: more turns the weights' signs round")
+        if 0 < adam.grad_clip_norm < 1e-9:  # Adam's squares of much smaller gradients are 0
+            raise wrong("adam_params.grad_clip_norm", adam.grad_clip_norm, "0, which clips nothing, or at least 1e-9")
         found = {"lr": adam.learning_rate, "betas": (adam.beta1, adam.beta2), "eps": adam.eps, "weight_decay": adam.weight_decay}
         return Asked({**found, "clip_grad": adam.grad_clip_norm})
 
@@ -182,7 +192,6 @@ class SaveWeights(_Body):
     path: str | None = None
     ttl_seconds: Annotated[int, Field(ge=1, le=10**9)] | None = None
     overwrite: bool = False
-    kind: Literal["snapshot"] = "snapshot"
 
     _of = "weights"
 
@@ -193,37 +202,49 @@ class SaveWeights(_Body):
         path, replaces = f"{PREFIX}{client}/{self._of}/{name}", self._of == "weights"
         if book.is_taken(path) and not (replaces and self.overwrite):
             raise wrong("path", path, "a name that is not taken" + ", or overwrite" * replaces)
-        ttl = self.ttl_seconds or (None if replaces or self.path is not None else UNNAMED_SECONDS)
-        arguments: dict[str, Any] = {"path": path, "ttl": ttl}
-        if self.sampling_session_seq_id is not None:
-            arguments["sampler"] = f"{client.partition(':')[0]}:sample:{self.sampling_session_seq_id}"
-        return Asked(arguments)
+        return Asked({"path": path, "ttl": self.ttl_seconds})
 
 
 class SaveWeightsForSampler(SaveWeights):
+    overwrite: Literal[False] = False
+    kind: Literal["snapshot"] = "snapshot"
+    sampling_session_seq_id: SessionNumber | None = None
+
     _of = "sampler_weights"
+
+    def asked(self, served: ServedModel, book: CommandBook, client: str) -> Asked:
+        arguments = super().asked(served, book, client).arguments
+        arguments["ttl"] = self.ttl_seconds or (None if self.path is not None else UNNAMED_SECONDS)
+        if self.sampling_session_seq_id is not None:
+            arguments["sampler"] = sampler = f"{client.partition(':')[0]}:sample:{self.sampling_session_seq_id}"
+            book.check_free(sampler)
+        return Asked(arguments)
 
 
 class CreateSamplingSession(_Body):
+    sampling_session_seq_id: SessionNumber
+    base_model: str | None = None
     model_path: str | None = None
 
     def asked(self, served: ServedModel, book: CommandBook, client: str) -> Asked:
-        if self.model_path is None:
+        book.check_free(client)
+        if self.model_path is None or self.base_model is not None:
             served.check_name(self.base_model)
+        if self.model_path is None:
             return Asked({"path": None})
         return Asked({"path": book.saved(self.model_path, client, "sampler_weights")})
 
 
-class _TextChunk(_Body):
+class _TextChunk(_Fields):
     tokens: list[Token]
     type: Literal["encoded_text"] = "encoded_text"
 
 
-class _Prompt(_Body):
+class _Prompt(_Fields):
     chunks: list[_TextChunk]
 
 
-class _SamplingParams(_Body):
+class _SamplingParams(_Fields):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     seed: int | None = None
     stop: str | list[Token] | list[str] | None = None
@@ -243,14 +264,15 @@ class _SamplingParams(_Body):
         if ids := [stop for stop in stops if isinstance(stop, int)]:
             checked_tokens("sampling_params.stop", np.array(ids, np.int64), served)
         texts = [stop for stop in stops if isinstance(stop, str)]
-        if not all(texts):
-            raise wrong("sampling_params.stop", "''", "sequences of at least one character")
+        if bad := [text for text in texts if not text or SURROGATE.search(text)]:
+            raise wrong("sampling_params.stop", repr(bad[0]), "sequences of at least one character, without halves of surrogate pairs")
         top_k = self.top_k if self.top_k < served.vocabulary else -1
         limits = {"temperature": self.temperature, "top_p": self.top_p, "top_k": top_k}
         return {**limits, "max_new_tokens": min(room, self.max_tokens or room), "stop": texts, "stop_token_ids": ids}
 
 
 class SampleBody(_Body):
+    base_model: None = None
     num_samples: int = Field(default=1, ge=1, le=MOST_SAMPLES)
     prompt: _Prompt
     sampling_params: _SamplingParams
@@ -322,11 +344,16 @@ def forward_backward(message: Any, served: ServedModel) -> Asked:
         raise wrong(f"loss_fn_config.{unknown[0]}", given[unknown[0]], f"{' and '.join(settings) or 'nothing'} with {message.loss_fn}")
     if not all(map(math.isfinite, given.values())):
         raise wrong("loss_fn_config", given, "finite numbers")
-    if not message.data:
-        raise wrong("data", "no datums", "at least one")
+    config = settings | given
+    low, high = (config.get(f"clip_{end}_threshold", 1.0) for end in ("low", "high"))
+    if not 0 <= low <= 1 <= high:  # else tokens whose ratio is 1 are clipped, which ppo gives no gradient
+        raise wrong("loss_fn_config", config, "0 <= clip_low_threshold <= 1 <= clip_high_threshold: bounds of the ratio, as 0.8 and 1.2")
+    if config.get("beta", 0.0) < 0:
+        raise wrong("loss_fn_config.beta", config["beta"], "at least 0")
+    if not 0 < len(message.data) <= MOST_DATUMS:
+        raise wrong("data", f"{len(message.data) or 'no'} datums", f"from 1 to {MOST_DATUMS}")
     datums = [_datum(f"data.{index}", datum, needed, served) for index, datum in enumerate(message.data)]
-    arguments = {"loss_fn": message.loss_fn, "loss_fn_config": settings | given}
-    return Asked(arguments, datums, sum(len(datum["tokens"]) for datum in datums))
+    return Asked({"loss_fn": message.loss_fn, "loss_fn_config": config}, datums, sum(len(datum["tokens"]) for datum in datums))
 
 
 def _datum(name: str, datum: Any, needed: tuple[str, ...], served: ServedModel) -> dict[str, NDArray[Any]]:
@@ -365,7 +392,7 @@ def _tensor(name: str, given: Any, length: int) -> NDArray[Any]:
     dtype, size = DTYPES.get(given.dtype), len(given.dense)
     if dtype is None or size % dtype.itemsize:
         raise wrong(name, f"dtype {given.dtype}, {size} bytes", "float32, int64 or int32")
-    if len(given.shape) > 1 or size // dtype.itemsize != length:
+    if list(given.shape) not in ([], [length]) or size // dtype.itemsize != length:
         raise wrong(name, f"shape {list(given.shape) or [size // dtype.itemsize]}", f"[{length}], one value for each token of model_input")
     return np.frombuffer(given.dense, dtype)
 

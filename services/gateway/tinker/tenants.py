@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -28,7 +29,7 @@ class Tenant(BaseModel):
     bytes: int | None = Field(default=None, ge=0)
 
 
-_TENANTS = TypeAdapter(dict[str, Tenant])
+_TENANTS = TypeAdapter(dict[Annotated[str, Field(pattern=rf"^{TENANT}$")], Tenant])
 
 
 def read_tenants(path: Path | None, environment: Mapping[str, str] = os.environ) -> dict[str, Tenant]:
@@ -45,9 +46,6 @@ def read_tenants(path: Path | None, environment: Mapping[str, str] = os.environ)
         raise ConfigError("tinker.tinker_tenants", f"{path}: {'.'.join(map(str, first['loc']))}", first["msg"]) from None
     except (OSError, ValueError) as error:
         raise ConfigError("tinker.tinker_tenants", str(path), f"a readable JSON object, name → key and quotas ({error})") from None
-    for name in found:
-        if not re.fullmatch(TENANT, name):
-            raise ConfigError("tinker.tinker_tenants", name, "a name of 1 to 32 lower-case letters and digits")
     if not found or len({tenant.key for tenant in found.values()}) < len(found):
         raise ConfigError("tinker.tinker_tenants", str(path), "at least one tenant, each with a key of its own")
     return found

@@ -4,11 +4,13 @@ Every request that trains, saves or samples becomes a command before it is answe
 that is sent again finds its command, and is not carried out twice.
 """
 
+import asyncio
 import hashlib
 import json
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -20,11 +22,11 @@ from google.protobuf.message import DecodeError
 from services.gateway.routes import bounded_body
 from services.gateway.tinker import protobuf, requests
 from services.gateway.tinker.command_book import PREFIX, CommandBook, WrongRequest, wrong
-from services.gateway.tinker.requests import FORMS, Asked, NotThere, ServedModel, key_of, owned, read_json
+from services.gateway.tinker.requests import FORMS, Asked, ServedModel, key_of, not_there, owned, read_json
 from services.gateway.tinker.tenants import Tenant, owner
 from services.gateway.wire.request import TurnRefused
 from shared.bus.bus_errors import StreamFull
-from shared.bus.command_log import CommandLog
+from shared.bus.command_log import KEPT_SECONDS, CommandLog
 from shared.runtime.errors import MyxoError, PayloadMissing
 from shared.schema import codec
 from shared.schema.client_commands import MOST_ARGUMENTS, Command, CommandOutcome, Verb
@@ -32,6 +34,7 @@ from shared.service.service_base import Service
 from shared.store.payload_store import StoreFull
 
 API = "/api/v1"
+COMING_SECONDS = 0.02  # between two looks at whether a command has been written
 POLL_SECONDS = 20.0  # the longest time that a future's request waits; the SDK's own limit is 45
 MOST_REASON = 1000  # characters of why a request is refused: it may name what a client has sent
 READ_SECONDS = 3600  # the time that a result stays after it was read first
@@ -39,26 +42,22 @@ PROTOBUF = "application/x-protobuf"
 UNEMBEDDING = "train_unembed is accepted and trains nothing: this server has no adapter on the output layer"
 FIXED: dict[str, dict[str, str]] = {
     "client/dynamic_config": {},
-    "cancel_future": {},
     "telemetry": {"status": "accepted"},
     "session_heartbeat": {"type": "session_heartbeat"},
 }
 Handler = Callable[[str, Request], Awaitable[Response]]
 
 
+@dataclass(frozen=True)
 class TinkerApi:
     """The API. ``sample``: begins a sampling command. ``served``: what this server serves. ``tenants``: by name."""
 
-    def __init__(
-        self,
-        service: Service,
-        log: CommandLog,
-        book: CommandBook,
-        sample: Callable[[Command], None],
-        served: ServedModel,
-        tenants: dict[str, Tenant],
-    ) -> None:
-        self._service, self._log, self._book, self._sample, self._served, self._tenants = service, log, book, sample, served, tenants
+    _service: Service
+    _log: CommandLog
+    _book: CommandBook
+    _sample: Callable[[Command], None]
+    _served: ServedModel
+    _tenants: dict[str, Tenant]
 
     def app(self) -> FastAPI:
         """Returns the application."""
@@ -92,8 +91,6 @@ class TinkerApi:
                 return await handler(tenant, request)
             except TurnRefused as error:
                 return _failed(error.status, str(error))
-            except WrongRequest as error:
-                return _failed(HTTPStatus.NOT_FOUND if isinstance(error, NotThere) else HTTPStatus.BAD_REQUEST, str(error))
             except (StreamFull, StoreFull) as error:  # the SDK waits and asks again
                 return _failed(HTTPStatus.TOO_MANY_REQUESTS, str(error))
             except MyxoError as error:
@@ -152,7 +149,7 @@ class TinkerApi:
     async def _get_info(self, tenant: str, request: Request) -> Response:
         model = owned(tenant, await self._json(request), "model_id", "train")
         if model not in self._book.models:
-            raise NotThere(f"model_id: {model}: there is no such model")
+            raise not_there("model_id", model)
         rank, name = self._served.rank and self._book.rank_of(model, self._served.rank), self._served.names[0]
         data = {"arch": "", "model_name": name, "tokenizer_id": self._served.names[-1]}
         adapters = {"is_lora": rank is not None, "lora_rank": rank}
@@ -162,7 +159,7 @@ class TinkerApi:
         given = await self._json(request)
         path = str(given.get("tinker_path", given.get("path")))
         if not path.startswith(f"{PREFIX}{tenant}-") or not self._book.is_there(path):
-            raise NotThere(f"path: {path[:200]}: there are no such weights")
+            raise not_there("path", path)
         rank = self._served.rank and self._book.rank_of(path.removeprefix(PREFIX).split("/")[0], self._served.rank)
         trained = {"train_unembed": False, "train_mlp": True, "train_attn": True} if rank is not None else {}
         return JSONResponse({"base_model": self._served.names[0], "is_lora": rank is not None, "lora_rank": rank, **trained})
@@ -170,7 +167,7 @@ class TinkerApi:
     async def _get_sampler(self, tenant: str, request: Request) -> Response:
         sampler = owned(tenant, request.path_params, "sampler", "sample")
         if sampler not in self._book.samplers:
-            raise NotThere(f"sampler: {sampler}: there is no such sampling session")
+            raise not_there("sampler", sampler)
         return JSONResponse({"sampler_id": sampler, "base_model": self._served.names[0], "model_path": self._book.samplers[sampler]})
 
     # --- commands
@@ -196,10 +193,12 @@ class TinkerApi:
         return await self._submit(tenant, client, number, verb, body, lambda: requests.forward_backward(message, self._served))
 
     async def _finish(self, tenant: str, request: Request) -> Response:
-        """Ends a session: its models are unloaded, what it saved stays."""
+        """Ends a session: its models are unloaded, what it saved stays. What waits for a command that never came is answered then."""
         session = owned(tenant, request.path_params, "session")
-        for model in [model for model in self._book.models if model.startswith(f"{session}:")]:
-            await self._submit(tenant, model, self._book.next_number(model), "unload_model", {}, Asked)
+        ends = [(model, self._book.missing_number(model)) for model in self._book.models if model.startswith(f"{session}:")]
+        for model, number in ends:
+            await self._submit(tenant, model, number, "unload_model", {}, Asked)
+        await asyncio.gather(*(self._book.outcome(key, POLL_SECONDS) for key in ends))  # so that others may be made in their place
         return JSONResponse({"type": "finish_session"})
 
     async def _submit(
@@ -210,6 +209,8 @@ class TinkerApi:
         same = {name: value for name, value in body.items() if name != "sampling_session_seq_id"} if isinstance(body, dict) else {}
         content = body if isinstance(body, bytes) else json.dumps(same, sort_keys=True).encode()
         digest = hashlib.blake2b(verb.encode() + b"\0" + content, digest_size=16).hexdigest()
+        while (client, number) in self._book.coming:  # it was sent again while it is written, and counts once
+            await asyncio.sleep(COMING_SECONDS)
         if (known := self._book.commands.get((client, number))) is None:
             known = await self._append(tenant, Command(client=client, number=number, at=time.time(), verb=verb, digest=digest), build)
         if known.digest != digest:
@@ -238,7 +239,7 @@ class TinkerApi:
             if command.verb == "create_sampling_session":
                 raise  # it has no future that could say so
             asked, command = Asked(), command.model_copy(update={"refused": str(error)[:MOST_REASON], "arguments": "{}", "tokens": 0})
-        self._book.coming.append(entry := command)
+        self._book.coming[command.key] = command
         try:
             if asked.content is not None:
                 blob, name = codec.pack(asked.content), f"request-{command.digest}"
@@ -246,7 +247,7 @@ class TinkerApi:
             known = await self._log.append(command)
             self._book.see(known)
         finally:
-            self._book.coming.remove(entry)
+            self._book.coming.pop(command.key, None)
         if known.digest != command.digest and command.payload is not None:
             await self._service.store.free(command.payload.keys)
         return known
@@ -259,26 +260,28 @@ class TinkerApi:
         owned(tenant, {"request_id": client}, "request_id", "sample" if ":sample:" in client else "train")
         key = client, int(number) if number.isdecimal() and len(number) < 20 else -1
         if (command := self._book.commands.get(key)) is None:
-            raise NotThere(f"request_id: {given[:200]}: there is no such request")
+            raise not_there("request_id", given)
         if (outcome := await self._book.outcome(key, POLL_SECONDS)) is None:
             waiting = {"type": "try_again", "request_id": given, "queue_state": "active"}
+            if ":train:" in client and (missing := self._book.missing_number(client)) < key[1]:  # the SDK prints it
+                reason = f"it waits for request number {missing} of {client}, which never came (a client that fails to send one loses it)"
+                waiting |= {"queue_state": "paused_capacity", "queue_state_reason": reason}
             return JSONResponse(waiting, HTTPStatus.REQUEST_TIMEOUT)
         if outcome.error:
             return JSONResponse({"error": outcome.error, "category": outcome.category})
         if outcome.payload is not None:
             return await self._result(command, outcome)
-        if command.verb == "optim_step":
-            return JSONResponse(json.loads(outcome.result))
-        arguments = json.loads(command.arguments)
-        result = {"type": command.verb, "model_id": client, "path": arguments.get("path"), "sampling_session_id": arguments.get("sampler")}
-        return JSONResponse({name: value for name, value in result.items() if value is not None or name == "path"})
+        result, arguments = {"type": command.verb, "model_id": client}, json.loads(command.arguments)
+        result |= {"path": arguments.get("path"), "sampling_session_id": arguments.get("sampler")}
+        return JSONResponse(json.loads(outcome.result) if command.verb == "optim_step" else result)
 
     async def _result(self, command: Command, outcome: CommandOutcome) -> Response:
         assert outcome.payload is not None
         try:
             [blob] = await self._service.store.read(outcome.payload)
         except PayloadMissing:
-            return JSONResponse({"error": f"the result was removed {READ_SECONDS} s after it was read", "category": "server"})
+            gone = f"the result is gone: it stays {KEPT_SECONDS} s, and {READ_SECONDS} s from when it is read"
+            return JSONResponse({"error": gone, "category": "server"})
         await self._service.store.commands("the expiry of a result", [("EXPIRE", outcome.payload.keys[0], READ_SECONDS)])
         found = codec.unpack(blob)
         if command.verb == "sample":

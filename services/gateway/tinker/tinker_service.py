@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from services.gateway.replicas import GenerationClient, ReplicaFailed, Replicas
-from services.gateway.tinker.command_book import CommandBook, WrongRequest
+from services.gateway.tinker.command_book import CommandBook
 from services.gateway.tinker.requests import ServedModel, seed_of
 from services.gateway.tinker.tenants import read_tenants
 from services.gateway.tinker.tinker_api import TinkerApi
@@ -70,7 +70,7 @@ class Sampler:
                 result, figures = await self._sampled(command)
                 outcome = await self._log.with_payload(outcome, result, self._service.store)
                 outcome = outcome.model_copy(update={"category": "", "figures": {**figures, "seconds": time.monotonic() - started}})
-        except (TurnRefused, WrongRequest) as error:
+        except TurnRefused as error:
             outcome = outcome.model_copy(update={"error": str(error)})
         except TimeoutError:
             outcome = outcome.model_copy(update={"error": f"no replica has sampled it within {seconds:g} s", "category": "server"})

@@ -23,6 +23,8 @@ from tests.support.tables import table
 
 SERVED = ServedModel(("base", "/base"), 8, 100, 50, True)
 CLIENT = "alice-0123456789abcdef:train:0"
+SAMPLER = CLIENT.replace("train", "sample")
+PATH = f"tinker://{CLIENT}/weights/x"
 
 
 REQUEST = protobuf.MESSAGES["ForwardBackwardRequest"]
@@ -69,6 +71,13 @@ def test_a_request_is_read() -> None:
         ("target_tokens: float32", message([1], target_tokens=tensor([1]))),
         ("loss_fn_config.beta", message([1], config={"beta": 1.0})),
         ("data: no datums", REQUEST(loss_fn="cross_entropy")),
+        ("data: 1025 datums", REQUEST(loss_fn="cross_entropy", data=[{}] * 1025)),
+        ("<= 1 <=", message([1], "ppo", {"clip_low_threshold": 0.2, "clip_high_threshold": 0.28})),
+        ("<= 1 <=", message([1], "cispo", {"clip_low_threshold": 2.0, "clip_high_threshold": 4.0})),
+        ("loss_fn_config.beta: -1", message([1], "dro", {"beta": -1.0})),
+        ("weights: shape [1, 1]", message([1], target_tokens=tensor([1], 2), weights={**tensor([1]), "shape": [1, 1]})),
+        ("weights: shape [5]", message([1], target_tokens=tensor([1], 2), weights={**tensor([1]), "shape": [5]})),
+        ("weights: dtype 9", message([1], target_tokens=tensor([1], 2), weights={**tensor([1]), "dtype": 9})),
     ],
 )
 def test_a_wrong_request_is_refused_by_its_field(words: str, given: Any) -> None:
@@ -93,12 +102,64 @@ SAMPLE = {"sampling_session_id": "x", "seq_id": 0, "prompt": {"chunks": [{"token
         ("prompt: 49 tokens", {"prompt": {"chunks": [{"tokens": [1] * 49}]}}),
         ("record_stability_info", {"record_stability_info": True}),
         ("unheard_of", {"unheard_of": 1}),
+        ("sampling_params.stop: '\\ud800'", {"sampling_params": {"stop": ["a", "\ud800"]}}),
+        ("sampling_params.stop: ''", {"sampling_params": {"stop": ""}}),
+        ("sampling_params.stop: 100", {"sampling_params": {"stop": [100]}}),
+        ("sampling_params.seed", {"sampling_params": {"seed": 1.5}}),
+        ("num_samples: 1025", {"num_samples": 1025}),
+        ("sampling_params.seq_id", {"sampling_params": {"seq_id": 1}}),
+        ("base_model: another", {"base_model": "another"}),
     ],
 )
 def test_a_wrong_sample_is_refused_by_its_field(words: str, change: dict[str, Any]) -> None:
     with pytest.raises(WrongRequest) as refused:
         read_json("sample", {**SAMPLE, **change}, SERVED, CommandBook(), CLIENT)
     assert words in str(refused.value)
+
+
+@table(
+    ("words", "verb", "body"),
+    [
+        *(
+            (f"adam_params.{name}", "optim_step", {"adam_params": {name: value}})
+            for name, value in (
+                ("learning_rate", float("nan")),
+                ("learning_rate", float("inf")),
+                ("learning_rate", -1.0),
+                ("learning_rate", 1e300),
+                ("eps", 0.0),
+                ("eps", 1e-50),
+                ("eps", 1e300),
+                ("beta2", 1.0),
+                ("weight_decay", 1e300),
+                ("grad_clip_norm", 1e-300),
+                ("momentum", 0.9),
+            )
+        ),
+        ("path: '\\ud800'", "save_weights", {"path": "\ud800"}),
+        ("path: ", "save_weights", {"path": PATH}),
+        ("sampling_session_seq_id", "save_weights", {"path": "y", "sampling_session_seq_id": 0}),
+        ("overwrite", "save_weights_for_sampler", {"path": "y", "overwrite": True}),
+        ("a name that is not taken, or overwrite", "save_weights", {"path": "x"}),
+        ("a name that is not taken, or overwrite", "save_weights", {"path": "on its way"}),
+        ("sampling_session_seq_id: 0", "save_weights_for_sampler", {"path": "y", "sampling_session_seq_id": 0}),
+        ("sampling_session_seq_id: 1", "save_weights_for_sampler", {"path": "y", "sampling_session_seq_id": 1}),
+        ("base_model: another", "load_weights", {"path": PATH, "optimizer": True, "base_model": "another"}),
+    ],
+)
+def test_what_would_be_wrong_in_silence_is_refused_by_its_field(words: str, verb: Verb, body: dict[str, Any]) -> None:
+    book = CommandBook()
+    for entry in WHOLE:
+        book.see(entry)
+    book.samplers[SAMPLER] = None
+    book.see(command(6, "save_weights_for_sampler", path=PATH.replace("weights/x", "sampler_weights/z"), sampler=SAMPLER[:-1] + "1"))
+    book.coming[CLIENT, 7] = command(7, "save_weights", path=PATH[:-1] + "on its way")
+    own = {"model_id": CLIENT, "seq_id": 8}
+    with pytest.raises(WrongRequest) as refused:
+        read_json(verb, {**own, **body}, SERVED, book, CLIENT)
+    assert words in str(refused.value) and str(refused.value).encode()
+    assert read_json("save_weights", {**own, "path": "x", "overwrite": True}, SERVED, book, CLIENT).arguments["path"] == PATH
+    assert book.missing_number(CLIENT) == 8
 
 
 @given(st.binary(max_size=200))
@@ -135,7 +196,6 @@ def outcome(number: int, error: str = "", size: int = 0, **figures: float) -> Co
     return CommandOutcome(client=CLIENT, number=number, at=0.0, error=error, figures=figures, bytes=size)
 
 
-PATH = f"tinker://{CLIENT}/weights/x"
 WHOLE: list[LogEntry] = [
     command(0, "create_model", seed=1, rank=8, parts=["mlp"]), outcome(0, updates=0),
     command(1, "forward_backward"), command(2, "optim_step"), outcome(1), outcome(2, updates=1),
@@ -164,13 +224,19 @@ def test_the_book_of_a_log() -> None:
     for words, verb, tokens in tried:
         with pytest.raises(WrongRequest, match=words):
             check("alice", verb, tokens=tokens)
-    book.coming.append(command(9, "forward").model_copy(update={"client": CLIENT.replace("alice", "bob"), "tokens": 30}))
+    bobs = command(9, "forward").model_copy(update={"client": CLIENT.replace("alice", "bob"), "tokens": 30})
+    book.coming[bobs.key] = bobs
     with pytest.raises(WrongRequest, match="tokens: 21 more than the 30"):  # at once
         check("bob", "forward", tokens=21)
     check("bob", "forward", tokens=20)
+    book.see(bobs)  # is there before its confirmation: counts once
+    check("bob", "forward", tokens=20)
     assert book.is_taken(PATH)
     book.see(command(6, "unload_model"))
-    assert not book.models
+    with pytest.raises(WrongRequest, match="models: 1"):
+        check("alice", "create_model")  # the trainer holds it until then
+    book.see(outcome(6))
+    check("alice", "create_model")
 
 
 def test_paths_of_others_and_expired_ones_are_not_there() -> None:
@@ -228,6 +294,7 @@ def test_a_command_that_would_wait_for_ever_is_refused(words: str, verb: Verb, b
     with pytest.raises(TurnRefused, match="10000 of its requests wait"):
         key_of("alice", "sample", far, book)
     book.see(command(6, "unload_model"))
+    book.see(outcome(6))
     assert key_of("alice", "optim_step", {"model_id": CLIENT, "seq_id": 5}, book) == (CLIENT, 5)  # asked again
     with pytest.raises(WrongRequest, match="no more"):
         key_of("alice", "optim_step", {"model_id": CLIENT, "seq_id": 7}, book)
