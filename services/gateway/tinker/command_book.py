@@ -127,13 +127,16 @@ class CommandBook:
         if quotas.tokens is not None and command.tokens and used + command.tokens > quotas.tokens:
             raise WrongRequest(f"tokens: {command.tokens} more than the {used} that {tenant} has used; its quota is {quotas.tokens}")
         if quotas.models is not None and command.verb in MAKES:
-            begun = {*self.models, *(one.client for one in coming if one.verb in MAKES)}
-            held = {model for model in begun if model.startswith(f"{tenant}-")}
-            if command.client not in held and len(held) >= quotas.models:
+            held = self._held(tenant, coming) - {command.client}
+            if len(held) >= quotas.models:
                 raise WrongRequest(f"models: {len(held)} of {tenant} are there; its quota is {quotas.models}; close a session")
         saves = quotas.bytes is not None and command.verb.startswith("save_weights")
         if saves and (stored := self._stored(tenant, coming)) >= (quotas.bytes or 0):
             raise WrongRequest(f"bytes: {stored} of saved weights of {tenant} are there; its quota is {quotas.bytes}")
+
+    def _held(self, tenant: str, coming: list[Command]) -> set[str]:
+        begun = {*self.models, *(one.client for one in coming if one.verb in MAKES)}
+        return {model for model in begun if model.startswith(f"{tenant}-")}
 
     def _stored(self, tenant: str, coming: list[Command]) -> int:
         begun = sum(one.verb.startswith("save_weights") for one in coming)

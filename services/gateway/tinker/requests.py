@@ -254,21 +254,23 @@ class _SamplingParams(_Fields):
 
     def checked(self, served: ServedModel, room: int) -> dict[str, Any]:
         """Returns the engine's sampling parameters; ``room``: the most tokens that the context leaves."""
-        if self.stop == []:
-            raise wrong("sampling_params.stop", "[]", "None, or stop sequences: this server always ends at the model's end token")
         if self.seed is not None and not served.seeded:
             raise wrong("sampling_params.seed", self.seed, "None: rollout.sglang.enable-deterministic-inference is off")
         if self.top_k == 0:
             raise wrong("sampling_params.top_k", 0, "-1, or at least 1")
+        limits = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k if self.top_k < served.vocabulary else -1}
+        return {**limits, "max_new_tokens": min(room, self.max_tokens or room), **self._stops(served)}
+
+    def _stops(self, served: ServedModel) -> dict[str, Any]:
+        if self.stop == []:
+            raise wrong("sampling_params.stop", "[]", "None, or stop sequences: this server always ends at the model's end token")
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if ids := [stop for stop in stops if isinstance(stop, int)]:
             checked_tokens("sampling_params.stop", np.array(ids, np.int64), served)
         texts = [stop for stop in stops if isinstance(stop, str)]
         if bad := [text for text in texts if not text or SURROGATE.search(text)]:
             raise wrong("sampling_params.stop", repr(bad[0]), "sequences of at least one character, without halves of surrogate pairs")
-        top_k = self.top_k if self.top_k < served.vocabulary else -1
-        limits = {"temperature": self.temperature, "top_p": self.top_p, "top_k": top_k}
-        return {**limits, "max_new_tokens": min(room, self.max_tokens or room), "stop": texts, "stop_token_ids": ids}
+        return {"stop": texts, "stop_token_ids": ids}
 
 
 class SampleBody(_Body):
