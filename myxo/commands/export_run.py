@@ -42,10 +42,11 @@ def export(parsed: argparse.Namespace, console: Console) -> int:
     return exit_codes.DONE
 
 
-def begun_from(source: Source, name: str, console: Console, *, fresh: bool) -> Source:
+def begun_from(source: Source, name: str, console: Console, *, fresh: bool, tried: bool = False) -> Source:
     """Returns where the config of a run comes from that begins with the weights of another one, which it exports into its directory.
 
-    ``name``: ``RUN``, for its newest checkpoint, or ``RUN@STEP``. ``fresh``: export them again. Raises ConfigError, MyxoError.
+    ``name``: ``RUN``, for its newest checkpoint, or ``RUN@STEP``. ``fresh``: export them again. ``tried``: in a dry run, which takes
+    no weights from a run that has begun. Raises ConfigError, MyxoError.
     """
     path, given = source
     reading = config_reading.read(path, given.overrides)
@@ -53,7 +54,10 @@ def begun_from(source: Source, name: str, console: Console, *, fresh: bool) -> S
         return source
     own, (run, _, step) = reading.config.run, name.partition("@")
     target = own.root.absolute() / BEGINNING
-    kept, has_begun = target / ".from", RunDirectory(own.root).logs.is_dir() and not fresh
+    kept, has_begun = target / ".from", RunDirectory(own.root).logs.is_dir()
+    if has_begun and fresh and tried:
+        raise ConfigError("run.name", own.name, "another name: what it began with would be replaced; give --name, as it has begun")
+    has_begun = has_begun and not fresh
     if has_begun and kept.is_file() and (before := kept.read_text()) != name:
         raise ConfigError("--from", name, f"{before}, with whose weights run {own.name} began; or --fresh beside it")
     if not has_begun or not target.is_dir():  # weights of a start that came to nothing, or of a dry run, may be older ones

@@ -141,7 +141,8 @@ def declare_up(command: argparse.ArgumentParser) -> None:
     def run(parsed: argparse.Namespace, console: Console) -> int:
         source = Source.of(parsed.config, parsed.flags)
         if parsed.begin is not None:
-            source = begun_from(source, parsed.begin, Console(stderr=True) if parsed.print_config else console, fresh=parsed.fresh)
+            told, tried = Console(stderr=True) if parsed.print_config else console, dry_run(parsed) is not None
+            source = begun_from(source, parsed.begin, told, fresh=parsed.fresh, tried=tried)
         return up(source, console, fresh=parsed.fresh, dry_run=dry_run(parsed), node_rank=parsed.node_rank)
 
     command.set_defaults(run_command=run)

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from myxo.commands import export_run
 from myxo.preflight import Source
-from myxo.run.run_repair import CHECKPOINTS, MARKER
+from myxo.run.run_directory import CHECKPOINTS, MARKER
 from shared.runtime.errors import ConfigError
 
 
@@ -29,8 +29,8 @@ def test_weights_of_another_try_are_not_taken(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(export_run, "converted", write)
     monkeypatch.chdir(tmp_path)
 
-    def begun(name: str) -> str:
-        made = export_run.begun_from(Source.of(config, ["--name", "b"]), name, Console(quiet=True), fresh=False)
+    def begun(name: str, **how: bool) -> str:
+        made = export_run.begun_from(Source.of(config, ["--name", "b"]), name, Console(quiet=True), **{"fresh": False, **how})
         return Path(made[1].overrides["model"]["hf_checkpoint"], "step").read_text()
 
     assert [begun(name) for name in (f"{config}@1", f"{config}@2", str(config))] == ["1", "2", "2"]
@@ -38,3 +38,6 @@ def test_weights_of_another_try_are_not_taken(tmp_path: Path, monkeypatch: pytes
     assert begun(str(config)) == "2"
     with pytest.raises(ConfigError, match="with whose weights run b began"):
         begun(f"{config}@1")
+    with pytest.raises(ConfigError, match="what it began with would be replaced"):
+        begun(f"{config}@1", fresh=True, tried=True)
+    assert begun(str(config)) == "2" and begun(f"{config}@1", fresh=True) == "1"
