@@ -17,11 +17,13 @@ from shared.bus import runs
 from shared.config import config_reading, flags
 from shared.config.flags import CommandLine
 from shared.config.run_config import RunConfig
+from shared.config.service_sections import RunSection
 from shared.hub import hub_resolve
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError, MyxoError, raise_problems
 
 CONVERT = "services.trainer.convert_command"
+FROM = ".from"  # file there that names the run and step that they are of
 BEGINNING = "beginning"  # directory of a run's that holds the weights with which `up --from` begins it; `--fresh` leaves them
 
 
@@ -52,30 +54,35 @@ def begun_from(source: Source, name: str, console: Console, *, fresh: bool, trie
     reading = config_reading.read(path, given.overrides)
     if reading.config is None:  # which the checks report
         return source
-    own, (run, _, step) = reading.config.run, name.partition("@")
+    own = reading.config.run
     target = own.root.absolute() / BEGINNING
-    kept, has_begun = target / ".from", RunDirectory(own.root).logs.is_dir()
+    kept, has_begun = target / FROM, RunDirectory(own.root).logs.is_dir()
     if has_begun and fresh and tried:
         raise ConfigError("run.name", own.name, "another name: what it began with would be replaced; give --name, as it has begun")
     has_begun = has_begun and not fresh
     if has_begun and kept.is_file() and (before := kept.read_text()) != name:
         raise ConfigError("--from", name, f"{before}, with whose weights run {own.name} began; or --fresh beside it")
     if not has_begun or not target.is_dir():  # weights of a start that came to nothing, or of a dry run, may be older ones
-        config = config_of(run, own.dir, flags.read([]))
-        if own.name == config.run.name:
-            raise ConfigError("run.name", own.name, f"another name than that of the run it begins from; give --name, as {own.name}-2")
-        if (step and not step.isdecimal()) or has_begun:
-            raise ConfigError("--from", name, "RUN or RUN@STEP, a checkpoint after so many steps, and the name of a run that has not begun")
-        shutil.rmtree(target, ignore_errors=True)
-        done, _ = _exported(config, int(step) if step else None, target)
-        kept.write_text(name)  # exports leave out what begins with a dot
-        words = f"Run {own.name} begins with the weights of run {config.run.name} after step {done}: they are in {target}"
-        console.print(f"{words}. Optimizer, schedule and prompts begin anew.", soft_wrap=True)
+        _take_weights(own, name, target, console, has_begun)
     given.overrides.setdefault("model", {})["hf_checkpoint"] = str(target)
     if reading.config.sft.sft_data is not None:  # the weights have had the warm start
         given.overrides.setdefault("sft", {})["sft_data"] = None
     given.words += ["--from", name]
     return source
+
+
+def _take_weights(own: RunSection, name: str, target: Path, console: Console, has_begun: bool) -> None:
+    run, _, step = name.partition("@")
+    config = config_of(run, own.dir, flags.read([]))
+    if own.name == config.run.name:
+        raise ConfigError("run.name", own.name, f"another name than that of the run it begins from; give --name, as {own.name}-2")
+    if (step and not step.isdecimal()) or has_begun:
+        raise ConfigError("--from", name, "RUN or RUN@STEP, a checkpoint after so many steps, and the name of a run that has not begun")
+    shutil.rmtree(target, ignore_errors=True)
+    done, _ = _exported(config, int(step) if step else None, target)
+    (target / FROM).write_text(name)  # exports leave out what begins with a dot
+    words = f"Run {own.name} begins with the weights of run {config.run.name} after step {done}: they are in {target}"
+    console.print(f"{words}. Optimizer, schedule and prompts begin anew.", soft_wrap=True)
 
 
 def _exported(config: RunConfig, step: int | None, target: Path | None) -> tuple[int, Path]:
