@@ -9,6 +9,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -72,14 +73,14 @@ class Hub:
 class TwoSites(Hub):
     """The processes of both sites. ``replicas``: of the other site, by instance."""
 
-    def __init__(self, directory: Path, link: LossyLink, servers: GuardedServers, store: RunningObjectStore) -> None:
+    def __init__(self, directory: Path, link: LossyLink, servers: GuardedServers, store: RunningObjectStore, temporary: str) -> None:
         super().__init__(directory, servers)
-        self.link, self.store = link, store
+        self.link, self.store, self._temporary = link, store, temporary
         self.replicas: dict[str, ChildProcess] = {}
         self.spool = directory / "spool" / RUN
 
     def join(self, instance: str, skew: float = 0.0, cache: str = "cache") -> None:
-        own = {"MYXO_INSTANCE": instance, "MYXO_TEST_CLOCK_SKEW": str(skew), "TMPDIR": str(self._directory)}
+        own = {"MYXO_INSTANCE": instance, "MYXO_TEST_CLOCK_SKEW": str(skew), "TMPDIR": self._temporary}
         site = {"MYXO_SITE_CACHE": str(self._directory / cache), "MYXO_SAMPLE_SPOOL": str(self._directory / "spool")}
         environment = {**self._servers.environment("rollout"), **own, **site}
         self.replicas[instance] = self.link.start(self.log(instance), environment, "-m", "tests.support.site_replica")
@@ -142,7 +143,8 @@ async def test_nothing_is_lost_doubled_or_too_old(seconds: float, https: bool, t
         servers.nats.start()
         servers.valkey.start()
         url = one_port(stack, tmp_path, link, servers, store, port) if https else store.url
-        sites, model = TwoSites(tmp_path, link, servers, store), write_model(tmp_path / "model")
+        temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="sites-"))  # sockets lie below it: it must be short
+        sites, model = TwoSites(tmp_path, link, servers, store, temporary), write_model(tmp_path / "model")
         values = sections(tmp_path, model, SHAPE)
         values["run"]["name"] = RUN
         values["weights"] = {"update_weight_transport": "s3", "update_weight_mode": "delta", "object_store_url": url}
@@ -199,7 +201,7 @@ async def test_nothing_is_lost_doubled_or_too_old(seconds: float, https: bool, t
 @pytest.mark.timeout(1800)
 async def test_a_hundred_replicas_join_and_leave(tmp_path: Path) -> None:
     count, at_once = 100, 20
-    with running_object_store(tmp_path / "objects", "127.0.0.1") as store:
+    with running_object_store(tmp_path / "objects", "127.0.0.1") as store, tempfile.TemporaryDirectory(prefix="sites-") as temporary:
         servers = GuardedServers(tmp_path / "servers", RUN, host="127.0.0.1")
         servers.nats.start()
         servers.valkey.start()
@@ -214,7 +216,7 @@ async def test_a_hundred_replicas_join_and_leave(tmp_path: Path) -> None:
         await runs.create(operator, config, servers.redis_url("operator"), vocabulary(config))
         hub = Hub(tmp_path, servers)
         started = hub.started()
-        environment = {**os.environ, **servers.environment("rollout"), "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+        environment = {**os.environ, **servers.environment("rollout"), "PYTHONPATH": str(ROOT), "TMPDIR": temporary}
         words = [sys.executable, "-m", "tests.support.site_crowd", str(tmp_path), str(count), str(at_once)]
         with (tmp_path / "crowd.log").open("wb") as log:
             crowd = subprocess.Popen(words, env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=log, stderr=log)
