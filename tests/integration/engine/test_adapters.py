@@ -69,10 +69,10 @@ def test_adapters_of_experts_are_laid_over_the_engines_own_checkpoint(tmp_path: 
 
     try:
         rank_steps.steps(actor, 8)
-        with running_engine(tmp_path, tmp_path, {"dtype": "bfloat16"}) as engine:
+        with running_engine(tmp_path, tmp_path, {"dtype": "float32"}) as engine:
             apart, again = asyncio.run(pushed(engine))
         assert again.differences == {}
-        assert np.abs(apart).mean() < 0.03  # the engine computes in bfloat16
+        assert np.abs(apart).max() < 1e-4
         changed = actor.log_probs([pack([whole])])[0][:-1]
         actor.model.silence_adapters()
         assert (actor.log_probs([pack([whole])])[0][:-1] - changed).abs().mean() > 0.1, "the engine would have been near without them, too"

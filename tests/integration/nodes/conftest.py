@@ -76,11 +76,12 @@ class Cluster:
 
     @contextlib.asynccontextmanager
     async def generating(self) -> AsyncIterator[None]:
-        """Whatever is asked for is generated and scored meanwhile."""
+        """A step's groups are generated and scored each second, as far as they are asked for."""
 
         async def work() -> None:
             while True:
-                await self.player.work(4)
+                await self.player.work(2)
+                await asyncio.sleep(1)
 
         task = asyncio.create_task(work())
         try:

@@ -24,7 +24,7 @@ def named(cluster: Cluster, other: int, victim: int) -> list[dict[str, Any]]:
 async def test_a_lost_node_is_named_and_the_others_go_on_with_it(seed: int, cluster: Callable[..., Any]) -> None:
     """The fault, the node and the moment are drawn; seed 0 cuts the link of the second node."""
     drawn = random.Random(seed)
-    fault, victim, moment = drawn.choice(FAULTS), drawn.randrange(2), drawn.uniform(0, 2)
+    fault, victim, moment = drawn.choice(FAULTS), drawn.randrange(2), drawn.uniform(0, STEPS - 2.5)
     if seed == 0:
         fault, victim = "cut", 1
     # TP2 inside of each node, and PP2 or DP2 across; in CI a rank a node, which takes a third of the time

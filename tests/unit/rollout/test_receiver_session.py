@@ -6,7 +6,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from services.rollout.engine.receiver.receiver import Receiver
 from services.rollout.engine.receiver_client import NotBegun, ReceiverClient, ReceiverError
 from shared.runtime.errors import DeadlineExceeded
 from shared.transfer import digest
+from shared.transfer.weight_channel import TransferDeadline
 from tests.support.engine_process import serve
 from tests.support.weights_group import WeightsGroup, known_of, manifest_of
 
@@ -28,18 +29,20 @@ SECONDS = 60.0
 
 
 class Model(nn.Module):
-    """One rank's rows of a matrix, and a vector that it cannot load where ``broken``."""
+    """One rank's rows of a matrix, and a vector that it cannot load where it is ``broken``: which it says once that returns true."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        self.rank, self.broken, self.loads = rank, False, 0
+        self.rank, self.loads = rank, 0
+        self.broken: Callable[[], bool] | None = None
         self.matrix = nn.Parameter(torch.zeros(3, 5), requires_grad=False)
         self.vector = nn.Parameter(torch.zeros(7), requires_grad=False)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.loads += 1
         for name, tensor in weights:
-            if name == "vector" and self.broken:
+            if name == "vector" and self.broken is not None:
+                TransferDeadline(SECONDS).until(self.broken, "the moment to fail", "the test")
                 raise RuntimeError("no room for a vector")
             self.get_parameter(name).copy_(tensor.narrow(0, 3 * self.rank, 3) if name == "matrix" else tensor)
 
@@ -128,7 +131,8 @@ async def test_a_rank_that_fails_ends_the_others(ranks: Ranks) -> None:
     """One cannot load, the other waits for more: both end at once, and know nothing of what they hold."""
     group = WeightsGroup("tp-broken", 1 + RANKS)
     await ranks.join(group)
-    ranks.models[1].broken = True
+    other = ranks.sessions[0]._held  # called off unbegun it would stay in the channel
+    ranks.models[1].broken = lambda: any(command.answer.running() for command in list(other))
     given = tensors(1)
     manifest = manifest_of(given | {"more": torch.zeros(90)}, bucket_bytes=256)
     group.announce(1, manifest, SECONDS)

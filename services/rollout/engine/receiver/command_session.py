@@ -384,9 +384,7 @@ class CommandSession:
 
     def _finished(self, command: _Command) -> dict[str, Any]:
         def finish() -> dict[str, Any]:
-            reception = command.reception.result(command.deadline.left + ANSWER_MARGIN)
-            command.deadline.check("its turn", "the engine")
-            return self.receiver.finish(reception)
+            return self.receiver.finish(command.reception.result(command.deadline.left + ANSWER_MARGIN))
 
         return _answer_of(str(command.fields.get("verb")), finish)
 

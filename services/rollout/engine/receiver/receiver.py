@@ -141,6 +141,7 @@ class Reception:
     def run(self) -> dict[str, Any]:
         """Loads, or compares, the whole push. Returns the fields of `shared.schema.weight_messages.WeightsReceived`."""
         started, receiver = time.monotonic(), self._receiver
+        self._deadline.check("its turn", "the engine")
         self.mark("scheduler")
         with receiver.on_stream():
             if not self.begun:
