@@ -266,7 +266,7 @@ def copy_beside_weights(source: Path, target: Path) -> None:
         shutil.copytree(source / TEMPLATE_FOLDER, target / TEMPLATE_FOLDER)
     for path in source.iterdir():
         copied = path.suffix not in _NOT_COPIED and not path.name.endswith(".index.json")
-        if path.is_file() and copied and path.name != MARK and not path.name.startswith("."):
+        if path.is_file() and copied and path.name not in (MARK, ADAPTER_CONFIG) and not path.name.startswith("."):
             shutil.copyfile(path, target / path.name)
 
 

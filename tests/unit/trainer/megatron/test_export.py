@@ -88,12 +88,14 @@ def test_saved_model_loads_in_transformers_and_scores_the_same(hf, make_actor, t
     template = hf("qwen3_tied") / "additional_chat_templates" / "tool_use.jinja"
     template.parent.mkdir(exist_ok=True)
     template.write_text("T")
+    (hf("qwen3_tied") / "adapter_config.json").write_text("{}")  # of an adapter beside the model: transformers would look for it first
     actor = make_actor("qwen3_tied")
     rank_steps.steps(actor, 2)
     actor.save_hf(tmp_path / "out")
     assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").read_text() == "T"
     assert (tmp_path / "out" / "tokenizer_config.json").read_text() == '{"some": "tokenizer"}'
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    (hf("qwen3_tied") / "adapter_config.json").unlink()
+    assert not (tmp_path / "out" / "adapter_config.json").exists() and [p.name for p in tmp_path.iterdir()] == ["out"]
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     seq = sequences(1)[0]
     with torch.no_grad():
