@@ -139,11 +139,11 @@ def declare_up(command: argparse.ArgumentParser) -> None:
     command.add_argument("--node-rank", type=int, metavar="N", help=several)
 
     def run(parsed: argparse.Namespace, console: Console) -> int:
-        source = Source.of(parsed.config, parsed.flags)
+        source, asked = Source.of(parsed.config, parsed.flags), dry_run(parsed)
         if parsed.begin is not None:
-            told, tried = Console(stderr=True) if parsed.print_config else console, dry_run(parsed) is not None
-            source = begun_from(source, parsed.begin, told, fresh=parsed.fresh, tried=tried)
-        return up(source, console, fresh=parsed.fresh, dry_run=dry_run(parsed), node_rank=parsed.node_rank)
+            output = Console(stderr=True) if parsed.print_config else console
+            source = begun_from(source, parsed.begin, output, fresh=parsed.fresh, tried=asked is not None)
+        return up(source, console, fresh=parsed.fresh, dry_run=asked, node_rank=parsed.node_rank)
 
     command.set_defaults(run_command=run)
 

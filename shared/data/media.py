@@ -198,8 +198,8 @@ class VideoRule(PictureRule):
     def _of(cls, kind: str, config: dict[str, Any], entries: dict[str, Any]) -> Self:
         if entries["temporal_patch_size"] != FRAMES_PER_SECOND:
             raise ValueError(f"temporal_patch_size = {FRAMES_PER_SECOND}")
-        told = vars(PictureRule._of(kind, config, entries)) | {"token": int(config["video_token_id"])}
-        return cls(**told, mean=tuple(entries["image_mean"]), std=tuple(entries["image_std"]))
+        fields = vars(PictureRule._of(kind, config, entries)) | {"token": int(config["video_token_id"])}
+        return cls(**fields, mean=tuple(entries["image_mean"]), std=tuple(entries["image_std"]))
 
     def video_tokens(self, frames: int, width: int, height: int) -> int:
         """Returns how many tokens a video of so many frames of that size takes."""
