@@ -40,29 +40,21 @@ def read_sounds() -> None:
 
 
 def read_videos() -> None:
-    """Has SGLang take the frames of a video as they are stored, two a second. It would choose other frames than transformers does, and
+    """Has SGLang read the frames of a video as they are stored, two a second. It would choose other frames than transformers does, and
     resize them before the checkpoint's processor does."""
     from sglang.srt.multimodal.processors import base_processor
-
-    process = base_processor.BaseMultimodalProcessor.process_mm_data
 
     def frames_of(url: str, *_: Any) -> np.ndarray[Any, Any]:
         strip = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])), formats=("PNG",))
         pixels = np.asarray(strip)
         return pixels.reshape(int(strip.info["frames"]), -1, *pixels.shape[1:])
 
-    def processed(self: Any, *arguments: Any, **options: Any) -> Any:
-        if videos := options.get("videos"):
-            told = [{"fps": FRAMES_PER_SECOND, "total_num_frames": len(one), "frames_indices": range(len(one))} for one in videos]
-            options |= {"do_sample_frames": False, "video_metadata": told}
-        return process(self, *arguments, **options)
-
-    base_processor.load_video, base_processor.BaseMultimodalProcessor.process_mm_data = frames_of, processed
+    base_processor.load_video = frames_of
 
 
 def keep_ids() -> None:
-    """Has prompts keep the ids that they are sent with. SGLang does so for pictures alone, and makes those of other prompts anew of their
-    text, which a model may have sampled otherwise than the tokenizer spells it."""
+    """Has prompts keep the ids that they are sent with, and videos their frames. SGLang does so for pictures alone, and makes the ids of
+    other prompts anew of their text, which a model may have sampled otherwise than the tokenizer spells it."""
     from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor
     from sglang.srt.multimodal.processors.qwen_audio import Qwen2AudioMultimodalProcessor
 
@@ -77,6 +69,9 @@ def keep_ids() -> None:
         return combine(self, given, tokens, *arguments, **options)
 
     def collected(self: Any, *arguments: Any, **options: Any) -> Any:
+        if videos := options["videos"]:
+            sampled = [{"fps": FRAMES_PER_SECOND, "total_num_frames": len(one), "frames_indices": range(len(one))} for one in videos]
+            options |= {"do_sample_frames": False, "video_metadata": sampled}
         items, ids, found = collect(self, *arguments, **options)
         if sent.ids is not None and sent.token is not None:
             counts = [len(list(run)) for token, run in itertools.groupby(ids.tolist()) if token == sent.token]
