@@ -11,7 +11,6 @@ import json
 import tempfile
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -32,7 +31,7 @@ from shared.config.run_config import RunConfig
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.schema.service_messages import ServiceStatus
 from shared.store.payload_store import Store
-from shared.view.live_services import needed
+from shared.view.live_services import Heartbeats, needed
 from shared.view.stall import NATS, STORE, Away, Stall, reported_wait
 
 # What the feed tells of: the pages, and what stands above them all
@@ -79,64 +78,41 @@ class ChangeFeed:
 
 STALE_SHARE = 0.5  # A status that was not renewed for this share of its TTL is a silent service's: it is renewed five times within
 NOT_STARTED = "not started yet"  # Why a kind of service is away that was never seen
+GONE = "its status is gone from the registry"  # Why one is away that was there before
 SILENT = "silent: its status is no longer renewed"  # Why an instance is away that is in the registry all the same
 NOT_AT_WORK = ("starting", "stopping", "failed")
 
 
-@dataclass
-class _Seen:
-    """What was seen of an instance: the time on its newest status, when that came in, whether it was ever at work."""
-
-    at: float
-    seen: float
-    worked: bool = False
-
-
-@dataclass
 class AbsentServices:
-    """The services seen so far."""
+    """The services heard so far."""
 
-    _seen: dict[tuple[str, str], _Seen] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._heartbeats, self._worked, self._kinds = Heartbeats(), set[str](), dict[str, float]()
 
-    def look(self, config: RunConfig | None, statuses: Sequence[ServiceStatus], now: float) -> dict[str, Away]:
+    def look(self, config: RunConfig | None, statuses: Sequence[ServiceStatus], clock: float, now: float) -> dict[str, Away]:
         """Returns what is away: an instance that is silent or starts again, or a kind of service of which there is none.
 
         Args:
-            config: None while no services are expected. statuses: what the registry holds. now: seconds since the epoch.
+            config: None while no services are expected. statuses: what the registry holds. clock: monotonic seconds. now: seconds since
+                the epoch.
         """
         services = [status for status in statuses if status.service != ENVIRONMENT]
+        self._heartbeats.observe(services, clock, now)
+        self._worked |= {status.instance for status in services if status.state not in NOT_AT_WORK}
+        absent = dict[str, Away]()
+        silent = {} if config is None else self._heartbeats.silent(config.bus.registry_ttl * STALE_SHARE)
         for status in services:
-            known = self._seen.setdefault((status.service, status.instance), _Seen(status.at, now))
-            if known.at != status.at:
-                known.at, known.seen = status.at, now
-        return {} if config is None else self._troubled(config, services, now) | self._missing(config, services, now)
-
-    def _troubled(self, config: RunConfig, services: Sequence[ServiceStatus], now: float) -> dict[str, Away]:
-        """Returns the instances in the registry that are silent or not at work any more."""
-        absent = {}
-        for status in services:
-            known = self._seen[status.service, status.instance]
-            if why := _problem(status, known, now, config.bus.registry_ttl * STALE_SHARE):
-                absent[status.instance] = Away(known.seen, why)
-            elif status.state not in NOT_AT_WORK:
-                known.worked = True
-        return absent
-
-    def _missing(self, config: RunConfig, services: Sequence[ServiceStatus], now: float) -> dict[str, Away]:
-        """Returns the kinds of services of which the registry has none."""
-        absent = {}
+            came = self._heartbeats.heard[status.instance].came
+            self._kinds[status.service] = max(came, self._kinds.get(status.service, came))
+            if status.instance in silent:
+                absent[status.instance] = Away(came, SILENT)
+            elif status.instance in self._worked and status.state in NOT_AT_WORK:
+                absent[status.instance] = Away(came, f"{status.state} again" if status.state == "starting" else status.state)
+        if config is None:
+            return {}
         for kind in set(needed(config)) - {status.service for status in services}:
-            seen = [known.seen for (service, _), known in self._seen.items() if service == kind]
-            absent[kind] = Away(max(seen, default=now), "its status is gone from the registry" if seen else "not started yet")
+            absent[kind] = Away(self._kinds.get(kind, now), GONE if kind in self._kinds else NOT_STARTED)
         return absent
-
-
-def _problem(status: ServiceStatus, known: _Seen, now: float, patience: float) -> str:
-    if now - known.seen > patience:
-        return SILENT
-    if known.worked and status.state in NOT_AT_WORK:
-        return f"{status.state} again" if status.state == "starting" else status.state
-    return ""
 
 
 LEDGER, CONFIG = "the ledger", "the config on the bus"  # What may be away besides the servers and services
@@ -310,7 +286,7 @@ class RunSource:
             self.statuses = statuses
             self.feed.touch(OVERVIEW, FLOW, HEALTH, WEIGHTS)
         running = self.phase == runs.RUNNING and not self.at_rest
-        absent = self._services.look(self.config if running else None, self.statuses, time.time())
+        absent = self._services.look(self.config if running else None, self.statuses, time.monotonic(), time.time())
         for name in (self.away.keys() - {NATS, STORE, LEDGER, CONFIG}) - absent.keys():
             self._note(name, None)
         for name, away in absent.items():

@@ -108,7 +108,7 @@ LONGEST_GAP_S = 2.0
 
 
 @dataclass
-class _Heard:
+class HeardService:
     """``at``: the time on the newest status; ``came``: when it came in (seconds since the epoch); ``witnessed``: seconds without one."""
 
     at: float
@@ -117,22 +117,22 @@ class _Heard:
 
 
 class Heartbeats:
-    """The services that were heard, each until it is forgotten."""
+    """The services that were ``heard``, by instance, each until it is forgotten."""
 
     def __init__(self) -> None:
-        self._heard: dict[str, _Heard] = {}
+        self.heard: dict[str, HeardService] = {}
         self._looked: float | None = None
 
     def observe(self, statuses: Sequence[ServiceStatus], clock: float, now: float) -> None:
         """Takes what the registry holds, while the bus takes heartbeats. ``clock``: monotonic seconds; ``now``: seconds since the epoch."""
         gap = 0.0 if self._looked is None else min(max(clock - self._looked, 0.0), LONGEST_GAP_S)
         self._looked = clock
-        for heard in self._heard.values():
+        for heard in self.heard.values():
             heard.witnessed += gap
         for status in statuses:
-            known = self._heard.get(status.instance)
+            known = self.heard.get(status.instance)
             if known is None or status.at != known.at:
-                self._heard[status.instance] = _Heard(status.at, now)
+                self.heard[status.instance] = HeardService(status.at, now)
 
     def pause(self) -> None:
         """Stops the clock while no service can be heard, until the next observation."""
@@ -140,10 +140,10 @@ class Heartbeats:
 
     def forget(self, instance: str) -> None:
         """Forgets a service that has ended: its next life is silent only once it was heard."""
-        self._heard.pop(instance, None)
+        self.heard.pop(instance, None)
 
     def silent(self, patience_s: float, instances: Iterable[str] | None = None) -> dict[str, float]:
         """Returns which of these instances (None: all that were heard) are silent for longer, each with when it was last heard."""
-        names = self._heard if instances is None else instances
-        found = {name: self._heard[name] for name in names if name in self._heard}
+        names = self.heard if instances is None else instances
+        found = {name: self.heard[name] for name in names if name in self.heard}
         return {name: heard.came for name, heard in found.items() if heard.witnessed > patience_s}

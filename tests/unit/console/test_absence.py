@@ -29,42 +29,48 @@ def statuses(at: float, *without: str, **states: str) -> list[ServiceStatus]:
 def test_all_is_well_while_all_renew(config: RunConfig) -> None:
     services = AbsentServices()
     for second in range(0, 60, 2):
-        assert services.look(config, statuses(second), second) == {}
+        assert services.look(config, statuses(second), second, second) == {}
 
 
 def test_what_has_not_started_yet_is_told_as_such(config: RunConfig) -> None:
-    absent = AbsentServices().look(config, statuses(0, "trainer"), 0)
+    absent = AbsentServices().look(config, statuses(0, "trainer"), 0, 0)
     assert {name: away.why for name, away in absent.items()} == {"trainer": "not started yet"}
     services = AbsentServices()
-    assert services.look(config, statuses(0, trainer="starting"), 0) == {}, "the first start is no trouble"
+    assert services.look(config, statuses(0, trainer="starting"), 0, 0) == {}, "the first start is no trouble"
 
 
 def test_one_that_falls_silent_is_away_from_its_last_sign_on_until_it_speaks(config: RunConfig) -> None:
     services = AbsentServices()
-    services.look(config, statuses(0), 100)
+    services.look(config, statuses(0), 0, 100)
     silent = [*statuses(4, "buffer"), *[status for status in statuses(0) if status.service == "buffer"]]
-    assert services.look(config, silent, 104) == {}
-    absent = services.look(config, silent, 106)
+    assert services.look(config, silent, 2, 102) == services.look(config, silent, 4, 104) == {}
+    absent = services.look(config, silent, 6, 106)
     assert [*absent] == ["buffer-0"] and absent["buffer-0"].since == 100 and "silent" in absent["buffer-0"].why
-    gone = services.look(config, statuses(8, "buffer"), 112)
+    gone = services.look(config, statuses(8, "buffer"), 12, 112)
     assert [*gone] == ["buffer"] and gone["buffer"].since == 100 and "gone" in gone["buffer"].why
-    again = services.look(config, statuses(14, buffer="starting"), 114)
+    again = services.look(config, statuses(14, buffer="starting"), 14, 114)
     assert again["buffer-0"].why == "starting again"
-    assert services.look(config, statuses(16), 116) == {}
+    assert services.look(config, statuses(16), 16, 116) == {}
 
 
 def test_a_replica_that_left_is_not_missed_while_another_is_there(config: RunConfig) -> None:
     services = AbsentServices()
     second = ServiceStatus(service="rollout", instance="rollout-1", host="h", pid=1, http="", state="ready", at=1)
-    services.look(config, [*statuses(0), second], 0)
-    assert services.look(config, statuses(2), 2) == {}
+    services.look(config, [*statuses(0), second], 0, 0)
+    assert services.look(config, statuses(2), 2, 2) == {}
 
 
 def test_nothing_is_expected_of_a_run_that_is_over() -> None:
     services = AbsentServices()
-    assert services.look(None, [], 0) == {}
+    assert services.look(None, [], 0, 0) == {}
 
 
 def test_a_critic_and_a_gateway_are_needed_where_the_run_has_them(tmp_path: Path) -> None:
     config = run_config(tmp_path, algorithm={"advantage_estimator": "ppo"}, gateway={"gateway_replicas": 1})
-    assert set(AbsentServices().look(config, statuses(0), 0)) == {"critic", "gateway"}
+    assert set(AbsentServices().look(config, statuses(0), 0, 0)) == {"critic", "gateway"}
+
+
+def test_a_looker_that_was_held_up_calls_nobody_silent(config: RunConfig) -> None:
+    services = AbsentServices()
+    services.look(config, statuses(0), 0, 0)
+    assert services.look(config, statuses(0), 60, 60) == {}
