@@ -41,6 +41,12 @@ class Subjects:
         self.weights_bucket = f"{run}-weights"
         self.leases_bucket = f"{run}-leases"
         self.secrets_bucket = f"{run}-secrets"
+        # patterns of keys in the store
+        self.payload_keys = f"{run}:group:*"
+        self.exchange_keys = f"{run}:exchange:*"
+        self.session_keys = f"{run}:session:*"
+        self.command_keys = f"{run}:command:*"
+        self.ingest_keys = f"{run}:ingest:*"
 
     def task(self, task_class: str) -> str:
         return f"{self.run}.task.{task_class}"
@@ -97,38 +103,13 @@ class Subjects:
         return f"{job}.attempt"
 
     # keys in the store
-    @property
-    def payload_keys(self) -> str:
-        """Returns the pattern of the keys of all payloads."""
-        return f"{self.run}:group:*"
-
-    @property
-    def exchange_keys(self) -> str:
-        """Returns the pattern of the keys of all that the trainer's roles exchange."""
-        return f"{self.run}:exchange:*"
-
-    @property
-    def session_keys(self) -> str:
-        """Returns the pattern of the keys of all sessions."""
-        return f"{self.run}:session:*"
-
     def session_key(self, session: str) -> str:
         """Returns the key of a session's log."""
         return f"{self.run}:session:{session}"
 
-    @property
-    def command_keys(self) -> str:
-        """Returns the pattern of the keys of commands' payloads and results."""
-        return f"{self.run}:command:*"
-
     def command_key(self, client: str, number: int, part: str) -> str:
         """Returns the key of a command's payload, or of its result (``part``)."""
         return f"{self.run}:command:{client}:{number}:{part}"
-
-    @property
-    def ingest_keys(self) -> str:
-        """Returns the pattern of the keys that say which groups came from outside."""
-        return f"{self.run}:ingest:*"
 
     def ingest_key(self, group: str) -> str:
         """Returns the key of what became of a group from outside, by its producer's id."""

@@ -11,7 +11,7 @@ def names(run: str) -> list[str]:
     of = Subjects(run)
     plain = [value for name, value in vars(of).items() if name != "run"]
     built = [of.task("train"), of.generated("math"), of.scored("reward"), of.ledger("x"), of.event("weights", "live")]
-    built += [of.replica_weights("r", "commit"), of.payload_keys, of.exchange_keys]
+    built += [of.replica_weights("r", "commit")]
     return [*plain, *built, of.payload_key("g", 0, 0)]
 
 
