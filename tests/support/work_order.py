@@ -25,7 +25,15 @@ OF_WEIGHTS = ("contract", "generate", "joining", "proxy", "pushes", "router", "s
 """Those of one worker's engines. All others of `ENGINES` share those of another worker: an engine takes long to start."""
 
 SHARED = (f"{ENGINES}* of weights", f"{ENGINES}* of rollouts")
-"""Pieces of work that take longest, and come first."""
+
+LONGEST = (
+    *SHARED,
+    "tests/integration/myxo/test_page_commands.py",
+    "tests/e2e/test_tinker.py",
+    "tests/chaos/test_push_stages.py",
+    "tests/unit/trainer/megatron/test_sharded_saves.py",
+)
+"""Pieces of work that take longest, and come first: begun last they would be waited for alone."""
 
 MOST_RUNS = 2
 """Workers that begin with files of `WHOLE_RUNS`; the others begin with the rest. Who has none left of its kind helps the others."""
@@ -51,7 +59,7 @@ def next_piece(waiting: Iterable[str], *, whole_runs: bool) -> str:
     """
     pieces = list(waiting)
     wanted = [piece for piece in pieces if is_whole_run(piece) == whole_runs] or pieces
-    return next((piece for piece in wanted if piece in SHARED), wanted[0])
+    return next((piece for piece in LONGEST if piece in wanted), wanted[0])
 
 
 class FewRunsAtOnce(LoadFileScheduling):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.work_order import ENGINES, OF_WEIGHTS, OWN_ENGINES, SHARED, WHOLE_RUNS, next_piece, piece_of
+from tests.support.work_order import ENGINES, LONGEST, OF_WEIGHTS, OWN_ENGINES, SHARED, WHOLE_RUNS, next_piece, piece_of
 
 ROOT = Path(__file__).resolve().parents[3]
 ENGINE = SHARED[0]
@@ -22,6 +22,7 @@ def test_a_piece_is_a_file_or_files_that_share_an_engine() -> None:
     assert piece_of("tests/e2e/test_ppo.py::test_a[tests/unit/x.py::y]") == "tests/e2e/test_ppo.py"
     assert [piece_of(f"{ENGINES}{name}.py::test_a") for name in ("turns", "router", "process")] == [*SHARED[::-1], f"{ENGINES}process.py"]
     assert all((ROOT / f"{ENGINES}{name}.py").is_file() for name in (*OWN_ENGINES, *OF_WEIGHTS))
+    assert all((ROOT / piece).is_file() for piece in LONGEST if piece not in SHARED)
 
 
 def test_what_processes_are_forked_with_is_there() -> None:
@@ -35,6 +36,7 @@ def test_what_processes_are_forked_with_is_there() -> None:
     ("waiting", "whole_runs", "given"),
     [
         (["tests/e2e/a.py", ENGINE, "tests/unit/b.py", "tests/unit/c.py"], True, ENGINE),
+        (["tests/e2e/a.py", *LONGEST[:1:-1]], True, LONGEST[2]),
         (["tests/e2e/a.py", "tests/unit/b.py", "tests/e2e/d.py"], True, "tests/e2e/a.py"),
         (["tests/e2e/a.py", ENGINE, "tests/unit/b.py", "tests/unit/c.py"], False, "tests/unit/b.py"),
         (["tests/unit/b.py", "tests/unit/c.py"], True, "tests/unit/b.py"),
