@@ -105,7 +105,7 @@ class RemoteScorer(Scorer):
         try:
             return reward_values.read(value, key)
         except ValueError as error:
-            raise EnvironmentFailed(self._calls.label, str(error)) from None
+            raise EnvironmentFailed(self._calls.label, f"{error}; it answered {words(value)}") from None
 
 
 def prompt_text(config: RunConfig) -> Callable[[Sample], object]:

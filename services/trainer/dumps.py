@@ -7,7 +7,7 @@ batch, and of each sample its group's id and the weight version of each response
 """
 
 import json
-import math
+import operator
 import pickle
 import re
 import threading
@@ -26,6 +26,7 @@ from services.trainer.actor import StepResult
 from services.trainer.batches import TrainBatch
 from shared.config.run_config import RunConfig
 from shared.config.service_sections import DUMPS, STEP
+from shared.hooks import reward_values
 from shared.runtime.errors import BadMessage, ConfigError, PayloadMissing
 from shared.runtime.safe_files import replace_file, replacement
 from shared.schema import codec
@@ -204,12 +205,11 @@ def _slime_group(entries: Sequence[Mapping[str, Any]], name: str, path: Path, co
         where = f"{path}: sample {entry.get('index', position)} of group {name}"
         rollout = rollouts.setdefault(position if (given := entry.get("rollout_id")) is None else ("rollout", given), len(rollouts))
         try:
-            if entry.get("multimodal_train_inputs"):
-                raise BadMessage("multimodal_train_inputs: pictures are not trained here")
             samples.append(_slime_sample(entry, name, position, rollout, config, version))
-            rewards.append(_reward(entry.get("reward"), config.reward.reward_key))
-            parts.append(_parts(entry))
-        except (BadMessage, KeyError, TypeError, ValueError, OverflowError) as error:
+            score = reward_values.read(entry.get("reward"), config.reward.reward_key)
+            rewards.append(score.reward)
+            parts.append(score.parts if PARTS not in entry else reward_values.named(entry[PARTS]))
+        except (BadMessage, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             raise BadMessage(f"{where}: {what}") from None
     removed = [position for position, entry in enumerate(entries) if entry.get("remove_sample")]
@@ -218,7 +218,7 @@ def _slime_group(entries: Sequence[Mapping[str, Any]], name: str, path: Path, co
 
 
 def _slime_sample(entry: Mapping[str, Any], group: str, index: int, rollout: int, config: RunConfig, version: int | None) -> Sample:
-    tokens, length = _array(entry["tokens"], np.int32), int(entry["response_length"])
+    tokens, length = _array(entry["tokens"], np.int32), operator.index(entry["response_length"])
     if not 0 <= length < len(tokens):
         raise BadMessage(f"response_length is {length}, of {len(tokens)} tokens")
     masked, sampled = entry.get("loss_mask"), entry.get("rollout_log_probs")
@@ -233,7 +233,7 @@ def _slime_sample(entry: Mapping[str, Any], group: str, index: int, rollout: int
         log_probs=None if sampled is None else _array(sampled, np.float32),
         mask=mask,
         segments=segments_of(_array(entry["weight_versions"], np.int32) if version is None else np.full(length, version, np.int32)),
-        finish=_FINISH.get(entry.get("status", "completed"), "stop"),
+        finish=_finish(entry),
         text=entry.get("response") or "",
         prompt_text=entry.get("prompt") or "",
         label=None if entry.get("label") is None else str(entry["label"]),
@@ -246,6 +246,16 @@ def _slime_sample(entry: Mapping[str, Any], group: str, index: int, rollout: int
             setattr(sample, name, value.numpy() if isinstance(value, torch.Tensor) else value)
     sample.check()
     return sample
+
+
+def _finish(entry: Mapping[str, Any]) -> Finish:
+    """Returns how a sample without pictures ended. Raises BadMessage."""
+    for field in ("multimodal_inputs", "multimodal_train_inputs"):  # of a text alone {"images": None}
+        if any(value is not None and len(value) for value in (entry.get(field) or {}).values()):
+            raise BadMessage(f"{field}: pictures are not trained here")
+    if (status := entry.get("status", "completed")) not in _FINISH:
+        raise BadMessage(f"status is {status!r}; expected one of {', '.join(_FINISH)}")
+    return _FINISH[status]
 
 
 def _kept(entry: Mapping[str, Any]) -> Kept | None:
@@ -261,23 +271,6 @@ def _array(values: Any, kind: type[np.generic]) -> NDArray[Any]:
     if array.dtype.kind in "iub" and not np.array_equal(cast, array):
         raise BadMessage(f"a number among {str(values)[:60]} does not fit into {np.dtype(kind).name}")
     return cast
-
-
-def _reward(given: Any, key: str | None) -> float:
-    if isinstance(given, Mapping):
-        if key is None or key not in given:
-            raise BadMessage(f"reward is named {', '.join(map(str, given))}; give reward.reward_key, the one that counts")
-        given = given[key]
-    if given is None:
-        raise BadMessage("it has no reward")
-    return float(given)
-
-
-def _parts(entry: Mapping[str, Any]) -> dict[str, float]:
-    """Returns a sample's named rewards: Myxo's own, or those of a reward that is several by name, as slime stores it."""
-    given = entry.get(PARTS, entry.get("reward"))
-    named = given.items() if isinstance(given, Mapping) else ()
-    return {str(name): float(value) for name, value in named if isinstance(value, int | float) and math.isfinite(value)}
 
 
 SCHEMA = 1
@@ -375,7 +368,7 @@ class DumpedBatches:
                 path = Path(filled(self._template, step, 0))
                 try:
                     batch, blobs = self._loaded(path, step)
-                except (BadMessage, LookupError, TypeError) as error:
+                except (BadMessage, LookupError, TypeError, ValueError) as error:
                     raise ConfigError(DUMPS, str(path), f"a batch that can be trained; {error}") from None
                 except OSError as error:
                     raise ConfigError(DUMPS, str(path), f"a file that can be read; {error.strerror or error}") from None

@@ -16,11 +16,12 @@ class ScheduledOptimizer(ABC):
     """An optimizer that is at an update of its schedule.
 
     Attributes:
-        schedule: of the learning rate. updates: those made so far, which are its place in the schedule.
+        schedule: of the learning rate. updates: those made so far, which are its place in the schedule. steps: those of them since the
+            moments were zero, which correct Adam's bias.
     """
 
     def __init__(self, trainer: TrainerSection, schedule: LearningRateSchedule) -> None:
-        self.trainer, self.schedule, self.updates = trainer, schedule, 0
+        self.trainer, self.schedule, self.updates, self.steps = trainer, schedule, 0, 0
 
     @property
     def lr(self) -> float:
@@ -32,20 +33,21 @@ class ScheduledOptimizer(ABC):
         self.schedule, self.updates = schedule, 0
         self.reset_moments()
 
-    def resume(self, schedule: LearningRateSchedule, updates: int) -> None:
+    def resume(self, schedule: LearningRateSchedule, updates: int, steps: int) -> None:
         """Takes a loaded checkpoint's schedule, at the position that it had reached, with the configured rates."""
-        self.schedule, self.updates = replace(schedule, lr=self.schedule.lr, min_lr=self.schedule.min_lr), updates
+        self.schedule = replace(schedule, lr=self.schedule.lr, min_lr=self.schedule.min_lr)
+        self.updates, self.steps = updates, steps
 
     @abstractmethod
     def reset_moments(self) -> None:
         """Zeroes Adam's moments and its count of updates, which corrects their bias; the schedule continues."""
 
     @abstractmethod
-    def sharded_state(self, model: Any, loading: bool, updates: int) -> tuple[dict[str, Any], dict[str, Callable[[Any], None]]]:
+    def sharded_state(self, model: Any, loading: bool, steps: int) -> tuple[dict[str, Any], dict[str, Callable[[Any], None]]]:
         """Returns the state as checkpoints hold it, by role, and by role what takes it over once it was read.
 
         Args:
-            model: the backend's. updates: of the checkpoint that is loaded.
+            model: the backend's. steps: of the checkpoint that is loaded.
         """
 
     @abstractmethod

@@ -299,7 +299,8 @@ class RunConfig(Section):
         trains = self.has_steps and not debug.debug_rollout_only
         makers = [f"rollout.{name}" for name in rollout.makers if name not in AGENTS]  # of agents the gateway takes them
         makers += [f"{GENERATOR} of the set {one.name}" for one in self.eval.sets if getattr(one, GENERATOR)]
-        dumps = [name for name in ("save_debug_rollout_data", "save_debug_train_data", "load_debug_rollout_data") if getattr(debug, name)]
+        named = "save_debug_rollout_data", "save_debug_train_data", "dump_details", "load_debug_rollout_data"
+        dumps = [name for name in named if getattr(debug, name)]
         obstacles = {
             "trainer.trainer_backend = megatron trains text alone; use torch": trains and self.trainer.trainer_backend != "torch",
             f"{', '.join(makers)} makes rollouts of its own": makers,

@@ -51,6 +51,7 @@ def open_session(connections: int, connect_seconds: float | None = None) -> aioh
         cookie_jar=aiohttp.DummyCookieJar(),
         trust_env=False,
         auto_decompress=False,
+        headers={"Accept-Encoding": "identity"},  # else aiohttp asks for what it then does not decompress
     )
 
 
@@ -107,7 +108,7 @@ class HttpEnvironment(Environment):
         try:
             async with asyncio.timeout(deadline):
                 url = self._server.url / verb
-                status, answer, self.content_type = await self._server.exchange(method, url, data, {"Accept-Encoding": "identity"})
+                status, answer, self.content_type = await self._server.exchange(method, url, data, {})
         except aiohttp.ConnectionTimeoutError:
             raise EnvironmentAway(self.label, f"no connection within {CONNECT_SECONDS:g} s") from None
         except TimeoutError:

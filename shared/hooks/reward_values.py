@@ -25,14 +25,17 @@ def read(value: object, key: str | None) -> Score:
 
 def plain(value: object) -> float | dict[str, float]:
     """Returns a reward, or those by name, as numbers of Python's; what is no number among named ones is left out. Raises ValueError."""
-    if not isinstance(value, Mapping):
-        return _number(value, "a reward")
-    named = {str(name): number for name, number in ((name, _plain(entry)) for name, entry in value.items()) if number is not None}
-    if len(named) > MAX_PARTS or not all(map(is_part_name, named)):
-        raise ValueError(f"{len(named)} named rewards; expected at most {MAX_PARTS}, with names of 1 to {MAX_NAME} printable characters")
-    for name, number in named.items():
+    return named(value) if isinstance(value, Mapping) else _number(value, "a reward")
+
+
+def named(value: Mapping[Any, Any]) -> dict[str, float]:
+    """Returns rewards by name as numbers of Python's; what is no number is left out. Raises ValueError."""
+    found = {str(name): number for name, number in ((name, _plain(entry)) for name, entry in value.items()) if number is not None}
+    if len(found) > MAX_PARTS or not all(map(is_part_name, found)):
+        raise ValueError(f"{len(found)} named rewards; expected at most {MAX_PARTS}, with names of 1 to {MAX_NAME} printable characters")
+    for name, number in found.items():
         _number(number, name)
-    return named
+    return found
 
 
 def counted(score: Score, key: str | None) -> Score:

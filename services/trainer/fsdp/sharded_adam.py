@@ -27,22 +27,17 @@ class FsdpOptimizer(ScheduledOptimizer):
         self._split = model.split
         self._parameters = {name: one for name, one in model.named_parameters().items() if one.requires_grad}
         self.moments = {name: (torch.zeros_like(local(one)), torch.zeros_like(local(one))) for name, one in self._parameters.items()}
-        self.steps = 0  # updates since the moments were zero
 
     def reset_moments(self) -> None:
         self.steps = 0
         for moments in self.moments.values():
             torch._foreach_zero_(list(moments))
 
-    def sharded_state(self, model: FsdpModel, loading: bool, updates: int) -> tuple[dict[str, Any], dict[str, Callable[[Any], None]]]:
+    def sharded_state(self, model: FsdpModel, loading: bool, steps: int) -> tuple[dict[str, Any], dict[str, Callable[[Any], None]]]:
         held = [(name, one) for name, one in self._parameters.items() if local(one).numel()]
         kinds = (("exp_avg", 0), ("exp_avg_sq", 1))
         state = dict(sharded(f"optimizer.{kind}", name, one, self.moments[name][index]) for name, one in held for kind, index in kinds)
-
-        def taken(_: object) -> None:
-            self.steps = updates
-
-        return {"dense": state}, {"dense": taken}
+        return {"dense": state}, {}  # what is read is read in place
 
     def live_tensors(self, model: FsdpModel) -> Iterator[tuple[Tensor, bool]]:
         yield from ((moment, True) for moments in self.moments.values() for moment in moments)

@@ -386,6 +386,7 @@ class Optimizer(ScheduledOptimizer):
             part.init_state_fn(part.optimizer, part.config)  # saving before the first update needs moments, as loading does
 
     def reset_moments(self) -> None:
+        self.steps = 0
         for part in self.parts().values():
             for group in part.optimizer.param_groups:
                 group.pop("step", None)
@@ -415,6 +416,7 @@ class Optimizer(ScheduledOptimizer):
             group["weight_decay"] = self.trainer.weight_decay * group["wd_mult"]
         optimizer.step_with_ready_grads()
         self.updates += 1
+        self.steps += 1
         return grad_norm, None
 
     def set_adam(self, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, clip_grad: float) -> None:
@@ -426,7 +428,7 @@ class Optimizer(ScheduledOptimizer):
 
     def count(self, updates: int) -> None:
         """Sets how many updates were made, by which Adam corrects its bias."""
-        self.updates = updates
+        self.updates = self.steps = updates
         for part in self.parts().values():
             for group in part.optimizer.param_groups:
                 group["step"] = updates
@@ -452,7 +454,7 @@ class Optimizer(ScheduledOptimizer):
         buffers after an update, and the next backward pass would add each buffer to itself."""
         self.megatron.zero_grad()
 
-    def sharded_state(self, model: MegatronModel, loading: bool, updates: int) -> tuple[dict[str, Any], dict[str, Callable[[Any], None]]]:
+    def sharded_state(self, model: MegatronModel, loading: bool, steps: int) -> tuple[dict[str, Any], dict[str, Callable[[Any], None]]]:
         # a stack of layers of which some are frozen would have moments for a part only
         apart = model.sharded_state(layers_apart=not model.freezing.nothing)
         source = apart["model0"] if len(apart) == 1 else apart
@@ -461,10 +463,10 @@ class Optimizer(ScheduledOptimizer):
             if isinstance(part, DistributedOptimizer):
                 live = LiveState(part, source)
                 state[role] = live.sharded()
-                take_loaded[role] = partial(live.take_loaded, updates)
+                take_loaded[role] = partial(live.take_loaded, steps)
             else:
                 sharded = part.sharded_state_dict(source, is_loading=loading, metadata=sharding_metadata())
-                state[role], take_loaded[role] = _sharded_part(sharded, updates), part.load_state_dict
+                state[role], take_loaded[role] = _sharded_part(sharded, steps), part.load_state_dict
         return state, take_loaded
 
     def live_tensors(self, model: MegatronModel) -> Iterator[tuple[Tensor, bool]]:
@@ -482,14 +484,14 @@ class Optimizer(ScheduledOptimizer):
         return dict(zip(("dense", "experts")[: len(held)], held, strict=True))
 
 
-def _sharded_part(state: dict[str, Any], updates: int) -> dict[str, Any]:
+def _sharded_part(state: dict[str, Any], steps: int) -> dict[str, Any]:
     """Returns one optimizer's state, of which only tensors are saved: their names do not depend on how many optimizers a rank
     has. Other entries differ between layouts and ranks, and Megatron would save rank 0's; all of them
     but the count of updates are configuration, so each rank loads its own."""
     for group in state.get("optimizer", state)["param_groups"]:
         group.pop("step", None)
-        if updates:
-            group["step"] = updates
+        if steps:
+            group["step"] = steps
         if isinstance(group.get("params"), LocalNonpersistentObject):
             group["params"] = group["params"].unwrap()
     return {key: _mark_local(value) for key, value in state.items()}

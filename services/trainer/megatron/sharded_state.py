@@ -96,8 +96,8 @@ class LiveState:
         return shards
 
     @torch.no_grad()
-    def take_loaded(self, updates: int, loaded: object) -> None:
-        """Takes over what was read into the tensors of `sharded`; what the load returned is not needed. ``updates``: of the state."""
+    def take_loaded(self, steps: int, loaded: object) -> None:
+        """Takes over what was read into the tensors of `sharded`; what the load returned is not needed. ``steps``: of the moments."""
         inner = self._optimizer.optimizer
         if isinstance(inner, HybridDeviceOptimizer):
             inner._sync_hdo_state_to_sub_optimizers()
@@ -106,8 +106,8 @@ class LiveState:
                 self._optimizer._set_main_param_and_optimizer_states(parameter, tensors)
         for group in inner.param_groups:
             group.pop("step", None)
-            if updates:
-                group["step"] = updates
+            if steps:
+                group["step"] = steps
 
     def _tensors(self, parameter: Tensor) -> dict[str, Tensor]:
         found = self._optimizer._get_main_param_and_optimizer_states(parameter)

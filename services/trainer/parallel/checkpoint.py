@@ -295,13 +295,14 @@ def load_checkpoint(
         return dict(marker["extra"])
     _check(path, marker, model, optimizer)
     _check_within_reach(path, marker, same_layout)
-    state, take_loaded = _sharded_state(model, optimizer, loading=True, updates=marker["updates"])
+    steps = marker.get("moment_steps", marker["updates"])  # earlier versions did not count those after a reset apart
+    state, take_loaded = _sharded_state(model, optimizer, loading=True, steps=steps)
     with deadline(f"reading checkpoint {path}"), weights_only():
         loaded = model.read_state(state, path, with_random=same_layout, exact=same_layout)
     model.load_state(loaded)
     for role, take in take_loaded.items():
         take(loaded.get("optimizer", {}).get(role))  # nothing where this rank updates nothing
-    optimizer.resume(LearningRateSchedule(**marker["schedule"]), marker["updates"])
+    optimizer.resume(LearningRateSchedule(**marker["schedule"]), marker["updates"], steps)
     if same_layout:
         _set_random_state(loaded["random"])
     return dict(marker["extra"])
@@ -409,6 +410,7 @@ def _describe(model: TrainedModel, optimizer: ScheduledOptimizer, step: int, ext
         "layout": _layout(model),
         "schedule": asdict(optimizer.schedule),
         "updates": optimizer.updates,
+        "moment_steps": optimizer.steps,
         "extra": extra,
     }
     try:
@@ -468,15 +470,15 @@ def check_architecture(path: Path, marker: dict[str, Any], architecture: Archite
 
 
 def _sharded_state(
-    model: TrainedModel, optimizer: ScheduledOptimizer, loading: bool, updates: int = 0
+    model: TrainedModel, optimizer: ScheduledOptimizer, loading: bool, steps: int = 0
 ) -> tuple[dict[str, Any], dict[str, Callable[[Any], None]]]:
     """Returns the sharded state of model and optimizer, and by role what takes over the optimizer's when it is loaded.
 
     Args:
-        updates: the count of updates in the checkpoint that is loaded.
+        steps: as the optimizer's, of the checkpoint that is loaded.
     """
     state = model.sharded_state()
-    state["optimizer"], take_loaded = optimizer.sharded_state(model, loading, updates)
+    state["optimizer"], take_loaded = optimizer.sharded_state(model, loading, steps)
     return state, take_loaded
 
 

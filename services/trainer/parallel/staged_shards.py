@@ -204,14 +204,10 @@ class _Reads:
         self._targets, self.values = targets, dict[str, Any]()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        plain: list[Any] = [
-            np.ndarray,
-            np.dtype,
-            type(np.dtype(np.uint32)),
-            np.zeros(0).__reduce__()[0],
-        ]  # what NumPy's random state consists of
-        with torch.serialization.safe_globals(plain):
-            self.values[read_item.dest_index.fqn] = torch.load(value, weights_only=True)[0]
+        # what NumPy's random state consists of; a context would take from Megatron at its end what it allows, too
+        plain: list[Any] = [np.ndarray, np.dtype, type(np.dtype(np.uint32)), np.zeros(0).__reduce__()[0]]
+        torch.serialization.add_safe_globals(plain)
+        self.values[read_item.dest_index.fqn] = torch.load(value, weights_only=True)[0]
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         offset, lengths = read_item.dest_offsets, read_item.lengths

@@ -64,7 +64,9 @@ async def test_a_label_that_would_be_compared_wrongly_fails_the_group(bench: New
 
 async def test_a_remote_reward_gets_what_slime_sends_and_is_asked_again(bench: NewBench) -> None:
     def answer(asked: dict[str, Any], number: int) -> Any:
-        return web.Response(status=503) if number == 0 else {"reward": float(len(asked["response"])), "pred": "text", "length": 2}
+        found = web.json_response({"reward": float(len(asked["response"])), "pred": "text", "length": 2})
+        found.enable_compression()  # where the client takes it
+        return web.Response(status=503) if number == 0 else found
 
     async with http_server(answer) as server:
         desk = await bench(reward={"rm_type": "remote_rm", "rm_url": f"{server.url}/score?model=a"})
@@ -83,6 +85,7 @@ async def test_a_remote_reward_gets_what_slime_sends_and_is_asked_again(bench: N
         (web.Response(text="1.0 points"), "expected JSON"),
         ("1.0", "a reward is '1.0'; expected a finite number"),
         ({"score": 1.0}, "no reward is named reward; there are score"),
+        ({"error": "overloaded"}, "it answered {'error': 'overloaded'}"),
     ],
 )
 async def test_a_remote_reward_that_fails_is_named(bench: NewBench, answer: Any, words: str) -> None:

@@ -103,6 +103,7 @@ def test_one_file_without_a_step_in_its_name_serves_every_step(tmp_path: Path) -
 
 SLIMES: dict[str, Any] = {
     "group_index": None,
+    "multimodal_inputs": {"images": None},
     "index": 0,
     "rollout_id": None,
     "prompt": "2+2=",
@@ -180,9 +181,16 @@ def test_samples_without_a_group_are_grouped_by_position(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("entry", "says"),
     [
-        ({"reward": None}, "sample 0 of group g00000000: it has no reward"),
-        ({"reward": {"score": 1.0}}, "give reward.reward_key"),
-        ({"reward": "high"}, "could not convert"),
+        ({"reward": None}, "sample 0 of group g00000000: a reward is None"),
+        ({"reward": {"score": 1.0}}, "reward.reward_key says which counts"),
+        ({"reward": "0.5"}, "a reward is '0.5'; expected a finite number"),
+        ({"reward": float("nan")}, "a reward is nan; expected a finite number"),
+        ({"reward": 1e300}, "a reward is 1e.300; expected a number from"),
+        ({"myxo_parts": {"": 1.0}}, "named rewards; expected"),
+        ({"myxo_group": "odd name"}, "BatchGroup"),
+        ({"status": "odd"}, "status is 'odd'; expected one of completed"),
+        ({"response_length": 2.7}, "integer"),
+        ({"multimodal_inputs": {"images": ["a.png"]}}, "multimodal_inputs: pictures"),
         ({"rollout_log_probs": None}, "rollout_log_probs is missing"),
         ({"rollout_log_probs": [-0.5]}, "log_probs"),
         ({"rollout_log_probs": [-0.5, float("nan")]}, "log"),

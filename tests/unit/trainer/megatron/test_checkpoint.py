@@ -146,6 +146,19 @@ def test_resetting_the_optimizer_loads_the_weights_only(make_actor, tmp_path):
     assert rank_steps.steps(again, 1)[0].lr == pytest.approx(3e-3 / 4)
 
 
+@pytest.mark.parametrize("config", [{}, {"use_distributed_optimizer": False}, {"trainer_backend": "torch"}])
+def test_adams_bias_is_corrected_by_the_steps_since_its_moments_were_zero(config, make_actor, tmp_path):
+    actor = make_actor("qwen3", **config, lr_warmup_iters=9)
+    rank_steps.steps(actor, 3)
+    actor.optimizer.reset_moments()  # as reset_optimizer_states does, which a resume may turn off
+    rank_steps.steps(actor, 1, first=3)
+    actor.save_checkpoint(tmp_path, 4)
+    straight = rank_steps.steps(actor, 2, first=4)
+    again = make_actor("qwen3", **config, lr_warmup_iters=9)
+    again.load_checkpoint(tmp_path)
+    assert rank_steps.steps(again, 2, first=4) == straight
+
+
 def test_a_critics_checkpoint_holds_its_head_and_is_no_policys(make_actor, tmp_path):
     critic = make_actor("qwen3_tied", role="critic")
     critic.train_step(rank_steps.rl_batches(critic, 0, per_token=True), ValueLoss())
