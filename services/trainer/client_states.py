@@ -73,8 +73,7 @@ class ClientStates:
         return self.held[client]
 
     def create(self, client: str, seed: int, rank: int, parts: list[str]) -> None:
-        """Makes a new client's state, in the model. Raises ClientRefused where all of the model is another client's."""
-        self._refuse_second(client)
+        """Makes a new client's state, in the model."""
         self._leave()
         if self._model.lora is None:
             with runtime.together("loading the base model"):
@@ -84,12 +83,6 @@ class ClientStates:
         self._optimizer.weights_loaded()
         self._begin_optimizer()
         self.held[client], self._inside = ClientState(seed, rank, parts), client
-
-    def _refuse_second(self, client: str) -> None:
-        if self._model.lora is None and (others := self.held.keys() - {client}):
-            raise ClientRefused(
-                f"the whole model is trained, by {others.pop()}; finish its session (POST sessions/SESSION/finish), or serve with lora_rank"
-            )
 
     def _begin_optimizer(self) -> None:
         self._optimizer.reset_moments()
@@ -192,7 +185,6 @@ class ClientStates:
             raise ClientRefused(f"{directory.name}: no complete state is saved under that name")
         if (found := {name: marker.get(name) for name in self._layout()}) != self._layout():
             raise ClientRefused(f"{directory.name}: was saved with {found}, and this server has {self._layout()}")
-        self._refuse_second(client)
         held = self.held.get(client)
         if held is not None and (saved := [marker["rank"], marker["parts"]]) != (own := [held.rank, held.parts]):
             raise ClientRefused(f"{directory.name}: has rank and parts {saved}, and {client} {own}; begin a client from that state")

@@ -40,7 +40,7 @@ from shared.runtime.safe_files import replace_file, scratch
 from shared.runtime.tasks import describe
 from shared.runtime.telemetry import declare_metrics
 from shared.schema import codec
-from shared.schema.client_commands import MAKES, TRAINED, Command, CommandOutcome, LogEntry, is_expired, weights_directory
+from shared.schema.client_commands import TRAINED, Command, CommandOutcome, LogEntry, is_expired, weights_directory
 from shared.store.payload_store import BlockingStore
 
 declare_metrics("""
@@ -120,7 +120,7 @@ class CommandWorker:
         self._entries: queue.Queue[LogEntry | None] = queue.Queue(MOST_ENTRIES)
         self._following: Future[None] | None = None
         self._caught_up = False
-        self._known, self._expiring = dict[tuple[str, int], CommandOutcome](), dict[str, CommandOutcome]()
+        self._known, self._saves = dict[tuple[str, int], CommandOutcome](), dict[str, CommandOutcome]()
         self._replayed: CommandOutcome | None = None  # the known outcome of the command that is replayed
 
     def close(self) -> None:
@@ -176,9 +176,9 @@ class CommandWorker:
             if self._following.done():
                 self._following.result()
             self._read(0)
-            for path in [path for path, saved in self._expiring.items() if is_expired(saved, time.time())]:
+            for path in [path for path, saved in self._saves.items() if is_expired(saved, time.time())]:
                 shutil.rmtree(weights_directory(self._root, path), ignore_errors=True)
-                del self._expiring[path]
+                del self._saves[path]
             if (command := self._queues.next() if self._caught_up else None) is None:
                 if (left := end - time.monotonic()) <= 0:
                     return Wait()
@@ -190,7 +190,7 @@ class CommandWorker:
 
     def _note_saved(self, outcome: CommandOutcome) -> None:
         if path := json.loads(outcome.result).get("path"):
-            self._expiring[path] = outcome
+            self._saves[path] = outcome
 
     def _is_due(self, command: Command, known: CommandOutcome | None) -> bool:
         """Returns whether a command has to be carried out; one that is not to be is answered."""
@@ -200,13 +200,21 @@ class CommandWorker:
             if changed and command.verb in TRAINED and command.number > self._newest(command.client):
                 return True
             self._free(command)
-        elif command.refused:
-            self._answer(failed(command, command.refused, "user"))
+        elif refused := command.refused or self._over_quota(command):
+            self._answer(failed(command, refused, "user"))
         elif self._attempts(command) > FATAL:
             self._answer(failed(command, f"{command.verb}: the trainer ended at each attempt at it; its log has the reason", "server"))
         else:
             return True
         return False
+
+    def _over_quota(self, command: Command) -> str:
+        given, tenant = json.loads(command.arguments), command.client.partition("-")[0]
+        if (quota := given.get("quota")) is None:
+            return ""
+        others = [saved for path, saved in self._saves.items() if path.startswith(f"tinker://{tenant}-") and path != given["path"]]
+        stored = sum(saved.bytes for saved in others)
+        return f"bytes: {stored} of saved weights of {tenant} are there; its quota is {quota}" if stored >= quota else ""
 
     def _attempts(self, command: Command, count: int = 1) -> int:
         path = self._root / "clients" / "attempt"
@@ -230,7 +238,7 @@ class CommandWorker:
     def _tried(self, command: Command) -> tuple[CommandOutcome, bytes | None]:
         try:
             self._restore(command.client)
-            if command.verb not in (*MAKES, "unload_model") and command.client not in self._states.held:
+            if command.number and command.verb != "unload_model" and command.client not in self._states.held:
                 raise ClientRefused(f"{command.verb}: {command.client} is not there: it was unloaded, or was not made")
             found = getattr(self, f"_{command.verb}")(command, json.loads(command.arguments))
             blob = found.pop("blob", None)

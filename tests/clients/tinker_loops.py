@@ -219,8 +219,8 @@ def attacked(service):
     model, sampler = state.split("/")[2], service.create_sampling_client(model_path=sampled).result()
     session = model.partition(":")[0]
 
-    def posted(path, key="tml-bobs-0123456789abcdef", **body):
-        answer = httpx.post(f"{URL}/api/v1/{path}", json=body, headers={"X-API-Key": key}, timeout=60)
+    def posted(name, key="tml-bobs-0123456789abcdef", **body):
+        answer = httpx.post(f"{URL}/api/v1/{name}", json=body, headers={"X-API-Key": key}, timeout=60)
         return f"{answer.status_code} {answer.text}"
 
     def asked(**settings):
@@ -253,10 +253,29 @@ def attacked(service):
     found["whole_context"] = len(sampler.sample(prompt, 1, types.SamplingParams(top_k=10**12)).result().sequences[0].tokens)
     made = [bob.create_lora_training_client(base_model=MODEL, rank=8) for _ in range(4)]
     held = [client for client in map(got, made) if client is not None]
+    saves = [held[0].save_state(name) for name in "abcd"] + [held[0].save_state("a", overwrite=True)]
     passed = [held[0].forward([datum([5] * 61, weights=[1] * 60)], "cross_entropy") for _ in range(20)]
     found["accepted"] = {"create_model": len(held), "forward": sum(got(future) is not None for future in passed)}
+    found["accepted"]["save_state"] = [got(future) is not None for future in saves]
+    bob.close("success").result()
+    bob = tinker.ServiceClient(base_url=URL, api_key="tml-bobs-0123456789abcdef")
+    found["accepted"]["again"] = len([bob.create_lora_training_client(base_model=MODEL, rank=8).result() for _ in range(2)])
+    found["behind_unload"] = behind_unload(posted)
     client.forward([good], "cross_entropy").result()
     return found
+
+
+def behind_unload(posted):
+    """Returns what becomes of a state's loading that comes after its client's unload: one that is accepted before it."""
+    session = json.loads(posted("create_session", KEY)[4:])["session_id"]
+    posted("create_model", KEY, session_id=session, model_seq_id=0, base_model=MODEL)
+    model = f"{session}:train:0"
+    posted("save_weights", KEY, model_id=model, seq_id=1, path="x")
+    posted("load_weights", KEY, model_id=model, seq_id=3, path=f"tinker://{model}/weights/x", optimizer=False)
+    posted(f"sessions/{session}/finish", KEY)
+    while (answer := posted("retrieve_future", KEY, request_id=f"{model}/3"))[:3] == "408":
+        pass
+    return answer
 
 
 def given_up(service):

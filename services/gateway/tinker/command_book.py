@@ -13,6 +13,7 @@ from shared.runtime.safe_files import is_plain_name
 from shared.schema.client_commands import MAKES, Command, CommandOutcome, LogEntry, is_expired
 
 PREFIX = "tinker://"
+ONE_CLIENT = "the whole model is trained here, of one client at a time (trainer.lora_rank is not set)"
 MADE_BY = {"weights": "save_state", "sampler_weights": "save_weights_for_sampler"}
 
 
@@ -33,8 +34,8 @@ class CommandBook:
 
     Attributes:
         commands, outcomes: by key. samplers: sampling session → path of its weights, None: the base. models: those that are there, with
-            what made each, until they are unloaded. waiting: a client's commands without an outcome. newest: its newest number.
-            coming: commands on their way into the log.
+            what made each or is to unload it. waiting: a client's commands without an outcome. newest: its newest number. coming: commands
+            on their way into the log.
     """
 
     def __init__(self) -> None:
@@ -67,6 +68,8 @@ class CommandBook:
         self._used[command.client.partition("-")[0]] += command.tokens
         if command.verb in MAKES:
             self.models.setdefault(command.client, command)
+        elif command.verb == "unload_model" and command.client in self.models:
+            self.models[command.client] = command
         elif command.verb == "create_sampling_session":
             self.samplers[command.client] = arguments["path"]
         elif command.verb.startswith("save_weights"):
@@ -112,7 +115,8 @@ class CommandBook:
 
     def check_free(self, sampler: str) -> None:
         """Raises WrongRequest where a sampling session is there, or is about to be: it would sample from other weights unnoticed."""
-        if sampler in self.samplers or any(json.loads(one.arguments).get("sampler") == sampler for one in self.coming.values()):
+        coming = [name for one in self.coming.values() for name in (one.client, json.loads(one.arguments).get("sampler"))]
+        if sampler in self.samplers or sampler in coming:
             raise wrong("sampling_session_seq_id", sampler.rpartition(":")[2], "the number of no other sampling session")
 
     def check_sampler(self, client: str) -> None:
@@ -120,30 +124,20 @@ class CommandBook:
         if (path := self.samplers.get(client)) is not None and not self.is_there(path):
             raise WrongRequest(f"sampling_session_id: {client}: its weights, {path}, are not saved, or have expired (ttl_seconds)")
 
-    def check_quotas(self, tenant: str, quotas: Tenant, command: Command) -> None:
-        """Raises WrongRequest where a command takes its tenant over a quota."""
-        coming = [one for one in self.coming.values() if one.client.startswith(f"{tenant}-")]
-        used = self._used[tenant] + sum(one.tokens for one in coming)
+    def check_quotas(self, tenant: str, quotas: Tenant, command: Command, *, whole: bool = False) -> None:
+        """Raises WrongRequest where a command takes its tenant over a quota, or, where the whole model trains, is of a second client;
+        TurnRefused, so that the SDK asks again, where it waits for an unload alone."""
+        used = self._used[tenant] + sum(one.tokens for one in self.coming.values() if one.client.startswith(f"{tenant}-"))
         if quotas.tokens is not None and command.tokens and used + command.tokens > quotas.tokens:
             raise WrongRequest(f"tokens: {command.tokens} more than the {used} that {tenant} has used; its quota is {quotas.tokens}")
-        if quotas.models is not None and command.verb in MAKES:
-            held = self._held(tenant, coming) - {command.client}
-            if len(held) >= quotas.models:
-                raise WrongRequest(f"models: {len(held)} of {tenant} are there; its quota is {quotas.models}; close a session")
-        saves = quotas.bytes is not None and command.verb.startswith("save_weights")
-        if saves and (stored := self._stored(tenant, coming)) >= (quotas.bytes or 0):
-            raise WrongRequest(f"bytes: {stored} of saved weights of {tenant} are there; its quota is {quotas.bytes}")
-
-    def _held(self, tenant: str, coming: list[Command]) -> set[str]:
-        begun = {*self.models, *(one.client for one in coming if one.verb in MAKES)}
-        return {model for model in begun if model.startswith(f"{tenant}-")}
-
-    def _stored(self, tenant: str, coming: list[Command]) -> int:
-        begun = sum(one.verb.startswith("save_weights") for one in coming)
-        begun += sum(path.startswith(f"{PREFIX}{tenant}-") and path not in self._saved for path in self._taken)
-        largest = max((saved.bytes for saved in self._saved.values()), default=0)  # what has begun is taken to come to as much
-        paths = (path for path in self._saved if path.startswith(f"{PREFIX}{tenant}-") and self.is_there(path))
-        return begun * largest + sum(self._saved[path].bytes for path in paths)
+        if command.verb not in MAKES or command.number:
+            return
+        begun = self.models | {one.client: one for one in self.coming.values() if one.verb in MAKES and not one.number}
+        for most, prefix, bound in ((quotas.models, f"{tenant}-", f"its quota is {quotas.models}"), (1 if whole else None, "", ONE_CLIENT)):
+            held = [one for model, one in begun.items() if model.startswith(prefix)]
+            if most is not None and len(held) >= most:
+                waits = len(held) - sum(one.verb == "unload_model" for one in held) < most
+                raise WrongRequest(f"models: {len(held)} are there; {bound}; close a session", 429 if waits else 400)
 
     def rank_of(self, client: str, most: int) -> int:
         """Returns the rank of a model's adapters, or of what it was loaded from. ``most``: where nothing says it."""

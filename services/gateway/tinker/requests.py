@@ -27,6 +27,7 @@ MOST_SAMPLES, MOST_DATUMS, MOST_NAME = 1024, 1024, 128
 UNNAMED_SECONDS = 7 * 24 * 3600  # the time that weights for sampling stay that were saved without a name
 MOST_NUMBER = 1 << 62  # of a sample
 MOST_AHEAD = 10_000  # a client's commands that may wait, and numbers by which one may come before another that was sent earlier
+ROUNDING = 1e-2  # by which a log-prob may be more than 0
 CLIPPED = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 # loss → its inputs beside target_tokens, and its settings with their defaults
 LOSSES: dict[str, tuple[tuple[str, ...], dict[str, float]]] = {
@@ -385,6 +386,8 @@ def _datum(name: str, datum: Any, needed: tuple[str, ...], served: ServedModel) 
         elif not np.isfinite(values).all():
             raise wrong(field_name, values[~np.isfinite(values)][0], "finite numbers")
         found[key] = values if key == "target_tokens" else values.astype(np.float32)
+    if "logprobs" in found and len(bad := found["logprobs"][(found["logprobs"] > ROUNDING) & (found["advantages"] != 0)]):
+        raise wrong(f"{name}.loss_fn_inputs.logprobs", bad[0], "at most 0, a logarithm of a probability, where the advantage is not 0")
     return found
 
 

@@ -195,10 +195,8 @@ class TinkerApi:
     async def _finish(self, tenant: str, request: Request) -> Response:
         """Ends a session: its models are unloaded, what it saved stays. What waits for a command that never came is answered then."""
         session = owned(tenant, request.path_params, "session")
-        ends = [(model, self._book.missing_number(model)) for model in self._book.models if model.startswith(f"{session}:")]
-        for model, number in ends:
-            await self._submit(tenant, model, number, "unload_model", {}, Asked)
-        await asyncio.gather(*(self._book.outcome(key, POLL_SECONDS) for key in ends))  # so that others may be made in their place
+        for model in [model for model, one in self._book.models.items() if model.startswith(f"{session}:") and one.verb != "unload_model"]:
+            await self._submit(tenant, model, self._book.missing_number(model), "unload_model", {}, Asked)
         return JSONResponse({"type": "finish_session"})
 
     async def _submit(
@@ -231,13 +229,15 @@ class TinkerApi:
         meanwhile."""
         try:
             asked = build()
-            command = command.model_copy(update={"arguments": json.dumps(asked.arguments, sort_keys=True), "tokens": asked.tokens})
+            quotas, saves = self._tenants[tenant], command.verb.startswith("save_weights")
+            arguments = json.dumps(asked.arguments | ({"quota": quotas.bytes} if saves else {}), sort_keys=True)
+            command = command.model_copy(update={"arguments": arguments, "tokens": asked.tokens})
             if (length := len(command.arguments)) > MOST_ARGUMENTS:
                 raise wrong(command.verb, f"{length} characters beside tokens and tensors (of stop)", f"at most {MOST_ARGUMENTS}")
-            self._book.check_quotas(tenant, self._tenants[tenant], command)
+            self._book.check_quotas(tenant, quotas, command, whole=self._served.rank is None)
         except WrongRequest as error:
-            if command.verb == "create_sampling_session":
-                raise  # it has no future that could say so
+            if command.verb == "create_sampling_session" or error.status == 429:
+                raise  # the former has no future that could say so, the latter is sent again
             asked, command = Asked(), command.model_copy(update={"refused": str(error)[:MOST_REASON], "arguments": "{}", "tokens": 0})
         self._book.coming[command.key] = command
         try:

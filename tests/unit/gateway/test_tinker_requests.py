@@ -77,6 +77,10 @@ def test_a_request_is_read() -> None:
         ("loss_fn_config.beta: -1", message([1], "dro", {"beta": -1.0})),
         ("weights: shape [1, 1]", message([1], target_tokens=tensor([1], 2), weights={**tensor([1]), "shape": [1, 1]})),
         ("weights: shape [5]", message([1], target_tokens=tensor([1], 2), weights={**tensor([1]), "shape": [5]})),
+        (
+            "logprobs: 0.5; expected at most 0",
+            message([1], "ppo", target_tokens=tensor([1], 2), logprobs=tensor([0.5]), advantages=tensor([1])),
+        ),
         ("weights: dtype 9", message([1], target_tokens=tensor([1], 2), weights={**tensor([1]), "dtype": 9})),
     ],
 )
@@ -144,6 +148,7 @@ def test_a_wrong_sample_is_refused_by_its_field(words: str, change: dict[str, An
         ("a name that is not taken, or overwrite", "save_weights", {"path": "on its way"}),
         ("sampling_session_seq_id: 0", "save_weights_for_sampler", {"path": "y", "sampling_session_seq_id": 0}),
         ("sampling_session_seq_id: 1", "save_weights_for_sampler", {"path": "y", "sampling_session_seq_id": 1}),
+        ("sampling_session_seq_id: 2", "save_weights_for_sampler", {"path": "y", "sampling_session_seq_id": 2}),
         ("base_model: another", "load_weights", {"path": PATH, "optimizer": True, "base_model": "another"}),
     ],
 )
@@ -154,6 +159,8 @@ def test_what_would_be_wrong_in_silence_is_refused_by_its_field(words: str, verb
     book.samplers[SAMPLER] = None
     book.see(command(6, "save_weights_for_sampler", path=PATH.replace("weights/x", "sampler_weights/z"), sampler=SAMPLER[:-1] + "1"))
     book.coming[CLIENT, 7] = command(7, "save_weights", path=PATH[:-1] + "on its way")
+    begun = command(0, "create_sampling_session", path=None).model_copy(update={"client": SAMPLER[:-1] + "2"})
+    book.coming[begun.key] = begun
     own = {"model_id": CLIENT, "seq_id": 8}
     with pytest.raises(WrongRequest) as refused:
         read_json(verb, {**own, **body}, SERVED, book, CLIENT)
@@ -209,18 +216,13 @@ def test_the_book_of_a_log() -> None:
     book = CommandBook()
     for entry in [*WHOLE, *WHOLE]:  # an entry that comes twice counts once
         book.see(entry)
-    quotas = Tenant(key="tml-" + "a" * 16, tokens=50, models=1, bytes=7)
+    quotas = Tenant(key="tml-" + "a" * 16, tokens=50, models=1)
 
     def check(tenant: str, verb: Verb, client: str = f"{CLIENT}1", tokens: int = 0) -> None:
         book.check_quotas(tenant, quotas, Command(client=client, number=0, at=0.0, verb=verb, tokens=tokens))
 
-    check("alice", "create_model", CLIENT)  # it is there already
     check("bob", "save_weights", CLIENT.replace("alice", "bob"), 50)
-    tried: list[tuple[str, Verb, int]] = [
-        ("tokens: 1 more", "forward", 1),
-        ("bytes: 7", "save_weights", 0),
-        ("models: 1", "create_model", 0),
-    ]
+    tried: list[tuple[str, Verb, int]] = [("tokens: 1 more", "forward", 1), ("models: 1", "create_model", 0)]
     for words, verb, tokens in tried:
         with pytest.raises(WrongRequest, match=words):
             check("alice", verb, tokens=tokens)
@@ -232,9 +234,15 @@ def test_the_book_of_a_log() -> None:
     book.see(bobs)  # is there before its confirmation: counts once
     check("bob", "forward", tokens=20)
     assert book.is_taken(PATH)
+
+    def status(tenant: str, *, whole: bool) -> int:
+        with pytest.raises(WrongRequest, match="models: 1") as refused:
+            book.check_quotas(tenant, quotas, Command(client=f"{CLIENT}1", number=0, at=0.0, verb="create_model"), whole=whole)
+        return refused.value.status
+
+    assert (status("alice", whole=False), status("bob", whole=True)) == (400, 400)
     book.see(command(6, "unload_model"))
-    with pytest.raises(WrongRequest, match="models: 1"):
-        check("alice", "create_model")  # the trainer holds it until then
+    assert (status("alice", whole=False), status("bob", whole=True)) == (429, 429)  # the trainer holds it until then; the SDK asks again
     book.see(outcome(6))
     check("alice", "create_model")
 
