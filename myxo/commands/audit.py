@@ -60,11 +60,12 @@ async def audit_commands(bus: Bus, run: str, console: Console, as_json: bool) ->
     async for _, entry in streams.read(bus, Subjects(run).commands_stream, LogEntry):
         checker.see(entry)
     counts = {"commands": checker.counts["commands"], "carried_out": checker.counts["carried out"], "failed": checker.counts["failed"]}
+    counts["waiting"] = counts["commands"] - counts["carried_out"] - counts["failed"]
     if as_json:
-        report = {"run": run, "ok": not checker.violations, **counts, "waiting": checker.waiting, "violations": checker.violations}
+        report = {"run": run, "ok": not checker.violations, **counts, "violations": checker.violations}
         console.file.write(json_text(report) + "\n")
     else:
-        rows = figure_table([*((name.replace("_", " "), f"{count}") for name, count in counts.items()), ("waiting", f"{checker.waiting}")])
+        rows = figure_table((name.replace("_", " "), f"{count}") for name, count in counts.items())
         console.print(f"{run}: {'ok' if not checker.violations else 'VIOLATED'}", rows)
         for violation in checker.violations:
             console.print(Text(f"violation: {violation}", style="bold red"), soft_wrap=True)

@@ -19,15 +19,14 @@ LOAD_SECONDS = 120.0
 
 def adapter_flags(config: RunConfig, device: str) -> dict[str, Any]:
     """Returns the engine's flags where clients' weights are served; none in a run of its own weights."""
-    flags, lora = dict[str, Any](), Lora.of(config.trainer)
     if not config.tinker.tinker_endpoint:
+        return {}
+    flags: dict[str, Any] = {"enable-deterministic-inference": True} if device == "cpu" else {}
+    if (lora := Lora.of(config.trainer)) is None:
         return flags
-    if device == "cpu":
-        flags = {"enable-deterministic-inference": True, "lora-backend": "torch_native"}
-    if lora is None:
-        return {name: value for name, value in flags.items() if name != "lora-backend"}
     # "all" would have the engine compute adapters of embeddings and of the output layer, too, which clients have not
     targets, most = lora.matrices(read_architecture(config.model.hf_checkpoint)), config.tinker.tinker_adapters
+    flags |= {"lora-backend": "torch_native"} if device == "cpu" else {}
     return {**flags, "enable-lora": True, "max-lora-rank": lora.rank, "lora-target-modules": targets, "max-loras-per-batch": most}
 
 

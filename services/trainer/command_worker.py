@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -70,7 +69,7 @@ class ClientQueues:
     def __init__(self, first: Callable[[str], int]) -> None:
         self._first, self._next = first, dict[str, int]()
         self._waiting: dict[str, dict[int, Command]] = {}
-        self._turns: deque[str] = deque()
+        self._turns: deque[str] = deque()  # of clients with commands that wait: there may be many others
         self._taken = 0
 
     def add(self, command: Command) -> None:
@@ -78,19 +77,23 @@ class ClientQueues:
         client = command.client
         if client not in self._next:
             self._next[client] = self._first(client)
-            self._turns.append(client)
         if command.number >= self._next[client]:
+            if client not in self._waiting:
+                self._turns.append(client)
             self._waiting.setdefault(client, {})[command.number] = command
 
     def next(self) -> Command | None:
         """Returns the next command: of the last one's client, up to `BURST` and up to its optimizer step, then of the others in turn."""
         for _ in range(len(self._turns) + bool(self._turns)):  # once more: the last one's turn is over, and no other may wait
             client = self._turns[0]
-            command = self._waiting.get(client, {}).pop(self._next[client], None) if self._taken < BURST else None
+            command = self._waiting[client].pop(self._next[client], None) if self._taken < BURST else None
             if command is not None:
                 self._next[client] += 1
                 self._taken += 1
-                if command.verb == "optim_step":
+                if not self._waiting[client]:
+                    del self._waiting[self._turns.popleft()]
+                    self._taken = 0
+                elif command.verb == "optim_step":
                     self._rotate()
                 return command
             self._rotate()
@@ -106,13 +109,15 @@ class CommandWorker:
 
     def __init__(self, config: RunConfig, store: BlockingStore, control: ControlClient | None) -> None:
         self._config, self._store, self._control, self._log = config, store, control, structlog.get_logger()
-        self._set_state("loading the model")
+        if control is not None:
+            control.set_state("loading the model")
         # sequences are not shared: a client's targets need not be the tokens that follow
         plain = {"prefix_sharing": "off", "lr_decay_style": "constant"}
         settings = replace(TrainerSettings.from_run(config), trainer=config.trainer.model_copy(update=plain))
         self._actor = Actor.create(settings, model_directory(config, "actor"))
         self._broadcast = CommandBroadcast(config.trainer.collective_timeout)
         self._states, self._root = ClientStates(self._actor), config.trained
+        self._clients = self._root / "clients"
         # the newest checkpoint's own command may have no outcome yet
         self._queues = ClientQueues(lambda client: max(0, self._newest(client)))
         self._unfreed: dict[str, dict[int, list[str]]] = {}  # keys of payloads that a replay still needs, by client and number
@@ -134,17 +139,13 @@ class CommandWorker:
         """Carries commands out until a stop is asked for; every client's state is then on disk."""
         if self._control is not None:
             self._following = self._control.begin(self._follow(CommandLog(self._control.service.bus, self._config.run.name)))
-        self._set_state("ready")
+            self._control.set_state("ready")
         while True:
             match self._broadcast.receive() if self._control is None else self._broadcast.send(self._next()):
                 case Execute(command=command, replayed=replayed):
                     self._carry_out(command, replayed)
                 case Leave():
                     return self._leave()
-
-    def _set_state(self, state: str) -> None:
-        if self._control is not None:
-            self._control.set_state(state)
 
     # --- rank 0: what is next
 
@@ -217,7 +218,7 @@ class CommandWorker:
         return f"bytes: {stored} of saved weights of {tenant} are there; its quota is {quota}" if stored >= quota else ""
 
     def _attempts(self, command: Command, count: int = 1) -> int:
-        path = self._root / "clients" / "attempt"
+        path = self._clients / "attempt"
         path.parent.mkdir(parents=True, exist_ok=True)
         name, _, before = path.read_text().partition(" ") if path.is_file() else ("", "", "0")
         own = f"{command.client}/{command.number}"
@@ -294,19 +295,16 @@ class CommandWorker:
         self._log.info("command", client=command.client, number=command.number, verb=command.verb, replayed=replayed, error=outcome.error)
 
     def _restore(self, client: str) -> None:
-        root, newest = self._checkpoints(client), -1 if client in self._states.held else self._newest(client)
+        root, newest = self._clients / client, -1 if client in self._states.held else self._newest(client)
         if newest >= 0 and not (read_marker(root / str(newest)) or {}).get("unloaded"):
             self._states.read(client, root / str(newest))
 
-    def _checkpoints(self, client: str) -> Path:
-        return self._root / "clients" / client
-
     def _newest(self, client: str) -> int:
-        return newest_checkpoint(self._checkpoints(client))
+        return newest_checkpoint(self._clients / client)
 
     def _checkpoint(self, client: str) -> None:
         """Writes a client's state as it was after its last step; what only its replay needed is removed."""
-        state, root = self._states.held[client], self._checkpoints(client)
+        state, root = self._states.held[client], self._clients / client
         self._states.write(client, root / str(state.number), state.number)
         state.saved = state.updates
         self._forget_before(client, state.number)
@@ -315,7 +313,7 @@ class CommandWorker:
         keys = self._unfreed.get(client, {})
         done = [key for known in sorted(keys) if known <= number for key in keys.pop(known)]
         if self._control is not None:
-            for path in self._checkpoints(client).iterdir():
+            for path in (self._clients / client).iterdir():
                 if path.name.isdecimal() and int(path.name) < number:
                     shutil.rmtree(path)
             self._control.call(self._control.service.store.free(done), BUS_SECONDS)
@@ -339,7 +337,7 @@ class CommandWorker:
         self._states.forget(command.client)
         with runtime.together(f"the end of {command.client}"):
             if runtime.rank() == 0:
-                target = self._checkpoints(command.client) / str(command.number)
+                target = self._clients / command.client / str(command.number)
                 scratch(target)
                 publish_marked(target, {"unloaded": True})
         self._forget_before(command.client, command.number)

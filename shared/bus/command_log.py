@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from typing import TypeVar
 
+import xxhash
+
 from shared.bus import streams
 from shared.bus.bus_errors import TRANSIENT
 from shared.bus.connection import Bus, WrongSequence
@@ -39,9 +41,10 @@ class CommandLog:
             stored = await self._bus.js.get_last_msg(self._names.commands_stream, subject)
             return type(entry).decode(stored.data or b"")
 
-    async def with_payload(self, entry: Entry, blob: bytes, store: Store, name: str = "result", seconds: int = KEPT_SECONDS) -> Entry:
-        """Returns an entry with the rest of it, which is in the store then. ``seconds``: that it stays there; 0: until it is freed."""
-        key = self._names.command_key(entry.client, entry.number, name)
+    async def with_payload(self, entry: Entry, blob: bytes, store: Store, name: str = "", seconds: int = KEPT_SECONDS) -> Entry:
+        """Returns an entry with the rest of it, which is in the store for so many ``seconds`` then; 0: until it is freed. ``name``: of this
+        content; empty: a result, which a death may have had computed before, otherwise."""
+        key = self._names.command_key(entry.client, entry.number, name or f"result-{xxhash.xxh3_128_hexdigest(blob)}")
         await store.write({key: blob})
         if seconds:
             await store.commands("the expiry of a result", [("EXPIRE", key, seconds)])
@@ -108,8 +111,3 @@ class CommandAudit:
         if command.verb == "optim_step" and found != self._updates.get(client, 0) + 1:
             self.violations.append(f"{name} was update {found} where {self._updates.get(client, 0) + 1} was next")
         self._updates[client] = found if found >= 0 else self._updates.get(client, 0)
-
-    @property
-    def waiting(self) -> int:
-        """Returns how many commands have no outcome yet."""
-        return self.counts["commands"] - self.counts["failed"] - self.counts["carried out"]

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+import redis
 
 from tests.e2e.launched import LaunchedRun
 from tests.support.service_process import ROOT
@@ -261,6 +262,11 @@ def test_twenty_kills_lose_and_double_nothing(served: tuple[LaunchedRun, str], l
 
 def test_a_stop_and_a_start_continue_every_client(served: tuple[LaunchedRun, str], loop: Loop) -> None:
     run, _ = served
+    servers = run.directory.servers()
+    assert servers is not None
+    with redis.Redis.from_url(servers.redis_url) as store:  # a request that has its outcome is freed
+        kept = [key.decode() for key in store.scan_iter(f"{run.run}:command:*:request-*")]
+    assert [key for key in kept if ":sample:" in key] == [], kept
     before = audited(run)
     run.kill(run.child("services.trainer"))
     run.kill(run.child("services.gateway"))

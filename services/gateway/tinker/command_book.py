@@ -130,14 +130,16 @@ class CommandBook:
         used = self._used[tenant] + sum(one.tokens for one in self.coming.values() if one.client.startswith(f"{tenant}-"))
         if quotas.tokens is not None and command.tokens and used + command.tokens > quotas.tokens:
             raise WrongRequest(f"tokens: {command.tokens} more than the {used} that {tenant} has used; its quota is {quotas.tokens}")
-        if command.verb not in MAKES or command.number:
-            return
+        if command.verb in MAKES and not command.number:
+            self._check_models(f"{tenant}-", quotas.models, f"its quota is {quotas.models}")
+            self._check_models("", 1 if whole else None, ONE_CLIENT)
+
+    def _check_models(self, prefix: str, most: int | None, bound: str) -> None:
         begun = self.models | {one.client: one for one in self.coming.values() if one.verb in MAKES and not one.number}
-        for most, prefix, bound in ((quotas.models, f"{tenant}-", f"its quota is {quotas.models}"), (1 if whole else None, "", ONE_CLIENT)):
-            held = [one for model, one in begun.items() if model.startswith(prefix)]
-            if most is not None and len(held) >= most:
-                waits = len(held) - sum(one.verb == "unload_model" for one in held) < most
-                raise WrongRequest(f"models: {len(held)} are there; {bound}; close a session", 429 if waits else 400)
+        held = [one.verb for model, one in begun.items() if model.startswith(prefix)]
+        if most is not None and len(held) >= most:
+            waits = len(held) - held.count("unload_model") < most
+            raise WrongRequest(f"models: {len(held)} are there; {bound}; close a session", 429 if waits else 400)
 
     def rank_of(self, client: str, most: int) -> int:
         """Returns the rank of a model's adapters, or of what it was loaded from. ``most``: where nothing says it."""

@@ -67,13 +67,9 @@ def sample_response(found: Mapping[str, Any]) -> bytes:
     ``found``: ``sequences``, each with its ``tokens``, their ``log_probs`` and whether it ``stopped`` by itself; ``prompt``, the log-probs
     of the prompt, NaN where there is none, or None; ``cached``, tokens of the prompt whose keys and values were there already.
     """
-    sequences = [
-        {"stop_reason": int(not one["stopped"]), "tokens": one["tokens"].astype("<i4").tobytes(), "logprobs": _floats(one["log_probs"])}
-        for one in found["sequences"]
-    ]
-    prompt = {} if found["prompt"] is None else {"prompt_logprobs": _floats(found["prompt"])}
-    return bytes(MESSAGES["SampleResponse"](sequences=sequences, prompt_cache_hit_tokens=found["cached"], **prompt).SerializeToString())
-
-
-def _floats(values: NDArray[Any]) -> bytes:
-    return values.astype("<f4").tobytes()
+    prompt = None if found["prompt"] is None else found["prompt"].astype("<f4").tobytes()
+    answer = MESSAGES["SampleResponse"](prompt_logprobs=prompt, prompt_cache_hit_tokens=found["cached"])
+    for one in found["sequences"]:
+        tokens, log_probs = one["tokens"].astype("<i4").tobytes(), one["log_probs"].astype("<f4").tobytes()
+        answer.sequences.add(stop_reason=int(not one["stopped"]), tokens=tokens, logprobs=log_probs)
+    return bytes(answer.SerializeToString())

@@ -359,7 +359,7 @@ def forward_backward(message: Any, served: ServedModel) -> Asked:
     return Asked({"loss_fn": message.loss_fn, "loss_fn_config": config}, datums, sum(len(datum["tokens"]) for datum in datums))
 
 
-def _datum(name: str, datum: Any, needed: tuple[str, ...], served: ServedModel) -> dict[str, NDArray[Any]]:
+def _tokens(name: str, datum: Any, served: ServedModel) -> NDArray[np.int32]:
     chunks = [np.empty(0, np.int32)]
     for chunk in datum.model_input:
         if not chunk.HasField("encoded_text"):
@@ -370,6 +370,11 @@ def _datum(name: str, datum: Any, needed: tuple[str, ...], served: ServedModel) 
     tokens = checked_tokens(f"{name}.model_input", np.concatenate(chunks), served)
     if len(tokens) > served.context:
         raise wrong(f"{name}.model_input", f"{len(tokens)} tokens", f"at most the context, {served.context}")
+    return tokens
+
+
+def _datum(name: str, datum: Any, needed: tuple[str, ...], served: ServedModel) -> dict[str, NDArray[Any]]:
+    tokens = _tokens(name, datum, served)
     inputs, wanted = {each.key: each.value for each in datum.loss_fn_inputs}, ("target_tokens", *needed)
     if unknown := sorted(inputs.keys() - {*wanted}):
         raise wrong(f"{name}.loss_fn_inputs.{unknown[0]}", "given", f"{', '.join(wanted)} alone")
@@ -382,10 +387,11 @@ def _datum(name: str, datum: Any, needed: tuple[str, ...], served: ServedModel) 
         if key == "target_tokens":
             if values.dtype.kind != "i":
                 raise wrong(field_name, "float32", "integers")
-            values = checked_tokens(field_name, values, served)
-        elif not np.isfinite(values).all():
-            raise wrong(field_name, values[~np.isfinite(values)][0], "finite numbers")
-        found[key] = values if key == "target_tokens" else values.astype(np.float32)
+            found[key] = checked_tokens(field_name, values, served)
+        elif len(bad := values[~np.isfinite(values)]):
+            raise wrong(field_name, bad[0], "finite numbers")
+        else:
+            found[key] = values.astype(np.float32)
     if "logprobs" in found and len(bad := found["logprobs"][(found["logprobs"] > ROUNDING) & (found["advantages"] != 0)]):
         raise wrong(f"{name}.loss_fn_inputs.logprobs", bad[0], "at most 0, a logarithm of a probability, where the advantage is not 0")
     return found

@@ -27,7 +27,7 @@ from services.gateway.tinker.tenants import Tenant, owner
 from services.gateway.wire.request import TurnRefused
 from shared.bus.bus_errors import StreamFull
 from shared.bus.command_log import KEPT_SECONDS, CommandLog
-from shared.runtime.errors import MyxoError, PayloadMissing
+from shared.runtime.errors import MyxoError, PayloadChanged, PayloadMissing
 from shared.schema import codec
 from shared.schema.client_commands import MOST_ARGUMENTS, Command, CommandOutcome, Verb
 from shared.service.service_base import Service
@@ -279,7 +279,7 @@ class TinkerApi:
         assert outcome.payload is not None
         try:
             [blob] = await self._service.store.read(outcome.payload)
-        except PayloadMissing:
+        except (PayloadMissing, PayloadChanged):
             gone = f"the result is gone: it stays {KEPT_SECONDS} s, and {READ_SECONDS} s from when it is read"
             return JSONResponse({"error": gone, "category": "server"})
         await self._service.store.commands("the expiry of a result", [("EXPIRE", outcome.payload.keys[0], READ_SECONDS)])

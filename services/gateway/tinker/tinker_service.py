@@ -78,6 +78,8 @@ class Sampler:
             self._service.log.error("sample_failed", client=command.client, number=command.number, exc_info=error)
             outcome = outcome.model_copy(update={"error": describe(error), "category": "server"})
         self._book.see(await self._log.append(outcome.model_copy(update={"at": time.time()})))
+        if command.payload is not None:
+            await self._service.store.free(command.payload.keys)
 
     async def _sampled(self, command: Command) -> tuple[bytes, dict[str, float]]:
         self._book.check_sampler(command.client)

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 import redis
 
+from shared.bus.command_log import CommandLog
+from shared.bus.connection import Bus
 from shared.process.embedded_servers import EmbeddedValkey
 from shared.runtime.errors import BadMessage, DeadlineExceeded, PayloadChanged, PayloadMissing
+from shared.schema.client_commands import CommandOutcome
 from shared.schema.digests import reference
 from shared.store.payload_store import BlockingStore, Store, StoreRefused, StoreUnreachable
 
@@ -29,6 +32,13 @@ async def test_a_missing_blob_is_named(store: Store, run_name: str) -> None:
         await store.read(reference(run_name, {f"{run_name}:{name}": b"1" for name in "abc"}))
     assert await store.missing([f"{run_name}:b", f"{run_name}:a", f"{run_name}:c"]) == [f"{run_name}:b", f"{run_name}:c"]
     assert await store.missing([]) == []
+
+
+async def test_a_result_that_came_out_otherwise_after_a_death_can_be_read(bus: Bus, store: Store, run_name: str) -> None:
+    outcome = CommandOutcome(client="a-0123456789abcdef:sample:0", number=1, at=0.0)
+    for blob in (b"before the death", b"once more", b"once more"):
+        written = await CommandLog(bus, run_name).with_payload(outcome, blob, store)
+        assert written.payload is not None and await store.read(written.payload) == [blob]
 
 
 async def test_freed_blobs_are_gone_and_freeing_again_is_fine(store: Store, run_name: str) -> None:

@@ -46,6 +46,16 @@ def test_no_client_waits_for_more_than_a_burst_of_another() -> None:
     assert clients == [NAMES[0]] * BURST + [NAMES[1]] * BURST + [NAMES[0]] * BURST + [NAMES[1]] * BURST
 
 
+def test_clients_without_commands_cost_no_turn() -> None:
+    queues = ClientQueues(lambda _: 0)
+    for index in range(100):
+        queues.add(command(f"a-{index:016x}:train:0", 0, "create_model"))
+        assert queues.next() is not None and queues.next() is None
+    assert not queues._turns
+    queues.add(command(NAMES[0], 1))
+    assert [one.key for one in iter(queues.next, None)] == [(NAMES[0], 1)]
+
+
 def test_an_optimizer_step_ends_a_turn() -> None:
     queues = ClientQueues(lambda _: 0)
     for name in NAMES[:2]:
