@@ -122,8 +122,8 @@ def check_quantization(inspection: Inspection) -> Findings:
         yield from _awareness(config.trainer, found)
     if inspection.architecture is None or found is None:
         return
-    form, trains = found.format, config.has_steps or config.sft.sft_data is not None
-    if trains:
+    form = found.format
+    if config.pushes or config.sft.sft_data is not None:
         why = "as hf_checkpoint is" if precision == "checkpoint" else f"by rollout_precision = {precision}"
         yield Note(f"engines get each version in {form.title}, {why}: they sample by these (docs/precision.md)")
         yield from _not_beside(config, found)

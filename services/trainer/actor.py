@@ -180,9 +180,11 @@ class Actor:
         live parameter: read it before the next ``train_step``.
 
         Args:
-            bucket_bytes: a bucket holds at most this much, unless a single Megatron parameter is larger. dtype: instead of the model's.
+            bucket_bytes: a bucket holds at most this much, unless a single Megatron parameter is larger. dtype: instead of the model's, but
+                for matrices that are quantized, from which pushes round them, too.
         """
-        return self._gather_plan.buckets(bucket_bytes, None if dtype is None else DTYPES[dtype])
+        kept = () if self.quantization is None else self.quantization.names
+        return self._gather_plan.buckets(bucket_bytes, None if dtype is None else DTYPES[dtype], kept)
 
     def save_hf(self, directory: str | Path, steps: int | None = None) -> None:
         """Writes a Hugging Face checkpoint: safetensors, config, tokenizer. It appears complete or not at all.

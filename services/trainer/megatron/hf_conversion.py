@@ -374,13 +374,13 @@ class StoredModel(MegatronGatherPlan):
         self._path, self._progress, self._done = path, progress, 0
         self._sharded = model.sharded_state()["model0"]
 
-    def bucket(self, units: Sequence[GatherUnit], dtype: torch.dtype | None = None, destination: int = 0) -> Bucket:
+    def bucket(self, units: Sequence[GatherUnit], *options: Any, **named: Any) -> Bucket:
         base = [unit for unit in units if unit.name in self._sharded]  # the adapters have been read
         names = [one.name for unit in base for one in unit.parameters]
         read = _read_tensors(self._path, {name: self._sharded[name] for name in names}) if base else {}
         for name, tensor in read.items():
             self.local[name].parameter.data = tensor
-        bucket = super().bucket(units, dtype, destination)
+        bucket = super().bucket(units, *options, **named)
         for name, tensor in read.items():
             self.local[name].parameter.data = tensor.new_empty(0)
         model_dtype = self.model.config.params_dtype

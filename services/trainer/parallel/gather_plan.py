@@ -74,17 +74,18 @@ class GatherPlan(ABC):
     def is_frozen(self, unit: GatherUnit) -> bool:
         return all(one.name in self.frozen for one in unit.parameters)
 
-    def buckets(self, bucket_bytes: int, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
+    def buckets(self, bucket_bytes: int, dtype: torch.dtype | None = None, kept: Container[str] = ()) -> Iterator[Bucket]:
         """Yields the whole model in its dtype (routers' biases in float32), in the order of its layers; tied embeddings come once.
 
         A collective: every rank iterates to the end. All get the same names; rank 0 gets full tensors on its device, the
         others None. A tensor may be a view of the live parameter: read it before the next optimizer step.
 
         Args:
-            bucket_bytes: a bucket holds at most this much, unless a single parameter is larger. dtype: instead of the model's.
+            bucket_bytes: a bucket holds at most this much, unless a single parameter is larger. dtype: instead of the model's; but for
+                ``kept`` tensors.
         """
         for units in self.divided(bucket_bytes):
-            yield self.bucket(units, dtype)
+            yield self.bucket(units, dtype, kept=kept)
 
     def divided(self, bucket_bytes: int, of: Container[str] | None = None) -> list[list[GatherUnit]]:
         """Returns the units of each bucket. ``of``: names of the units that are wanted; all if None."""
@@ -99,13 +100,15 @@ class GatherPlan(ABC):
             size += nbytes
         return buckets
 
-    def bucket(self, units: Sequence[GatherUnit], dtype: torch.dtype | None = None, destination: int = 0) -> Bucket:
+    def bucket(
+        self, units: Sequence[GatherUnit], dtype: torch.dtype | None = None, destination: int = 0, kept: Container[str] = ()
+    ) -> Bucket:
         """Returns one bucket as `buckets` does, with the tensors on ``destination``. A collective of that rank and those that hold them."""
         bucket: Bucket = []
         for unit in units:
-            sent = unit.dtype(dtype or self.model.dtype)
+            dtypes = [unit.dtype(self.model.dtype if dtype is None or name in kept else dtype) for name, _ in unit.tensors]
             with deadline(f"the export of {unit.name}"), torch.no_grad():
-                tensors = self.deliver(unit, destination, [sent] * len(unit.tensors))
+                tensors = self.deliver(unit, destination, dtypes)
             bucket += [(name, tensors[index] if tensors else None) for index, (name, _) in enumerate(unit.tensors)]
         return bucket
 

@@ -44,11 +44,15 @@ def test_a_run_with_them_says_so_and_is_taken(eight_bits: Path, tiny_model: Path
     assert said(tmp_path, tiny_model) == []
 
 
+SERVED: dict[str, Any] = {"tinker": {"tinker_endpoint": True}, "rollout": {"num_rollout": 0}, "data": {"prompt_data": None}}
+
+
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
         ({"trainer": {"trainer_backend": "torch"}}, "trainer.trainer_backend = 'torch': megatron"),
         ({"trainer": {"lora_rank": 4}}, "trainer.lora_rank = 4: 0: adapters"),
+        ({"trainer": {"lora_rank": 4}, **SERVED}, "trainer.lora_rank = 4: 0: adapters"),
         ({"rollout": {"rollout_num_gpus_per_engine": 8}}, "which 8 ranks of an engine cannot divide into whole blocks of 16"),
     ],
 )

@@ -351,10 +351,10 @@ def load_and_export(hf_dir: Path, config: dict[str, Any]) -> tuple[dict[str, Ten
     return exported(model), pushed(model)
 
 
-def pushed(model: Actor, bucket_bytes: int = 4096) -> dict[str, Tensor]:
+def pushed(model: Actor, bucket_bytes: int = 4096, **options: Any) -> dict[str, Tensor]:
     """What the channel of this rank's pipeline stage would carry, if this is its source; the last of two pushes over two buffers."""
     plan = gather_plan(model.model, apart=True)
-    stage = StageExport(plan, bucket_bytes)
+    stage = StageExport(plan, bucket_bytes, **options)
     buckets, found = stage.manifest.buckets, {}
     ring = [torch.zeros(max(bucket.nbytes for bucket in buckets), dtype=torch.uint8) for _ in range(2)]
     for _ in range(2):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from services.trainer.actor import Actor
 from services.trainer.megatron.hf_weights import parameters
+from services.trainer.weights.snapshot_writer import on_host
 from shared.model.quantization import in_groups, quantization_of
 from shared.runtime.errors import ConfigError
 from shared.transfer.quantizer import FakeQuantized, plain, quantized
@@ -94,3 +95,25 @@ def test_the_gradient_passes_straight_through() -> None:
     factor = torch.randn(4, 64)
     (FakeQuantized.apply(weight, in_groups(32)) * factor).sum().backward()
     assert weight.grad is not None and torch.equal(weight.grad, factor)
+
+
+def test_a_snapshot_holds_what_a_push_sends_whatever_the_dtype_on_the_wire(tmp_path: Path) -> None:
+    """Both round the matrices themselves; what is not quantized travels in the dtype."""
+    make_checkpoint("qwen3", tmp_path / "whole", hidden_size=64, intermediate_size=96)
+    actor = rank_steps.actor(quantized_checkpoint(tmp_path / "whole", tmp_path / "model", "int4"))
+    try:
+        rank_steps.steps(actor, 2)
+        written = {
+            name: tensor for bucket in actor.export(4096, "bfloat16") for name, tensor in on_host(bucket, actor.quantization).items()
+        }
+        pushed = rank_steps.pushed(actor, dtype="bfloat16", quantization=actor.quantization)
+        assert written.keys() == pushed.keys() and {name.rpartition(".")[2] for name in written} == {
+            "weight",
+            "weight_packed",
+            "weight_scale",
+        }
+        for name, (dtype, _, held) in written.items():
+            assert dtype == str(pushed[name].dtype).removeprefix("torch."), name
+            assert held.tobytes() == pushed[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes(), name
+    finally:
+        rank_steps.runtime.stop()
