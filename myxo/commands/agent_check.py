@@ -20,6 +20,8 @@ from aiohttp import web
 
 from shared.agents import http_agent
 from shared.environment.conformance import Check, CheckSuite, CheckWarned, Example
+from shared.formats import anthropic_messages, openai_chat, openai_responses
+from shared.formats.request import CalledTool, ChatTurn, TurnEvents, TurnResult, TurnUsage, deltas_of, started
 from shared.hooks import reward_values
 from shared.hooks.loading import load_agent
 from shared.runtime.errors import DeadlineExceeded, MyxoError
@@ -90,7 +92,7 @@ def shown_reward(result: object) -> str:
 
 
 MODEL = "model-under-check"
-CALL_ID = "call_1"
+ANSWER_ID, CALL_ID = "answer_1", "call_1"
 START_SECONDS = 10.0
 
 
@@ -103,6 +105,13 @@ class Said:
     tool: tuple[str, str] | None = None
     status: int = 200
     meeting: "Meeting | None" = None
+
+    def result(self) -> TurnResult:
+        """Returns the result of a turn of one token that gives the answer."""
+        calls = [] if self.tool is None else [CalledTool(id=CALL_ID, name=self.tool[0], arguments=self.tool[1])]
+        known: dict[str, Any] = {"request_id": ANSWER_ID, "model": MODEL, "created": 1, "versions": (0, 0), "content": self.text}
+        usage = TurnUsage(prompt=1, completion=1)
+        return TurnResult(**known, usage=usage, finish="tool_calls" if calls else "stop", tool_calls=calls)
 
 
 class Meeting:
@@ -198,104 +207,19 @@ class ScriptedModel:
         if said.status != 200:
             error = {"type": "error", "error": {"message": f"a refusal of the check: {said.status}", "type": "check"}}
             return web.json_response(error, status=said.status, headers={"Retry-After": "0"})
-        answer = form.answer(said)
+        turn, result, (answer, events) = ChatTurn(request_id=ANSWER_ID, model=MODEL, messages=()), said.result(), form
         if not asked.get("stream"):
-            return web.json_response(answer)
-        return web.Response(text="".join(form.events(said, answer)), content_type="text/event-stream")
+            return web.json_response(answer(turn, result))
+        stream = events(turn, started(result))
+        pieces = [stream.begin(), *map(stream.delta, deltas_of(result)), stream.end(result), stream.close([result])]
+        return web.Response(body=b"".join(pieces), content_type="text/event-stream")
 
 
-def _event(data: Mapping[str, Any], *, named: bool = True) -> str:
-    return (f"event: {data['type']}\n" if named else "") + f"data: {json.dumps(data)}\n\n"
-
-
-class _Chat:
-    def answer(self, said: Said) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": said.text}
-        if said.tool is not None:
-            name, arguments = said.tool
-            message["tool_calls"] = [{"id": CALL_ID, "type": "function", "function": {"name": name, "arguments": arguments}}]
-        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if said.tool else "stop", "logprobs": None}
-        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        return {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": MODEL, "choices": [choice], "usage": usage}
-
-    def events(self, said: Said, answer: Mapping[str, Any]) -> Iterator[str]:
-        [choice] = answer["choices"]
-        delta = {**choice["message"]}
-        if "tool_calls" in delta:
-            delta["tool_calls"] = [{"index": 0, **call} for call in delta["tool_calls"]]
-        head = {**answer, "object": "chat.completion.chunk"}
-        yield _event({**head, "usage": None, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}, named=False)
-        yield _event({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]}, named=False)
-        yield "data: [DONE]\n\n"
-
-
-class _Responses:
-    def answer(self, said: Said) -> dict[str, Any]:
-        part = {"type": "output_text", "text": said.text, "annotations": []}
-        item: dict[str, Any] = {"id": "msg_1", "type": "message", "status": "completed", "role": "assistant", "content": [part]}
-        if said.tool is not None:
-            name, arguments = said.tool
-            item = {"id": "fc_1", "type": "function_call", "status": "completed", "call_id": CALL_ID, "name": name, "arguments": arguments}
-        usage = {"input_tokens": 1, "output_tokens": 1, "total_tokens": 2}
-        details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
-        settings = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
-        head = {"id": "resp_1", "object": "response", "created_at": 1, "model": MODEL, "status": "completed"}
-        return {**head, **settings, "output": [item], "usage": {**usage, **details}}
-
-    def events(self, said: Said, answer: Mapping[str, Any]) -> Iterator[str]:
-        [item] = answer["output"]
-        place = {"output_index": 0, "item_id": item["id"]}
-        events: list[dict[str, Any]] = [{"type": "response.created", "response": {**answer, "status": "in_progress", "output": []}}]
-        events.append({"type": "response.output_item.added", "output_index": 0, "item": {**item, "status": "in_progress", "content": []}})
-        if said.tool is not None:
-            events.append({"type": "response.function_call_arguments.done", **place, "name": said.tool[0], "arguments": said.tool[1]})
-        else:
-            [part] = item["content"]
-            text = {**place, "content_index": 0, "logprobs": []}
-            events.append({"type": "response.content_part.added", **place, "content_index": 0, "part": {**part, "text": ""}})
-            events.append({"type": "response.output_text.delta", **text, "delta": said.text})
-            events.append({"type": "response.output_text.done", **text, "text": said.text})
-            events.append({"type": "response.content_part.done", **place, "content_index": 0, "part": part})
-        events.append({"type": "response.output_item.done", "output_index": 0, "item": item})
-        events.append({"type": "response.completed", "response": answer})
-        yield from (_event({**event, "sequence_number": number}) for number, event in enumerate(events))
-
-
-class _Messages:
-    def answer(self, said: Said) -> dict[str, Any]:
-        block: dict[str, Any] = {"type": "text", "text": said.text}
-        if said.tool is not None:
-            block = {"type": "tool_use", "id": CALL_ID, "name": said.tool[0], "input": _object(said.tool[1])}
-        head = {"id": "msg_1", "type": "message", "role": "assistant", "model": MODEL, "content": [block]}
-        stop = {"stop_reason": "tool_use" if said.tool else "end_turn", "stop_sequence": None}
-        return {**head, **stop, "usage": {"input_tokens": 1, "output_tokens": 1}}
-
-    def events(self, said: Said, answer: Mapping[str, Any]) -> Iterator[str]:
-        [block] = answer["content"]
-        empty, delta = {**block, "text": ""}, {"type": "text_delta", "text": said.text}
-        if said.tool is not None:
-            empty, delta = {**block, "input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-        yield _event({"type": "message_start", "message": {**answer, "content": [], "stop_reason": None}})
-        yield _event({"type": "content_block_start", "index": 0, "content_block": empty})
-        yield _event({"type": "content_block_delta", "index": 0, "delta": delta})
-        yield _event({"type": "content_block_stop", "index": 0})
-        ended = {"stop_reason": answer["stop_reason"], "stop_sequence": None}
-        yield _event({"type": "message_delta", "delta": ended, "usage": answer["usage"]})
-        yield _event({"type": "message_stop"})
-
-
-def _object(arguments: str) -> Any:
-    """Returns the arguments of a call as an object; Anthropic's format has no other."""
-    with contextlib.suppress(ValueError):
-        read = json.loads(arguments)
-        return read if isinstance(read, dict) else {}
-    return {}
-
-
-FORMS: dict[str, _Chat | _Responses | _Messages] = {
-    "/v1/chat/completions": _Chat(),
-    "/v1/responses": _Responses(),
-    "/v1/messages": _Messages(),
+# By path, of the gateway's: a whole answer, and the events of a streamed one.
+FORMS: dict[str, tuple[Callable[..., dict[str, Any]], type[TurnEvents]]] = {
+    "/v1/chat/completions": (openai_chat.answer, openai_chat.ChatEvents),
+    "/v1/responses": (openai_responses.answer, openai_responses.ResponseEvents),
+    "/v1/messages": (anthropic_messages.answer, anthropic_messages.MessageEvents),
 }
 
 

@@ -21,12 +21,12 @@ import orjson
 import structlog
 from numpy.typing import NDArray
 
-from services.gateway.wire.request import PICTURE_MARK, ChatTurn, TurnRefused
-from services.gateway.wire.request_body import shallow, text_part
 from shared.data.call_form import in_call_form
 from shared.data.control_tokens import ControlTokens
 from shared.data.media import empty_part
 from shared.data.tokenizer import Tokenizer
+from shared.formats.request import PICTURE_MARK, ChatTurn, TurnRefused
+from shared.formats.request_body import shallow, text_part
 from shared.runtime.errors import ConfigError
 from shared.sessions.session import Turn
 

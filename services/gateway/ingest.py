@@ -25,8 +25,6 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from services.gateway.routes import bounded_body
-from services.gateway.wire.request import TurnRefused
-from services.gateway.wire.request_body import AnyObject, RequestFields, read_body
 from shared.bus import runs
 from shared.bus.bus_errors import StreamFull
 from shared.bus.streams import task_consumer
@@ -34,6 +32,8 @@ from shared.bus.subjects import TRAIN
 from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.config.run_config import RunConfig
 from shared.data.tokenizer import Tokenizer
+from shared.formats.request import TurnRefused
+from shared.formats.request_body import AnyObject, RequestFields, read_body
 from shared.hooks import reward_values
 from shared.hooks.sample_agreement import compared
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError

@@ -19,9 +19,9 @@ from http import HTTPStatus
 import aiohttp
 import structlog
 
-from services.gateway.wire.request import TurnRefused
 from shared.bus.bus_errors import TRANSIENT
 from shared.bus.registry import ASLEEP, MODEL, Registry
+from shared.formats.request import TurnRefused
 from shared.runtime.errors import BadMessage, MyxoError
 from shared.schema.service_messages import ServiceStatus
 from shared.service.engine_load_balancer import FailedReplicas

@@ -27,8 +27,8 @@ from services.gateway.replicas import Replicas
 from services.gateway.turn_decisions import fixed_by_task
 from services.gateway.turn_text import TurnText
 from services.gateway.turns import LiveTurn, Turns, UnrecordedSessions
-from services.gateway.wire import anthropic_messages, openai_chat, openai_responses, token_generate
-from services.gateway.wire.request import (
+from shared.formats import anthropic_messages, openai_chat, openai_responses, token_generate
+from shared.formats.request import (
     ChatTurn,
     House,
     TokenTurn,
@@ -43,7 +43,7 @@ from services.gateway.wire.request import (
     unknown_conversation,
     unknown_model,
 )
-from services.gateway.wire.request_body import RequestFields, read_body
+from shared.formats.request_body import RequestFields, read_body
 from shared.hooks import reward_values
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import cancelled

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from services.gateway.chat_tokens import ChatTokens, ParsedCall, ParsedTurn
 from services.gateway.replicas import Hear
-from services.gateway.wire import request as wire
-from services.gateway.wire.openai_chat import UNCONSTRAINED
-from services.gateway.wire.request_body import LONGEST_ID, check_tool_results, shallow
 from shared.data.stop_strings import end_across, written
+from shared.formats import request as wire
+from shared.formats.openai_chat import UNCONSTRAINED
+from shared.formats.request_body import LONGEST_ID, check_tool_results, shallow
 from shared.schema.messages import Sampling
 from shared.sessions.session import Session, SessionLog, Turn, TurnGeneration
 
@@ -154,7 +154,7 @@ def turn_sampling(
 
     The trainer computes log-probs under the run's temperature, and a policy is trained on what it would sample by itself. So in a session
     that is trained the task's temperature, top-p, top-k and the like stand, whatever a client asks; it may end a turn earlier. In an
-    evaluation the client's own values stand. What a `Sampling` has no field for is refused by the formats (`services.gateway.wire`).
+    evaluation the client's own values stand. What a `Sampling` has no field for is refused by the formats (`shared.formats`).
 
     Args:
         prompt: tokens of the prompt. context: the most tokens of prompt and completion. stop_ids: tokens that end a turn of this model.

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from services.gateway.wire.request import ChatTurn, TurnRefused, pictures_in
 from shared.config.data_sections import DataSection
 from shared.data.media import MOST_BYTES, BadMedia, MediaReader, Picture
+from shared.formats.request import ChatTurn, TurnRefused, pictures_in
 from shared.sessions.session import MOST_SHOWN, SessionLog
 from shared.sessions.session_store import SessionStore
 

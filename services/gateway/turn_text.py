@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Literal
 
 from services.gateway.chat_tokens import ChatTokens, Messages
-from services.gateway.wire.request import TurnDelta, TurnRefused, TurnResult, deltas_of
+from shared.formats.request import TurnDelta, TurnRefused, TurnResult, deltas_of
 
 # The beginning of what some family's parser reads otherwise than as text
 MARKER = re.compile(

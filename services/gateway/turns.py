@@ -33,8 +33,8 @@ from services.gateway.turn_decisions import (
 )
 from services.gateway.turn_pictures import TurnPictures
 from services.gateway.turn_text import TurnText
-from services.gateway.wire.request import ChatTurn, TokenTurn, TurnRefused, TurnResult, overlong_prompt, pictures_in
 from shared.config.service_sections import GatewaySection
+from shared.formats.request import ChatTurn, TokenTurn, TurnRefused, TurnResult, overlong_prompt, pictures_in
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import put_off
 from shared.runtime.traces import Traces, TraceSpan

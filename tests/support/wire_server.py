@@ -11,8 +11,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from services.gateway import routes
 from services.gateway.routes import CHAT_FORMATS, WireFormat
 from services.gateway.turn_decisions import Constraints, unconstrained
-from services.gateway.wire import anthropic_messages, token_generate
-from services.gateway.wire.request import (
+from shared.formats import anthropic_messages, token_generate
+from shared.formats.request import (
     CalledTool,
     ChatTurn,
     TokenTurn,

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 from services.gateway.tinker.tenants import Tenant
-from services.gateway.wire.request import Status, TurnRefused
+from shared.formats.request import Status, TurnRefused
 from shared.runtime.safe_files import is_plain_name
 from shared.schema.client_commands import MAKES, Command, CommandOutcome, LogEntry, is_expired
 

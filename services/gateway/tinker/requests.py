@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.gateway.tinker.command_book import PREFIX, CommandBook, WrongRequest, wrong
 from services.gateway.tinker.protobuf import DTYPES
-from services.gateway.wire.request import TurnRefused
+from shared.formats.request import TurnRefused
 from shared.runtime.safe_files import is_plain_name
 from shared.schema.client_commands import TENANT, Verb
 from shared.schema.message import LARGEST

@@ -24,9 +24,9 @@ from services.gateway.tinker import protobuf, requests
 from services.gateway.tinker.command_book import PREFIX, CommandBook, WrongRequest, wrong
 from services.gateway.tinker.requests import FORMS, Asked, ServedModel, key_of, not_there, owned, read_json
 from services.gateway.tinker.tenants import Tenant, owner
-from services.gateway.wire.request import TurnRefused
 from shared.bus.bus_errors import StreamFull
 from shared.bus.command_log import KEPT_SECONDS, CommandLog
+from shared.formats.request import TurnRefused
 from shared.runtime.errors import MyxoError, PayloadChanged, PayloadMissing
 from shared.schema import codec
 from shared.schema.client_commands import MOST_ARGUMENTS, Command, CommandOutcome, Verb

@@ -13,10 +13,10 @@ from services.gateway.tinker.command_book import CommandBook
 from services.gateway.tinker.requests import ServedModel, seed_of
 from services.gateway.tinker.tenants import read_tenants
 from services.gateway.tinker.tinker_api import TinkerApi
-from services.gateway.wire.request import TurnRefused
 from shared.bus.command_log import CommandLog
 from shared.config import devices
 from shared.config.run_config import RunConfig
+from shared.formats.request import TurnRefused
 from shared.model.families import read_architecture
 from shared.runtime import http_endpoints
 from shared.runtime.addresses import HttpAddress

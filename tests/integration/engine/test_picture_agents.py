@@ -13,8 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from services.gateway.chat_tokens import ChatTokens
-from services.gateway.wire.openai_chat import parse
-from services.gateway.wire.request import pictures_in
 from services.rollout.agent_runner import with_pictures
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess
@@ -23,6 +21,8 @@ from services.trainer.packing import pack
 from services.trainer.parallel import runtime
 from shared.config.data_sections import DataSection
 from shared.data.media import MediaReader, picture_check
+from shared.formats.openai_chat import parse
+from shared.formats.request import pictures_in
 from shared.schema.digests import reference
 from shared.schema.messages import Sampling
 from shared.schema.sample import SampleLimits

@@ -8,7 +8,7 @@ import anthropic
 import pytest
 import pytest_asyncio
 
-from services.gateway.wire.request import RequestedSampling, TurnRefused, assistant_message, overlong_prompt
+from shared.formats.request import RequestedSampling, TurnRefused, assistant_message, overlong_prompt
 from tests.support.wire_server import CALLS, PLAIN, WireServer
 
 ASK: Any = [{"role": "user", "content": "What is 2 + 2?"}]

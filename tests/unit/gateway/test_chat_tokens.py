@@ -10,8 +10,8 @@ import pytest
 import xgrammar
 
 from services.gateway.chat_tokens import CALL, TOOL, ChatTokens, EncodedTexts, call_status
-from services.gateway.wire.request import ChatTurn, TurnRefused, call_constraint, json_constraint, single_call
 from shared.data.tokenizer import Tokenizer
+from shared.formats.request import ChatTurn, TurnRefused, call_constraint, json_constraint, single_call
 from shared.sessions.session import Turn
 from tests.support import call_templates
 from tests.support.qwen3_tokenizer import TEMPLATE, write_qwen3_tokenizer

@@ -13,10 +13,10 @@ from services.gateway.chat_tokens import TOOL, ChatTokens
 from services.gateway.turn_decisions import digests, thought_digest
 from services.gateway.turn_pictures import TurnPictures
 from services.gateway.turns import Turns
-from services.gateway.wire import openai_chat
-from services.gateway.wire.request import TurnRefused, assistant_message
 from shared.config.data_sections import DataSection
 from shared.config.service_sections import GatewaySection
+from shared.formats import openai_chat
+from shared.formats.request import TurnRefused, assistant_message
 from shared.runtime.traces import Traces
 from shared.schema.messages import Sampling
 from shared.sessions.session import Session, SessionLog, Trajectory, Turn, trajectories

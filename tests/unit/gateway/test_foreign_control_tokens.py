@@ -11,9 +11,9 @@ from renderers import llama_3
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from services.gateway.chat_tokens import ChatTokens
-from services.gateway.wire import anthropic_messages, openai_chat, openai_responses
-from services.gateway.wire.request import TurnRefused
 from shared.data.call_form import in_call_form
+from shared.formats import anthropic_messages, openai_chat, openai_responses
+from shared.formats.request import TurnRefused
 from shared.sessions.session import Turn
 from tests.support import call_templates
 from tests.support.qwen3_tokenizer import SPECIAL, TEMPLATE, write_qwen3_tokenizer

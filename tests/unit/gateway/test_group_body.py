@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.ingest import FinishedGroup, GroupLimits, parse_group
-from services.gateway.wire.request import TurnRefused
 from shared.config.run_config import RunConfig
+from shared.formats.request import TurnRefused
 from shared.schema import sample as sample_codec
 from shared.schema.sample import SampleLimits
 from tests.support.run_config import run_config, write_jsonl

@@ -10,8 +10,8 @@ import openai
 import pytest
 import pytest_asyncio
 
-from services.gateway.wire import openai_chat
-from services.gateway.wire.request import MalformedCall, RequestedSampling, TurnRefused, assistant_message, overlong_prompt, unknown_model
+from shared.formats import openai_chat
+from shared.formats.request import MalformedCall, RequestedSampling, TurnRefused, assistant_message, overlong_prompt, unknown_model
 from tests.support.wire_server import CALLS, PLAIN, TOKENS, WireServer
 
 ASK: Any = [{"role": "user", "content": "What is 2 + 2?"}]

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from services.gateway.replicas import BACKED_OFF, FEWEST, GenerationLimit, GenerationTarget, Replicas, Resident, choose, targets
-from services.gateway.wire.request import TurnRefused
+from shared.formats.request import TurnRefused
 from shared.schema.service_messages import ServiceStatus
 from shared.service.engine_load_balancer import EngineSpread
 from shared.sessions.session import CONTEXT_GAUGE, EVAL_GAUGE, VOCABULARY_GAUGE, SessionLog

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from services.gateway.turn_decisions import fixed_by_task, turn_sampling, unconstrained
-from services.gateway.wire import anthropic_messages, openai_chat, openai_responses, token_generate
-from services.gateway.wire.request import TurnRefused, split
+from shared.formats import anthropic_messages, openai_chat, openai_responses, token_generate
+from shared.formats.request import TurnRefused, split
 from shared.schema.messages import Sampling
 from shared.sessions.session import Session
 from tests.support.tables import table

@@ -15,8 +15,8 @@ from services.gateway.tinker import protobuf
 from services.gateway.tinker.command_book import CommandBook, WrongRequest
 from services.gateway.tinker.requests import MOST_AHEAD, ServedModel, forward_backward, key_of, read_json
 from services.gateway.tinker.tenants import Tenant, owner, read_tenants
-from services.gateway.wire.request import TurnRefused
 from shared.bus.command_log import CommandAudit
+from shared.formats.request import TurnRefused
 from shared.runtime.errors import ConfigError
 from shared.schema.client_commands import Command, CommandOutcome, LogEntry, Verb
 from tests.support.tables import table

@@ -7,7 +7,7 @@ import pytest
 from renderers.base import ParsedResponse
 from renderers.client import OverlongPromptError, generate
 
-from services.gateway.wire.request import overlong_prompt
+from shared.formats.request import overlong_prompt
 from tests.support.wire_server import PLAIN, TOKENS, wire_server
 
 

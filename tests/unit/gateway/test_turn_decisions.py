@@ -21,8 +21,8 @@ from services.gateway.turn_decisions import (
     unconstrained,
 )
 from services.gateway.turns import UnrecordedSessions
-from services.gateway.wire.request import ChatTurn, RequestedSampling, TurnRefused, chat_call, json_constraint
-from services.gateway.wire.request_body import LONGEST_ID
+from shared.formats.request import ChatTurn, RequestedSampling, TurnRefused, chat_call, json_constraint
+from shared.formats.request_body import LONGEST_ID
 from shared.schema.messages import Sampling
 from shared.sessions.session import Session, SessionEnded, SessionLog, Turn, TurnBegun, TurnEnded
 

@@ -16,11 +16,11 @@ from services.gateway.chat_tokens import ChatTokens
 from services.gateway.turn_decisions import digests
 from services.gateway.turn_pictures import TurnPictures
 from services.gateway.turns import Turns
-from services.gateway.wire import anthropic_messages, openai_chat, openai_responses
-from services.gateway.wire.request import ChatTurn, TurnRefused, pictures_in
 from shared.config.data_sections import DataSection
 from shared.config.service_sections import GatewaySection
 from shared.data.media import MediaReader
+from shared.formats import anthropic_messages, openai_chat, openai_responses
+from shared.formats.request import ChatTurn, TurnRefused, pictures_in
 from shared.runtime.traces import Traces
 from shared.schema.messages import Sampling
 from shared.sessions.session import Session, SessionLog, Turn, trajectories

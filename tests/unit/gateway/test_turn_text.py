@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from services.gateway.chat_tokens import TOOL, ChatTokens
 from services.gateway.turn_decisions import TurnAnswers
 from services.gateway.turn_text import TurnText
-from services.gateway.wire.request import ChatTurn, RequestedSampling, TurnDelta, TurnRefused, TurnResult
+from shared.formats.request import ChatTurn, RequestedSampling, TurnDelta, TurnRefused, TurnResult
 from shared.schema.messages import Sampling
 from shared.sessions.session import Session, Turn
 from tests.support.byte_tokenizer import MARKERS, write_byte_tokenizer

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion
 
 from services.gateway.routes import CHAT_FORMATS
-from services.gateway.wire import anthropic_messages, openai_chat, openai_responses, token_generate
-from services.gateway.wire.request import (
+from shared.formats import anthropic_messages, openai_chat, openai_responses, token_generate
+from shared.formats.request import (
     CalledTool,
     ChatTurn,
     MalformedCall,

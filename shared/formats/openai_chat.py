@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from services.gateway.wire import request as wire
-from services.gateway.wire import request_body as fields
-from services.gateway.wire.request_body import RequestFields, read_body
+from shared.formats import request as wire
+from shared.formats import request_body as fields
+from shared.formats.request_body import RequestFields, read_body
 from shared.sessions.session import MOST_TOP
 
 # Why whatever would have tokens sampled under a constraint is refused

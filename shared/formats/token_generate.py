@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from services.gateway.wire.openai_chat import UNCONSTRAINED, sampling, token_usage
-from services.gateway.wire.request import TokenTurn, TurnRefused, TurnResult, beside
-from services.gateway.wire.request_body import Positive, RequestFields, SamplingFields, Stops, TokenIds, TopP, Version, read_body
+from shared.formats.openai_chat import UNCONSTRAINED, sampling, token_usage
+from shared.formats.request import TokenTurn, TurnRefused, TurnResult, beside
+from shared.formats.request_body import Positive, RequestFields, SamplingFields, Stops, TokenIds, TopP, Version, read_body
 
 
 class _SamplingFields(SamplingFields):

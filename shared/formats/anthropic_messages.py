@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from services.gateway.wire import request as wire
-from services.gateway.wire import request_body as fields
-from services.gateway.wire.openai_chat import sampling
-from services.gateway.wire.request_body import RequestFields, read_body
+from shared.formats import request as wire
+from shared.formats import request_body as fields
+from shared.formats.openai_chat import sampling
+from shared.formats.request_body import RequestFields, read_body
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
 
-from services.gateway.wire import request as wire
-from services.gateway.wire import request_body as fields
-from services.gateway.wire.openai_chat import OpenAIBody, TextFormat, check_served, sampling, token_logprobs
-from services.gateway.wire.request_body import RequestFields, read_body
+from shared.formats import request as wire
+from shared.formats import request_body as fields
+from shared.formats.openai_chat import OpenAIBody, TextFormat, check_served, sampling, token_logprobs
+from shared.formats.request_body import RequestFields, read_body
 
 LOGPROBS = "message.output_text.logprobs"  # The entry of ``include`` that asks for log-probs
 

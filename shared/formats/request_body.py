@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import orjson
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
-from services.gateway.wire.request import TurnRefused, picture_mark
+from shared.formats.request import TurnRefused, picture_mark
 from shared.runtime.errors import near
 from shared.schema.message import LARGEST
 
