@@ -19,6 +19,7 @@ from pathlib import Path
 from services.rollout.engine.engine_process import EngineCommand, EngineMeeting, EngineProcess
 from services.rollout.engine.receiver_client import rank_socket
 from services.rollout.replica_command import engine_log, engine_name, replica_command
+from shared.agents.agent_proxy import StreamPair, pass_both_ways
 from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.leader_lease import AWAY_SECONDS
@@ -98,10 +99,7 @@ GREETING_SECONDS = 10.0  # the seconds for both sides to say who they are
 # The seconds that a follower waits for its rank's socket: ranks open theirs when the engine has been told to, one after the other.
 OPEN_SECONDS = 60.0
 
-CHUNK_BYTES = 1 << 20
 POLL_INTERVAL_S = 0.05
-
-Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class RankUnreachable(MyxoError):
@@ -133,7 +131,7 @@ class RankEndpoint:
         except (RankUnreachable, OSError, ValueError, TimeoutError) as error:
             reason = f"{type(error).__name__}: {error}" if not isinstance(error, MyxoError) else str(error)
             return _refuse(writer, reason)
-        await joined((reader, writer), far)
+        await pass_both_ways((reader, writer), far)
 
     async def _admitted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
         text = secrets.token_hex(16)
@@ -144,7 +142,7 @@ class RankEndpoint:
             raise RankUnreachable("another secret than this node's")
         return int(rank)
 
-    async def _rank(self, rank: int) -> Streams:
+    async def _rank(self, rank: int) -> StreamPair:
         async with asyncio.timeout(OPEN_SECONDS):
             while (engine := self._engine()) is None or not rank_socket(engine.receiver, rank).exists():
                 await asyncio.sleep(POLL_INTERVAL_S)
@@ -183,7 +181,7 @@ class RankTunnels:
 
         return handle
 
-    async def _carry(self, near: Streams, node: int, rank: int) -> None:
+    async def _carry(self, near: StreamPair, node: int, rank: int) -> None:
         try:
             seen = self._nodes().get(node)
             if seen is None or seen.state is None or not seen.state.command_port:
@@ -197,7 +195,7 @@ class RankTunnels:
         except (OSError, TimeoutError, *BUS_ERRORS) as error:
             reason = f"rank {rank} on {self._nodes().get(node, f'node {node}')}: {type(error).__name__} {error}"
             return _refuse(near[1], reason)
-        await joined(near, far)
+        await pass_both_ways(near, far)
 
 
 def proof_of(secret: str, text: str) -> str:
@@ -208,26 +206,6 @@ def proof_of(secret: str, text: str) -> str:
 def _refuse(writer: asyncio.StreamWriter, reason: str) -> None:
     writer.write(json.dumps({"ok": False, "error": reason}).encode() + b"\n")
     writer.close()
-
-
-async def joined(one: Streams, other: Streams) -> None:
-    """Passes bytes to and fro until either side ends, and closes both."""
-    ways = [asyncio.ensure_future(_pass(one[0], other[1])), asyncio.ensure_future(_pass(other[0], one[1]))]
-    try:
-        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for way in ways:
-            way.cancel()
-        for _, writer in (one, other):
-            writer.close()
-        await asyncio.gather(*ways, return_exceptions=True)
-
-
-async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):
-        while chunk := await reader.read(CHUNK_BYTES):
-            writer.write(chunk)
-            await writer.drain()
 
 
 ATTEMPT_POLL_INTERVAL_S = 0.1

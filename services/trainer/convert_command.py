@@ -100,14 +100,14 @@ def _convert(given: argparse.Namespace) -> Path:
             from services.trainer import quantized_checkpoint
 
             return quantized_checkpoint.quantize(given.source, given.target, _format(given), progress, bool(given.experts_only))
-        from services.trainer.fsdp import checkpoint_conversion
+        from services.trainer.fsdp import shard_gathering
         from services.trainer.megatron import hf_conversion
         from services.trainer.parallel.checkpoint import policy_checkpoint
 
         if from_hf:
             return hf_conversion.to_torch_dist(given.source, given.target, given.dtype, progress)
         if policy_checkpoint(given.source, given.step)[1].get("backend") == "torch":
-            return checkpoint_conversion.to_hf(given.source, given.target, given.hf, given.step, progress)
+            return shard_gathering.to_hf(given.source, given.target, given.hf, given.step, progress)
         return hf_conversion.to_hf(given.source, given.target, given.hf, given.step, progress)
 
 

@@ -44,36 +44,38 @@ class AgentProxy:
                     while await reader.read(CHUNK_BYTES):
                         pass
         else:
-            await _joined((reader, writer), there)
+            await pass_both_ways((reader, writer), there)
         finally:
             self._open -= 1
             writer.close()
 
-    async def _connected(self) -> "Stream":
+    async def _connected(self) -> "StreamPair":
         if self._open > CONNECTIONS:
             raise ConnectionRefusedError(f"{CONNECTIONS} connections are open")
         async with asyncio.timeout(CONNECT_SECONDS):
             return await asyncio.open_connection(*self._agent)
 
 
-Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+StreamPair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def _joined(here: Stream, there: Stream) -> None:
-    """Copies both ways. One that is closed by either end is closed at once: an agent sees that its caller is gone."""
-    copies = [asyncio.create_task(_copied(here[0], there[1])), asyncio.create_task(_copied(there[0], here[1]))]
+async def pass_both_ways(one: StreamPair, other: StreamPair) -> None:
+    """Passes bytes to and fro until either side ends, and closes both."""
+    ways = [asyncio.ensure_future(_pass(one[0], other[1])), asyncio.ensure_future(_pass(other[0], one[1]))]
     try:
-        await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for copy in copies:
-            copy.cancel()
-        there[1].close()
+        for way in ways:
+            way.cancel()
+        for _, writer in (one, other):
+            writer.close()
+        await asyncio.gather(*ways, return_exceptions=True)
 
 
-async def _copied(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(ConnectionError):
-        while data := await reader.read(CHUNK_BYTES):
-            writer.write(data)
+async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while chunk := await reader.read(CHUNK_BYTES):
+            writer.write(chunk)
             await writer.drain()
 
 

@@ -16,6 +16,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 
 from services.trainer.fsdp.exchanges import copied, gathered, own_sum, rows_of_all, summed
 from services.trainer.fsdp.fused_layers import weighted_gate
+from services.trainer.parallel.expert_rows import rows_of_tokens, sums_of_rows
 from services.trainer.parallel.runtime import device
 
 NAME = "packed"
@@ -92,7 +93,7 @@ def _computed(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, some
     valid = None if taken is None else torch.zeros_like(numbers, dtype=torch.bool).index_fill_(0, taken, True).view(tokens, each)
     bounds = torch.arange(1, count + 1, device=ordered.device)
     ends = torch.searchsorted(ordered, bounds).int()
-    given: Tensor = _Ordered.apply(hidden, places // each, rows, valid)
+    given = rows_of_tokens(hidden, places // each, rows, valid)
     scale = weights.reshape(-1).index_select(0, places)[:, None]
 
     def product(name: str, rows: Tensor) -> Tensor:
@@ -115,44 +116,7 @@ def _computed(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, some
     output = product("down_proj", inner.to(given.dtype))
     if module.has_bias:
         output = output * scale
-    restored: Tensor = _Restored.apply(output.to(hidden.dtype), places // each, rows, valid)
-    return restored
-
-
-def _sums(ordered: Tensor, rows: Tensor, valid: Tensor | None) -> Tensor:
-    """Returns [N, H], each the sum of its rows of [R, H]: ``rows``, int64 [N, K], of which ``valid`` count; all if None."""
-    factors = None if valid is None else valid.to(ordered.dtype)
-    if ordered.is_cuda:  # in one kernel, which adds in float32
-        return F.embedding_bag(rows, ordered, mode="sum", per_sample_weights=factors)
-    found = ordered.index_select(0, rows.reshape(-1)).view(*rows.shape, -1)
-    return (found if factors is None else found * factors[..., None]).sum(1)
-
-
-class _Ordered(torch.autograd.Function):
-    """Returns rows [R, H] of tokens [N, H]. ``tokens``: int64 [R], of each row; the others are those of `_sums`."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, tokens: Tensor, rows: Tensor, valid: Tensor | None) -> Tensor:
-        ctx.save_for_backward(rows, valid)
-        return hidden.index_select(0, tokens)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _sums(gradient.contiguous(), *ctx.saved_tensors), None, None, None
-
-
-class _Restored(torch.autograd.Function):
-    """Returns tokens [N, H], each the sum of its rows of [R, H]."""
-
-    @staticmethod
-    def forward(ctx: Any, ordered: Tensor, tokens: Tensor, rows: Tensor, valid: Tensor | None) -> Tensor:
-        ctx.save_for_backward(tokens)
-        return _sums(ordered, rows, valid)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        (tokens,) = ctx.saved_tensors
-        return gradient.index_select(0, tokens), None, None, None
+    return sums_of_rows(output.to(hidden.dtype), places // each, rows, valid)
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, compute)

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from services.trainer.megatron.packed_sequences import ModelInput, StageRouting
 from services.trainer.packing import PackedBatch
+from services.trainer.parallel.expert_rows import rows_of_tokens, sums_of_rows
 from shared.model.architecture import Architecture
 from shared.model.parallel_layout import ParallelLayout
 from shared.runtime.errors import ConfigError
@@ -68,47 +69,15 @@ class TokenPermutation:
 
     def ordered(self, hidden: Tensor) -> Tensor:
         """Returns [N * K, H] of the tokens' [N, H]."""
-        ordered: Tensor = _Ordered.apply(hidden, self.tokens, self.rows)
-        return ordered
+        return rows_of_tokens(hidden, self.tokens, self.rows)
 
     def restored(self, ordered: Tensor) -> Tensor:
         """Returns the tokens' [N, H], each the sum of its rows, of [N * K, H]."""
-        restored: Tensor = _Restored.apply(ordered, self.tokens, self.rows)
-        return restored
+        return sums_of_rows(ordered, self.tokens, self.rows)
 
     def weights(self, probs: Tensor) -> Tensor:
         """Returns the rows' weights [N * K] of [N, experts]."""
         return probs.T.reshape(-1).index_select(0, self.chosen)
-
-
-def _sums(ordered: Tensor, rows: Tensor) -> Tensor:
-    if ordered.is_cuda:  # in one kernel, which adds in float32
-        return F.embedding_bag(rows, ordered, mode="sum")
-    return ordered.index_select(0, rows.reshape(-1)).view(*rows.shape, -1).sum(1)
-
-
-class _Ordered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        return hidden.index_select(0, tokens)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (rows,) = ctx.saved_tensors
-        return _sums(gradient.contiguous(), rows), None, None
-
-
-class _Restored(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, ordered: Tensor, tokens: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(tokens)
-        return _sums(ordered, rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (tokens,) = ctx.saved_tensors
-        return gradient.index_select(0, tokens), None, None
 
 
 ALIGNED = 16  # bytes that rows must be a multiple of for the grouped kernels
