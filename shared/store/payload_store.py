@@ -101,16 +101,13 @@ class Store:
         to find out by the digest."""
 
         async def attempt() -> None:
-            if self._encrypted:
-                async with self._client.pipeline(transaction=False) as pipe:
-                    for key, blob in blobs.items():
-                        pipe.setnx(key, blob)
-                    await pipe.execute()
-            else:
-                _checked(await (await self._blob_connection()).set(blobs))
+            _checked(await (await self._blob_connection()).set(blobs))
 
-        if blobs:
-            await self._retry(deadline, attempt, f"write of {len(blobs)} blobs")
+        what = f"write of {len(blobs)} blobs"
+        if self._encrypted:
+            await self.commands(what, [("SETNX", key, blob) for key, blob in blobs.items()], deadline)
+        elif blobs:
+            await self._retry(deadline, attempt, what)
 
     async def read(self, payload: Payload, deadline: float = 60.0) -> list[bytes]:
         """Returns the blobs of a payload in order, read no further than it says.
@@ -132,16 +129,10 @@ class Store:
 
     async def missing(self, keys: Sequence[str], deadline: float = 60.0) -> list[str]:
         """Returns those of ``keys`` that the store does not hold."""
-
-        async def attempt() -> Sequence[int]:
-            if await self._client.exists(*keys) == len(keys):  # nearly always: one answer for all keys
-                return [1] * len(keys)
-            async with self._client.pipeline(transaction=False) as pipe:
-                for key in keys:
-                    pipe.exists(key)
-                return list(await pipe.execute())
-
-        held = await self._retry(deadline, attempt, f"presence of {len(keys)} blobs") if keys else []
+        what = f"presence of {len(keys)} blobs"
+        if not keys or await self._retry(deadline, lambda: self._client.exists(*keys), what) == len(keys):
+            return []  # nearly always: one answer for all keys
+        held = await self.commands(what, [("EXISTS", key) for key in keys], deadline)
         return [key for key, there in zip(keys, held, strict=True) if not there]
 
     async def free(self, keys: Sequence[str], deadline: float = 60.0) -> None:
