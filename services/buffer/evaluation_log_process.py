@@ -14,7 +14,7 @@ from shared.config.run_config import RunConfig
 from shared.hooks import Arguments, HookSample
 from shared.hooks.loading import EvaluationLog
 from shared.hooks.sample_conversion import from_stored
-from shared.process.call_server import serve_calls
+from shared.process.call_server import Calls, serve_calls
 from shared.runtime.tasks import run_in_thread
 from shared.schema import sample as sample_codec
 from shared.schema.ledger import eval_group_parts
@@ -23,12 +23,10 @@ from shared.schema.sample import Score
 Row = list[tuple[float, bool, HookSample]]  # Of each sample of a prompt: reward, whether it is truncated, the sample
 
 
-class LogCalls:
+class LogCalls(Calls):
     """Collects an evaluation and calls the function. Raises ConfigError where that cannot be imported."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.waits: list[str] = []
-        self.block_s: float | None = None
         self._config, self._log, self._args = config, EvaluationLog(config), Arguments(config)
         self._rows: dict[str, dict[int, Row]] = {}
 

@@ -19,6 +19,7 @@ from shared.hooks import Arguments, DynamicFilterOutput, HookFailed, HookSample,
 from shared.hooks.filters import BUILT_IN
 from shared.hooks.loading import split_path
 from shared.hooks.sample_conversion import from_stored
+from shared.process.call_server import Calls
 from shared.runtime.tasks import defined_at, error_text, is_async, print_traceback
 from shared.schema.sample import Sample as StoredSample
 from shared.schema.sample import Score, decode
@@ -44,7 +45,7 @@ class FilterResult:
     filtered: str | None = None
 
 
-class Functions:
+class Functions(Calls):
     """Holds the functions of a run's config that the reward service calls. Raises ConfigError for one that cannot be imported."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -55,7 +56,6 @@ class Functions:
         name = config.rollout.dynamic_sampling_filter_path
         if name in BUILT_IN:
             self._paths[KEEP], self._functions[KEEP] = name, BUILT_IN[name]
-        self.block_s: float | None = None
         of_verb = {"score": [self._functions[field] for field in self._functions if is_scoring(field)]}
         of_verb["select"] = [self._functions[field] for field in self._functions if not is_scoring(field)]
         self.waits = [verb for verb, functions in of_verb.items() if functions and all(map(is_async, functions))]

@@ -76,7 +76,7 @@ NAMED = {"dapo": "score", "unit_tests": "score"}  # The reward that counts of ve
 LONGEST_PROBLEM = 200  # The most characters of why a response or a label was not read: a library's error may repeat it whole
 
 
-class VerifierCalls:
+class VerifierCalls(Calls):
     """Answers calls by verifiers, one after the other. A response that they cannot verify, or not in time, gets 0 and costs no other.
     ``names``: the verifiers that will be asked for. ``sandbox``: the fields of ``[sandbox]``, for those that run code. Raises ConfigError
     where one needs a package that is not installed, or a sandbox that cannot be started."""
@@ -90,8 +90,6 @@ class VerifierCalls:
 
             open_sandboxes(SandboxSection.model_validate(sandbox or {}).settings())
         load(names)  # now: sympy takes seconds, which no call's deadline should include
-        self.waits: list[str] = []
-        self.block_s: float | None = None
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard), hard))
 

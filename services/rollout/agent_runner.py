@@ -346,16 +346,13 @@ class AgentRunner:
         if agent_paths(config):
             setup = {"config": config.model_dump_json(), "verb": "play"}
             self._pool = WorkerPool("the agents", agent_workers(rollout), setup, _MODULE, config.reward.worker_environment, self._asleep)
-        self._started: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Starts the processes, once. Raises ConfigError where an agent cannot be imported, or has no image."""
+        """Starts the processes. Raises ConfigError where an agent cannot be imported, or has no image."""
         if self._containers is not None:
             await self._containers.start()
         if self._pool is not None:
-            if self._started is None:
-                self._started = asyncio.create_task(self._pool.start())
-            await asyncio.shield(self._started)
+            await self._pool.start()
 
     async def close(self) -> None:
         """Kills the processes."""

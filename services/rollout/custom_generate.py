@@ -60,7 +60,6 @@ class CustomGenerate(GroupPlayer):
         rollout = service.config.rollout
         setup, variables = {"config": service.config.model_dump_json(), "verb": "generate"}, service.config.reward.worker_environment
         self._pool = WorkerPool("the generate function", rollout.generate_workers, setup, _MODULE, variables)
-        self._started: asyncio.Task[None] | None = None
         self.seconds = rollout.generate_timeout
         self.log_probs_reader, self.choices = service.config.log_probs_reader, replayed_choices(service.config)
         self.kept = service.config.kept_top_k > 0
@@ -74,10 +73,8 @@ class CustomGenerate(GroupPlayer):
         return f"{self.field} = {self.path(task)}"
 
     async def start(self) -> None:
-        if self._started is None:
-            self.replica.proxy.answers = self.check.answers
-            self._started = asyncio.create_task(self._pool.start())
-        await asyncio.shield(self._started)
+        self.replica.proxy.answers = self.check.answers
+        await self._pool.start()
 
     async def close(self) -> None:
         await self._pool.close()

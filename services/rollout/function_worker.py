@@ -45,12 +45,12 @@ from shared.runtime.tasks import defined_at, error_text, is_async, print_traceba
 BLOCKED_SHARE = 0.25  # the share of a rollout's time for which it may block its process: those beside it then still have the rest
 
 
-class GenerateCalls:
+class GenerateCalls(Calls):
     """Calls generate functions. Raises ConfigError where one of the run's cannot be imported."""
 
     def __init__(self, config: RunConfig) -> None:
         self.waits = ["generate"]
-        self.block_s: float | None = BLOCKED_SHARE * config.rollout.generate_timeout
+        self.block_s = BLOCKED_SHARE * config.rollout.generate_timeout
         self._args = Arguments(config)
         for field, path in generate_paths(config).items():
             load(field, path)
@@ -119,12 +119,12 @@ def _samples(given: object) -> list[HookSample]:
     return samples
 
 
-class AgentCalls:
+class AgentCalls(Calls):
     """Calls agents. Raises ConfigError where one of the run's cannot be imported, or takes something else than agents do."""
 
     def __init__(self, config: RunConfig) -> None:
         self.waits = ["play"]
-        self.block_s: float | None = BLOCKED_SHARE * config.rollout.agent_timeout
+        self.block_s = BLOCKED_SHARE * config.rollout.agent_timeout
         share_certificates()
         for field, path in agent_paths(config).items():
             load_agent(field, path)
@@ -179,12 +179,10 @@ class HeldOutSource(PositionlessSource):
         raise ValueError("add_samples in an evaluation: there are no training prompts to give back")
 
 
-class EvaluationCalls:
+class EvaluationCalls(Calls):
     """Calls the evaluation function. Raises ConfigError where it, or the log function, cannot be imported."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.waits: list[str] = []
-        self.block_s: float | None = None
         named = eval_function(config)
         assert named is not None  # the service starts this process for runs that have one
         self._function, self._log, self._args = load(*named), EvaluationLog(config), Arguments(config)

@@ -9,7 +9,7 @@ answered at once.
 import asyncio
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,11 +40,11 @@ def debug() -> None:
 
 
 class Calls(Protocol):
-    """What a worker answers calls with. ``waits``: the verbs of calls that give way to others. ``block_s``: the seconds for which a call
-    may block the loop before it is ended alone; None: the service sees to it."""
+    """Base of what a worker answers calls with. ``waits``: the verbs of calls that give way to others. ``block_s``: the seconds for which
+    a call may block the loop before it is ended alone; None: the service sees to it."""
 
-    waits: list[str]
-    block_s: float | None
+    waits: Sequence[str] = ()
+    block_s: float | None = None
 
     async def answer(self, request: dict[str, Any]) -> dict[str, object]: ...
 
@@ -59,7 +59,7 @@ def serve_calls(opened: Callable[[dict[str, Any]], Calls]) -> None:
     except ConfigError as error:
         channel.send([call_id, {"refused": [error.field, str(error.value), error.expected]}])
         return
-    channel.send([call_id, {"waits": calls.waits, "block_s": calls.block_s}])
+    channel.send([call_id, {"waits": list(calls.waits), "block_s": calls.block_s}])
     try:
         asyncio.run(_serve(channel, calls))  # one loop for all calls: functions may keep connections
     except* EOFError:

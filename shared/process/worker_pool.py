@@ -313,9 +313,14 @@ class WorkerPool:
         self._lock = asyncio.Lock()  # first come, first served
         self._changed = asyncio.Event()
         self._waits: list[str] = []
+        self._started: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Starts the workers, so that the first call does not wait for imports. Raises as `ask` does."""
+        """Starts the workers, once, so that the first call does not wait for imports. Raises as `ask` does."""
+        self._started = self._started or asyncio.create_task(self._start())
+        await asyncio.shield(self._started)
+
+    async def _start(self) -> None:
         workers = list(self._workers)
         started = await asyncio.gather(*(worker.start() for worker in workers), return_exceptions=True)
         for failed in [error for error in started if error is not None]:

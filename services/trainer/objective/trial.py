@@ -16,17 +16,15 @@ from shared.config.run_config import RunConfig
 from shared.hooks import HookFailed
 from shared.hooks.sample_conversion import from_stored
 from shared.model.families import architecture_of
-from shared.process.call_server import serve_calls
+from shared.process.call_server import Calls, serve_calls
 from shared.runtime.tasks import error_text
 from shared.schema.sample import Sample, Score, decode
 
 
-class ObjectiveCalls:
+class ObjectiveCalls(Calls):
     """Calls the functions of a config's objective. Raises ConfigError for one that cannot be imported."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.waits: list[str] = []
-        self.block_s: float | None = None
         self._config, self._custom = config, CustomFunctions.of(config)
 
     async def answer(self, request: dict[str, Any]) -> dict[str, object]:
