@@ -27,8 +27,7 @@ NaN. The clamp also ends the gradient there, as MIS and verl do; slime's plain P
 
 SMALLEST_RATIO = exp(-LOG_RATIO_LIMIT)  # The smallest importance ratio that there is, after the clamp
 
-BY_DEVIATION = ("grpo", "gspo", "cispo")
-"""The estimators that divide by a group's deviation, and use no rewards of single tokens."""
+BY_DEVIATION = ("grpo", "gspo", "cispo")  # The estimators that divide by a group's deviation, and use no rewards of single tokens
 
 
 def _where(there: Callable[[Any], Any], expected: str, *fields: str) -> tuple[Rule, ...]:

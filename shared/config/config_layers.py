@@ -207,8 +207,7 @@ def _over(below: Any, above: Any) -> Any:
 
 MEGATRON_CONFIG, EVAL_CONFIG = "trainer.megatron_config_path", "eval.eval_config"
 
-CRITIC = {"lr": "critic_lr", "load": "critic_load"}
-"""The critic's own values in ``megatron_config_path``, and the fields that hold them."""
+CRITIC = {"lr": "critic_lr", "load": "critic_load"}  # The critic's own values in ``megatron_config_path``, and the fields that hold them
 
 PLACED = ("num_nodes", "num_gpus_per_node")  # What slime leaves out of such a file: flags alone place the roles
 

@@ -12,8 +12,7 @@ CPU_KV_BYTES = 512 * 2**20
 
 CPU_MAX_TOKENS = 65_536  # The most KV tokens on a CPU: more are of no use at its speed, however few bytes each takes
 
-CPU_MIN_TOKENS = 4_096
-"""The fewest KV tokens on a CPU, enough for a few requests: a larger model takes more than ``CPU_KV_BYTES``."""
+CPU_MIN_TOKENS = 4_096  # The fewest KV tokens on a CPU, enough for a few requests: a larger model takes more than ``CPU_KV_BYTES``
 
 CONTEXT_KEPT = 2  # Tokens of its context that SGLang keeps for itself
 

@@ -125,8 +125,7 @@ PromptPairs = Annotated[list[EvalSet] | None, BeforeValidator(_pairs), _AsPairs]
 Sets = Annotated[list[EvalSet], BeforeValidator(_tables), _AsTables]  # ``[[eval.sets]]``
 
 
-EVAL_LOOP = "slime.rollout.sglang_rollout.generate_rollout"
-"""slime's own function, which stands for Myxo's own loop over the sets."""
+EVAL_LOOP = "slime.rollout.sglang_rollout.generate_rollout"  # slime's own function, which stands for Myxo's own loop over the sets
 
 
 class EvalSection(Section):

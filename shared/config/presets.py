@@ -18,8 +18,7 @@ class ValueOf:
     field: str
 
 
-_AS_PUBLISHED = {"off_policy": "none"}
-"""The published form has no importance weight: its samples are of the policy at batch start."""
+_AS_PUBLISHED = {"off_policy": "none"}  # The published form has no importance weight: its samples are of the policy at batch start
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {"advantage_estimator": "grpo", "eps_clip": 0.2, "kl_loss_coef": 0.04, "kl_loss_type": "k3", **_AS_PUBLISHED},

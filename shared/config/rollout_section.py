@@ -85,8 +85,7 @@ WorkerType = Literal["regular", "prefill", "decode", "encoder", "placeholder"]
 APART: tuple[WorkerType, ...] = ("prefill", "decode")
 TRANSFER = "disaggregation-transfer-backend"
 
-MODEL_NAME = r"^[A-Za-z][A-Za-z0-9_.-]{0,47}$"
-"""The pattern of a model's name: requests, instances and functions know it by that."""
+MODEL_NAME = r"^[A-Za-z][A-Za-z0-9_.-]{0,47}$"  # The pattern of a model's name: requests, instances and functions know it by that
 
 
 class ConfigTable(BaseModel):

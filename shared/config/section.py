@@ -14,8 +14,7 @@ RECORDED: dict[str, Any] = {"json_schema_extra": {"mutable": True, "recorded": T
 HOOK = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*[.:][A-Za-z_]\w*$"
 """The pattern of a path to a custom function: ``package.module:function``, or slime's ``package.module.function``."""
 
-LARGEST_SEED = 2**31 - 1
-"""The largest seed: random generators take 32 bits, and replicas and ranks add their number to it."""
+LARGEST_SEED = 2**31 - 1  # The largest seed: random generators take 32 bits, and replicas and ranks add their number to it
 
 
 def hook(purpose: str) -> Any:

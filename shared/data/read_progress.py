@@ -23,8 +23,7 @@ class ReadProgress:
 
     def __init__(self, what: str, total: int, amount: Callable[[int], str] = "{:,}".format) -> None:
         self._what, self._total, self._amount = what, total, amount
-        self.shown = False
-        """True once anything was shown."""
+        self.shown = False  # True once anything was shown
         self._due = time.monotonic() + PATIENCE_SECONDS
         self._progress: Progress | None = None
 

@@ -324,8 +324,7 @@ class Environment(ABC):
     def __init__(self, name: str, shown: str) -> None:
         self.name, self.shown = name, shown
         self.label = f"environment {name} at {shown}"
-        self.content_type: str | None = None
-        """The content type of the newest answer, where its transport has one."""
+        self.content_type: str | None = None  # The content type of the newest answer, where its transport has one
 
     @abstractmethod
     async def ask(self, verb: str, question: dict[str, Any] | None, deadline: float) -> object:

@@ -96,8 +96,7 @@ OTHERS: dict[str, Any] = {
 }
 """``rollout_num_engines``: behind the address that a function gets there is one engine, its replica's."""
 
-SLIME_CONCURRENCY = 512
-"""slime's own default of ``sglang_server_concurrency``, for runs whose concurrency follows the engine's load."""
+SLIME_CONCURRENCY = 512  # slime's own default of ``sglang_server_concurrency``, for runs whose concurrency follows the engine's load
 
 FOLLOWING: dict[str, Callable[[RunConfig], Any]] = {
     "num_gpus_per_node": lambda config: config.rollout.gpus_per_node or 8,

@@ -21,8 +21,7 @@ from shared.schema.versions import TOKEN_VERSIONS
 class EngineCounters:
     """Counts that an engine reports with each of its answers, added up over those of a sample."""
 
-    of_engine: ClassVar[Mapping[str, str]] = {}
-    """Field → what the engine's ``meta_info`` calls it."""
+    of_engine: ClassVar[Mapping[str, str]] = {}  # Field → what the engine's ``meta_info`` calls it
 
     def add(self, meta_info: Mapping[str, Any]) -> None:
         """Adds what the engine counted for one answer."""
@@ -369,8 +368,7 @@ Sample = HookSample  # slime's name for it, which functions that were written fo
 
 RolloutBatch = dict[str, Any]  # slime's type of a rank's batch
 
-FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
-"""The status by the engine's ``finish_reason``."""
+FINISHED = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}  # The status by the engine's ``finish_reason``
 
 
 def status_of(given: object) -> Status | None:

@@ -17,8 +17,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
-PREFIX = __name__.rpartition("shared")[0]
-"""What stands before the names of the repository: nothing in a checkout, ``myxo.`` in a wheel."""
+PREFIX = __name__.rpartition("shared")[0]  # What stands before the names of the repository: nothing in a checkout, ``myxo.`` in a wheel
 
 _PACKAGES = ("shared", "services")
 

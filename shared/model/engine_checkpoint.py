@@ -18,8 +18,7 @@ from shared.runtime import user_cache
 from shared.runtime.errors import ConfigError, DeadlineExceeded
 
 SECONDS = 3600.0  # the longest that a checkpoint may take to be quantized, by this process or by another
-CONVERSIONS = {"fp8": "fp8-block", "int4": "int4"}
-"""`rollout_precision` → what `myxo convert --to` calls it."""
+CONVERSIONS = {"fp8": "fp8-block", "int4": "int4"}  # `rollout_precision` → what `myxo convert --to` calls it
 
 
 def with_engine_checkpoint(config: RunConfig) -> RunConfig:

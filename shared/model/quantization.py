@@ -117,8 +117,7 @@ def in_groups(columns: int = 32, awq: bool = False, scales: str = "bfloat16") ->
     return QuantizedFormat(8 if awq else 1, columns, False, 4, scales)
 
 
-FORMATS = {"fp8": QuantizedFormat(), "int4": in_groups()}
-"""`rollout_precision` → the format that a plain checkpoint's layers get."""
+FORMATS = {"fp8": QuantizedFormat(), "int4": in_groups()}  # `rollout_precision` → the format that a plain checkpoint's layers get
 
 
 def format_of(path: Path, entry: Any) -> QuantizedFormat:

@@ -240,8 +240,7 @@ class FlowHistory:
     events: deque[ServiceEvent] = field(default_factory=lambda: deque(maxlen=MOST_TOLD))
     failures: ServiceFailures = field(default_factory=ServiceFailures)
     newest: float = 0.0
-    oldest: float = 0.0
-    """The times of the last and of the first that was taken."""
+    oldest: float = 0.0  # The times of the last and of the first that was taken
     finished: bool = False
     _open: dict[str, _OpenGroup] = field(default_factory=dict)
     _batches: dict[int, BatchFormed] = field(default_factory=dict)

@@ -149,8 +149,7 @@ class PushHistory:
     """The fold of the events about weights."""
 
     versions: dict[int, VersionHistory] = field(default_factory=dict)
-    events: list[ServiceEvent] = field(default_factory=list)
-    """Catch-ups and troubles, in order."""
+    events: list[ServiceEvent] = field(default_factory=list)  # Catch-ups and troubles, in order
 
     def push(self, pushed: WeightsPushed) -> None:
         """Takes that a push has ended."""
@@ -226,8 +225,7 @@ class RunMarks:
     """The fold of the services' events, in the order of the stream."""
 
     marks: deque[RunMark] = field(default_factory=lambda: deque(maxlen=MOST_MARKS))
-    _last: dict[str, RunMark | None] = field(default_factory=dict)
-    """Instance → its mark since it last joined, of those that have joined."""
+    _last: dict[str, RunMark | None] = field(default_factory=dict)  # Instance → its mark since it last joined, of those that have joined
 
     def take(self, event: ServiceEvent) -> bool:
         """Takes an event; returns whether marks have changed.

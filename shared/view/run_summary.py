@@ -122,10 +122,8 @@ class SummaryTally:
         self.config = config
         self.rewards: list[float] = []
         """Mean reward of each trained step's samples (`rollout/raw_reward`), in order of the steps; NaN where none is known."""
-        self.warm_start: WarmStartEnded | None = None
-        """The newest report of a warm start: one that was interrupted began anew."""
-        self.flow = FlowHistory()
-        """What the alarms are judged by, and the services' failures: of the same reading, as `collect` sets it."""
+        self.warm_start: WarmStartEnded | None = None  # The newest report of a warm start: one that was interrupted began anew
+        self.flow = FlowHistory()  # What the alarms are judged by, and the services' failures: of the same reading, as `collect` sets it
         self._audit = Audit(config.rollout.max_staleness, config.rollout.rollout_batch_size)
         self._history = GroupHistory()
         self._generation: list[Interval] = []

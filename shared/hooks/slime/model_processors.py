@@ -9,8 +9,7 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-RUN = {"trust_remote_code": False}
-"""What the run's config says, once a process has its arguments (`shared.hooks.arguments`)."""
+RUN = {"trust_remote_code": False}  # What the run's config says, once a process has its arguments (`shared.hooks.arguments`)
 
 
 def load_tokenizer(name_or_path: str, **options: Any) -> Any:
@@ -29,8 +28,7 @@ def load_processor(name_or_path: str, **options: Any) -> Any:
     return found if isinstance(found, transformers.ProcessorMixin) else None
 
 
-VISION = ("build_processor_kwargs", "encode_image_for_rollout_engine", "process_vision_info")
-"""slime's functions for images."""
+VISION = ("build_processor_kwargs", "encode_image_for_rollout_engine", "process_vision_info")  # slime's functions for images
 
 
 def __getattr__(name: str) -> Any:
