@@ -166,11 +166,7 @@ def _settled(config: RunConfig, starts: bool, fresh: bool, cluster: tuple[int, i
         sizes = {name: getattr(trainer, name) for name in ("max_tokens_per_gpu", "log_probs_chunk_size")}
         inspection.config, inspection.frozen = (
             known.model_copy(
-                update={
-                    "rollout": rollout,
-                    "sft": known.sft.model_copy(update=steps),
-                    "trainer": known.trainer.model_copy(update=sizes),
-                }
+                update={"rollout": rollout, "sft": known.sft.model_copy(update=steps), "trainer": known.trainer.model_copy(update=sizes)}
             )
             for known in (inspection.config, pinned)
         )

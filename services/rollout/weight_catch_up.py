@@ -299,10 +299,7 @@ class WeightCatchUp:
         about = {"version": checkpoint.version, "digest": checkpoint.digest, "bytes": checkpoint.bytes}
         source = "objects" if self._by_objects else "disk"
         self._service.log.info("caught_up", source=source, **about, **timing)
-        await self._service.publish_event(
-            "caught_up",
-            f"version {checkpoint.version} from {source} in {time.monotonic() - started:.1f} s",
-        )
+        await self._service.publish_event("caught_up", f"version {checkpoint.version} from {source} in {time.monotonic() - started:.1f} s")
 
     async def _pulled(self, snapshot: WeightsSnapshot) -> WeightCheckpoint:
         """Returns the version, verified, in a directory that the engine can read. Raises BrokenCheckpoint, DeadlineExceeded."""

@@ -11,15 +11,7 @@ from torch import Tensor
 
 from services.trainer.batch_metrics import Sum
 from services.trainer.batches import TEACHER, TrainBatch, baselines_of, rollouts_of
-from services.trainer.objective.advantage import (
-    Advantages,
-    discounted_sum,
-    distilled,
-    less_kl,
-    needs,
-    token_advantages,
-    whitened,
-)
+from services.trainer.objective.advantage import Advantages, discounted_sum, distilled, less_kl, needs, token_advantages, whitened
 from services.trainer.objective.correction import Statistics, batch_statistics
 from services.trainer.objective.custom_objective import ADVANTAGE, REWARDS, CustomFunctions
 from services.trainer.objective.distillation import DistillationLoss

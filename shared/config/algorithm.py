@@ -242,9 +242,7 @@ class AlgorithmSection(Section):
     gamma: float = Field(default=1.0, ge=0, le=1, description="discount of a token: ppo, reinforce_plus_plus")
     lambd: float = Field(default=1.0, ge=0, le=1, description="λ of generalised advantages: ppo")
     turn_advantage_coef: float = Field(
-        default=0.0,
-        ge=0,
-        description="weight of turns' rewards, compared with the group's of the same turn, in their tokens' advantages",
+        default=0.0, ge=0, description="weight of turns' rewards, compared with the group's of the same turn, in their tokens' advantages"
     )
     turn_gamma: float = Field(default=1.0, ge=0, le=1, description="discount of a turn: 1 sums the rewards from a turn on, 0 takes its own")
     rejection_threshold: float = Field(default=0.0, description="loss_type sft_loss trains samples with a reward above it")
@@ -268,8 +266,7 @@ class AlgorithmSection(Section):
     entropy_coef: float = Field(default=0.0, description="weight of the entropy bonus", **RECORDED)
 
     off_policy: OffPolicy | None = Field(
-        default=None,
-        description="correction for stale samples: decoupled PPO (the default), PPO against the rollout's log-probs, or none",
+        default=None, description="correction for stale samples: decoupled PPO (the default), PPO against the rollout's log-probs, or none"
     )
     use_rollout_logprobs: bool = Field(default=False, description="slime's name for off_policy = rollout")
     use_tis: bool | None = Field(default=None, description="slime's name: true is off_policy = decoupled, false is none")
@@ -311,9 +308,7 @@ class AlgorithmSection(Section):
         default=None, description="the environment variable of the rollout service that holds the teachers' API key", **MUTABLE
     )
     opd_top_k: int = Field(
-        default=0,
-        ge=0,
-        description="entries of teachers' distributions that the policy learns for each token; the vocabulary's size: all",
+        default=0, ge=0, description="entries of teachers' distributions that the policy learns for each token; the vocabulary's size: all"
     )
     opd_top_k_coef: float = Field(default=1.0, gt=0, description="weight of the KL to these in the loss")
     opd_teacher_timeout: float = Field(default=120, gt=0, description="seconds for the teachers' log-probs of one sample", **MUTABLE)

@@ -106,9 +106,7 @@ class DataSection(Section):
         default="refuse", description="lines that are no prompt: refuse the run, or leave them out and count them"
     )
     accept_changed_data: bool = Field(
-        default=False,
-        description="continue where a file of prompts is another than when the run began",
-        **MUTABLE,
+        default=False, description="continue where a file of prompts is another than when the run began", **MUTABLE
     )
     rollout_shuffle: bool = Field(default=False, description="shuffle each epoch with rollout_seed + epoch")
     rollout_seed: int = Field(default=42, ge=0, le=LARGEST_SEED, description="seed of the prompt order and of the engines")

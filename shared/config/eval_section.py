@@ -154,8 +154,7 @@ class EvalSection(Section):
         default=[], description="tables [[eval.sets]], each a set with a name, a path and what it has of its own (docs/evaluation.md)"
     )
     eval_config: Path | None = Field(
-        default=None,
-        description="a YAML or JSON file of sets in slime's form (defaults, datasets), for eval_prompt_data; becomes sets",
+        default=None, description="a YAML or JSON file of sets in slime's form (defaults, datasets), for eval_prompt_data; becomes sets"
     )
     eval_function_path: str | None = hook(
         "that evaluates all sets of a version; default: rollout_function_path, where that is given, else Myxo's own loop, which is also "

@@ -159,10 +159,7 @@ class RolloutSection(Section):
             lambda rollout, given: given is not None and given < rollout.rollout_batch_size,
             "{1} groups do not fill a batch; rollout_batch_size = {0.rollout_batch_size}",
         ),
-        Rule(
-            "rollout_num_gpus",
-            lambda rollout, given: iter(() if given in (None, rollout.all_gpus) else (rollout.gpus_in_words,)),
-        ),
+        Rule("rollout_num_gpus", lambda rollout, given: iter(() if given in (None, rollout.all_gpus) else (rollout.gpus_in_words,))),
         Rule(
             "rollout_replicas",
             lambda rollout, given: rollout.engine_groups and given != sum(group.replicas for group in rollout.engines("")),

@@ -130,11 +130,7 @@ class RunConfig(Section):
             lambda run, given: given and run.rollout.engine_flags.get("enable-return-routed-experts") is False,
             "true, but rollout.sglang.enable-return-routed-experts is false; leave it out",
         ),
-        Rule(
-            "trainer.support_replay",
-            lambda run, given: run.support_obstacles if given == "on" else (),
-            "on, but {2}; use auto or off",
-        ),
+        Rule("trainer.support_replay", lambda run, given: run.support_obstacles if given == "on" else (), "on, but {2}; use auto or off"),
         Rule(
             "data.multimodal_keys",
             lambda run, given: run.picture_obstacles if given is not None else (),
@@ -155,11 +151,7 @@ class RunConfig(Section):
             lambda run, given: run.tinker.tinker_endpoint and given,
             "left out where commands come from outside (myxo serve)",
         ),
-        Rule(
-            "trainer.lend_gpus",
-            lambda run, given: run.lending_obstacles if given else (),
-            "true, but {2}; leave one of them out",
-        ),
+        Rule("trainer.lend_gpus", lambda run, given: run.lending_obstacles if given else (), "true, but {2}; leave one of them out"),
         Rule("algorithm.opd_teachers", lambda run, given: _unknown_models(given, list(run.rollout.models))),
         Rule("reward.judge_url", lambda run, given: _unknown_models({JUDGE: given or ""}, list(run.rollout.models))),
         Rule(

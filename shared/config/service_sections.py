@@ -376,9 +376,7 @@ class DebugSection(Section):
         "batches, and dumps them",
     )
     ignore_memory_plan: bool = Field(
-        default=False,
-        description="start also where a GPU is too small by `myxo plan`, which then is only told",
-        **MUTABLE,
+        default=False, description="start also where a GPU is too small by `myxo plan`, which then is only told", **MUTABLE
     )
     debug_train_only: bool = Field(default=False, description="train without engines and rewards, on load_debug_rollout_data")
     load_debug_rollout_data: str | None = Field(

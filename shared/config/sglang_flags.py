@@ -50,9 +50,7 @@ RESERVED = {
 }
 """Flags that only the rollout service sets, and what to do instead."""
 
-ONE_ALONE = {
-    "dp-size": "1, or more with enable-dp-attention; further engines are rollout services of their own (rollout_num_gpus)",
-}
+ONE_ALONE = {"dp-size": "1, or more with enable-dp-attention; further engines are rollout services of their own (rollout_num_gpus)"}
 """Flags of which only a value of 1 is taken, and why; but for ``dp-size`` where attention is shared over it."""
 
 OF_FIELDS = {

@@ -184,11 +184,7 @@ class TrainerSection(Section):
             lambda trainer, given: given is not None and trainer.lr_warmup_iters,
             "none beside lr_warmup_iters = {0.lr_warmup_iters}",
         ),
-        Rule(
-            "log_probs_chunk_size",
-            lambda _, given: given == 0,
-            "tokens, or -1 for all of a micro-batch",
-        ),
+        Rule("log_probs_chunk_size", lambda _, given: given == 0, "tokens, or -1 for all of a micro-batch"),
         Rule(
             "recompute",
             lambda trainer, given: given and trainer.recompute_granularity == "selective",
@@ -204,11 +200,7 @@ class TrainerSection(Section):
             lambda trainer, given: given and trainer.recompute_granularity != "selective",
             "none, or recompute_granularity = selective",
         ),
-        Rule(
-            "spec",
-            lambda _, given: len(given) not in (0, 2),
-            "two words, a module and the name of the layers in it; or none",
-        ),
+        Rule("spec", lambda _, given: len(given) not in (0, 2), "two words, a module and the name of the layers in it; or none"),
         Rule(
             ("only_train_params_name_list", "freeze_params_name_list"),
             lambda trainer, given: given and trainer.lora_rank is not None,
@@ -234,11 +226,7 @@ class TrainerSection(Section):
             lambda trainer, given: given and any(trainer.ranks(role) % given for role in ("actor", "critic")),
             "a divisor of the number of the actor's ranks, and of the critic's",
         ),
-        Rule(
-            "target_modules",
-            lambda _, given: ALL_LINEAR in given and len(given) > 1,
-            "all-linear alone, or names of matrices",
-        ),
+        Rule("target_modules", lambda _, given: ALL_LINEAR in given and len(given) > 1, "all-linear alone, or names of matrices"),
     )
 
     trainer_backend: Literal["megatron", "torch"] = Field(
@@ -337,10 +325,7 @@ class TrainerSection(Section):
     min_lr: float = Field(default=0.0, ge=0, description="floor of the decay", **RECORDED)
     lr_warmup_iters: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up")
     lr_warmup_fraction: float | None = Field(
-        default=None,
-        ge=0,
-        lt=1,
-        description="the warm-up as a share of the steps of the decay, in the place of lr_warmup_iters",
+        default=None, ge=0, lt=1, description="the warm-up as a share of the steps of the decay, in the place of lr_warmup_iters"
     )
     lr_decay_style: DecayStyle = Field(default="constant", description="learning rate decay over the run")
     lr_decay_iters: int | None = Field(

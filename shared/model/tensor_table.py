@@ -105,11 +105,7 @@ TABLE: tuple[NameRow, ...] = (
     _row("self_attention.linear_q_down_proj.weight", {"self_attn.q_a_proj.weight": "query_rank hidden"}, when="low_queries"),
     _row("self_attention.q_layernorm.weight", {"self_attn.q_a_layernorm.weight": "query_rank"}, when="low_queries"),
     _row("self_attention.linear_q_up_proj.weight", {"self_attn.q_b_proj.weight": "queries query_rank"}, when="low_queries"),
-    _row(
-        "self_attention.linear_kv_down_proj.weight",
-        {"self_attn.kv_a_proj_with_mqa.weight": "kv_rank+rope hidden"},
-        when="latent",
-    ),
+    _row("self_attention.linear_kv_down_proj.weight", {"self_attn.kv_a_proj_with_mqa.weight": "kv_rank+rope hidden"}, when="latent"),
     _row("self_attention.kv_layernorm.weight", {"self_attn.kv_a_layernorm.weight": "kv_rank"}, when="latent"),
     _row("self_attention.linear_kv_up_proj.weight", {"self_attn.kv_b_proj.weight": "keys+values kv_rank"}, when="latent"),
     # the indexer of sparse attention, which no gradient moves

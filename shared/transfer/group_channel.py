@@ -36,14 +36,7 @@ from shared.transfer.bucket_ring import BUFFERS, BucketRing
 from shared.transfer.channel_store import BoundStore, StoreFollower
 from shared.transfer.manifest import Manifest
 from shared.transfer.tensor_file import TensorFiles
-from shared.transfer.weight_channel import (
-    POLL_INTERVAL_S,
-    ChannelBroken,
-    ChannelReceiver,
-    ChannelSender,
-    TransferDeadline,
-    breaking,
-)
+from shared.transfer.weight_channel import POLL_INTERVAL_S, ChannelBroken, ChannelReceiver, ChannelSender, TransferDeadline, breaking
 from shared.transfer.weight_checkpoint import load_checkpoint
 
 # the longest that a push which has begun may wait until somebody asks for it: a rollout service has as long for a step of its own

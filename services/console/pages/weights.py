@@ -197,11 +197,7 @@ def _replicas(item: VersionHistory, serves: Mapping[str, int]) -> list[ReplicaPa
     parts = {part.replica: part for push in item.pushes for part in push.replicas}
     now = {name for name, version in serves.items() if version == item.version}
     return [
-        ReplicaPart(
-            replica=name,
-            now=name in now,
-            **(parts.get(name) or ReplicaPush(replica=name)).model_dump(include=PART_FIELDS),
-        )
+        ReplicaPart(replica=name, now=name in now, **(parts.get(name) or ReplicaPush(replica=name)).model_dump(include=PART_FIELDS))
         for name in sorted(parts.keys() | now | set(item.replicas))
     ]
 

@@ -29,13 +29,7 @@ from services.rollout.engine.generation import (
     without_older_prefix,
 )
 from services.rollout.engine.receiver_client import ReceiverClient, report_of
-from services.rollout.engine.transport import (
-    EngineError,
-    EngineTransport,
-    parse_generated_tokens,
-    parse_load,
-    read_capabilities,
-)
+from services.rollout.engine.transport import EngineError, EngineTransport, parse_generated_tokens, parse_load, read_capabilities
 from services.rollout.request_slots import EngineLoad
 from shared.config.engine_limits import Capabilities
 from shared.config.speculation import LENGTHS
