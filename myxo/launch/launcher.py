@@ -40,7 +40,7 @@ from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.service.service_base import HEARTBEATS
 from shared.store.payload_store import Store, options
 from shared.view.alarms import Alarm
-from shared.view.live_services import InstanceStatus, newest_gauges
+from shared.view.live_services import SILENCE_SHARE, InstanceStatus, newest_gauges
 from shared.view.run_view import WAITED, WENT_ON, RunView, full_disk, run_view
 from shared.view.stall import NATS, STORE, TROUBLES, Away, Cause, PendingWork, RunSituation, Stall, StallWatch, as_doing, watched_stall
 
@@ -189,7 +189,6 @@ class FinalWeights:
         return " and ".join(map(str, self._missing))
 
 
-STALE_SHARE = 0.5  # service is silent that has not renewed its status for this share of its TTL: it does so five times within
 TICK_SECONDS = 0.1
 POLL_SECONDS = 0.5  # interval at which the registry and the run's phase are read
 POLL_DEADLINE = 2.0  # time that bus and store have to take what is published, and to answer
@@ -369,7 +368,7 @@ class Launch:
         else:
             self._cut_off = self._cut_off or time.time()
             gone[NATS] = Away(self._cut_off, "the connection broke, and is being restored")
-        silent = self._frozen.silent(self._config.bus.registry_ttl * STALE_SHARE, [item.instance for item in instances])
+        silent = self._frozen.heartbeats.silent(self._config.bus.registry_ttl * SILENCE_SHARE, [item.instance for item in instances])
         statuses = [status for status in self._statuses if status.instance not in silent]
         known = {"away": gone, "silent": silent, "disk": disk, "failure": self._failure, "owed": self._final.wait}
         return RunSituation.of(self._config, statuses, instances, **known)
@@ -391,7 +390,7 @@ class Launch:
                         await self._publish(bus, events)
                     self._gone.pop(NATS, None)
                 except BUS_ERRORS as error:
-                    self._frozen.look_away()
+                    self._frozen.heartbeats.pause()
                     self._note_gone(NATS, error)
                 try:
                     await store.ping(deadline=POLL_DEADLINE)

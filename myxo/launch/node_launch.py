@@ -170,7 +170,7 @@ class NodeLaunch:
             return await runs.phase(bus, run), await runs.trained_steps(bus, run)
         except BUS_ERRORS as error:
             self._away = time.monotonic()
-            self._frozen.look_away()
+            self._frozen.heartbeats.pause()
             self._log.warning("servers_away", error=str(error) or type(error).__name__)
             return runs.RUNNING, 0
 

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -349,35 +349,27 @@ class Probe:
 
 
 class FrozenServices:
-    """The heartbeats of the services that one supervisor has started.
+    """The ``heartbeats`` of the services that one supervisor has started.
 
     ``timeout_s``: the seconds after which a frozen one is killed, and started again; 0: never.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._heartbeats = Heartbeats()
+        self.heartbeats = Heartbeats()
         self._stopped_since: dict[int, float] = {}
-
-    def silent(self, patience_s: float, instances: Iterable[str]) -> dict[str, float]:
-        """Returns which of these have been silent for longer, each with when it was last heard, seconds since the epoch."""
-        return self._heartbeats.silent(patience_s, instances)
-
-    def look_away(self) -> None:
-        """Notes that no status can be read at the moment."""
-        self._heartbeats.pause()
 
     def listen(self, supervisor: Supervisor, statuses: Sequence[ServiceStatus]) -> None:
         """Takes the heartbeats that the registry holds, and kills what has been frozen for too long."""
         now = time.monotonic()
         instances = supervisor.statuses(now)
-        self._heartbeats.observe(present(statuses, instances), now, time.time())
+        self.heartbeats.observe(present(statuses, instances), now, time.time())
         for item in instances:
             if item.due_in is not None:
-                self._heartbeats.forget(item.instance)
+                self.heartbeats.forget(item.instance)
         if not self._timeout_s:
             return
-        silent = self._heartbeats.silent(self._timeout_s, [item.instance for item in instances])
+        silent = self.heartbeats.silent(self._timeout_s, [item.instance for item in instances])
         stopped = self._stopped({item.pid for item in instances if item.due_in is None}, now)
         for item in instances:
             if item.instance in silent:
@@ -386,7 +378,7 @@ class FrozenServices:
                 self._kill(supervisor, item.instance, "stopped by a signal")
 
     def _kill(self, supervisor: Supervisor, instance: str, how: str) -> None:
-        self._heartbeats.forget(instance)
+        self.heartbeats.forget(instance)
         supervisor.kill_frozen(instance, f"it was frozen, {how} for {self._timeout_s:g} s, and was killed")
 
     def _stopped(self, pids: set[int], now: float) -> set[int]:

@@ -31,7 +31,7 @@ from shared.config.run_config import RunConfig
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.schema.service_messages import ServiceStatus
 from shared.store.payload_store import Store
-from shared.view.live_services import Heartbeats, needed
+from shared.view.live_services import SILENCE_SHARE, Heartbeats, needed
 from shared.view.stall import NATS, STORE, Away, Stall, reported_wait
 
 # What the feed tells of: the pages, and what stands above them all
@@ -76,7 +76,6 @@ class ChangeFeed:
             yield "event: heartbeat\ndata: {}\n\n"
 
 
-STALE_SHARE = 0.5  # A status that was not renewed for this share of its TTL is a silent service's: it is renewed five times within
 NOT_STARTED = "not started yet"  # Why a kind of service is away that was never seen
 GONE = "its status is gone from the registry"  # Why one is away that was there before
 SILENT = "silent: its status is no longer renewed"  # Why an instance is away that is in the registry all the same
@@ -100,7 +99,7 @@ class AbsentServices:
         self._heartbeats.observe(services, clock, now)
         self._worked |= {status.instance for status in services if status.state not in NOT_AT_WORK}
         absent = dict[str, Away]()
-        silent = {} if config is None else self._heartbeats.silent(config.bus.registry_ttl * STALE_SHARE)
+        silent = {} if config is None else self._heartbeats.silent(config.bus.registry_ttl * SILENCE_SHARE)
         for status in services:
             came = self._heartbeats.heard[status.instance].came
             self._kinds[status.service] = max(came, self._kinds.get(status.service, came))

@@ -105,6 +105,7 @@ def warm_start(services: Sequence[ServiceStatus]) -> str | None:
 
 # Two looks further apart than this witness so many seconds: whatever held the reader up may have held the services up, too
 LONGEST_GAP_S = 2.0
+SILENCE_SHARE = 0.5  # A status that was not renewed for this share of its TTL is a silent service's: it is renewed five times within
 
 
 @dataclass

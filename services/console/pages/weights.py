@@ -12,8 +12,6 @@ from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.schema.weight_messages import ReplicaPush, WeightsPushed
 from shared.view.metric_history import CAUGHT_UP, PushHistory, VersionHistory, gb_per_s
 
-PART_FIELDS = {"paused", "pausing", "loading", "activating", "failure"}  # What a replica's part in a version takes from the push's event
-
 
 class ReplicaNow(BaseModel):
     """A live replica. ``version``: the weights that it serves (-1: none); ``behind``: how many versions older than the newest live one."""
@@ -25,16 +23,9 @@ class ReplicaNow(BaseModel):
     detail: str
 
 
-class ReplicaPart(BaseModel):
-    """A replica's part in a version. ``paused`` and of it ``pausing``, ``loading``, ``activating``: seconds as in `ReplicaPush`, None where
-    it did not come that far; ``now``: it serves it now."""
+class ReplicaPart(ReplicaPush):
+    """A replica's part in a version. ``now``: it serves it now."""
 
-    replica: str
-    paused: float | None
-    pausing: float | None
-    loading: float | None
-    activating: float | None
-    failure: str
     now: bool
 
 
@@ -197,7 +188,7 @@ def _replicas(item: VersionHistory, serves: Mapping[str, int]) -> list[ReplicaPa
     parts = {part.replica: part for push in item.pushes for part in push.replicas}
     now = {name for name, version in serves.items() if version == item.version}
     return [
-        ReplicaPart(replica=name, now=name in now, **(parts.get(name) or ReplicaPush(replica=name)).model_dump(include=PART_FIELDS))
+        ReplicaPart(now=name in now, **(parts.get(name) or ReplicaPush(replica=name)).model_dump())
         for name in sorted(parts.keys() | now | set(item.replicas))
     ]
 
