@@ -97,17 +97,24 @@ class ReplayClient:
 def replayed(config: RunConfig, template: str, steps: list[int]) -> RunConfig:
     """Returns the run's config for training its batches again in a directory of their own, from the beginning up to the last of ``steps``.
 
-    Raises ConfigError for batches that do not begin at step 0.
+    The learning rate decays over the run's steps, however many of them are trained again. Raises ConfigError for batches that do not begin
+    at step 0, and where it is not known over how many the rate decays.
     """
+    rollout, trainer = config.rollout, config.trainer
+    if not rollout.num_rollout and trainer.decays_over_the_run:
+        raise ConfigError(
+            "rollout.num_rollout", rollout.num_rollout, "the run's steps, or its directory as CONFIG: by them the rate decays"
+        )
     missing = sorted(set(range(steps[-1] + 1)) - set(steps))
     if missing:
         raise ConfigError(DUMPS, f"no file of step {missing[0]}", f"every step from 0 to {steps[-1]}")
-    directory = config.run.root.with_name(f"{config.run.name}-replay")
+    directory, updates = config.run.root.with_name(f"{config.run.name}-replay"), rollout.num_rollout * trainer.num_steps_per_rollout
     unset = {"save_debug_rollout_data": None, "dump_details": None, "debug_rollout_only": False}
     return config.model_copy(
         update={
             "run": config.run.model_copy(update={"dir": directory.parent, "name": directory.name}),
-            "rollout": config.rollout.model_copy(update={"num_rollout": len(steps)}),
+            "rollout": rollout.model_copy(update={"num_rollout": len(steps)}),
+            "trainer": trainer.model_copy(update={"lr_decay_iters": trainer.decay_steps(updates) or None}),
             "debug": config.debug.model_copy(update={**unset, "load_debug_rollout_data": template}),
         }
     )

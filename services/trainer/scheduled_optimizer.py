@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,9 +32,8 @@ class ScheduledOptimizer(ABC):
         self.schedule, self.updates = schedule, 0
         self.reset_moments()
 
-    def resume(self, schedule: LearningRateSchedule, updates: int, steps: int) -> None:
-        """Takes a loaded checkpoint's schedule, at the position that it had reached, with the configured rates."""
-        self.schedule = replace(schedule, lr=self.schedule.lr, min_lr=self.schedule.min_lr)
+    def resume(self, updates: int, steps: int) -> None:
+        """Continues at a loaded checkpoint's place in the configured schedule, which may end elsewhere than when it was saved."""
         self.updates, self.steps = updates, steps
 
     @abstractmethod

@@ -582,6 +582,7 @@ def changes(old: RunConfig, new: RunConfig, mark: str = "") -> list[str]:
         for field, info in section_model(section).model_fields.items():
             extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
             wanted = extra.get(mark) if mark else not extra.get("mutable")
+            wanted = wanted or (mark == "recorded" and field == "num_rollout" and new.trainer.decays_over_the_run)
             if wanted and getattr(before, field) != getattr(after, field):
                 found.append(f"{section}.{field}: {getattr(before, field)!r} → {getattr(after, field)!r}")
     return found

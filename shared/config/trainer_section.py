@@ -518,6 +518,11 @@ class TrainerSection(Section):
         """Returns how many processes a role has."""
         return self.nodes(role) * self.ranks_per_node(role)
 
+    @property
+    def decays_over_the_run(self) -> bool:
+        """Returns whether the learning rate depends on the run's number of steps."""
+        return self.lr_decay_iters is None and (self.lr_decay_style != "constant" or bool(self.lr_warmup_fraction))
+
     def warmup_steps(self, steps: int) -> int:
         """Returns the optimizer steps of the warm-up in a run of ``steps``."""
         return self.lr_warmup_iters if self.lr_warmup_fraction is None else int(self.lr_warmup_fraction * self.decay_steps(steps))

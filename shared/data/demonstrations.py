@@ -71,8 +71,10 @@ def lines(tokenizer: Tokenizer, chat: Chat) -> list[DemonstrationLine]:
 
 
 def _is_trained(message: dict[str, Any]) -> bool:
-    """Returns whether an assistant's turn is trained: slime's key of a message says so."""
-    return bool(message.get("step_loss_mask", 1) == 1)
+    """Returns whether an assistant's turn is trained: slime's key of a message says so. Raises ValueError for another value than 0 or 1."""
+    if (trained := message.get("step_loss_mask", 1)) not in (0, 1):
+        raise ValueError(f"a message has the step_loss_mask {trained!r}; expected 0 or 1")
+    return bool(trained)
 
 
 def _behind(tokenizer: Tokenizer, chat: Chat, turn: int) -> str:
@@ -192,6 +194,9 @@ class DemonstrationFile:
     def _lines(self, entry: RowEntry) -> tuple[Chat | None, list[DemonstrationLine]]:
         """Returns a row's chat, where it has one, and its lines."""
         sft = self._sft
+        for key in (self._data.multimodal_keys or {}).values():
+            if present(entry.values.get(key)):
+                raise entry.refusal(key, "expected none: demonstrations are trained as text, without what a row shows")
         if (chat := self._chat(entry)) is None:
             prompt = entry.text(sft.sft_prompt_key, "sft.sft_prompt_key")
             response = entry.text(sft.sft_response_key, "sft.sft_response_key")

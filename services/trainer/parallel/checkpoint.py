@@ -40,7 +40,6 @@ from services.trainer.parallel.runtime import deadline, gather_json, timeout_sec
 from services.trainer.parallel.staged_shards import StagedShards
 from services.trainer.parallel.trained_model import TrainedModel
 from services.trainer.scheduled_optimizer import ScheduledOptimizer
-from shared.config.trainer_section import LearningRateSchedule
 from shared.model.architecture import Architecture
 from shared.runtime.errors import ConfigError, MyxoError
 from shared.runtime.safe_files import (
@@ -302,7 +301,7 @@ def load_checkpoint(
     model.load_state(loaded)
     for role, take in take_loaded.items():
         take(loaded.get("optimizer", {}).get(role))  # nothing where this rank updates nothing
-    optimizer.resume(LearningRateSchedule(**marker["schedule"]), marker["updates"], steps)
+    optimizer.resume(marker["updates"], steps)
     if same_layout:
         _set_random_state(loaded["random"])
     return dict(marker["extra"])

@@ -630,6 +630,22 @@ def test_changes_names_old_and_new_and_leaves_out_what_may_change(tmp_path: Path
     assert changes(old, new, "recorded") == ["trainer.lr: 1e-06 → 1e-05"]
 
 
+@pytest.mark.parametrize(
+    ("trainer", "depends"),
+    [
+        ({"lr_decay_style": "linear"}, True),
+        ({"lr_warmup_fraction": 0.5}, True),
+        ({"lr_decay_style": "linear", "lr_decay_iters": 5}, False),
+        ({"lr_warmup_iters": 2}, False),
+    ],
+)
+def test_another_number_of_steps_is_a_change_of_the_training_where_the_rate_depends_on_it(
+    trainer: dict[str, Any], depends: bool, tmp_path: Path
+) -> None:
+    old, new = (run_config(tmp_path, trainer=trainer, rollout={"num_rollout": steps}) for steps in (20, 50))
+    assert changes(old, new, "recorded") == (["rollout.num_rollout: 20 → 50"] if depends else [])
+
+
 def missing_files(config: RunConfig) -> list[ConfigError]:
     """What the checks of a config's files find, in their order."""
     inspection = Inspection(config)

@@ -217,6 +217,8 @@ def test_template_variables_and_tools_reach_the_template(tmp_path: Path, tiny_mo
          "rewrites the generation prompt of message 2"),
         (CHATML, {"messages": CHAT[:2]}, "messages", "no message has the role assistant"),
         (CHATML, {"messages": [CHAT[1], {**CHAT[2], "step_loss_mask": 0}]}, "messages", "a step_loss_mask of 1, the default"),
+        (CHATML, {"messages": [CHAT[1], {**CHAT[2], "step_loss_mask": "0"}]}, "messages", "the step_loss_mask '0'; expected 0 or 1"),
+        (CHATML, {"messages": CHAT, "images": ["a.png"]}, "images", "demonstrations are trained as text"),
         (CHATML, {"messages": CHAT[2:]}, "messages", "the first message has the role assistant"),
         (CHATML, {"messages": []}, "messages", "expected a list of chat messages"),
         (CHATML, {"messages": ["2"]}, "messages", "expected a list of chat messages"),
@@ -230,7 +232,9 @@ def test_template_variables_and_tools_reach_the_template(tmp_path: Path, tiny_mo
 def test_what_cannot_be_trained_is_refused_by_line_and_key(
     tmp_path: Path, tiny_model: Path, template: str | None, row: dict[str, Any], key: str, words: str
 ) -> None:
-    demonstrations, _ = opened(tmp_path, tiny_model, template, {"prompt": "1+1=", "response": "2"}, row)
+    shows: dict[str, Any] = {"apply_chat_template": True, "multimodal_keys": {"image": "images"}} if "images" in row else {}
+    backend = {"trainer_backend": "torch"} if shows else {}
+    demonstrations, _ = opened(tmp_path, tiny_model, template, {"prompt": "1+1=", "response": "2"}, row, data=shows, trainer=backend)
     demonstrations.check(0)
     for read in (demonstrations.check, demonstrations.__getitem__):
         with pytest.raises(ConfigError) as error:

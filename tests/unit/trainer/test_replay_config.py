@@ -1,10 +1,12 @@
 """The config of a replay: a file's, or the one that a run's directory keeps, with flags over either."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from services.trainer.batch_replay import replay_config
+from services.trainer.batch_replay import replay_config, replayed
+from services.trainer.trainer_settings import TrainerSettings
 from shared.bus import runs
 from shared.config import flags
 from shared.runtime.errors import ConfigError
@@ -25,3 +27,17 @@ def test_a_runs_directory_gives_the_config_that_it_ran_with(tmp_path: Path) -> N
 def test_what_is_no_runs_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"CONFIG.*config\.json"):
         replay_config(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    "trainer", [{"lr_decay_style": "cosine"}, {"lr_warmup_fraction": 0.5}, {"lr_decay_style": "linear", "lr_decay_iters": 7}]
+)
+def test_the_learning_rate_is_the_runs_however_few_steps_are_trained_again(tmp_path: Path, trainer: dict[str, Any]) -> None:
+    config = run_config(tmp_path, trainer={**trainer, "num_steps_per_rollout": 2}, rollout={"num_rollout": 20})
+    again = replayed(config, "{rollout_id}.pt", [0, 1, 2])
+    ours, theirs = (TrainerSettings.from_run(one).schedule for one in (again, config))
+    assert again.rollout.num_rollout == 3 and [ours.at(step) for step in range(6)] == [theirs.at(step) for step in range(6)]
+    if "lr_decay_iters" not in trainer:
+        epochs = config.model_copy(update={"rollout": config.rollout.model_copy(update={"num_rollout": 0, "num_epoch": 1})})
+        with pytest.raises(ConfigError, match="rollout.num_rollout = 0: the run's steps, or its directory as CONFIG"):
+            replayed(epochs, "{rollout_id}.pt", [0, 1, 2])

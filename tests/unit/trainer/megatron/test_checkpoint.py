@@ -159,6 +159,17 @@ def test_adams_bias_is_corrected_by_the_steps_since_its_moments_were_zero(config
     assert rank_steps.steps(again, 2, first=4) == straight
 
 
+@pytest.mark.parametrize("backend", ["megatron", "torch"])
+def test_of_a_run_that_is_made_longer_the_rate_decays_to_its_new_end(backend, make_actor, tmp_path):
+    decays = {"trainer_backend": backend, "lr_decay_style": "linear"}
+    actor = make_actor("qwen3", **decays, updates=4)
+    assert [step.lr for step in rank_steps.steps(actor, 4)] == pytest.approx([3e-3 * left / 4 for left in (4, 3, 2, 1)])
+    actor.save_checkpoint(tmp_path, 4)
+    again = make_actor("qwen3", **decays, updates=8)
+    again.load_checkpoint(tmp_path)
+    assert [step.lr for step in rank_steps.steps(again, 2, first=4)] == pytest.approx([3e-3 * left / 8 for left in (4, 3)])
+
+
 def test_a_critics_checkpoint_holds_its_head_and_is_no_policys(make_actor, tmp_path):
     critic = make_actor("qwen3_tied", role="critic")
     critic.train_step(rank_steps.rl_batches(critic, 0, per_token=True), ValueLoss())
