@@ -196,11 +196,6 @@ def group_row(group: GroupRecord) -> tuple[Any, ...]:
     )
 
 
-def span_rows(group: GroupRecord) -> set[tuple[str, int, int]]:
-    """Returns the rows of a group in ``spans``: the versions of its samples."""
-    return {(group.group, oldest, newest) for oldest, newest in zip(group.oldest, group.newest, strict=True)}
-
-
 def encoded(group: GroupRecord) -> bytes:
     """Returns a group as ``details`` keeps it."""
     return _RECORD.dump_json(group)
@@ -325,7 +320,8 @@ class GroupIndex:
         self._database.executemany(_PUT_GROUP, map(group_row, found))
         self._database.executemany("INSERT OR REPLACE INTO details VALUES (?,?)", [(group.group, encoded(group)) for group in found])
         self._database.executemany("DELETE FROM spans WHERE name = ?", [(group.group,) for group in found])
-        self._database.executemany("INSERT INTO spans VALUES (?,?,?)", [row for group in found for row in span_rows(group)])
+        spans = {(group.group, *versions) for group in found for versions in zip(group.oldest, group.newest, strict=True)}
+        self._database.executemany("INSERT INTO spans VALUES (?,?,?)", spans)
 
     def _mark(self, sequence: int, record: LedgerRecord) -> None:
         """Notes what concerns many groups at once."""

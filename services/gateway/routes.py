@@ -55,11 +55,11 @@ from shared.sessions.session_store import SessionStore
 BODY_SECONDS = 60.0  # The time that a body has to come
 
 
-async def bounded_body(request: Request, most_bytes: int, seconds: float = BODY_SECONDS) -> bytes:
+async def bounded_body(request: Request, most_bytes: int) -> bytes:
     """Returns a request's body. Raises TurnRefused where it is too large, does not come, or its client is gone."""
     body = bytearray()
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(BODY_SECONDS):
             async for piece in request.stream():
                 body += piece
                 if len(body) > most_bytes:
@@ -67,7 +67,7 @@ async def bounded_body(request: Request, most_bytes: int, seconds: float = BODY_
     except ClientDisconnect:
         raise TurnRefused(408, "the client is gone") from None
     except TimeoutError:
-        raise TurnRefused(408, f"the body did not come within {seconds:g} s") from None
+        raise TurnRefused(408, f"the body did not come within {BODY_SECONDS:g} s") from None
     return bytes(body)
 
 

@@ -316,7 +316,7 @@ def packed(sample: HookSample) -> dict[str, Any]:
     """Returns the sample as a map. Raises BadMessage for a field of slime's that does not travel."""
     fields: dict[str, Any] = {"status": getattr(status_of(sample.status), "value", str(sample.status))}
     for name, value in vars(sample).items():
-        if name == "status" or (name in _BARE and _is_bare(value, _BARE[name])):
+        if name == "status" or (name in _BARE and type(value) is type(_BARE[name]) and value == _BARE[name]):
             continue
         plain = value.to_dict() if name in ("spec_info", "prefix_cache_info") else _plain(value)
         if _travels(plain):
@@ -334,10 +334,6 @@ def unpacked(fields: dict[str, Any]) -> HookSample:
     sample = HookSample.from_dict({**fields, "status": "pending"})
     sample.status = fields["status"] if status is None else status
     return sample
-
-
-def _is_bare(value: Any, bare: Any) -> bool:
-    return type(value) is type(bare) and bool(value == bare)
 
 
 def _plain(value: Any) -> Any:

@@ -82,7 +82,8 @@ def _sharded(plan: StagePlan, a: Architecture, trainer: TrainerSection, layout: 
     else:
         plan = replace(plan, activations=plan.activations + apart * plan.layers)
     if a.tower is not None:
-        seen, learns = -(-a.tower.parameters // shards), _tower_trains(a.tower, trainer)
+        seen = -(-a.tower.parameters // shards)
+        learns = Lora.of(trainer) is None and Freezing.of(trainer).trains(a.tower.matrix)
         share, trained = share + seen, trained + seen * learns
         gathered += min(at_once, a.tower.layers) * a.tower.parameters // a.tower.layers * width
         layer = tower_bytes(a.tower, trainer.tokens_per_gpu, width)
@@ -106,10 +107,6 @@ def unfused_bytes(a: Architecture, layout: ParallelLayout, tokens: int, width: i
     normed = (4 if a.post_norms else 2) * a.hidden_size + heads if a.zero_centered_norms else 0
     gated = (a.gelu or a.fused_gate_up) and a.experts is None
     return tokens * ((8 - width) * normed + width * a.ffn_hidden_size // layout.tensor * gated)
-
-
-def _tower_trains(tower: Tower, trainer: TrainerSection) -> bool:
-    return Lora.of(trainer) is None and Freezing.of(trainer).trains(tower.matrix)
 
 
 def tower_bytes(t: Tower, tokens: int, width: int) -> int:

@@ -163,7 +163,6 @@ def run_view(
     began: int = 0,
     disk: str = "",
     wait: Stall | None = None,
-    now: float | None = None,
 ) -> RunView:
     """Returns the view made of these.
 
@@ -171,10 +170,9 @@ def run_view(
         services: what the registry holds. instances, servers: the launcher's own processes and the restarts of its embedded servers; empty
             where this process is not the launcher. before: the view that this one follows; its figures stand in for those that no service
             reports. began: steps trained when the launch began: until there is one more every wait is worth a line. disk: what to say
-            of a disk that is full. wait: what the run waits for, where the caller knows more than the statuses say. now: seconds since
-            the epoch; None: by this machine's clock.
+            of a disk that is full. wait: what the run waits for, where the caller knows more than the statuses say.
     """
-    now, wait = time.time() if now is None else now, wait or run_stall(RunSituation.of(config, services, instances, disk=disk))
+    now, wait = time.time(), wait or run_stall(RunSituation.of(config, services, instances, disk=disk))
     before, services = before or RunView.at_start(config, 0), [shown(status) for status in services]
     buffer, trainer = newest_gauges(services, "buffer"), newest_gauges(services, "trainer")
     served = [status.version for status in services if status.service == "trainer"]  # the version its last push made live
