@@ -11,7 +11,7 @@ UV=${UV:-uv}
 UV_VERSION=0.13.9
 TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
 HERE=deploy/compose
-EXTRAS=(buffer reward rollout gateway trainer engine-cpu parquet hub report accounts router traces wandb)
+EXTRAS=(buffer reward rollout gateway trainer engine-cpu parquet media hub report accounts router traces wandb)
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

@@ -37,6 +37,7 @@ WATCHING = ("qwen2_5_vl",)  # Those whose videos are taken
 FRAMES_PER_SECOND = 2  # Of a video as it is stored; a patch holds as many frames, so that one lasts a second in all positions
 MOST_PIXELS = 1 << 26  # Of all frames of a video, as it is stored
 MOST_FRAMES = 4096  # The most frames of an animation before two a second are taken
+MOST_RATE = 120  # The most frames a second of a film
 SAMPLE_RATES = (4000, 192_000)  # The lowest and the highest of a sound, in Hz
 MOST_PEAK = 1.5  # What is cut off at 1 in silence: lossy formats, and another rate, overshoot a little
 MOST_BYTES = 64 << 20  # The most bytes of one prompt's pictures, as they are stored
@@ -46,6 +47,8 @@ PARTS = {"image": ("image", "image_url"), "audio": ("audio", "audio_url", "input
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 _SOUNDS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")
+_FILMS = {"mov": b"ftyp", "matroska": b"\x1aE\xdf\xa3"}  # PyAV's name of a container → what its first bytes hold: MP4 and MOV, MKV and WebM
+_CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg4")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 _PNG = b"\x89PNG\r\n\x1a\n"
 _STRIP, _LIST = b"tEXtframes\0", b"\x00frames\n"  # What stands in a strip behind its header, and before a list of encoded frames
@@ -319,14 +322,12 @@ class MediaReader:
         """Returns the reader of what ``multimodal_keys`` names. Raises ConfigError for a model that takes none, and where the package that
         reads them is not installed."""
         reader: type[MediaReader] = {"audio": SoundReader, "video": VideoReader}.get(data.shows, PictureReader)
-        module, package = ("soundfile", "soundfile") if reader is SoundReader else ("PIL.Image", "pillow")
-        rule = RULES[reader.kind].read(model)
+        module, rule = "soundfile" if reader is SoundReader else "PIL.Image", RULES[reader.kind].read(model)
         try:
             importlib.import_module(module)
         except (ModuleNotFoundError, OSError):
-            raise ConfigError(
-                _FIELD, data.multimodal_keys, f"none, or {package}, which reads {rule.noun}s: pip install {package}"
-            ) from None
+            words = f"none, or {module}, which reads {rule.noun}s: pip install 'myxo[media]'"
+            raise ConfigError(_FIELD, data.multimodal_keys, words) from None
         return reader(rule, data)
 
     def measured(self, data: bytes) -> int:
@@ -463,13 +464,7 @@ class PictureReader(MediaReader):
             raise BadMedia(f"expected at most max_picture_pixels = {self._data.max_picture_pixels} pixels, found far more") from None
         except Exception as error:  # as above
             raise BadMedia(f"expected a {self._noun} of {', '.join(_FORMATS)}, found {data[:12]!r} ({type(error).__name__})") from None
-        width, height = picture.size
-        if width * height > self._data.max_picture_pixels:
-            raise BadMedia(f"expected at most max_picture_pixels = {self._data.max_picture_pixels} pixels, found {width} x {height}")
-        if max(width, height) > MOST_ASPECT * min(width, height):
-            raise BadMedia(f"expected sides in a ratio of at most {MOST_ASPECT}, found {width} x {height}")
-        if self.rule.size(*(resized := self.rule.size(width, height))) != resized:  # engines and trainer would each resize it once more
-            raise BadMedia(f"expected a picture less narrow, found {width} x {height}: it cannot have max_pixels = {self.rule.max_pixels}")
+        self._check_size(*picture.size)
         if frames > most:
             wanted = "a picture" if most == 1 else f"at most {most} frames"
             raise BadMedia(f"expected {wanted}, found an animation of {frames} frames")
@@ -477,9 +472,18 @@ class PictureReader(MediaReader):
             raise BadMedia(f"expected 8 bits a channel, found pixels of mode {picture.mode}")
         return picture
 
+    def _check_size(self, width: int, height: int) -> None:
+        """Raises BadMedia for a picture, or a frame, of a size that is not taken."""
+        if width * height > self._data.max_picture_pixels:
+            raise BadMedia(f"expected at most max_picture_pixels = {self._data.max_picture_pixels} pixels, found {width} x {height}")
+        if max(width, height) > MOST_ASPECT * min(width, height):
+            raise BadMedia(f"expected sides in a ratio of at most {MOST_ASPECT}, found {width} x {height}")
+        if self.rule.size(*(resized := self.rule.size(width, height))) != resized:  # engines and trainer would each resize it once more
+            raise BadMedia(f"expected a picture less narrow, found {width} x {height}: it cannot have max_pixels = {self.rule.max_pixels}")
+
 
 class VideoReader(PictureReader):
-    """Reads animations, and lists of frames, with pillow."""
+    """Reads animations, and lists of frames, with pillow, and films with PyAV."""
 
     kind = "video"
 
@@ -518,6 +522,9 @@ class VideoReader(PictureReader):
             count, size, found = len(frames), frames[0].size, iter(frames)
         elif data[37:48] == _STRIP:
             (count, *size), found = self.rule.strip(data), self.rule.frames(data)
+        elif container := next((name for name, mark in _FILMS.items() if mark in data[:8]), ""):
+            frames = self._filmed(data, container)
+            count, size, found = len(frames), frames[0].size, iter(frames)
         else:
             opened = self._opened(data, MOST_FRAMES)
             shown = self._moments(opened)
@@ -527,6 +534,45 @@ class VideoReader(PictureReader):
         if (pixels := count * math.prod(self.rule.size(*size))) > (most := min(self._data.max_picture_pixels, MOST_PIXELS)):
             raise BadMedia(f"expected at most {most} pixels of all frames (max_picture_pixels), found {pixels}")
         return count, size, found
+
+    def _filmed(self, data: bytes, container: str) -> list[Any]:
+        """Returns the frames of a film that are shown, in the form of pictures. Its sound is not heard."""
+        try:
+            import av
+        except ImportError:
+            raise BadMedia("expected an animation or frames, found a film, which needs PyAV: pip install 'myxo[media]'") from None
+        try:
+            with av.open(io.BytesIO(data), "r", format=container) as film:
+                return self._seen(film)
+        except BadMedia:
+            raise
+        except Exception as error:  # as above
+            raise BadMedia(f"expected a whole film, found one that cannot be decoded ({str(error)[:120]})") from None
+
+    def _seen(self, film: Any) -> list[Any]:
+        """Returns the frames that are seen at each half second of an opened film."""
+        stream, most = film.streams.video[0], self._data.max_video_frames
+        if (codec := stream.codec_context.codec.canonical_name) not in _CODECS:
+            raise BadMedia(f"expected a film in {', '.join(_CODECS)}, found {codec}")
+        self._check_size(stream.width, stream.height)
+        stream.codec_context.thread_count = 1
+        shown, last, end = list[Any](), None, 0.0
+        for frame, begin, ending in _decoded(film, stream):
+            self._show(shown, last, begin)
+            last, end = frame, ending
+            if len(shown) > most:
+                break
+        self._show(shown, last, end)
+        whole = film.duration if len(film.streams) == 1 else 0  # a sound may be longer
+        seconds = float(stream.duration * stream.time_base) if stream.duration else float(whole or 0) / 1e6
+        if not shown or (len(shown) <= most and end < seconds - 1 / FRAMES_PER_SECOND):
+            raise BadMedia(f"expected a whole film of {seconds:g} seconds, found {end:g}")
+        return shown
+
+    def _show(self, shown: list[Any], frame: Any, until: float) -> None:
+        """Adds a film's frame for each half second at which it is seen; ``until``: seconds. One too many is enough to refuse the film."""
+        while len(shown) <= self._data.max_video_frames and len(shown) < until * FRAMES_PER_SECOND:
+            shown.append(self._formed(frame.to_image().rotate(frame.rotation, expand=True)))
 
     def _moments(self, opened: Any) -> list[int]:
         """Returns which frames of an animation are shown, two for each second of it."""
@@ -597,6 +643,17 @@ class SoundReader(MediaReader):
         if (tokens := self.rule.tokens(count)) < 2:  # of one token transformers takes its place for the sound's whole place
             raise BadMedia(f"expected a sound of 2 tokens or more, found {sound.frames / rate:.6g} seconds")
         return sound, tokens, count
+
+
+def _decoded(film: Any, stream: Any) -> Iterator[tuple[Any, float, float]]:
+    """Yields a film's frames, and when each begins and ends, in seconds."""
+    first: Any = None
+    for number, frame in enumerate(film.decode(stream)):
+        first = frame if first is None else first
+        begin = frame.time - first.time
+        if frame.is_corrupt or (frame.width, frame.height) != (stream.width, stream.height) or number > MOST_FRAMES + MOST_RATE * begin:
+            raise BadMedia(f"expected whole frames of one size, at most {MOST_RATE} a second, found others after {begin:g} s")
+        yield frame, begin, begin + float((frame.duration or 0) * frame.time_base)
 
 
 def strip_of(frames: Sequence[Any]) -> bytes:

@@ -3,12 +3,15 @@
 import base64
 import io
 import json
+import sys
 from dataclasses import replace
 
+import av
 import numpy as np
 import pytest
 from PIL import Image
 
+from shared.data import media
 from shared.data.media import VideoRule, picture_check, strip_of
 from shared.data.prompts import PromptReader
 from shared.data.rows import RowEntry
@@ -50,6 +53,17 @@ def animated(kind, milliseconds, **size):
     return made.getvalue()
 
 
+def filmed(container, codec, rate, width=56, height=56, of=SHADES):
+    """A film of as many frames a second."""
+    with av.open(made := io.BytesIO(), "w", format=container) as film:
+        stream = film.add_stream(codec, rate=rate)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for frame in shades(width, height, of):
+            film.mux(stream.encode(av.VideoFrame.from_image(frame)))
+        film.mux(stream.encode())
+    return made.getvalue()
+
+
 def shown(prompt, rule):
     """The shade of each frame of a prompt's video."""
     count, width, height = rule.strip(prompt.pictures[0])
@@ -84,15 +98,47 @@ def test_two_frames_a_second_are_shown_of_whatever_holds_a_video(folder):
     assert int((slow.tokens == rule.token).sum()) == 3 * 4 and rule.unexpanded(slow.tokens).tolist().count(rule.token) == 1
 
 
+@pytest.mark.parametrize(("container", "codec"), [("mp4", "libx264"), ("mov", "mpeg4"), ("webm", "libvpx-vp9"), ("matroska", "libx265")])
+def test_films_are_shown_as_animations_are(folder, container, codec):
+    rule = VideoRule.read(folder / "model")
+    for rate, wanted in ((2, SHADES), (4, SHADES[::2]), (1, [shade for shade in SHADES[:4] for _ in range(2)])):
+        film = filmed(container, codec, rate, of=SHADES if rate > 1 else SHADES[:4])
+        assert np.allclose(shown(read(folder, videos=[film]), rule), wanted, atol=4), rate
+    (folder / "a.film").write_bytes(film)
+    assert read(folder, videos=["a.film"]).pictures == read(folder, videos=[film]).pictures
+    lying = read(folder, videos=[filmed(container, codec, 2, 112, 56)])
+    assert rule.strip(lying.pictures[0]) == (6, 112, 56)
+
+
+def test_without_what_reads_films_they_are_refused_by_its_name(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(ConfigError, match=r"pip install 'myxo\[media\]'"):
+        read(folder, videos=[filmed("mp4", "mpeg4", 2)])
+
+
+def test_a_film_of_too_many_frames_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(media, "MOST_FRAMES", 4)
+    assert read(folder, videos=[filmed("mp4", "mpeg4", 100)]).pictures
+    with pytest.raises(ConfigError, match="at most 120 a second, found others after 0.005 s"):
+        read(folder, videos=[filmed("mp4", "mpeg4", 1000)])
+
+
 def test_bad_videos_are_refused(folder):
     whole, strip = animated("GIF", 500), strip_of(shades())
+    film, long = filmed("matroska", "mpeg4", 2, of=SHADES * 3), filmed("mp4", "mpeg4", 1)
     (folder / "empty.gif").write_bytes(b"")
     small = {"max_picture_bytes": 3000}
     rows = [
         ({"videos": ["https://example.org/a.mp4"]}, "addresses are not asked for"),
         ({"videos": ["gone.gif"]}, "readable file beside the data"),
         ({"videos": ["empty.gif"]}, "found 0"),
-        ({"videos": [b"\0\0\0 ftypisom" + bytes(60)]}, "expected a video of PNG"),
+        ({"videos": [b"\0\0\0 ftypisom" + bytes(60)]}, "film, found one that cannot be decoded"),
+        ({"videos": [b"RIFF" + bytes(60)]}, "expected a video of PNG"),
+        ({"videos": [long]}, "max_video_frames = 8 frames, found 9"),
+        ({"videos": [long[: len(long) // 2]]}, "film, found one that cannot be decoded"),
+        ({"videos": [film[: len(film) * 2 // 3]], "data": {"max_video_frames": 20}}, "a whole film of 9 seconds, found"),
+        ({"videos": [filmed("matroska", "ffv1", 2)]}, "found ffv1"),
+        ({"videos": [filmed("mp4", "mpeg4", 2, 400, 400)], "data": {"max_picture_pixels": 100_000}}, "100000 pixels, found 400 x 400"),
         ({"videos": [whole[: len(whole) // 2]]}, "whole video"),
         ({"videos": [animated("WEBP", 500)[:200]]}, "video"),
         ({"videos": [bomb()]}, "far more"),
