@@ -53,11 +53,12 @@ def animated(kind, milliseconds, **size):
     return made.getvalue()
 
 
-def filmed(container, codec, rate, width=56, height=56, of=SHADES):
-    """A film of as many frames a second."""
+def filmed(container, codec, rate, width=56, height=56, of=SHADES, turned=0):
+    """A film of as many frames a second. ``turned``: degrees, as a telephone says that it was held."""
     with av.open(made := io.BytesIO(), "w", format=container) as film:
         stream = film.add_stream(codec, rate=rate)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.set_display_rotation(turned)
         for frame in shades(width, height, of):
             film.mux(stream.encode(av.VideoFrame.from_image(frame)))
         film.mux(stream.encode())
@@ -107,7 +108,8 @@ def test_films_are_shown_as_animations_are(folder, container, codec):
     (folder / "a.film").write_bytes(film)
     assert read(folder, videos=["a.film"]).pictures == read(folder, videos=[film]).pictures
     lying = read(folder, videos=[filmed(container, codec, 2, 112, 56)])
-    assert rule.strip(lying.pictures[0]) == (6, 112, 56)
+    held = read(folder, videos=[filmed(container, codec, 2, 112, 56, turned=90)])
+    assert [rule.strip(one.pictures[0]) for one in (lying, held)] == [(6, 112, 56), (6, 56, 112)]
 
 
 def test_without_what_reads_films_they_are_refused_by_its_name(folder, monkeypatch):
