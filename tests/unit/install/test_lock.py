@@ -11,7 +11,8 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[3]
 COMPOSE = ROOT / "deploy" / "compose"
-EXTRAS = ("buffer", "reward", "rollout", "gateway", "trainer", "engine-cpu", "parquet", "media", "hub", "report", "accounts", "router", "wandb")
+EXTRAS = ("buffer", "reward", "rollout", "gateway", "trainer", "engine-cpu", "parquet", "media", "hub", "report", "accounts", "router")
+EXTRAS += ("wandb",)
 """The extras that lock.sh locks: those that an image may be built with."""
 
 
