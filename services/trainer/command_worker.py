@@ -126,7 +126,6 @@ class CommandWorker:
         self._following: Future[None] | None = None
         self._caught_up = False
         self._known, self._saves = dict[tuple[str, int], CommandOutcome](), dict[str, CommandOutcome]()
-        self._replayed: CommandOutcome | None = None  # the known outcome of the command that is replayed
 
     def close(self) -> None:
         """Closes groups and connections."""
@@ -184,18 +183,17 @@ class CommandWorker:
                 if (left := end - time.monotonic()) <= 0:
                     return Wait()
                 self._read(min(left, LOOK_SECONDS))
-            elif self._is_due(command, known := self._known.pop(command.key, None)):
-                self._replayed = known
-                return Execute(command, known is not None)
+            elif self._is_due(command):
+                return Execute(command, command.key in self._known)
         return Leave(done=False)
 
     def _note_saved(self, outcome: CommandOutcome) -> None:
         if path := json.loads(outcome.result).get("path"):
             self._saves[path] = outcome
 
-    def _is_due(self, command: Command, known: CommandOutcome | None) -> bool:
+    def _is_due(self, command: Command) -> bool:
         """Returns whether a command has to be carried out; one that is not to be is answered."""
-        if known is not None:
+        if (known := self._known.get(command.key)) is not None:
             # a step that was refused may have dropped its gradients, and does so again
             changed = not known.error or (command.verb == "optim_step" and known.category == "user" and not command.refused)
             if changed and command.verb in TRAINED and command.number > self._newest(command.client):
@@ -213,8 +211,8 @@ class CommandWorker:
         given, tenant = json.loads(command.arguments), command.client.partition("-")[0]
         if (quota := given.get("quota")) is None:
             return ""
-        others = [saved for path, saved in self._saves.items() if path.startswith(f"tinker://{tenant}-") and path != given["path"]]
-        stored = sum(saved.bytes for saved in others)
+        paths = (path for path in self._saves if path.startswith(f"tinker://{tenant}-") and path != given["path"])
+        stored = sum(self._saves[path].bytes for path in paths)
         return f"bytes: {stored} of saved weights of {tenant} are there; its quota is {quota}" if stored >= quota else ""
 
     def _attempts(self, command: Command, count: int = 1) -> int:
@@ -282,13 +280,10 @@ class CommandWorker:
         metrics.add("client_commands")
         metrics.add("client_tokens", command.tokens)
         if replayed:
-            assert self._replayed is not None
             metrics.add("client_commands_replayed")
-            if outcome.error != self._replayed.error:
-                raise MyxoError(
-                    f"{command.client} {command.number}: its error was {self._replayed.error!r}, by its replay {outcome.error!r}"
-                )
-            if self._replayed.state != outcome.state:
+            if outcome.error != (known := self._known.pop(command.key)).error:
+                raise MyxoError(f"{command.client} {command.number}: its error was {known.error!r}, by its replay {outcome.error!r}")
+            if known.state != outcome.state:
                 detail = f"update {outcome.figures.get('updates', 0):g} of {command.client} came to other weights than before the restart"
                 self._control.publish_event("replay_differs", detail)
                 self._log.error("replay_differs", client=command.client, number=command.number)

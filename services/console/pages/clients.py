@@ -1,6 +1,5 @@
 """``/api/clients``: the clients of the training endpoint: what each has trained and sampled, by the log of commands."""
 
-from collections import deque
 from collections.abc import Collection
 from typing import Annotated
 
@@ -39,8 +38,7 @@ class ClientHistory:
         source.followers.append(self.follow)
 
     def _begin(self) -> None:
-        self.rows, self._losses = dict[str, ClientRow](), dict[str, deque[float]]()
-        self._seen, self._life = 0, self._source.life
+        self.rows, self._seen, self._life = dict[str, ClientRow](), 0, self._source.life
 
     async def follow(self) -> Collection[str]:
         """Takes what is new; returns the pages whose data has changed."""
@@ -66,13 +64,11 @@ class ClientHistory:
             row.steps = int(figures.get("updates", row.steps))
             row.tokens, row.sequences = row.tokens + int(figures.get("tokens", 0)), row.sequences + int(figures.get("sequences", 0))
             if "loss:sum" in figures:
-                losses = self._losses.setdefault(entry.client, deque(maxlen=MOST_LOSSES))
-                losses.append(figures["loss:sum"] / max(1.0, figures.get("tokens", 1.0)))
+                row.losses = [*row.losses[1 - MOST_LOSSES :], figures["loss:sum"] / max(1.0, figures.get("tokens", 1.0))]
 
     def newest(self, limit: int) -> list[ClientRow]:
         """Returns the clients with the newest entries, the newest first."""
-        found = sorted(self.rows.values(), key=lambda row: row.at, reverse=True)[:limit]
-        return [row.model_copy(update={"losses": [*self._losses.get(row.client, ())]}) for row in found]
+        return sorted(self.rows.values(), key=lambda row: row.at, reverse=True)[:limit]
 
 
 def router(source: RunSource) -> APIRouter:
