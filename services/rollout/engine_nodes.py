@@ -83,12 +83,9 @@ class EngineRanks:
         self.own = OwnRanks(0, ended=self.own.running, code=code, reason=reason, consequence=True)
 
 
-PORT_TRIES = 64
-
-
 def free_ports_at(address: str, span: int) -> int:
-    """Returns the first of so many free ports in a row. Raises OSError where `PORT_TRIES` find none."""
-    for _ in range(PORT_TRIES):
+    """Returns the first of so many free ports in a row. Raises OSError where 64 tries find none."""
+    for _ in range(64):
         with contextlib.ExitStack() as held, contextlib.suppress(OSError, OverflowError):
             first = int(held.enter_context(socket.create_server((address, 0))).getsockname()[1])
             for port in range(first + 1, first + span):
