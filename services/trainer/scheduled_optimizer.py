@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,8 +33,9 @@ class ScheduledOptimizer(ABC):
         self.schedule, self.updates = schedule, 0
         self.reset_moments()
 
-    def resume(self, updates: int, steps: int) -> None:
-        """Continues at a loaded checkpoint's place in the configured schedule, which may end elsewhere than when it was saved."""
+    def resume(self, schedule: LearningRateSchedule, updates: int, steps: int) -> None:
+        """Takes a loaded checkpoint's warm-up and decay, at the position that it had reached, with the configured rates and end."""
+        self.schedule = replace(self.schedule, warmup_steps=schedule.warmup_steps, decay_style=schedule.decay_style)
         self.updates, self.steps = updates, steps
 
     @abstractmethod

@@ -177,6 +177,14 @@ class CurriculumSection(Section):
 class SftSection(Section):
     """Supervised warm start before the first rollout."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "sft_warmup_fraction",
+            lambda sft, given: given is not None and sft.sft_warmup_iters,
+            "none beside sft_warmup_iters = {0.sft_warmup_iters}",
+        ),
+    )
+
     sft_data: Files = Field(default=None, description="files of demonstrations, named as in eval_prompt_data; none = no warm start")
     sft_prompt_key: str = Field(default="prompt", description="key of the prompt, as in [data]")
     sft_response_key: str = Field(default="response", description="key of the demonstrated response (text)")

@@ -37,13 +37,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         **_AS_PUBLISHED,
     },
     "gspo": {"advantage_estimator": "gspo", "eps_clip": 3e-4, "eps_clip_high": 4e-4, **_AS_PUBLISHED},
-    "cispo": {
-        "advantage_estimator": "cispo",
-        "eps_clip": 1.0,
-        "eps_clip_high": 4.0,
-        "calculate_per_token_loss": True,
-        **_AS_PUBLISHED,
-    },
+    "cispo": {"advantage_estimator": "cispo", "eps_clip": 1.0, "eps_clip_high": 4.0, "calculate_per_token_loss": True, **_AS_PUBLISHED},
     "rloo": {"advantage_estimator": "rloo", "loss_divisor": 1, "kl_coef": 0.05, **_AS_PUBLISHED},
     "ppo": {
         "advantage_estimator": "ppo",
@@ -88,11 +82,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "rejection_sampling": {"loss_type": "sft_loss", "rejection_threshold": 0.0},
 }
 
-_SAME_THING = (
-    ("off_policy", "use_tis", "use_rollout_logprobs"),
-    ("calculate_per_token_loss", "loss_divisor"),
-    ("kl_loss_coef", "kl_coef"),
-)
+_SAME_THING = (("off_policy", "use_tis", "use_rollout_logprobs"), ("calculate_per_token_loss", "loss_divisor"), ("kl_loss_coef", "kl_coef"))
 """Fields of which one given makes the others' presets void."""
 
 _NOTHING = (None, False, "", "0", "false", "none")

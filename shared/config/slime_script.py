@@ -224,6 +224,11 @@ def _count(value: Any) -> int:
 
 RULES = (
     Rule(
+        "trainer.lr_decay_iters",
+        lambda config, given: given is not None and not config.has_steps and config.sft.sft_data is not None,
+        "none with demonstrations alone: their rate decays over all their steps",
+    ),
+    Rule(
         "algorithm.normalize_advantages",
         lambda config, given: "reinforce_plus_plus" in config.algorithm.advantage_estimator and not given,
         "true with an --advantage-estimator of REINFORCE++, which whitens its advantages",

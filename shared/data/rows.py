@@ -92,11 +92,7 @@ _BATCH_ROWS = 8192  # Rows of a Parquet file that are unpacked together
 
 USUAL_PROMPTS = ("prompt", "question", "problem", "query", "instruction", "messages", "conversations", "input", "text")
 USUAL_LABELS = ("label", "answer", "ground_truth", "final_answer", "expected_answer", "target", "gold", "solution", "output")
-_SYNONYMS = (
-    USUAL_PROMPTS,
-    USUAL_LABELS,
-    ("response", "completion", "output", "answer", "solution"),
-)
+_SYNONYMS = (USUAL_PROMPTS, USUAL_LABELS, ("response", "completion", "output", "answer", "solution"))
 """The usual keys of prompts, labels and responses in data sets."""
 
 

@@ -51,7 +51,9 @@ class FsdpOptimizer(ScheduledOptimizer):
 
     @torch.no_grad()
     def update(self) -> tuple[float, str | None]:
-        gradients = {name: self._gradient(name) for name, one in self._parameters.items() if local(one).numel()}
+        held = {name: one for name, one in self._parameters.items() if local(one).numel()}
+        # zeros where no token has used a parameter
+        gradients = {name: torch.zeros_like(local(one)) if one.grad is None else local(one.grad) for name, one in held.items()}
         self._split.complete(gradients, self._parameters)
         norm = _norm([gradient for name, gradient in gradients.items() if is_first_copy(self._parameters[name])])
         if anywhere(not math.isfinite(norm)):
@@ -63,11 +65,6 @@ class FsdpOptimizer(ScheduledOptimizer):
         self.steps += 1
         self.updates += 1
         return norm, None
-
-    def _gradient(self, name: str) -> Tensor:
-        """Returns this rank's gradient of a parameter; zeros where no token has used it."""
-        parameter = self._parameters[name]
-        return torch.zeros_like(local(parameter)) if parameter.grad is None else local(parameter.grad)
 
     def _step(self, gradients: Mapping[str, Tensor], decays: bool) -> None:
         trainer = self.trainer

@@ -231,10 +231,5 @@ def create(settings: TrainerSettings, hf_dir: Path, random: bool, initialized: C
     with deadline("the making of the optimizer"):
         optimizer = Optimizer(model, trainer, settings.schedule, flags.optimizer)
     return Backend(
-        model,
-        optimizer,
-        passes,
-        obstacle(megatron),
-        settings.layout.expert == 1,
-        lambda balanced: update_biases(model.modules, balanced),
+        model, optimizer, passes, obstacle(megatron), settings.layout.expert == 1, lambda balanced: update_biases(model.modules, balanced)
     )

@@ -25,10 +25,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def sample_weights(
-    trained_tokens: Sequence[int],
-    rollout_ids: Sequence[Hashable],
-    reducer: Reducer = "rollout_mean",
-    fixed_length: int | None = None,
+    trained_tokens: Sequence[int], rollout_ids: Sequence[Hashable], reducer: Reducer = "rollout_mean", fixed_length: int | None = None
 ) -> FloatArray:
     """Returns the weight of each trained token of each sample: float64 [N].
 

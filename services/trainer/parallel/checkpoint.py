@@ -40,6 +40,7 @@ from services.trainer.parallel.runtime import deadline, gather_json, timeout_sec
 from services.trainer.parallel.staged_shards import StagedShards
 from services.trainer.parallel.trained_model import TrainedModel
 from services.trainer.scheduled_optimizer import ScheduledOptimizer
+from shared.config.trainer_section import LearningRateSchedule
 from shared.model.architecture import Architecture
 from shared.runtime.errors import ConfigError, MyxoError
 from shared.runtime.safe_files import (
@@ -255,7 +256,8 @@ def start_saving(
             scratch(target)
     shards = StagedShards(copied, places)
     with deadline(f"staging checkpoint {target}"):
-        state, _ = _sharded_state(model, optimizer, loading=False)
+        state = model.sharded_state()
+        state["optimizer"], _ = optimizer.sharded_state(model, loading=False, steps=0)
         model.stage_state(state, _random_state(), shards, partial)
     parts = CheckpointParts(target, partial, shards, marker, lambda: publish(partial, target), lambda: _remove_old(root, keep))
     return JointWrite(f"checkpoint {target}", parts, places, RESTART, timeout_seconds())
@@ -295,13 +297,14 @@ def load_checkpoint(
     _check(path, marker, model, optimizer)
     _check_within_reach(path, marker, same_layout)
     steps = marker.get("moment_steps", marker["updates"])  # earlier versions did not count those after a reset apart
-    state, take_loaded = _sharded_state(model, optimizer, loading=True, steps=steps)
+    state = model.sharded_state()
+    state["optimizer"], take_loaded = optimizer.sharded_state(model, loading=True, steps=steps)
     with deadline(f"reading checkpoint {path}"), weights_only():
         loaded = model.read_state(state, path, with_random=same_layout, exact=same_layout)
     model.load_state(loaded)
     for role, take in take_loaded.items():
         take(loaded.get("optimizer", {}).get(role))  # nothing where this rank updates nothing
-    optimizer.resume(marker["updates"], steps)
+    optimizer.resume(LearningRateSchedule(**marker["schedule"]), marker["updates"], steps)
     if same_layout:
         _set_random_state(loaded["random"])
     return dict(marker["extra"])
@@ -466,19 +469,6 @@ def check_architecture(path: Path, marker: dict[str, Any], architecture: Archite
         if (mine.get(key) or None) != (saved.get(key) or None):  # an older one lacks the entries of features that its model has not
             source = "with the run's enable_mtp_training" if key == "trained_drafts" else "in the model's config.json"
             raise ConfigError(f"{path}:{key}", saved.get(key), f"{mine.get(key)!r}, as {source}")
-
-
-def _sharded_state(
-    model: TrainedModel, optimizer: ScheduledOptimizer, loading: bool, steps: int = 0
-) -> tuple[dict[str, Any], dict[str, Callable[[Any], None]]]:
-    """Returns the sharded state of model and optimizer, and by role what takes over the optimizer's when it is loaded.
-
-    Args:
-        steps: as the optimizer's, of the checkpoint that is loaded.
-    """
-    state = model.sharded_state()
-    state["optimizer"], take_loaded = optimizer.sharded_state(model, loading, steps)
-    return state, take_loaded
 
 
 def _random_state() -> dict[str, Any]:

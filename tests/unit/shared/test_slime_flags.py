@@ -159,6 +159,8 @@ def test_a_warm_up_may_be_a_share_of_the_decay(tmp_path: Path) -> None:
     assert (trainer.warmup_steps(100), trainer.decay_steps(100)) == (5, 50)
     with pytest.raises(ConfigError, match="lr_warmup_fraction = 0.1: none beside lr_warmup_iters = 3"):
         run_config(tmp_path, trainer={"lr_warmup_fraction": 0.1, "lr_warmup_iters": 3})
+    with pytest.raises(ConfigError, match="sft_warmup_fraction = 0.1: none beside sft_warmup_iters = 3"):
+        run_config(tmp_path, sft={"sft_warmup_fraction": 0.1, "sft_warmup_iters": 3})
 
 
 def test_a_custom_config_file_stands_over_all_and_its_other_keys_go_to_the_users_functions(tmp_path: Path) -> None:

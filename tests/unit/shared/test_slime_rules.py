@@ -11,6 +11,7 @@ from shared.config.config_reading import ConfigReading, read
 from shared.runtime.errors import BadInput, problems_of
 
 LEAST = "--hf-checkpoint /no/model --prompt-data /no/p --num-rollout 3 --rollout-batch-size 4 --n-samples-per-prompt 4 --rm-type math"
+SFT = "--loss-type sft_loss --rollout-function-path slime.rollout.sft_rollout.generate_rollout --input-key messages"
 
 
 def refused(words: str) -> dict[str, str]:
@@ -30,6 +31,7 @@ def refused(words: str) -> dict[str, str]:
         ("--update-weight-mode delta", "--update-weight-mode", "--update-weight-transport disk"),
         ("--update-weight-mode delta --colocate", "--update-weight-mode", "full with --colocate"),
         ("--rollout-temperature 0", "--rollout-temperature", "greedy decoding is no policy"),
+        (f"{SFT} --lr-decay-iters 9", "--lr-decay-iters", "their rate decays over all their steps"),
     ],
 )
 def test_what_slime_asserts_is_refused(words: str, flag: str, says: str) -> None:
