@@ -286,10 +286,10 @@ def _embedded(subject: str, name: str, find: Callable[[], Path]) -> Diagnosis:
         binary = find()
     except ServerMissing as error:
         return Diagnosis(subject, "fault", str(error), INSTALL)
-    told, failure = told_by([str(binary), "--version"])
+    reported, failure = told_by([str(binary), "--version"])
     if failure:
         return Diagnosis(subject, "fault", failure, f"{INSTALL}, or put a {name} for this machine on PATH")
-    return Diagnosis(subject, "ok", f"a run starts its own: {' '.join(told.split())[:60]}")
+    return Diagnosis(subject, "ok", f"a run starts its own: {' '.join(reported.split())[:60]}")
 
 
 async def _nats(url: str) -> Diagnosis:

@@ -179,14 +179,14 @@ async def repair(run: str, directory: Path, console: Console, agreed: bool, as_j
         moved = await carry_out(access, plan) if agreed and plan.needed and not plan.problem else []
         done = agreed and not plan.problem
         if as_json:
-            told = {
+            found = {
                 "run": access.run,
                 **vars(plan),
                 "cut": None if plan.cut is None else vars(plan.cut),
                 "needed": plan.needed,
                 "done": done,
             }
-            console.file.write(json_text(told) + "\n")
+            console.file.write(json_text(found) + "\n")
         else:
             for line in lines(ledger, held, plan, access.run, done=done):
                 console.print(Text(line), soft_wrap=True)
@@ -204,26 +204,26 @@ async def at_work(access: Access) -> list[str]:
 def lines(ledger: LedgerExtent, held: list[int], plan: RepairPlan, run: str, *, done: bool) -> list[str]:
     """Returns the report, a line each."""
     kept = ", ".join(map(str, held)) or "none"
-    told = [f"ledger: {ledger.trained} steps trained, the batches of {ledger.durable} freed. Checkpoints, by steps trained: {kept}"]
+    found = [f"ledger: {ledger.trained} steps trained, the batches of {ledger.durable} freed. Checkpoints, by steps trained: {kept}"]
     if plan.problem:
         return [
-            *told,
+            *found,
             f"cannot be repaired: {plan.problem}",
             "Its newest checkpoint's weights can begin another run: `myxo convert` writes them in Hugging Face's format."
             if held
             else "Put its checkpoints back where they were, or start it anew: `myxo up CONFIG --fresh`.",
         ]
     if not plan.needed:
-        return [*told, f"nothing to repair: the run continues from {_from(plan.resume)}"]
+        return [*found, f"nothing to repair: the run continues from {_from(plan.resume)}"]
     if plan.cut is not None:
         count = plan.cut.last - plan.cut.after
-        told.append(f"the ledger's last {count} records cannot be kept: {plan.cut.why}; their groups are generated or trained anew")
+        found.append(f"the ledger's last {count} records cannot be kept: {plan.cut.why}; their groups are generated or trained anew")
     if plan.set_aside:
         lost = max(plan.set_aside) - plan.resume
         named = ", ".join(map(str, plan.set_aside))
-        told.append(f"the ledger knows nothing of the checkpoints of {named} steps: they are put aside, and {lost} steps are trained anew")
+        found.append(f"the ledger knows nothing of the checkpoints of {named} steps: they are put aside, and {lost} steps are trained anew")
     end = "done: `myxo up` continues" if done else f"nothing was changed; this does it: myxo repair {run} --yes"
-    return [*told, f"the run continues from {_from(plan.resume)}", end]
+    return [*found, f"the run continues from {_from(plan.resume)}", end]
 
 
 def _from(steps: int) -> str:

@@ -40,7 +40,7 @@ class Serving(Launch):
 
     async def _until_end(self, bus: Bus, supervisor: Supervisor, polling: asyncio.Task[None], shown: Display) -> StopReason | None:
         shown.close()
-        done, look_at, told = 0, 0.0, ""
+        done, look_at, reported = 0, 0.0, ""
         while not self._signals:
             now = time.monotonic()
             self._tick_servers(bus, now)
@@ -55,8 +55,8 @@ class Serving(Launch):
                 polling.result()
             at_work = [status for status in self._statuses if status.state in AT_WORK]
             url = next((status.engine for status in at_work if status.service == "gateway"), "")
-            if url and {"gateway", "rollout", "trainer"} <= {status.service for status in at_work} and url != told:
-                told = url
+            if url and {"gateway", "rollout", "trainer"} <= {status.service for status in at_work} and url != reported:
+                reported = url
                 self._say(f"Serving {self._config.tinker.tinker_model_name or self._config.model.hf_checkpoint}: TINKER_BASE_URL={url}")
             await asyncio.sleep(TICK_SECONDS)
         return None

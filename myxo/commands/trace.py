@@ -232,8 +232,8 @@ async def _events(access: Access) -> AsyncIterator[TraceEvent]:
     async for live in _told(access, WeightsLive, names.event("weights", "live")):
         for event in timeline.push(live):
             yield event
-    async for told in _told(access, ServiceEvent, names.event("service", "*")):
-        for event in timeline.service_event(told):
+    async for reported in _told(access, ServiceEvent, names.event("service", "*")):
+        for event in timeline.service_event(reported):
             yield event
     async for step in _told(access, Trained, names.event("trainer", "step")):
         timeline.step(step)

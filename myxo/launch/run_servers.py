@@ -69,14 +69,14 @@ class DiskWatch:
 
 async def until_room(watch: DiskWatch, say: Callable[[str], None], stopped: Callable[[], bool]) -> bool:
     """Returns once the disk has room, or ``stopped``: whether it has. ``say`` reports a wait. Raises DiskFull."""
-    told = False
+    reported = False
     while not stopped():
         watch.look(time.monotonic())
         if not watch.text:
             return True
-        if not told:
+        if not reported:
             say(f"Waiting for room: {watch.text}")
-        told = True
+        reported = True
         await asyncio.sleep(POLL_SECONDS)
     return False
 

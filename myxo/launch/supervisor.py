@@ -194,8 +194,8 @@ class SupervisedService(KeptAlive):
         ready, lived = self.ready and self.due is None, now - self.child.started_s
         due_in = None if self.due is None else max(0.0, self.due - now)
         life = (self.child.pid, self.restarts, ready, lived, self.child.started_at)
-        told = (self.last_code, self.error, self.spec.foreign, self.ended_at)
-        return InstanceStatus(self.spec.service, self.spec.instance, *life, due_in, *told)
+        reported = (self.last_code, self.error, self.spec.foreign, self.ended_at)
+        return InstanceStatus(self.spec.service, self.spec.instance, *life, due_in, *reported)
 
 
 class Supervisor:

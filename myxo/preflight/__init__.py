@@ -144,8 +144,8 @@ def checked(source: Source, *, starts: bool = False, fresh: bool = False, cluste
             config, problems = inspection.frozen, [*problems, *map(reading.with_origin, wrong)]
             os.environ.update(given.environment)
             inspection.guesses += filter(None, [engines])
-            told = [] if problems else [*given.notes, *reading.notes, *inspection.guesses]
-            problems += map(reading.with_origin, inspect(inspection, told))
+            reported = [] if problems else [*given.notes, *reading.notes, *inspection.guesses]
+            problems += map(reading.with_origin, inspect(inspection, reported))
     except BadInput as error:
         problems += problems_of(error)
     distinct = {str(problem): problem for problem in problems}.values()  # two may ask one server
@@ -190,12 +190,12 @@ def _with_all_engines(config: RunConfig, starts: bool, cluster: tuple[int, int] 
     return service_plan.filled(config, nodes, gpus, trains=devices.resolve(config.trainer.train_device) == "cuda")
 
 
-def inspect(inspection: Inspection, told: Sequence[str] = ()) -> list[BadInput]:
+def inspect(inspection: Inspection, reported: Sequence[str] = ()) -> list[BadInput]:
     """Returns the problems that all checks find, in their order; where there are none, prints the notes on standard error.
 
     ``told``: notes of before.
     """
-    problems, notes, known = list[BadInput](), list(told), 0
+    problems, notes, known = list[BadInput](), list(reported), 0
     debug = inspection.config.debug
     met = (STARTS if inspection.starts else ALWAYS) | (ALWAYS if debug.debug_rollout_only else TRAINS)
     met |= ALWAYS if debug.trains_only else GENERATES

@@ -244,8 +244,8 @@ def _once(inspection: Inspection, named: list[DataFile], settings: Sequence[obje
 
 
 def _unread(field: str, read: int, size: int, what: str, reader: str) -> list[str]:
-    told = f"{field}: {read:,} of {size:,} {what} were read before the start; {reader} tells what is wrong with the others"
-    return [told] if read < size else []
+    reported = f"{field}: {read:,} of {size:,} {what} were read before the start; {reader} tells what is wrong with the others"
+    return [reported] if read < size else []
 
 
 TRIAL_MODULE = "services.reward.label_trial"

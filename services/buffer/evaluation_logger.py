@@ -159,8 +159,8 @@ def evaluations_after(request: EvaluationsRequest, ended: Mapping[Any, EvalEnded
     """Returns the next ones of the evaluations that have ended, in order, up to those that the user's log function is still to see."""
     found = islice(ended.values(), request.known, request.known + MOST_EVALUATIONS)
     names = EvalFigures.model_fields
-    told = []
+    reported = []
     for record in takewhile(lambda record: record.version not in log.open, found):
         figures = EvalFigures(**{name: getattr(record, name) for name in names})
-        told.append(figures.model_copy(update={"logged": figures.logged or log.logged.get(record.version, False)}))
-    return EvaluationsEnded(evaluations=told)
+        reported.append(figures.model_copy(update={"logged": figures.logged or log.logged.get(record.version, False)}))
+    return EvaluationsEnded(evaluations=reported)

@@ -278,17 +278,17 @@ class GroupIndex:
     def apply(self, records: Iterable[tuple[int, LedgerRecord]]) -> None:
         """Takes further records, in the ledger's order."""
         dirty: dict[str, GroupRecord] = {}
-        told: list[tuple[str, int, float, str, str | None]] = []
+        reported: list[tuple[str, int, float, str, str | None]] = []
         with self._lock, self._database:
             self._database.execute("BEGIN")
             for sequence, record in records:
                 changed = self.history.apply(sequence, record)
                 dirty |= {group.group: group for group in changed}
-                told += [(group.group, sequence, record.at, record.event(), ledger_words(record, group)) for group in changed]
+                reported += [(group.group, sequence, record.at, record.event(), ledger_words(record, group)) for group in changed]
                 self._mark(sequence, record)
                 self.sequence = sequence
             self._put(dirty.values())
-            self._database.executemany("INSERT OR REPLACE INTO told VALUES (?,?,?,?,?)", [row for row in told if row[-1] is not None])
+            self._database.executemany("INSERT OR REPLACE INTO told VALUES (?,?,?,?,?)", [row for row in reported if row[-1] is not None])
             self._database.execute("COMMIT")
             self.revision += 1
 
@@ -380,8 +380,8 @@ class GroupIndex:
 
     def provenance(self, group: GroupRecord) -> list[ProvenanceStep]:
         """Returns what the ledger tells of a group, in order."""
-        told = self._rows("SELECT sequence, at, event, what FROM told WHERE name = ?", (group.group,))
-        steps = [ProvenanceStep(*row) for row in (*told, *self._sent_out(group), *self._freed(group))]
+        reported = self._rows("SELECT sequence, at, event, what FROM told WHERE name = ?", (group.group,))
+        steps = [ProvenanceStep(*row) for row in (*reported, *self._sent_out(group), *self._freed(group))]
         return sorted(steps, key=lambda step: step.sequence)
 
     def _sent_out(self, group: GroupRecord) -> list[tuple[Any, ...]]:

@@ -66,8 +66,8 @@ class EpisodeTokens:
         if self._as_chat:
             first = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             formed = in_call_form(self._tokenizer, [*first, *messages], self._variables, keep_text=True)
-            told = self._guarded(formed[len(first) :])
-            return self._ids(self._tokenizer.render([*formed[: len(first)], *told], self._variables))
+            reported = self._guarded(formed[len(first) :])
+            return self._ids(self._tokenizer.render([*formed[: len(first)], *reported], self._variables))
         return [*ids, *self._ids(_text(messages))]
 
     def reply(self, messages: Sequence[Reply], last: int | None) -> tuple[str, list[int]]:

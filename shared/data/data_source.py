@@ -46,7 +46,7 @@ class GroupResult:
     rewards: tuple[float, ...] = ()
     reason: str = ""
 
-    def told(self, group: str, entry: Mapping[str, Any], metadata_key: str, threshold: float) -> dict[str, Any]:
+    def reported(self, group: str, entry: Mapping[str, Any], metadata_key: str, threshold: float) -> dict[str, Any]:
         """Returns the result as a source gets it. ``entry``: the group's prompt as it was drawn; ``threshold``: the reward that passes."""
         passed = sum(reward >= threshold for reward in self.rewards)
         return {
@@ -294,7 +294,7 @@ class DrawnPrompts:
     def _message(self, position: int) -> dict[str, Any]:
         [result] = self.results.between(position, position + 1)
         entry, data = self._drawn.record(result.number)["entry"], self._config.data
-        return result.told(group_id(result.number), entry, data.metadata_key, self._config.monitoring.passrate_threshold)
+        return result.reported(group_id(result.number), entry, data.metadata_key, self._config.monitoring.passrate_threshold)
 
     def _complain(self, words: str) -> None:
         if self._report is not None:
@@ -334,8 +334,8 @@ class DrawnPrompts:
                 left_out[reason] += 1
                 self.first_left_out = self.first_left_out or error
                 continue
-            told = {"observed": self._told, "untold": self._untold}
-            self._write({"number": number, "drawn": drawn, "left_out": left_out, **told, "entry": row, "state": state})
+            reported = {"observed": self._told, "untold": self._untold}
+            self._write({"number": number, "drawn": drawn, "left_out": left_out, **reported, "entry": row, "state": state})
             self._forget()
             return
         raise self._refusal(f"{MOST_LEFT_OUT} prompts in a row do not fit; the last: {self.first_left_out}")

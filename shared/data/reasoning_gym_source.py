@@ -108,8 +108,8 @@ class TaskGenerator:
         dataset = self._opened(level, block)
         task, travelled = dataset[0], _as_json(dataset[0], self.name)
         if isinstance(task["answer"], str) and (worth := _worth(dataset, task)) != (then := _worth(dataset, travelled)):
-            told = f"its verifier gives its own answer {worth:g}, and {then:g} once the task has been JSON; the rewards would be wrong"
-            raise ConfigError(FIELD, self.name, told)
+            reported = f"its verifier gives its own answer {worth:g}, and {then:g} once the task has been JSON; the rewards would be wrong"
+            raise ConfigError(FIELD, self.name, reported)
         return dataset
 
     def _opened(self, level: int, block: int) -> Any:

@@ -96,8 +96,8 @@ def listed(values: Any) -> list[Any]:
 
 def token_versions(meta: Mapping[str, Any], count: int) -> list[int | None]:
     """Returns the version of each of ``count`` tokens, None where the engine does not name it (its version at the end says nothing)."""
-    told = meta.get(TOKEN_VERSIONS) or []  # of a part of an answer, those of its new tokens
-    found: list[int | None] = [*[None] * (count - len(told)), *told[:count]]
+    reported = meta.get(TOKEN_VERSIONS) or []  # of a part of an answer, those of its new tokens
+    found: list[int | None] = [*[None] * (count - len(reported)), *reported[:count]]
     for span in meta.get("weight_versions") or ():
         for at in range(span["start"], min(span["end"], count)):
             found[at] = int(str(span["version"]).partition("@")[0])  # an external engine's has a mark

@@ -196,10 +196,10 @@ def interface_of(address: str) -> str:
     entries = array.array("B", bytes(_INTERFACES * _ENTRY_BYTES))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
-            told = fcntl.ioctl(asking.fileno(), _SIOCGIFCONF, struct.pack("iL", len(entries), entries.buffer_info()[0]))
+            reported = fcntl.ioctl(asking.fileno(), _SIOCGIFCONF, struct.pack("iL", len(entries), entries.buffer_info()[0]))
         except OSError as error:
             raise ConfigError(HOST_VARIABLE, address, f"this system does not say which interface has it ({error})") from None
-    content = entries.tobytes()[: struct.unpack("iL", told)[0]]
+    content = entries.tobytes()[: struct.unpack("iL", reported)[0]]
     for begin in range(0, len(content), _ENTRY_BYTES):
         entry = content[begin : begin + _ENTRY_BYTES]
         if socket.inet_ntoa(entry[20:24]) == address:

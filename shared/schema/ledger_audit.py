@@ -226,9 +226,9 @@ class Audit:
             return
         scored = [group for name in batch.groups if (group := self._open.get(name)) is not None]
         expected = attest_scored([(group.group, group.samples, group.removed) for group in scored], batch.mask_below).model_dump()
-        for name, told in record.attestation.model_dump().items():
-            if told != expected[name]:
-                self._violation(f"step {record.step}: by the trainer's account its {name} is {told}, by what was scored {expected[name]}")
+        for name, said in record.attestation.model_dump().items():
+            if said != expected[name]:
+                self._violation(f"step {record.step}: by the trainer's account its {name} is {said}, by what was scored {expected[name]}")
 
     def _durable(self, record: ledger.CheckpointDurable) -> None:
         report, steps = self._report, record.steps

@@ -153,9 +153,9 @@ class Store:
 
     async def memory(self, deadline: float) -> tuple[int, int, bool]:
         """Returns the bytes of memory that the store uses, those that it may use (0: no bound), and whether it evicts blobs beyond them."""
-        told = await self._retry(deadline, lambda: self._client.info("memory"), "its memory")
-        bound = int(told["maxmemory"])
-        return int(told["used_memory"]), bound, bound > 0 and told.get("maxmemory_policy", "noeviction") != "noeviction"
+        reported = await self._retry(deadline, lambda: self._client.info("memory"), "its memory")
+        bound = int(reported["maxmemory"])
+        return int(reported["used_memory"]), bound, bound > 0 and reported.get("maxmemory_policy", "noeviction") != "noeviction"
 
     async def close(self) -> None:
         if self._blobs is not None:

@@ -281,8 +281,8 @@ def causes_of(history: FlowHistory, step: StepRecord) -> list[tuple[str, Interva
     """Returns the parts of the wait before a step, each with its cause; none where that wait is not known."""
     if step.wait_from is None or step.wait_from >= step.started:
         return []
-    told = history.metrics.get(step.step, {})
-    saving, stall = (told.get(f"perf/train_{what}_time", 0.0) for what in ("save", "push"))
+    reported = history.metrics.get(step.step, {})
+    saving, stall = (reported.get(f"perf/train_{what}_time", 0.0) for what in ("save", "push"))
     wait = (step.wait_from, step.started)
     return wait_causes(wait, step.last, saving, stall, history.back_at(wait))
 

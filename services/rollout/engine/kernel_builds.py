@@ -199,8 +199,8 @@ def mark(kernels: Sequence[JitKernel], cache: str, environment: Mapping[str, str
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     gpus = sorted({line for file in _GPUS.glob("*/information") for line in file.read_text().splitlines() if line.startswith("Model")})
-    told = repr(([kernel for kernel in kernels if kernel.cache == cache], versions, gpus))
-    return Path(environment[cache], f"myxo-{hashlib.sha256(told.encode()).hexdigest()[:16]}.built")
+    reported = repr(([kernel for kernel in kernels if kernel.cache == cache], versions, gpus))
+    return Path(environment[cache], f"myxo-{hashlib.sha256(reported.encode()).hexdigest()[:16]}.built")
 
 
 def build_of(kernel: JitKernel) -> Callable[[], object] | None:
