@@ -326,8 +326,7 @@ class MediaReader:
         try:
             importlib.import_module(module)
         except (ModuleNotFoundError, OSError):
-            words = f"none, or {module}, which reads {rule.noun}s: pip install 'myxo[media]'"
-            raise ConfigError(_FIELD, data.multimodal_keys, words) from None
+            raise ConfigError(_FIELD, data.multimodal_keys, f"none, or {module}, for {rule.noun}s: pip install 'myxo[media]'") from None
         return reader(rule, data)
 
     def measured(self, data: bytes) -> int:

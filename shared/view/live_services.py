@@ -136,8 +136,9 @@ class Heartbeats:
                 self.heard[status.instance] = HeardService(status.at, now)
 
     def pause(self) -> None:
-        """Stops the clock while no service can be heard, until the next observation."""
+        """Stops the clock while no service can be heard, until the next observation; from there on each has its whole patience again."""
         self._looked = None
+        self.heard = {instance: HeardService(heard.at, heard.came) for instance, heard in self.heard.items()}
 
     def forget(self, instance: str) -> None:
         """Forgets a service that has ended: its next life is silent only once it was heard."""

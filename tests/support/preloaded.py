@@ -3,13 +3,15 @@
 import gc
 import os
 
+import setproctitle
+
 from shared.runtime.quick_imports import quick_imports
 
+setproctitle.getproctitle()  # it looks for the command line's place by the environment, which must not have changed yet
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 with quick_imports():
     import numpy.ma
-    import setproctitle
     import tensorboard.summary
     import uvicorn.lifespan.off
     import uvicorn.protocols.http.auto

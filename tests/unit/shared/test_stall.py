@@ -308,5 +308,15 @@ def test_nobody_is_silent_while_nobody_can_be_heard(*, suspended: bool) -> None:
     assert heard.silent(5.0) == {}
 
 
+def test_who_was_late_before_the_bus_went_away_has_its_whole_patience_after() -> None:
+    heard = Heartbeats()
+    for second in range(5):
+        heard.observe(beat(NOW), second, NOW + second)
+    heard.pause()
+    for second in range(9, 15):
+        heard.observe(beat(NOW), second, NOW + second)
+    assert heard.silent(5.5) == {} and heard.silent(4.5) == {"reward-0": NOW}
+
+
 def test_the_words_tell_the_time_of_day() -> None:
     assert f"(since {time.strftime('%H:%M:%S', time.localtime(NOW))})" in Stall(Cause.STEP, "a step", NOW).words(NOW + 61)
