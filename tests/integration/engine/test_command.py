@@ -64,7 +64,8 @@ def test_on_a_cpu(model: Path, site: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert command.env["OMP_NUM_THREADS"] == "1"
 
 
-def test_on_cuda() -> None:
+def test_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     command = engine_command("Qwen/Qwen3-4B", 31000, device="cuda")
     assert command.argv[:2] == [sys.executable, str(GPU_LAUNCHER)]
     assert "--skip-server-warmup" in command.argv
