@@ -130,13 +130,13 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
         raise ConfigError("eval.eval_prompt_data", None, expected)
     item = chosen_version(config, parsed.version)
     directory = config.run.root / "evaluations"
-    reported = SafeConsole(stderr=True) if parsed.json else console
-    reported.print(f"Version {item.version} of {config.run.name} is {item.what}.", soft_wrap=True)
+    output = SafeConsole(stderr=True) if parsed.json else console
+    output.print(f"Version {item.version} of {config.run.name} is {item.what}.", soft_wrap=True)
     model = materialized(item, directory / f"v{item.version:06d}-model")
     own = evaluating(config, item.version, model)
     path = directory / f"v{item.version:06d}.toml"
     path.write_text(config_toml.dump(own))
-    code = up(Source.of(path, []), reported, fresh=True)
+    code = up(Source.of(path, []), output, fresh=True)
     if code == exit_codes.DONE:
         figures = _figures(own, item.version)
         replace_file(directory / f"v{item.version:06d}.json", json.dumps(figures, indent=2).encode())

@@ -22,7 +22,7 @@ from shared.accounts.credentials import ServerAddress
 from shared.runtime import exit_codes
 from shared.runtime.addresses import CA_VARIABLE, authorities, trusted
 from shared.runtime.errors import ConfigError
-from shared.runtime.tasks import cancelled
+from shared.runtime.tasks import until_one_ends
 
 PATH, PIECE_BYTES, HEARTBEAT_S, CONNECT_S = "/myxo-link", 1 << 16, 10.0, 10.0
 MOST_CONNECTIONS = 4096  # of all replicas at once; further ones are refused with 503
@@ -185,10 +185,8 @@ async def _pump(
                 writer.write(message.data)
                 await writer.drain()
 
-    both = [asyncio.create_task(outward()), asyncio.create_task(inward())]
     try:
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        await until_one_ends(outward(), inward())
     finally:
-        await cancelled(both)
         writer.close()
         await frames.close()

@@ -116,7 +116,7 @@ class EngineFilling:
     idle: int
     gpus: int
 
-    def reported(self, size: int) -> str:
+    def note(self, size: int) -> str:
         """Returns the line for the user, for engines of ``size`` GPUs."""
         each = f"of {size} GPU{'s' * (size > 1)} each"
         line = f"rollout_replicas = {self.engines}, {each}: they fill the {self.gpus} that there are for engines"
@@ -181,4 +181,4 @@ def filled(config: RunConfig, nodes: int, gpus_per_node: int, *, trains: bool) -
     found = filling(config, left_gpus(config, nodes, gpus_per_node, on_gpus=trains))
     update = {"rollout": rollout.model_copy(update={"rollout_replicas": found.engines})}
     size = rollout.rollout_num_gpus_per_engine
-    return config.model_copy(update=update), found.reported(size) if found.engines > 1 or found.idle else ""
+    return config.model_copy(update=update), found.note(size) if found.engines > 1 or found.idle else ""

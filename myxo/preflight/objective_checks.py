@@ -106,7 +106,7 @@ def check_presets(inspection: Inspection) -> Findings:
     """Yields a note for each preset."""
     config = inspection.config
     values = {field: value for section in type(config).model_fields for field, value in getattr(config, section)}
-    yield from map(Note, presets.reported(config.algorithm.preset, values))
+    yield from map(Note, presets.notes(config.algorithm.preset, values))
 
 
 def check_support(inspection: Inspection) -> Findings:

@@ -19,7 +19,6 @@ from pathlib import Path
 from services.rollout.engine.engine_process import EngineCommand, EngineMeeting, EngineProcess
 from services.rollout.engine.receiver_client import rank_socket
 from services.rollout.replica_command import engine_log, engine_name, replica_command
-from shared.agents.agent_proxy import StreamPair, pass_both_ways
 from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.leader_lease import AWAY_SECONDS
@@ -29,6 +28,7 @@ from shared.nodes.node_decisions import HEALTHY_SECONDS, OwnRanks, SeenNode
 from shared.runtime import exit_codes
 from shared.runtime.addresses import node_rank, own_address
 from shared.runtime.errors import MyxoError
+from shared.runtime.tasks import StreamPair, pass_both_ways
 from shared.service.service_base import Service
 
 SPAN = 14  # the ports from the meeting point's on that SGLang takes with data-parallel attention: it adds up to 13 to it

@@ -11,6 +11,7 @@ import sys
 
 from shared.runtime.addresses import LOOPBACK, PRIVATE, HttpAddress, own_address, parsed
 from shared.runtime.errors import ConfigError
+from shared.runtime.tasks import StreamPair, pass_both_ways
 
 NOT_SENT = "Myxo-Not-Sent"  # header of the proxy's own answers
 CONNECT_SECONDS = 10.0  # an agent that does not take a connection by then is not there
@@ -49,34 +50,11 @@ class AgentProxy:
             self._open -= 1
             writer.close()
 
-    async def _connected(self) -> "StreamPair":
+    async def _connected(self) -> StreamPair:
         if self._open > CONNECTIONS:
             raise ConnectionRefusedError(f"{CONNECTIONS} connections are open")
         async with asyncio.timeout(CONNECT_SECONDS):
             return await asyncio.open_connection(*self._agent)
-
-
-StreamPair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-async def pass_both_ways(one: StreamPair, other: StreamPair) -> None:
-    """Passes bytes to and fro until either side ends, and closes both."""
-    ways = [asyncio.ensure_future(_pass(one[0], other[1])), asyncio.ensure_future(_pass(other[0], one[1]))]
-    try:
-        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for way in ways:
-            way.cancel()
-        for _, writer in (one, other):
-            writer.close()
-        await asyncio.gather(*ways, return_exceptions=True)
-
-
-async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):
-        while chunk := await reader.read(CHUNK_BYTES):
-            writer.write(chunk)
-            await writer.drain()
 
 
 async def serve(listen: HttpAddress, agent: HttpAddress) -> None:

@@ -127,7 +127,7 @@ def _gives(value: object) -> bool:
         return (value.lower() if isinstance(value, str) else value) not in _NOTHING
 
 
-def reported(presets: Iterable[str], values: Mapping[str, Any]) -> Iterator[str]:
+def notes(presets: Iterable[str], values: Mapping[str, Any]) -> Iterator[str]:
     """Yields a line for each preset: what it set, and what was given otherwise.
 
     Args:

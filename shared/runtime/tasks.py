@@ -53,6 +53,35 @@ async def cancelled(tasks: Iterable[asyncio.Task[Any]], deadline: float = 10.0) 
         task.cancelled() or task.exception()  # else asyncio would report it as never retrieved
 
 
+async def until_one_ends(*work: Coroutine[Any, Any, None]) -> None:
+    """Runs several things until one of them ends, and the others then no longer."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await cancelled(tasks)
+
+
+StreamPair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+COPY_BYTES = 64 * 1024
+
+
+async def pass_both_ways(one: StreamPair, other: StreamPair) -> None:
+    """Passes bytes to and fro until either side ends, and closes both."""
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while chunk := await reader.read(COPY_BYTES):
+                writer.write(chunk)
+                await writer.drain()
+
+    try:
+        await until_one_ends(copy(one[0], other[1]), copy(other[0], one[1]))
+    finally:
+        for _, writer in (one, other):
+            writer.close()
+
+
 async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
     """Awaits ``work`` to its end, which has to have a deadline of its own, and only then raises a cancellation that came meanwhile.
 

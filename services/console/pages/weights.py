@@ -98,12 +98,12 @@ class WeightEvent(BaseModel):
 
 
 class WeightEvents(BaseModel):
-    """The newest of these events, the newest first. ``left_out``: older ones that are not in this answer. ``told``: whether there is a bus
-    that tells of such events; a directory alone does not."""
+    """The newest of these events, the newest first. ``left_out``: older ones that are not in this answer. ``recorded``: whether the
+    run's events are at hand; in its directory alone they are not."""
 
     events: list[WeightEvent]
     left_out: int
-    told: bool
+    recorded: bool
 
 
 PACE_NEWEST = 500  # The newest versions whose figures one chart shows
@@ -200,7 +200,7 @@ def pace(history: PushHistory) -> PushPace:
     return PushPace(versions=[push.version for push in pushes], series=series)
 
 
-def weight_events(history: PushHistory, limit: int, *, told: bool = True) -> WeightEvents:
+def weight_events(history: PushHistory, limit: int, *, recorded: bool = True) -> WeightEvents:
     """Returns the failures of pushes by name, the events of services about weights, and catch-ups, the newest first."""
     failed = [
         WeightEvent(at=push.at, who=part.replica, what=f"push of version {item.version} failed", text=part.failure, bad=True)
@@ -209,11 +209,11 @@ def weight_events(history: PushHistory, limit: int, *, told: bool = True) -> Wei
         for part in push.replicas
         if part.failure
     ]
-    found = sorted([*failed, *map(_told, history.events)], key=lambda event: event.at, reverse=True)
-    return WeightEvents(events=found[:limit], left_out=max(0, len(found) - limit), told=told)
+    found = sorted([*failed, *map(_weight_event, history.events)], key=lambda event: event.at, reverse=True)
+    return WeightEvents(events=found[:limit], left_out=max(0, len(found) - limit), recorded=recorded)
 
 
-def _told(event: ServiceEvent) -> WeightEvent:
+def _weight_event(event: ServiceEvent) -> WeightEvent:
     return WeightEvent(at=event.at, who=event.instance, what=event.what.replace("_", " "), text=event.detail, bad=event.what != CAUGHT_UP)
 
 
@@ -246,6 +246,6 @@ def router(source: RunSource) -> APIRouter:
     @api.get("/events")
     async def read_events(limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> WeightEvents:
         """Failures of pushes by name, trouble with snapshots, replicas that caught up: the newest first."""
-        return weight_events(history.pushes, limit, told=source.live)
+        return weight_events(history.pushes, limit, recorded=source.live)
 
     return api

@@ -96,7 +96,8 @@ async def test_an_agent_that_leaves_in_the_middle_is_not_asked_again() -> None:
 
     async def agent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal asked
-        asked += len(await reader.read(1))
+        begun = await reader.read(1)
+        asked += len(begun)
         writer.close()
 
     server = await asyncio.start_server(agent, "127.0.0.1", 0)

@@ -167,7 +167,7 @@ async def test_a_directory_alone(config: RunConfig) -> None:
         (curve,) = (await answer(get, "run/curves", *query))["curves"]
         assert curve["steps"][0] == 100 and curve["steps"][-1] == 2000 and curve["total"] == 1901 and len(curve["x"]) <= 104
         assert all(mean == value - 1 for mean, value in zip(curve["smoothed"], curve["values"], strict=True))
-        assert (await answer(get, "weights/now"))["live"] == 1 and not (await answer(get, "weights/events"))["told"]
+        assert (await answer(get, "weights/now"))["live"] == 1 and not (await answer(get, "weights/events"))["recorded"]
         rows = (await answer(get, "weights/versions"))["versions"]
         assert all(row[figure] is None for row in rows for figure in ("joining", "activation", "paused")), "no metric has them"
         assert [(row["version"], row["served"], row["seconds"], row["transfer"], row["stall"], row["gb_per_s"]) for row in rows] == [

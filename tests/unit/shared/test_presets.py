@@ -71,7 +71,7 @@ def test_a_field_that_says_the_same_thing_otherwise_wins(tmp_path: Path, words: 
 
 def test_what_is_said(tmp_path: Path) -> None:
     config = read(tmp_path, "--preset dapo --eps-clip 0.1")
-    (line,) = presets.reported(config.algorithm.preset, fields(config))
+    (line,) = presets.notes(config.algorithm.preset, fields(config))
     said, _, otherwise = line.partition("; given otherwise: ")
     assert said.startswith("preset dapo: ")
     assert "eps_clip_high = 0.28" in said
@@ -81,7 +81,7 @@ def test_what_is_said(tmp_path: Path) -> None:
 
 def test_what_a_later_preset_sets_is_said_to_be_its(tmp_path: Path) -> None:
     config = read(tmp_path, "--preset gspo icepop --eps-clip 0.1")
-    first, second = presets.reported(config.algorithm.preset, fields(config))
+    first, second = presets.notes(config.algorithm.preset, fields(config))
     assert "; instead: off_policy = decoupled (of icepop, which comes later; gspo: none); given otherwise: eps_clip = 0.1" in first
     assert "otherwise" not in second and "instead" not in second
 
@@ -93,9 +93,9 @@ def test_an_error_names_the_preset_that_set_its_field(tmp_path: Path) -> None:
 
 def test_a_preset_of_which_nothing_is_left_says_so(tmp_path: Path) -> None:
     config = read(tmp_path, "--preset tis icepop --tis-mode clip --tis-clip 9 --tis-clip-low 0.1 --off-policy decoupled")
-    first, _ = presets.reported(config.algorithm.preset, fields(config))
+    first, _ = presets.notes(config.algorithm.preset, fields(config))
     assert "preset tis: off_policy = decoupled; given otherwise: " in first
-    (line,) = presets.reported(["gspo"], fields(config))
+    (line,) = presets.notes(["gspo"], fields(config))
     assert line.startswith("preset gspo: sets nothing; given otherwise: advantage_estimator = ")
 
 

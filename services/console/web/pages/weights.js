@@ -112,8 +112,8 @@ export function mount(root, context) {
     return el("details", {}, el("summary", {}, `${has} of ${found.length} now`), el("ul", { class: "plain-list" }, found));
   }
 
-  function showEvents({ events: found, left_out: leftOut, told }) {
-    const none = told
+  function showEvents({ events: found, left_out: leftOut, recorded }) {
+    const none = recorded
       ? "No push has failed. Replicas that fail a step, or catch up from others, are named here."
       : "Which replicas failed is told by the run's events alone, and these are not among its files here.";
     if (!found.length) return renew(events, el("h2", {}, "Failures"), el("p", { class: "quiet" }, none));
