@@ -42,8 +42,8 @@ def number(text: str) -> float:
 def count(text: str) -> int:
     """Reads a whole number that is not negative."""
     value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text}: at least 0")
+    if not 0 <= value < 1 << 31:
+        raise argparse.ArgumentTypeError(f"{text}: from 0 to {(1 << 31) - 1}")
     return value
 
 

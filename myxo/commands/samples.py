@@ -7,7 +7,7 @@ import argparse
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,11 +17,8 @@ from rich.text import Text
 from myxo.commands.command_arguments import add_json, add_run, count, number
 from myxo.display.safe_console import SafeConsole
 from myxo.display.sample_page import (
-    ORDERS,
     Pieces,
-    SampleList,
     ShownGroup,
-    WantedGroups,
     as_plain,
     json_line,
     page,
@@ -34,19 +31,19 @@ from myxo.run.run_directory import RunDirectory, find
 from shared.bus import streams
 from shared.bus.subjects import Subjects
 from shared.data.read_progress import ReadProgress
-from shared.data.rollout_files import DIRECTORY, EVALUATED, FAILED, RolloutReader, RolloutRecord, files
+from shared.data.rollout_files import DIRECTORY, EVALUATED, FAILED, files
 from shared.data.tokenizer_files import local_tokenizer
 from shared.runtime import exit_codes
-from shared.runtime.errors import BadMessage, ConfigError, PayloadMissing
-from shared.schema import sample
+from shared.runtime.errors import ConfigError
 from shared.schema.ledger import LedgerRecord, eval_group_parts, group_id
 from shared.schema.sample import Sample
-from shared.store.payload_store import Store
-from shared.view.group_history import STATUSES, GroupHistory, GroupProvenance, GroupRecord, ProvenanceStep, kept_group
+from shared.view.group_history import STATUSES, GroupRecord, ProvenanceStep
+from shared.view.group_index import GroupIndex, GroupQuery, KeptResponses, stored_samples
 
 STORE_SECONDS = 15.0  # deadline for reading one blob from the store
 WIDE = 160  # characters of a line where no terminal gives its width
 _TARGET = re.compile(r"(?:g?([0-9]{1,12})|(eval\.[A-Za-z0-9_-]+\.[0-9]{1,12}\.[0-9]{1,12}))(?:/([0-9]{1,9}))?\Z", re.ASCII)
+ORDERS = {"age": "changed", "reward": "reward", "tokens": "tokens"}  # The orders of a list, and what the index calls them
 _LIST_OPTIONS = ("--group", "--limit", "--sort", "--status", "--step", "--min-reward", "--max-reward", "--version", "--dataset")
 
 
@@ -87,16 +84,18 @@ def samples(parsed: argparse.Namespace, console: Console) -> int:
         if given:
             raise ConfigError("GROUP", parsed.group, f"{', '.join(given)} is for the list; leave it out, or leave GROUP out")
         return asyncio.run(_show(parsed, console, *target(parsed.group)))
-    wanted = _wanted(parsed)
-    listing = SampleList(wanted, parsed.sort or "age", 20 if parsed.limit is None else parsed.limit)
-    return asyncio.run(_browse(parsed, console, listing, with_texts=parsed.responses or parsed.step is not None or wanted.evaluation))
+    query = _query(parsed)
+    return asyncio.run(_browse(parsed, console, query, with_texts=parsed.responses or parsed.step is not None or query.evaluation))
 
 
-def _wanted(parsed: argparse.Namespace) -> WantedGroups:
+def _query(parsed: argparse.Namespace) -> GroupQuery:
+    """Returns the wanted groups, the last in order first, however many a page of the console may have."""
     only = None if parsed.only is None else group_named(parsed.only)
     evaluation = parsed.eval or parsed.dataset is not None or parsed.status in (EVALUATED, FAILED) or (only or "").startswith("eval.")
-    bounds = (parsed.min_reward, parsed.max_reward)
-    return WantedGroups(parsed.status, parsed.step, *bounds, only, parsed.version, evaluation, parsed.dataset)
+    limit = 20 if parsed.limit is None else parsed.limit
+    given = {name: getattr(parsed, name) for name in ("step", "min_reward", "max_reward", "version", "dataset")}
+    given |= {"status": [] if parsed.status is None else [parsed.status], "sort": ORDERS[parsed.sort or "age"]}
+    return GroupQuery.model_construct(**given, group=only, evaluation=evaluation, limit=-1 if only is not None else limit or -1)
 
 
 def target(text: str) -> tuple[str, int | None]:
@@ -117,14 +116,18 @@ def group_named(text: str) -> str:
     return group
 
 
-async def _browse(parsed: argparse.Namespace, console: Console, listing: SampleList, with_texts: bool) -> int:
+async def _browse(parsed: argparse.Namespace, console: Console, query: GroupQuery, with_texts: bool) -> int:
     async with _opened(parsed.run, parsed.dir) as run:
-        await run.read_into(listing)
-        rows, of = listing.rows()
+        await run.read(kept=with_texts)
+        rows, of = run.index.page(query)
+        if query.group is not None:  # of held-out prompts the index takes the beginning as well
+            rows = [row for row in rows if row.group == query.group]
+            of = len(rows)
+        rows.reverse()
         if with_texts:  # the list is useful without those that no store within reach has
             run.read_files(rows)
-            await run.ask_store(rows, listing.history)
-    shown = [run.shown(group, listing.history) for group in rows]
+            await run.ask_store(rows)
+    shown = [run.shown(group) for group in rows]
     if parsed.json:
         for group in shown:
             console.file.write(json_line(row_as_plain(group, with_texts)) + "\n")
@@ -164,115 +167,98 @@ async def stored_sample(run: str, directory: Path, text: str) -> Sample:
 
 @dataclass
 class _OpenRun:
-    """A run's groups and their samples. access: None where only its rollout files are left; samples, absent: what was found of each group,
-    and why there is nothing, by its id."""
+    """A run's groups and their samples. access: None where only its kept responses are left; found: a group's samples by its id, or why
+    there are none."""
 
     directory: RunDirectory
+    index: GroupIndex
     access: Access | None = None
-    samples: dict[str, list[Sample]] = field(default_factory=dict)
-    absent: dict[str, str] = field(default_factory=dict)
-    torn: int = 0
+    found: dict[str, list[Sample] | str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.kept = KeptResponses(self.directory.root / DIRECTORY, self.index, directory_only=self.access is None)
 
     @property
     def name(self) -> str:
         return self.directory.root.name if self.access is None else self.access.run
 
-    def shown(self, group: GroupRecord, history: GroupHistory, steps: Sequence[ProvenanceStep] = ()) -> ShownGroup:
+    def shown(self, group: GroupRecord, steps: Sequence[ProvenanceStep] = ()) -> ShownGroup:
         """Returns a group with what was found of its samples."""
-        found = self.samples.get(group.group, [])
-        absent = None if found else self.absent.get(group.group, "none were kept")
-        return ShownGroup(self.name, group, found, absent, history.durable(group), steps)
+        found, durable = self.found.get(group.group, "none were kept"), self.index.history.durable(group)
+        samples, absent = ([], found) if isinstance(found, str) else (found, None)
+        return ShownGroup(self.name, group, samples, absent, durable, steps)
 
-    async def look_up(self, group: str, index: int | None = None) -> ShownGroup:
+    async def look_up(self, name: str, index: int | None = None) -> ShownGroup:
         """Returns a group with its samples, whole ones of the store before those of the files. Raises ConfigError where it, or its sample
         ``index``, is not there, and where no store is within reach that has what the files have not."""
-        life = GroupProvenance(group)
-        await self.read_into(life, group)
-        if life.record is None:
-            raise self.no_such_group(group, life.history.admitted)
-        size = len(life.record.rewards)
-        if index is not None and index >= size and (size or life.history.gone(life.record) is None):
-            raise ConfigError("GROUP", f"{group}/{index}", f"the group has {size} samples; give 0 to {size - 1}")
-        unreachable = await self.ask_store([life.record], life.history)
-        self.read_files([life.record])
-        if unreachable is not None and group not in self.samples:
+        await self.read(kept=True)
+        if (group := self.index.group(name)) is None:
+            raise self.no_such_group(name)
+        size = len(group.rewards)
+        if index is not None and index >= size and (size or self.index.history.gone(group) is None):
+            raise ConfigError("GROUP", f"{name}/{index}", f"the group has {size} samples; give 0 to {size - 1}")
+        unreachable = await self.ask_store([group])
+        self.read_files([group])
+        if unreachable is not None and self._missing([group]):
             raise unreachable
-        return self.shown(life.record, life.history, life.steps)
+        return self.shown(group, self.index.provenance(group))
 
-    async def read_into(self, fold: SampleList | GroupProvenance, only: str | None = None) -> None:
-        """Folds the ledger, or the rollout files where there is none; of these ``only`` one group, where it is given."""
-        if self.access is None:
-            for position, kept in enumerate(self._kept(lambda head: only in (None, head.group))):
-                fold.add(kept_group(position, kept))
-            return
-        bus, stream = self.access.bus, Subjects(self.access.run).ledger_stream
-        with ReadProgress("reading the ledger", await streams.last_sequence(bus, stream)) as reading:
-            async for sequence, record in streams.read(bus, stream, LedgerRecord):
-                fold.apply(sequence, record)
-                if sequence % streams.FETCH == 0:
-                    reading.at(sequence)
+    async def read(self, *, kept: bool) -> None:
+        """Takes the ledger. kept: and where the kept responses lie, which are all there is of a run without one."""
+        if self.access is not None:
+            bus, stream, records = self.access.bus, Subjects(self.access.run).ledger_stream, list[tuple[int, LedgerRecord]]()
+            with ReadProgress("reading the ledger", await streams.last_sequence(bus, stream)) as reading:
+                async for entry in streams.read(bus, stream, LedgerRecord):
+                    records.append(entry)
+                    if len(records) == streams.FETCH:
+                        self.index.apply(records)
+                        reading.at(entry[0])
+                        records = []
+            self.index.apply(records)
+        if kept or self.access is None:
+            self.kept.update()
+            if torn := self.kept.torn + self.kept.cut:
+                lines = "1 line" if torn == 1 else f"{torn} lines"
+                SafeConsole(stderr=True).print(Text(f"{lines} of {DIRECTORY}/ cut off or damaged, and left out", style="yellow"))
+
+    def _missing(self, groups: Sequence[GroupRecord]) -> list[GroupRecord]:
+        return [group for group in groups if isinstance(self.found.get(group.group, ""), str)]
 
     def read_files(self, groups: Sequence[GroupRecord]) -> None:
-        """Takes the samples that the rollout files have of the groups of which there are none yet."""
-        missing = {group.group for group in groups} - self.samples.keys()
-        if missing:
-            self.samples |= {kept.group: kept.decoded() for kept in self._kept(lambda head: head.group in missing) if kept.samples}
+        """Takes the kept samples of the groups of which there are none yet."""
+        kept = {group.group: self.kept.record(group) for group in self._missing(groups)}
+        self.found |= {name: record.decoded() for name, record in kept.items() if record is not None and record.samples}
 
-    async def ask_store(self, groups: Sequence[GroupRecord], history: GroupHistory) -> ConfigError | None:
+    async def ask_store(self, groups: Sequence[GroupRecord]) -> ConfigError | None:
         """Takes the groups that are missing from the store, where it should have them. Returns why no store is within reach."""
-        if self.access is None:
-            return None
-        missing = [group for group in groups if group.group not in self.samples]
-        self.absent |= {group.group: why for group in missing if (why := history.gone(group)) is not None}
-        stored = [group for group in missing if group.group not in self.absent]
-        if not stored:
+        missing = self._missing(groups) if self.access is not None else []
+        self.found |= {group.group: why for group in missing if (why := self.index.history.gone(group)) is not None}
+        stored = [group for group in missing if group.group not in self.found]
+        if self.access is None or not stored:
             return None
         try:
             async with payloads(self.access) as store:
                 for group in stored:
-                    await self._take(store, group)
+                    self.found[group.group] = await stored_samples(store, group, STORE_SECONDS)
         except ConfigError as error:
-            self.absent |= {group.group: str(error) for group in stored if group.group not in self.samples}
+            self.found |= {group.group: str(error) for group in stored if group.group not in self.found}
             return error
         return None
-
-    async def _take(self, store: Store, group: GroupRecord) -> None:
-        if group.payload is None or not group.payload.keys:
-            self.absent[group.group] = "the ledger names no payload"
-            return
-        try:
-            found = sample.decode(await store.read(group.payload, deadline=STORE_SECONDS))
-        except (PayloadMissing, BadMessage) as error:  # freed since the ledger was read, or lost; overwritten
-            self.absent[group.group] = str(error)
-            return
-        there = [entry.index for entry in found]
-        if there == list(range(len(group.rewards))):
-            self.samples[group.group] = found
-        else:
-            self.absent[group.group] = f"the store holds samples {there}, which are not those that the ledger names"
-
-    def _kept(self, wanted: Callable[[RolloutRecord], bool]) -> Iterator[RolloutRecord]:
-        """Yields kept groups; says once on the standard error how many lines could not be read."""
-        reader = RolloutReader(self.directory.root / DIRECTORY)
-        yield from reader.records(wanted)
-        if reader.torn and not self.torn:
-            self.torn = reader.torn
-            lines = "1 line" if self.torn == 1 else f"{self.torn} lines"
-            SafeConsole(stderr=True).print(Text(f"{lines} of {DIRECTORY}/ cut off or damaged, and left out", style="yellow"))
 
     def pieces(self) -> Pieces | None:
         """Returns what gives the text of single tokens by the run's tokenizer; None where this machine does not have it."""
         tokenizer = None if self.access is None else local_tokenizer(self.access.config)
         return None if tokenizer is None else tokenizer.pieces
 
-    def no_such_group(self, group: str, admitted: int) -> ConfigError:
-        """Returns the refusal of a group that is not there. ``admitted``: how many there are."""
+    def no_such_group(self, group: str) -> ConfigError:
+        """Returns the refusal of a group that is not there."""
         if self.access is None:
             where = self.directory.root / DIRECTORY
             return ConfigError("GROUP", group, f"no such group in {where}/, which is all that is left of run {self.name}")
         if eval_group_parts(group) is not None:
             listed = f"`myxo samples {self.name} --eval` lists them"
             return ConfigError("GROUP", group, f"no such held-out prompt has come back in run {self.name}; {listed}")
+        admitted = self.index.history.admitted
         there = f"it has {group_id(0)} to {group_id(admitted - 1)}" if admitted else "it has admitted none yet"
         return ConfigError("GROUP", group, f"no such group in run {self.name}; {there}")
 
@@ -280,8 +266,9 @@ class _OpenRun:
 @contextlib.asynccontextmanager
 async def _opened(run: str, directory: Path) -> AsyncIterator[_OpenRun]:
     there = find(run, directory)[1] if given_servers().nats_url is None else None
-    if there is not None and there.at_rest_without_streams() and files(there.root / DIRECTORY):
-        yield _OpenRun(there)
-        return
-    async with reach(run, directory) as access:
-        yield _OpenRun(access.directory, access)
+    with contextlib.closing(GroupIndex("")) as index:
+        if there is not None and there.at_rest_without_streams() and files(there.root / DIRECTORY):
+            yield _OpenRun(there, index)
+            return
+        async with reach(run, directory) as access:
+            yield _OpenRun(access.directory, index, access)

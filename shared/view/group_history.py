@@ -16,7 +16,6 @@ from shared.schema.ledger import (
     BatchTrained,
     CheckpointDurable,
     EvalScored,
-    EvalStarted,
     GroupDead,
     GroupRequeued,
     GroupsAdmitted,
@@ -24,7 +23,6 @@ from shared.schema.ledger import (
     GroupsScored,
     LedgerRecord,
     SampleRefused,
-    eval_group_parts,
     group_id,
 )
 from shared.schema.messages import Payload, ScoredGroup
@@ -266,41 +264,6 @@ class ProvenanceStep:
     at: float
     event: str
     what: str
-
-
-class GroupProvenance:
-    """All that the ledger knows of the group with the id ``group``. record: None if no such group was admitted."""
-
-    def __init__(self, group: str) -> None:
-        self.group = group
-        self.record: GroupRecord | None = None
-        self.steps: list[ProvenanceStep] = []
-        self.history = GroupHistory()
-        self._durable = False
-
-    def apply(self, sequence: int, record: LedgerRecord) -> None:
-        """Takes a record; they come in the ledger's order."""
-        changed = next((group for group in self.history.apply(sequence, record) if group.group == self.group), None)
-        self.record = changed or self.record
-        what = ledger_words(record, changed) if changed is not None else self._other_words(record)
-        if what is not None:
-            self.steps.append(ProvenanceStep(sequence, record.at, record.event(), what))
-
-    def add(self, group: GroupRecord) -> None:
-        """Takes the group as the kept responses tell it, for a run without a ledger."""
-        self.record = group
-
-    def _other_words(self, record: LedgerRecord) -> str | None:
-        """Describes a record that concerns the group and does not change it."""
-        match record:
-            case CheckpointDurable(steps=steps) if self.record is not None and self.history.durable(self.record) and not self._durable:
-                self._durable = True
-                return f"a checkpoint of {steps} steps is durable, its samples are freed"
-            case EvalStarted(dataset=dataset, version=version, prompts=prompts):
-                parts = eval_group_parts(self.group)
-                if parts is not None and parts[:2] == (dataset, version) and parts[2] < prompts:
-                    return f"sent out for the evaluation of version {version}"
-        return None
 
 
 def ledger_words(record: LedgerRecord, group: GroupRecord) -> str | None:

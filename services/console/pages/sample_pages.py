@@ -19,7 +19,6 @@ from fastapi import APIRouter, HTTPException, Query, Response
 from pydantic import BaseModel
 from redis.exceptions import RedisError
 
-from services.console.group_index import Facet, GroupQuery
 from services.console.pages.sample_tokens import (
     MOST_TOKENS,
     Fork,
@@ -40,11 +39,11 @@ from shared.config.run_config import RunConfig
 from shared.data.rollout_files import TRAINED
 from shared.data.tokenizer_files import local_tokenizer
 from shared.runtime.errors import MyxoError
-from shared.schema import sample as sample_codec
 from shared.schema.ledger import is_evaluation
 from shared.schema.message import Count, GroupId
 from shared.schema.sample import Sample
 from shared.view.group_history import BATCHED, GroupRecord, ProvenanceStep
+from shared.view.group_index import Facet, GroupQuery, stored_samples
 
 
 class ReplayCommand(BaseModel):
@@ -92,7 +91,10 @@ async def find_samples(source: RunSource, index: RunIndex, group: GroupRecord) -
     """Returns the samples of a group; never raises for a store that is away or has freed them."""
     absent = index.groups.history.gone(group) if source.live else "only the run's directory is left, which keeps none of this group"
     if absent is None:
-        found = await _stored(source, group)
+        try:
+            found = await stored_samples(source.store(), group, STORE_SECONDS)
+        except (MyxoError, RedisError) as error:  # the store is away
+            found = str(error) or type(error).__name__
         if not isinstance(found, str):
             return FoundSamples(found, "store")
         absent = found
@@ -101,21 +103,6 @@ async def find_samples(source: RunSource, index: RunIndex, group: GroupRecord) -
         return FoundSamples((), "none", absent)
     stale = tuple(position for position, sample in enumerate(record.samples) if sample.stale)
     return FoundSamples(record.decoded(), "kept", stale=stale)
-
-
-async def _stored(source: RunSource, group: GroupRecord) -> list[Sample] | str:
-    """Returns the samples that the store has, or why there are none."""
-    if group.payload is None or not group.payload.keys:
-        return "the ledger names no payload"
-    try:
-        blobs = await source.store().read(group.payload, deadline=STORE_SECONDS)
-        found = await asyncio.to_thread(sample_codec.decode, blobs)
-    except (MyxoError, RedisError) as error:  # away, or freed since the ledger was read, or lost, or overwritten
-        return str(error) or type(error).__name__
-    there = [entry.index for entry in found]
-    if len(there) != len(group.rewards):
-        return f"the store holds {len(there)} samples where the ledger names {len(group.rewards)}"
-    return found
 
 
 PREVIEW = 240  # Characters of a response in a group's list of samples

@@ -287,7 +287,10 @@ def test_where_only_the_kept_responses_are_left_they_are_the_list(myxo: Myxo, tm
         keep(config, number)
     for number, version in ((10, 0), (11, 2)):
         keep(config, number, "evaluated", group=f"eval.heldout.{version}.0", dataset="heldout", step=None, version=version)
+    keep(config, 12, "evaluated", group="eval.heldout.2.01", dataset="heldout", step=None, version=2)
     where = ("--dir", config.run.dir)
+    code, out, err = myxo.run("samples", "test", "--group", "eval.heldout.2.0", *where)
+    assert (code, err, "1 groups" in out, "the answer of 11/0" in out, "the answer of 12" in out) == (0, "", True, True, False)
     code, out, err = myxo.run("samples", "test", *where)
     assert (code, err) == (0, "")
     assert "3 groups" in out and "trained at step 2" in out and "eval." not in out

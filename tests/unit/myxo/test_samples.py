@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,10 @@ import pytest
 from rich.console import Console
 
 from myxo import main as command_line
-from myxo.commands.samples import group_named, target
+from myxo.commands.samples import ORDERS, group_named, target
 from myxo.display.sample_page import (
-    ORDERS,
     Pieces,
-    SampleList,
     ShownGroup,
-    WantedGroups,
     as_plain,
     json_line,
     page,
@@ -45,7 +43,8 @@ from shared.schema.ledger import (
 )
 from shared.schema.messages import Payload, SampleMeta, ScoredGroup
 from shared.schema.sample import Sample
-from shared.view.group_history import STATUSES, GroupProvenance, GroupRecord
+from shared.view.group_history import STATUSES, GroupHistory, GroupRecord, ProvenanceStep
+from shared.view.group_index import GroupIndex, GroupQuery
 
 
 def names(*numbers: int) -> list[str]:
@@ -85,26 +84,35 @@ LEDGER: list[LedgerRecord] = [
 ]
 
 
-def listed(wanted: WantedGroups | None = None, order: str = "age", limit: int = 20) -> list[GroupRecord]:
-    return listing(wanted, order, limit).rows()[0]
-
-
-def listing(wanted: WantedGroups | None = None, order: str = "age", limit: int = 20, ledger: Iterable[LedgerRecord] = LEDGER) -> SampleList:
-    found = SampleList(wanted or WantedGroups(), order, limit)
-    for sequence, record in enumerate(ledger, 1):
-        found.apply(sequence, record)
+def folded(ledger: Iterable[LedgerRecord] = LEDGER) -> GroupIndex:
+    found = GroupIndex("")
+    found.apply(list(enumerate(ledger, 1)))
     return found
+
+
+def listed(ledger: Iterable[LedgerRecord] = LEDGER, **wanted: Any) -> list[GroupRecord]:
+    """The wanted groups, the last in order last, as the command lists them."""
+    return folded(ledger).page(GroupQuery(**wanted))[0][::-1]
 
 
 def numbers(group: Iterable[GroupRecord]) -> list[int]:
     return [int(entry.group[1:]) for entry in group]
 
 
-def life(number: int, ledger: Iterable[LedgerRecord] = LEDGER) -> GroupProvenance:
-    found = GroupProvenance(group_id(number))
-    for sequence, record in enumerate(ledger, 1):
-        found.apply(sequence, record)
-    return found
+@dataclass
+class Life:
+    """A group of a ledger, and what the ledger tells of it."""
+
+    record: GroupRecord
+    steps: list[ProvenanceStep]
+    history: GroupHistory
+
+
+def life(group: int | str, ledger: Iterable[LedgerRecord] = LEDGER) -> Life:
+    index = folded(ledger)
+    record = index.group(group if isinstance(group, str) else group_id(group))
+    assert record is not None
+    return Life(record, index.provenance(record), index.history)
 
 
 # --- folding
@@ -126,22 +134,11 @@ def test_where_every_group_is() -> None:
 
 
 def test_the_facts_of_a_group_are_those_of_its_latest_attempt() -> None:
-    (group,) = listed(WantedGroups(group=group_id(6)))
+    (group,) = listed(group=group_id(6))
     assert (group.attempt, group.rewards, group.tokens, group.oldest, group.newest) == (1, (0.5, -1.0), (5, 6), (1, 1), (1, 1))
     assert (group.replica, group.seconds, group.reward, group.at) == ("rollout-0", 3.5, -0.25, 111.0)
-    (given_up,) = listed(WantedGroups(group=group_id(7)))
+    (given_up,) = listed(group=group_id(7))
     assert (given_up.attempt, given_up.rewards, given_up.reward, given_up.seconds) == (1, (), None, None)
-
-
-def test_only_groups_in_flight_and_those_to_be_shown_are_kept() -> None:
-    found = listing(limit=2)
-    assert set(found.history.open) == set(names(2, 3, 6, 7, 8))
-    assert found.matched == 4  # ended
-    assert len(found.ended) == 2
-    assert found.history.batches.keys() == {1}
-    rows, of = found.rows()
-    assert (numbers(rows), of) == ([7, 8], 9)
-    assert found.rows() == (rows, of)  # looking changes nothing
 
 
 def test_a_ledger_that_breaks_its_rules_can_be_looked_at() -> None:
@@ -151,7 +148,7 @@ def test_a_ledger_that_breaks_its_rules_can_be_looked_at() -> None:
         RunFinished(steps=1, at=1),
         GroupsScored(groups=[scored(0, (9.0, 9.0))], at=2.0),
     ]
-    assert [group.where() for group in listing(ledger=[*LEDGER, *odd]).rows()[0]] == [group.where() for group in listed()]
+    assert [group.where() for group in listed([*LEDGER, *odd])] == [group.where() for group in listed()]
 
 
 # --- filters, orders
@@ -160,44 +157,26 @@ def test_a_ledger_that_breaks_its_rules_can_be_looked_at() -> None:
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
-        (WantedGroups(), [0, 1, 2, 3, 4, 5, 6, 7, 8]),
-        (WantedGroups(status="trained"), [0, 1]),
-        (WantedGroups(status="batched"), [2, 3]),
-        (WantedGroups(status="ready"), [6]),
-        (WantedGroups(status="requeued"), [7]),
-        (WantedGroups(status="outstanding"), [8]),
-        (WantedGroups(status="dropped"), [4]),
-        (WantedGroups(status="dead"), [5]),
-        (WantedGroups(step=0), [0, 1]),
-        (WantedGroups(step=1), [2, 3]),
-        (WantedGroups(step=2), []),
-        (WantedGroups(min_reward=0.5), [0, 1]),
-        (WantedGroups(min_reward=0.25, max_reward=0.5), [0, 2, 3, 4]),
-        (WantedGroups(max_reward=0.0), [6]),
-        (WantedGroups(version=0), [0, 1, 2, 3, 4]),
-        (WantedGroups(version=1), [2, 3, 4, 6]),
-        (WantedGroups(group=group_id(3)), [3]),
-        (WantedGroups(group=group_id(3), status="dead"), []),
+        ({}, [0, 1, 4, 2, 3, 5, 6, 7, 8]),
+        ({"status": ["ready"]}, [6]),
+        ({"step": 1}, [2, 3]),
+        ({"step": 2}, []),
+        ({"min_reward": 0.25, "max_reward": 0.5}, [0, 4, 2, 3]),
+        ({"version": 0}, [0, 1, 4, 2, 3]),
+        ({"version": 1}, [4, 2, 3, 6]),
+        ({"group": group_id(3), "status": ["dead"]}, []),
+        ({"sort": ORDERS["reward"], "limit": 2}, [0, 1]),
+        ({"sort": ORDERS["tokens"], "limit": 1}, [1]),
     ],
 )
-def test_filters(wanted: WantedGroups, expected: list[int]) -> None:
-    rows = listed(wanted)
-    assert sorted(numbers(rows)) == expected
-    assert listing(wanted).rows()[1] == len(expected)
-
-
-def test_orders_and_the_limit_keep_the_end_of_the_list() -> None:
-    assert numbers(listed()) == [0, 1, 4, 2, 3, 5, 6, 7, 8]
-    assert numbers(listed(order="reward"))[-3:] == [3, 0, 1]
-    assert numbers(listed(order="reward", limit=2)) == [0, 1]
-    assert numbers(listed(order="tokens", limit=1)) == [1]
-    assert numbers(listed(limit=0)) == numbers(listed())
+def test_filters_and_orders(wanted: dict[str, Any], expected: list[int]) -> None:
+    assert numbers(listed(**wanted)) == expected
 
 
 def test_the_table_shows_each_group_in_a_line() -> None:
     console = Console(width=160, record=True, file=io.StringIO())
-    rows, of = listing(limit=3).rows()
-    console.print(table("r", rows, of))
+    rows, of = folded().page(GroupQuery(limit=3))
+    console.print(table("r", rows[::-1], of))
     lines = console.export_text().splitlines()
     assert "3 of 9 groups" in lines[0]
     assert lines[2].split() == ["g00000006", "1", "ready", "0.5", "-1", "5–6", "1", "rollout-0", "3.5"]
@@ -229,7 +208,7 @@ def test_the_provenance_of_a_group_that_was_made_twice() -> None:
         "to be generated anew as attempt 1: payload lost",
         "attempt 1 back from rollout-0 after 3.5 s, rewards 0.5 -1",
     ]
-    assert found.record is not None and found.record.payload is not None and found.record.payload.keys == ["k6.1"]
+    assert found.record.payload is not None and found.record.payload.keys == ["k6.1"]
     assert gone(found) is None
 
 
@@ -242,12 +221,6 @@ def test_why_a_group_has_no_samples(number: int, why: str) -> None:
 def test_a_group_in_a_batch_and_one_trained_but_not_durable_have_their_samples() -> None:
     assert gone(life(2)) is None
     assert gone(life(0, LEDGER[:13])) is None
-
-
-def test_a_group_that_was_never_admitted() -> None:
-    found = life(9)
-    assert found.record is None and found.steps == []
-    assert found.history.admitted == 9
 
 
 # --- pages
@@ -275,24 +248,22 @@ def printed(number: int, samples: list[Sample], index: int | None, absent: str |
     return shown(life(number), samples, index, absent)
 
 
-def found_of(life: GroupProvenance, samples: list[Sample], absent: str | None = None) -> ShownGroup:
-    assert life.record is not None
+def found_of(life: Life, samples: list[Sample], absent: str | None = None) -> ShownGroup:
     return ShownGroup("r", life.record, samples, absent, life.history.durable(life.record), life.steps)
 
 
-def shown(life: GroupProvenance, samples: list[Sample], index: int | None, absent: str | None = None) -> str:
+def shown(life: Life, samples: list[Sample], index: int | None, absent: str | None = None) -> str:
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(page(found_of(life, samples, absent), index, 100))
     return console.export_text()
 
 
-def plain_of(life: GroupProvenance, samples: list[Sample], index: int | None = None, pieces: Pieces | None = None) -> dict[str, Any]:
+def plain_of(life: Life, samples: list[Sample], index: int | None = None, pieces: Pieces | None = None) -> dict[str, Any]:
     """The JSON of a group, read back."""
     return json.loads(json_line(as_plain(found_of(life, samples), index, pieces)))
 
 
-def gone(life: GroupProvenance) -> str | None:
-    assert life.record is not None
+def gone(life: Life) -> str | None:
     return life.history.gone(life.record)
 
 
@@ -351,29 +322,22 @@ EVALUATION: list[LedgerRecord] = [
 
 
 def test_held_out_prompts_are_listed_by_themselves() -> None:
-    assert len(listing(ledger=EVALUATION).rows()[0]) == 9, "training groups only"
-    rows = listing(WantedGroups(evaluation=True), ledger=EVALUATION).rows()[0]
+    assert len(listed(EVALUATION)) == 9, "training groups only"
+    rows = listed(EVALUATION, evaluation=True)
     assert [(group.group, group.where()) for group in rows] == [
         ("eval.heldout.2.1", "evaluated at version 2"),
         ("eval.heldout.2.0", "failed (rollout-0: too long)"),
     ]
     assert (rows[0].rewards, rows[0].parts, rows[0].seconds) == ((1.0,), ({"form": 0.5},), None)
-    for wanted, count in (
-        (WantedGroups(evaluation=True, version=2), 2),
-        (WantedGroups(evaluation=True, version=3), 0),
-        (WantedGroups(evaluation=True, dataset="other"), 0),
-        (WantedGroups(evaluation=True, min_reward=0.5), 1),
-    ):
-        assert listing(wanted, ledger=EVALUATION).rows()[1] == count
+    for wanted, count in (({"version": 2}, 2), ({"version": 3}, 0), ({"dataset": "other"}, 0), ({"min_reward": 0.5}, 1)):
+        assert len(listed(EVALUATION, evaluation=True, **wanted)) == count
 
 
 def test_the_page_of_a_held_out_prompt() -> None:
-    found = GroupProvenance(eval_group_id("heldout", 2, 1))
-    for sequence, record in enumerate(EVALUATION, 1):
-        found.apply(sequence, record)
+    found = life(eval_group_id("heldout", 2, 1), EVALUATION)
     assert [step.what for step in found.steps] == ["sent out for the evaluation of version 2", "scored, rewards 1"]
     assert gone(found) == "its samples were freed when it was evaluated"
-    kept = sample(group=found.group, prompt=np.array([], np.int32), response=np.array([], np.int32), text="sieben")
+    kept = sample(group=found.record.group, prompt=np.array([], np.int32), response=np.array([], np.int32), text="sieben")
     assert "sieben" in shown(found, [kept], None)
     text = shown(found, [kept], 0)
     assert "sieben" in text and "5 response" in text and "keep_rollouts_tokens" in text
@@ -383,7 +347,7 @@ def test_the_page_of_a_held_out_prompt() -> None:
 
 def test_what_was_masked_and_removed_and_the_parts_of_a_reward_are_shown() -> None:
     back = scored(0, (1.5, 0.5), (0, 3))
-    back.parts, back.removed = [{"format": 0.5, "answer": 1.0}, {"format": 0.5, "answer": 0.0}], [1]
+    back.parts, back.removed = ({"format": 0.5, "answer": 1.0}, {"format": 0.5, "answer": 0.0}), (1,)
     ledger: list[LedgerRecord] = [
         GroupsAdmitted(first=0, count=1, version=0, at=100.0),
         GroupRequeued(group=group_id(0), attempt=1, reason="rollout-1 did not end it", partial=Payload(keys=["p"], bytes=1), at=101.0),
@@ -473,6 +437,7 @@ def test_the_command_line_knows_every_status_and_order(capsys: pytest.CaptureFix
     [
         (("r", "--status", "gone"), "--status"),
         (("r", "--step", "-1"), "--step"),
+        (("r", "--step", "99999999999999999999"), "from 0 to 2147483647"),
         (("r", "--min-reward", "nan"), "--min-reward"),
         (("r", "--limit", "many"), "--limit"),
         (("r", "g1", "--status", "dead", "--limit", "3"), "--limit, --status is for the list"),

@@ -1,21 +1,24 @@
-"""An index of a run's groups in SQLite: its tables, the conditions of a list, and the fold of the ledger into it.
+"""A run's groups and their samples, for `myxo samples` and the console: an index in SQLite of the ledger, the kept responses, the store.
 
 ``groups`` has one narrow row a group, so that a list of any filter and order is one pass over a few megabytes; what only a group's own page
 needs lies in ``details``.
 """
 
+import asyncio
 import json
 import re
 import sqlite3
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints, TypeAdapter, ValidationError
 
-from shared.data.rollout_files import TRAINED
+from shared.data.rollout_files import TRAINED, KeptLine, RolloutRecord, files, kept_lines, read_record
+from shared.runtime.errors import BadMessage, PayloadMissing
+from shared.schema import sample as sample_codec
 from shared.schema.ledger import (
     BatchAmended,
     BatchFormed,
@@ -27,7 +30,9 @@ from shared.schema.ledger import (
     group_id,
 )
 from shared.schema.message import Count
-from shared.view.group_history import GroupHistory, GroupRecord, ProvenanceStep, ledger_words
+from shared.schema.sample import Sample
+from shared.store.payload_store import Store
+from shared.view.group_history import GroupHistory, GroupRecord, ProvenanceStep, kept_group, ledger_words
 
 Status = Literal["outstanding", "requeued", "ready", "batched", "trained", "dropped", "dead", "evaluated", "failed"]
 Order = Literal["changed", "admitted", "reward", "spread", "tokens", "longest", "truncated", "attempt", "seconds"]
@@ -156,7 +161,7 @@ INDEXES = "CREATE INDEX groups_changed ON groups (evaluation, changed, name);" +
 _RECORD = TypeAdapter(GroupRecord)
 
 
-def new_database(path: Path) -> sqlite3.Connection:
+def new_database(path: Path | str) -> sqlite3.Connection:
     """Returns a new database of these tables; it is scratch, and nothing in it is worth a sync of the disk."""
     database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
     database.executescript(f"PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA cache_size = -{CACHE_KIB};{TABLES}{INDEXES}")
@@ -251,12 +256,12 @@ class GroupIndex:
     """The tables and what has been folded into them.
 
     Args:
-        path: of the scratch database, which must not exist.
+        path: of the scratch database, which must not exist; empty: one that lies on the disk only as far as memory does not hold it.
 
     ``sequence``: of the newest ledger record that was taken; ``revision`` grows with every change.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | str) -> None:
         self._lock = threading.RLock()
         self._database = new_database(path)
         self.history = GroupHistory()
@@ -406,3 +411,109 @@ class GroupIndex:
                 return self._database.execute(statement, values).fetchall()
             except sqlite3.ProgrammingError as error:
                 raise RuntimeError(f"the index of groups is closed: {error}") from error
+
+
+LINES = 512  # Lines that are put into the index together
+
+
+@dataclass
+class _ReadFile:
+    """How far a file has been read. inode: tells it from a later file of the same name. cut: its last line is cut off, or still grows."""
+
+    inode: int
+    end: int = 0
+    cut: bool = False
+
+
+@dataclass
+class KeptResponses:
+    """Follows the files of ``rollouts/``, which need not exist; used by one thread at a time.
+
+    directory_only: nothing else is left of the run, so that these lines are its list of groups, too. torn: lines that are no record, but
+    for ``cut`` ones, which may still grow.
+    """
+
+    directory: Path
+    index: GroupIndex
+    directory_only: bool = False
+    torn: int = 0
+    _read: dict[str, _ReadFile] = field(default_factory=dict)
+    _groups: int = 0
+
+    def update(self) -> None:
+        """Takes what was written since, and lets go of files that were removed. Raises OSError where the directory cannot be read."""
+        there = files(self.directory)
+        for name in self._read.keys() - {path.name for path in there}:
+            self._forget(name)
+        for path in there:
+            self._update(path)
+
+    @property
+    def cut(self) -> int:
+        """Returns how many files end in a line that is cut off."""
+        return sum(read.cut for read in self._read.values())
+
+    def record(self, group: GroupRecord) -> RolloutRecord | None:
+        """Returns a group's kept responses; None where none are kept (any more)."""
+        place = self.index.kept(group.group, group.attempt)
+        if place is None:
+            return None
+        found = read_record(self.directory / place.file, place.start, place.size)
+        return found if found is not None and found.group == group.group else None
+
+    def _update(self, path: Path) -> None:
+        try:
+            state = path.stat()
+        except FileNotFoundError:  # removed since, to make room
+            return
+        read = self._read.get(path.name)
+        if read is not None and (read.inode != state.st_ino or state.st_size < read.end):
+            self._forget(path.name)
+            read = None
+        read = self._read.setdefault(path.name, read or _ReadFile(state.st_ino))
+        if state.st_size > read.end:
+            lines: list[KeptLine] = []
+            for entry in kept_lines(path, read.end):
+                read.cut = not entry.line.endswith(b"\n")
+                if read.cut:
+                    break
+                read.end = entry.start + len(entry.line)
+                lines.append(entry)
+                if len(lines) == LINES:
+                    self._put(path, lines)
+                    lines = []
+            self._put(path, lines)
+
+    def _put(self, path: Path, lines: list[KeptLine]) -> None:
+        self.torn += sum(entry.head is None for entry in lines)
+        whole = [(entry, entry.head) for entry in lines if entry.head is not None]
+        if whole:
+            self.index.keep([KeptPlace(head.group, head.attempt, path.name, entry.start, len(entry.line)) for entry, head in whole])
+        if self.directory_only:
+            self.index.add([group for entry, _ in whole if (group := self._group(entry.line)) is not None])
+
+    def _group(self, line: bytes) -> GroupRecord | None:
+        try:
+            record = RolloutRecord.model_validate_json(line)
+        except ValidationError:
+            self.torn += 1
+            return None
+        self._groups += 1
+        return kept_group(self._groups, record)
+
+    def _forget(self, file: str) -> None:
+        del self._read[file]
+        self.index.forget_file(file)
+
+
+async def stored_samples(store: Store, group: GroupRecord, deadline: float) -> list[Sample] | str:
+    """Returns the samples that the store has of a group, or why there are none. Raises what the store raises where it is away."""
+    if group.payload is None or not group.payload.keys:
+        return "the ledger names no payload"
+    try:
+        found = await asyncio.to_thread(sample_codec.decode, await store.read(group.payload, deadline=deadline))
+    except (PayloadMissing, BadMessage) as error:  # freed since the ledger was read, or lost; overwritten
+        return str(error)
+    there = [entry.index for entry in found]
+    of = list(range(len(group.rewards)))
+    return found if there == of else f"the store holds samples {there}, which are not those that the ledger names"

@@ -1,14 +1,13 @@
 """The index of groups: the same groups, orders and provenance as folds of the whole ledger in memory have, whatever the ledger holds."""
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from myxo.display.sample_page import SampleList, WantedGroups
-from services.console.group_index import GroupIndex, GroupQuery, KeptPlace
 from shared.schema.ledger import (
     BatchAmended,
     BatchFormed,
@@ -28,7 +27,8 @@ from shared.schema.ledger import (
     group_id,
 )
 from shared.schema.messages import Payload, SampleMeta, ScoredGroup
-from shared.view.group_history import GroupProvenance, GroupRecord
+from shared.view.group_history import GroupHistory, GroupRecord, ProvenanceStep, ledger_words
+from shared.view.group_index import GroupIndex, GroupQuery, KeptPlace
 
 Ledger = list[tuple[int, LedgerRecord]]
 
@@ -89,7 +89,7 @@ def random_ledger(seed: int, steps: int = 12) -> Ledger:
             records.append(BatchTrained(step=step, version=step, started=at, ended=at + 0.5, at=at + 0.5))
         if step % 4 == 3:
             records.append(CheckpointDurable(steps=step, at=at))
-            records.append(EvalStarted(dataset="held.out", version=step, prompts=3, at=at))
+            records.append(EvalStarted(dataset="heldout", version=step, prompts=3, at=at))
             for row in range(2):
                 rewards = [1.0, 0.0] if chance.random() < 0.7 else []
                 group = eval_group_id("heldout", step, row)
@@ -109,30 +109,35 @@ def fold(index: GroupIndex, ledger: Ledger, pieces: int = 7) -> None:
         index.apply(ledger[begin : begin + pieces])
 
 
-def in_memory(ledger: Ledger, wanted: WantedGroups, order: str = "age") -> list[GroupRecord]:
-    listing = SampleList(wanted, order, 0)
+def in_memory(ledger: Ledger, wanted: Callable[[GroupRecord], bool] = lambda group: group.dataset is None) -> list[GroupRecord]:
+    """The wanted groups as a fold of the whole ledger has them in the end; training groups, where nothing else is wanted."""
+    history, groups = GroupHistory(), dict[str, GroupRecord]()
     for sequence, record in ledger:
-        listing.apply(sequence, record)
-    return listing.rows()[0]
+        groups |= {group.group: group for group in history.apply(sequence, record)}
+    return [group for group in groups.values() if wanted(group)]
 
 
 def names(groups: Iterable[GroupRecord]) -> set[str]:
     return {group.group for group in groups}
 
 
-CASES = [
-    ({}, {}),
-    ({"status": "trained"}, {"status": ["trained"]}),
-    ({"status": "dead"}, {"status": ["dead"]}),
-    ({"step": 3}, {"step": 3}),
-    ({"version": 5}, {"version": 5}),
-    ({"version": BIG}, {"version": BIG}),
-    ({"min_reward": 0.1, "max_reward": 0.9}, {"min_reward": 0.1, "max_reward": 0.9}),
-    ({"group": group_id(7)}, {"group": "7"}),
-    ({"group": group_id(7)}, {"group": group_id(7)}),
-    ({"evaluation": True}, {"evaluation": True}),
-    ({"evaluation": True, "version": 7}, {"evaluation": True, "version": 7}),
-    ({"evaluation": True, "dataset": "heldout"}, {"evaluation": True, "dataset": "heldout"}),
+def trained_on(group: GroupRecord, version: int) -> bool:
+    return any(oldest <= version <= newest for oldest, newest in zip(group.oldest, group.newest, strict=True))
+
+
+CASES: list[tuple[dict[str, Any], Callable[[GroupRecord], bool]]] = [
+    ({}, lambda group: True),
+    ({"status": ["trained"]}, lambda group: group.status == "trained"),
+    ({"status": ["dead"]}, lambda group: group.status == "dead"),
+    ({"step": 3}, lambda group: group.step == 3),
+    ({"version": 5}, lambda group: trained_on(group, 5)),
+    ({"version": BIG}, lambda group: trained_on(group, BIG)),
+    ({"min_reward": 0.1, "max_reward": 0.9}, lambda group: group.reward is not None and 0.1 <= group.reward <= 0.9),
+    ({"group": "7"}, lambda group: group.group == group_id(7)),
+    ({"group": group_id(7)}, lambda group: group.group == group_id(7)),
+    ({"evaluation": True}, lambda group: True),
+    ({"evaluation": True, "version": 7}, lambda group: group.version == 7),
+    ({"evaluation": True, "dataset": "heldout"}, lambda group: group.dataset == "heldout"),
 ]
 
 
@@ -140,9 +145,10 @@ CASES = [
 def test_pages_hold_what_a_fold_in_memory_selects(index: GroupIndex, seed: int) -> None:
     ledger = random_ledger(seed)
     fold(index, ledger)
-    for wanted, query in CASES:
+    for query, wanted in CASES:
         groups, total = index.page(GroupQuery(limit=200, **query))
-        expected = in_memory(ledger, WantedGroups(**wanted))
+        evaluation = "evaluation" in query
+        expected = in_memory(ledger, lambda group: (group.dataset is not None) == evaluation and wanted(group))  # noqa: B023
         assert (names(groups), total) == (names(expected), len(expected)), query
         assert {group.group: group for group in groups} == {group.group: group for group in expected}
 
@@ -177,7 +183,7 @@ def figure(group: GroupRecord, order: str) -> float | None:
 def test_flags_choose_by_what_groups_hold(index: GroupIndex) -> None:
     ledger = random_ledger(6)
     fold(index, ledger)
-    everything = in_memory(ledger, WantedGroups())
+    everything = in_memory(ledger)
 
     def chosen(**query: object) -> set[str]:
         return names(index.page(GroupQuery.model_validate({"limit": 200, **query}))[0])
@@ -205,13 +211,19 @@ def test_flags_choose_by_what_groups_hold(index: GroupIndex) -> None:
 def test_provenance_is_that_of_a_fold_of_the_whole_ledger(index: GroupIndex, seed: int) -> None:
     ledger = random_ledger(seed)
     fold(index, ledger)
-    everything = in_memory(ledger, WantedGroups()) + in_memory(ledger, WantedGroups(evaluation=True))
+    everything = in_memory(ledger, lambda group: True)
     assert len(everything) > 90
+    steps, history = dict[str, list[ProvenanceStep]](), GroupHistory()
+    for sequence, record in ledger:
+        for group in history.apply(sequence, record):
+            if (words := ledger_words(record, group)) is not None:
+                steps.setdefault(group.group, []).append(ProvenanceStep(sequence, record.at, record.event(), words))
     for group in everything:
-        life = GroupProvenance(group.group)
-        for sequence, record in ledger:
-            life.apply(sequence, record)
-        assert index.provenance(group) == life.steps
+        found = index.provenance(group)
+        others = [step for step in found if step.event in ("eval_started", "checkpoint_durable")]
+        assert [step for step in found if step not in others] == steps[group.group]
+        expected = {"eval_started": group.dataset is not None, "checkpoint_durable": history.durable(group)}
+        assert [step.event for step in others] == [event for event, told in expected.items() if told]
 
 
 def test_batches_are_as_they_were_amended(index: GroupIndex) -> None:
@@ -255,14 +267,7 @@ def test_facets_count_every_group_once(index: GroupIndex) -> None:
     fold(index, ledger)
     facets = index.facets()
     assert sum(facet.groups for facet in facets if not facet.evaluation) == 96
-    expected = len(
-        in_memory(
-            ledger,
-            WantedGroups(
-                status="trained",
-            ),
-        )
-    )
+    expected = len(in_memory(ledger, lambda group: group.status == "trained"))
     assert sum(facet.groups for facet in facets if facet.status == "trained") == expected
 
 
