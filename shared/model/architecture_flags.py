@@ -239,6 +239,7 @@ def described_shape(given: Mapping[str, Any]) -> Architecture | None:
         qk_norm=bool(given.get("qk_layernorm")) and latent is None,
         qkv_bias=bool(given.get("add_qkv_bias")),
         biases=given.get("disable_bias_linear") is False,
+        stacked_experts=given.get("disable_bias_linear") is False,  # experts with biases are held so, gpt-oss' alone
         sinks=given.get("softmax_type") == "learnable",
         output_gate=bool(given.get("attention_output_gate")),
         post_norms=bool(given.get("post_self_attn_layernorm")),

@@ -12,7 +12,7 @@ from shared.config.rollout_section import RolloutSection
 from shared.config.sglang_flags import count
 from shared.config.speculation import ALGORITHM, OF_THE_MODEL
 from shared.model.architecture import Architecture
-from shared.model.memory_plan import attention_parameters, kv_bytes, stage_parameters
+from shared.model.memory_plan import ATTENTION, kv_bytes, layer_parameters, stage_parameters
 from shared.model.parallel_layout import ParallelLayout
 
 MIB = 1 << 20
@@ -161,7 +161,8 @@ def _parameters(a: Architecture, layout: EngineLayout, stage: int, count: int) -
     ends = stage == 0, stage == layout.stages - 1
     found = sum(stage_parameters(a, ParallelLayout(tensor=layout.tensor), layers, *ends))
     if layout.heads < layout.tensor:
-        found += sum(attention_parameters(a, layout.heads, each) - attention_parameters(a, layout.tensor, each) for each in layers)
+        for ranks, sign in ((layout.heads, 1), (layout.tensor, -1)):
+            found += sign * sum(layer_parameters(a, ParallelLayout(tensor=ranks), each, ATTENTION)[0] for each in layers)
         found += (a.vocab_size // layout.heads - a.vocab_size // layout.tensor) * a.hidden_size if ends[0] else 0
     return found
 

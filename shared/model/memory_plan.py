@@ -5,12 +5,18 @@ save for the backward pass, tensor by tensor; experts are taken to get equal num
 (``torch.cuda.max_memory_allocated``); what CUDA and NCCL take beside them is a constant.
 """
 
+import math
+import re
 from dataclasses import asdict, dataclass, replace
 
 from shared.config.trainer_section import OptimizerState, TrainerSection
 from shared.model.architecture import Architecture, LinearAttention, Tower
 from shared.model.parallel_layout import ParallelLayout, stage_layers
+from shared.model.tensor_table import layer_rows, sizes
 from shared.model.trainable_parameters import Freezing, Lora
+
+ATTENTION = "self_attention."  # How Megatron's names of a layer's attention begin, and those of its indexer
+INDEXER = f"{ATTENTION}indexer."
 
 OUTSIDE_BYTES = 2_000_000_000
 """CUDA's context, the libraries' workspaces and NCCL's buffers: what a GPU has less for torch; measured at 1.2 to 2 GB."""
@@ -126,7 +132,7 @@ def _stage(
     replicas = max(ranks // (layout.tensor * layout.pipeline), 1) if trainer.use_distributed_optimizer else 1
     expert_replicas = max(ranks // (layout.expert_tensor_size * layout.expert * layout.pipeline), 1)
     expert_replicas = expert_replicas if trainer.use_distributed_optimizer else 1
-    trained = dense - sum(indexer_parameters(a, layer) for layer in layers), experts
+    trained = dense - sum(layer_parameters(a, layout, layer, INDEXER)[0] for layer in layers), experts
     adapters = 0, 0
     if not value_head and (lora := Lora.of(trainer)) is not None:
         trained = adapters = lora.parameters(a, layout, layers)
@@ -166,56 +172,35 @@ def stage_parameters(
     a: Architecture, layout: ParallelLayout, layers: range, first: bool, last: bool, value_head: bool = False
 ) -> tuple[int, int]:
     """Returns the parameters of a rank, without and of experts. ``first``, ``last``: whether it has the embedding, the output layer."""
-    tensor, hidden = layout.tensor, a.hidden_size
-    rows = layout.padded_vocabulary(a.vocab_size) // tensor * hidden
+    hidden = a.hidden_size
+    rows = layout.padded_vocabulary(a.vocab_size) // layout.tensor * hidden
     dense = rows if first else 0
     if last:
         dense += hidden + (hidden if value_head else 0 if first and a.tied_embeddings else rows)
-    experts = 0
     drafts = range(a.num_layers, a.num_layers + (a.trained_drafts if last else 0))
     dense += len(drafts) * (2 * hidden * hidden + 3 * hidden)
-    for layer in [*layers, *drafts]:
-        dense += attention_parameters(a, tensor, layer) + indexer_parameters(a, layer) + (4 if a.post_norms else 2) * hidden
-        if a.experts is not None and a.is_moe_layer(layer):
-            e = a.experts
-            dense += e.count * hidden + (e.count if e.score == "sigmoid" else 0) + 3 * hidden * e.shared_ffn_hidden_size // tensor
-            dense += hidden if e.shared_gate else 0
-            experts += e.count // layout.expert * 3 * hidden * e.ffn_hidden_size // layout.expert_tensor_size
-            if a.biases:
-                dense, experts = dense + e.count, experts + e.count // layout.expert * (2 * e.ffn_hidden_size + hidden)
+    found = [layer_parameters(a, layout, layer) for layer in [*layers, *drafts]]
+    return dense + sum(of_dense for of_dense, _ in found), sum(of_experts for _, of_experts in found)
+
+
+_WHOLE = re.compile(r"norm\.weight|router|gate_weight|linear_proj\.bias|_down_proj|indexer")
+"""In Megatron's names of what each tensor-parallel rank has whole; a norm over all heads is divided as they are."""
+
+
+def layer_parameters(a: Architecture, layout: ParallelLayout, layer: int, within: str = "") -> tuple[int, int]:
+    """Returns the parameters of a layer on a rank, without and of experts, of those whose names in Megatron begin with ``within``."""
+    size, dense, experts = sizes(a), 0, 0
+    for row in layer_rows(a, layer):
+        count = sum(math.prod(size[word] for word in words) for _, words in row.tensors)
+        if not row.megatron[0].startswith(within):
+            continue
+        if a.experts is not None and row.per_expert:
+            of_one = count // (a.experts.count if row.stacked else 1)
+            experts += of_one * (a.experts.count // layout.expert) // layout.expert_tensor_size
         else:
-            dense += 3 * hidden * a.ffn_hidden_size // tensor
+            whole = _WHOLE.search(row.megatron[0]) and "joint_qk_norm" not in row.when
+            dense += count if whole else count // layout.tensor
     return dense, experts
-
-
-def attention_parameters(a: Architecture, tensor: int, layer: int = 0) -> int:
-    """Returns the parameters of a layer's attention on each of the ``tensor`` ranks that share its heads."""
-    hidden, heads = a.hidden_size, a.num_attention_heads
-    if a.linear is not None and a.is_linear_layer(layer):
-        linear = a.linear
-        of_channels = linear.linear_conv_kernel_dim * (2 * linear.keys + linear.values) + 2 * linear.linear_num_value_heads
-        return (hidden * (linear.projected + linear.values) + of_channels) // tensor + linear.linear_value_head_dim
-    if a.latent is None:
-        width = (heads * (2 if a.output_gate else 1) + 2 * a.num_key_value_heads) * a.head_dim
-        norms = 2 * a.head_dim if a.qk_norm else (heads + a.num_key_value_heads) * a.head_dim // tensor if a.joint_qk_norm else 0
-        divided = hidden * width + (width if a.qkv_bias else 0) + (heads if a.sinks else 0) + heads * a.head_dim * hidden
-        return divided // tensor + norms + (hidden if a.biases else 0)
-    m = a.latent
-    query = m.qk_head_dim + m.qk_pos_emb_head_dim
-    if m.q_lora_rank:
-        count = hidden * m.q_lora_rank + m.q_lora_rank + m.q_lora_rank * heads * query // tensor
-    else:
-        count = hidden * heads * query // tensor
-    count += hidden * (m.kv_lora_rank + m.qk_pos_emb_head_dim) + m.kv_lora_rank
-    return count + m.kv_lora_rank * heads * (m.qk_head_dim + m.v_head_dim) // tensor + heads * m.v_head_dim * hidden // tensor
-
-
-def indexer_parameters(a: Architecture, layer: int) -> int:
-    """Returns the parameters of a layer's indexer, which every rank has whole and none trains; 0 for a layer without."""
-    if a.indexer is None or a.latent is None or not a.has_indexer(layer):
-        return 0
-    heads, width = a.indexer.heads, a.indexer.head_dim
-    return heads * width * (a.latent.q_lora_rank or 0) + (width + heads) * a.hidden_size + 2 * width
 
 
 def _choice_bytes(a: Architecture, tokens: int) -> int:
