@@ -5,7 +5,7 @@ written for another size is refused; where no checkpoint is at hand, they are th
 beside Megatron's: ``post_self_attn_layernorm`` and ``post_mlp_layernorm``, the norms after each block.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -148,9 +148,7 @@ def differences(given: Mapping[str, Any], architecture: Architecture) -> Iterato
     for name, value in given.items():
         if name in own:
             wanted = own[name]
-            value = expert_layers(value, architecture.num_layers) if name == "moe_layer_freq" else value
-            value = windowed_layers(value, architecture.num_layers) if name == "window_attn_skip_freq" else value
-            value = linear_layers(value, architecture.num_layers) if name == "linear_attention_freq" else value
+            value = layer_pattern(name, value, architecture.num_layers) if name in _PATTERNS else value
             if value != wanted:
                 yield ConfigError(f"trainer.megatron.{name}", given[name], f"{wanted!r}, as the checkpoint has")
         elif value is not None and value != default_of(name):
@@ -174,22 +172,18 @@ def default_of(name: str) -> Any:
     return flag.default if flag is not None and "architecture" in flag.groups else None
 
 
-def expert_layers(frequency: int | Sequence[int], layers: int) -> list[int]:
-    """Returns Megatron's ``moe_layer_freq`` as a list, 1 for a layer with experts; n stands for every n-th layer, from the first."""
+# Flags that say which layers have something: n stands for every n-th layer from the first, or for all but every n-th
+_PATTERNS: dict[str, Callable[[int, int], bool]] = {
+    "moe_layer_freq": lambda layer, n: layer % n == 0,
+    "window_attn_skip_freq": lambda layer, n: (layer + 1) % n != 0,
+    "linear_attention_freq": lambda layer, n: (layer + 1) % n != 0,
+}
+
+
+def layer_pattern(name: str, frequency: int | Sequence[int], layers: int) -> list[int]:
+    """Returns a flag of `_PATTERNS` as a list, 1 for a layer with experts, a window, or linear attention."""
     if isinstance(frequency, int):
-        return [int(layer % frequency == 0) for layer in range(layers)]
-    return list(frequency)
-
-
-def windowed_layers(frequency: int | Sequence[int], layers: int) -> list[int]:
-    """Returns Megatron's ``window_attn_skip_freq`` as a list, 1 for a layer with a window; n stands for all but every n-th layer."""
-    return [int((layer + 1) % frequency != 0) for layer in range(layers)] if isinstance(frequency, int) else list(frequency)
-
-
-def linear_layers(frequency: int | Sequence[int], layers: int) -> list[int]:
-    """Returns Megatron's ``linear_attention_freq`` as a list, 1 for a layer with linear attention; n: every n-th layer has softmax's."""
-    if isinstance(frequency, int):
-        return [int((layer + 1) % frequency != 0) for layer in range(layers)]
+        return [int(_PATTERNS[name](layer, frequency)) for layer in range(layers)]
     return list(frequency)
 
 
@@ -289,7 +283,7 @@ def _linear(given: Mapping[str, Any]) -> LinearAttention | None:
     """Returns linear attention with the defaults of Megatron's TransformerConfig."""
     if not (frequency := given.get("linear_attention_freq")):
         return None
-    pattern = linear_layers(frequency, given["num_layers"])
+    pattern = layer_pattern("linear_attention_freq", frequency, given["num_layers"])
     return LinearAttention(
         **{name: given.get(name) or default_of(name) for name in LINEAR},
         layers=tuple(layer for layer, linear in enumerate(pattern) if linear),
@@ -306,7 +300,7 @@ def _indexer(given: Mapping[str, Any]) -> Indexer | None:
 def _experts(given: Mapping[str, Any]) -> Experts | None:
     if not given.get("num_experts"):
         return None
-    layers = expert_layers(given.get("moe_layer_freq") or 1, given["num_layers"])
+    layers = layer_pattern("moe_layer_freq", given.get("moe_layer_freq") or 1, given["num_layers"])
     return Experts(
         count=given["num_experts"],
         per_token=given.get("moe_router_topk") or 2,

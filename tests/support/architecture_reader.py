@@ -15,7 +15,7 @@ from shared.model.architecture import (
     Rope,
     YarnScaling,
 )
-from shared.model.architecture_flags import LINEAR, default_of, expert_layers, linear_layers, windowed_layers
+from shared.model.architecture_flags import LINEAR, default_of, layer_pattern
 from shared.model.families import FAMILIES, Family
 from shared.runtime.errors import ConfigError
 
@@ -142,7 +142,7 @@ class _Reader:
     def windows(self) -> tuple[int, ...]:
         if self.get("window_size") is None:
             return ()
-        kinds = windowed_layers(self.required("window_attn_skip_freq"), self.required("num_layers"))
+        kinds = layer_pattern("window_attn_skip_freq", self.required("window_attn_skip_freq"), self.required("num_layers"))
         return tuple(self.required("window_size")[0] * kind for kind in kinds)
 
     def rope(self) -> Rope:
@@ -182,7 +182,7 @@ class _Reader:
         if self.get("linear_attention_freq") is None:
             return None
         self.fixed("experimental_attention_variant", "gated_delta_net")
-        pattern = linear_layers(self.get("linear_attention_freq"), self.required("num_layers"))
+        pattern = layer_pattern("linear_attention_freq", self.get("linear_attention_freq"), self.required("num_layers"))
         return LinearAttention(**{name: self.get(name) for name in LINEAR}, layers=tuple(i for i, linear in enumerate(pattern) if linear))
 
     def indexer(self) -> Indexer | None:
@@ -195,7 +195,7 @@ class _Reader:
             return None
         score = self.get("moe_router_score_function")
         layers = self.required("num_layers")
-        with_experts = expert_layers(self.get("moe_layer_freq"), layers)
+        with_experts = layer_pattern("moe_layer_freq", self.get("moe_layer_freq"), layers)
         if len(with_experts) != layers:
             raise ConfigError("trainer.megatron.moe_layer_freq", with_experts, f"a number for each of the {layers} layers")
         self.fixed("moe_router_enable_expert_bias", score == "sigmoid")
