@@ -24,7 +24,7 @@ from myxo.commands.command_arguments import add_json, seconds
 from myxo.commands.evaluate import chosen_version, materialized, versions_on_disk
 from myxo.commands.export_run import config_of
 from myxo.commands.samples import stored_sample
-from myxo.commands.up import take_flags
+from myxo.commands.up import with_flags
 from myxo.display.safe_console import SafeConsole
 from myxo.run import layer_comparison as comparison
 from myxo.run.layer_comparison import Captures, OperationDifference
@@ -58,9 +58,7 @@ report."""
 
 def declare(command: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
-    command.description = _ABOUT
-    command.usage = f"{command.prog} RUN|CONFIG (--sample GROUP/INDEX | --prompt TEXT | --dump FILE) [--version N] [flags]"
-    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    with_flags(command, _ABOUT, "RUN|CONFIG (--sample GROUP/INDEX | --prompt TEXT | --dump FILE) [--version N]", bisect)
     command.add_argument("run", metavar="RUN|CONFIG", help="a run's name or its directory, or a config's TOML file")
     command.add_argument("--dir", type=Path, default=Path("runs"), help="where the run named RUN lies (default runs)")
     command.add_argument("--sample", metavar="GROUP/INDEX", help="the tokens of this sample, as `myxo samples` names it")
@@ -71,7 +69,6 @@ def declare(command: argparse.ArgumentParser) -> None:
     command.add_argument("--tokens", type=int, default=DEFAULT_TOKENS, metavar="N", help=f"the first N alone (default {DEFAULT_TOKENS})")
     command.add_argument("--deadline", type=seconds, default=900.0, metavar="S", help="seconds for each of the two to answer (default 900)")
     add_json(command)
-    command.set_defaults(run_command=bisect, flags=[], take_rest=take_flags)
 
 
 def bisect(parsed: argparse.Namespace, console: Console) -> int:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from myxo.commands.command_arguments import add_json
 from myxo.commands.export_run import config_of, converted
-from myxo.commands.up import take_flags, up
+from myxo.commands.up import up, with_flags
 from myxo.display.safe_console import SafeConsole
 from myxo.launch.exit_report import evaluation_details
 from myxo.preflight import Source
@@ -114,13 +114,11 @@ RUN/evaluations/vN.json."""
 
 def declare(command: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``myxo eval``."""
-    command.description, command.usage = _ABOUT, f"{command.prog} RUN|CONFIG [--version N] [--dir DIR] [flags]"
-    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    with_flags(command, _ABOUT, "RUN|CONFIG [--version N] [--dir DIR]", _run)
     command.add_argument("run", metavar="RUN|CONFIG", help="a run's name or its directory, or a config's TOML file")
     command.add_argument("--version", type=int, metavar="N", help="the weight version (default: the newest on disk)")
     command.add_argument("--dir", type=Path, default=Path("runs"), help="where the run named RUN lies (default runs)")
     add_json(command)
-    command.set_defaults(run_command=_run, flags=[], take_rest=take_flags)
 
 
 def _run(parsed: argparse.Namespace, console: Console) -> int:

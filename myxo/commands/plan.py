@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from myxo.commands.command_arguments import add_json
-from myxo.commands.up import take_flags
+from myxo.commands.up import with_flags
 from myxo.launch.service_plan import filled
 from myxo.preflight import Source, run_plan
 from myxo.preflight.run_plan import RunPlan
@@ -145,13 +145,11 @@ and which flags would lower it, each planned in turn. Exits 1 where it does not 
 
 def declare(command: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
-    command.description, command.usage = _ABOUT, f"{command.prog} CONFIG [--gpu-memory GB] [--json] [flags]"
-    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    with_flags(command, _ABOUT, "CONFIG [--gpu-memory GB] [--json]", _run)
     command.add_argument("config", metavar="CONFIG", type=Path, help="a run's TOML file, or a model's")
     memory = f"memory of a GPU, in GB of 10^9 bytes; default: that of this machine's smallest GPU, {DEFAULT_GB:g} without one"
     command.add_argument("--gpu-memory", type=_gigabytes, metavar="GB", help=memory)
     add_json(command)
-    command.set_defaults(run_command=_run, flags=[], take_rest=take_flags)
 
 
 def _gigabytes(text: str) -> float:

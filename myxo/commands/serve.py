@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from myxo.commands.up import LAUNCHER, held, logged, take_flags
+from myxo.commands.up import LAUNCHER, held, logged, with_flags
 from myxo.display.progress_display import Display
 from myxo.launch.launcher import TICK_SECONDS, Launch
 from myxo.launch.supervisor import AT_WORK, StopReason, Supervisor
@@ -69,11 +69,9 @@ class Serving(Launch):
 
 def declare(command: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
-    command.description, command.usage = _SERVE, f"{command.prog} CONFIG [--fresh] [flags]"
-    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    with_flags(command, _SERVE, "CONFIG [--fresh]", _run)
     command.add_argument("config", metavar="CONFIG", type=Path, help="a TOML file: run, model, trainer, rollout, tinker")
     command.add_argument("--fresh", action="store_true", help="remove what clients have done so far")
-    command.set_defaults(flags=[], take_rest=take_flags, run_command=_run)
 
 
 def _run(parsed: argparse.Namespace, console: Console) -> int:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from myxo.commands.command_arguments import add_json, seconds
 from myxo.commands.env import STYLES
-from myxo.commands.up import take_flags
+from myxo.commands.up import with_flags
 from myxo.preflight import Source, checked
 from myxo.preflight.function_trial import SECONDS, tried
 from shared.environment.conformance import Check
@@ -27,13 +27,11 @@ wrong, where, and how a run calls it; exits 2 where one failed. breakpoint() ope
 
 def declare(command: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
-    command.description, command.usage = _ABOUT, f"{command.prog} CONFIG [options] [flags]"
-    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    with_flags(command, _ABOUT, "CONFIG [options]", _run)
     command.add_argument("config", metavar="CONFIG", type=Path, help="the run's TOML file")
     command.add_argument("--engine", metavar="URL", help="a running SGLang server that answers in the place of the canned engine")
     command.add_argument("--timeout", type=seconds, default=SECONDS, metavar="S", help=f"seconds for one call (default {SECONDS:g})")
     add_json(command)
-    command.set_defaults(run_command=_run, flags=[], take_rest=take_flags)
 
 
 def _run(parsed: argparse.Namespace, console: Console) -> int:

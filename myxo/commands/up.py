@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -131,35 +131,31 @@ started elsewhere: each needs only NATS_URL and MYXO_RUN, and REDIS_URL where ac
 
 def declare_up(command: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``myxo up``."""
-    _declare(command, _UP)
+    _declare(command, _UP, _run)
     command.add_argument("--fresh", action="store_true", help="remove what the run has done so far and start it anew")
     add_dry_run(command)
     command.add_argument("--from", dest="begin", metavar="RUN[@STEP]", help="begin with the weights of RUN's newest checkpoint, or STEP's")
     several = "which of the trainer's nodes this machine is, where it has several (actor_num_nodes); 0: the first"
     command.add_argument("--node-rank", type=int, metavar="N", help=several)
 
-    def run(parsed: argparse.Namespace, console: Console) -> int:
-        source, asked = Source.of(parsed.config, parsed.flags), dry_run(parsed)
-        if parsed.begin is not None:
-            output = Console(stderr=True) if parsed.print_config else console
-            source = begun_from(source, parsed.begin, output, fresh=parsed.fresh, tried=asked is not None)
-        return up(source, console, fresh=parsed.fresh, dry_run=asked, node_rank=parsed.node_rank)
 
-    command.set_defaults(run_command=run)
+def _run(parsed: argparse.Namespace, console: Console) -> int:
+    source, asked = Source.of(parsed.config, parsed.flags), dry_run(parsed)
+    if parsed.begin is not None:
+        output = Console(stderr=True) if parsed.print_config else console
+        source = begun_from(source, parsed.begin, output, fresh=parsed.fresh, tried=asked is not None)
+    return up(source, console, fresh=parsed.fresh, dry_run=asked, node_rank=parsed.node_rank)
 
 
 def declare_submit(command: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``myxo submit``."""
-    _declare(command, _SUBMIT)
-    command.set_defaults(run_command=lambda parsed, console: submit(parsed.config, parsed.flags, console))
+    _declare(command, _SUBMIT, lambda parsed, console: submit(parsed.config, parsed.flags, console))
 
 
-def _declare(command: argparse.ArgumentParser, description: str) -> None:
-    command.description, command.usage = description, f"{command.prog} CONFIG [options] [flags]"
+def _declare(command: argparse.ArgumentParser, description: str, run: Callable[[argparse.Namespace, Console], int]) -> None:
+    with_flags(command, description, "CONFIG [options]", run)
     command.epilog = "flags, over the config's values:\n" + "\n".join(flags.help_lines())
-    command.formatter_class = argparse.RawDescriptionHelpFormatter
     command.add_argument("config", metavar="CONFIG", type=Path, help="the run's TOML file")
-    command.set_defaults(flags=[], take_rest=take_flags)
 
 
 class DryRun(NamedTuple):
@@ -271,6 +267,13 @@ def take_flags(parsed: argparse.Namespace, rest: list[str]) -> list[str]:
     return []
 
 
+def with_flags(command: argparse.ArgumentParser, about: str, usage: str, run: Callable[[argparse.Namespace, Console], int]) -> None:
+    """Declares a command that takes flags over a config's values behind its own words, the ``usage``, and what runs it."""
+    command.description, command.usage = about, f"{command.prog} {usage} [flags]"
+    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.set_defaults(run_command=run, flags=[], take_rest=take_flags)
+
+
 def up(source: Source, console: Console, *, fresh: bool = False, dry_run: DryRun | None = None, node_rank: int | None = None) -> int:
     """Runs the config's run on this machine until it is finished or stopped. Returns the exit code.
 
@@ -362,13 +365,11 @@ LONGEST_MODEL_NAME = 40  # characters of the model's name in a run's
 
 def declare_train(command: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
-    command.description, command.usage = _TRAIN, f"{command.prog} [CONFIG] [options] [flags]"
+    with_flags(command, _TRAIN, "[CONFIG] [options]", _train)
     command.epilog = "flags:\n" + "\n".join(flags.help_lines())
-    command.formatter_class = argparse.RawDescriptionHelpFormatter
     command.add_argument("--run-name", metavar="NAME", help="the run's name; default: the model's and the time")
     command.add_argument("--fresh", action="store_true", help="remove what the run has done so far and start it anew")
     add_dry_run(command)
-    command.set_defaults(flags=[], take_rest=take_flags, run_command=_train)
 
 
 def _train(parsed: argparse.Namespace, console: Console) -> int:
