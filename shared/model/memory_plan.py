@@ -196,7 +196,8 @@ def layer_parameters(a: Architecture, layout: ParallelLayout, layer: int, within
             continue
         if a.experts is not None and row.per_expert:
             of_one = count // (a.experts.count if row.stacked else 1)
-            experts += of_one * (a.experts.count // layout.expert) // layout.expert_tensor_size
+            ranks = 1 if row.megatron[0].endswith(".bias") else layout.expert_tensor_size
+            experts += of_one * (a.experts.count // layout.expert) // ranks
         else:
             whole = _WHOLE.search(row.megatron[0]) and "joint_qk_norm" not in row.when
             dense += count if whole else count // layout.tensor
