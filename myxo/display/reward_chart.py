@@ -11,7 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shared.schema.service_messages import WarmStartEnded
+from shared.view.metric_history import moving_mean
 from shared.view.run_summary import EvaluationSummary, Summary
 
 SMOOTH = 0.05  # part of the steps that the smoothed reward is a moving mean over
@@ -63,7 +66,7 @@ def draw_together(curves: Mapping[str, Sequence[float]], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(9, 4.8), layout="constrained")
     for name, rewards in curves.items():
-        means = moving_mean(rewards, max(1, round(len(rewards) * SMOOTH)))
+        means = moving_mean(np.array(rewards), max(1, round(len(rewards) * SMOOTH)))
         axes.plot(range(1, len(means) + 1), means, label=shortened(name), marker="." if len(means) <= 30 else None)
     axes.set(xlabel="training steps", ylabel="mean reward of a sample")
     axes.legend(frameon=False)
@@ -89,7 +92,7 @@ def _reward(axes: Any, summary: Summary, rewards: Sequence[float]) -> None:
     pale = 0.3 if window > 1 else 1.0
     axes.plot(steps, rewards, color=BLUE, alpha=pale, linewidth=1, marker=dots, label="rollout/raw_reward (a step's batch)")
     if window > 1:
-        axes.plot(steps, moving_mean(rewards, window), color=BLUE, linewidth=2, label=f"its mean over {window} steps")
+        axes.plot(steps, moving_mean(np.array(rewards), window), color=BLUE, linewidth=2, label=f"its mean over {window} steps")
     for index, name in enumerate(dict.fromkeys(evaluation.dataset for evaluation in summary.evaluations)):
         _held_out(axes, [found for found in summary.evaluations if found.dataset == name], *SETS[index % len(SETS)])
     for change in summary.changes:
@@ -135,15 +138,6 @@ def _staleness(axes: Any, summary: Summary) -> None:
     axes.set_xlabel("staleness (weight versions)")
     axes.set_ylabel("trained samples (%)")
     axes.set_title(f"staleness, bound {summary.max_staleness}", loc="left")
-
-
-def moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """Returns the mean of each value and up to ``window`` − 1 before it, of those that are numbers; NaN where none of them is."""
-    means = []
-    for index in range(len(values)):
-        part = [value for value in values[max(0, index + 1 - window) : index + 1] if math.isfinite(value)]
-        means.append(sum(part) / len(part) if part else math.nan)
-    return means
 
 
 def shortened(name: str) -> str:

@@ -260,16 +260,6 @@ async def read(
                 await answers.unsubscribe()
 
 
-def decoded(model: type[Entry], data: bytes, strict: bool) -> Entry | None:
-    """Returns a message; None for one that cannot be decoded, where that is not ``strict``. Raises BadMessage."""
-    try:
-        return model.decode(data)
-    except BadMessage:
-        if strict:
-            raise
-        return None
-
-
 async def _batch(bus: Bus, answers: Subscription, stream: str, subject: str, first: int) -> tuple[list[Msg], int]:
     """Asks for the next messages from sequence ``first`` on; returns them, and how many there are behind them."""
     request = {"seq": first, "batch": FETCH, "next_by_subj": subject}

@@ -22,7 +22,26 @@ MOST_TAGS = 4096  # The most metrics of a run that are kept: names of rewards ar
 # Metrics that are written once a step, by which times become steps: the first of them that there is
 STEP_TAGS = ("rollout/raw_reward", "train/loss", "sft/loss")
 
-SFT = "sft/"  # The prefix of the warm start's metrics, which have steps of their own
+
+def moving_mean(values: Floats, window: int) -> Floats:
+    """Returns the mean of each value and up to ``window`` − 1 before it, of those that are numbers; NaN where none of them is."""
+    finite = np.isfinite(values)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        return _window_sums(np.where(finite, values, 0.0), window) / _window_sums(finite.astype(np.float64), window)
+
+
+def _window_sums(values: Floats, window: int) -> Floats:
+    """Returns the sum of each value and up to ``window`` − 1 before it.
+
+    A window spans at most two blocks of its own length: it is the end of one and the beginning of the next. So no value is added that the
+    window does not hold: in a running sum one huge value would spoil all later ones.
+    """
+    count = len(values)
+    blocks = np.zeros((math.ceil((count + window - 1) / window), window))
+    blocks.ravel()[window - 1 : window - 1 + count] = values
+    begun = np.cumsum(blocks, axis=1).ravel()[window - 1 : window - 1 + count]
+    rest = np.cumsum(blocks[:, ::-1], axis=1)[:, ::-1].ravel()[:count]
+    return np.where(np.arange(count) % window == 0, begun, begun + rest)
 
 
 @dataclass(slots=True)
@@ -205,7 +224,7 @@ def gb_per_s(pushed: WeightsPushed) -> float | None:
 
 
 # Events of a service that begins, that ends in order, and of a buffer that takes another's place
-JOINED, LEFT, TOOK_OVER = "joined", "left", "took_over"
+JOINED, TOOK_OVER = "joined", "took_over"
 
 MOST_MARKS = 2000  # The newest marks that are kept: a service that dies again and again makes many
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from services.console.event_history import EventHistory, OtherRuns
 from services.console.run_source import RunSource
 from shared.runtime.telemetry import table_rows
-from shared.view.metric_history import Floats, MetricHistory, MetricSeries, PushHistory, RunMarks, VersionHistory
+from shared.view.metric_history import Floats, MetricHistory, MetricSeries, PushHistory, RunMarks, VersionHistory, moving_mean
 
 MOST_SERIES = 12  # The most series of one panel: more cannot be told apart
 
@@ -203,27 +203,6 @@ def extremes(values: Floats, points: int) -> NDArray[np.intp]:
     least = begins + np.argmin(np.nan_to_num(table, nan=np.inf), axis=1)
     most = begins + np.argmax(np.nan_to_num(table, nan=-np.inf), axis=1)
     return np.unique(np.concatenate([[0], least, most, [count - 1]]))
-
-
-def moving_mean(values: Floats, window: int) -> Floats:
-    """Returns the mean of each value and up to ``window`` − 1 before it, of those that are numbers; NaN where none of them is."""
-    finite = np.isfinite(values)
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        return window_sums(np.where(finite, values, 0.0), window) / window_sums(finite.astype(np.float64), window)
-
-
-def window_sums(values: Floats, window: int) -> Floats:
-    """Returns the sum of each value and up to ``window`` − 1 before it.
-
-    A window spans at most two blocks of its own length: it is the end of one and the beginning of the next. So no value is added that the
-    window does not hold: in a running sum one huge value would spoil all later ones.
-    """
-    count = len(values)
-    blocks = np.zeros((math.ceil((count + window - 1) / window), window))
-    blocks.ravel()[window - 1 : window - 1 + count] = values
-    begun = np.cumsum(blocks, axis=1).ravel()[window - 1 : window - 1 + count]
-    rest = np.cumsum(blocks[:, ::-1], axis=1)[:, ::-1].ravel()[:count]
-    return np.where(np.arange(count) % window == 0, begun, begun + rest)
 
 
 def finite_or_none(values: Floats) -> list[float | None]:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.console.pages.run import curve, extremes, moving_mean
-from shared.view.metric_history import MOST_TAGS, MetricHistory, MetricSeries
+from services.console.pages.run import curve, extremes
+from shared.view.metric_history import MOST_TAGS, MetricHistory, MetricSeries, moving_mean
 
 
 def series(values: dict[int, float], at: dict[int, float] | None = None) -> MetricSeries:

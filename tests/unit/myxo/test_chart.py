@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from myxo.display import reward_chart
-from myxo.display.reward_chart import moving_mean
 from shared.schema.service_messages import WarmStartEnded
 from shared.view.run_summary import EvaluationSummary, GroupCounts, Summary
 
@@ -114,13 +113,6 @@ def test_curves_bear_the_names_of_what_they_show(monkeypatch: pytest.MonkeyPatch
 def test_rewards_that_nobody_knows_are_no_picture_of_zero(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     drawn(monkeypatch, tmp_path / "reward.png", [math.nan, math.nan], [])
     assert (tmp_path / "reward.png").stat().st_size > 1000
-
-
-def test_moving_mean() -> None:
-    assert moving_mean([math.nan, 1.0, math.nan, 3.0], 2)[1:] == [1.0, 1.0, 3.0]
-    assert math.isnan(moving_mean([math.nan], 3)[0])
-    assert moving_mean([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
-    assert moving_mean([1.0, 2.0], 1) == [1.0, 2.0]
 
 
 def test_absence_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
