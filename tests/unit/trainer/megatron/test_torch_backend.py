@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -372,7 +373,26 @@ def test_a_family_that_nobody_named_trains_as_it_is(model_type, alone, tmp_path,
 def test_a_family_that_cannot_keep_packed_sequences_apart_is_refused(model_type, alone, tmp_path, monkeypatch):
     monkeypatch.setitem(OTHERS, model_type, APART[model_type])
     checkpoint(model_type, tmp_path)
-    with pytest.raises(ConfigError, match="packed"):
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(ConfigError, match="packed"):
+            alone.actor(tmp_path, **TORCH, train_dtype=dtype)
+
+
+def test_kernels_that_round_otherwise_do_not_mix_sequences(alone, tmp_path, monkeypatch):
+    """As a GPU's do: of a model with logits as wide as a trained one's, improbable tokens differ by more than a tenth of a nat."""
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("qwen2", **{**SIZES, "initializer_range": 0.5}))
+    model.save_pretrained(tmp_path)
+    seen = []
+
+    def rounded(query, key, value, **options):
+        found = F.scaled_dot_product_attention(query, key, value, **options)
+        seen.append(found.dtype)
+        return (found.float() * 1.02).to(found.dtype)
+
+    monkeypatch.setattr(packed_attention, "F", SimpleNamespace(scaled_dot_product_attention=rounded))
+    alone.actor(tmp_path, **TORCH, train_dtype="bfloat16")
+    assert seen and set(seen) == {torch.bfloat16}
+    with pytest.raises(ConfigError, match="between packed and single"):
         alone.actor(tmp_path, **TORCH)
 
 
