@@ -74,7 +74,7 @@ def measured(options: argparse.Namespace, flags: list[str]) -> dict[str, Any]:
     (folder / "run.toml").write_text(config)
     words = [str(folder / "run.toml"), "--num-rollout", str(options.steps)]
     if large:
-        words += ["--train-dtype", "bfloat16", "--lr", "2e-5", *SMALL_ENGINE_FLAGS]
+        words += ["--train-dtype", "bfloat16", "--lr", "1e-6", *SMALL_ENGINE_FLAGS]
         words += ["--max-tokens-per-gpu", "4096"]  # 54.5 GB by plan: the layers that see keep four patches for a token
         words += ["--sglang-mm-attention-backend", "triton_attn"]  # its default wants kernels that not every installation has
     began, root = time.monotonic(), folder / "runs" / "colours"
