@@ -24,9 +24,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.console.event_history import runs_beside
 from services.console.pages import clients, run, sample_pages, session_list, weights
-from services.console.run_pipeline import RunPipeline
+from services.console.run_histories import RunPipeline, runs_beside
 from services.console.run_source import RunSource, SourceAway
 from shared import __version__
 from shared.bus.subjects import RUN_ID

@@ -11,7 +11,7 @@ from fastapi import APIRouter, HTTPException, Query
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from services.console.event_history import EventHistory, OtherRuns
+from services.console.run_histories import EventHistory, OtherRuns
 from services.console.run_source import RunSource
 from shared.runtime.telemetry import table_rows
 from shared.view.metric_history import Floats, MetricHistory, MetricSeries, PushHistory, RunMarks, VersionHistory, moving_mean

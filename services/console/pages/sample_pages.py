@@ -33,7 +33,7 @@ from services.console.pages.sample_tokens import (
     turns,
     window,
 )
-from services.console.run_index import IndexProgress, RunIndex
+from services.console.run_histories import IndexProgress, RunIndex
 from services.console.run_source import RunSource
 from shared.config.run_config import RunConfig
 from shared.data.rollout_files import TRAINED
