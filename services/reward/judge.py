@@ -108,7 +108,10 @@ class JudgeCalls:
         self._asked: dict[str, asyncio.Task[str]] = {}
 
     async def said(self, question: str) -> str:
-        """Returns what the judge says to a question: now, or when it was asked before. Raises EnvironmentFailed or DeadlineExceeded."""
+        """Returns what the judge says to a question: now, or when it was asked before.
+
+        Raises EnvironmentFailed or DeadlineExceeded; ValueError where the answer was cut off at its length, so that its last words decide nothing.
+        """
         messages = [{"role": "user", "content": question}]
         body = {"model": self._config.judge_model or self._config.judge_url, "messages": messages, **self._config.judge_sampling}
         asked = hashlib.sha256(json.dumps([self._config.judge_url, body], sort_keys=True).encode()).hexdigest()
@@ -134,6 +137,8 @@ class JudgeCalls:
         if not isinstance(said, str):
             expected = "expected a chat completion with choices[0].message.content"
             raise EnvironmentFailed(self._calls.label, f"answered {shown(answer)}; {expected}")
+        if answer["choices"][0].get("finish_reason") == "length":
+            raise ValueError(f"the answer was cut off at its length, {shown(said[-80:])}; give it more max_tokens in judge_sampling")
         await asyncio.to_thread(self._verdicts.put, asked, said)
         return said
 
@@ -162,8 +167,8 @@ class Judge(Scorer):
         return await asyncio.gather(*(self._score(sample) for sample in samples))
 
     async def _score(self, sample: Sample) -> Score:
-        verdict = await self._calls.said(question(self._config.judge_prompt, sample, response=sample.text))
         try:
+            verdict = await self._calls.said(question(self._config.judge_prompt, sample, response=sample.text))
             return reward_values.read(score_in(self._config, verdict), None)
         except ValueError as error:
             return Score(reward=0.0, unread=words(f"{JUDGE}: {error}"))

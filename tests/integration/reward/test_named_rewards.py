@@ -122,8 +122,8 @@ async def test_a_function_may_be_one_of_several_rewards(bench: NewBench) -> None
     assert outcome.parts == ({"exact": 1.0, "custom_rm": 2.0}, {"exact": 0.0, "custom_rm": 4.0})
 
 
-def verdict(text: str) -> dict[str, Any]:
-    return {"id": "x", "object": "chat.completion", "choices": [{"index": 0, "message": {"role": "assistant", "content": text}}]}
+def verdict(text: str, **more: Any) -> dict[str, Any]:
+    return {"id": "x", "object": "chat.completion", "choices": [{"index": 0, "message": {"role": "assistant", "content": text}, **more}]}
 
 
 async def test_a_judge_is_asked_once_for_the_same_and_by_the_next_service_not_at_all(
@@ -171,7 +171,8 @@ async def test_a_judge_may_be_a_frozen_model_of_the_run(monkeypatch: pytest.Monk
 
 
 async def test_a_judge_may_answer_in_words_and_one_that_fails_is_named(bench: NewBench) -> None:
-    said: list[Any] = [verdict("A brave try. [[Right]]"), verdict("[[maybe]]"), web.Response(status=401, text="no key")]
+    cut = verdict("[[wrong]] is what I would have said, but", finish_reason="length")
+    said: list[Any] = [verdict("A brave try. [[Right]]"), verdict("[[maybe]]"), web.Response(status=401, text="no key"), cut]
 
     async with http_server(lambda asked, number: said[number]) as server:
         words = {"judge_pattern": r"\[\[(\w+)\]\]", "judge_scores": {"right": 2.0, "wrong": -1.0}, "judge_prompt": "{response}?"}
@@ -184,6 +185,9 @@ async def test_a_judge_may_answer_in_words_and_one_that_fails_is_named(bench: Ne
         await desk.generated("g2", "three")
         assert await desk.failure("g2") == f"judge m at {server.url}/chat/completions: answered with HTTP 401: no key"
         assert [one["messages"][0]["content"] for one in server.asked] == ["one?", "two?", "three?"], "another try would not help"
+        await desk.generated("g3", "four")
+        outcome = await scored(desk, "g3")
+        assert outcome.rewards == [0.0] and "the answer was cut off at its length" in outcome.unread[0][1]
 
 
 async def test_a_judge_compares_the_samples_of_a_group_in_both_orders(bench: NewBench) -> None:
