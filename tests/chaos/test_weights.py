@@ -16,7 +16,10 @@ from shared.bus.registry import Registry
 from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.service_messages import ServiceStatus
 from tests.chaos import parts
+from tests.support.forking import OwnForkServer
 from tests.support.run_config import run_config
+
+_server = OwnForkServer("tests.chaos.parts")
 
 SEED = 6
 REPLICAS = 3
@@ -30,7 +33,6 @@ class Parts:
 
     def __init__(self, directory: Path, model: Path, environment: dict[str, str], names: Sequence[str]) -> None:
         self._context = mp.get_context("forkserver")
-        mp.set_forkserver_preload(["tests.chaos.parts"])
         self._arguments = (str(directory), str(model), environment)
         self.running: dict[str, Any] = {}
         for name in names:
@@ -40,7 +42,7 @@ class Parts:
         work: Any = parts.trainer if name == "trainer" else parts.replica
         arguments = self._arguments if name == "trainer" else (name, *self._arguments)
         self.running[name] = self._context.Process(target=work, args=arguments, daemon=True)
-        self.running[name].start()
+        _server.start(self.running[name])
 
     def kill(self, name: str) -> None:
         self.running[name].kill()

@@ -21,8 +21,11 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import structlog
 from setproctitle import setproctitle
@@ -37,6 +40,19 @@ _name = ""
 SIGNATURE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 _MOST_DESCRIPTORS = 4096
 FORKS, FORK_SECONDS = 3, 30.0  # forks of one process, and the time by which it must have begun
+
+
+class OwnForkServer:
+    """A fork server with modules of its own: that of `multiprocessing`, one for all, holds those of whoever was the first to start it."""
+
+    def __init__(self, *modules: str) -> None:
+        self._server = forkserver.ForkServer()
+        self._server.set_forkserver_preload(list(modules))
+
+    def start(self, process: BaseProcess) -> None:
+        """Starts a process of the context "forkserver"."""
+        with mock.patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process):
+            process.start()
 
 
 def python_work(command: Sequence[str]) -> Callable[[], object] | None:

@@ -16,7 +16,10 @@ from shared.data.tokenizer import Tokenizer
 from shared.hooks import Arguments
 from shared.hooks.slime.prompt_sources import RolloutDataSourceWithBuffer
 from shared.runtime.errors import ConfigError
+from tests.support.fork_server import forked_python
 from tests.support.run_config import run_config
+
+__all__ = ["forked_python"]
 
 SOURCE = '''
 import os
@@ -137,6 +140,21 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     yield "a_source_of_prompts"
     sys.modules.pop("a_source_of_prompts", None)
+
+
+@pytest.fixture(autouse=True)
+def closed_sources(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ends the processes of a test's sources with it."""
+    made, begin = list[source_process.SourceProcess](), source_process.SourceProcess.__init__
+
+    def noted(self: source_process.SourceProcess, config: RunConfig) -> None:
+        made.append(self)
+        begin(self, config)
+
+    monkeypatch.setattr(source_process.SourceProcess, "__init__", noted)
+    yield
+    for one in made:
+        one.close()
 
 
 def config_of(tmp_path: Path, source: str, **data: Any) -> RunConfig:

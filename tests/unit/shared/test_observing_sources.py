@@ -12,6 +12,9 @@ from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
 from tests.support import adaptive_source
 from tests.support.run_config import run_config
+from tests.unit.shared.test_data_source import closed_sources, forked_python
+
+__all__ = ["closed_sources", "forked_python"]
 
 BATCHES = 5
 

@@ -11,7 +11,11 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
+from tests.support.forking import OwnForkServer
+
 DEADLINE_SECONDS = 180.0
+
+_server = OwnForkServer("tests.unit.trainer.megatron.rank_steps")  # torch and Megatron are imported once, not once a rank
 
 MOST_THREADS = 150
 """Of a rank whose groups were left. A group that something still holds keeps a thread of gloo's that wakes up a hundred times a second."""
@@ -72,15 +76,13 @@ class World:
 
     def _start(self) -> None:
         context = mp.get_context(self._method)
-        if self._method == "forkserver":  # torch and Megatron are imported once, not once a rank
-            mp.set_forkserver_preload(["tests.unit.trainer.megatron.rank_steps"])
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
         for rank in range(self.size):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(there, rank, self.size, port), daemon=True)
-            process.start()
+            _server.start(process)
             there.close()
             self._ranks.append((process, here))
 
