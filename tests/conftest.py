@@ -31,6 +31,8 @@ MOST_LOGS, LAST_LINES, LONGEST_LINE = 20, 25, 500
 
 _numbers = itertools.count(1)
 
+gc.disable()  # while hundreds of modules are imported and thousands of tests collected, a quarter of whose time it took
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declares the suites' own options."""
@@ -96,6 +98,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 def pytest_collection_finish() -> None:
     """Takes the thousands of tests out of what each garbage collection looks through."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -21,7 +21,7 @@ from tests.support.gateways import Played
 
 pytestmark = pytest.mark.timeout(600)
 
-TOKENS, TURNS = 120, 12
+TOKENS, TURNS = 100, 8
 MOST_STOPS = 32
 """More an engine does not take."""
 

@@ -6,7 +6,7 @@ import pytest
 
 from shared.runtime.tasks import awake_timeout
 
-SECONDS = 2.0
+SECONDS = 1.0
 
 
 @pytest.mark.timeout(120)
