@@ -40,7 +40,7 @@ help:
 	@echo "make quickstart   train a tiny model on this machine's CPU, every service real"
 	@echo "make agents       train it over OpenAI's client, three turns a rollout, and draw how it learns"
 	@echo "make test         all tests that need neither a GPU nor docker"
-	@echo "make test-extra   more of the same kind, left out of CI"
+	@echo "make test-extra   more of the same kind, of which CI runs a tenth each time"
 	@echo "make test-docker  those that need a Docker engine with Compose v2"
 	@echo "make lint         ruff, its format, mypy, import contracts"
 	@echo "make size         lines, functions, complexity, names and imports, against their bounds"

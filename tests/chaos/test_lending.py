@@ -18,7 +18,9 @@ KILLED = ("rollout-1/engine/scheduler", "trainer-0", "rollout-1", "trainer-0")
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("killed", [pytest.param((), id="well", marks=pytest.mark.extra), pytest.param(KILLED, id="deaths")])
+@pytest.mark.parametrize(
+    "killed", [pytest.param((), id="well", marks=pytest.mark.extra), pytest.param(KILLED, id="deaths", marks=pytest.mark.extra)]
+)
 def test_a_lent_engine_generates_and_nothing_is_lost_or_doubled(
     killed: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

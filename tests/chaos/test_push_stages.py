@@ -158,6 +158,7 @@ DOWN_SECONDS = 0.3
 STAGES = ("offer", "prepare", "receive", "in the middle of a bucket", "commit")
 
 
+@pytest.mark.extra
 @pytest.mark.timeout(900)
 def test_the_bus_dies_at_each_stage(
     replicas: Parts,

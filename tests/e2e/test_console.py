@@ -45,9 +45,10 @@ async def live(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> As
 @pytest.mark.parametrize(
     ("page", "scheme"),
     [
-        *((page, "light") for page in PAGES),
-        ("run", "dark"),
-        *(pytest.param(page, "dark", marks=pytest.mark.extra) for page in PAGES if page != "run"),
+        ("run", "light"),
+        ("samples", "dark"),
+        *(pytest.param(page, "light", marks=pytest.mark.extra) for page in PAGES if page != "run"),
+        *(pytest.param(page, "dark", marks=pytest.mark.extra) for page in PAGES if page != "samples"),
     ],
 )
 async def test_a_page_is_whole_for_everybody(live: LiveConsole, page: str, scheme: str) -> None:
@@ -65,7 +66,7 @@ async def test_a_page_is_whole_for_everybody(live: LiveConsole, page: str, schem
             assert not await visit.grave_faults(), size
 
 
-@pytest.mark.parametrize("page", ["run", "flow", "weights", "samples", "health"])
+@pytest.mark.parametrize("page", ["run", *(pytest.param(page, marks=pytest.mark.extra) for page in PAGES if page != "run")])
 async def test_a_page_follows_the_run_without_a_reload(live: LiveConsole, page: str) -> None:
     async with live.page(page) as visit:
         await visit.settled()
@@ -91,7 +92,7 @@ async def test_every_service_has_its_timeline(live: LiveConsole) -> None:
         await expect(parts).to_be_attached(timeout=SHOWN_MS)
 
 
-@pytest.mark.parametrize("page", ["run", "weights"])
+@pytest.mark.parametrize("page", ["run", pytest.param("weights", marks=pytest.mark.extra)])
 async def test_every_chart_has_a_curve(live: LiveConsole, page: str) -> None:
     async with live.page(page) as visit:
         await visit.page.locator("figure.chart").first.wait_for(timeout=SHOWN_MS)
@@ -215,7 +216,7 @@ WEB = Path(__file__).parents[2] / "services" / "console" / "web"
     ("program", "named"),
     [
         ("services.trainer", "trainer"),
-        ("nats-server", "NATS"),
+        pytest.param("nats-server", "NATS", marks=pytest.mark.extra),
         pytest.param("services.buffer", "buffer", marks=pytest.mark.extra),
         pytest.param("valkey-server", "Redis", marks=pytest.mark.extra),
     ],

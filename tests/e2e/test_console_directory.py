@@ -66,6 +66,7 @@ async def test_whatever_a_run_holds_is_shown_as_text(tmp_path: Path) -> None:
         await assert_fits(visit)
 
 
+@pytest.mark.extra
 async def test_a_run_that_has_drawn_nothing_says_so_on_each_page(tmp_path: Path) -> None:
     words = {
         "run": "Curves appear here",

@@ -85,7 +85,7 @@ SHOWS = {
 
 @pytest.mark.timeout(RUN_SECONDS + 300)
 @pytest.mark.parametrize(
-    "script", [DENSE, *(pytest.param(other, marks=pytest.mark.extra) for other in (EXPERTS, AGENTS, TEACHER, MISMATCH))]
+    "script", [pytest.param(one, marks=pytest.mark.extra(each=True)) for one in (DENSE, EXPERTS, AGENTS, TEACHER, MISMATCH)]
 )
 def test_a_shrunk_script_trains(script: str, tmp_path: Path) -> None:
     """The random model answers no problem, so a random reward stands for the script's own: the weights then move."""

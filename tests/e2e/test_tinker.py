@@ -260,6 +260,7 @@ def test_twenty_kills_lose_and_double_nothing(served: tuple[LaunchedRun, str], l
     compare(served[0], loop, 120, alone, lambda process: killed(served[0], process, 20, random.Random(5)))
 
 
+@pytest.mark.extra
 def test_a_stop_and_a_start_continue_every_client(served: tuple[LaunchedRun, str], loop: Loop) -> None:
     run, _ = served
     servers = run.directory.servers()

@@ -80,9 +80,10 @@ BAD = {
     "leaves": "process",
     "crashes": "process",
 }
+SELDOM = ("unspeakable", "silent", "text", "unnamed", "leaves")
 
 
-@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.extra if kind in SELDOM else ()) for kind in BAD])
 async def test_a_lost_rollout_costs_itself_alone_and_is_never_a_reward(bench: NewAgentBench, kind: str) -> None:
     desk = await bench("bad", rollout={"agent_timeout": 2, "agent_tries": 2, "n_samples_per_prompt": 3})
     samples, _ = await desk.play(3, metadata={"bad": [kind, [1]]})
@@ -173,7 +174,7 @@ async def test_a_group_that_has_become_too_old_is_stopped_and_its_sessions_end(b
     assert await desk.left_open() == []
 
 
-@pytest.mark.parametrize("command", [False, True])
+@pytest.mark.parametrize("command", [False, pytest.param(True, marks=pytest.mark.extra)])
 async def test_no_time_of_an_agent_runs_while_its_engine_sleeps(bench: NewAgentBench, command: bool) -> None:
     """The trainer computes on the engine's GPUs for longer than an agent has; the agent continues then, and its session with it."""
     agent = {"agent_command": [sys.executable, "-m", "tests.support.command_agent"]} if command else {}

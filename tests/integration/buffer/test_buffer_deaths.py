@@ -73,6 +73,7 @@ async def test_tasks_that_a_killed_buffer_did_not_send_are_sent(new_run: NewRun)
         assert (await player.batch(0)).step == 0
 
 
+@pytest.mark.extra
 async def test_an_evaluation_that_fell_due_while_the_buffer_was_down_is_made_once(new_run: NewRun, tmp_path: Path) -> None:
     """eval_interval = 2; version 2 never goes live, and 3 does while no buffer is there."""
     heldout = write_jsonl(tmp_path / "heldout.jsonl", PROMPTS[:2])
@@ -181,7 +182,7 @@ async def test_a_buffer_beside_which_somebody_writes_stops_when_it_would_write(n
         assert (await player.audit()).violations == []
 
 
-@pytest.mark.parametrize("victim", ["nats", "valkey"])
+@pytest.mark.parametrize("victim", ["nats", pytest.param("valkey", marks=pytest.mark.extra)])
 async def test_the_buffer_outlives_the_death_of_a_server(
     mortal_nats: EmbeddedNats,
     mortal_valkey: EmbeddedValkey,

@@ -28,6 +28,7 @@ async def metric(player: Player, name: str, **labels: str) -> float | None:
         return next((one.value for family in families for one in family.samples if one.name == name and one.labels == wanted), None)
 
 
+@pytest.mark.extra
 async def test_a_buffers_successor_ends_the_traces_that_it_began(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """It knows from the ledger when its groups were admitted, and tells nothing of those that had ended before."""
     with OtlpReceiver() as receiver:

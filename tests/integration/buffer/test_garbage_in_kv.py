@@ -68,6 +68,7 @@ async def test_a_service_that_finds_a_config_it_cannot_read_ends_with_code_2_and
             process.__exit__()
 
 
+@pytest.mark.extra
 async def test_a_trainer_writes_the_live_version_anew_and_reads_garbage_as_none(
     new_run: NewRun, nats: EmbeddedNats, valkey: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch
 ) -> None:

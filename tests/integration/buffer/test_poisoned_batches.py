@@ -106,7 +106,7 @@ def of_kind(records: list[LedgerRecord], kind: type[Any]) -> list[Any]:
     return [record for record in records if isinstance(record, kind)]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.extra), 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.extra)])
 async def test_whatever_is_wrong_with_a_group_the_step_goes_on_with_another(ranks: int, launched: Launched, tmp_path: Path) -> None:
     """Every kind of poison in one batch, beside two good groups. The trainer lives once, and trains a whole batch.
 

@@ -22,7 +22,7 @@ async def to_the_end(player: Player, first: int) -> None:
     await finished(player)
 
 
-@pytest.mark.parametrize("policy", ["drop", "requeue", "continue", "mask"])
+@pytest.mark.parametrize("policy", ["drop", "requeue", *(pytest.param(policy, marks=pytest.mark.extra) for policy in ("continue", "mask"))])
 async def test_what_waited_too_long(served: Served, policy: str) -> None:
     """Four groups under way for batches of two, on-policy: the second pair is too old for the second batch."""
     player = await served(rollout={"max_staleness": 0, "staleness_policy": policy, "over_sampling_batch_size": 4})

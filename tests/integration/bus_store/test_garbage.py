@@ -109,7 +109,9 @@ async def test_a_phase_that_is_none_is_written_anew_when_the_run_goes_on(bus: Bu
     assert await runs.phase(bus, run.run.name) == runs.RUNNING
 
 
-@pytest.mark.parametrize("kind", ["no UTF-8", "nothing", "another message", "a version below all"])
+@pytest.mark.parametrize(
+    "kind", ["another message", *(pytest.param(kind, marks=pytest.mark.extra) for kind in ("no UTF-8", "nothing", "a version below all"))]
+)
 async def test_a_lease_that_is_none_ends_neither_its_holder_nor_who_waits_and_one_of_them_acts(bus: Bus, run: RunConfig, kind: str) -> None:
     timing = LeaseTiming(1.5)
     holder, waiting = (LeaderLease(bus, run.run.name, "job", name, timing) for name in ("one", "two"))

@@ -46,6 +46,7 @@ async def test_a_server_that_is_killed_is_named_and_comes_back(served: ServedCon
     assert served.process.process.poll() is None
 
 
+@pytest.mark.extra
 async def test_a_service_is_named_while_it_is_silent_or_gone(served: ServedConsole) -> None:
     registry = Registry(served.bus, RUN)
     kinds = ("buffer", "reward", "rollout", "trainer")
@@ -106,6 +107,7 @@ async def test_browsers_hear_of_what_is_new_and_that_the_console_lives(served: S
     assert served.process.process.poll() is None, served.process.words()
 
 
+@pytest.mark.extra
 async def test_forty_browsers_come_and_go(served: ServedConsole) -> None:
     async def visit() -> None:
         async with (

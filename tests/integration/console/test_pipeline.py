@@ -137,6 +137,7 @@ async def test_the_pages_follow_the_run(bus: Bus, run_name: str, nats: EmbeddedN
             assert refused.status_code == 422 and "window" in refused.text
 
 
+@pytest.mark.extra
 async def test_what_was_known_is_shown_while_the_bus_is_away(
     mortal_nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tmp_path: Path, crash: Callable[[EmbeddedNats], None]
 ) -> None:

@@ -248,6 +248,7 @@ def check_refusals(live: Console) -> None:
         assert (code, word in json.dumps(body)) == (status, True), (path, body)
 
 
+@pytest.mark.extra
 def test_servers_that_are_away_and_a_run_that_begins_anew(
     live: Console, mortal_nats: EmbeddedNats, mortal_valkey: EmbeddedValkey, config: RunConfig
 ) -> None:

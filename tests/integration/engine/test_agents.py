@@ -86,6 +86,7 @@ async def came(desk: Bench, count: int) -> dict[str, tuple[Generated, list[Sampl
     return {group.group.split(".")[1] if group.group.startswith("eval") else "": (group, samples) for group, samples in found}
 
 
+@pytest.mark.extra
 @pytest.mark.usefixtures("box")
 async def test_the_examples_play(examples: tuple[Hall, ChatTokens], checkpoint: Checkpoints) -> None:
     """First with a model that says anything, then with one that has learned to use their tools."""

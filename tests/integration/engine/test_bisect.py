@@ -88,6 +88,7 @@ def test_a_wrong_rope_scaling_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     assert report["others"] == ["rope"]  # the second layer's queries
 
 
+@pytest.mark.extra
 @pytest.mark.usefixtures("in_process")
 def test_faults_of_weights_are_named_each_in_its_own_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = prepared(tmp_path, "qwen3_moe", layers=4)

@@ -235,7 +235,7 @@ async def test_failures_and_aborts_are_tried_again(bench: NewBench) -> None:
     ("function", "words"),
     [
         ("raising", "ValueError: the tool is broken; it failed 5 times in a row"),
-        ("leaving", "SystemExit: 3"),
+        pytest.param("leaving", "SystemExit: 3", marks=pytest.mark.extra),
         pytest.param("cancelling", "cancelled itself", marks=pytest.mark.extra),
         pytest.param("nothing", "gave a NoneType; expected a slime.utils.types.Sample", marks=pytest.mark.extra),
         ("without_log_probs", "sample g00000007/0: rollout_log_probs is missing"),
@@ -254,14 +254,14 @@ async def test_a_function_that_fails_costs_its_group_with_the_reason(bench: NewB
 @pytest.mark.parametrize(
     ("label", "seconds", "left", "calls_of_each"),
     [
-        ("sleep once", 40.0, [0, 1, 2], ([1, 2, 1], [1, 1])),
+        pytest.param("sleep once", 40.0, [0, 1, 2], ([1, 2, 1], [1, 1]), marks=pytest.mark.extra),
         pytest.param("spin in a task always", 40.0, [0, 2], ([1, 2, 1], [1, 1]), marks=pytest.mark.extra),
         pytest.param("hold the interpreter once", 40.0, [0, 1, 2], ([2, 2, 2], [2, 2]), marks=pytest.mark.extra),
         pytest.param("leave always", 40.0, [0, 2], ([1, 5, 1], [1, 1]), marks=pytest.mark.extra),
         ("crash always", 60.0, [0, 2], ([2, 2, 2], [2, 2])),
         ("raise always", 60.0, [0, 2], ([1, 5, 1], [1, 1])),
         pytest.param("cancel once", 60.0, [0, 1, 2], ([1, 2, 1], [1, 1]), marks=pytest.mark.extra),
-        ("give up always", 60.0, [0, 1, 2], ([1, 1, 1], [1, 1])),
+        pytest.param("give up always", 60.0, [0, 1, 2], ([1, 1, 1], [1, 1]), marks=pytest.mark.extra),
         pytest.param("abort always", 60.0, [0, 2], ([1, 5, 1], [1, 1]), marks=pytest.mark.extra),
         ("hang always", 10.0, [0, 2], ([1, 1, 1], [1, 1])),
         pytest.param("give what does not fit always", 60.0, [0, 2], ([1, 1, 1], [1, 1]), marks=pytest.mark.extra),
@@ -285,6 +285,7 @@ async def test_a_rollout_that_misbehaves_costs_itself(
     assert rewards == ([None, 0.25, None] if label == "give up always" else [None] * len(left))
 
 
+@pytest.mark.extra
 async def test_a_group_with_too_few_rollouts_left_is_dead_and_so_is_a_held_out_one_that_lacks_any(bench: NewBench) -> None:
     tell("misbehaved")
     desk = await bench("misbehaving", rollout={"n_samples_per_prompt": 3, "min_rollouts": 3})

@@ -99,6 +99,7 @@ async def test_what_does_not_fit_is_said_of_every_set_of_the_run(bench: NewBench
     await nothing_is_left(desk)
 
 
+@pytest.mark.extra
 async def test_a_function_that_is_killed_is_called_again_and_a_late_one_is_killed(bench: NewBench) -> None:
     desk = await bench("evaluates_in_its_second_life")
     await desk.evaluation()

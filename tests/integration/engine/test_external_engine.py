@@ -100,7 +100,7 @@ async def load(client: ExternalClient, saved: WeightCheckpoint) -> None:
     await client.resume()
 
 
-@pytest.mark.parametrize("transport", ["nccl", "disk"])
+@pytest.mark.parametrize("transport", ["nccl", pytest.param("disk", marks=pytest.mark.extra)])
 async def test_updates_in_the_middle_of_requests(transport: str, stock: StockEngine, checkpoint: Checkpoints, tmp_path: Path) -> None:
     """Each token is of the version that the engine says, by the log-probs of the models; what others load is refused."""
     config = config_of(tmp_path, checkpoint(0).path, stock.url, transport)
@@ -137,6 +137,7 @@ async def test_updates_in_the_middle_of_requests(transport: str, stock: StockEng
         await client.close()
 
 
+@pytest.mark.extra
 async def test_an_older_engine_names_one_version_for_an_answer(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +225,7 @@ def test_unknown_fields_and_older_names_are_taken(altered: str, checkpoint: Chec
     assert (found.vocab_size, found.max_sequence, found.ranks, found.device) == (100, 2046, 1, "cuda")
 
 
+@pytest.mark.extra
 async def test_its_death_costs_no_group(
     stock: StockEngine,
     checkpoint: Checkpoints,

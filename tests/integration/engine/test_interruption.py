@@ -58,7 +58,10 @@ def stored(payload: Payload | None) -> Payload:
     return payload
 
 
-@pytest.mark.parametrize(("policy", "stopped"), [("drop", True), ("requeue", True), ("continue", False), ("mask", False)])
+@pytest.mark.parametrize(
+    ("policy", "stopped"),
+    [("drop", True), ("mask", False), *(pytest.param(*case, marks=pytest.mark.extra) for case in (("requeue", True), ("continue", False)))],
+)
 async def test_a_generation_over_the_bound_is_stopped_where_nothing_of_it_would_be_trained(
     new_bench: NewBench, policy: str, stopped: bool
 ) -> None:

@@ -186,6 +186,7 @@ async def test_weights_from_another_engine(
     assert cards == {"rollout-1": "ready", "rollout-2": "ready"}
 
 
+@pytest.mark.extra
 @pytest.mark.timeout(900)
 async def test_weights_that_are_not_the_trainers_are_not_taken_from_another_engine(
     client: EngineClient, overlapping_client: EngineClient, checkpoint: Checkpoints, replica: NewReplica

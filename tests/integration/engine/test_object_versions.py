@@ -42,6 +42,7 @@ async def cuttable(store: RunningObjectStore) -> AsyncIterator[tuple[LinkProxy, 
     proxy.close()
 
 
+@pytest.mark.extra
 @pytest.mark.timeout(900)
 async def test_versions_from_an_object_store(
     client: EngineClient,

@@ -33,7 +33,7 @@ from tests.support.tiny_audio import wav, write_hearing_chat_model
 from tests.support.tiny_vision import png, write_seeing_chat_model
 from tests.unit.trainer.megatron.rank_steps import actor
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.extra(each=True)]  # test_pictures.py has pictures on an engine
 
 STEPS, SURE = 600, 0.02
 

@@ -122,6 +122,7 @@ async def test_a_function_that_hangs_is_killed(bench: NewBench, tmp_path: Any, m
     assert set(await generated(desk, 2)) == {"g00000000", "g00000001"}
 
 
+@pytest.mark.extra
 async def test_a_function_that_always_fails_ends_the_service_with_its_words(bench: NewBench) -> None:
     desk = await bench("fails", bus={"max_deliver": 20})
     await given(desk, 0)

@@ -32,6 +32,7 @@ IN_BLOCKS = ["fp8-block", "--block", "8", "8"]
 PROMPT = np.arange(12, dtype=np.int32)
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize(
     ("kind", "how"),
     [

@@ -150,6 +150,7 @@ async def test_an_engine_joins_when_it_serves_and_leaves_when_it_is_fenced(route
     await router.has([])
 
 
+@pytest.mark.extra
 async def test_a_replica_that_stops_takes_its_engine_off(router: RunningRouter, members: list[Member]) -> None:
     member = members[0]
     await member.replica.serve(1)

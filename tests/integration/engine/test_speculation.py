@@ -38,11 +38,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tor
 
 
 @pytest.fixture(scope="module")
-def engines(model: tuple[Path, dict[str, torch.Tensor]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EngineProcess]]:
-    """One that does not speculate, and one whose draft is a layer of the model's."""
-    path, root = model[0], tmp_path_factory.mktemp("engines")
-    with running_engine(path, root / "plain", {}) as plain, running_engine(path, root / "mtp", dict(OF_KIND["mtp"])) as drafting:
-        yield [plain, drafting]
+def drafting(model: tuple[Path, dict[str, torch.Tensor]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """An engine whose draft is a layer of the model's."""
+    with running_engine(model[0], tmp_path_factory.mktemp("mtp"), dict(OF_KIND["mtp"])) as engine:
+        yield engine
+
+
+@pytest.fixture
+def undrafted(model: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> Iterator[EngineProcess]:
+    """One that does not speculate."""
+    with running_engine(model[0], tmp_path, {}) as engine:
+        yield engine
 
 
 def deviations(one: list[Generation], other: list[Generation]) -> float:
@@ -72,13 +78,14 @@ async def scored(client: EngineClient, tokens: np.ndarray) -> list[float]:
     return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][len(PROMPT) :]]
 
 
-async def test_tokens_are_those_of_plain_decoding(engines: list[EngineProcess]) -> None:
+@pytest.mark.extra
+async def test_tokens_are_those_of_plain_decoding(undrafted: EngineProcess, drafting: EngineProcess) -> None:
     runs = []
-    for engine in engines:
+    for engine in (undrafted, drafting):
         async with await EngineClient.connect(engine.receiver) as client:
             await client.open_receivers()
             runs.append(await sampled(client))
-            assert client.capabilities.speculates == (engine is engines[1]) == bool(client.accepted.counts)
+            assert client.capabilities.speculates == (engine is drafting) == bool(client.accepted.counts)
             greedy = await client.generate_group(
                 [GenerationRequest(PROMPT, 24, ignore_eos=True)], Sampling(temperature=0, max_new_tokens=24)
             )
@@ -93,17 +100,17 @@ async def test_tokens_are_those_of_plain_decoding(engines: list[EngineProcess]) 
     assert sum(len(found.tokens) for found in drafted) / sum(found.verifications for found in drafted) > 1.3  # drafts were accepted
 
 
-async def test_what_verification_leaves_out_is_refused(engines: list[EngineProcess]) -> None:
-    async with await EngineClient.connect(engines[1].receiver) as client:
+async def test_what_verification_leaves_out_is_refused(drafting: EngineProcess) -> None:
+    async with await EngineClient.connect(drafting.receiver) as client:
         for changed in ({"repetition_penalty": 1.1}, {"min_new_tokens": 3}):
             with pytest.raises(InvalidRequest, match=f"{next(iter(changed))} = .*: none where the engine speculates"):
                 await client.generate_group([GenerationRequest(PROMPT, 4)], Sampling(temperature=1.0, max_new_tokens=4, **changed))
 
 
-async def test_a_draft_is_pushed_with_its_policy(engines: list[EngineProcess], model: tuple[Path, dict[str, torch.Tensor]]) -> None:
+async def test_a_draft_is_pushed_with_its_policy(drafting: EngineProcess, model: tuple[Path, dict[str, torch.Tensor]]) -> None:
     path, tensors = model
     old, new = signs(SHAPE, 0.0), signs(SHAPE, 0.4)
-    async with await EngineClient.connect(engines[1].receiver) as client:
+    async with await EngineClient.connect(drafting.receiver) as client:
         await client.open_receivers()
         known = await accept_length(client)
         async with Pusher.over(client) as pusher:

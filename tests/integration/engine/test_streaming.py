@@ -95,6 +95,7 @@ async def test_the_streams_of_all_formats_are_told_as_they_are_drawn(hall: NewHa
         print(f"{speak.__name__}: first text after {first:.3f} s, the last of {len(heard.pieces)} pieces after {last:.3f} s")
 
 
+@pytest.mark.extra
 async def test_a_client_that_leaves_ends_the_draw_and_a_killed_gateway_costs_no_token_that_was_recorded(hall: NewHall) -> None:
     room = await hall()
     other = await room.start()

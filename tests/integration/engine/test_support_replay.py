@@ -90,15 +90,15 @@ SETTINGS = {"top_p": {"top_p": 0.9}, "top_k": {"top_k": 20}, "all": {"top_p": 0.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["min_p", *SETTINGS])
+@pytest.mark.parametrize("name", ["top_p", *(pytest.param(name, marks=pytest.mark.extra) for name in ("min_p", "top_k", "all"))])
 def test_the_ratio_at_equal_weights_is_that_of_a_run_without_truncation(
     name: str,
     actor: Actor,
     whole_engine: EngineProcess,
-    min_p_engine: EngineProcess,
+    request: pytest.FixtureRequest,
     record_property: Callable[[str, object], None],
 ) -> None:
-    engine = min_p_engine if name in ("min_p", "all") else whole_engine
+    engine: EngineProcess = request.getfixturevalue("min_p_engine") if name in ("min_p", "all") else whole_engine
     samples = asyncio.run(generated(engine, SETTINGS.get(name, {}), MOST_KEPT))
     plain = largest_ratio_gap(actor, asyncio.run(generated(whole_engine, {}, 0)), False)
     replayed, unrestricted = largest_ratio_gap(actor, samples, True), largest_ratio_gap(actor, samples, False)

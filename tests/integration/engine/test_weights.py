@@ -364,6 +364,7 @@ def older_engine(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFacto
             yield process
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 async def test_every_token_has_its_version_where_sglang_names_that_of_the_end_alone(
     older_engine: EngineProcess, checkpoint: Checkpoints, mode: PauseMode

@@ -59,6 +59,7 @@ def test_a_full_store_holds_the_run_back_and_it_goes_on_when_there_is_room(myxo:
     assert code == 0, out
 
 
+@pytest.mark.extra
 def test_a_disk_that_is_full_before_services_start_is_waited_for(myxo: Myxo, config_file: ConfigFile, tmp_path: Path) -> None:
     """One that is full before that is refused."""
     root = tmp_path / "runs" / "test"

@@ -32,6 +32,9 @@ from tests.integration.myxo.command import COMMAND_SECONDS, ROOT
 WRITTEN = ("benchmarks",)
 """Directories that commands write to: the checkout has copies of them."""
 
+SELDOM = ("docs/pictures.md", "docs/precision.md", "examples/colours/README.md")
+"""Pages whose commands convert or make models, for a minute."""
+
 IN_CI = ("run", "rewritten", "served", "trained")
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 KINDS = {name: {entry_of(name, command)[0] for command in block_commands((ROOT / name).read_text())} for name in NAMES}
@@ -205,7 +208,10 @@ def answers(url: str) -> bool:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", [name for name in NAMES if KINDS[name] & set(IN_CI)])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.extra(each=True) if name in SELDOM else ()) for name in NAMES if KINDS[name] & set(IN_CI)],
+)
 def test_the_commands_of_a_page_run(name: str, checkout: Path) -> None:
     assert Page(name, checkout).run(IN_CI)
 

@@ -124,7 +124,7 @@ def test_a_server_that_lives_is_left_alone(servers: RunServers) -> None:
     assert servers.troubled == float("-inf")
 
 
-@pytest.mark.parametrize("name", ["nats-server", "valkey-server"])
+@pytest.mark.parametrize("name", ["nats-server", pytest.param("valkey-server", marks=pytest.mark.extra)])
 def test_a_frozen_server_is_killed_and_started_again(tmp_path: Path, name: str) -> None:
     """Its port takes connections all the same: only an answer shows that it lives."""
     servers = RunServers(RunDirectory(tmp_path), GivenServers(None, None), StoreSection(), frozen_timeout=8.0)

@@ -162,6 +162,7 @@ def test_a_download_continues_where_its_connection_broke(training: Training, obj
     assert len(data) == LEAST_OBJECT and len(breaking.ranges) == 3 and breaking.ranges[0] != breaking.ranges[1] == breaking.ranges[2]
 
 
+@pytest.mark.extra
 def test_a_store_that_is_down_is_waited_for_and_named(training: Training, object_store: RunningObjectStore, tmp_path: Path) -> None:
     written, index = training.step()
     object_store.kill()

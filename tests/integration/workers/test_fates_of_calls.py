@@ -59,12 +59,12 @@ OTHERS = ("wait 1.0", "wait 1.1")
         ("leave", WorkerFailed, r"CallExit: os\._exit\(3\)", (1, 1)),
         pytest.param("leave in a thread", WorkerFailed, r"CallExit: os\._exit\(3\)", (1, 1), marks=extra),
         pytest.param("exit", WorkerFailed, "SystemExit: 4", (1, 1), marks=extra),
-        ("exit in a task", WorkerFailed, "CallExit: SystemExit: 4", (1, 1)),
+        pytest.param("exit in a task", WorkerFailed, "CallExit: SystemExit: 4", (1, 1), marks=extra),
         pytest.param(
             "crash", WorkerDied, "ended in the middle of a call: Fatal Python error: Segmentation fault, File", (1, 2), marks=extra
         ),
         ("crash in a thread", WorkerDied, "ended in the middle of a call: Fatal Python error: Segmentation fault, File", (1, 2)),
-        ("stop the loop", WorkerDied, "process ended in the middle of a call", (2, 2)),
+        pytest.param("stop the loop", WorkerDied, "process ended in the middle of a call", (2, 2), marks=extra),
     ],
 )
 async def test_a_call_that_misbehaves_costs_itself(
@@ -80,7 +80,7 @@ async def test_a_call_that_misbehaves_costs_itself(
     assert isinstance(await ask(pool, "wait 0"), int)
 
 
-@pytest.mark.parametrize("what", ["hang", "hang in threads"])
+@pytest.mark.parametrize("what", ["hang", pytest.param("hang in threads", marks=extra)])
 async def test_a_call_that_hangs_holds_up_nobody(started: Started, tmp_path: Path, what: str) -> None:
     pool = await started()
     hanging = [asyncio.create_task(ask(pool, what, deadline)) for deadline in (1.0, 1.5, 2.0)]
@@ -119,7 +119,7 @@ async def test_a_call_alone_has_a_process_for_which_nobody_waits(started: Starte
     assert len(pool.processes) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=extra)])
 async def test_a_call_whose_process_somebody_else_ends_is_made_once_more(started: Started, tmp_path: Path, number: signal.Signals) -> None:
     """Twice in a row it is the call's own fate: the kernel kills what takes all memory."""
     pool = await started()

@@ -131,7 +131,7 @@ def test_the_alarm_names_the_remedy_of_the_precision(eight_bits: Path, four_bits
     assert "kv_cache_dtype" in remedy(tiny_model, rollout={"sglang": {"kv_cache_dtype": "fp8_e4m3"}})
 
 
-@pytest.mark.parametrize("precision", ["fp8", "int4"])
+@pytest.mark.parametrize("precision", ["int4", pytest.param("fp8", marks=pytest.mark.extra)])
 def test_a_plain_checkpoint_in_fewer_bits(precision: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is planned from headers is what engines start from, which several make once; what it takes in memory is the same."""
     monkeypatch.setenv("MYXO_CACHE", str(tmp_path / "cache"))

@@ -55,7 +55,7 @@ def test_one_process_resumes_exactly(kind, config, alone, hf, tmp_path):
         ("qwen3", {"train_dtype": "bfloat16"}),
         pytest.param("qwen3_tied", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, marks=pytest.mark.extra),
         pytest.param("qwen3_tied", {"pipeline_model_parallel_size": 2}, marks=pytest.mark.extra),
-        ("deep_moe", {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+        pytest.param("deep_moe", {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, marks=pytest.mark.extra),
         pytest.param("qwen3", {"context_parallel_size": 2}, marks=pytest.mark.extra),
         pytest.param("qwen3_moe", {"expert_model_parallel_size": 2}, marks=pytest.mark.extra),
         ("qwen3_moe", {"expert_model_parallel_size": 2, "use_distributed_optimizer": False}),
@@ -195,10 +195,10 @@ def test_a_critics_checkpoint_holds_its_head_and_is_no_policys(make_actor, tmp_p
         pytest.param("qwen3", {}, {"tensor_model_parallel_size": 2}, marks=pytest.mark.extra),
         ("qwen3", {"context_parallel_size": 2}, TP2_SP),
         ("qwen3_moe_mixed", {"pipeline_model_parallel_size": 2}, {"expert_model_parallel_size": 2}),
-        ("minimax_m2", TP2_SP, {}),
-        ("gpt_oss", {"expert_model_parallel_size": 2}, {**TP2_SP, "expert_tensor_parallel_size": 1}),
-        ("qwen3_next", TP2_SP, {}),
-        ("glm_moe_dsa", TP2_SP, {}),
+        pytest.param("minimax_m2", TP2_SP, {}, marks=pytest.mark.extra),
+        pytest.param("gpt_oss", {"expert_model_parallel_size": 2}, {**TP2_SP, "expert_tensor_parallel_size": 1}, marks=pytest.mark.extra),
+        pytest.param("qwen3_next", TP2_SP, {}, marks=pytest.mark.extra),
+        pytest.param("glm_moe_dsa", TP2_SP, {}, marks=pytest.mark.extra),
         pytest.param("qwen3_moe", {"expert_model_parallel_size": 2}, {}, marks=pytest.mark.extra),
         pytest.param(
             "qwen3_moe",
@@ -273,7 +273,7 @@ def test_a_missing_checkpoint_is_named_with_those_that_exist(make_actor, tmp_pat
         actor.load_checkpoint(tmp_path, step=5)
 
 
-@pytest.mark.parametrize("point", ["shards", pytest.param("marker", marks=pytest.mark.extra), "aside"])
+@pytest.mark.parametrize("point", ["shards", *(pytest.param(point, marks=pytest.mark.extra) for point in ("marker", "aside"))])
 def test_a_kill_while_saving_leaves_the_older_checkpoint(point, hf, fresh_world, make_actor, tmp_path):
     with pytest.raises(RankFailed, match="exit code -9"):
         fresh_world(1).run(rank_steps.save_and_die, hf("qwen3"), tmp_path, point)

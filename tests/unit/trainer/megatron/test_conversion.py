@@ -128,7 +128,7 @@ def load_and_export(hf_dir, config, root):
         pytest.param("glm4", {"tensor_model_parallel_size": 2}, marks=pytest.mark.extra),
         pytest.param("deepseek_v3", {"expert_model_parallel_size": 2}, marks=pytest.mark.extra),
         ("deepseek_v3", {"pipeline_model_parallel_size": 2}),
-        ("gpt_oss", {"expert_model_parallel_size": 2}),
+        pytest.param("gpt_oss", {"expert_model_parallel_size": 2}, marks=pytest.mark.extra),
     ],
 )
 def test_a_trainer_of_two_ranks_starts_from_it(kind, config, hf, loaded, two_ranks, tmp_path):

@@ -137,9 +137,9 @@ def test_the_policy_trains_bit_for_bit_as_without_them(kind, drafted):
 LAYOUTS = [
     ("deepseek_v3", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     ("glm4_moe", {"pipeline_model_parallel_size": 2}),
-    ("deepseek_v3", {"context_parallel_size": 2}),
-    ("deepseek_v3", {"expert_model_parallel_size": 2}),
-    ("mimo", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    pytest.param("deepseek_v3", {"context_parallel_size": 2}, marks=pytest.mark.extra),
+    pytest.param("deepseek_v3", {"expert_model_parallel_size": 2}, marks=pytest.mark.extra),
+    pytest.param("mimo", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, marks=pytest.mark.extra),
     pytest.param("mimo", {"context_parallel_size": 2}, marks=pytest.mark.extra),
     pytest.param("qwen3_next", {"pipeline_model_parallel_size": 2}, marks=pytest.mark.extra),
     pytest.param("qwen3_next", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, marks=pytest.mark.extra),

@@ -145,7 +145,7 @@ def balanced_steps(hf_dir, layout, megatron):
     return [(step.loss, step.grad_norm, step.metrics) for step in steps], biases
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["TP2 SP", "EP2", *(pytest.param(layout, marks=pytest.mark.extra) for layout in ("CP2", "PP2"))])
 def test_layouts_balance_as_one_process(layout, hf, two_ranks):
     expected, _ = balanced_steps(hf("qwen3_moe"), {}, WITHOUT_GLOBAL)
     for steps, _ in two_ranks.run(balanced_steps, hf("qwen3_moe"), LAYOUTS[layout], WITHOUT_GLOBAL):
@@ -164,7 +164,7 @@ def one_global_step(hf_dir, layout):
     return step.grad_norm, step.metrics
 
 
-@pytest.mark.parametrize("layout", [{}, {"expert_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}])
+@pytest.mark.parametrize("layout", [{}, LAYOUTS["EP2"], pytest.param(LAYOUTS["TP2 SP"], marks=pytest.mark.extra)])
 def test_the_global_loss_sees_all_ranks(layout, hf, two_ranks):
     norm, metrics = one_global_step(hf("qwen3_moe"), {})
     for found_norm, found_metrics in two_ranks.run(one_global_step, hf("qwen3_moe"), layout):
@@ -209,7 +209,7 @@ def test_a_skipped_step_moves_no_bias(hf):
     assert all(torch.equal(router.expert_bias, old) for router, old in zip(routers(model.model.modules), before, strict=True))
 
 
-@pytest.mark.parametrize("layout", ["EP2", "PP2"])
+@pytest.mark.parametrize("layout", ["EP2", pytest.param("PP2", marks=pytest.mark.extra)])
 def test_biases_move_alike_in_every_layout(layout, hf, two_ranks):
     megatron = {"moe_router_bias_update_rate": RATE}
     _, expected = balanced_steps(hf("deepseek_v3"), {}, megatron)

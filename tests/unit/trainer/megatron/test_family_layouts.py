@@ -13,24 +13,18 @@ EXPERT = {"expert_model_parallel_size": 2}
 WHOLE_EXPERTS = {**TENSOR, "expert_tensor_parallel_size": 1}
 CONTEXT = {"context_parallel_size": 2}
 CASES = [
-    ("glm4", TENSOR),
     ("glm4_moe", PIPELINE),
     ("deepseek_v3", EXPERT),
     ("deepseek_v3", CONTEXT),
-    ("moonlight", TENSOR),
     ("minimax_m2", TENSOR),
     ("gpt_oss", WHOLE_EXPERTS),
-    ("gpt_oss", EXPERT),
-    ("gpt_oss", CONTEXT),
     ("gemma3_text", TENSOR),
     ("qwen3_next", TENSOR),
-    ("qwen3_next", PIPELINE),
-    ("qwen3_5", {"tensor_model_parallel_size": 2}),
-    ("qwen3_5_moe", EXPERT),
     ("glm_moe_dsa", TENSOR),
-    ("glm_moe_dsa", PIPELINE),
 ]
-MORE = [("glm4", PIPELINE), ("glm4", CONTEXT), ("glm4_moe", TENSOR), ("glm4_moe", EXPERT), ("deepseek_v3", TENSOR)]
+MORE = [("glm4", TENSOR), ("moonlight", TENSOR), ("gpt_oss", EXPERT), ("gpt_oss", CONTEXT), ("qwen3_next", PIPELINE)]
+MORE += [("qwen3_5", {"tensor_model_parallel_size": 2}), ("qwen3_5_moe", EXPERT), ("glm_moe_dsa", PIPELINE)]
+MORE += [("glm4", PIPELINE), ("glm4", CONTEXT), ("glm4_moe", TENSOR), ("glm4_moe", EXPERT), ("deepseek_v3", TENSOR)]
 MORE += [
     ("deepseek_v3", PIPELINE),
     ("moonlight", PIPELINE),

@@ -1,6 +1,6 @@
 """Every layout of ranks computes what one process computes.
 
-The layouts of `PAIRS` cover every pair of parallelisms, kinds of optimizer, recomputation and families; the others are run as extra."""
+The layouts of `PAIRS` cover every pair of parallelisms, kinds of optimizer and recomputation; the others are run as extra."""
 
 import pytest
 import torch
@@ -79,8 +79,6 @@ PAIRS = {
     "TP2 PP2 SP",
     "MoE EP2 CP2 TP2 SP whole optimizer",
     "MoE EP2 CP2 PP2 VPP2",
-    "linear attention: CP2 TP2",
-    "sparse attention: CP2 TP2 SP",
 }
 
 

@@ -23,14 +23,14 @@ LATENT = {"target_modules": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b
 
 TWO_RANKS = {
     "DP2": ("qwen3", {}),
-    "TP2 some matrices": ("qwen3", {**TP2, "target_modules": ("k_proj", "up_proj", "down_proj")}),
     "TP2 SP recompute": ("qwen3_tied", {**TP2_SP, "recompute": True}),
     "PP2": ("qwen3_tied", PP2),
-    "latent attention: TP2 SP": ("deepseek_v3", {**TP2_SP, **LATENT}),
     "experts: EP2": ("qwen3_moe", EP2),
-    "experts: TP2 SP ETP2": ("qwen3_moe", {**TP2_SP, **EXPERTS}),
 }
 MORE = {
+    "TP2 some matrices": ("qwen3", {**TP2, "target_modules": ("k_proj", "up_proj", "down_proj")}),
+    "latent attention: TP2 SP": ("deepseek_v3", {**TP2_SP, **LATENT}),
+    "experts: TP2 SP ETP2": ("qwen3_moe", {**TP2_SP, **EXPERTS}),
     "TP2": ("qwen3", TP2),
     "TP2 SP": ("qwen3", TP2_SP),
     "DP2 whole optimizer": ("qwen3", {"use_distributed_optimizer": False}),
@@ -215,8 +215,8 @@ def test_recompute_changes_nothing(recompute, hf, one_process, alone):
 @pytest.mark.parametrize(
     ("kind", "config"),
     [
-        ("qwen3", {}),
-        ("qwen3", {"train_dtype": "bfloat16", "use_distributed_optimizer": False}),
+        pytest.param("qwen3", {}, marks=pytest.mark.extra),
+        pytest.param("qwen3", {"train_dtype": "bfloat16", "use_distributed_optimizer": False}, marks=pytest.mark.extra),
         ("qwen3_moe", {}),
     ],
 )
@@ -227,8 +227,8 @@ def test_one_process_resumes_exactly(kind, config, alone, hf, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "config"),
     [
-        ("qwen3_tied", PP2),
         ("qwen3_moe", EP2),
+        pytest.param("qwen3_tied", PP2, marks=pytest.mark.extra),
         *(pytest.param("qwen3_tied", config, marks=pytest.mark.extra) for config in ({"train_dtype": "bfloat16"}, TP2_SP)),
     ],
 )
@@ -239,7 +239,7 @@ def test_two_ranks_resume_exactly(kind, config, hf, two_ranks, tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "before", "after"),
-    [("qwen3", TP2, PP2), ("qwen3_moe", EP2, TP2_SP), pytest.param("qwen3", {}, TP2_SP, marks=pytest.mark.extra)],
+    [("qwen3_moe", EP2, TP2_SP), *(pytest.param("qwen3", *layouts, marks=pytest.mark.extra) for layouts in ((TP2, PP2), ({}, TP2_SP)))],
 )
 def test_another_layout_goes_on_from_a_checkpoint(kind, before, after, hf, two_ranks, tmp_path):
     first, second = two_ranks.run(lora_steps.reshard, hf(kind), {**LORA, **before}, {**LORA, **after}, tmp_path)

@@ -24,7 +24,14 @@ def after_steps(hf_dir, count=3, **megatron):
     return model, [result.grad_norm for result in results], weights_of(model)
 
 
-@pytest.mark.parametrize("flags", [OFFLOADED, {**OFFLOADED, "optimizer_offload_fraction": 0.5}, {"use_precision_aware_optimizer": True}])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(OFFLOADED, marks=pytest.mark.extra),
+        {**OFFLOADED, "optimizer_offload_fraction": 0.5},
+        {"use_precision_aware_optimizer": True},
+    ],
+)
 def test_float32_state_gives_the_plain_adams_bits(flags, hf, monkeypatch):
     monkeypatch.setattr(precision_adam, "SLICE_ELEMENTS", 100)
     plain, norms, weights = after_steps(hf("qwen3"))
@@ -37,7 +44,16 @@ def test_float32_state_gives_the_plain_adams_bits(flags, hf, monkeypatch):
     assert all(torch.equal(other[name], weight) for name, weight in weights.items())
 
 
-@pytest.mark.parametrize("flags", [OFFLOADED, NARROW, {**NARROW, "exp_avg_dtype": "fp8", "main_params_dtype": "fp16"}])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        OFFLOADED,
+        *(
+            pytest.param(flags, marks=pytest.mark.extra)
+            for flags in (NARROW, {**NARROW, "exp_avg_dtype": "fp8", "main_params_dtype": "fp16"})
+        ),
+    ],
+)
 def test_a_checkpoint_goes_on_as_the_run_that_never_stopped(flags, hf, tmp_path, monkeypatch):
     monkeypatch.setattr(precision_adam, "SLICE_ELEMENTS", 1000)
     model, _, _ = after_steps(hf("qwen3"), 2, **flags)

@@ -161,7 +161,7 @@ def apart(hf):
     return cache(lambda kind: shared_step(hf(kind), {"prefix_sharing": "off"}))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.extra if "attention" in one else ()) for one in LAYOUTS])
 def test_layouts(name, hf, two_ranks, apart):
     kind, config = LAYOUTS[name]
     expected, ranks = apart(kind), two_ranks.run(rank_steps.shared_step, hf(kind), config)

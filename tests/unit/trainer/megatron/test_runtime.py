@@ -79,7 +79,14 @@ def polling_threads():
     return names.count("gloo_tcp_loop")
 
 
-@pytest.mark.parametrize("kind, config", [("qwen3", {}), ("qwen3_moe", {}), ("qwen3_moe", ALLGATHER), ("deepseek_v3", {})])
+@pytest.mark.parametrize(
+    "kind, config",
+    [
+        ("qwen3", {}),
+        ("qwen3_moe", {}),
+        *(pytest.param(*case, marks=pytest.mark.extra) for case in (("qwen3_moe", ALLGATHER), ("deepseek_v3", {}))),
+    ],
+)
 def test_a_model_that_was_trained_leaves_no_group_behind(hf, kind, config):
     runtime.stop()
     before = max(polling_threads(), 1)  # torch keeps the newest mesh of a test that has used FSDP2

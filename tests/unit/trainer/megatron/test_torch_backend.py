@@ -104,7 +104,7 @@ def test_two_ranks_that_share_the_work_train_as_one_does(kind, more, hf, alone, 
     same(found, alone.train(hf(kind), TORCH, 3))
 
 
-@pytest.mark.parametrize("more", [TENSOR, EXPERT])
+@pytest.mark.parametrize("more", [EXPERT, pytest.param(TENSOR, marks=pytest.mark.extra)])
 def test_a_rank_whose_experts_nobody_chooses_takes_part(more, alone, two_ranks, tmp_path, monkeypatch):
     """A router's bias sends all tokens to the first two of four experts."""
     monkeypatch.setitem(OTHERS, "ernie4_5_moe", NEW["ernie4_5_moe"])
@@ -157,7 +157,7 @@ def test_a_critic_is_the_same(hf, alone, two_ranks):
         torch.testing.assert_close(each["values"], expected["values"], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", pytest.param("qwen3", marks=pytest.mark.extra)])
 def test_demonstrations_references_and_teachers_are_the_same(kind, hf, alone, two_ranks, tmp_path):
     """A step on demonstrations; then log-probs by the policy before it, as a reference is, and by a teacher of other weights."""
     shutil.copytree(hf(kind), teacher := tmp_path / "teacher")
@@ -180,7 +180,7 @@ def test_a_resume_is_exact(hf, two_ranks, tmp_path):
         assert all(again[name] is None or torch.equal(tensor, again[name]) for name, tensor in straight.items())
 
 
-@pytest.mark.parametrize("more", [{}, TENSOR, EXPERT])
+@pytest.mark.parametrize("more", [TENSOR, *(pytest.param(more, marks=pytest.mark.extra) for more in ({}, EXPERT))])
 def test_one_process_goes_on_where_two_ranks_were(more, hf, alone, two_ranks, tmp_path):
     straight = two_ranks.run(rank_steps.save_after, hf("qwen3_moe"), {**TORCH, **more}, tmp_path, 2)[0]
     for ours, theirs in zip(alone.load_and_train(hf("qwen3_moe"), TORCH, tmp_path, 2), straight, strict=True):
@@ -201,7 +201,13 @@ def test_a_checkpoint_becomes_one_that_megatron_starts_from(kind, more, hf, two_
     assert convert(tmp_path / "checkpoints", tmp_path / "again") != 0 and "--hf" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind, more", [("qwen3_moe", {}), ("deepseek_v3", {}), ("qwen3_moe", TENSOR), ("deepseek_v3", EXPERT)])
+@pytest.mark.parametrize(
+    "kind, more",
+    [
+        ("qwen3_moe", TENSOR),
+        *(pytest.param(*case, marks=pytest.mark.extra) for case in (("qwen3_moe", {}), ("deepseek_v3", {}), ("deepseek_v3", EXPERT))),
+    ],
+)
 def test_what_is_pushed_and_saved_is_what_was_loaded(kind, more, hf, two_ranks, tmp_path):
     loaded, config = load_file(hf(kind) / "model.safetensors"), {**TORCH, **more}
     (exported, pushed), (_, nothing) = two_ranks.run(rank_steps.load_and_export, hf(kind), config)
@@ -227,7 +233,14 @@ SOME = {"target_modules": ["q_a_proj", "kv_b_proj", "o_proj"]}
 EACH = {"target_modules": ["q_proj", "up_proj", "down_proj"]}  # gate's half of the experts' tensor has none
 
 
-@pytest.mark.parametrize("kind, more", [("qwen3", {}), ("deepseek_v3", SOME), ("qwen3_moe", {}), ("qwen3_moe", EACH)])
+@pytest.mark.parametrize(
+    "kind, more",
+    [
+        ("qwen3", {}),
+        ("qwen3_moe", EACH),
+        *(pytest.param(*case, marks=pytest.mark.extra) for case in (("deepseek_v3", SOME), ("qwen3_moe", {}))),
+    ],
+)
 def test_adapters_are_megatrons(kind, more, hf, alone, two_ranks, tmp_path):
     expected, config = lora_steps.train(hf(kind), {**LORA, **more}), {**TORCH, **LORA, **more}
     for found in (lora_steps.train(hf(kind), config), two_ranks.run(lora_steps.train, hf(kind), config)[0]):
@@ -245,7 +258,9 @@ def test_adapters_are_megatrons(kind, more, hf, alone, two_ranks, tmp_path):
     assert torch.equal(*found["own"])
 
 
-@pytest.mark.parametrize("config", [{"fsdp_shard_ranks": 2, "actor_num_gpus_per_node": 4}, {"fsdp_cpu_offload": True}])
+@pytest.mark.parametrize(
+    "config", [{"fsdp_shard_ranks": 2, "actor_num_gpus_per_node": 4}, pytest.param({"fsdp_cpu_offload": True}, marks=pytest.mark.extra)]
+)
 def test_copies_of_shards_and_shards_in_host_memory_train_as_one_rank_does(config, hf, alone, four_ranks, tmp_path):
     expected = alone.train(hf("qwen3_moe"), TORCH, 2)
     found, *_ = four_ranks.run(rank_steps.train, hf("qwen3_moe"), {**TORCH, **config}, 2)
