@@ -110,7 +110,7 @@ class JudgeCalls:
     async def said(self, question: str) -> str:
         """Returns what the judge says to a question: now, or when it was asked before.
 
-        Raises EnvironmentFailed or DeadlineExceeded; ValueError where the answer was cut off at its length, so that its last words decide nothing.
+        Raises EnvironmentFailed or DeadlineExceeded; ValueError where the answer was cut off at its length: its last words decide nothing.
         """
         messages = [{"role": "user", "content": question}]
         body = {"model": self._config.judge_model or self._config.judge_url, "messages": messages, **self._config.judge_sampling}
