@@ -36,9 +36,8 @@ from services.trainer.parallel.export import ADAPTER_WEIGHTS
 from services.trainer.parallel.likelihood import OutputHead, VocabularySlice
 from services.trainer.parallel.runtime import device, together
 from services.trainer.parallel.staged_shards import CheckpointPart, StagedShards, read_parts
-from services.trainer.parallel.trained_model import LayerModules
+from services.trainer.parallel.trained_model import LayerModules, TrainedModel
 from services.trainer.trainer_settings import TrainerSettings
-from services.trainer.weights.read_lock import WeightReadLock
 from shared.model.architecture import Architecture
 from shared.model.parallel_layout import ParallelLayout
 from shared.model.trainable_parameters import Freezing, Lora
@@ -98,33 +97,26 @@ class ScoredModel(torch.nn.Module):
         return read(hidden, head.weight, rows)
 
 
-@dataclass
-class FsdpModel:
-    """The model as this rank holds it; see `services.trainer.parallel.trained_model.TrainedModel`.
+@dataclass(kw_only=True)
+class FsdpModel(TrainedModel):
+    """The model as this rank holds it: ``chunks`` is its root, sharded.
 
     Args:
-        seeing: makes the inputs of a model that sees; None for one that is given text alone.
+        hf_dir: the checkpoint that it was made from. seeing: makes the inputs of a model that sees; None for one that is given text alone.
         reshards: whether layers' weights are gathered anew for each pass. split: what ranks share within layers.
         replay: of the routers' choices; None for a model without experts.
-        root: sharded. hf_dir: the checkpoint that it was made from. dtype: in which layers compute, and weights are sent to engines.
     """
 
     backend: ClassVar[str | None] = "torch"
-    architecture: Architecture
-    layout: ParallelLayout
-    root: Any
     hf_dir: Path
-    dtype: torch.dtype
-    freezing: Freezing = field(default_factory=Freezing)
-    chunk_size: int = -1
-    readers: WeightReadLock = field(default_factory=WeightReadLock)
-    value_head: bool = False
-    lora: Lora | None = None
-    least_saved: float | None = None
     seeing: MediaInputs | None = None
     reshards: bool = True
     split: SplitLayers = field(default_factory=SplitLayers)
     replay: RoutingReplay | None = None
+
+    @property
+    def root(self) -> Any:
+        return self.chunks[0]
 
     @property
     def language_model(self) -> Any:
@@ -133,10 +125,6 @@ class FsdpModel:
     @property
     def modules(self) -> list[torch.nn.Module]:
         return [self.language_model]
-
-    @property
-    def chunks(self) -> list[torch.nn.Module]:
-        return [self.root]
 
     @property
     def layer_modules(self) -> LayerModules:
@@ -175,13 +163,11 @@ class FsdpModel:
             parameter.grad = None
 
     def weight_tensors(self, adapters: bool = False) -> list[Tensor]:
-        """Returns what this rank holds of the weights, or of the adapters alone."""
         if adapters:
             return [local(one) for name, one in self.named_parameters().items() if MARK in name]
         return [local(parameter) for parameter in self.named_parameters().values()] + list(self.buffers().values())
 
     def live_tensors(self) -> Iterator[Tensor]:
-        """Yields tensors whose storages are all that the weights lie in."""
         yield from self.weight_tensors()
         yield from self.language_model.buffers()
 
@@ -208,7 +194,6 @@ class FsdpModel:
 
     @torch.no_grad()
     def load_adapters(self, directory: Path) -> None:
-        """Takes the adapters from a directory in PEFT's format, whatever wrote it. Raises ConfigError."""
         path = directory / ADAPTER_WEIGHTS
         try:
             with safe_open(path, framework="pt") as held:
@@ -338,9 +323,21 @@ def assemble(settings: TrainerSettings, hf_dir: Path, architecture: Architecture
     _shard(root, layers, layout, _mesh(trainer.fsdp_shard_ranks), reshards, options)
     for name, one in model.named_parameters():
         mark(one, cut.splits.get(name))
-    own: dict[str, Any] = {"value_head": settings.value_head, "lora": lora, "seeing": seeing, "reshards": reshards}
-    own |= {"split": cut, "replay": replay, "chunk_size": trainer.log_probs_tokens}
-    return FsdpModel(architecture, layout, root, hf_dir, dtype, settings.freezing, **own)
+    return FsdpModel(
+        architecture=architecture,
+        layout=layout,
+        chunks=[root],
+        dtype=dtype,
+        value_head=settings.value_head,
+        lora=lora,
+        freezing=settings.freezing,
+        chunk_size=trainer.log_probs_tokens,
+        hf_dir=hf_dir,
+        seeing=seeing,
+        reshards=reshards,
+        split=cut,
+        replay=replay,
+    )
 
 
 def _layers(model: Any) -> list[Any]:

@@ -3,7 +3,7 @@
 Every rank must pass the same number of micro-batches: each layer of each is a collective.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,15 @@ from services.trainer.fsdp import all_ranks
 from services.trainer.fsdp.model import FsdpModel, Read
 from services.trainer.fsdp.token_rows import TokenRows
 from services.trainer.packing import PackedBatch
-from services.trainer.parallel.likelihood import restrict
-from services.trainer.parallel.loss_function import BadLoss, LossFunction, MicroBatchesFailed, checked, reduce_reports
+from services.trainer.parallel.loss_function import (
+    BadLoss,
+    LossFunction,
+    MicroBatchesFailed,
+    applied,
+    asked_ids,
+    read_head,
+    reduce_reports,
+)
 from services.trainer.parallel.runtime import anywhere, device
 from shared.runtime.errors import MyxoError
 from shared.schema.kept_tokens import Kept
@@ -82,7 +89,7 @@ def forward_backward(
         model.keep_gathered(index < len(batches) - 1)
         found = model.run(batch, _read(model, batch, loss_fn, temperature, need_entropy))
         try:
-            loss, metrics = _applied(loss_fn, found, batch.to(device()))
+            loss, metrics = applied(loss_fn, found, batch.to(device()))
             reports.append({"loss": loss.detach(), "metrics": metrics})
         except (torch.OutOfMemoryError, BadLoss):  # no single micro-batch's fault
             raise
@@ -99,7 +106,7 @@ def loss_alone(model: FsdpModel, batch: PackedBatch, loss_fn: LossFunction, temp
     """Returns the loss of one micro-batch, without gradients. A collective of all ranks."""
     model.train(True)
     found = model.run(batch, _read(model, batch, loss_fn, temperature, need_entropy))
-    loss = float(_applied(loss_fn, found, batch.to(device()))[0].detach())
+    loss = float(applied(loss_fn, found, batch.to(device()))[0].detach())
     model.reshard()
     return loss
 
@@ -108,35 +115,12 @@ def _read(model: FsdpModel, batch: PackedBatch, loss_fn: LossFunction, temperatu
     """Returns what computes the loss function's arguments before the batch: tensors of T rows."""
     if model.value_head:
         return lambda hidden, weight, _: (_value(hidden, weight),)
-    if getattr(loss_fn, "takes_logits", False):
-
-        def logits(hidden: Tensor, weight: Tensor, rows: TokenRows | None) -> tuple[Tensor]:
-            head = model.head(weight)
-            found = head.logits(hidden)
-            restrict(found, batch.kept if rows is None else rows.kept(batch.kept), slice(0, len(found)), head.vocabulary)
-            return (found / temperature,)
-
-        return logits
-    ids = model.labels(batch)[:, None]
-    if (name := getattr(loss_fn, "candidates", None)) is not None:
-        ids = torch.cat([ids, batch.fields[name]], 1)
+    ids = asked_ids(loss_fn, batch, model.labels(batch))
 
     def read(hidden: Tensor, weight: Tensor, rows: TokenRows | None) -> tuple[Tensor, ...]:
-        own, kept = _own(rows, ids, batch.kept)
-        found, entropy = model.head(weight).likelihood(hidden, own, temperature, need_entropy, kept)
-        return (found[:, 0], *([] if entropy is None else [entropy]), *([found[:, 1:]] if own.size(1) > 1 else []))
+        return read_head(model.head(weight), loss_fn, hidden, *_own(rows, ids, batch.kept), temperature, need_entropy)
 
     return read
-
-
-def _applied(loss_fn: LossFunction, found: tuple[Tensor, ...], batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns loss and metrics of a micro-batch. ``found``: what `_read` has computed. Raises BadLoss."""
-    call: Callable[..., tuple[Tensor, dict[str, Tensor]]] = loss_fn
-    if getattr(loss_fn, "takes_logits", False):
-        return checked(*call(found[0], batch))
-    if getattr(loss_fn, "candidates", None) is not None:
-        return checked(*call(found[0], found[1] if len(found) == 3 else None, batch, found[-1]))
-    return checked(*call(found[0], found[1] if len(found) == 2 else None, batch))
 
 
 def _attempt(batches: Sequence[PackedBatch], seen: Mapping[int, tuple[Tensor, ...]], loss_fn: LossFunction, alone: PackedBatch) -> None:
@@ -146,4 +130,4 @@ def _attempt(batches: Sequence[PackedBatch], seen: Mapping[int, tuple[Tensor, ..
         first = alone.tokens.storage_offset() - whole.storage_offset()
         if alone.tokens.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() and 0 <= first < len(whole):
             rows = tuple(tensor[first : first + len(alone.tokens)].clone().requires_grad_() for tensor in found)
-            _applied(loss_fn, rows, alone.to(device()))
+            applied(loss_fn, rows, alone.to(device()))

@@ -3,10 +3,10 @@
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -29,13 +29,11 @@ from services.trainer.megatron.spec import ValueHead, decoder_spec, family_layer
 from services.trainer.parallel.likelihood import OutputHead, VocabularySlice
 from services.trainer.parallel.runtime import device
 from services.trainer.parallel.staged_shards import StagedShards
-from services.trainer.parallel.trained_model import LayerModules
-from services.trainer.weights.read_lock import WeightReadLock
+from services.trainer.parallel.trained_model import LayerModules, TrainedModel
 from shared.config.flag_table import OF_DEEPEP
 from shared.model.architecture import Architecture, GroupedYarn, LinearScaling, Llama3Scaling, Rope
 from shared.model.architecture_flags import flags_of
 from shared.model.parallel_layout import ParallelLayout
-from shared.model.trainable_parameters import Freezing, Lora
 from shared.runtime.errors import ConfigError
 
 T = TypeVar("T")
@@ -70,32 +68,15 @@ class ParallelHead(OutputHead):
         return copied
 
 
-@dataclass
-class MegatronModel:
-    """The parts of the model that this rank holds.
+@dataclass(kw_only=True)
+class MegatronModel(TrainedModel):
+    """The parts of the model that this rank holds; ``chunks``: its stages, wrapped for data parallelism, several in interleaved pipelines.
 
     Args:
-        architecture: the whole model's. config: Megatron's. layout: the split of it among the ranks.
-        chunks: the rank's stages, wrapped for data parallelism; one, but for interleaved pipelines.
-        value_head: whether a critic's head stands in the place of the output layer. lora: its adapters' settings, or None.
-        least_saved: the least share of a micro-batch's tokens that sharing beginnings must save, or else every sequence is computed whole;
-            None: it always is (`services.trainer.megatron.packed_sequences`).
-        freezing: the choice of frozen parameters. readers: the lock of those that read them now.
-        chunk_size: tokens whose logits exist at a time; -1 for all of a micro-batch. balancing: of the experts; None: there is none.
-        draft_scale: weight of the draft layers' loss.
+        config: Megatron's. balancing: of the experts; None: there is none. draft_scale: weight of the draft layers' loss.
     """
 
-    backend: ClassVar[str | None] = None  # in a checkpoint: the one that has no name
-    architecture: Architecture
     config: TransformerConfig
-    layout: ParallelLayout
-    chunks: list[DistributedDataParallel]
-    value_head: bool = False
-    lora: Lora | None = None
-    freezing: Freezing = field(default_factory=Freezing)
-    least_saved: float | None = None
-    readers: WeightReadLock = field(default_factory=WeightReadLock)
-    chunk_size: int = -1
     balancing: Balancing | None = None
     draft_scale: float = 0.0
 
@@ -108,11 +89,6 @@ class MegatronModel:
         vocabulary = VocabularySlice.of(group, weight.size(0), self.architecture.vocab_size)
         overlaps = self.chunks[-1].ddp_config.overlap_grad_reduce
         return ParallelHead(weight, vocabulary, self.chunk_size, overlaps, scattered=self.config.sequence_parallel)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.config.params_dtype
-        return dtype
 
     @property
     def modules(self) -> list[GPTModel]:
@@ -133,19 +109,16 @@ class MegatronModel:
             chunk.zero_grad_buffer()
 
     def weight_tensors(self, adapters: bool = False) -> list[Tensor]:
-        """Returns what this rank holds of the weights, in the order of the model; or of LoRA's adapters alone."""
         held = [tensor for chunk in self.modules for _, tensor in weights_of(chunk)]
         return [tensor for tensor in held if getattr(tensor, "adapter", False)] if adapters else held
 
     def live_tensors(self) -> Iterator[Tensor]:
-        """Yields tensors whose storages are all that the weights lie in."""
         for chunk in self.chunks:
             yield from chunk.module.parameters()
             yield from chunk.module.buffers()
             yield from (buffer.param_data for buffer in flat_buffers(chunk) if buffer.param_data is not None)
 
     def load_hf(self, directory: Path) -> None:
-        """Fills this rank's parameters from a Hugging Face checkpoint of the same architecture, but for draft layers."""
         load_hf(self.modules, self.config, self.architecture, directory, drafts=False)
 
     @property
@@ -170,7 +143,6 @@ class MegatronModel:
         return {f"model{index}": module.sharded_state_dict(metadata=metadata) for index, module in enumerate(self.modules)}
 
     def load_state(self, loaded: Mapping[str, Any]) -> None:
-        """Takes the weights of a checkpoint that was read by `sharded_state`."""
         for index, module in enumerate(self.modules):
             module.load_state_dict(loaded[f"model{index}"])
 

@@ -426,7 +426,7 @@ def _skeleton(architecture: Architecture, dtype: torch.dtype, lora: Lora | None 
         if lora is not None:
             attach(built, config, architecture, lora, seed=0)
         chunks: Any = [SimpleNamespace(module=chunk) for chunk in built]
-        yield MegatronModel(architecture, config, layout, chunks, lora=lora)
+        yield MegatronModel(architecture=architecture, layout=layout, chunks=chunks, dtype=dtype, lora=lora, config=config)
     finally:
         runtime.stop()
 

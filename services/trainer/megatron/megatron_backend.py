@@ -214,17 +214,17 @@ def create(settings: TrainerSettings, hf_dir: Path, random: bool, initialized: C
     if not random:
         with together(f"loading {hf_dir}"):
             load_hf(chunks, megatron, architecture, hf_dir)
-    wrapped = wrap_chunks(chunks, megatron, trainer.use_distributed_optimizer, buffer_fields(flags))
     model = MegatronModel(
-        architecture,
-        megatron,
-        settings.layout,
-        wrapped,
-        settings.value_head,
-        settings.lora,
-        settings.freezing,
-        least,
+        architecture=architecture,
+        layout=settings.layout,
+        chunks=wrap_chunks(chunks, megatron, trainer.use_distributed_optimizer, buffer_fields(flags)),
+        dtype=settings.dtype,
+        value_head=settings.value_head,
+        lora=settings.lora,
+        freezing=settings.freezing,
+        least_saved=least,
         chunk_size=trainer.log_probs_tokens,
+        config=megatron,
         balancing=balancing,
         draft_scale=trainer.mtp_loss_scaling_factor,
     )

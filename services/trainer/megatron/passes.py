@@ -19,8 +19,15 @@ from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.moe import on_host, stage_routing
 from services.trainer.megatron.packed_sequences import ModelInput, StageRouting, model_input
 from services.trainer.packing import PackedBatch, pack
-from services.trainer.parallel.likelihood import restrict
-from services.trainer.parallel.loss_function import BadLoss, LossFunction, MicroBatchesFailed, checked, reduce_reports
+from services.trainer.parallel.loss_function import (
+    BadLoss,
+    LossFunction,
+    MicroBatchesFailed,
+    applied,
+    asked_ids,
+    read_head,
+    reduce_reports,
+)
 from services.trainer.parallel.runtime import anywhere, device, round_up
 
 
@@ -33,7 +40,12 @@ def log_probs(
         recorded: gets the choices of this rank's routers by the index of the micro-batch, by layer, in host memory.
     """
     routing: dict[int, StageRouting] | None = None if recorded is None else {}
-    found = _read(model, batches, lambda hidden, given: _likelihood(model, hidden, given, temperature, need_entropy=False)[0], routing)
+
+    def likelihood(hidden: Tensor, given: ModelInput) -> Tensor:
+        found, _ = model.head.likelihood(model.head.inputs(hidden), given.labels[:, None], temperature, False, given.kept)
+        return given.whole(found.squeeze(1))
+
+    found = _read(model, batches, likelihood, routing)
     if recorded is not None:
         recorded |= {index: on_host(each) for index, each in (routing or {}).items()}
     return found
@@ -96,27 +108,35 @@ def loss_alone(model: MegatronModel, batch: PackedBatch, loss_fn: LossFunction, 
 def _loss(
     model: MegatronModel, loss_fn: LossFunction, temperature: float, need_entropy: bool, drafts: DraftStep | None = None
 ) -> Callable[[Tensor, ModelInput, PackedBatch], tuple[Tensor, dict[str, Tensor]]]:
-    apply: Callable[..., tuple[Tensor, dict[str, Tensor]]] = loss_fn
-
     def compute(output: Tensor, given: ModelInput, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        if model.value_head:
-            loss, metrics = apply(given.whole(output.squeeze(1)), None, batch)
-        elif getattr(loss_fn, "takes_logits", False):
-            logits = model.head.logits(model.head.inputs(output))
-            restrict(logits, given.kept, slice(0, len(logits)), model.head.vocabulary)
-            loss, metrics = apply(given.whole(logits) / temperature, batch)
-        elif (field := getattr(loss_fn, "candidates", None)) is not None:
-            likelihood, entropy, found = _with_candidates(model, output, given, batch, field, temperature, need_entropy)
-            loss, metrics = apply(likelihood, entropy, batch, found)
-        else:
-            loss, metrics = apply(*_likelihood(model, output, given, temperature, need_entropy), batch)
-        loss, metrics = checked(loss, metrics)
+        loss, metrics = applied(loss_fn, _outputs(model, output, given, batch, loss_fn, temperature, need_entropy), batch)
         if drafts is None:
             return loss, metrics
         of_drafts, more = drafts.loss(model, output, given, batch, temperature)
         return loss + (of_drafts - of_drafts.detach()), metrics | more
 
     return compute
+
+
+def _outputs(
+    model: MegatronModel,
+    output: Tensor,
+    given: ModelInput,
+    batch: PackedBatch,
+    loss_fn: LossFunction,
+    temperature: float,
+    need_entropy: bool,
+) -> list[Tensor]:
+    """Returns what a loss function reads of the whole pack, from this rank's output of the last stage."""
+    if model.value_head:
+        return [given.whole(output.squeeze(1))]
+    head, ids = model.head, asked_ids(loss_fn, batch, batch.labels)
+    inputs = head.inputs(output)
+    if ids.size(1) == 1 or given.back is None:
+        found = read_head(head, loss_fn, inputs, given.own(ids, 0), given.kept, temperature, need_entropy)
+        return [given.whole(tensor) for tensor in found]
+    # sequences that share a place may ask for other tokens there
+    return list(read_head(head, loss_fn, given.whole(inputs), ids, None, temperature, need_entropy))
 
 
 def _read(
@@ -261,29 +281,6 @@ def _balanced_tokens(step: BalancedStep, batch: PackedBatch, given: ModelInput, 
         own = own.chunk(group.size())[group.rank()]
     members = (own[None] == torch.tensor(numbers, dtype=torch.int64, device=device())[:, None]).float()
     return BalancedTokens(step, members, torch.tensor(lengths, dtype=torch.float32, device=device()), parted)
-
-
-def _likelihood(
-    model: MegatronModel, hidden: Tensor, given: ModelInput, temperature: float, need_entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Returns log-probs and entropy of the whole pack, [T], from this rank's hidden states."""
-    head = model.head
-    likelihood, entropy = head.likelihood(head.inputs(hidden), given.labels[:, None], temperature, need_entropy, given.kept)
-    return given.whole(likelihood.squeeze(1)), None if entropy is None else given.whole(entropy)
-
-
-def _with_candidates(
-    model: MegatronModel, hidden: Tensor, given: ModelInput, batch: PackedBatch, field: str, temperature: float, need_entropy: bool
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Returns what `_likelihood` does, and the log-probs of the ids in a field [T, C] of the micro-batch: [T, C]."""
-    inputs, ids, whole = model.head.inputs(hidden), torch.cat([batch.labels[:, None], batch.fields[field]], 1), given.whole
-    if given.back is None:
-        ids = given.own(ids, 0)
-    else:  # sequences that share a place may ask for other tokens there
-        inputs, whole = given.whole(inputs), lambda per_token: per_token
-    found, entropy = model.head.likelihood(inputs, ids, temperature, need_entropy)
-    found = whole(found)
-    return found[:, 0], None if entropy is None else whole(entropy), found[:, 1:]
 
 
 def _share(sums: Tensor, reported: bool) -> None:

@@ -1,14 +1,16 @@
 """The contract of loss functions, and what a backend's passes report of them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from services.trainer.packing import PackedBatch
+from services.trainer.parallel.likelihood import OutputHead, restrict
 from services.trainer.parallel.runtime import device, gather_json
 from shared.runtime.errors import MyxoError
+from shared.schema.kept_tokens import Kept
 
 # ``(log_probs [T], entropy [T] or None, batch) -> (loss, metrics)``; both float32, on the model's device, entropy only if it was asked
 # for. The loss is a scalar that depends on ``log_probs``, the metrics are scalars, the same names in every micro-batch. Losses, metrics
@@ -45,6 +47,38 @@ def checked(loss: Tensor, metrics: dict[str, Tensor]) -> tuple[Tensor, dict[str,
         raise BadLoss(f"loss_fn returned a loss of shape {tuple(loss.shape)} with requires_grad={loss.requires_grad}; "
                       "expected a scalar that depends on its first argument")  # fmt: skip
     return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+def asked_ids(loss_fn: LossFunction, batch: PackedBatch, labels: Tensor) -> Tensor:
+    """Returns the ids whose log-probs a loss function reads, int64 [T, 1 + C]: the labels [T], and its candidates."""
+    field = getattr(loss_fn, "candidates", None)
+    return labels[:, None] if field is None else torch.cat([labels[:, None], batch.fields[field].to(labels.device)], 1)
+
+
+def read_head(
+    head: OutputHead, loss_fn: LossFunction, inputs: Tensor, ids: Tensor, kept: Kept | None, temperature: float, need_entropy: bool
+) -> tuple[Tensor, ...]:
+    """Returns the arguments before the batch that a loss function reads of the output layer: tensors of as many rows as ``inputs``.
+
+    Args:
+        inputs: [n, hidden size]. ids: of these rows, see `asked_ids`. kept: theirs, as `OutputHead.likelihood` takes them.
+    """
+    if getattr(loss_fn, "takes_logits", False):
+        logits = head.logits(inputs)
+        restrict(logits, kept, slice(0, len(logits)), head.vocabulary)
+        return (logits / temperature,)
+    found, entropy = head.likelihood(inputs, ids, temperature, need_entropy, kept)
+    return (found[:, 0], *([] if entropy is None else [entropy]), *([found[:, 1:]] if ids.size(1) > 1 else []))
+
+
+def applied(loss_fn: LossFunction, found: Sequence[Tensor], batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns loss and metrics of a micro-batch. ``found``: what `read_head` has read for it, or a critic's values. Raises BadLoss."""
+    call: Callable[..., tuple[Tensor, dict[str, Tensor]]] = loss_fn
+    if getattr(loss_fn, "takes_logits", False):
+        return checked(*call(found[0], batch))
+    candidates = found[-1:] if getattr(loss_fn, "candidates", None) is not None else ()
+    entropy = found[1] if len(found) == 2 + len(candidates) else None
+    return checked(*call(found[0], entropy, batch, *candidates))
 
 
 def reduce_reports(reports: list[dict[str, Any]], share: Callable[[Tensor, bool], None]) -> tuple[float, dict[str, float]]:

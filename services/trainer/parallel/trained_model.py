@@ -1,9 +1,9 @@
 """A model as the trainer knows it, whichever backend has it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -35,39 +35,36 @@ class LayerModules:
     observe_attention: Callable[[AttentionChange], Callable[[], None]] | None = None
 
 
+@dataclass(kw_only=True)
 class TrainedModel(Protocol):
     """The parts of a model that this rank holds.
 
-    Attributes:
-        backend: the name in checkpoints of the backend that wrote them; Megatron has none. layout: the split of it among the ranks.
-        chunks: the rank's modules, as hooks get them. modules: the same without wrappers.
-        value_head: whether a critic's head stands in the place of the output layer. lora: its adapters' settings, or None.
-        dtype: of weights and activations. readers: the lock of those that read the weights now.
+    Args:
+        architecture: the whole model's. layout: the split of it among the ranks. chunks: the rank's modules, as hooks get them.
+        dtype: in which layers compute, and weights are sent to engines. value_head: whether a critic's head stands in the place of the
+            output layer. lora: its adapters' settings, or None. freezing: the choice of frozen parameters.
         least_saved: the least share of a micro-batch's tokens that sharing beginnings must save; None: sequences are computed whole.
+        chunk_size: tokens whose logits exist at a time; -1 for all of a micro-batch. readers: the lock of those that read the weights now.
+
+    Attributes:
+        backend: the name in checkpoints of the backend that wrote them; Megatron has none.
     """
 
+    backend: ClassVar[str | None] = None
+    architecture: Architecture = field()
+    layout: ParallelLayout = field()
+    chunks: list[Any] = field()
+    dtype: torch.dtype = field()
+    value_head: bool = False
+    lora: Lora | None = None
+    freezing: Freezing = field(default_factory=Freezing)
+    least_saved: float | None = None
+    chunk_size: int = -1
+    readers: WeightReadLock = field(default_factory=WeightReadLock)
+
     @property
-    def backend(self) -> str | None: ...
-    @property
-    def architecture(self) -> Architecture: ...
-    @property
-    def layout(self) -> ParallelLayout: ...
-    @property
-    def chunks(self) -> Sequence[torch.nn.Module]: ...
-    @property
-    def modules(self) -> Sequence[torch.nn.Module]: ...
-    @property
-    def value_head(self) -> bool: ...
-    @property
-    def lora(self) -> Lora | None: ...
-    @property
-    def freezing(self) -> Freezing: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def readers(self) -> WeightReadLock: ...
-    @property
-    def least_saved(self) -> float | None: ...
+    def modules(self) -> Sequence[Any]:
+        """Returns the rank's modules without wrappers."""
 
     @property
     def layer_modules(self) -> LayerModules: ...

@@ -382,7 +382,7 @@ declare_metrics("""
     object_store_behind | | snapshots written since the newest that is in the object store | with update_weight_transport = s3
 """)
 
-RETRY_SECONDS = 5.0  # the pause after an upload that failed
+UPLOAD_RETRY_SECONDS = 5.0  # the pause after an upload that failed
 
 
 class SnapshotUpload:
@@ -449,8 +449,10 @@ class SnapshotUpload:
                 self._upload(snapshot, again)
             except (MyxoError, OSError, BrokenCheckpoint) as error:
                 self._client.service.log.error("snapshot_not_uploaded", version=snapshot.version, error=str(error))
-                self._client.publish_event("snapshot_not_uploaded", f"version {snapshot.version}: {error}; again in {RETRY_SECONDS:g} s")
-                time.sleep(RETRY_SECONDS)
+                self._client.publish_event(
+                    "snapshot_not_uploaded", f"version {snapshot.version}: {error}; again in {UPLOAD_RETRY_SECONDS:g} s"
+                )
+                time.sleep(UPLOAD_RETRY_SECONDS)
                 with self._offered:
                     self._pending = (self._pending or (snapshot, False))[0], again or (self._pending is not None and self._pending[1])
                 continue
