@@ -1,7 +1,6 @@
 """Gathering of an FSDP2 model's weights under Hugging Face's names, one parameter at a time, and checkpoints converted to that form."""
 
 from collections.abc import Callable, Container, Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from services.trainer.parallel import runtime
 from services.trainer.parallel.checkpoint import check_architecture, policy_checkpoint, weights_only
 from services.trainer.parallel.export import save_hf
 from services.trainer.parallel.gather_plan import GatherPlan, GatherUnit
-from services.trainer.parallel.runtime import deadline, device, gather_json, timeout_seconds
+from services.trainer.parallel.runtime import device
 from services.trainer.trainer_settings import TrainerSettings
 from shared.config.trainer_section import TrainerSection
 from shared.model.families import read_architecture
@@ -31,17 +30,14 @@ class FsdpGatherPlan(GatherPlan):
     it. No rank ever holds more than one whole parameter besides its shards.
 
     Args:
-        apart: gathers over a group of its own, for pushes beside the training: collectives of one group must not come from two threads.
+        apart: gathers over groups of its own, for pushes beside the training.
     """
 
     def __init__(self, model: FsdpModel, apart: bool = False) -> None:
         self.model, self._language_model, self.model_directory = model, model.language_model, model.hf_dir
-        world = dist.get_world_size()
-        self._groups = _groups(model)
-        self._made = list[dist.ProcessGroup]()
-        if apart and world > 1:
-            with deadline("the forming of the groups that weights are exported over"):
-                self._again(timedelta(seconds=timeout_seconds()))
+        world, parameters = dist.get_world_size(), model.named_parameters()
+        if apart:
+            self.form_own_groups({shard_group(one) for one in parameters.values() if isinstance(one, DTensor) and split_of(one) is None})
         self.stage = self.source = 0
         self._stage_of = [0] * world
         buffers = model.buffers()
@@ -57,7 +53,7 @@ class FsdpGatherPlan(GatherPlan):
                 self._matrices[tensors[0][0]] = one
                 self.adapter_units.append(GatherUnit(tensors[0][0], 0, tensors))
         self.holders = {unit.name: list(range(world)) for unit in [*self.units, *self.adapter_units]}
-        self.frozen = frozenset(name for name, one in model.named_parameters().items() if not one.requires_grad)
+        self.frozen = frozenset(name for name, one in parameters.items() if not one.requires_grad)
 
     def _of_model(self, buffers: Container[str]) -> Iterator[GatherUnit]:
         """Yields the units of the model. Raises ConfigError: the checkpoint's tensors have other names."""
@@ -94,20 +90,6 @@ class FsdpGatherPlan(GatherPlan):
     def is_whole(self, unit: GatherUnit) -> bool:
         return dist.get_world_size() == 1 and [name for name, _ in unit.tensors] == [unit.name] and unit.name not in self._adapters
 
-    def leave(self) -> None:
-        """Ends the groups that the plan has made."""
-        for group in self._made:
-            dist.destroy_process_group(group)
-        self._made.clear()
-
-    def _again(self, limit: timedelta) -> None:
-        """Forms the groups of ranks that share shards anew; every rank makes those of all, in one order."""
-        for ranks in sorted({tuple(ranks) for of_rank in gather_json(list(self._groups)) for ranks in of_rank}):
-            group = dist.new_group(list(ranks), timeout=limit)
-            if group != dist.GroupMember.NON_GROUP_MEMBER:
-                self._made.append(group)
-                self._groups[ranks] = group
-
     def _gathered(self, unit: GatherUnit, destination: int, dtype: torch.dtype | None) -> list[Tensor] | None:
         """Returns a parameter's tensors on one rank, in ``dtype`` or their own, None on the others."""
         held = self._held.get(unit.name)
@@ -135,31 +117,24 @@ class FsdpGatherPlan(GatherPlan):
         """Returns a whole parameter on one rank, in ``dtype`` or its own, None on the others."""
         own = local(held).to(device=device(), dtype=dtype)
         if isinstance(held, DTensor) and dist.get_world_size() > 1:
-            ranks = tuple(range(dist.get_world_size()) if split_of(held) else dist.get_process_group_ranks(shard_group(held)))
-            return self._joined(held, own, destination, ranks) if destination in ranks else None
+            group = self.group(None if split_of(held) else shard_group(held))
+            return self._joined(held, own, destination, group) if destination in dist.get_process_group_ranks(group) else None
         return own if dist.get_rank() == destination else None
 
-    def _joined(self, held: DTensor, own: Tensor, destination: int, ranks: tuple[int, ...]) -> Tensor | None:
+    def _joined(self, held: DTensor, own: Tensor, destination: int, group: dist.ProcessGroup) -> Tensor | None:
         """Gathers shards of equal size, the last ones padded, on one rank."""
-        boxes = [box_of(held, rank) for rank in range(len(ranks))]
+        boxes = [box_of(held, rank) for rank in range(group.size())]
         padded = own.new_zeros((boxes[0][0].stop - boxes[0][0].start, *own.shape[1:]))
         padded[: own.shape[0]] = own
         if dist.get_rank() != destination:
-            dist.gather(padded, None, dst=destination, group=self._groups[ranks])
+            dist.gather(padded, None, dst=destination, group=group)
             return None
-        shards = [torch.empty_like(padded) for _ in ranks]
-        dist.gather(padded, shards, dst=destination, group=self._groups[ranks])
+        shards = [torch.empty_like(padded) for _ in boxes]
+        dist.gather(padded, shards, dst=destination, group=group)
         whole = own.new_empty(whole_shape(held))
         for box, shard in zip(boxes, shards, strict=True):
             whole[box] = shard[: box[0].stop - box[0].start]
         return whole
-
-
-def _groups(model: FsdpModel) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Returns the groups over which parameters are gathered, by their ranks: those of shards, and that of all pieces."""
-    assert dist.group.WORLD is not None
-    shards = {shard_group(one) for one in model.named_parameters().values() if isinstance(one, DTensor) and split_of(one) is None}
-    return {tuple(dist.get_process_group_ranks(group)): group for group in (*shards, dist.group.WORLD)}
 
 
 def plan_of(model: FsdpModel, apart: bool) -> FsdpGatherPlan:

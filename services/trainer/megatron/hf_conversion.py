@@ -9,8 +9,7 @@ A model may be larger than the machine's memory.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +19,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, extract_matching_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories, apply_factory_merges
-from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
-from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint import load as read_shards
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint import FileSystemReader
 
 from services.trainer.megatron import parallel_groups
 from services.trainer.megatron.gpt_model import MegatronModel, build_chunks, transformer_config
@@ -36,9 +31,9 @@ from services.trainer.parallel.checkpoint import FORMAT, MARKER, METADATA, check
 from services.trainer.parallel.export import copy_beside_weights, copy_vision, save_hf, write_json
 from services.trainer.parallel.gather_plan import Bucket, GatherPlan, GatherUnit
 from services.trainer.parallel.joint_write import alone
-from services.trainer.parallel.runtime import deadline, device, gather_json, timeout_seconds
+from services.trainer.parallel.runtime import deadline, device, gather_json
 from services.trainer.parallel.safetensors_reader import SafetensorsReader, reader_of
-from services.trainer.parallel.staged_shards import StagedShards
+from services.trainer.parallel.staged_shards import CheckpointPart, StagedShards, read_parts
 from services.trainer.trainer_settings import DTYPES
 from shared.model.architecture import Architecture
 from shared.model.families import read_architecture, with_found_drafts
@@ -50,57 +45,6 @@ from shared.runtime.errors import ConfigError
 from shared.runtime.safe_files import fsync_tree, publish, scratch
 
 
-@dataclass(frozen=True)
-class GatherGroups:
-    """The groups that an export gathers over. ``tensor``, ``expert_tensor``: this rank's; ``world``: all ranks, None for torch's own."""
-
-    tensor: dist.ProcessGroup
-    expert_tensor: dist.ProcessGroup
-    world: dist.ProcessGroup | None = None
-    made: list[dist.ProcessGroup] = field(default_factory=list)
-
-    @classmethod
-    def of_training(cls) -> "GatherGroups":
-        """Returns the groups that the training uses, for exports that training waits for."""
-        return cls(parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group())
-
-    @classmethod
-    def own(cls) -> "GatherGroups":
-        """Makes groups for exports that run beside the training: collectives of one group must not come from two threads.
-
-        A collective of all ranks.
-        """
-        training = cls.of_training()
-        if dist.get_world_size() == 1:
-            return training
-        made: list[dist.ProcessGroup] = []
-        limit = timedelta(seconds=timeout_seconds())
-
-        def again(group: dist.ProcessGroup) -> dist.ProcessGroup:
-            """Returns a new group of the same ranks; every rank makes all of them, in the same order."""
-            own, result = dist.get_process_group_ranks(group), group
-            for ranks in sorted({tuple(ranks) for ranks in gather_json(own)}):
-                if len(ranks) > 1 and (new := dist.new_group(list(ranks), timeout=limit)) != dist.GroupMember.NON_GROUP_MEMBER:
-                    made.append(new)
-                    result = new
-            return result
-
-        with deadline("the forming of the groups that weights are exported over"):
-            tensor, expert_tensor = again(training.tensor), again(training.expert_tensor)
-            world = dist.new_group(timeout=limit)
-        return cls(tensor, expert_tensor, world, [*made, world])
-
-    def sharing(self, local: LocalParameter) -> dist.ProcessGroup:
-        """Returns the group of the ranks that share a parameter."""
-        return self.expert_tensor if ".experts." in local.name else self.tensor
-
-    def leave(self) -> None:
-        """Ends the groups that `own` has made."""
-        for group in self.made:
-            dist.destroy_process_group(group)
-        self.made.clear()
-
-
 class MegatronGatherPlan(GatherPlan):
     """The gathering of Megatron's parameters. All ranks construct it together.
 
@@ -108,15 +52,16 @@ class MegatronGatherPlan(GatherPlan):
     hands it to its destination. Parameters are read when an export runs, any number of times.
 
     Args:
-        groups: those to gather over; the training's own if None.
+        apart: gathers over groups of its own, for pushes beside the training.
 
     Attributes:
         local: what this rank holds, by the names of the units.
     """
 
-    def __init__(self, model: MegatronModel, groups: GatherGroups | None = None) -> None:
+    def __init__(self, model: MegatronModel, apart: bool = False) -> None:
         self.model: MegatronModel = model
-        self.groups = groups or GatherGroups.of_training()
+        if apart:
+            self.form_own_groups([parallel_state.get_tensor_model_parallel_group(), parallel_state.get_expert_tensor_parallel_group()])
         held = list(parameters(model.modules, model.config, model.architecture))
         self._adapters = model.adapters
         adapters = [part for pair in self._adapters.values() for part in pair]
@@ -132,9 +77,6 @@ class MegatronGatherPlan(GatherPlan):
         adapter_sources = {name: TensorSource(((name, tuple(shape)),)) for *_, each in reported for name, shape in each.items()}
         self.adapter_units = gather_units(adapter_sources, [list(each) for *_, each in reported])
         self.frozen = frozenset(name for _, _, names, _ in reported for name in names)
-
-    def leave(self) -> None:
-        self.groups.leave()
 
     def deliver(
         self, unit: GatherUnit, destination: int, dtypes: Sequence[torch.dtype], targets: list[Tensor] | None = None
@@ -156,7 +98,7 @@ class MegatronGatherPlan(GatherPlan):
         if parts is None and is_destination:
             targets = _empty(unit, dtypes) if targets is None else targets
             for target in targets:
-                dist.recv(target, src=owner, group=self.groups.world)
+                dist.recv(target, src=owner, group=self.group())
         elif parts is not None and is_destination:
             if targets is None:
                 return [part.reshape(shape).to(dtype) for part, (_, shape), dtype in zip(parts, unit.tensors, dtypes, strict=True)]
@@ -164,7 +106,7 @@ class MegatronGatherPlan(GatherPlan):
                 target.view(part.shape).copy_(part)
         elif parts is not None:
             for part, dtype in zip(parts, dtypes, strict=True):
-                dist.send(part.to(dtype).contiguous(), dst=destination, group=self.groups.world)
+                dist.send(part.to(dtype).contiguous(), dst=destination, group=self.group())
         return targets
 
     def parts(self, unit: GatherUnit, owner: int | None = None) -> list[Tensor] | None:
@@ -192,7 +134,7 @@ class MegatronGatherPlan(GatherPlan):
         is_owner = dist.get_rank() == owner
         if dimension is None:
             return shard if is_owner else None
-        group = self.groups.sharing(local)
+        group = self.group(local.group)
         shards = [torch.empty_like(shard) for _ in range(group.size())] if is_owner else None
         dist.gather(shard.contiguous(), shards, group=group, group_dst=dist.get_group_rank(group, owner))
         return local.recipe.unshard(shards, dimension) if shards is not None else None
@@ -204,7 +146,7 @@ def _empty(unit: GatherUnit, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
 
 def plan_of(model: MegatronModel, apart: bool) -> MegatronGatherPlan:
     """Returns the plan by which a model's parameters are gathered. ``apart``: over groups of its own."""
-    return MegatronGatherPlan(model, GatherGroups.own() if apart else None)
+    return MegatronGatherPlan(model, apart)
 
 
 def _holders(reported: Sequence[Sequence[Any]]) -> dict[str, list[int]]:
@@ -340,29 +282,19 @@ def _read_tensors(path: Path, shards: dict[str, Any]) -> dict[str, Tensor]:
     Raises:
         ConfigError: the checkpoint does not hold one of them.
     """
-    state, reader = dict(shards), CachedMetadataFileSystemReader(path)
+    state, parts = dict(shards), list[CheckpointPart]()
     factories, _ = extract_matching_values(state, lambda v: isinstance(v, ShardedTensorFactory), return_lists_as_dicts=True)
     apply_factories(state)
-    stored, parts = reader.read_metadata().state_dict_metadata, dict[str, list[Tensor]]()
+    stored = FileSystemReader(path).read_metadata().state_dict_metadata
 
     def part(shard: ShardedTensor) -> Tensor:
-        if shard.key not in stored:
-            raise ConfigError(str(path), shard.key, "a parameter of the model; the checkpoint does not hold it")
         shape = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)  # one of a stack
-        whole = stored[shard.key].size if shard.allow_shape_mismatch else shard.global_shape  # a vocabulary is padded
-        empty = torch.empty(shape, dtype=shard.dtype)
-        made = replace(shard, data=empty, local_shape=shape, global_shape=tuple(whole), prepend_axis_num=0)
-        parts.setdefault(shard.key, []).append(CheckpointableShardedTensor.from_sh_ten(made))
+        whole = getattr(stored.get(shard.key), "size", ()) if shard.allow_shape_mismatch else shard.global_shape  # a vocabulary is padded
+        parts.append(CheckpointPart(shard.key, empty := torch.empty(shape, dtype=shard.dtype), tuple(shard.global_offset), tuple(whole)))
         return empty.view(shard.local_shape)
 
     found = dict_list_map_outplace(part, state)
-    targets: dict[str, Any] = {key: LocalShardsContainer(held) for key, held in parts.items()}
-    try:
-        read_shards(targets, storage_reader=reader, planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False))
-    except CheckpointException as error:  # gathers the errors of all ranks, here of one
-        for cause, _ in error.failures.values():
-            raise cause from None
-        raise
+    read_parts(parts, path)
     return apply_factory_merges(found, factories)
 
 

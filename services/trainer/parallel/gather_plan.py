@@ -1,15 +1,16 @@
 """The plan of gathering: which rank sends which parameter, and how it is made whole. Every export of the model uses it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.trainer.parallel.runtime import deadline
+from services.trainer.parallel.runtime import deadline, gather_json, timeout_seconds
 from services.trainer.parallel.trained_model import TrainedModel
 
 Bucket = list[tuple[str, Tensor | None]]
@@ -60,6 +61,31 @@ class GatherPlan(ABC):
     frozen: frozenset[str]
     holders: Mapping[str, Sequence[int]]
     _stage_of: list[int]
+    _own: Mapping[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def form_own_groups(self, training: Iterable[dist.ProcessGroup]) -> None:
+        """Forms this rank's groups once more, for exports beside the training: collectives of one group must not come from two threads.
+
+        A collective of all ranks.
+        """
+        ranks = [dist.get_process_group_ranks(group) for group in (*training, _world())]
+        limit, own = timedelta(seconds=timeout_seconds()), dict[tuple[int, ...], dist.ProcessGroup]()
+        with deadline("the forming of the groups that weights are exported over"):
+            for members in sorted({tuple(members) for each in gather_json(ranks) for members in each if len(members) > 1}):
+                if (group := dist.new_group(list(members), timeout=limit)) != dist.GroupMember.NON_GROUP_MEMBER:
+                    own[members] = group
+        self._own = own
+
+    def group(self, training: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+        """Returns the group to gather over in the place of the training's; None: of all ranks."""
+        training = training or _world()
+        return self._own.get(tuple(dist.get_process_group_ranks(training)), training)
+
+    def leave(self) -> None:
+        """Ends the groups that the plan has formed."""
+        for group in self._own.values():
+            dist.destroy_process_group(group)
+        self._own = {}
 
     @property
     def is_source(self) -> bool:
@@ -140,6 +166,7 @@ class GatherPlan(ABC):
     def is_whole(self, unit: GatherUnit) -> bool:
         """Returns whether this rank owns a parameter and need not gather it: `parts` are then views that stay valid."""
 
-    @abstractmethod
-    def leave(self) -> None:
-        """Ends the groups that the plan has for itself."""
+
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
