@@ -40,7 +40,6 @@ from services.trainer.weights.push_schedule import (
     mismatches,
     replicas_without_rank,
 )
-from services.trainer.weights.read_lock import WeightRead
 from services.trainer.weights.stage_sender import ChannelKind, StageSender, whole_push
 from shared.bus.bus_errors import RequestRefused
 from shared.config.trainer_section import WeightsSection
@@ -191,7 +190,6 @@ class Pusher:
         self._request: PushRequest[WeightsReceived] | None = None
         self._asked: PushRequest[Any] | None = None  # the newest request of the push
         self._pushing: Future[None] | None = None
-        self._reading: WeightRead | None = None
         self._closing = False
         self._live = -1  # the newest version that is known to have been announced
         self._declined: dict[str, str] = {}  # who declined the last offer → why
@@ -262,7 +260,7 @@ class Pusher:
     def begin(self, push: Push) -> None:
         """Starts a push that rank 0 has decided on. All ranks call it."""
         self.wait()
-        self._reading = self._model.readers.begin(f"the push of version {push.version}", self._config.push_timeout + THREAD_MARGIN)
+        self._model.readers.begin(f"the push of version {push.version}", self._config.push_timeout + THREAD_MARGIN)
         device = runtime.device()
         written = torch.cuda.current_stream().record_event() if device.type == "cuda" else None
 
@@ -281,7 +279,7 @@ class Pusher:
                     end_soon(error)
                 raise
             finally:
-                self._end_reading()
+                self._model.readers.over()
 
         self._pushing = run_in_thread(work, f"push-{push.version}")
 
@@ -334,12 +332,11 @@ class Pusher:
             return
         self._trace(self._report(time.monotonic(), "" if committed else "no replica confirmed that it serves it", sent))
         if self._link is not None and committed:
-            stall = self._reading.stall if self._reading is not None else 0.0
             seconds = time.monotonic() - started
             live = WeightsLive(version=push.version, replicas=committed, seconds=seconds, bytes=sent, digest=digest, at=time.time())
             self._link.weights_live(live)
             engine_seconds = max((answer.seconds for answer in self._request.answers.values()), default=0.0) if self._request else 0.0
-            times = seconds, wire_seconds, engine_seconds, stall
+            times = seconds, wire_seconds, engine_seconds, self._model.readers.stall
             self._results.append(PushResult(push.version, committed, *times, sent, digest, self._record.marks(self._sender.marks)))
 
     def _join(self, push: Push, end: float) -> None:
@@ -402,7 +399,7 @@ class Pusher:
                 self._request = request = self._ask(self.schedule.members, "receive", message, WeightsReceived, seconds)
                 request.done.add_done_callback(lambda _: self._end_channels(request.errors) if request.errors else None)
 
-        exported = self._end_reading if check or not self._config.check_weight_update_equal else lambda: None
+        exported = self._model.readers.over if check or not self._config.check_weight_update_equal else lambda: None
         sent = self._sender.send(number, partial=push.partial, seconds=seconds, ask=ask, exported=exported)
         whole = whole_push(self._sender.agree(sent))
         self._manifests[push.partial] = whole.manifests
@@ -488,8 +485,7 @@ class Pusher:
             return None
         if self._request is not None:
             self._record.received = self._request.answers
-        stall = self._reading.stall if self._reading is not None else 0.0
-        event = self._record.event(ended, time.time(), stall=stall, sent=sent, failure=failure)
+        event = self._record.event(ended, time.time(), stall=self._model.readers.stall, sent=sent, failure=failure)
         self._link.report("pushed", event, plane="weights")
         return event
 
@@ -511,10 +507,6 @@ class Pusher:
         self._sender.abort(reason)
         for channel in self._channels[1:]:
             abort_channel(channel, reason)
-
-    def _end_reading(self) -> None:
-        if self._reading is not None:
-            self._reading.over()
 
 
 def _left(end: float) -> float:

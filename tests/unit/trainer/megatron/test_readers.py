@@ -13,15 +13,15 @@ SECONDS = 60
 def test_nobody_waits_for_a_reading_that_is_over() -> None:
     readers = WeightReadLock()
     readers.wait("optimizer step")
-    reading = readers.begin("a push", SECONDS)
-    reading.over()
+    readers.begin("a push", SECONDS)
+    readers.over()
     readers.wait("optimizer step")
-    assert reading.stall == 0.0
+    assert readers.stall == 0.0
 
 
 def test_a_change_waits_for_the_end_of_a_reading() -> None:
     readers, changed = WeightReadLock(), threading.Event()
-    reading = readers.begin("a push", SECONDS)
+    readers.begin("a push", SECONDS)
 
     def change() -> None:
         readers.wait("optimizer step")
@@ -29,12 +29,12 @@ def test_a_change_waits_for_the_end_of_a_reading() -> None:
 
     changing = threading.Thread(target=change)
     changing.start()
-    while reading.waiting_since is None:
+    while readers.waiting_since is None:
         threading.Event().wait(0.001)
     assert not changed.is_set()
-    reading.over()
+    readers.over()
     changing.join(SECONDS)
-    assert changed.is_set() and reading.stall > 0
+    assert changed.is_set() and readers.stall > 0
 
 
 def test_a_reading_without_an_end_is_an_error_that_names_it() -> None:
