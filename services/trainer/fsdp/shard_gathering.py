@@ -46,12 +46,8 @@ class FsdpGatherPlan(GatherPlan):
         self.units = list(self._of_model(buffers))
         adapters = adapters_of(self._language_model) if model.lora is not None else []
         self._adapters = {matrix: adapter for adapter in adapters for matrix in adapter.matrices}
-        self._matrices, self.adapter_units = dict[str, Tensor](), list[GatherUnit]()
-        for adapter in adapters:
-            for part, one in adapter.named_parameters():
-                tensors = tuple((peft_name(each, part), tuple(one.shape[-2:])) for each in adapter.matrices)
-                self._matrices[tensors[0][0]] = one
-                self.adapter_units.append(GatherUnit(tensors[0][0], 0, tensors))
+        self._matrices = dict[str, Tensor]()
+        self.adapter_units = [unit for adapter in adapters for unit in self._of_adapter(adapter)]
         self.holders = {unit.name: list(range(world)) for unit in [*self.units, *self.adapter_units]}
         self.frozen = frozenset(name for name, one in parameters.items() if not one.requires_grad)
 
@@ -68,6 +64,12 @@ class FsdpGatherPlan(GatherPlan):
                 raise ConfigError(FIELD, "torch", f"megatron; transformers cuts tensors of the checkpoint in parts: {some(parted)}")
             seen |= made.keys()
             yield GatherUnit(name, 0, tuple((each, tuple(part.shape)) for each, part in made.items()), float32=name in buffers)
+
+    def _of_adapter(self, adapter: LinearAdapter) -> Iterator[GatherUnit]:
+        for part, one in adapter.named_parameters():
+            tensors = tuple((peft_name(each, part), tuple(one.shape[-2:])) for each in adapter.matrices)
+            self._matrices[tensors[0][0]] = one
+            yield GatherUnit(tensors[0][0], 0, tensors)
 
     def _converted(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         found: dict[str, Tensor] = revert_weight_conversion(self._language_model, {name: tensor})
