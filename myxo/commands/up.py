@@ -1,4 +1,8 @@
-"""``myxo up``, ``myxo train`` and ``myxo submit``: a run from a config file, or from flags alone as slime's ``python train.py`` has it."""
+"""``myxo up``, ``myxo train`` and ``myxo submit``: a run from a config file, or from flags alone as slime's ``python train.py`` has it.
+
+Where a run has saved before, its services continue by themselves: the trainer in `services.trainer.loop.Trainer.run`, the buffer in
+`services.buffer.buffer_service`.
+"""
 
 import argparse
 import asyncio
@@ -20,7 +24,7 @@ import structlog
 from rich.console import Console
 
 from myxo.commands.export_run import begun_from
-from myxo.launch.exit_report import ways_on
+from myxo.launch.exit_report import next_commands
 from myxo.launch.launcher import Launch
 from myxo.launch.node_launch import NodeLaunch, settle_node_rank
 from myxo.launch.service_plan import SERVICE_MODULES
@@ -55,8 +59,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)  # signals at which the trainer saves 
 
 
 @contextlib.contextmanager
-def held(config: RunConfig, directory: RunDirectory, fresh: bool, given: GivenServers | None = None) -> Iterator[None]:
-    """Holds the run's directory, emptied where the run is to be ``fresh``, once the ``given`` servers answer."""
+def claimed(config: RunConfig, directory: RunDirectory, fresh: bool, given: GivenServers | None = None) -> Iterator[None]:
+    """Locks the run's directory, emptied where the run is to be ``fresh``, once the ``given`` servers answer."""
     places = [directory, RunDirectory(config.trained)] if fresh else []
     for place in places:
         place.refuse_input_in_state(config)
@@ -86,7 +90,7 @@ def train_on_dumps(config: RunConfig, directory: RunDirectory, console: Console,
 
     SIGINT and SIGTERM have it save and end, ``again`` continues. Returns the exit code. Raises ConfigError for input that it removes.
     """
-    with held(config, directory, fresh), logged(config, directory, LAUNCHER):
+    with claimed(config, directory, fresh), logged(config, directory, LAUNCHER):
         before = runs.frozen(directory.root)
         if before is not None and (changed := changes(before.shown(), config.shown(), "recorded")):
             record = ValuesChanged(step=max(checkpoints(config), default=0), changed=tuple(changed), at=time.time())
@@ -111,7 +115,7 @@ def train_on_dumps(config: RunConfig, directory: RunDirectory, console: Console,
         return code if code >= 0 else 128 - code
     if got:
         name = signal.Signals(got[0]).name
-        console.print(f"Stopped by {name}: {ways_on(config, again)}", soft_wrap=True)
+        console.print(f"Stopped by {name}: {next_commands(config, again)}", soft_wrap=True)
         return 128 + got[0]
     what = "demonstrations" if config.debug.load_debug_rollout_data is None else "dumps"
     console.print(f"Run {config.run.name} has trained its {what}; what it made lies in {config.trained}.", soft_wrap=True)
@@ -297,7 +301,7 @@ def up(source: Source, console: Console, *, fresh: bool = False, dry_run: DryRun
         directory.make(config)  # nodes may share it: it is the first node's to hold
         with logged(config, directory, f"node-{rank}"):
             return asyncio.run(NodeLaunch(config, directory, given.nats_url, rank, console).run())
-    with held(config, directory, fresh, given), logged(config, directory, LAUNCHER):
+    with claimed(config, directory, fresh, given), logged(config, directory, LAUNCHER):
         return asyncio.run(Launch(config, directory, given, console, fresh=fresh, again=continuing(config, source)).run())
 
 

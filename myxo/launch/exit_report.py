@@ -91,7 +91,7 @@ async def report_troubles(bus: Bus, config: RunConfig, console: Console) -> None
         console.print(figure_table(rows, f"Run {config.run.name}, what went wrong"))
 
 
-def ways_on(config: RunConfig, again: str) -> str:
+def next_commands(config: RunConfig, again: str) -> str:
     """Returns what is saved of a run that was stopped, and the commands that continue it (``again``), export it and show its samples."""
     run, saved = config.run.argument, max(checkpoints(config), default=0)
     export, step = (f"\n  export:   myxo export {run}", f" --step {saved - 1}") if saved else ("", "")

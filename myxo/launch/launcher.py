@@ -324,7 +324,7 @@ class Launch:
             return self._give_up(stopped)
         if self._signals:
             return self._interrupted()
-        self._say(f"Run {self._run}: {exit_report.ways_on(self._config, self._again)}")
+        self._say(f"Run {self._run}: {exit_report.next_commands(self._config, self._again)}")
         say(f"myxo: run {self._run} failed: {self._failure}")
         return exit_codes.RUN_FAILED
 
@@ -493,7 +493,7 @@ class Launch:
             line = stopped.lines[-1] if stopped.lines else f"{stopped.instance} refused its input; see {stopped.log_path}"
             say(f"myxo: {line}")
             return exit_codes.BAD_INPUT
-        self._say(f"Run {self._run}: {exit_report.ways_on(self._config, self._again)}")
+        self._say(f"Run {self._run}: {exit_report.next_commands(self._config, self._again)}")
         for line in stopped.lines:
             say(f"  {line}")
         say(f"myxo: {stopped.reason}; its last lines are above, all of them in {stopped.log_path}")
@@ -501,7 +501,7 @@ class Launch:
 
     def _interrupted(self) -> int:
         first = self._signals[0]
-        self._say(f"Stopped by {first.name}: {exit_report.ways_on(self._config, self._again)}")
+        self._say(f"Stopped by {first.name}: {exit_report.next_commands(self._config, self._again)}")
         return 128 + first
 
     def _say(self, text: str) -> None:

@@ -1,5 +1,5 @@
 """Scores groups: by verifiers and the user's functions in worker processes, by environments outside of Myxo, or by a weighted sum of
-several.
+several. The rewards themselves are computed in `shared.rewards`.
 """
 
 import asyncio

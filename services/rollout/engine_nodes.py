@@ -16,7 +16,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 
-from services.rollout.engine.engine_process import EngineCommand, EngineMeeting, EngineProcess
+from services.rollout.engine.engine_process import EngineCommand, EngineProcess, EngineRendezvous
 from services.rollout.engine.receiver_client import rank_socket
 from services.rollout.replica_command import engine_log, engine_name, replica_command
 from shared.bus import runs
@@ -44,7 +44,7 @@ class EngineRanks:
     ``engine``: the processes, while there are any."""
 
     def __init__(
-        self, node: int, nodes: int, secret: Callable[[], str], command: Callable[[EngineMeeting], EngineCommand], log_file: Path
+        self, node: int, nodes: int, secret: Callable[[], str], command: Callable[[EngineRendezvous], EngineCommand], log_file: Path
     ) -> None:
         self._node, self._nodes, self._secret, self._command, self._log_file = node, nodes, secret, command, log_file
         self._asked = False
@@ -55,7 +55,7 @@ class EngineRanks:
         """Starts the engine's part for an attempt. Port 0: SGLang's first rank opens the meeting point, at a free one."""
         port = port or free_ports_at(address, SPAN)
         self._asked = False
-        self.engine = EngineProcess(self._command(EngineMeeting(self._node, self._nodes, address, port, self._secret())), self._log_file)
+        self.engine = EngineProcess(self._command(EngineRendezvous(self._node, self._nodes, address, port, self._secret())), self._log_file)
         self.own = OwnRanks(number, port, ended=self.own.ended)
 
     def look(self) -> OwnRanks:

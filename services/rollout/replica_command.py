@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from services.rollout.client_adapters import adapter_flags
-from services.rollout.engine.engine_process import EngineCommand, EngineMeeting, engine_command
+from services.rollout.engine.engine_process import EngineCommand, EngineRendezvous, engine_command
 from services.rollout.router_registration import router_url
 from shared import hooks
 from shared.bus.registry import MODEL
@@ -179,7 +179,7 @@ def engine_log(service: Service) -> Path:
     return root / f"{service.instance}-engine.log"
 
 
-def replica_command(service: Service, name: str, meeting: EngineMeeting | None = None, speculates: bool = True) -> EngineCommand:
+def replica_command(service: Service, name: str, meeting: EngineRendezvous | None = None, speculates: bool = True) -> EngineCommand:
     """Returns the launch command of a replica's engine, or of one node's part of it. Raises ConfigError. ``name``: the replica's.
     ``meeting``: where the nodes' ranks meet; None: all ranks are on this machine. ``speculates``: as the run's flags have it, else not."""
     config, rollout = service.config, service.config.rollout

@@ -121,10 +121,10 @@ def _read_flag(rest: list[str], owners: dict[str, str], given: CommandLine) -> N
             raise ConfigError(flag, text, f"unknown flag; {nearest(flag.replace('--no-', '--', 1), flags())}")
         given.set(owners[positive], positive, False, flag)
     else:
-        _other(flag, name, own, rest, given)
+        _translated(flag, name, own, rest, given)
 
 
-def _other(flag: str, name: str, own: list[str] | None, rest: list[str], given: CommandLine) -> None:
+def _translated(flag: str, name: str, own: list[str] | None, rest: list[str], given: CommandLine) -> None:
     """Reads a flag that is no field: one of slime's or of Megatron's. Raises ConfigError."""
     slimes = flag_table.of_slime(name)
     known = (slimes, True if slimes.kind == "switch" else None) if slimes else flag_table.spellings().get(name)

@@ -1,5 +1,7 @@
 """What a script of slime's means beyond its flags: its own functions, its defaults, and what it refuses at its start.
 
+The flags themselves are translated by `shared.config.flags`, by the rows of `shared.config.flag_table`.
+
 slime's default function is what the rollout services do anyway, its fully asynchronous one what they do with ``max_staleness`` above 0, and
 its function for demonstrations makes of a run a supervised one, ``[sft]`` alone. Its reward of on-policy distillation names a teacher's
 server; its importance weights are `algorithm.tis_mode`. These hold wherever a config names one.

@@ -1,7 +1,7 @@
 """Reads a model's architecture from a Hugging Face ``config.json``, for the families that the trainer knows.
 
 `read_architecture` refuses whatever it cannot reproduce exactly (another activation, biases, a rope scaling it does
-not know) instead of training a model that is almost the right one.
+not know) instead of training a model that is almost the right one. `docs/reading.md` lists what a new family needs.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class Family:
             attention.
         window_pattern: of so many layers the last one sees all tokens and the others ``sliding_window``, where ``layer_types`` does not
             say which; 0 for a family without windows.
-            linear: gated delta net in most layers, gated softmax attention in the others, norms of one more than their weight.
+        linear: gated delta net in most layers, gated softmax attention in the others, norms of one more than their weight.
         gemma: Gemma's choices: GELU, a scaled embedding that is also the output layer, a scale of queries, norms of one more than their
             weight before and after each block, and another rotary embedding in layers with a window.
         rotary_fraction: default of ``partial_rotary_factor``; None if the family has no such entry.

@@ -173,8 +173,8 @@ TABLE: tuple[NameRow, ...] = (
     _row("mlp.shared_experts.gate_weight", {"mlp.shared_expert_gate.weight": "one hidden"}, when="moe gated_shared"),
     _row(_EXPERT_UP, _glu("mlp.experts.{expert}", "expert_ffn"), "glu", "moe own_names apart_experts"),
     _row(_EXPERT_DOWN, {"mlp.experts.{expert}.down_proj.weight": "hidden expert_ffn"}, when="moe own_names apart_experts"),
-    _row(_EXPERT_UP, {"mlp.experts.gate_up_proj": "experts 2*expert_ffn hidden"}, "glu", "moe upright_experts"),
-    _row(_EXPERT_DOWN, {"mlp.experts.down_proj": "experts hidden expert_ffn"}, when="moe upright_experts"),
+    _row(_EXPERT_UP, {"mlp.experts.gate_up_proj": "experts 2*expert_ffn hidden"}, "glu", "moe untransposed_experts"),
+    _row(_EXPERT_DOWN, {"mlp.experts.down_proj": "experts hidden expert_ffn"}, when="moe untransposed_experts"),
     _row(
         _EXPERT_UP,
         {f"block_sparse_moe.experts.{{expert}}.{name}.weight": "expert_ffn hidden" for name in ("w1", "w3")},
@@ -228,7 +228,7 @@ def _expert_features(a: Architecture) -> dict[str, bool]:
     return {
         "mixtral_names": a.mixtral_names,
         "stacked_experts": a.stacked_experts and not upright,
-        "upright_experts": upright,
+        "untransposed_experts": upright,
         "apart_experts": not a.stacked_experts,
         "own_names": not a.mixtral_names and (upright or not a.stacked_experts),
         "expert_bias": a.experts is not None and a.experts.score == "sigmoid",

@@ -1,5 +1,7 @@
 """A session's log, the state that its records fold to, its trajectories, and what a gateway asks of a replica. Pure: no clock, no I/O.
 
+`services.rollout.agent_groups` makes samples of trajectories.
+
 A session is one rollout of an agent: a key that opens it, and the turns that were sampled under it. Its records stand in one list of the
 store, in the order in which they arrived; whoever reads the list folds it to the same state (`SessionLog`). So gateways hold nothing that
 would die with them, and the order of the list settles every race:

@@ -1,4 +1,4 @@
-"""Buckets as torch tensors: the flat buffers that they take in turn, the tensors in one, and the digests of those as they pass."""
+"""Buckets as torch tensors: flat buffers in turn, the tensors in one, their digests. `services.trainer.weights.stage_sender` is a sender."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -100,16 +100,16 @@ class ManifestHasher:
     def poll(self) -> None:
         """Collects the digests that the device has finished."""
         while self._pending and self._pending[0][1].query():
-            self._take_up()
+            self._collect_digest()
 
     def digests(self) -> dict[str, TensorDigest]:
         """Returns the tensors of all buckets that were taken, once the device has hashed them."""
         while self._pending:
             self._pending[0][1].synchronize()
-            self._take_up()
+            self._collect_digest()
         return self._found
 
-    def _take_up(self) -> None:
+    def _collect_digest(self) -> None:
         index, _ = self._pending.popleft()
         self._note(index, self._leaves[index].numpy().view(np.uint64))
 

@@ -91,7 +91,7 @@ class EngineCommand:
 
 
 @dataclass(frozen=True)
-class EngineMeeting:
+class EngineRendezvous:
     """Where the ranks of an engine over several nodes meet, and which of its nodes this is.
 
     ``rank``: of this node. ``address``, ``port``: of the store that the engine's first rank opens there. ``secret``: by which the engine's
@@ -116,7 +116,7 @@ def engine_command(
     device: str,
     random_seed: int = 0,
     flags: Mapping[str, FlagValue] | None = None,
-    meeting: EngineMeeting | None = None,
+    meeting: EngineRendezvous | None = None,
 ) -> EngineCommand:
     """Returns the launch command of an engine. It labels its tokens with weight version 0 until it is told another.
 
@@ -236,7 +236,7 @@ class EngineProcess(ChildProcess):
 
     ``command``: from ``engine_command``. ``log_file``: the engine's output is appended to it; its directory is made. Raises ConfigError
     where the directory for temporary files has too long a name. Attributes: ``receiver``: the private directory in which its server and its
-    ranks listen; it is removed with the engine. ``way``: makes the way of requests to it."""
+    ranks listen; it is removed with the engine. ``way``: makes the transport of requests to it."""
 
     def __init__(self, command: EngineCommand, log_file: Path) -> None:
         self.receiver = Path(tempfile.mkdtemp(prefix=PREFIX))
@@ -261,7 +261,7 @@ class EngineProcess(ChildProcess):
         return await EngineClient.connect(self.receiver, deadline=60, by=self.way)
 
     def fault(self) -> str:
-        """Returns in words why this engine cannot be used any more; empty while it can.
+        """Returns in words why this engine cannot be used any more; empty while it can. `services.rollout.replica` asks for it.
 
         It cannot without one of its processes. SGLang finds that out as well, but first waits a minute for dumps of its GPUs' memory; and
         it waits for ever for a process that is stopped."""

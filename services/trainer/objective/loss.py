@@ -1,5 +1,7 @@
 """The losses of a micro-batch: the policy's, that of supervised fine-tuning, the critic's; and the choice among them for a run.
 
+`docs/reading.md` lists what a new one needs.
+
 Invariants, held by tests:
 
 - the loss and every metric are sums with the batch's weights (``reduce.py``): added over micro-batches and

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engine.engine_process import CPU_LAUNCHER, GPU_LAUNCHER, EngineMeeting, engine_command
+from services.rollout.engine.engine_process import CPU_LAUNCHER, GPU_LAUNCHER, EngineRendezvous, engine_command
 from services.rollout.engine.private_endpoints import SECRET_VARIABLE
 from shared.config.engine_limits import CPU_MIN_TOKENS
 from shared.runtime.errors import ConfigError
@@ -118,7 +118,7 @@ def test_an_engine_that_shares_attention_has_a_secret_of_its_own_or_that_of_its_
     shared, one = {"enable-dp-attention": True, "dp-size": 2}, {"enable-dp-attention": False}
     first, second = (engine_command("m", 31000, device="cuda", flags=shared).env[SECRET_VARIABLE] for _ in range(2))
     assert len(first) == 32 and first != second
-    meeting = EngineMeeting(1, 2, "127.0.0.1", 4000, "f" * 32)
+    meeting = EngineRendezvous(1, 2, "127.0.0.1", 4000, "f" * 32)
     assert engine_command("m", 31000, device="cuda", flags=shared, meeting=meeting).env[SECRET_VARIABLE] == "f" * 32
     assert not any(SECRET_VARIABLE in engine_command("m", 31000, device="cuda", flags=given, meeting=meeting).env for given in (one, {}))
 
