@@ -1,4 +1,4 @@
-"""Buckets as torch tensors: flat buffers in turn, the tensors in one, their digests. `services.trainer.weights.stage_sender` is a sender."""
+"""Buckets as torch tensors: flat buffers in turn, the tensors in one, their digests; `services.trainer.weights.stage_sender` sends them."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
