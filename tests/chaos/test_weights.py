@@ -53,8 +53,9 @@ class Parts:
             self.kill(name)
 
 
+@pytest.mark.extra(each=True)  # test_push_stages.py has a death at each stage of a push
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("at_least", [3, pytest.param(50, marks=pytest.mark.extra)])
+@pytest.mark.parametrize("at_least", [3, 50])
 async def test_deaths(at_least: int, mortal_nats: EmbeddedNats, valkey: EmbeddedValkey, tiny_model: Path, tmp_path: Path) -> None:
     """kill -9 of replicas and of the trainer, one to four of them shortly after one another, at moments drawn by the seed."""
     config = run_config(tmp_path, model={"hf_checkpoint": str(tiny_model)}, rollout={"rollout_device": "cpu"})

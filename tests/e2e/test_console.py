@@ -46,9 +46,8 @@ async def live(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> As
     ("page", "scheme"),
     [
         ("run", "light"),
-        ("samples", "dark"),
         *(pytest.param(page, "light", marks=pytest.mark.extra) for page in PAGES if page != "run"),
-        *(pytest.param(page, "dark", marks=pytest.mark.extra) for page in PAGES if page != "samples"),
+        *(pytest.param(page, "dark", marks=pytest.mark.extra) for page in PAGES),
     ],
 )
 async def test_a_page_is_whole_for_everybody(live: LiveConsole, page: str, scheme: str) -> None:

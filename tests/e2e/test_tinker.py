@@ -124,6 +124,10 @@ def test_loops_learn(loop: Loop) -> None:
     losses, margins = result(loop("supervised", 8)), result(loop("preferred", 5))
     assert losses[-1] < 0.5 * losses[0], losses
     assert margins[-1] > 2.0 > abs(margins[0]), margins
+
+
+@pytest.mark.extra
+def test_a_loop_of_rewards_learns(loop: Loop) -> None:
     rewards = result(loop("reinforced", 12))
     assert sum(rewards[-2:]) / 2 > sum(rewards[:2]) / 2 + 0.15, rewards
 

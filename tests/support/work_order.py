@@ -28,13 +28,18 @@ SHARED = (f"{ENGINES}* of weights", f"{ENGINES}* of rollouts")
 
 LONGEST = (
     *SHARED,
-    "tests/integration/myxo/test_page_commands.py",
     "tests/integration/benchmarks/test_draft_training.py",
-    "tests/e2e/test_console.py",
-    "tests/integration/engine/test_process.py",
     "tests/e2e/test_tinker.py",
+    "tests/e2e/test_deaths.py",
+    "tests/e2e/test_console.py",
+    "tests/integration/myxo/test_page_commands.py",
+    "tests/e2e/test_colocate.py",
+    "tests/chaos/test_seeds.py",
+    "tests/integration/engine/test_process.py",
+    "tests/unit/trainer/megatron/test_torch_backend.py",
+    "tests/integration/environments/test_reward_environments.py",
+    "tests/unit/trainer/megatron/test_checkpoint.py",
     "tests/integration/buffer/test_poisoned_batches.py",
-    "tests/integration/environments/test_agent_check.py",
 )
 """Pieces of work that take longest, and come first: begun last they would be waited for alone."""
 

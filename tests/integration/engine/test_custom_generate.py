@@ -259,7 +259,7 @@ async def test_a_function_that_fails_costs_its_group_with_the_reason(bench: NewB
         pytest.param("hold the interpreter once", 40.0, [0, 1, 2], ([2, 2, 2], [2, 2]), marks=pytest.mark.extra),
         pytest.param("leave always", 40.0, [0, 2], ([1, 5, 1], [1, 1]), marks=pytest.mark.extra),
         ("crash always", 60.0, [0, 2], ([2, 2, 2], [2, 2])),
-        ("raise always", 60.0, [0, 2], ([1, 5, 1], [1, 1])),
+        pytest.param("raise always", 60.0, [0, 2], ([1, 5, 1], [1, 1]), marks=pytest.mark.extra),
         pytest.param("cancel once", 60.0, [0, 1, 2], ([1, 2, 1], [1, 1]), marks=pytest.mark.extra),
         pytest.param("give up always", 60.0, [0, 1, 2], ([1, 1, 1], [1, 1]), marks=pytest.mark.extra),
         pytest.param("abort always", 60.0, [0, 2], ([1, 5, 1], [1, 1]), marks=pytest.mark.extra),
@@ -296,7 +296,8 @@ async def test_a_group_with_too_few_rollouts_left_is_dead_and_so_is_a_held_out_o
     assert "with a response_length of 10000" in await desk.failure()
 
 
-@pytest.mark.parametrize("function", ["hanging_plainly", pytest.param("hanging", marks=pytest.mark.extra)])
+@pytest.mark.extra
+@pytest.mark.parametrize("function", ["hanging_plainly", "hanging"])
 async def test_a_function_that_hangs_loses_its_group_at_its_deadline(bench: NewBench, function: str) -> None:
     desk = await bench(function, rollout={"generate_timeout": 1.0}, bus={"max_deliver": 2})
     await desk.task(n=1)

@@ -162,6 +162,7 @@ async def test_a_replica_that_stops_takes_its_engine_off(router: RunningRouter, 
 
 
 async def test_none_without_the_key_directs_the_router(router: RunningRouter, members: list[Member]) -> None:
+    """The key is in no command line and no log, and the metrics are on loopback."""
     member = members[0]
     await member.replica.serve(1)
     member.join()
@@ -178,15 +179,6 @@ async def test_none_without_the_key_directs_the_router(router: RunningRouter, me
             assert status == 401, (method, path, key)
     await router.has([member.service.engine])
     assert (await router.generated())["output_ids"]
-
-
-async def test_the_key_is_in_no_command_line_and_no_log_and_the_metrics_are_on_loopback(
-    router: RunningRouter, members: list[Member]
-) -> None:
-    member = members[0]
-    await member.replica.serve(1)
-    member.join()
-    await router.has([member.service.engine])
     for process in (router.process, psutil.Process(os.getpid())):
         assert KEY not in " ".join(process.cmdline())
     assert KEY not in router.log.read_text()

@@ -106,6 +106,7 @@ def test_skeletons_pass(tmp_path: Path, kind: str) -> None:
     assert (code, {check["result"] for check in checks.values()}) == (0, {"ok"}), checks
 
 
+@pytest.mark.extra
 def test_the_skeleton_of_a_service_passes(tmp_path: Path) -> None:
     port = free_port()
     (tmp_path / "mine.py").write_text(SKELETONS["service"].text("mine", "Mine").replace("8090", str(port)))
@@ -118,7 +119,7 @@ def test_the_skeleton_of_a_service_passes(tmp_path: Path) -> None:
     assert (code, {check["result"] for check in checks.values()}) == (0, {"ok"}), checks
 
 
-@pytest.mark.parametrize("client", ["openai", "anthropic", pytest.param("responses", marks=pytest.mark.extra)])
+@pytest.mark.parametrize("client", ["openai", *(pytest.param(client, marks=pytest.mark.extra) for client in ("responses", "anthropic"))])
 def test_clients_are_answered_streamed_and_whole(tmp_path: Path, client: str) -> None:
     """The houses' own clients read what the script says."""
     code = {

@@ -78,6 +78,7 @@ async def test_an_http_environment_scores_with_its_parts(bench: NewBench, tmp_pa
     assert "hush" not in process.words()
 
 
+@pytest.mark.extra
 async def test_a_named_reward_may_count(bench: NewBench, tmp_path: Path) -> None:
     port = free_port()
     reward = {"rm_type": "environment", "environment_url": f"http://127.0.0.1:{port}", "reward_timeout": PATIENT}
@@ -180,6 +181,7 @@ async def test_an_environment_that_went_away_gets_what_was_in_its_hands_once_mor
     assert {name: type(outcome) for name, outcome in outcomes.items()} == {"in-hand": Scored, "waits": Scored}
 
 
+@pytest.mark.extra
 async def test_groups_wait_for_an_environment_that_comes_later(bench: NewBench, nats: EmbeddedNats, tmp_path: Path) -> None:
     port = free_port()
     desk = await bench(reward={"rm_type": "environment", "environment_url": f"http://127.0.0.1:{port}", "reward_timeout": PATIENT})

@@ -31,6 +31,7 @@ def begun(root: Path) -> Callable[[], bool]:
     return lambda: (root / "checkpoints" / "steps").is_file()
 
 
+@pytest.mark.extra
 def test_a_full_store_holds_the_run_back_and_it_goes_on_when_there_is_room(myxo: Myxo, config_file: ConfigFile, tmp_path: Path) -> None:
     root = tmp_path / "runs" / "test"
     root.mkdir(parents=True)

@@ -189,7 +189,7 @@ class Page:
         for server in self._servers:
             server.send_signal(signal.SIGINT)
             try:
-                server.wait(60)
+                server.wait(10)
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()

@@ -155,6 +155,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.extra
 async def test_looping_responses_cost_a_group_none_of_its_right_answers(started: Started, capfd: pytest.CaptureFixture[str]) -> None:
     pool = await started(1, "math_verify", "services.reward.worker")
     start = time.monotonic()

@@ -96,6 +96,7 @@ async def test_a_group_outlives_its_replica_and_is_sent_once_by_another(site: Si
     assert await second.spooled(SimpleNamespace(message=TASK, published=18)) is None
 
 
+@pytest.mark.extra
 async def test_what_is_too_old_after_a_cut_is_not_sent_and_what_is_torn_is_not_read(site: Site) -> None:
     outcomes = await site.outcomes("rollout-0")
     service = outcomes._service

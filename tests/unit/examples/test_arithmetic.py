@@ -41,6 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.extra
 def test_it_runs_as_a_module_too(folder: Path) -> None:
     found = prepare(folder, "--if-missing", program=("-m", "examples.arithmetic.prepare"))
     assert (found.returncode, found.stdout) == (0, f"{folder}: there already, left as it is\n"), found.stderr

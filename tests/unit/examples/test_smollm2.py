@@ -109,6 +109,7 @@ def test_a_file_without_all_weights_is_refused(tmp_path: Path, model: LlamaForCa
         convert(tmp_path / "tiny.gguf", tmp_path / "model")
 
 
+@pytest.mark.extra
 def test_tasks_are_scored_and_none_that_is_held_out_is_trained(tmp_path: Path, model: LlamaForCausalLM) -> None:
     write_gguf(tmp_path / "tiny.gguf", model)
     command = [sys.executable, "-W", "ignore", "-m", "examples.smollm2.prepare", str(tmp_path), "--gguf", str(tmp_path / "tiny.gguf")]

@@ -174,6 +174,7 @@ def test_a_layout_changes_nothing(kind, layout, drafted, two_ranks, one_process)
         torch.testing.assert_close(found["weights"][name], tensor, atol=2e-4, rtol=1e-3, msg=name)
 
 
+@pytest.mark.extra
 def test_a_resumed_run_goes_on_bit_for_bit(drafted, two_ranks, tmp_path):
     tensor = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     for outcome in [rank_steps.resume(drafted("glm4_moe"), ON, tmp_path / "one"), two_ranks.run(

@@ -14,15 +14,21 @@ WHOLE_EXPERTS = {**TENSOR, "expert_tensor_parallel_size": 1}
 CONTEXT = {"context_parallel_size": 2}
 CASES = [
     ("glm4_moe", PIPELINE),
-    ("deepseek_v3", EXPERT),
     ("deepseek_v3", CONTEXT),
-    ("minimax_m2", TENSOR),
     ("gpt_oss", WHOLE_EXPERTS),
     ("gemma3_text", TENSOR),
     ("qwen3_next", TENSOR),
     ("glm_moe_dsa", TENSOR),
 ]
-MORE = [("glm4", TENSOR), ("moonlight", TENSOR), ("gpt_oss", EXPERT), ("gpt_oss", CONTEXT), ("qwen3_next", PIPELINE)]
+MORE = [
+    ("deepseek_v3", EXPERT),
+    ("minimax_m2", TENSOR),
+    ("glm4", TENSOR),
+    ("moonlight", TENSOR),
+    ("gpt_oss", EXPERT),
+    ("gpt_oss", CONTEXT),
+    ("qwen3_next", PIPELINE),
+]
 MORE += [("qwen3_5", {"tensor_model_parallel_size": 2}), ("qwen3_5_moe", EXPERT), ("glm_moe_dsa", PIPELINE)]
 MORE += [("glm4", PIPELINE), ("glm4", CONTEXT), ("glm4_moe", TENSOR), ("glm4_moe", EXPERT), ("deepseek_v3", TENSOR)]
 MORE += [
