@@ -192,7 +192,7 @@ class GroupConsumer:
         return Doing(part=WORK, what=what, since=since, next_action=after, stuck=time.time() - since > max(limit, SLOW_SECONDS))
 
     async def close(self) -> None:
-        """Drops the groups in progress, which return to the queue by themselves."""
+        """Drops the groups in progress, and hands them back to the queue."""
         await cancelled(self.in_hand)
 
     async def _may_fetch(self) -> bool:
@@ -206,14 +206,18 @@ class GroupConsumer:
 
     async def _handle(self, lease: MessageLease[Generated]) -> None:
         started = time.time()
-        async with lease.held():
-            if (outcome := await self._outcome(lease)) is None:
-                return await lease.hand_back(delay=HAND_BACK_SECONDS)
-            try:
-                await self._publish(outcome)
-            except (MessageTooLarge, *_ON_INPUT) as error:  # the latter: what does not go into a message
-                outcome = self._failed(lease.message, str(error), TASK)
-                await self._publish(outcome)
+        try:
+            async with lease.held():
+                if (outcome := await self._outcome(lease)) is None:
+                    return await lease.hand_back(delay=HAND_BACK_SECONDS)
+                try:
+                    await self._publish(outcome)
+                except (MessageTooLarge, *_ON_INPUT) as error:  # the latter: what does not go into a message
+                    outcome = self._failed(lease.message, str(error), TASK)
+                    await self._publish(outcome)
+        except asyncio.CancelledError:
+            await lease.hand_back()
+            raise
         await lease.ack()
         if self._service.traces.on:
             self._service.traces.add(score_span(lease.message, outcome, started, time.time()))

@@ -107,7 +107,8 @@ class WorkQueue(Generic[Work]):
     async def fetch(self, most: int, seconds: float = FETCH_SECONDS) -> list[MessageLease[Work]]:
         """Returns up to ``most`` leases, as soon as there is one; none if none came within ``seconds`` or the bus is unreachable.
 
-        A message that cannot be decoded is logged with its reason and removed from the queue. Raises NotPermitted.
+        A message that cannot be decoded is logged with its reason and removed from the queue. What comes while this is
+        cancelled goes back to it. Raises NotPermitted.
         """
         start = time.monotonic()
         try:
@@ -120,6 +121,11 @@ class WorkQueue(Generic[Work]):
             structlog.get_logger().warning("fetch_failed", queue=self._consumer.name, error=str(error) or type(error).__name__)
             await asyncio.sleep(RETRY_PAUSE * 5)
             return []
+        except asyncio.CancelledError:
+            if self._pull is not None:
+                cancelled, self._pull = self._pull, None
+                await cancelled.close()
+            raise
         if not raw:
             self._bus.raise_if_refused(start, self._pull.request_subject)
         return [lease for message in raw if (lease := await self._lease(message)) is not None]
@@ -159,36 +165,47 @@ class Pull:
         self._lock = asyncio.Lock()
         self._expects_more = True  # as of the last fetch; on an empty queue a request without waiting is a wasted round trip
         self._received: asyncio.Queue[Msg] = asyncio.Queue()
+        self._got: list[Msg] = []  # of the fetch that runs
 
     async def open(self) -> None:
-        await self._connection.subscribe(f"{self._inbox}.*", cb=self._received.put)
+        self._subscription = await self._connection.subscribe(f"{self._inbox}.*", cb=self._received.put)
+
+    async def close(self) -> None:
+        """Takes no more messages, and hands back those that a cancelled fetch has got."""
+        with contextlib.suppress(*TRANSIENT, nats.errors.Error):
+            await self._subscription.unsubscribe()
+            while not self._received.empty():
+                self._got.append(self._received.get_nowait())
+            for message in self._got:
+                if not message.subject.startswith(self._inbox):
+                    await message.nak()
 
     async def fetch(self, most: int, seconds: float) -> list[Msg]:
         """Returns up to ``most`` messages, of `FETCH_BYTES` in all: the available ones, else the first that arrives within ``seconds``."""
         async with self._lock:
-            got: list[Msg] = []
+            self._got = []  # what a fetch that failed had is delivered again after its ack_wait
             if self._expects_more or seconds <= 0:
-                got = await self._request(most, None, ATTEMPT_SECONDS)
-            if not got and seconds > 0:
-                got = await self._request(1, seconds, seconds + RETRY_PAUSE)
-                if got and most > 1:
-                    got += await self._request(most - 1, None, ATTEMPT_SECONDS)
-            self._expects_more = len(got) == most
+                await self._request(most, None, ATTEMPT_SECONDS)
+            if not self._got and seconds > 0:
+                await self._request(1, seconds, seconds + RETRY_PAUSE)
+                if self._got and most > 1:
+                    await self._request(most - 1, None, ATTEMPT_SECONDS)
+            self._expects_more = len(self._got) == most
+            got, self._got = self._got, []
             return got
 
-    async def _request(self, batch: int, expires: float | None, seconds: float) -> list[Msg]:
+    async def _request(self, batch: int, expires: float | None, seconds: float) -> None:
         self._requests += 1
         reply = f"{self._inbox}.{self._requests}"
         request: dict[str, object] = {"batch": batch, "max_bytes": FETCH_BYTES}
         request |= {"no_wait": True} if expires is None else {"expires": int(expires * 1e9)}
         await self._connection.publish(self.request_subject, json.dumps(request).encode(), reply)
-        got: list[Msg] = []
+        whole = len(self._got) + batch
         with contextlib.suppress(TimeoutError):  # messages that a lost server had sent are delivered again after their ack_wait
             async with asyncio.timeout(seconds):
-                while len(got) < batch:
+                while len(self._got) < whole:
                     message = await self._received.get()
                     if not message.subject.startswith(self._inbox):
-                        got.append(message)
+                        self._got.append(message)
                     elif message.subject == reply:
                         break  # the end of this request: no more messages, expired, or `FETCH_BYTES` reached
-        return got

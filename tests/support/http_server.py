@@ -4,6 +4,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from inspect import isawaitable
 from typing import Any
 
 from aiohttp import web
@@ -32,6 +33,7 @@ async def http_server(answer: Answer, port: int = 0) -> AsyncIterator[HttpServer
         server.asked.append(body)
         server.headers.append(dict(request.headers))
         given = answer(body, number)
+        given = await given if isawaitable(given) else given
         return given if isinstance(given, web.StreamResponse) else web.json_response(given)
 
     application = web.Application(client_max_size=1 << 26)

@@ -1,5 +1,6 @@
 """Rewards by name in the real service: slime's verifiers, its remote reward, a model as judge, and several with weights."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from shared.runtime.errors import ConfigError
 from shared.schema.messages import Scored
 from tests.support.http_server import http_server
 from tests.support.reward_bench import Bench, NewBench
+from tests.support.waiting import until
 
 BOXED = "So it is \\boxed{42}."
 
@@ -156,6 +158,28 @@ async def test_a_judge_is_asked_once_for_the_same_and_by_the_next_service_not_at
         await desk.generated("g1", "42", "{label}")
         assert (await scored(desk, "g1")).rewards == [1.0, 0.25]
         assert len(server.asked) == 4
+
+
+async def test_a_service_that_stops_gives_its_groups_to_the_next_one_at_once(bench: NewBench) -> None:
+    """Those that it scores, and those that come while it stops: none waits for the end of a lease."""
+    unheard = asyncio.Event()
+
+    async def answer(asked: dict[str, Any], number: int) -> Any:
+        if number == 0:
+            await unheard.wait()
+        return verdict("Score: 1")
+
+    async with http_server(answer) as server:
+        judge = {"judge_url": f"{server.url}/v1", "judge_model": "m", "judge_concurrency": 1}
+        desk = await bench(reward={"rm_type": "judge", **judge}, bus={"ack_wait": 900})
+        await desk.serve()
+        await desk.generated("g0", "42")
+        await until(lambda: server.asked, "the judge is asked")
+        await desk.close()
+        unheard.set()
+        await desk.generated("g1", "43")
+        await desk.serve()
+        assert (await desk.outcomes(2)).keys() == {"g0", "g1"}
 
 
 async def test_a_judge_may_be_a_frozen_model_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
