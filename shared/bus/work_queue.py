@@ -16,6 +16,7 @@ import nats.js.errors
 import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 
 from shared.bus.bus_errors import ATTEMPT_SECONDS, RETRY_PAUSE, TRANSIENT
 from shared.bus.connection import Bus
@@ -113,19 +114,12 @@ class WorkQueue(Generic[Work]):
         start = time.monotonic()
         try:
             if self._pull is None:
-                pull = Pull(self._bus.connection, self._consumer.stream, self._consumer.name)
-                await pull.open()
-                self._pull = pull
+                self._pull = Pull(self._bus.connection, self._consumer.stream, self._consumer.name)
             raw = await self._pull.fetch(most, seconds)
         except (*TRANSIENT, nats.errors.Error, nats.js.errors.Error) as error:
             structlog.get_logger().warning("fetch_failed", queue=self._consumer.name, error=str(error) or type(error).__name__)
             await asyncio.sleep(RETRY_PAUSE * 5)
             return []
-        except asyncio.CancelledError:
-            if self._pull is not None:
-                cancelled, self._pull = self._pull, None
-                await cancelled.close()
-            raise
         if not raw:
             self._bus.raise_if_refused(start, self._pull.request_subject)
         return [lease for message in raw if (lease := await self._lease(message)) is not None]
@@ -159,40 +153,47 @@ class Pull:
     """
 
     def __init__(self, connection: Client, stream: str, consumer: str) -> None:
-        self._connection, self._inbox = connection, connection.new_inbox()
+        self._connection, self._inbox = connection, ""
         self.request_subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
         self._requests = 0
         self._lock = asyncio.Lock()
         self._expects_more = True  # as of the last fetch; on an empty queue a request without waiting is a wasted round trip
         self._received: asyncio.Queue[Msg] = asyncio.Queue()
-        self._got: list[Msg] = []  # of the fetch that runs
+        self._got: list[Msg] = []  # by the fetch that runs
+        self._subscription: Subscription | None = None
 
-    async def open(self) -> None:
-        self._subscription = await self._connection.subscribe(f"{self._inbox}.*", cb=self._received.put)
+    async def fetch(self, most: int, seconds: float) -> list[Msg]:
+        """Returns up to ``most`` messages, of `FETCH_BYTES` in all: the available ones, else the first that arrives within ``seconds``.
 
-    async def close(self) -> None:
-        """Takes no more messages, and hands back those that a cancelled fetch has got."""
+        Where it is cancelled, messages that have come, or that come, go back to the queue.
+        """
+        async with self._lock:
+            if self._subscription is None:
+                self._inbox = self._connection.new_inbox()
+                self._subscription = await self._connection.subscribe(f"{self._inbox}.*", cb=self._received.put)
+            self._got = []  # what a fetch that failed had is delivered again after its ack_wait
+            try:
+                if self._expects_more or seconds <= 0:
+                    await self._request(most, None, ATTEMPT_SECONDS)
+                if not self._got and seconds > 0:
+                    await self._request(1, seconds, seconds + RETRY_PAUSE)
+                    if self._got and most > 1:
+                        await self._request(most - 1, None, ATTEMPT_SECONDS)
+            except asyncio.CancelledError:
+                await self._leave(self._subscription)
+                raise
+            self._expects_more = len(self._got) == most
+            return self._got
+
+    async def _leave(self, subscription: Subscription) -> None:
+        self._subscription = None
         with contextlib.suppress(*TRANSIENT, nats.errors.Error):
-            await self._subscription.unsubscribe()
+            await subscription.unsubscribe()  # to a request without a listener the server sends nothing
             while not self._received.empty():
                 self._got.append(self._received.get_nowait())
             for message in self._got:
                 if not message.subject.startswith(self._inbox):
                     await message.nak()
-
-    async def fetch(self, most: int, seconds: float) -> list[Msg]:
-        """Returns up to ``most`` messages, of `FETCH_BYTES` in all: the available ones, else the first that arrives within ``seconds``."""
-        async with self._lock:
-            self._got = []  # what a fetch that failed had is delivered again after its ack_wait
-            if self._expects_more or seconds <= 0:
-                await self._request(most, None, ATTEMPT_SECONDS)
-            if not self._got and seconds > 0:
-                await self._request(1, seconds, seconds + RETRY_PAUSE)
-                if self._got and most > 1:
-                    await self._request(most - 1, None, ATTEMPT_SECONDS)
-            self._expects_more = len(self._got) == most
-            got, self._got = self._got, []
-            return got
 
     async def _request(self, batch: int, expires: float | None, seconds: float) -> None:
         self._requests += 1

@@ -50,6 +50,29 @@ async def take(queue: WorkQueue[Outcome], most: int = 1) -> list[MessageLease[Ou
     return leases
 
 
+async def test_a_fetch_that_is_cancelled_keeps_nothing_from_others(bus: Bus, consumer: Consumer, queue: WorkQueue[Outcome]) -> None:
+    """Neither from those that fetch by the same queue, nor from other workers when it was the last."""
+
+    async def asked() -> bool:
+        return (await bus.js.consumer_info(consumer.stream, consumer.name)).num_waiting == 1
+
+    first, second = (asyncio.create_task(queue.fetch(1, 60)) for _ in range(2))
+    await until(asked, "the first one's request")
+    first.cancel()
+    await asyncio.wait([first])
+    await put(bus, consumer, "a")
+    [lease] = await second
+    assert (lease.message.group, lease.deliveries) == ("a", 1)
+    await lease.ack()
+    last = asyncio.create_task(queue.fetch(1, 60))
+    await until(asked, "the last one's request")
+    last.cancel()
+    await asyncio.wait([last])
+    await put(bus, consumer, "b")
+    [lease] = await take(WorkQueue(bus, consumer, Outcome))
+    assert (lease.message.group, lease.deliveries) == ("b", 1)
+
+
 async def test_work_is_leased_once_and_gone_when_done(bus: Bus, consumer: Consumer, queue: WorkQueue[Outcome]) -> None:
     await put(bus, consumer, "a", "b", "c")
 
