@@ -48,13 +48,13 @@ async def test_a_run_whose_groups_all_fail_ends_with_the_reason_and_goes_on_when
     player, buffer = await launched(rollout={"max_dead_in_a_row": 5})
     await player.live(0)
     await fail(player, 3)
-    await player.work_until(1)  # one that is scored: the count starts anew
 
     async def counted() -> bool:
         found = await card(player)
         return found.gauges.get("dead") == 3 and found.detail == REASON and found.gauges["dead_per_minute"] > 0
 
-    await until(counted, "the card's count and reason")
+    await until(counted, "the card's count and reason")  # of what comes together the buffer takes scored groups first
+    await player.work_until(1)  # one that is scored: the count starts anew
     await fail(player, 5)
     assert await failed(player) == f"5 groups in a row failed (rollout.max_dead_in_a_row = 5), the last one: {REASON}"
     answer = await player.ask(0)
