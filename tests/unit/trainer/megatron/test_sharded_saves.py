@@ -25,7 +25,7 @@ def unkilled(hf, tmp_path_factory):
     return [moments for moments, _ in told], told[0][1]
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.extra) for seed in range(1, 20))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.extra(each=True)) for seed in range(1, 20))])
 def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(seed, hf, unkilled, fresh_world, alone, tmp_path):
     moments, weights = unkilled
     assert min(moments) >= 5
