@@ -249,8 +249,8 @@ class TrainerSection(Section):
     fsdp_compile: bool = Field(default=False, description="torch backend: compile each layer (torch.compile), but for its attention")
     fsdp_float8: Literal["rowwise", "rowwise_with_gw_hp"] | None = Field(
         default=None,
-        description="torch backend: the actor's linear layers, but for routers and experts, multiply 8-bit floats with a scale for each "
-        "row, as torchao does, which has to be installed; gw_hp: but for weights' gradients. Weights stay as they are",
+        description="torch backend: the actor's linear layers, but for routers and experts, multiply 8-bit floats with a scale a row, "
+        "as torchao does, which has to be installed; gw_hp: not weights' gradients. Slow without fsdp_compile. Weights stay as they are",
     )
     actor_num_nodes: int = Field(default=1, ge=1, description="machines of the trainer")
     actor_num_gpus_per_node: int = Field(default=1, ge=1, le=8, description="trainer ranks on a machine (processes on a CPU)")

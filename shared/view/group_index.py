@@ -139,7 +139,7 @@ CREATE TABLE groups (
 CREATE INDEX groups_step ON groups (step);
 CREATE TABLE details (name TEXT PRIMARY KEY, record BLOB) WITHOUT ROWID;
 CREATE TABLE spans (name TEXT, oldest INTEGER, newest INTEGER, PRIMARY KEY (name, oldest, newest)) WITHOUT ROWID;
-CREATE TABLE told (name TEXT, sequence INTEGER, at REAL, event TEXT, what TEXT, PRIMARY KEY (name, sequence)) WITHOUT ROWID;
+CREATE TABLE events (name TEXT, sequence INTEGER, at REAL, event TEXT, what TEXT, PRIMARY KEY (name, sequence)) WITHOUT ROWID;
 CREATE TABLE batches (
     step INTEGER PRIMARY KEY, version INTEGER, groups TEXT, mask_below INTEGER, formed REAL, amended INTEGER, started REAL, ended REAL
 );
@@ -170,7 +170,7 @@ def new_database(path: Path | str) -> sqlite3.Connection:
 
 def empty(database: sqlite3.Connection) -> None:
     """Empties all tables that the ledger is folded into; where kept responses lie follows from other files."""
-    for table in ("groups", "details", "spans", "told", "batches", "checkpoints", "evaluations"):
+    for table in ("groups", "details", "spans", "events", "batches", "checkpoints", "evaluations"):
         database.execute(f"DELETE FROM {table}")
 
 
@@ -293,7 +293,7 @@ class GroupIndex:
                 self._mark(sequence, record)
                 self.sequence = sequence
             self._put(dirty.values())
-            self._database.executemany("INSERT OR REPLACE INTO told VALUES (?,?,?,?,?)", [row for row in reported if row[-1] is not None])
+            self._database.executemany("INSERT OR REPLACE INTO events VALUES (?,?,?,?,?)", [row for row in reported if row[-1] is not None])
             self._database.execute("COMMIT")
             self.revision += 1
 
@@ -385,7 +385,7 @@ class GroupIndex:
 
     def provenance(self, group: GroupRecord) -> list[ProvenanceStep]:
         """Returns what the ledger tells of a group, in order."""
-        reported = self._rows("SELECT sequence, at, event, what FROM told WHERE name = ?", (group.group,))
+        reported = self._rows("SELECT sequence, at, event, what FROM events WHERE name = ?", (group.group,))
         steps = [ProvenanceStep(*row) for row in (*reported, *self._sent_out(group), *self._freed(group))]
         return sorted(steps, key=lambda step: step.sequence)
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ def fuse(model: torch.nn.Module) -> list[str]:
                 if kind not in known:
                     known[kind] = _same(module, forward)
                 if known[kind]:
-                    module.forward = partial(forward, module)
+                    module.forward = MethodType(forward, module)
                     fused.append(name)
         functions = vars(sys.modules[type(module).__module__])
         if isinstance(rotation := functions.get("apply_rotary_pos_emb"), FunctionType):

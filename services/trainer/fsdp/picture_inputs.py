@@ -1,5 +1,4 @@
-"""What a model that sees or hears is given beside the tokens of a pack: pixels of pictures or videos, or sounds' frames, and places in
-time, and in the rows and columns of pictures."""
+"""Inputs of a model that sees or hears beside a pack's tokens: pixels or frames of sounds, and places in time, rows and columns."""
 
 import io
 import itertools
@@ -19,6 +18,8 @@ from transformers.models.whisper.feature_extraction_whisper import WhisperFeatur
 from services.trainer.packing import PackedBatch
 from shared.data.media import FRAMES_PER_SECOND, GLM, RULES, strip_of
 from shared.runtime.errors import BadMessage
+
+RECENT_BYTES = 1 << 30  # of pixels that a rank keeps in host memory
 
 
 class SeenPack(NamedTuple):
@@ -41,7 +42,7 @@ class MediaInputs:
     """Makes the inputs of packs. ``rule``: what the checkpoint says."""
 
     def __init__(self, rule: Any) -> None:
-        self.rule = rule
+        self.rule, self._recent = rule, dict[tuple[bytes, ...], dict[str, Tensor]]()
 
     @staticmethod
     def of(hf_dir: Path, model: Any, kind: str) -> "MediaInputs":
@@ -57,15 +58,12 @@ class MediaInputs:
             everywhere: show a blank picture in a pack without one: layers that see are collectives of all ranks.
         """
         tokens, starts = batch.tokens, batch.cu_seqlens.tolist()
-        pictures = [list(shown) for shown in batch.pictures] or [[] for _ in starts[1:]]
-        pixels = [self._pixels(shown) for shown in pictures]
+        pixels = [self._once(shown) for shown in batch.pictures] or [{} for _ in starts[1:]]
         for number, (start, stop) in enumerate(itertools.pairwise(starts)):
             found = int((tokens[start:stop] == self.rule.token).sum())
             if found != (wanted := self._taken(pixels[number])):
-                noun = self.rule.noun
-                raise BadMessage(
-                    f"sequence {number} has {found} tokens of {noun}s; its {noun}s take {wanted}, by the checkpoint's processor"
-                )
+                noun = f"{self.rule.noun}s"
+                raise BadMessage(f"sequence {number} has {found} tokens of {noun}; its {noun} take {wanted}, by the checkpoint's processor")
         if everywhere and not any(pixels):
             filler = self._blank
             tokens, starts, pixels = torch.cat([tokens, filler[0]]), [*starts, starts[-1] + len(filler[0])], [*pixels, filler[1]]
@@ -74,8 +72,16 @@ class MediaInputs:
         joined = {name: torch.cat([each[name] for each in given]) for name in (given[0] if given else ())}
         return SeenPack(tokens, starts, torch.cat(places, -1).unsqueeze(-2), joined)
 
+    def _once(self, pictures: tuple[bytes, ...]) -> dict[str, Tensor]:
+        """Returns `_pixels`, nothing of none. The newest are kept: a group's samples show the same, and so do the passes over them."""
+        found = self._recent.pop(pictures, None)
+        self._recent[pictures] = found = found or (self._pixels(pictures) if pictures else {})
+        while sum(tensor.nbytes for each in self._recent.values() for tensor in each.values()) > RECENT_BYTES:
+            del self._recent[next(iter(self._recent))]
+        return found
+
     def _pixels(self, pictures: Sequence[bytes]) -> dict[str, Tensor]:
-        """Returns what the model is given of a sequence's pictures or sounds; nothing where there are none."""
+        """Returns what the model is given of a sequence's pictures or sounds, at least one."""
         raise NotImplementedError
 
     def _taken(self, pixels: dict[str, Tensor]) -> int:
@@ -113,8 +119,6 @@ class PictureInputs(MediaInputs):
         return int(pixels[self.grid].prod(1).sum()) // int(self._processor.merge_size) ** 2 if pixels else 0
 
     def _pixels(self, pictures: Sequence[bytes]) -> dict[str, Tensor]:
-        if not pictures:
-            return {}
         opened = [Image.open(io.BytesIO(picture), formats=("PNG",)) for picture in pictures]
         found = self._processor(images=opened, return_tensors="pt")
         return {"pixel_values": found["pixel_values"], "image_grid_thw": found["image_grid_thw"]}
@@ -145,8 +149,6 @@ class VideoInputs(PictureInputs):
         self._processor.image_mean, self._processor.image_std = list(rule.mean), list(rule.std)
 
     def _pixels(self, pictures: Sequence[bytes]) -> dict[str, Tensor]:
-        if not pictures:
-            return {}
         patches, grids = zip(*map(self._patches, pictures), strict=True)
         return {"pixel_values_videos": torch.cat(patches), self.grid: torch.stack(grids)}
 
@@ -187,8 +189,6 @@ class SoundInputs(MediaInputs):
         self._extractor: Any = WhisperFeatureExtractor.from_pretrained(hf_dir, local_files_only=True)
 
     def _pixels(self, pictures: Sequence[bytes]) -> dict[str, Tensor]:
-        if not pictures:
-            return {}
         waves = [self.rule.waves(sound) for sound in pictures]
         options: dict[str, Any] = {"padding": "max_length", "return_attention_mask": True, "return_tensors": "pt"}
         found = self._extractor(waves, sampling_rate=self.rule.rate, **options)

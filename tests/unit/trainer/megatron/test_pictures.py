@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch.utils.checkpoint import checkpoint
 
-from services.trainer.fsdp import fused_layers
+from services.trainer.fsdp import fused_layers, picture_inputs
 from services.trainer.fsdp.picture_inputs import MediaInputs
 from services.trainer.packing import separate
 from shared.config.data_sections import DataSection
@@ -75,7 +75,7 @@ def reference(directory, shows, batch):
     rule = inputs.rule
     for one in separate(batch):
         kinds = inputs.number * (one.tokens == rule.token).int()[None]
-        pixels = inputs._pixels(one.pictures[0])
+        pixels = inputs._once(one.pictures[0])
         places = {} if shows == "image" else {"position_ids": inputs._places(one.tokens, pixels)[:, None]}
         with torch.no_grad():
             logits = model(input_ids=one.tokens[None], mm_token_type_ids=kinds, **pixels, **places).logits[0]
@@ -104,6 +104,24 @@ def test_packs_with_pictures_are_computed_as_single_sequences(kind, shows, model
     assert second.loss < first.loss
     changed = {name for name, tensor in model.model.named_parameters().items() if not torch.equal(tensor, weights[name])}
     assert any("visual" in name for name in changed) and any("visual" not in name for name in changed)
+
+
+def test_pictures_of_a_group_are_prepared_once(models, monkeypatch):
+    """Over all sequences and passes that show them, until others have taken their room."""
+    import transformers
+
+    directory = models("qwen3_vl")
+    inputs = MediaInputs.of(directory, transformers.AutoModelForImageTextToText.from_pretrained(directory), "image")
+    batch, prepared, plain = batch_of(directory, [[(30, 41)]] * 2 + [[]] + [[(16, 24)]]), [], inputs._pixels
+    batch = replace(batch, pictures=(batch.pictures[0], (bytes(bytearray(batch.pictures[0][0])),), *batch.pictures[2:]))
+    monkeypatch.setattr(inputs, "_pixels", lambda pictures: prepared.append(pictures) or plain(pictures))
+    tokens = batch.tokens.clone()
+    first, again = inputs.seen(batch, False), inputs.seen(batch, False)
+    assert [len(each) for each in prepared] == [1, 1] and torch.equal(batch.tokens, tokens)
+    torch.testing.assert_close(first.pixels, again.pixels, atol=0, rtol=0)
+    monkeypatch.setattr(picture_inputs, "RECENT_BYTES", first.pixels["pixel_values"].nbytes // 2)
+    third = inputs.seen(batch, False)
+    assert len(prepared) > 2 and torch.equal(first.pixels["pixel_values"], third.pixels["pixel_values"])
 
 
 def test_adapters_are_of_the_language_model_alone(models, alone):

@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import json
 import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +25,7 @@ from shared.model.parallel_layout import ParallelLayout
 from shared.runtime.errors import ConfigError
 from tests.support.converting import convert
 from tests.unit.trainer.megatron import lora_steps, rank_steps
-from tests.unit.trainer.megatron.tiny import VOCAB, not_refused, pack, sequences
+from tests.unit.trainer.megatron.tiny import VOCAB, make_checkpoint, not_refused, pack, sequences
 
 TORCH = {"trainer_backend": "torch", "adam_eps": 1e-3}
 SIZES = {
@@ -289,6 +290,23 @@ def test_fused_layers_compute_the_same(kind, hf, tmp_path):
         each.loss.backward()
     for (name, one), (_, other) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_all_layers_share_what_is_compiled(tmp_path, monkeypatch):
+    """Fused ones as well: a graph for each layer would pass the number of graphs behind which PyTorch compiles no more."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    graphs = []
+    for layers in (2, 6):
+        place = tmp_path / str(layers)
+        make_checkpoint("qwen3", place, num_hidden_layers=layers)
+        model = transformers.AutoModelForCausalLM.from_pretrained(place)
+        assert len(fused_layers.fuse(model)) > 5 * layers
+        fused_layers.compile_layers(list(model.model.layers))
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model(input_ids=torch.arange(30)[None], use_cache=False)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1] > 0
 
 
 @pytest.mark.extra
