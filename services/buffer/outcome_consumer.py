@@ -43,9 +43,8 @@ class OutcomeConsumer:
         admits: Callable[[], bool],
         most_pictures: int = 0,
     ) -> None:
-        self._most_pictures = most_pictures
         self._service, self._limits, self._state = service, limits, state
-        self._held, self._decide, self._free, self._admits = held, decide, free, admits
+        self._held, self._decide, self._free, self._admits, self._most_pictures = held, decide, free, admits, most_pictures
         self._queue = WorkQueue(service.bus, scored_consumer(service.run, service.config.bus), Outcome, self._on_unreadable)
 
     async def run(self) -> None:
@@ -54,18 +53,20 @@ class OutcomeConsumer:
             fetched = await self._queue.fetch(FETCH)
             await self._held()  # a state that may be behind must not ignore any message
             leases = [lease for lease in fetched if not await self._misplaced(lease)]
-            outcomes = [outcome_check.checked(lease.message, self._service.subjects, last=lease.last) for lease in leases]
-            if rewards := [outcome for outcome in outcomes if isinstance(outcome, Scored)]:
-                await self.settle(rewards)
-            for lease, outcome in zip(leases, outcomes, strict=True):
-                if isinstance(outcome, Wanted) and not self._admits():
-                    self._service.log.info("wanted_groups_held_back", count=outcome.count, by=outcome.by)
-                elif not isinstance(outcome, Scored) and not await self._generated_anew(outcome):
-                    await self.settle([outcome])
-                if late := policy.unwanted(self._state, outcome):
-                    self._free(late)
-                await self._free_pictures(outcome)
-                await lease.ack()
+            found = [(outcome_check.checked(lease.message, self._service.subjects, last=lease.last), lease) for lease in leases]
+            for scored, row in itertools.groupby(found, lambda each: isinstance(each[0], Scored)):  # rewards in a row together
+                pairs = list(row)
+                if scored:
+                    await self.settle([outcome for outcome, _ in pairs])
+                for outcome, lease in pairs:
+                    if isinstance(outcome, Wanted) and not self._admits():
+                        self._service.log.info("wanted_groups_held_back", count=outcome.count, by=outcome.by)
+                    elif not scored and not await self._generated_anew(outcome):
+                        await self.settle([outcome])
+                    if late := policy.unwanted(self._state, outcome):
+                        self._free(late)
+                    await self._free_pictures(outcome)
+                    await lease.ack()
 
     async def _free_pictures(self, outcome: Outcome) -> None:
         """Frees what the prompt of an attempt that has ended showed: before the ack, so that a death leaves nothing behind."""
@@ -115,5 +116,4 @@ class OutcomeConsumer:
         self._service.metrics.add("outcomes_refused")
         self._service.log.error("outcome_refused", group=outcome.group, attempt=outcome.attempt, error=reason)
         if not isinstance(outcome, Failed):
-            by = outcome_check.BUFFER
-            await self.settle([Failed(group=outcome.group, attempt=outcome.attempt, reason=reason, by=by, fault=TASK)])
+            await self.settle([Failed(group=outcome.group, attempt=outcome.attempt, reason=reason, by=outcome_check.BUFFER, fault=TASK)])

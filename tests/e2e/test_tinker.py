@@ -245,6 +245,7 @@ def compare(run: LaunchedRun, loop: Loop, steps: int, alone: list[Any], kill: Ca
     assert "replay_differs" not in run.said()
 
 
+@pytest.mark.extra
 def test_two_clients_at_once_killed_at_chosen_points_get_what_each_gets_alone(served: tuple[LaunchedRun, str], loop: Loop) -> None:
     run, _ = served
     alone = result(loop("alone", 8))

@@ -1,9 +1,13 @@
 """A run whose groups all fail: the buffer ends it, durably, with the reason; and continues when the run is created again."""
 
+import os
+import signal
+
 from services.buffer.run_failure import STATE
 from shared.bus import runs
 from shared.bus.registry import Registry
 from shared.bus.subjects import EVAL, TRAIN
+from shared.schema.ledger import GroupDead
 from shared.schema.messages import Batch, Failed, RunDone
 from shared.schema.service_messages import ServiceStatus
 from tests.integration.buffer.conftest import Launched, Served
@@ -53,7 +57,7 @@ async def test_a_run_whose_groups_all_fail_ends_with_the_reason_and_goes_on_when
         found = await card(player)
         return found.gauges.get("dead") == 3 and found.detail == REASON and found.gauges["dead_per_minute"] > 0
 
-    await until(counted, "the card's count and reason")  # of what comes together the buffer takes scored groups first
+    await until(counted, "the card's count and reason")
     await player.work_until(1)  # one that is scored: the count starts anew
     await fail(player, 5)
     assert await failed(player) == f"5 groups in a row failed (rollout.max_dead_in_a_row = 5), the last one: {REASON}"
@@ -74,6 +78,29 @@ async def test_a_run_whose_groups_all_fail_ends_with_the_reason_and_goes_on_when
         assert (await player.audit()).violations == []
     finally:
         again.kill()
+
+
+async def test_outcomes_that_come_together_are_counted_in_their_order(launched: Launched) -> None:
+    """A group that is scored between others that fail begins the count anew."""
+    player, buffer = await launched(rollout={"max_dead_in_a_row": 3})
+    await player.live(0)
+    leases = await player.all_tasks(4)
+    os.kill(buffer.process.pid, signal.SIGSTOP)
+    try:
+        for number, lease in enumerate(leases):
+            task = lease.message
+            failed = Failed(group=task.group, attempt=task.attempt, reason=REASON[11:], by="rollout-0")
+            await player.say(await player.generate(task) if number == 2 else failed)
+            await lease.ack()
+    finally:
+        os.kill(buffer.process.pid, signal.SIGCONT)
+
+    async def last_one_decided() -> bool:
+        return any(isinstance(record, GroupDead) and record.group == task.group for record in await player.records())
+
+    await until(last_one_decided, "the last group's end")
+    await player.work_until(1)  # the buffer still takes outcomes
+    assert await player.phase() == runs.RUNNING
 
 
 async def says(player: Player, state: str) -> bool:

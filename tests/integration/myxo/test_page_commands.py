@@ -32,8 +32,8 @@ from tests.integration.myxo.command import COMMAND_SECONDS, ROOT
 WRITTEN = ("benchmarks",)
 """Directories that commands write to: the checkout has copies of them."""
 
-SELDOM = ("docs/pictures.md", "docs/precision.md", "examples/colours/README.md")
-"""Pages whose commands convert or make models, for a minute."""
+SELDOM = ("docs/pictures.md", "docs/precision.md", "examples/colours/README.md", "docs/environments.md", "examples/hooks/README.md")
+"""Pages whose commands take longest."""
 
 IN_CI = ("run", "rewritten", "served", "trained")
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]

@@ -47,6 +47,7 @@ class Parsed(HTMLParser):
             self.links.append(given.get("href") or "")
 
 
+@pytest.mark.extra
 def test_no_page_fetches_anything_from_elsewhere(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 60

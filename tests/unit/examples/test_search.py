@@ -45,6 +45,7 @@ def test_a_call_that_names_no_query_finds_nothing(arguments: str, tmp_path: Path
     assert searched("x", {"corpus": str(corpus)}) == "x\n"
 
 
+@pytest.mark.extra
 def test_no_demonstration_tells_what_is_asked_later(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "examples.search.prepare", str(tmp_path)], check=True, timeout=300)
     rows = {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in tmp_path.glob("*.jsonl")}

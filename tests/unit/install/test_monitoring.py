@@ -111,6 +111,7 @@ def firing(promtool: str, directory: Path, cases: dict[str, dict[str, str]]) -> 
     return fired
 
 
+@pytest.mark.extra
 def test_every_alert_fires_at_what_it_is_for_and_no_other_does(promtool: str, tmp_path: Path) -> None:
     assert FIRE.keys() == alerts().keys()
     assert firing(promtool, tmp_path, FIRE) == {name: {name} for name in FIRE}

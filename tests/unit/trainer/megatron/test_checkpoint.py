@@ -193,7 +193,7 @@ def test_a_critics_checkpoint_holds_its_head_and_is_no_policys(make_actor, tmp_p
             marks=pytest.mark.extra,
         ),
         pytest.param("qwen3", {}, {"tensor_model_parallel_size": 2}, marks=pytest.mark.extra),
-        ("qwen3", {"context_parallel_size": 2}, TP2_SP),
+        pytest.param("qwen3", {"context_parallel_size": 2}, TP2_SP, marks=pytest.mark.extra),
         ("qwen3_moe_mixed", {"pipeline_model_parallel_size": 2}, {"expert_model_parallel_size": 2}),
         pytest.param("minimax_m2", TP2_SP, {}, marks=pytest.mark.extra),
         pytest.param("gpt_oss", {"expert_model_parallel_size": 2}, {**TP2_SP, "expert_tensor_parallel_size": 1}, marks=pytest.mark.extra),

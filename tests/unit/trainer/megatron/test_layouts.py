@@ -76,8 +76,6 @@ PAIRS = {
     "overlapped gradient reduction",
     "MoE TP2 SP ETP1",
     "MoE PP2, a stage without experts",
-    "TP2 PP2 SP",
-    "MoE EP2 CP2 TP2 SP whole optimizer",
     "MoE EP2 CP2 PP2 VPP2",
 }
 

@@ -259,9 +259,8 @@ def test_adapters_are_megatrons(kind, more, hf, alone, two_ranks, tmp_path):
     assert torch.equal(*found["own"])
 
 
-@pytest.mark.parametrize(
-    "config", [{"fsdp_shard_ranks": 2, "actor_num_gpus_per_node": 4}, pytest.param({"fsdp_cpu_offload": True}, marks=pytest.mark.extra)]
-)
+@pytest.mark.extra
+@pytest.mark.parametrize("config", [{"fsdp_shard_ranks": 2, "actor_num_gpus_per_node": 4}, {"fsdp_cpu_offload": True}])
 def test_copies_of_shards_and_shards_in_host_memory_train_as_one_rank_does(config, hf, alone, four_ranks, tmp_path):
     expected = alone.train(hf("qwen3_moe"), TORCH, 2)
     found, *_ = four_ranks.run(rank_steps.train, hf("qwen3_moe"), {**TORCH, **config}, 2)
