@@ -8,8 +8,8 @@ from typing import Literal
 
 from services.buffer.state import Result
 
-# ``drop``: end the group; a new prompt takes its place. ``requeue``: generate it anew. ``continue``: keep the samples that hold tokens of
-# the version that is trained, generate the others anew. ``mask``: train it without its stale tokens.
+# ``drop``: end the group; a new prompt takes its place. ``requeue``: generate it anew. ``continue``: train it without its stale tokens if
+# each sample has others, else generate anew those that have none. ``mask``: train it without them if any has others, else end it.
 Policy = Literal["drop", "requeue", "continue", "mask"]
 StalenessDecision = Literal["fits", "drop", "requeue"]
 

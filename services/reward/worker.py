@@ -77,7 +77,7 @@ LONGEST_PROBLEM = 200  # The most characters of why a response or a label was no
 
 
 class VerifierCalls(Calls):
-    """Answers calls by verifiers, one after the other. A response that they cannot verify, or not in time, gets 0 and costs no other.
+    """Answers calls by verifiers, one after the other. A response that they cannot verify, or not in time, gets the reward of a wrong one.
     ``names``: the verifiers that will be asked for. ``sandbox``: the fields of ``[sandbox]``, for those that run code. Raises ConfigError
     where one needs a package that is not installed, or a sandbox that cannot be started."""
 

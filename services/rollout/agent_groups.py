@@ -139,7 +139,7 @@ class AgentGroups(GroupPlayer):
         return session, key
 
     async def prolong(self, sessions: Sequence[Session]) -> None:
-        """Puts the deadlines of sessions off by the time for which the engine sleeps for a trainer. Runs until cancelled."""
+        """Puts the deadlines of sessions off by the time for which the engine sleeps for a colocated trainer."""
         slept = 0.0
         while self._config.trainer.colocate:
             if self.replica.served.asleep:

@@ -4,7 +4,7 @@ Invariants of the placement in micro-batches, all of them properties that the te
 
 - every sample of the batch is in exactly one micro-batch of exactly one rank;
 - every rank runs the same number of micro-batches (pipeline and expert parallel ranks meet in each of them);
-- no micro-batch exceeds the token budget; a sample that alone exceeds it is refused, never cut;
+- no micro-batch exceeds the token budget, but for a sample that alone does: it is refused or one by itself, never cut;
 - a micro-batch is empty only where there are too few samples, in the batch or in the units given to a rank
   (``packing.pack`` then makes a filler, so that the rank still meets the others);
 - samples of one unit (a group: they lie together in the store) are on one rank, unless that would leave the ranks with

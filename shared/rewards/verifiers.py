@@ -143,7 +143,7 @@ def verify(name: str, response: str, reference: Reference) -> Value:
 
 
 def pattern_answer(response: str, pattern: str | None) -> str:
-    """Returns the last match of ``reward.answer_pattern``, of a pattern with a group what that holds; the response where there is none."""
+    """Returns the last match of ``reward.answer_pattern``, of a pattern with a group what that holds, "" of none. None: the response."""
     return response if pattern is None else next(iter(re.findall(pattern, response)[-1:]), "")
 
 

@@ -13,10 +13,3 @@ warnings.filterwarnings("ignore", message=r"(Transformer Engine and Apex are|Ape
 
 # ``"cuda"`` or ``"cpu"``: the device on which Megatron-Core was set up when this process first imported the package
 DEVICE_TYPE = install()
-
-if DEVICE_TYPE == "cuda":
-    # Megatron compiles its fused activations. Past eight variants (of shapes, of gradients or none) PyTorch runs them
-    # uncompiled, and rounds differently: the same weights then score the same tokens a little differently.
-    import torch._dynamo.config
-
-    torch._dynamo.config.recompile_limit = 64

@@ -20,7 +20,7 @@ class PushResult:
     """The result of a push.
 
     Args:
-        replicas: now serving the version. seconds: from the offer to the last commit. wire_seconds: from the first bucket's export until
+        replicas: now serving the version. seconds: from its begin to the last commit. wire_seconds: from the first bucket's export until
             the last replica had loaded and checked everything. engine_seconds: the slowest engine's, from its first wait for a bucket to
             the last one's loading and checking. stall: seconds that the trainer waited for it; the rest ran beside the training.
             bytes: sent by all stages together. digest: that of the version. marks: who → what it has reached → when, in seconds of its

@@ -66,7 +66,7 @@ from shared.transfer.group_channel import on_stream
 from shared.transfer.weight_channel import ChannelBroken, abort_channel
 
 POLL_INTERVAL_S = 0.2  # the interval at which the registry's statuses are compared with the members of a push
-# the time for which the others' answers are awaited once one has failed: they show which member broke the shared channel
+# the time for which answers of members of one channel are awaited once one has failed: they show which member broke the shared channel
 GRACE_SECONDS = 1.0
 # the time for which no one may listen for a replica that listened before, or whose connection the bus's restart broke
 ABSENCE_SECONDS = 3.0
@@ -137,7 +137,7 @@ class PushRequest(Generic[Answer]):
                 await asyncio.wait(waiting, timeout=POLL_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
                 self.gone |= lost_members([target for task, target in tasks.items() if not task.done()], self._link.replicas)
                 self.errors |= self.gone
-                if self.errors and end is None:
+                if self.errors and end is None and self._verb not in ("offer", COMMIT):  # in these none waits for another
                     end = time.monotonic() + GRACE_SECONDS
         finally:
             for task in tasks:

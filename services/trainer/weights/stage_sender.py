@@ -353,7 +353,7 @@ def whole_push(parts: Sequence[Sequence[Any]]) -> SentPush:
 
 
 class StageSender:
-    """The sender of one stage. All ranks construct it together; every method but `abort` is a collective of all, on one thread.
+    """The sender of one stage. All ranks construct it together; every method but `abort` and `held_by_all` is a collective of all.
 
     Args:
         seconds: the longest that a push may take. bucket_bytes, dtype, quantization: see `StageExport`.

@@ -15,6 +15,8 @@ ROOT = Path(__file__).resolve().parents[3]
 FETCHING = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "audio": "src", "link": "href"}
 """Tags whose attribute a browser fetches by itself."""
 
+pytestmark = pytest.mark.extra  # CI builds the site each time
+
 
 def built(site: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
@@ -47,7 +49,6 @@ class Parsed(HTMLParser):
             self.links.append(given.get("href") or "")
 
 
-@pytest.mark.extra
 def test_no_page_fetches_anything_from_elsewhere(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > 60

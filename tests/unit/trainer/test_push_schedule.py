@@ -1,9 +1,17 @@
 """To whom a push goes, when its channels are made anew, and to whom a broken one is put down."""
 
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from services.trainer.weights import pusher
 from services.trainer.weights.push_schedule import BACK_OFF_MOST, PushSchedule, Target, culprits_of, lost_members, replicas_without_rank
 from services.trainer.weights.stage_sender import relays_of
+from shared.runtime.errors import MyxoError
+from shared.schema.messages import Accepted
 from shared.schema.service_messages import ServiceStatus
 
 
@@ -120,3 +128,30 @@ def test_a_member_is_gone_when_its_status_or_its_weights_are() -> None:
     assert lost_members([ONE], [status("one", 3)]) == {}
     assert "heartbeat" in lost_members([ONE], [])["one"]
     assert "lost its weights" in lost_members([ONE], [status("one", -1, incarnation="b")])["one"]
+
+
+@pytest.mark.parametrize(("verb", "awaited"), [("offer", True), ("receive", False), ("commit", True)])
+def test_one_that_fails_cuts_short_only_those_that_share_a_channel_with_it(
+    verb: str, awaited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pusher, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(pusher, "POLL_INTERVAL_S", 0.02)
+
+    async def request(subject: str, *_: Any, **__: Any) -> Accepted:
+        if subject == "one":
+            raise MyxoError("busy")
+        await asyncio.sleep(0.6)
+        return Accepted()
+
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    link: Any = SimpleNamespace(
+        begin=lambda work: asyncio.run_coroutine_threadsafe(work, loop),
+        replicas=[status("one", 0), status("two", 0)],
+        service=SimpleNamespace(subjects=SimpleNamespace(replica_weights=lambda name, _: name), bus=SimpleNamespace(request=request)),
+    )
+    asked: Any = pusher.PushRequest(link, [ONE, TWO], verb, lambda _: Accepted(), Accepted, 30.0)
+    with pytest.raises(pusher.PeerFailure, match="one: busy"):
+        asked.wait()
+    assert (set(asked.answers), set(asked.errors)) == ({"two"} if awaited else set(), {"one"})
+    loop.call_soon_threadsafe(loop.stop)

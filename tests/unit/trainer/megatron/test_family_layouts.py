@@ -12,15 +12,11 @@ PIPELINE = {"pipeline_model_parallel_size": 2}
 EXPERT = {"expert_model_parallel_size": 2}
 WHOLE_EXPERTS = {**TENSOR, "expert_tensor_parallel_size": 1}
 CONTEXT = {"context_parallel_size": 2}
-CASES = [
-    ("glm4_moe", PIPELINE),
-    ("deepseek_v3", CONTEXT),
+CASES = [("glm4_moe", PIPELINE), ("deepseek_v3", CONTEXT), ("qwen3_next", TENSOR)]
+MORE = [
     ("gpt_oss", WHOLE_EXPERTS),
     ("gemma3_text", TENSOR),
-    ("qwen3_next", TENSOR),
     ("glm_moe_dsa", TENSOR),
-]
-MORE = [
     ("deepseek_v3", EXPERT),
     ("minimax_m2", TENSOR),
     ("glm4", TENSOR),

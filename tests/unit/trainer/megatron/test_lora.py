@@ -22,12 +22,12 @@ EP2 = {"expert_model_parallel_size": 2}
 LATENT = {"target_modules": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}
 
 TWO_RANKS = {
-    "DP2": ("qwen3", {}),
     "TP2 SP recompute": ("qwen3_tied", {**TP2_SP, "recompute": True}),
-    "PP2": ("qwen3_tied", PP2),
     "experts: EP2": ("qwen3_moe", EP2),
 }
 MORE = {
+    "DP2": ("qwen3", {}),
+    "PP2": ("qwen3_tied", PP2),
     "TP2 some matrices": ("qwen3", {**TP2, "target_modules": ("k_proj", "up_proj", "down_proj")}),
     "latent attention: TP2 SP": ("deepseek_v3", {**TP2_SP, **LATENT}),
     "experts: TP2 SP ETP2": ("qwen3_moe", {**TP2_SP, **EXPERTS}),

@@ -44,12 +44,13 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(seed, hf, unki
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000003"], "what the dead left is gone"
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize(
     ("kind", "config"),
     [
         ("qwen3_tied", {**TP2_SP, "pipeline_model_parallel_size": 2}),  # the second node has a tied embedding of its own
-        pytest.param("qwen3_moe", {"expert_model_parallel_size": 2}, marks=pytest.mark.extra),
-        pytest.param("qwen3", {"use_distributed_optimizer": False, "train_dtype": "bfloat16"}, marks=pytest.mark.extra),
+        ("qwen3_moe", {"expert_model_parallel_size": 2}),
+        ("qwen3", {"use_distributed_optimizer": False, "train_dtype": "bfloat16"}),
     ],
 )
 def test_each_node_keeps_the_files_of_its_ranks(kind, config, hf, four_ranks, alone, tmp_path):
