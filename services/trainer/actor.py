@@ -27,6 +27,7 @@ from services.trainer.step_profiler import StepClock
 from services.trainer.trainer_settings import DTYPES, TrainerSettings
 from shared.config.trainer_section import LearningRateSchedule
 from shared.model.architecture import Architecture
+from shared.model.families import planned_architecture
 from shared.model.quantization import quantization_in_engines
 from shared.transfer import batch_invariant
 
@@ -83,6 +84,11 @@ class Actor:
     @property
     def architecture(self) -> Architecture:
         return self.model.architecture
+
+    @cached_property
+    def counted_architecture(self) -> Architecture:
+        """Returns the architecture by which operations are counted, of which the torch backend's own is an outline."""
+        return planned_architecture(self.hf_dir, self.architecture) if self.model.backend == "torch" else self.architecture
 
     @property
     def data_parallel_rank(self) -> int:

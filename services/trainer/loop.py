@@ -166,6 +166,8 @@ class Trainer(RoleWorker):
         self._inspect(prepared, results)
         if self._metrics is not None and results:
             self._metrics.step(prepared, results, started, ended, optimized=optimized, parts=parts, token_means=means, shared=shared)
+        elif self._metrics is not None:  # the critic learns alone
+            self._metrics.recorded(prepared.partition, prepared.sample_stats, started, ended)
         self._finished(batch, started, ended, attestation)
 
     def _finished(self, batch: Batch, started: float, ended: float, attestation: Attestation) -> None:

@@ -32,7 +32,8 @@ from services.trainer.batch_metrics import Table
 from services.trainer.batches import TrainBatch, baselines_of, rollouts_of
 from services.trainer.control_client import ControlClient
 from services.trainer.flops import NOTHING, Work
-from services.trainer.objective.correction import summarised
+from services.trainer.objective.correction import PREFIX, summarised
+from services.trainer.parallel import DEVICE_TYPE
 from services.trainer.partition import Partition
 from services.trainer.trainer_hooks import RolloutLog
 from services.trainer.weights.push_schedule import PushResult
@@ -286,11 +287,11 @@ class TrainingSpeed:
 
     @classmethod
     def of(cls, actor: Actor) -> "TrainingSpeed":
-        device = torch.cuda.get_device_name() if next(actor.model.modules[0].parameters()).is_cuda else "cpu"
+        device = torch.cuda.get_device_name() if DEVICE_TYPE == "cuda" else "cpu"  # parameters may lie in host memory
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         settings = actor.settings
         peak = flops.peak(device, settings.trainer.train_dtype)
-        return cls(actor.architecture, ranks, peak, settings.value_head, settings.lora is not None)
+        return cls(actor.counted_architecture, ranks, peak, settings.value_head, settings.lora is not None)
 
     def of_step(self, lengths: Sequence[int], seconds: float, shared: Work = NOTHING) -> dict[str, float]:
         """Returns TFLOP/s of each device, and MFU where the peak is known.
@@ -555,8 +556,8 @@ def evaluation_metrics(figures: EvalFigures) -> dict[str, float]:
 
 
 def averaged(results: Sequence[StepResult]) -> dict[str, float]:
-    """Returns the metrics of a batch's optimizer steps: means, sums where they are `SUMS`, norm and rate of the last."""
+    """Returns the metrics of a batch's optimizer steps: means, sums of `SUMS` and counts, norm and rate of the last."""
     names = results[0].metrics
     metrics = {name: sum(result.metrics[name] for result in results) / len(results) for name in names}
-    metrics |= {name: sum(result.metrics[name] for result in results) for name in SUMS if name in names}
+    metrics |= {name: sum(result.metrics[name] for result in results) for name in names if name in SUMS or name.startswith(PREFIX)}
     return metrics | {"grad_norm": results[-1].grad_norm, "lr": results[-1].lr}

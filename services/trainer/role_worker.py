@@ -200,7 +200,7 @@ class RoleWorker:
         self._freed, self._room_needed, self._look = 0, False, True  # payloads below; the store is full; checkpoints are to be looked for
         self._save_began: float | None = None  # the checkpoint last begun; None: by an earlier life
         self._skipped = 0
-        architecture = self._actor.architecture
+        architecture = self._actor.counted_architecture
         self._operations = cache(lambda tokens: flops.training(architecture, [tokens], value_head=role == "critic"))
         self._max_tokens, self._longest = config.trainer.micro_batch_tokens, config.longest_sample
 

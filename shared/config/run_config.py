@@ -295,6 +295,7 @@ class RunConfig(Section):
         dumps = [name for name in named if getattr(debug, name)]
         obstacles = {
             "trainer.trainer_backend = megatron trains text alone; use torch": trains and self.trainer.trainer_backend != "torch",
+            "routing is replayed (trainer.use_routing_replay)": self.trainer.use_routing_replay or self.trainer.use_rollout_routing_replay,
             f"{', '.join(makers)} makes rollouts of its own": makers,
             "episode.episode_url plays rollouts": self.episode.episode_url,
             "data.data_source makes the prompts": self.data.data_source,

@@ -18,7 +18,6 @@ from typing import IO, Any
 
 from shared.bus import runs
 from shared.config.run_config import RunConfig
-from shared.data.data_files import DataFile
 from shared.hub import hub_download, hub_names
 from shared.hub.hub_client import Hub, HubError, NoSuchRepository, RepositoryListing, Unreachable, one_line, require
 from shared.hub.hub_download import download
@@ -265,7 +264,9 @@ def _changed(config: RunConfig, fields: Collection[str], change: Change) -> RunC
                     sections[section] = engines
                 continue
             if dotted == SETS:
-                if (evaluation := current.with_files(partial(_new_file, change=change))) != current:
+                if (
+                    evaluation := current.with_files(lambda name, file: replace(file, path=_new_value(name, file.path, change)))
+                ) != current:
                     sections[section] = evaluation
                 continue
             value = getattr(current, field, None)  # a config may be left without it
@@ -277,10 +278,6 @@ def _changed(config: RunConfig, fields: Collection[str], change: Change) -> RunC
             sections[section] = current.model_copy(update={field: new})
     raise_problems(problems)
     return config.model_copy(update=sections) if sections else config
-
-
-def _new_file(field: str, file: DataFile, change: Change) -> DataFile:
-    return replace(file, path=_new_value(field, file.path, change))
 
 
 def _new_value(field: str, value: Any, change: Change) -> Any:

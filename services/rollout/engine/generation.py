@@ -251,7 +251,8 @@ def first_tokens(generation: Generation, count: int) -> Generation:
     tokens, log_probs = generation.tokens[:count], generation.log_probs[:count]
     routed = generation.routed and generation.routed._replace(beyond=len(generation.tokens) - count)
     kept = generation.kept and generation.kept.part(0, count)
-    return replace(generation, tokens=tokens, log_probs=log_probs, finish="stop", spans=spans, routed=routed, kept=kept)
+    top = generation.top_log_probs[: count * len(generation.top_log_probs) // max(1, len(generation.tokens))]
+    return replace(generation, tokens=tokens, log_probs=log_probs, finish="stop", spans=spans, routed=routed, kept=kept, top_log_probs=top)
 
 
 def parse_version(text: Any, where: str) -> int:

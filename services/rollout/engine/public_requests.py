@@ -92,6 +92,7 @@ class SamplingParams(_Drawing):
     custom_params: dict[Literal["return_top_p_token_ids"], bool] = {}
 
 
+LOST_IN_TURNS = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_new_tokens"}  # gateways do not pass them on
 KEPT: Literal["return_top_p_token_ids"] = "return_top_p_token_ids"
 PROMPTS = Field(min_length=1, max_length=MAX_SAMPLES, fail_fast=True)
 
@@ -131,7 +132,8 @@ class GenerateRequest(_Request):
             return False
         beside = self.return_routed_experts or self.top_logprobs_num or self.token_ids_logprob or self.return_text_in_logprobs
         plain = not (one.ignore_eos or one.custom_params or self.stream or beside or self.logprob_start_len >= 0)
-        return plain and one.n == 1 and one.max_new_tokens > 0
+        lost = one.model_dump(include=LOST_IN_TURNS, exclude_defaults=True)
+        return plain and not lost and one.n == 1 and one.max_new_tokens > 0
 
     @property
     def sampling(self) -> Sequence[_Drawing]:

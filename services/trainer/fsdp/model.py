@@ -6,7 +6,7 @@ Log-probs are taken from hidden states by chunks, inside the forward pass of the
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -357,8 +357,9 @@ def _shard(root: Any, layers: list[Any], layout: ParallelLayout, mesh: DeviceMes
         materialize(module)
         shared = 1 if module is root else layout.expert if module in apart else layout.tensor
         own = mesh if shared == 1 else _columns(shared)
-        # the root's backward pass begins where its forward pass ends
-        fully_shard(module, mesh=own, reshard_after_forward=reshards and module is not root, **options)
+        # the root's backward pass begins where its forward pass ends; experts get routers' weights in float32, as they do without a mesh
+        given = options if module not in apart else options | {"mp_policy": replace(options["mp_policy"], cast_forward_inputs=False)}
+        fully_shard(module, mesh=own, reshard_after_forward=reshards and module is not root, **given)
 
 
 def _check_layout(model: Any, layout: ParallelLayout, sees: bool) -> None:
@@ -450,11 +451,8 @@ def check_packing(model: FsdpModel) -> None:
         raise ConfigError(FIELD, "torch", f"megatron; {name} changes its logits behind the output layer in a way that is not known here")
     alone = alone.float().log_softmax(-1)
     ordered, single = (first - second).abs(), (first - alone).abs()
-    if not float(ordered.max()) < TOLERANCES[model.dtype]:
-        reason = f"the log-probs of {name} differ by {ordered.max():.2g} with the order of packed sequences"
-        raise ConfigError(FIELD, "torch", f"megatron; {reason}")
-    exact = model.dtype == torch.float32
-    difference, most = (single.max(), TOLERANCES[model.dtype]) if exact else (single.mean(), ROUNDED * float(alone.std(-1).mean()))
-    if not float(difference) < most:
-        reason = f"the log-probs of {name} differ by {difference:.2g} between packed and single sequences"
-        raise ConfigError(FIELD, "torch", f"megatron; {reason}")
+    most, exact = TOLERANCES[model.dtype], model.dtype == torch.float32
+    apart = (single.max(), most) if exact else (single.mean(), ROUNDED * float(alone.std(-1).mean()))
+    for difference, bound, where in ((ordered.max(), most, "with the order of packed"), (*apart, "between packed and single")):
+        if not float(difference) < bound:
+            raise ConfigError(FIELD, "torch", f"megatron; the log-probs of {name} differ by {difference:.2g} {where} sequences")

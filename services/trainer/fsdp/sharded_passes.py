@@ -4,6 +4,7 @@ Every rank must pass the same number of micro-batches: each layer of each is a c
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,15 +16,7 @@ from services.trainer.fsdp import all_ranks
 from services.trainer.fsdp.model import FsdpModel, Read
 from services.trainer.fsdp.token_rows import TokenRows
 from services.trainer.packing import PackedBatch
-from services.trainer.parallel.loss_function import (
-    BadLoss,
-    LossFunction,
-    MicroBatchesFailed,
-    applied,
-    asked_ids,
-    read_head,
-    reduce_reports,
-)
+from services.trainer.parallel.loss_function import BadLoss, LossFunction, MicroBatchesFailed, applied, asked_ids, read_head, reduce_reports
 from services.trainer.parallel.runtime import anywhere, device
 from shared.runtime.errors import MyxoError
 from shared.schema.kept_tokens import Kept
@@ -36,14 +29,11 @@ def log_probs(model: FsdpModel, batches: Sequence[PackedBatch], temperature: flo
         raise MyxoError("the model has no experts whose choice could be recorded")
     model.train(False)
 
-    def read(batch: PackedBatch) -> Read:
-        def log_probs(hidden: Tensor, weight: Tensor, rows: TokenRows | None) -> Tensor:
-            labels, kept = _own(rows, model.labels(batch)[:, None], batch.kept)
-            return model.head(weight).likelihood(hidden, labels, temperature, False, kept)[0][:, 0]
+    def read(batch: PackedBatch, hidden: Tensor, weight: Tensor, rows: TokenRows | None) -> Tensor:
+        labels, kept = _own(rows, model.labels(batch)[:, None], batch.kept)
+        return model.head(weight).likelihood(hidden, labels, temperature, False, kept)[0][:, 0]
 
-        return log_probs
-
-    return _without_gradients(model, [(batch, read(batch)) for batch in batches], recorded)
+    return _without_gradients(model, [(batch, partial(read, batch)) for batch in batches], recorded)
 
 
 def values(model: FsdpModel, batches: Sequence[PackedBatch]) -> list[Tensor]:

@@ -42,8 +42,7 @@ def log_probs(
     routing: dict[int, StageRouting] | None = None if recorded is None else {}
 
     def likelihood(hidden: Tensor, given: ModelInput) -> Tensor:
-        found, _ = model.head.likelihood(model.head.inputs(hidden), given.labels[:, None], temperature, False, given.kept)
-        return given.whole(found.squeeze(1))
+        return given.whole(model.head.likelihood(model.head.inputs(hidden), given.labels[:, None], temperature, False, given.kept)[0][:, 0])
 
     found = _read(model, batches, likelihood, routing)
     if recorded is not None:

@@ -1,5 +1,6 @@
 """Kept tokens from the engine's answer through the store, to and from hooks, and refused where they do not fit."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -213,3 +214,18 @@ def test_auto_replays_what_is_known_of_all_samples(tmp_path: Path) -> None:
     assert run_config(tmp_path, rollout=function, trainer={"support_replay": "on"}).kept_top_k == 2048
     off = run_config(tmp_path, rollout=TRUNCATES, trainer={"support_replay": "off"})
     assert off.kept_top_k == 0 and off.support_mismatch == ["rollout_top_p = 0.9"]
+
+
+def test_the_likeliest_tokens_are_cut_with_the_tokens() -> None:
+    [found] = parse_group([answer()], [REQUEST], 0, set(), "engine")
+    found = replace(found, top_log_probs=np.arange(12, dtype=np.float32))  # two at each of three places
+    assert first_tokens(found, 2).top_log_probs.tolist() == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("given", "turn"),
+    [({"temperature": 0.5, "min_p": 0}, True), *(({name: 0.5}, False) for name in ("min_p", "presence_penalty", "repetition_penalty"))],
+)
+def test_gateways_answer_only_what_they_can_pass_on(given: dict[str, Any], turn: bool) -> None:
+    asked = GenerateRequest.model_validate({"input_ids": [1, 2], "sampling_params": given}, context=100)
+    assert asked.is_turn == turn

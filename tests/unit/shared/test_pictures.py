@@ -201,6 +201,7 @@ def test_runs_that_cannot_show_pictures_are_refused(folder):
         ({"rollout": {"custom_generate_function_path": "a:b"}}, "makes rollouts of its own"),
         ({"ingest": {"ingest_groups": "beside"}}, "groups from outside"),
         ({"debug": {"save_debug_rollout_data": "/a/{rollout_id}.pt"}}, "stores or reads batches"),
+        ({"trainer": {"trainer_backend": "torch", "use_routing_replay": True}}, "routing is replayed"),
         ({"debug": {"dump_details": "/a"}}, "debug.dump_details stores or reads batches"),
     ]
     accepted = []

@@ -12,7 +12,8 @@ from tensorboard.util.tensor_util import make_ndarray
 from torch.utils.tensorboard import SummaryWriter
 
 from services.trainer import metrics_logger as writers
-from services.trainer.metrics_logger import LoggedSteps, TensorBoard
+from services.trainer.actor import StepResult
+from services.trainer.metrics_logger import LoggedSteps, TensorBoard, averaged
 from shared.data.metric_files import EVENT_FILES, MetricDirectory
 
 Series = dict[str, list[tuple[int, float]]]
@@ -128,3 +129,8 @@ def test_wandb_is_given_each_step_of_a_metric_once(tmp_path: Path) -> None:
             file.write('\n[7, "train/lo')  # cut off
     expected = [(step, name) for step in range(8) for name in ("train/loss", "rollout/tokens")]
     assert sorted(given) == sorted([*expected, (4, "eval/heldout")])
+
+
+def test_counts_are_summed_over_optimizer_steps_and_other_metrics_averaged() -> None:
+    results = [StepResult(0.0, {"mismatch_count_expert_tokens_3": 60.0, "pg_loss": loss}, 1.0, 0.1) for loss in (1.0, 3.0)]
+    assert averaged(results) == {"mismatch_count_expert_tokens_3": 120.0, "pg_loss": 2.0, "grad_norm": 1.0, "lr": 0.1}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from services.trainer.actor import Actor, StepResult
 from services.trainer.backend import gather_plan
+from services.trainer.fsdp.experts import experts_of
 from services.trainer.objective.loss import PolicyLoss, SftLoss, ValueLoss
 from services.trainer.packing import PackedBatch
 from services.trainer.parallel import checkpoint, runtime
@@ -563,3 +564,12 @@ def replayed_steps(hf_dir: Path, layout: dict[str, Any]) -> dict[str, Any]:
     repeated = model.log_probs(again)
     step = model.train_step(batches, weighted_loss, need_entropy=True)
     return {"loss": step.loss, "grad_norm": step.grad_norm, "log_probs": found, "recorded": repeated}
+
+
+def gate_types(hf_dir: Path, config: dict[str, Any]) -> set[str]:
+    """The types of the routers' weights as the torch backend's experts get them."""
+    model, seen = actor(hf_dir, trainer_backend="torch", **config), set[str]()
+    for module in experts_of(model.model.modules[0]).values():
+        module.register_forward_pre_hook(lambda _, given: seen.add(str(given[2].dtype)))
+    model.log_probs(share(model, 7))
+    return seen

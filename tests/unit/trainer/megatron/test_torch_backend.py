@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch.utils.checkpoint import checkpoint as checkpointed
 
+from services.trainer import flops
 from services.trainer.fsdp import fused_layers, packed_attention
 from services.trainer.fsdp.packed_attention import Sequences
 from services.trainer.packing import separate
@@ -561,3 +562,17 @@ def test_what_it_does_not_take_is_refused(hf, alone, tmp_path, monkeypatch):
 
 def _raised(problem):
     raise problem
+
+
+def test_experts_of_several_ranks_get_routers_weights_as_those_of_one(hf, alone, two_ranks):
+    config = {"train_dtype": "bfloat16"}
+    expected = alone.gate_types(hf("deepseek_v3"), config)
+    assert expected == {"torch.float32"}
+    assert two_ranks.run(rank_steps.gate_types, hf("deepseek_v3"), {**config, "expert_model_parallel_size": 2}) == [expected] * 2
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "deepseek_v3"])
+def test_operations_are_counted_by_all_that_is_known_of_a_family(kind, hf, alone):
+    model, known = alone.actor(hf(kind), **TORCH), read_architecture(hf(kind))
+    assert model.counted_architecture == known != model.architecture
+    assert flops.training(known, [4096]) != flops.training(model.architecture, [4096])
