@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.trainer.actor_critic_exchange import ActorCriticExchange, Kind
+from shared.data.metric_files import MetricDirectory
 from shared.process.embedded_servers import EmbeddedValkey
 from tests.e2e.launched import LaunchedRun, gauge
 
@@ -30,7 +31,7 @@ def test_a_run_with_a_critic_survives_deaths(
     """The KL in the reward makes each wait for the other in every step; checkpoints at other steps than the deaths make both replay."""
     flags = [
         *("--advantage-estimator", "ppo", "--kl-coef", "0.01", "--critic-lr", "1e-3", "--save-interval", "3"),
-        *("--gamma", "0.99", "--lambd", "0.95", "--num-steps-per-rollout", "2"),
+        *("--gamma", "0.99", "--lambd", "0.95", "--num-steps-per-rollout", "2", "--num-critic-only-steps", "1"),
     ]
     config = small_run("ppo", steps=run_steps, staleness=1)
     with LaunchedRun(config, tmp_path / "runs" / "ppo", "ppo", flags) as run:
@@ -44,6 +45,9 @@ def test_a_run_with_a_critic_survives_deaths(
     summary = run.summary()
     assert summary["audit"] == "ok"
     assert summary["steps"] == run_steps
+    scalars = list(MetricDirectory(tmp_path / "runs" / "ppo" / "tensorboard").read())
+    rewards, losses = ({one.step for one in scalars if one.tag == name} for name in ("rollout/raw_reward", "train/loss"))
+    assert (rewards, losses) == (set(range(run_steps)), set(range(1, run_steps)))  # in the first one the critic learns alone
     restarts = summary["restarts"]
     assert isinstance(restarts, dict)
     assert sum(restarts.values()) >= sum(part not in SERVERS for _, parts in deaths for part in parts) - 1
