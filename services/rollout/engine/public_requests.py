@@ -92,7 +92,7 @@ class SamplingParams(_Drawing):
     custom_params: dict[Literal["return_top_p_token_ids"], bool] = {}
 
 
-LOST_IN_TURNS = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_new_tokens"}  # gateways do not pass them on
+LOST_IN_TURNS = {"min_p", "presence_penalty", "frequency_penalty"}  # gateways know none of them
 KEPT: Literal["return_top_p_token_ids"] = "return_top_p_token_ids"
 PROMPTS = Field(min_length=1, max_length=MAX_SAMPLES, fail_fast=True)
 

@@ -224,7 +224,7 @@ def test_the_likeliest_tokens_are_cut_with_the_tokens() -> None:
 
 @pytest.mark.parametrize(
     ("given", "turn"),
-    [({"temperature": 0.5, "min_p": 0}, True), *(({name: 0.5}, False) for name in ("min_p", "presence_penalty", "repetition_penalty"))],
+    [({"temperature": 0.5, "min_p": 0}, True), *(({name: 0.5}, False) for name in ("min_p", "presence_penalty", "frequency_penalty"))],
 )
 def test_gateways_answer_only_what_they_can_pass_on(given: dict[str, Any], turn: bool) -> None:
     asked = GenerateRequest.model_validate({"input_ids": [1, 2], "sampling_params": given}, context=100)
