@@ -28,7 +28,7 @@ RISING = ("--level-groups", "2", "--passrate-threshold", "0")
 
 @pytest.mark.timeout(2 * RUN_SECONDS + 300)
 @pytest.mark.parametrize(
-    ("steps", "killed_after"), [pytest.param(3, None, id="short"), pytest.param(8, 3, id="a trainer's death", marks=pytest.mark.extra)]
+    ("steps", "killed_after"), [pytest.param(3, None, id="short"), pytest.param(60, 3, id="a trainer's death", marks=pytest.mark.extra)]
 )
 def test_engines_sleep_while_the_trainer_trains(
     steps: int, killed_after: int | None, small_run: Callable[..., Path], tmp_path: Path
