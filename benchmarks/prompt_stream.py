@@ -25,7 +25,7 @@ from tokenizers import models, pre_tokenizers
 from shared.config.config_reading import parse
 from shared.config.run_config import RunConfig
 from shared.data.prompts import TrainingPrompts
-from shared.data.row_order import MixedOrder
+from shared.data.rows import MixedOrder
 from shared.data.tokenizer import Tokenizer
 
 LINES, READS = 10_000_000, 1_000_000

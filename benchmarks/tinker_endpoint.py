@@ -32,8 +32,8 @@ from benchmarks.end_to_end.gpu_watch import GpuWatch
 from benchmarks.end_to_end.length_distribution import LengthDistribution, rows
 from benchmarks.end_to_end.model_shapes import SIZES, config_of, write_checkpoint
 from benchmarks.end_to_end.whole_run import RunPlan, measured
-from services.gateway.tinker.protobuf import MESSAGES
-from services.gateway.tinker.tenants import KEY_VARIABLE
+from services.gateway.tinker.command_book import KEY_VARIABLE
+from services.gateway.tinker.requests import MESSAGES
 from shared.config import devices
 from shared.process.child_process import with_parent
 

@@ -13,8 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from services.reward.custom_functions import FilterResult, is_scoring
-from services.reward.judge import GroupJudge, Judge, JudgeCalls
-from services.reward.remote_rewards import RemoteScorer, prompt_text
+from services.reward.remote_rewards import GroupJudge, Judge, JudgeCalls, RemoteScorer, prompt_text
 from services.reward.scorer import (
     CustomScorer,
     EnvironmentHealthCheck,

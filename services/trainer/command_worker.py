@@ -26,7 +26,7 @@ from services.trainer.actor import Actor
 from services.trainer.client_states import ClientRefused, ClientStates, newest_checkpoint, publish_marked, read_marker
 from services.trainer.commands import CommandBroadcast, Execute, Leave, Wait
 from services.trainer.control_client import ControlClient
-from services.trainer.objective.client_loss import ClientLoss
+from services.trainer.objective.policy_gradient import ClientLoss
 from services.trainer.packing import PackedBatch
 from services.trainer.parallel import runtime
 from services.trainer.parallel.loss_function import MicroBatchesFailed

@@ -40,7 +40,7 @@ from shared.config import devices
 from shared.config.algorithm import AlgorithmSection
 from shared.config.run_config import RunConfig
 from shared.data.demonstrations import DemonstrationFile
-from shared.data.row_order import MixedOrder
+from shared.data.rows import MixedOrder
 from shared.data.tokenizer import Tokenizer
 from shared.model.final_exports import hf_directory, holds_policy
 from shared.schema.digests import attest

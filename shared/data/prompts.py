@@ -27,8 +27,7 @@ from shared.data.chat_template import BrokenTemplate
 from shared.data.data_files import DataFile
 from shared.data.media import MOST_BYTES, BadMedia, MediaReader
 from shared.data.read_progress import ReadProgress
-from shared.data.row_order import MixedOrder
-from shared.data.rows import RowEntry, Rows, open_rows
+from shared.data.rows import MixedOrder, RowEntry, Rows, open_rows
 from shared.data.tokenizer import Tokenizer
 from shared.model.hf_checkpoint import SIDE_FILES, TEMPLATE_FOLDER
 from shared.rewards.names import GIVEN

@@ -24,10 +24,9 @@ from google.protobuf.message import DecodeError
 
 from services.gateway.replicas import GenerationClient, ReplicaFailed, Replicas
 from services.gateway.routes import bounded_body
-from services.gateway.tinker import protobuf, requests
-from services.gateway.tinker.command_book import PREFIX, CommandBook, WrongRequest, wrong
+from services.gateway.tinker import requests
+from services.gateway.tinker.command_book import PREFIX, CommandBook, Tenant, WrongRequest, owner, read_tenants, wrong
 from services.gateway.tinker.requests import FORMS, Asked, ServedModel, key_of, not_there, owned, read_json, seed_of
-from services.gateway.tinker.tenants import Tenant, owner, read_tenants
 from shared.bus.bus_errors import StreamFull
 from shared.bus.command_log import KEPT_SECONDS, CommandLog
 from shared.config import devices
@@ -199,7 +198,7 @@ class TinkerApi:
             raise TurnRefused(400, f"Content-Type: {kind}; expected {PROTOBUF}, as the SDK from 0.38 sends")
         body = await self._body(request)
         try:
-            message = protobuf.MESSAGES["ForwardBackwardRequest"].FromString(body)
+            message = requests.MESSAGES["ForwardBackwardRequest"].FromString(body)
         except DecodeError as error:
             raise WrongRequest(f"the body: expected a ForwardBackwardRequest ({error})") from None
         verb: Verb = "forward" if message.forward_only else "forward_backward"
@@ -299,8 +298,8 @@ class TinkerApi:
         await self._service.store.commands("the expiry of a result", [("EXPIRE", outcome.payload.keys[0], READ_SECONDS)])
         found = codec.unpack(blob)
         if command.verb == "sample":
-            return Response(protobuf.sample_response(found), media_type=PROTOBUF)
-        return Response(protobuf.forward_backward_output(found["log_probs"], found["metrics"]), media_type=PROTOBUF)
+            return Response(requests.sample_response(found), media_type=PROTOBUF)
+        return Response(requests.forward_backward_output(found["log_probs"], found["metrics"]), media_type=PROTOBUF)
 
 
 def _failed(status: int, message: str) -> Response:

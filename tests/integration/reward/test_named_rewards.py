@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from services.reward.judge import JudgeCalls
+from services.reward.remote_rewards import JudgeCalls
 from shared.config.environment_variables import ROUTERS_VARIABLE
 from shared.config.reward_section import RewardSection
 from shared.runtime.errors import ConfigError

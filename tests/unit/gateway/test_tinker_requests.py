@@ -11,10 +11,9 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.tinker import protobuf
-from services.gateway.tinker.command_book import CommandBook, WrongRequest
+from services.gateway.tinker import requests
+from services.gateway.tinker.command_book import CommandBook, Tenant, WrongRequest, owner, read_tenants
 from services.gateway.tinker.requests import MOST_AHEAD, ServedModel, forward_backward, key_of, read_json
-from services.gateway.tinker.tenants import Tenant, owner, read_tenants
 from shared.bus.command_log import CommandAudit
 from shared.formats.request import TurnRefused
 from shared.runtime.errors import ConfigError
@@ -27,7 +26,7 @@ SAMPLER = CLIENT.replace("train", "sample")
 PATH = f"tinker://{CLIENT}/weights/x"
 
 
-REQUEST = protobuf.MESSAGES["ForwardBackwardRequest"]
+REQUEST = requests.MESSAGES["ForwardBackwardRequest"]
 
 
 def tensor(values: Any, dtype: int = 1) -> dict[str, Any]:

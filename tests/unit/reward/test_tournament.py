@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.reward.judge import FORMS
+from services.reward.remote_rewards import FORMS
 
 Points = Callable[[int, int], float]
 

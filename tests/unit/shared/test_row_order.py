@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shared.data.row_order import FeistelPermutation, MixedOrder
+from shared.data.rows import FeistelPermutation, MixedOrder
 
 SIZES, SEEDS = st.integers(1, 300), st.integers(0, 2**31)
 

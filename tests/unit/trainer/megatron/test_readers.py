@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from services.trainer.weights.read_lock import WeightReadLock
+from services.trainer.parallel.trained_model import WeightReadLock
 from shared.runtime.errors import DeadlineExceeded
 
 SECONDS = 60

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from services.trainer.objective.client_loss import token_losses
+from services.trainer.objective.policy_gradient import token_losses
 from tests.support.tables import table
 
 P, Q, A, W = [-0.5, -2.0, -1.0], [-1.0, -1.0, -3.0], [1.0, -2.0, 0.5], [1.0, 0.0, 2.5]
