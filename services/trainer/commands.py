@@ -4,7 +4,6 @@ A command travels as MessagePack over a gloo group of the trainer's ranks; nothi
 """
 
 import datetime
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -95,11 +94,6 @@ class Execute:
 Command = Resume | Train | Value | Push | Lend | Snapshot | Execute | Wait | Leave
 
 _FORMS: dict[str, TypeAdapter[Command]] = {kind.__name__: TypeAdapter(kind) for kind in get_args(Command)}
-
-
-def newest_of_all(held: Sequence[Sequence[int]]) -> int | None:
-    """Returns the newest step that everyone holds; None where there is none."""
-    return max(set.intersection(*map(set, held)), default=None)
 
 
 class CommandBroadcast:

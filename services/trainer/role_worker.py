@@ -6,7 +6,7 @@ Where a pass over micro-batches fails, it is made for each sample alone, and all
 import contextlib
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
 from functools import cache, partial
 
@@ -17,16 +17,17 @@ from services.trainer import batches, flops
 from services.trainer.actor import Actor, StepResult
 from services.trainer.actor_critic_exchange import ActorCriticExchange, Kind, Role
 from services.trainer.batches import BadBatch, MicroBatch, ShardReader, TrainBatch
-from services.trainer.commands import Command, CommandBroadcast, Resume, newest_of_all
+from services.trainer.commands import Command, CommandBroadcast
 from services.trainer.control_client import ControlClient, StopAsked
 from services.trainer.loss_inputs import scored
 from services.trainer.metrics_logger import MetricsLogger, TrainingSpeed
 from services.trainer.objective.custom_objective import CustomFunctions
 from services.trainer.packing import BadSample, PackedBatch, separate
 from services.trainer.parallel import runtime
-from services.trainer.parallel.checkpoint import CheckpointDamaged, checkpoints, damage, set_aside
+from services.trainer.parallel.checkpoint import checkpoints
 from services.trainer.parallel.loss_function import LossFunction, MicroBatchesFailed
 from services.trainer.partition import Partition, RefusedSample, Untrainable, partition_batch
+from services.trainer.resume import kept_from, resume_step
 from services.trainer.step_scheduler import CriticStepScheduler, StepScheduler
 from services.trainer.trainer_hooks import CONVERT, MegatronHooks, RolloutLog, converted
 from services.trainer.trainer_settings import TrainerSettings, model_directory
@@ -119,20 +120,6 @@ def first_of_groups(samples: Sequence[RefusedSample]) -> list[RefusedSample]:
 def _refused(partition: Partition, sample: int, reason: str) -> RefusedSample:
     place = partition.items[sample]
     return RefusedSample(partition.batch.groups[place.group].group, place.position, reason)
-
-
-def kept_from(checkpoints: Collection[int], keep: int, last: int, *, room_needed: bool = False) -> int:
-    """Returns the steps below which no checkpoint that is kept needs its batches: those of the oldest kept, so each can be resumed.
-
-    Where the store is full, and at the run's end, they are the newest one's.
-
-    Args:
-        checkpoints: steps of those on disk. keep: how many of the newest stay. last: the run's steps. room_needed: the store is full.
-    """
-    newest = max(checkpoints, default=0)
-    if room_needed or newest >= last:
-        return newest
-    return min(sorted(checkpoints)[-keep:], default=0)
 
 
 SKIPPED_IN_A_ROW = 10  # optimizer steps without a finite gradient after which training has failed
@@ -317,53 +304,13 @@ class RoleWorker:
     # --- checkpoints
 
     def _resume(self) -> None:
-        if (step := self._resume_step()) is not None:
+        if (step := resume_step(self._checkpoints, self._broadcast, self._control, decides=self._scheduler is not None)) is not None:
             self._set_state("loading the checkpoint")
             self._progress = Progress(**self._actor.load_checkpoint(self._checkpoints, step))
             self._begun_save = self._saved = self._progress.steps
             self._log.info("resumed", steps=self._progress.steps, version=self._version)
         if self._metrics is not None:
             self._metrics.resume(self._progress.steps, sft_done=self._progress.sft_done)
-
-    def _resume_step(self) -> int | None:
-        """Returns the step to go back to, None to begin anew: rank 0 takes the newest that every rank has, and sends it to the others.
-
-        Ranks on other machines may have disks of their own.
-        """
-        held = self._sound_steps()
-        if self._scheduler is None:
-            command = self._broadcast.receive()
-            assert isinstance(command, Resume)  # the first command
-            return command.step
-        step = newest_of_all(held)
-        if lacking := [rank for rank, steps in enumerate(held) if max(steps, default=None) != step]:
-            newest = {rank: max(held[rank], default=None) for rank in lacking}
-            self._log.warning("checkpoints_differ", resumes=step, ranks=newest, reason="ranks do not have the same steps on their disks")
-        self._broadcast.send(Resume(step))
-        return step
-
-    def _sound_steps(self) -> list[list[int]]:
-        """Returns the steps that each rank holds, once the newest that all hold has its files as they were written.
-
-        One that has not is set aside on every disk. Raises CheckpointDamaged where that is the last one.
-        """
-        while True:
-            held = self._broadcast.gather(sorted(found := checkpoints(self._checkpoints)))
-            if (step := newest_of_all(held)) is None:
-                return held
-            reasons = self._broadcast.gather(damage(found[step], runtime.rank(), len(held)))
-            if not any(reasons):
-                return held
-            rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
-            if newest_of_all([[other for other in steps if other != step] for steps in held]) is None:  # it stays: no start would see it
-                raise CheckpointDamaged(f"step {step} in {self._checkpoints} is damaged (rank {rank}: {reason}), and no older one is left")
-            if self._control is not None:
-                self._set_state(f"passing over the damaged checkpoint of step {step}")
-                detail = f"the checkpoint of step {step} is damaged (rank {rank}: {reason}); the next older one is tried"
-                self._log.error("checkpoint_damaged", step=step, rank=rank, reason=reason)
-                self._control.publish_event("checkpoint_damaged", detail)
-            with runtime.together(f"setting the damaged checkpoint of step {step} aside"):
-                set_aside(found[step])
 
     def _save_if_due(self) -> None:
         steps, rollout = self._progress.steps, self._config.rollout
@@ -395,7 +342,7 @@ class RoleWorker:
         self._actor.finish_save()
 
     def _kept_from(self) -> int:
-        """Returns the step from which on payloads stay (`services.trainer.role_worker`). Only rank 0's counts: it publishes checkpoints."""
+        """Returns the step from which on payloads stay (`services.trainer.resume`). Only rank 0's counts: it publishes checkpoints."""
         if self._saved < self._begun_save or self._look:
             steps, trainer = checkpoints(self._checkpoints).keys(), self._config.trainer
             self._saved = max([self._saved, *steps])
