@@ -13,6 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from shared.data.rollout_files import json_value
 from shared.runtime.safe_text import figure_table, printable
 from shared.schema.sample import Sample
 from shared.view.group_history import BATCHED, DEAD, DROPPED, READY, REQUEUED, TRAINED, GroupRecord, ProvenanceStep
@@ -148,7 +149,7 @@ def as_plain(shown: ShownGroup, index: int | None, pieces: Pieces | None = None)
 
 def json_line(plain: dict[str, Any]) -> str:
     """Returns plain data as JSON; what is not finite becomes null, and what JSON does not know becomes text."""
-    value = pydantic_core.to_jsonable_python(plain, inf_nan_mode="null", bytes_mode="base64", fallback=_json_value)
+    value = pydantic_core.to_jsonable_python(plain, inf_nan_mode="null", bytes_mode="base64", fallback=json_value)
     return json.dumps(value, allow_nan=False)
 
 
@@ -172,10 +173,6 @@ def _sample(group: GroupRecord, index: int, sample: Sample, pieces: Pieces | Non
         **{name: getattr(sample, name) for name in ("label", "metadata", "prompt_text", "segments", "turn_rewards")},
         **(arrays if sample.has_ids else dict.fromkeys(arrays)),
     }
-
-
-def _json_value(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
 
 
 # --- parts of a page

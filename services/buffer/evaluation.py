@@ -64,6 +64,7 @@ def came_back(state: BufferState, message: Scored | Failed, now: float) -> list[
             group=message.group,
             rewards=message.rewards,
             parts=message.parts,
+            rollouts=message.rollouts,
             lengths=tuple(sample.tokens for sample in samples),
             truncated=tuple(index for index, sample in enumerate(samples) if sample.finish == "length"),
             oldest=min((sample.oldest for sample in samples), default=current.version),

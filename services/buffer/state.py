@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from shared.data.pass_rates import of_rollouts
 from shared.schema import ledger
 from shared.schema.ledger import LedgerRecord, eval_group_id, group_id
 from shared.schema.messages import Payload, SampleMeta
@@ -112,8 +113,8 @@ class BatchRecord:
 class EvaluationState:
     """The evaluation of one set under way. ``started``: seconds since the epoch. ``pending``: rows that have not come back, by group id.
 
-    ``groups``: rewards of each prompt that came back; ``lengths`` of all their samples, in tokens, of which ``truncated`` ended at their
-    length; ``oldest``, ``newest``: versions that drew them. ``failed``: how many prompts came back without rewards.
+    ``groups``: rewards of each prompt's rollouts; ``lengths`` of all samples, in tokens; ``truncated``: rollouts that ended at a length;
+    ``oldest``, ``newest``: versions that drew them. ``failed``: how many prompts came back without rewards.
     """
 
     dataset: str
@@ -249,9 +250,10 @@ class BufferState:
         if not record.rewards:
             evaluation.failed += 1
             return
-        evaluation.groups.append(array("d", record.rewards))
+        evaluation.groups.append(array("d", of_rollouts(record.rewards, record.rollouts)))
         evaluation.lengths.extend(record.lengths)
-        evaluation.truncated += len(record.truncated)
+        cut_short = [index in record.truncated for index in range(len(record.rewards))]
+        evaluation.truncated += sum(map(bool, of_rollouts(cut_short, record.rollouts)))
         evaluation.oldest, evaluation.newest = min(evaluation.oldest, record.oldest), max(evaluation.newest, record.newest)
 
     def _eval_ended(self, record: ledger.EvalEnded) -> None:

@@ -33,7 +33,8 @@ class TaskPublisher:
         self._bus, self._subjects, self._prompts, self._store = bus, Subjects(config.run.name), prompts, store
         self._samples, self._sampling = config.rollout.n_samples_per_prompt, _sampling(config.rollout, prompts.stop_ids)
         self._sets = {view.name: _set_fields(view, prompts.stop_ids) for view in eval_views(config)}
-        self._longest = {view.name: view.max_context_len for view in eval_views(config)}
+        self._longest: dict[str | None, int | None] = {view.name: view.max_context_len for view in eval_views(config)}
+        self._longest[None] = config.rollout.rollout_max_context_len  # of training groups
         self._queues: dict[str, asyncio.Queue[dict[str, Any]]] = {TRAIN: asyncio.Queue(), EVAL: asyncio.Queue()}
         self._by_function: asyncio.Queue[Evaluate] = asyncio.Queue()
         self._asked = -1  # the newest version that the evaluation function was asked for
@@ -130,7 +131,7 @@ class TaskPublisher:
         if prompt is None:
             raise ConfigError("eval.sets", group, "the run does not have this held-out prompt any more")
         parts = eval_group_parts(group)
-        if parts is not None and (longest := self._longest[parts[0]]) is not None:
+        if (longest := self._longest[parts and parts[0]]) is not None:
             sampling = fields["sampling"]
             room = min(sampling.max_new_tokens, longest - len(prompt.tokens))
             fields["sampling"] = sampling.model_copy(update={"max_new_tokens": room, "min_new_tokens": min(sampling.min_new_tokens, room)})

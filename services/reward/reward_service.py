@@ -71,7 +71,10 @@ class GroupFilter:
         if self._built_in is None:
             return FilterResult(scores)
         # one that comes with Myxo looks at rewards alone and cannot hang: no process, no copy of the samples
-        output = self._built_in(self._args, [hooks.HookSample(reward=score.reward) for score in scores])
+        shown = [hooks.HookSample(reward=score.reward) for score in scores]
+        for one, stored in zip(shown, samples, strict=True):
+            one.role = stored.role  # type: ignore[attr-defined]
+        output = self._built_in(self._args, shown)
         return FilterResult(scores, None if output.keep else output.reason)
 
 

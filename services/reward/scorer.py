@@ -249,7 +249,7 @@ class VerifierScorer(Scorer):
             environment,
             [sample.text for sample in samples],
             references if any(reference != first for reference in others) else [first],
-            self._reward.answer_pattern if environment == self._reward.rm_type else None,
+            self._reward.pattern_of(environment),
             key,
         )
         try:

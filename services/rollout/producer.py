@@ -273,7 +273,8 @@ class Producer:
         client = await self._replica.wait_serving(0, self._config.rollout.generate_timeout)
         try:
             replays = self._choices, self._config.kept_top_k > 0
-            limits = SampleLimits(client.capabilities.vocab_size, self._newest(), self._config.log_probs_reader, *replays)
+            newest = max(self._replica.version, self._spread.versions()[1])
+            limits = SampleLimits(client.capabilities.vocab_size, newest, self._config.log_probs_reader, *replays)
             stored = sample_codec.decode(samples, limits)
             drawn.check(stored)
             called, prompt = f"{FIELD} = {self._path}", self._rendered(drawn.task)
@@ -308,9 +309,6 @@ class Producer:
 
     async def _on_failed(self, error: str) -> None:
         self._last_words = error
-
-    def _newest(self) -> int:
-        return max(self._replica.version, self._spread.versions()[1])
 
     # --- tasks
 

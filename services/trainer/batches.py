@@ -268,9 +268,10 @@ def assemble(shard: Shard, stats: Table, objective: AlgorithmSection, *, rank: i
         BadSample: a sample that cannot be trained on. BadBatch: no token of the batch is trained.
     """
     partition, steps, denominators = shard.partition, [], []
+    rewards = partition.rewards if shard.rewards is None else shard.rewards
     partial = bool(stats[:, StatColumn.UNDRAWN].any())
     for placement in partition.steps:
-        weighed = _step_weights(placement, partition, stats, objective)
+        weighed = _step_weights(placement, partition, rewards, stats, objective)
         if weighed is not None:
             weights, divisor = weighed
             steps.append([_micro_batch(indices, shard, weights, objective, choices, partial=partial) for indices in placement[rank]])
@@ -305,14 +306,15 @@ def baselines_of(partition: Partition, stats: Table) -> list[tuple[int, float]]:
 
 
 def _step_weights(
-    placement: Placement, partition: Partition, stats: Table, objective: AlgorithmSection
+    placement: Placement, partition: Partition, rewards: Sequence[float], stats: Table, objective: AlgorithmSection
 ) -> tuple[dict[int, float], float] | None:
-    """Returns the weights of an optimizer step's samples and the divisor of sums over them; None where no token of the step is trained."""
+    """Returns the weights of an optimizer step's samples and the divisor of sums over them; None where no token of the step is trained.
+    ``rewards``: of the whole batch, which decide what passes."""
     counts: list[int] = stats[:, StatColumn.TRAINED].astype(int).tolist()
     members = sorted(index for ranks in placement for micro_batch in ranks for index in micro_batch)
     if not any(counts[index] for index in members):
         return None
-    passes, rollouts = passing(objective, partition.rewards), rollouts_of(partition, stats)
+    passes, rollouts = passing(objective, rewards), rollouts_of(partition, stats)
     passed = [index for index in members if passes[index]]
     names, trained = [rollouts[index] for index in passed], [counts[index] for index in passed]
     found = sample_weights(trained, names, objective.reducer, objective.loss_divisor).tolist()

@@ -40,6 +40,7 @@ from services.trainer.weights.push_schedule import PushResult
 from shared.config import devices
 from shared.config.run_config import RunConfig
 from shared.data.metric_files import EVENT_FILES, METRIC_LINES
+from shared.data.pass_rates import of_rollouts
 from shared.model.architecture import Architecture
 from shared.rewards.reward_advantage import reward_advantages
 from shared.runtime.telemetry import allow_users
@@ -471,8 +472,8 @@ class MetricsLogger:
         self._write(batch.step, "perf", batch_metrics.engine_metrics(sample_stats))
         self._write(batch.step, "rewards", self._parts.metrics(batch.parts))
         if self._config.monitoring.log_passrate:
-            of_samples = iter(raw)
-            groups = [[next(of_samples) for _ in group.rewards] for group in batch.groups]
+            found = iter(zip(raw, (rollout for _, rollout in rollouts_of(partition, sample_stats)), strict=True))
+            groups = [of_rollouts(*zip(*(next(found) for _ in group.rewards), strict=True)) for group in batch.groups]
             rates = batch_metrics.passrate(groups, self._config.monitoring.passrate_threshold)
             self._write(batch.step, "passrate", rates)
         if self._config.monitoring.log_multi_turn:

@@ -149,10 +149,10 @@ def _kept(samples: Sequence[Sample], total: int) -> Kept | None:
 
 
 def _experts(samples: Sequence[Sample], total: int, choices: ExpertChoices) -> npt.NDArray[np.int16]:
-    """Returns the experts of a pack's tokens, int16 [T, layers, experts a token]; -1 where no sample names them, as of its last token."""
+    """Returns the experts of a pack's tokens, int16 [T, layers, experts a token]; -1 where no trained sample names them."""
     experts = np.full((total, len(choices.layers), choices.per_token), -1, np.int16)
     for sample, whole, _ in _layout(samples):
-        if sample.routed_experts is not None:
+        if sample.routed_experts is not None and sample.mask.any():  # those of one that is not trained are not checked
             experts[whole.start : whole.stop - 1] = sample.routed_experts
     return experts
 

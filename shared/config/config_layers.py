@@ -276,26 +276,37 @@ def _roles(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def lay_custom_config(layers: Layers) -> None:
-    """Lays the file of ``custom_config_path`` over the values: fields into their sections, the rest into ``custom_args``."""
+    """Lays the file of ``custom_config_path`` over the values: fields into their sections, slime's and Megatron's flags as what they stand
+    for, the rest into ``custom_args``."""
     if (path := layers.file("run", "custom_config_path")) is None:
         return
     try:
         values = _yaml("run.custom_config_path", path) or {}
         if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
             raise ConfigError("run.custom_config_path", str(path), "a mapping: field = value")
+        sections = _custom_sections(values, layers)
     except ConfigError as error:
         layers.problems.append(error)
         return
-    owners, own, sections = field_sections(), dict[str, Any](), dict[str, dict[str, Any]]()
-    for name, value in values.items():
+    layers.lay(sections, path)
+    names = [name for fields in sections.values() for name in (*fields, *fields.get("megatron", {}))]
+    if shown := ", ".join(name for name in names if name not in ("megatron", "custom_args")):
+        layers.notes.append(f"{path} stands over what is given elsewhere: {shown}")
+
+
+def _custom_sections(values: dict[str, Any], layers: Layers) -> dict[str, dict[str, Any]]:
+    """Returns the values of ``custom_config_path`` by section. Raises ConfigError for one that is no value of Megatron's flag."""
+    owners, own, megatron, renamed = field_sections(), dict[str, Any](), dict[str, Any](), Fields()
+    sections: dict[str, dict[str, Any]] = {"run": {"custom_args": own}}
+    others = _without_slimes("run.custom_config_path", values, Known({}, layers.problems, layers.notes), renamed)
+    for name, value in {**renamed, **others}.items():
         if name in owners and name != "custom_config_path":
             sections.setdefault(owners[name], {})[name] = value
         else:
-            own[name] = value
-    layers.lay({**sections, "run": {**sections.get("run", {}), "custom_args": own}}, path)
-    if sections:
-        shown = ", ".join(name for fields in sections.values() for name in fields)
-        layers.notes.append(f"{path} stands over what is given elsewhere: {shown}")
+            (megatron if name.replace("-", "_") in flag_table.spellings() else own)[name] = value
+    if megatron:
+        sections.setdefault("trainer", {})["megatron"] = flag_table.canonical(megatron)
+    return sections
 
 
 def lay_eval_config(layers: Layers) -> None:

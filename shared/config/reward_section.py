@@ -60,6 +60,13 @@ class RewardSection(Section):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
+            "answer_pattern",
+            lambda reward, given: (
+                given is not None and not reward._replaced and not {reward.rm_type, *reward.reward_weights} & {*VERIFIERS}
+            ),
+            "leave it out: with rm_type = {0.rm_type} no verifier reads it",
+        ),
+        Rule(
             "group_rm",
             lambda reward, given: given and reward.custom_rm_path is None,
             "needs custom_rm_path, the function that takes a whole group",
@@ -82,8 +89,8 @@ class RewardSection(Section):
     eval_reward_key: str | None = Field(default=None, description="the same for held-out prompts; default: reward_key")
     answer_pattern: str | None = Field(
         default=None,
-        description="a regular expression: the verifier of rm_type gets its last match in a response (of a pattern with a group, what that "
-        "holds) in place of the whole response",
+        description="a regular expression: verifiers of rm_type and reward_weights get its last match in a response (of a pattern with a "
+        "group, what that holds) in place of the whole response",
     )
     scored_text: ScoredText = Field(
         default="own",
@@ -202,6 +209,10 @@ class RewardSection(Section):
                     yield f"reward.{needed}: required with {field} = {name}: {expected}"
                 elif name not in (*names, WEIGHTED) or (field == "reward_weights" and name in (WEIGHTED, GIVEN)):
                     yield f"reward.{field}: no such verifier or environment; {nearest(name, names)}"
+
+    def pattern_of(self, environment: str) -> str | None:
+        """Returns the `answer_pattern` of a verifier: it is for those of rm_type and reward_weights alone."""
+        return self.answer_pattern if environment in (self.rm_type, *self.reward_weights) else None
 
     @property
     def _judge_server(self) -> str | None:

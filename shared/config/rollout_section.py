@@ -364,7 +364,10 @@ class RolloutSection(Section):
     rollout_top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus sampling")
     rollout_top_k: int = Field(default=-1, ge=-1, description="top-k sampling; -1 = off")
     rollout_max_context_len: int | None = Field(
-        default=None, gt=1, description="tokens of prompt and response; rollout_max_prompt_len is one less by default"
+        default=None,
+        gt=1,
+        description="tokens of prompt and response; an agent's turns each have what the task's prompt leaves of it; rollout_max_prompt_len "
+        "is one less by default",
     )
     rollout_max_prompt_len: int | None = Field(default=None, gt=0, description="tokens of a prompt; longer ones: see overlong_prompts")
     rollout_max_response_len: int = Field(default=1024, gt=0, description="tokens generated at most")

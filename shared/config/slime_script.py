@@ -19,6 +19,7 @@ from shared.config.eval_section import EVAL_LOOP
 from shared.config.flag_table import shown
 from shared.config.run_config import RunConfig
 from shared.config.section import Rule
+from shared.config.trainer_section import TrainerSection
 from shared.rewards.names import GIVEN
 from shared.runtime.errors import ConfigError
 
@@ -58,8 +59,11 @@ def _train_demonstrations(values: Values) -> None:
         if field.startswith("sft."):
             section, name = source.split(".")
             given[field.removeprefix("sft.")] = values[section].get(name)
-    batch = given["sft_batch_size"] = given["sft_batch_size"] or rollout.get("rollout_batch_size")
-    given["sft_steps"] = _steps(rollout.get("num_rollout"), rollout.get("rollout_batch_size"), batch)
+    prompts, steps = rollout.get("rollout_batch_size"), values["trainer"].get("num_steps_per_rollout")
+    batch = given["sft_batch_size"] = given["sft_batch_size"] or _steps(1, prompts, 1 if steps is None else steps)
+    if given["sft_lr"] is None:
+        given["sft_lr"] = TrainerSection.model_fields["lr"].default
+    given["sft_steps"] = _steps(rollout.get("num_rollout"), prompts, batch)
     if "num_rollout" in rollout:
         del given["sft_num_epoch"]
     for name, value in given.items():

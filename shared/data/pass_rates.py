@@ -38,12 +38,22 @@ def pass_all(groups: Sequence[tuple[int, int]], k: int) -> float:
 QUANTILES = {"min": 0.0, "median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}  # Those of the lengths of responses
 
 
+def of_rollouts(values: Sequence[float], rollouts: Sequence[int]) -> list[float]:
+    """Returns the mean of each rollout's values: one of several conversations counts once. ``rollouts``: of each value; []: all differ."""
+    if not rollouts:
+        return list(values)
+    found: dict[int, list[float]] = {}
+    for value, rollout in zip(values, rollouts, strict=True):
+        found.setdefault(rollout, []).append(value)
+    return [sum(each) / len(each) for each in found.values()]
+
+
 def eval_figures(groups: Sequence[Sequence[float]], lengths: ArrayLike, truncated: int, passes: float) -> dict[str, Any]:
     """Returns the fields of `shared.schema.messages.EvalResult` that are figures.
 
     Args:
-        groups: the rewards of each prompt's samples. lengths: of their responses, in tokens; [] where they are not known.
-        truncated: the samples that ended at their length. passes: a sample passes with a reward of at least this.
+        groups: the rewards of each prompt's rollouts. lengths: of their responses, in tokens; [] where they are not known.
+        truncated: the rollouts that ended at their length. passes: a rollout passes with a reward of at least this.
     """
     rewards = [reward for group in groups for reward in group]
     counts = pass_counts(groups, passes)

@@ -38,7 +38,7 @@ from shared.runtime.safe_files import parse_json, replace_file
 from shared.schema import codec
 from shared.schema.message import MAX_PROMPT_BYTES
 
-_FORMAT = 6
+_FORMAT = 7
 
 
 class FilteredRows(NamedTuple):
@@ -61,7 +61,13 @@ class FilterCache:
     def __init__(self, config: RunConfig, field: str, files: list[DataFile], size: int, metadata: Mapping[str, Any] | None = None) -> None:
         self._root, self._size = config.run.root, size
         rollout, reward = config.rollout, config.reward
-        limits = (rollout.rollout_max_prompt_len, config.may_give_rewards, reward.rm_type, reward.environment_names())
+        limits = (
+            rollout.rollout_max_prompt_len,
+            config.may_give_rewards,
+            reward.rm_type,
+            reward.environment_names(),
+            config.algorithm.use_opd,
+        )
         self._key = fingerprint(
             config.model.hf_checkpoint, files, [_FORMAT, field, limits, dict(metadata or {}), config.data.model_dump(mode="json")]
         )

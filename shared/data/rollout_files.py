@@ -89,7 +89,7 @@ class RolloutRecord(BaseModel):
         """Returns the record as a line of a file. Values that JSON does not have become text, and numbers that are not finite null."""
         plain = dict(self)
         plain["samples"] = [{key: value for key, value in sample if value is not None} for sample in self.samples]
-        return pydantic_core.to_json(plain, inf_nan_mode="null", fallback=_json_value) + b"\n"
+        return pydantic_core.to_json(plain, inf_nan_mode="null", fallback=json_value) + b"\n"
 
     def decoded(self) -> list[Sample]:
         """Returns the samples as the store had them; without their token ids the arrays are empty, and only text and segments are there."""
@@ -256,5 +256,6 @@ def _same(one: Any, other: Any) -> bool:
         return False
 
 
-def _json_value(value: Any) -> Any:
+def json_value(value: Any) -> Any:
+    """Returns what JSON does not know as what it does: lists of arrays, text of all else."""
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)

@@ -136,7 +136,7 @@ class EvalScored(LedgerRecord):
     """One held-out prompt of evaluation ``version`` is scored or, without rewards, failed for ``reason``; its ``payload`` is freed.
 
     ``oldest``/``newest``: versions that generated it. ``lengths``: tokens of each response; ``truncated``: positions of samples that ended
-    at their length. ``parts`` as in `ScoredGroup`; ``reason``: why it failed, ``fault``: what was at fault then.
+    at their length. ``parts``, ``rollouts`` as in `ScoredGroup`; ``reason``: why it failed, ``fault``: what was at fault then.
     """
 
     group: GroupId
@@ -146,6 +146,7 @@ class EvalScored(LedgerRecord):
     parts: tuple[Parts, ...] = Field(default=(), max_length=MAX_SAMPLES)
     lengths: tuple[Count, ...] = Field(default=(), max_length=MAX_SAMPLES)
     truncated: tuple[Count, ...] = Field(default=(), max_length=MAX_SAMPLES)
+    rollouts: tuple[Count, ...] = Field(default=(), max_length=MAX_SAMPLES)
     oldest: Count = 0
     newest: Count = 0
     reason: Reason = ""

@@ -233,10 +233,10 @@ class Evaluate(Message):
 class EvalResult(Part):
     """What a set of held-out prompts came to.
 
-    ``oldest``/``newest``: versions that drew its tokens. ``prompts``: of the set; ``failed`` of them have no rewards. ``samples``: of the
-    others, which all figures are of; where there are none, the figures are 0, and ``reason`` may say why. ``rates``: ``pass@k`` and
-    ``pass^k``. ``lengths``: of responses in tokens: ``mean``, ``median``, ``min``, ``max``, ``p90``, ``p99``. ``truncated``: share of
-    samples that ended at their length. ``metrics``: of an evaluation function, by its own names. ``logged``: a log function of the user's
+    ``oldest``/``newest``: versions that drew its tokens. ``prompts``: of the set; ``failed`` of them have no rewards. ``samples``: the
+    others' rollouts, which all figures are of; where there are none, the figures are 0, and ``reason`` may say why. ``rates``: ``pass@k``
+    and ``pass^k``. ``lengths``: of responses in tokens: ``mean``, ``median``, ``min``, ``max``, ``p90``, ``p99``. ``truncated``: share of
+    rollouts that ended at their length. ``metrics``: of an evaluation function, by its own names. ``logged``: a log function of the user's
     has logged it in Myxo's place.
     """
 

@@ -601,6 +601,7 @@ def _cut(sample: Sample, longest: int, policy: OverlongPolicy) -> Sample:
         segments=[(start, min(end, room), version) for start, end, version in sample.segments if start < room],
         turn_rewards=[(min(start, room), min(end, room), reward) for start, end, reward in sample.turn_rewards],
         kept=sample.kept and sample.kept.part(0, room),
+        routed_experts=None if sample.routed_experts is None else sample.routed_experts[: longest - 1],
         finish="length",
     )
 

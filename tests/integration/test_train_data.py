@@ -60,13 +60,13 @@ def as_slime_does(args: Any, samples: list[Sample]) -> dict[str, list[Any]]:
     }
 
 
-def convert(url: str, run: str, functions: CustomFunctions) -> list[TrainBatch]:
+def convert(url: str, run: str, functions: CustomFunctions, objective: AlgorithmSection | None = None) -> list[TrainBatch]:
     """A batch as two ranks assemble it from converted samples."""
     partition = partition_batch(asyncio.run(stored(url, run, REWARDS)), 1, 2, 100)
     data = converted(functions, partition, scored(partition, BlockingStore(url)))
     shards = [data.applied(ShardReader(BlockingStore(url), rank, SampleLimits(100)).take(partition)) for rank in range(2)]
     stats = np.sum([shard.stats for shard in shards], axis=0)
-    return [batches.assemble(shard, stats, AlgorithmSection(), rank=rank) for rank, shard in enumerate(shards)]
+    return [batches.assemble(shard, stats, objective or AlgorithmSection(), rank=rank) for rank, shard in enumerate(shards)]
 
 
 def test_rewards_masks_and_log_probs_are_those_that_a_convert_function_makes(
@@ -86,6 +86,18 @@ def test_rewards_masks_and_log_probs_are_those_that_a_convert_function_makes(
     whole = convert(valkey.url, run_name, functions)
     weights = sum(float(micro.packed.fields["weights"].sum()) for rank in whole for step in rank.steps for micro in step)
     assert weights == pytest.approx(len([1 for group in REWARDS for at, _ in enumerate(group) if at]) / 5), "as by the masks it gave"
+
+
+def test_what_passes_is_decided_by_the_rewards_that_it_makes(
+    valkey: EmbeddedValkey, run_name: str, custom: Callable[..., CustomFunctions]
+) -> None:
+    def turned(args: Any, samples: list[Sample]) -> dict[str, Any]:
+        data = as_slime_does(args, samples)
+        return {**data, "rewards": [1.0 - reward for reward in data["rewards"]]}
+
+    whole = convert(valkey.url, run_name, custom(**{CONVERT: turned}), AlgorithmSection(loss_type="sft_loss", rejection_threshold=0.5))
+    weights = {index: found for batch in whole for index, found in batch.per_sample("weights").items()}
+    assert sorted(index for index, found in weights.items() if found.any()) == [1]
 
 
 @pytest.mark.parametrize(

@@ -95,13 +95,14 @@ class Bench:
         poison: Poison | None = None,
         given: dict[int, Any] | None = None,
         turns: dict[int, list[str]] | None = None,
+        roles: tuple[str, ...] | None = None,
         **changes: Any,
     ) -> Generated:
         """Puts a group's samples into the store and their reference on the queue of ``environment`` (None: the run's own).
 
         ``rollouts``: of each sample, where several come from one. ``tokens``: their
         lengths, as the reference says. ``poison``: a change of the last one. ``given``: rewards that samples came with, by index.
-        ``turns``: the model's own, of samples that have more in them.
+        ``turns``: the model's own, of samples that have more in them. ``roles``: of each sample.
         """
         samples = [
             Sample(
@@ -120,6 +121,7 @@ class Bench:
                 rollout=index if rollouts is None else rollouts[index],
                 given_reward=(given or {}).get(index),
                 turns=(turns or {}).get(index, []),
+                role=roles[index] if roles else "",
             )
             for index, text in enumerate(texts)
         ]

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from shared.config.algorithm import AlgorithmSection
 from shared.config.run_config import RunConfig
 from shared.config.service_sections import RANK, STEP
+from shared.data.rollout_files import json_value
 from shared.rewards.reward_advantage import reward_advantages
 from shared.schema.sample import Sample
 from shared.view.group_history import GroupRecord
@@ -30,13 +31,9 @@ def as_text(value: Any) -> str:
     if isinstance(value, str):
         return safe(value)
     try:
-        return safe(json.dumps(value, ensure_ascii=False, default=_plain))
+        return safe(json.dumps(value, ensure_ascii=False, default=json_value))
     except (ValueError, RecursionError, TypeError):
         return safe(str(value))
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
 
 
 FloatArray = NDArray[np.float64]

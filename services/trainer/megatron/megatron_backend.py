@@ -148,7 +148,8 @@ def freeze(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: 
 
 
 def _freeze_named(chunks: Sequence[GPTModel], config: TransformerConfig, architecture: Architecture, freezing: Freezing) -> None:
-    held = {_name(local, architecture): local for local in parameters(chunks, config, architecture) if _is_trained(local.parameter)}
+    trained = (local for local in parameters(chunks, config, architecture) if isinstance(local.parameter, torch.nn.Parameter))
+    held = {_name(local, architecture): local for local in trained}  # routers' biases are not among them: no gradient moves them
     with deadline("the exchange of parameter names"):
         everywhere = gather_json(list(held))
     freezing.check(list(dict.fromkeys(name for each in everywhere for name in each)))
@@ -160,10 +161,6 @@ def _name(local: LocalParameter, architecture: Architecture) -> str:
     """Returns a parameter's name; the last stage's copy of a tied embedding has the embedding's: they train together or not at all."""
     tied_copy = local.name == "output_layer.weight" and architecture.tied_embeddings
     return "embedding.word_embeddings.weight" if tied_copy else local.name
-
-
-def _is_trained(tensor: Tensor) -> bool:
-    return isinstance(tensor, torch.nn.Parameter)  # routers' biases are not among them: no gradient moves them
 
 
 def _let_gradients_begin(chunk: GPTModel) -> None:

@@ -194,7 +194,9 @@ class SnapshotWriter:
         self._current = LocalCheckpoint(self._checkpoints.directory / CURRENT)
         self._bridges = WeightCheckpoints(self._checkpoints.directory / BRIDGES)
         self._writers: list[WeightCheckpointWriter] = []
-        self._upload = SnapshotUpload(link, self._uploadable, self._announce) if self._weights.update_weight_transport == "s3" else None
+        self._upload = None
+        if self._weights.update_weight_transport == "s3":
+            self._upload = SnapshotUpload(link, lambda: [*self._checkpoints.readable(), *self._bridges.readable()], self._announce)
         self._helping = False  # whether the version that is being written is for a replica that cannot load one
         self._written: int | None = None  # written by this process
         self._counted_from: int | None = None  # the version that the interval counts from
@@ -348,9 +350,6 @@ class SnapshotWriter:
         assert self._client is not None
         bus, bucket = self._client.service.bus, self._client.service.subjects.weights_bucket
         self._client.call(bus.put(bucket, "snapshot", snapshot.encode(), deadline=REQUEST_SECONDS), REQUEST_SECONDS)
-
-    def _uploadable(self) -> list[WeightCheckpoint]:
-        return [*self._checkpoints.readable(), *self._bridges.readable()]
 
     def _fail(self, version: int, error: Exception) -> None:
         assert self._client is not None

@@ -108,7 +108,7 @@ async def _named(args: Any, sample: HookSample, name: str) -> Any:
         }
         return {"reward": sum(weight * parts[name] for name, weight in args.reward_weights.items()), **parts}
     response = _response(args, sample)
-    if name == args.rm_type and (pattern := getattr(args, "answer_pattern", None)) is not None:
+    if name in (args.rm_type, *getattr(args, "reward_weights", ())) and (pattern := getattr(args, "answer_pattern", None)) is not None:
         response = pattern_answer(response, pattern)
     if name.startswith(BOXED):
         response = extract_boxed_answer(response) or ""

@@ -153,6 +153,12 @@ async def test_groups_of_equal_rewards_are_not_kept(bench: NewBench) -> None:
     assert rewards(outcomes["g1"]) == [1.0, 1.0]
 
 
+async def test_rewards_are_compared_within_a_role(bench: NewBench) -> None:
+    desk = await launched(bench, {"rm_type": "exact"}, dynamic_sampling_filter_path="nonzero_std")
+    await desk.generated("g0", "42", "41", "42", "41", roles=("solver", "critic") * 2)
+    assert scored((await desk.outcomes(1))["g0"]).filtered == "zero_std_0"
+
+
 async def test_filters_and_a_witness_in_slimes_order(bench: NewBench, tmp_path: Path) -> None:
     desk = await launched(
         bench,

@@ -126,6 +126,15 @@ def test_figures_are_those_of_the_samples_that_came_back() -> None:
     assert list(state.evaluations) == [(0, "words")]
 
 
+def test_a_rollout_of_several_conversations_counts_once() -> None:
+    state = started()
+    nine = scored("eval.sums.0.1", [0.0] * 8 + [1.0], [100] * 9).model_copy(update={"rollouts": (0,) * 8 + (1,)})
+    fold(state, policy.scored(state, LIMITS, [scored("eval.sums.0.0", [1.0, 1.0], [10, 20]), nine], 1.0))
+    [ended] = (record for record in fold(state, policy.close(state, LIMITS, 4.0)) if isinstance(record, EvalEnded))
+    assert (ended.samples, ended.mean_reward, ended.truncated, ended.lengths["max"]) == (4, 0.75, 0.5, 100)
+    assert ended.rates == pytest.approx({"pass@1": 0.75, "pass@2": 1.0, "pass^1": 0.75, "pass^2": 0.5})
+
+
 @pytest.mark.parametrize("passing", range(6))
 def test_pass_rates_are_means_over_all_choices_of_k_samples(passing: int) -> None:
     rewards = [1.0] * passing + [0.2] * (5 - passing)

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.trainer.packing import pack
 from shared.hooks.sample_conversion import Served, from_stored, to_stored
 from shared.runtime.errors import BadMessage
 from shared.schema import sample as samples
-from shared.schema.sample import ExpertChoices, InvalidSample, Sample, SampleLimits
+from shared.schema.sample import ExpertChoices, InvalidSample, Sample, SampleLimits, fitted
 from tests.support.run_config import run_config
 
 CHOICES = ExpertChoices(layers=(1, 2), total=3, per_token=2, count=4)
@@ -54,6 +55,14 @@ def test_what_does_not_fit_the_tokens_costs_its_sample(changes: dict[str, Any], 
 def test_a_sample_that_is_not_trained_needs_none() -> None:
     bare = sample(mask=np.zeros(3, np.uint8), routed_experts=None)
     assert bare.problem(LIMITS) is None and sample(routed_experts=None).problem() is None
+
+
+def test_one_that_is_cut_keeps_those_of_what_is_left_and_one_that_is_not_trained_is_packed_without() -> None:
+    [shorter] = fitted([sample()], 5, "truncate")
+    assert np.array_equal(shorter.routed_experts, ROUTED[:4]) and shorter.problem(LIMITS) is None
+    unreadable = sample(mask=np.zeros(3, np.uint8), routed_experts=ROUTED[:2])
+    experts = pack([sample(), unreadable], [1.0, 1.0], CHOICES).experts
+    assert experts is not None and np.array_equal(experts[:5], ROUTED) and (experts[5:] == -1).all()
 
 
 def test_an_engine_tells_all_layers_and_those_with_experts_are_kept() -> None:

@@ -174,6 +174,13 @@ def test_a_custom_config_file_stands_over_all_and_its_other_keys_go_to_the_users
     assert (config.trainer.lr, config.algorithm.eps_clip) == (3e-6, 0.3)
     assert config.run.custom_args == {"max_turns": 7, "nested": {"a": [1, 2]}}
     assert any("lr, eps_clip" in note for note in notes)
+    own.write_text("partial_rollout: true\nmoe_router_dtype: fp32\nmax_turns: 7\n")  # slime's and Megatron's flags too
+    config, problems, notes, *_ = read(None, given)
+    assert problems == [] and config is not None
+    assert config.rollout.staleness_policy == "continue" and config.trainer.megatron == {"moe_router_dtype": "fp32"}
+    assert config.run.custom_args == {"max_turns": 7}
+    own.write_text("moe_router_dtype: fp33\nrollout_external: true\n")
+    assert "trainer.megatron.moe_router_dtype" in str(read(None, given).problems)
     own.write_text("- 1\n")
     assert [str(problem) for problem in read(None, given).problems] == [f"run.custom_config_path = '{own}': a mapping: field = value"]
     own.unlink()

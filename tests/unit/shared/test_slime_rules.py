@@ -61,6 +61,15 @@ def test_each_steps_dump_needs_a_path_of_its_own() -> None:
     assert "each step's file would replace the one before" in refused("--save-debug-rollout-data /tmp/one.pt")["--save-debug-rollout-data"]
 
 
+@pytest.mark.parametrize(
+    ("words", "batch", "steps", "rate"),
+    [("", 4, 3, 1e-6), ("--num-steps-per-rollout 4", 1, 12, 1e-6), ("--global-batch-size 2 --lr 1e-4", 2, 6, 1e-4)],
+)
+def test_demonstrations_have_slimes_batches_steps_and_rate(words: str, batch: int, steps: int, rate: float) -> None:
+    config = read(None, up.train_source(None, f"{LEAST} {SFT} {words}".split()).given.overrides).config
+    assert config is not None and (config.sft.sft_batch_size, config.sft.sft_steps, config.sft.sft_lr) == (batch, steps, rate)
+
+
 def test_a_config_file_may_have_what_slime_refuses(tmp_path: Path) -> None:
     words = f"{LEAST} --name r --max-staleness 1 --update-weight-mode delta".split()
     config, problems, *_ = read(None, {**flags.parse(words)})
