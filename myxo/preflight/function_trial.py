@@ -71,12 +71,13 @@ SIGNATURES = {
 
 class CannedEngine(ScriptedModel):
     """An engine that gives one answer to every request; or, with ``url``, hands requests on to a real one. ``answers``: the ids of the
-    prompts of `/generate`, those that were sampled, and their log-probs."""
+    prompts of `/generate`, those that were sampled, and their log-probs. ``served``: the versions that it may name."""
 
     def __init__(self, tokenizer: Tokenizer, url: str | None) -> None:
         super().__init__()
         self._tokenizer, self._url, self._text = tokenizer, url, ""
         self.answers: list[tuple[list[int], list[int], list[float]]] = []
+        self.served = Served(0, 0 if url is None else (1 << 31) - 1)
 
     def say(self, text: str) -> None:
         """Sets the answer, and forgets those that were given."""
@@ -281,7 +282,7 @@ class FunctionTrial(CheckSuite):
         limits = SampleLimits(shape.vocab_size if shape else 1 << 31, log_probs_reader=config.log_probs_reader)
         for position, fields in enumerate(answer["samples"]):
             try:
-                sample = to_stored(unpacked(dict(fields)), group_id(group), position, index, Served(0, 0), limits)
+                sample = to_stored(unpacked(dict(fields)), group_id(group), position, index, self._engine.served, limits)
                 whole = np.concatenate([sample.prompt, sample.response]).tolist()
                 begins = [one for one in self._engine.answers if whole[: len(one[0])] == one[0]]
                 answers = [(len(start), np.array(ids, np.int32), np.array(logs, np.float32)) for start, ids, logs in begins]

@@ -154,7 +154,7 @@ async def _wait(
             seen, moved = observer.steps + observer.finished, time.monotonic()
         stalled = time.monotonic() - moved
         if stalled > WORDS_SECONDS and not (observer.finished or unnamed):
-            line = _last_line(Path(result.directory) / "output")
+            line = _last_line(Path(result.directory) / "output", ("step ", "myxo: "))
             if unnamed := _NAMED_WAIT.search(line) is None:
                 result.problems.append(f"{stalled:.0f} s after step {observer.steps} its line names nobody: {line}")
         if stalled > variant.limits.hang or time.monotonic() > end:
@@ -209,8 +209,9 @@ def _ends(schedule: Schedule, found: LedgerFindings, result: SeedResult) -> list
     return problems
 
 
-def _last_line(path: Path) -> str:
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+def _last_line(path: Path, begins: tuple[str, ...] = ("",)) -> str:
+    """Returns the last line that begins so: alarms and what helps against them are lines between those of the run's state."""
+    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip() and line.startswith(begins)]
     return lines[-1][:300] if lines else "nothing"
 
 

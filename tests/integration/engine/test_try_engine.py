@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import SOCKET, EngineProcess
 from shared.process.embedded_servers import free_port
 from tests.chaos.link_proxy import LinkProxy
@@ -51,6 +52,8 @@ async def test_functions_are_called_with_a_real_engine(
 ) -> None:
     given, port = Input.make(tmp_path, checkpoint(0).path), free_port()
     (tmp_path / "own.py").write_text(source)
+    async with await EngineClient.connect(plain_engine.receiver) as client:  # as one that has served a run
+        await client.update_weights_from_disk(str(checkpoint(0).path), 7)
     proxy = LinkProxy(("127.0.0.1", port), str(plain_engine.receiver / SOCKET))
     await proxy.open()
     words = [sys.executable, "-m", "myxo.main", "try", given.write(), "--engine", f"http://127.0.0.1:{port}", flag, f"own:{name}", "--json"]
