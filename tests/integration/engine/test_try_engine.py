@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import SOCKET, EngineProcess
 from shared.process.embedded_servers import free_port
 from tests.chaos.link_proxy import LinkProxy
-from tests.integration.engine.conftest import Checkpoints
+from tests.integration.engine.conftest import Checkpoints, fresh_client
 from tests.integration.myxo.command import COMMAND_SECONDS, ROOT
 from tests.integration.myxo.mistakes import Input
 from tests.integration.myxo.test_function_trial import GENERATE
@@ -52,7 +51,7 @@ async def test_functions_are_called_with_a_real_engine(
 ) -> None:
     given, port = Input.make(tmp_path, checkpoint(0).path), free_port()
     (tmp_path / "own.py").write_text(source)
-    async with await EngineClient.connect(plain_engine.receiver) as client:  # as one that has served a run
+    async with fresh_client(plain_engine, checkpoint(0)) as client:  # as one that has served a run
         await client.update_weights_from_disk(str(checkpoint(0).path), 7)
     proxy = LinkProxy(("127.0.0.1", port), str(plain_engine.receiver / SOCKET))
     await proxy.open()
