@@ -12,15 +12,8 @@ def newest_first(args: Any, rollout_id: int, buffer: list[list[HookSample]], num
     return [buffer.pop() for _ in range(num)]
 
 
-def patient(args: Any, rollout_id: int, buffer: list[list[HookSample]], num: int) -> list[list[HookSample]]:
-    """Waits until one group more than a batch is ready."""
-    return buffer[1 : num + 1] if len(buffer) > num else []
-
-
-def made_up(args: Any, rollout_id: int, buffer: list[list[HookSample]], num: int) -> list[list[HookSample]]:
-    """The first group, over and over."""
-    return [buffer[0]] * num
-
-
-def broken(args: Any, rollout_id: int, buffer: list[list[HookSample]], num: int) -> list[list[HookSample]]:
-    raise RuntimeError(f"no idea for step {rollout_id}")
+def by_number(args: Any, rollout_id: int, buffer: list[list[HookSample]], num: int) -> list[list[HookSample]]:
+    """Waits with two groups, gives the first one over and over with three, raises with four, and chooses with five."""
+    if len(buffer) == 4:
+        raise RuntimeError(f"no idea for step {rollout_id}")
+    return [buffer[0]] * num if len(buffer) == 3 else buffer[1 : num + 1] if len(buffer) > 4 else []

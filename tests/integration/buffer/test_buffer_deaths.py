@@ -11,14 +11,12 @@ import pytest
 
 from shared.bus import runs
 from shared.bus.connection import RequestRefused
-from shared.bus.subjects import EVAL
 from shared.process.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
 from shared.runtime.errors import DeadlineExceeded
-from shared.schema.ledger import EvalStarted, VersionLive
+from shared.schema.ledger import VersionLive
 from shared.schema.messages import Batch, RunDone
 from tests.integration.buffer.conftest import SHORT, NewRun, on_mortal_servers
 from tests.integration.buffer.player import Player
-from tests.support.run_config import PROMPTS, write_jsonl
 from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until
 
@@ -71,35 +69,6 @@ async def test_tasks_that_a_killed_buffer_did_not_send_are_sent(new_run: NewRun)
         await player.ready(second)
         await player.work_until(2)
         assert (await player.batch(0)).step == 0
-
-
-@pytest.mark.extra
-async def test_an_evaluation_that_fell_due_while_the_buffer_was_down_is_made_once(new_run: NewRun, tmp_path: Path) -> None:
-    """eval_interval = 2; version 2 never goes live, and 3 does while no buffer is there."""
-    heldout = write_jsonl(tmp_path / "heldout.jsonl", PROMPTS[:2])
-    player = await new_run(rollout={"num_rollout": 8}, eval={"eval_prompt_data": str(heldout), "eval_interval": 2})
-
-    async def evaluations(count: int) -> list[tuple[int, tuple[int, ...]]] | None:
-        begun = [(one.version, one.skipped) for one in await player.records() if isinstance(one, EvalStarted)]
-        return begun if len(begun) >= count else None
-
-    with player.launch() as first:
-        await player.ready(first)
-        await player.live(0)
-        await player.work_until(2, EVAL)
-        await player.live(1)
-        await player.work_until(1)
-        first.kill()
-    await player.live(3)
-    for _ in range(2):
-        with player.launch() as buffer:
-            await player.ready(buffer)
-            assert await until(lambda: evaluations(2), "the evaluation that was due") == [(0, ()), (3, (2,))]
-            buffer.kill()
-    with player.launch() as last:
-        await player.ready(last)
-        await player.live(4)  # that of version 3 is not done
-        assert await until(lambda: evaluations(3), "the next evaluation") == [(0, ()), (3, (2,)), (4, ())]
 
 
 async def play_on(player: Player, dice: random.Random) -> bool:
@@ -218,47 +187,21 @@ async def test_the_buffer_outlives_the_death_of_a_server(
     await store.close()
 
 
-async def refusals(directory: Path, cases: list[tuple[str, dict[str, str]]]) -> list[str]:
-    """Starts services that must refuse their input, all at once; returns the one line that each said."""
-    with contextlib.ExitStack() as stack:
-        processes = [
-            stack.enter_context(ServiceProcess(name, directory / f"{number}.log", environment))
-            for number, (name, environment) in enumerate(cases)
-        ]
-        for process in processes:
-            assert await asyncio.to_thread(process.process.wait, 200) == 2, process.words()
-    said = [process.words() for process in processes]
-    for (name, environment), words in zip(cases, said, strict=True):
-        assert words.startswith(f"{name}: ") and words.count("\n") == 1, (environment, words)
-    return said
-
-
 async def test_bad_input_ends_a_service_with_code_2_and_one_line(new_run: NewRun, nats: EmbeddedNats, tmp_path: Path) -> None:
+    """All of them at once."""
     player = await new_run()
     broken = tmp_path / "prompts.jsonl"
     broken.unlink()
-    run = {"NATS_URL": nats.url, "MYXO_RUN": player.config.run.name}
     cases = [
         ("buffer", {"NATS_URL": "", "MYXO_RUN": "a"}, "NATS_URL = None: required"),
         ("buffer", {"NATS_URL": nats.url, "MYXO_RUN": ""}, "MYXO_RUN = ''"),
         ("reward", {"NATS_URL": nats.url, "MYXO_RUN": "Bad.Name"}, "MYXO_RUN = 'Bad.Name'"),
         ("reward", {"NATS_URL": nats.url, "MYXO_RUN": "never-made"}, "no run 'never-made' on the bus"),
-        ("buffer", run, f"data.prompt_data = '{broken}': cannot be read"),
+        ("buffer", {"NATS_URL": nats.url, "MYXO_RUN": player.config.run.name}, f"data.prompt_data = '{broken}': cannot be read"),
     ]
-    said = await refusals(tmp_path, [(name, environment) for name, environment, _ in cases])
-    for line, (_, _, words) in zip(said, cases, strict=True):
-        assert words in line
-
-
-@pytest.mark.extra
-async def test_servers_that_are_not_there_are_named_without_their_password(new_run: NewRun, nats: EmbeddedNats, tmp_path: Path) -> None:
-    """This takes as long as a service waits for its servers."""
-    run = {"NATS_URL": nats.url, "MYXO_RUN": (await new_run()).config.run.name}
-    cases = [
-        ("reward", {"NATS_URL": "nats://myxo:secret@127.0.0.1:1", "MYXO_RUN": "a"}, "no NATS server at nats://127.0.0.1:1 within"),
-        ("buffer", {**run, "REDIS_URL": f"unix://{tmp_path}/none.sock"}, "the store does not answer"),
-    ]
-    said = await refusals(tmp_path, [(name, environment) for name, environment, _ in cases])
-    for line, (_, _, words) in zip(said, cases, strict=True):
-        assert words in line
-        assert "secret" not in line
+    with contextlib.ExitStack() as stack:
+        started = [ServiceProcess(name, tmp_path / f"{number}.log", run) for number, (name, run, _) in enumerate(cases)]
+        for process, (name, _, told) in zip([stack.enter_context(one) for one in started], cases, strict=True):
+            assert await asyncio.to_thread(process.process.wait, 200) == 2, process.words()
+            words = process.words()
+            assert words.startswith(f"{name}: ") and words.count("\n") == 1 and told in words

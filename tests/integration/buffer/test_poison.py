@@ -4,11 +4,10 @@ from typing import Any
 
 from shared.bus.registry import Registry
 from shared.bus.subjects import REWARD
-from shared.bus.work_queue import MessageLease
 from shared.schema import codec
 from shared.schema.ledger import EvalScored, GroupDead, GroupsScored
 from shared.schema.message import REASON_LENGTH, SCHEMA
-from shared.schema.messages import Failed, Interrupted, Message, Payload, Scored, Task
+from shared.schema.messages import Failed, Interrupted, Message, Payload, Scored
 from shared.schema.weight_messages import WeightsLive
 from tests.integration.buffer.conftest import Launched, NewRun, Served
 from tests.integration.buffer.player import Player
@@ -23,13 +22,7 @@ def altered(message: Message, **fields: Any) -> bytes:
 
 async def taken(player: Player, count: int) -> list[Scored]:
     """Takes so many tasks, writes their samples, and returns what a reward service would say of them."""
-    leases: list[MessageLease[Task]] = []
-
-    async def enough() -> bool:
-        leases.extend(await player.tasks(count - len(leases)))
-        return len(leases) == count
-
-    await until(enough, f"{count} tasks")
+    leases = await player.all_tasks(count)
     for lease in leases:
         await lease.ack()
     return [await player.generate(lease.message) for lease in leases]

@@ -1,5 +1,6 @@
 """The real buffer with every staleness policy, order and filter, and beside another run's."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -102,21 +103,6 @@ async def test_a_group_goes_on_from_what_its_replica_had(served: Served) -> None
     await to_the_end(player, 0)
 
 
-async def test_filtered_groups_make_room(served: Served) -> None:
-    player = await served(rollout={"max_staleness": 0})
-    await player.live(0)
-    for lease in await until(lambda: player.tasks(1), "a task"):
-        scored = await player.generate(lease.message)
-        await player.say(scored.model_copy(update={"filtered": "zero_std_1"}))
-        await lease.ack()
-    batch = await player.batch(0, working=True)
-    assert group_id(2) in [group.group for group in batch.groups]
-    report = await player.audit()
-    assert report.dropped == {"filtered: zero_std_1": 1}
-    await player.trained(0)
-    await to_the_end(player, 1)
-
-
 async def scored(player: Player) -> int:
     return sum(len(record.groups) for record in await player.records() if isinstance(record, GroupsScored))
 
@@ -138,32 +124,29 @@ async def test_a_buffer_filter_chooses(served: Served) -> None:
     await to_the_end(player, 1)
 
 
-async def test_a_buffer_filter_may_wait(served: Served) -> None:
-    player = await served(rollout={"max_staleness": 1, "buffer_filter_path": "tests.support.buffer_filters:patient"})
+async def test_a_buffer_filter_may_wait_and_what_it_does_wrong_is_named_to_the_trainer(served: Served) -> None:
+    player = await served(rollout={"max_staleness": 2, "buffer_filter_path": "tests.support.buffer_filters:by_number"})
     await player.live(0)
     await player.work_until(2)
-    answer = await player.ask(0)
-    assert isinstance(answer, BatchPending)
+    assert isinstance(await player.ask(0), BatchPending)
+    for words in ("chose 2 groups, 1 of them different", "RuntimeError: no idea for step 0"):
+        await player.work_until(1)
+
+        async def refused(words: str = words) -> bool:
+            try:
+                return not await player.ask(0)
+            except RequestRefused as error:
+                return words in str(error)
+
+        await until(refused, words)
     await player.work_until(1)
-    assert isinstance(await player.batch(0), Batch)
 
+    async def formed() -> bool:
+        with contextlib.suppress(RequestRefused):  # the fifth is on its way
+            return isinstance(await player.ask(0), Batch)
+        return False
 
-@pytest.mark.parametrize(
-    ("name", "words"), [("made_up", "chose 2 groups, 1 of them different"), ("broken", "RuntimeError: no idea for step 0")]
-)
-async def test_a_buffer_filter_that_goes_wrong_is_named_to_the_trainer(served: Served, name: str, words: str) -> None:
-    player = await served(rollout={"buffer_filter_path": f"tests.support.buffer_filters:{name}"})
-    await player.live(0)
-    await player.work_until(4)
-
-    async def refused() -> str | None:
-        try:
-            await player.ask(0)
-        except RequestRefused as error:
-            return str(error)
-        return None
-
-    assert words in await until(refused, "the refusal")
+    await until(formed, "a batch")
 
 
 async def test_runs_on_one_bus_and_in_one_store_know_nothing_of_each_other(new_run: NewRun, run_name: str) -> None:

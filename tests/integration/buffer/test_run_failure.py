@@ -6,13 +6,12 @@ import signal
 from services.buffer.run_failure import STATE
 from shared.bus import runs
 from shared.bus.registry import Registry
-from shared.bus.subjects import EVAL, TRAIN
+from shared.bus.subjects import TRAIN
 from shared.schema.ledger import GroupDead
 from shared.schema.messages import Batch, Failed, RunDone
 from shared.schema.service_messages import ServiceStatus
-from tests.integration.buffer.conftest import Launched, Served
+from tests.integration.buffer.conftest import Launched
 from tests.integration.buffer.player import Player
-from tests.support.run_config import PROMPTS, write_jsonl
 from tests.support.waiting import until
 
 REASON = "rollout-0: rollout.custom_generate_function_path = x:y: ValueError: \x1b[2J no"
@@ -105,11 +104,3 @@ async def test_outcomes_that_come_together_are_counted_in_their_order(launched: 
 
 async def says(player: Player, state: str) -> bool:
     return (await card(player)).state == state
-
-
-async def test_heldout_prompts_that_all_fail_end_it_too(served: Served, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    write_jsonl(tmp_path / "heldout.jsonl", PROMPTS)
-    player = await served(rollout={"max_dead_in_a_row": 9}, eval={"eval_prompt_data": str(tmp_path / "heldout.jsonl")})
-    await player.live(0)
-    await fail(player, 9, EVAL)
-    assert "9 groups in a row failed" in await failed(player)

@@ -85,10 +85,6 @@ def odd_app() -> FastAPI:
         match fault:
             case "other-version":
                 return JSONResponse({**DESCRIPTION, "protocol": 2})
-            case "no-version":
-                return JSONResponse({key: value for key, value in DESCRIPTION.items() if key != "protocol"})
-            case "missing-verb":
-                return JSONResponse({**DESCRIPTION, "verbs": ["reset", "close"]})
             case "redirected-describe":
                 return RedirectResponse("/right/describe")
             case "late-describe":
@@ -107,12 +103,6 @@ def odd_app() -> FastAPI:
                 rewards.append(1.0)
             case "nan":
                 rewards[-1] = float("nan")
-            case "text":
-                rewards[-1] = "1.0"
-            case "bool":
-                rewards[-1] = True
-            case "no-reward":
-                rewards[-1] = {"format": 1.0}
             case "dice":
                 rewards[0] = calls[fault]
             case "late":

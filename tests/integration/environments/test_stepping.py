@@ -112,11 +112,6 @@ class Broken(ServedEnvironment):
         large = {"messages": [{"role": "user", "content": "7" * (5 << 20)}]}
         return await self.whole(verb, request) | (large if verb == "step" else {})
 
-    async def crashes_over_unknown_sessions(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
-        if verb == "step" and request["session"] not in self._sessions:
-            raise KeyError(request["session"])
-        return await self.whole(verb, request)
-
     async def never_rewards(self, verb: str, request: dict[str, Any]) -> dict[str, Any]:
         found = await self.whole(verb, request)
         found.pop("reward", None)
