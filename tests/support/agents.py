@@ -18,9 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import soundfile
-from openai import AsyncOpenAI
-from PIL import Image
 
 from shared.sessions.session import SessionEnded, SessionLog, TurnBegun, TurnEnded
 from shared.sessions.session_store import SessionStore
@@ -189,6 +186,11 @@ async def ends_itself(data: dict[str, Any], base_url: str, api_key: str) -> floa
     return 0.75
 
 
+async def named(data: dict[str, Any], base_url: str, api_key: str) -> Any:
+    """Plays as the function does that the metadata names."""
+    return await globals()[data["metadata"]["as"]](data, base_url, api_key)
+
+
 async def opens(base_url: str, api_key: str) -> bool:
     """Whether turns may still be drawn under the key."""
     async with played(base_url, api_key) as session:
@@ -199,9 +201,16 @@ def two_arguments(data: dict[str, Any], base_url: str) -> float:
     return 0.0
 
 
+def client_of(base_url: str, api_key: str, **options: Any) -> Any:
+    """OpenAI's client."""
+    from openai import AsyncOpenAI  # half a second to import, for every process that plays: only where it is needed
+
+    return AsyncOpenAI(base_url=base_url, api_key=api_key, **options)
+
+
 async def over_a_push(data: dict[str, Any], base_url: str, api_key: str) -> None:
     """Over the gateway: a turn, then, once `go_on` is there, another one."""
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+    async with client_of(base_url, api_key, max_retries=0) as client:
         messages = list(data["messages"])
         for _ in range(2):
             completion = await client.chat.completions.create(model=data["model"], messages=messages)
@@ -229,7 +238,7 @@ async def duel(data: dict[str, Any], base_url: str, api_key: str) -> Any:
 
 async def three_turns(data: dict[str, Any], base_url: str, api_key: str) -> float:
     """Over the gateway: three turns, each by weights that are no older than those of the turn before. One in ten is gone in the middle."""
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=40) as client:
+    async with client_of(base_url, api_key, max_retries=40) as client:
         messages, newest, leaves = list(data["messages"]), 0, random.random() < 0.1
         for _ in range(3):
             asked = client.chat.completions.create(model=data["model"], messages=messages, extra_body={"min_version": newest})
@@ -247,7 +256,7 @@ OUTCOMES, TURN_REWARDS = [0.25, 1.0, 0.0], [[0.5], [1.0, -1.0], [None, 2.0, 0.25
 
 
 async def rewards_its_turns(data: dict[str, Any], base_url: str, api_key: str) -> float:
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+    async with client_of(base_url, api_key) as client:
         messages: list[Any] = data["messages"]
         for number, reward in enumerate(TURN_REWARDS[data["rollout"]]):
             answer = await client.chat.completions.create(model=data["model"], messages=messages)
@@ -262,7 +271,7 @@ async def rewards_its_turns(data: dict[str, Any], base_url: str, api_key: str) -
 async def zooms(data: dict[str, Any], base_url: str, api_key: str) -> float:
     """Shows the model the middle of the prompt's picture, or sound, when it calls for that, twice at most; asks on where it does not."""
     messages = list(data["messages"])
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=8) as client:
+    async with client_of(base_url, api_key, max_retries=8) as client:
         for _ in range(3):
             completion = await client.chat.completions.create(model=data["model"], messages=messages, tools=ZOOM)
             answer = completion.choices[0].message
@@ -278,6 +287,9 @@ ZOOM: Any = [{"type": "function", "function": {"name": "zoom", "parameters": {"t
 
 def middle_of(part: dict[str, Any]) -> dict[str, Any]:
     """The middle of a picture or of a sound, as a part of a message, too."""
+    import soundfile
+    from PIL import Image
+
     if part["type"] == "input_audio":
         waves, rate = soundfile.read(io.BytesIO(base64.b64decode(part["input_audio"]["data"])))
         soundfile.write(made := io.BytesIO(), waves[len(waves) // 4 : -(len(waves) // 4)], rate, format="WAV")

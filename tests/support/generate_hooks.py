@@ -4,9 +4,7 @@ They run in processes of their own; files in the directory of the variable `DIRE
 """
 
 import asyncio
-import collections
 import ctypes
-import itertools
 import json
 import os
 import threading
@@ -222,14 +220,6 @@ async def misbehaving(args: Arguments, sample: HookSample, sampling_params: dict
 
 async def done_amiss(act: str, sample: HookSample) -> HookSample:
     match act:
-        case "sleep":
-            time.sleep(3600)
-        case "spin in a task":
-            await asyncio.create_task(spinning())
-        case "hold the interpreter":
-            collections.deque(itertools.repeat(None), maxlen=0)
-        case "leave":
-            os._exit(3)
         case "crash":
             ctypes.string_at(0)
         case "raise":
@@ -246,11 +236,6 @@ async def done_amiss(act: str, sample: HookSample) -> HookSample:
         case "give what does not fit":
             sample.response_length = 10_000
     return sample
-
-
-async def spinning() -> None:
-    while True:
-        pass
 
 
 async def of_partial_rollouts(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
@@ -326,6 +311,11 @@ async def without_log_probs(args: Arguments, sample: HookSample, sampling_params
 
 async def nothing(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> None:
     return None
+
+
+async def of_label(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> Any:
+    """Does as the function does that the label names."""
+    return await globals()[str(sample.label)](args, sample, sampling_params)
 
 
 def noting_hook(args: Arguments, sample: HookSample, *, rollout_id: int | None = None, evaluation: bool = False) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from shared.hooks import HookFailed
 from shared.runtime.errors import ConfigError
+from shared.schema.sample import Sample
 from tests.integration.agents.conftest import AgentBench, NewAgentBench
 from tests.support.agents import ASKED, SAID, SAID_THEN, TOOL, opens
 from tests.support.waiting import until
@@ -41,29 +42,34 @@ async def test_each_rollout_is_a_session_and_its_turns_are_a_sample(bench: NewAg
     assert not await opens(called[0]["base_url"], called[0]["api_key"]), "the session is over and its key opens it"
 
 
-@pytest.mark.parametrize(("function", "reward"), [("plain", 1.0), ("unscored", None)])
-async def test_plain_functions_and_agents_that_leave_scoring_to_the_run(bench: NewAgentBench, function: str, reward: float | None) -> None:
-    desk = await bench(function)
+async def test_plain_functions_play_too(bench: NewAgentBench) -> None:
+    desk = await bench("plain")
     samples, _ = await desk.play()
-    assert [(sample.rollout, sample.given_reward, sample.response.tolist()) for sample in samples] == [(0, reward, SAID), (1, reward, SAID)]
+    assert [(sample.rollout, sample.given_reward, sample.response.tolist()) for sample in samples] == [(0, 1.0, SAID), (1, 1.0, SAID)]
 
 
-async def test_forks_are_samples_of_one_rollout_and_train_each_token_once(bench: NewAgentBench) -> None:
-    desk = await bench("forks")
-    samples, _ = await desk.play()
+async def test_what_an_agent_may_do_with_its_session(bench: NewAgentBench) -> None:
+    """Leave scoring to the run; fork, each of whose samples trains its tokens once; end it, whose reward then counts; fail, and begin anew
+    in a fresh one."""
+    desk = await bench("named")
+
+    async def played(number: int, function: str) -> list[Sample]:
+        return (await desk.play(group=f"g{number:08d}", metadata={"as": function}))[0]
+
+    samples = await played(1, "unscored")
+    assert [(sample.rollout, sample.given_reward, sample.response.tolist()) for sample in samples] == [(0, None, SAID), (1, None, SAID)]
+    samples = await played(2, "forks")
     assert [(sample.index, sample.rollout) for sample in samples] == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 1)]
     assert [sample.given_reward for sample in samples] == [2.0] * 6
     carried, forked, own = samples[:3]
     assert carried.mask.tolist() == [1, 1, 0, 0, 0, 1, 1, 1]
     assert (forked.response.tolist(), forked.mask.tolist()) == ([*SAID, 30, 15], [0, 0, 0, 1])
     assert (own.prompt.tolist(), own.response.tolist(), own.mask.tolist()) == ([40, 41], [16], [1])
-
-
-async def test_a_rollout_that_failed_begins_anew_in_a_fresh_session(bench: NewAgentBench) -> None:
-    desk = await bench("unlucky")
-    samples, _ = await desk.play()
+    assert [sample.given_reward for sample in await played(3, "ends_itself")] == [0.25, 0.25]
+    before = len(desk.calls())
+    samples = await played(4, "unlucky")
     assert [(sample.rollout, sample.response.tolist(), sample.given_reward) for sample in samples] == [(0, SAID, 1.0), (1, SAID, 1.0)]
-    assert len(desk.calls()) == 4
+    assert len(desk.calls()) == before + 4
     assert desk.service.metrics.values["agents_failed"] == 2
     assert await desk.left_open() == []
 
@@ -80,21 +86,14 @@ BAD = {
     "leaves": "process",
     "crashes": "process",
 }
-SELDOM = ("unspeakable", "silent", "text", "unnamed", "leaves")
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.extra if kind in SELDOM else ()) for kind in BAD])
-async def test_a_lost_rollout_costs_itself_alone_and_is_never_a_reward(bench: NewAgentBench, kind: str) -> None:
+async def test_a_lost_rollout_costs_itself_alone_and_is_never_a_reward(bench: NewAgentBench) -> None:
     desk = await bench("bad", rollout={"agent_timeout": 2, "agent_tries": 2, "n_samples_per_prompt": 3})
-    samples, _ = await desk.play(3, metadata={"bad": [kind, [1]]})
-    assert [(sample.index, sample.rollout, sample.given_reward) for sample in samples] == [(0, 0, 1.0), (1, 2, 1.0)]
+    for number, kind in enumerate(BAD):
+        samples, _ = await desk.play(3, group=f"g{number:08d}", metadata={"bad": [kind, [1]]})
+        assert [(sample.index, sample.rollout, sample.given_reward) for sample in samples] == [(0, 0, 1.0), (1, 2, 1.0)], kind
     assert await desk.left_open() == []
-
-
-async def test_the_reward_of_whoever_ended_the_session_first_counts(bench: NewAgentBench) -> None:
-    desk = await bench("ends_itself")
-    samples, _ = await desk.play()
-    assert [sample.given_reward for sample in samples] == [0.25, 0.25]
 
 
 ROLES = {"agent_roles": ["left", "right"]}
@@ -121,22 +120,15 @@ async def test_each_role_has_a_key_and_a_reward_of_its_own(bench: NewAgentBench)
     assert await desk.left_open() == []
 
 
-@pytest.mark.parametrize(
-    ("given", "rewards"),
-    [
-        ("shared", [{"left": 1.0, "reward": 1.0}, {"right": 1.0, "reward": 1.0}]),
-        ("scored", [{"left": 1.0, "reward": 1.0}, None]),
-        ("ends", [{"left": 1.0, "reward": 1.0}, {"right": 0.5, "reward": 0.5}]),
-    ],
-)
-async def test_a_reward_may_be_shared_left_to_the_run_or_given_at_the_gateway(bench: NewAgentBench, given: str, rewards: list[Any]) -> None:
-    desk = await bench("duel", rollout=ROLES)
-    samples, _ = await desk.play(metadata={"duel": given})
-    assert [sample.given_reward for sample in samples[:2]] == rewards
-
-
-async def test_a_role_without_a_reward_fails_the_rollout(bench: NewAgentBench) -> None:
+async def test_a_roles_reward_may_be_shared_left_to_the_run_or_given_at_the_gateway(bench: NewAgentBench) -> None:
     desk = await bench("duel", rollout={**ROLES, "agent_tries": 1})
+    for given, rewards in {
+        "shared": [{"left": 1.0, "reward": 1.0}, {"right": 1.0, "reward": 1.0}],
+        "scored": [{"left": 1.0, "reward": 1.0}, None],
+        "ends": [{"left": 1.0, "reward": 1.0}, {"right": 0.5, "reward": 0.5}],
+    }.items():
+        samples, _ = await desk.play(metadata={"duel": given})
+        assert [sample.given_reward for sample in samples[:2]] == rewards
     with pytest.raises(HookFailed, match="gave rewards of left; expected one of each role: left, right"):
         await desk.play(metadata={"duel": "half"})
     assert await desk.left_open() == []
@@ -150,13 +142,13 @@ async def test_an_agent_that_crashes_takes_no_try_of_those_beside_it(bench: NewA
     assert await desk.left_open() == []
 
 
-@pytest.mark.parametrize("kind", ["raises", "silent", "unnamed"])
-async def test_a_group_with_too_few_rollouts_left_is_dead_with_the_reason(bench: NewAgentBench, kind: str) -> None:
+async def test_a_group_with_too_few_rollouts_left_is_dead_with_the_reason(bench: NewAgentBench) -> None:
     desk = await bench("bad", rollout={"agent_tries": 2, "n_samples_per_prompt": 3})
-    with pytest.raises(HookFailed, match=BAD[kind]) as caught:
-        await desk.play(3, metadata={"bad": [kind, [0, 1]]})
-    assert (caught.value.field, caught.value.path) == ("rollout.agent", "tests.support.agents:bad")
-    assert "2 times in a row" in caught.value.reason
+    for number, kind in enumerate(("raises", "silent", "unnamed")):
+        with pytest.raises(HookFailed, match=BAD[kind]) as caught:
+            await desk.play(3, group=f"g{number:08d}", metadata={"bad": [kind, [0, 1]]})
+        assert (caught.value.field, caught.value.path) == ("rollout.agent", "tests.support.agents:bad")
+        assert "2 times in a row" in caught.value.reason
     assert await desk.left_open() == []
 
 
@@ -248,14 +240,7 @@ async def test_what_is_handed_on_counts_towards_a_complete_group(bench: NewAgent
     assert await desk.left_open() == []
 
 
-@pytest.mark.parametrize(
-    ("agent", "words"),
-    [
-        ("tests.support.agents:no_such", "cannot be imported"),
-        ("tests.support.agents:two_arguments", "expected a function of (data, base_url, api_key): too many positional arguments"),
-    ],
-)
-async def test_an_agent_that_cannot_be_called_is_refused_at_the_start(bench: NewAgentBench, agent: str, words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        await bench(rollout={"agent": agent})
-    assert caught.value.field == "rollout.agent" and words in caught.value.expected
+async def test_an_agent_that_cannot_be_called_is_refused_at_the_start(bench: NewAgentBench) -> None:
+    with pytest.raises(ConfigError, match=r"expected a function of \(data, base_url, api_key\): too many positional arguments") as caught:
+        await bench(rollout={"agent": "tests.support.agents:two_arguments"})
+    assert caught.value.field == "rollout.agent"

@@ -26,11 +26,6 @@ def child(code: str, site: Path | None = None, before: str = "") -> str:
     return done.stdout.strip()
 
 
-def test_nothing_is_launched_by_an_import() -> None:
-    code = "import multiprocessing\nprint('sglang' in sys.modules, multiprocessing.get_start_method(allow_none=True))"
-    assert child(code) == "False None"
-
-
 @pytest.mark.extra  # an engine that starts has imported it so
 def test_torchvision_is_whole() -> None:
     """transformers' image classes are imported through it."""
@@ -90,8 +85,13 @@ def test_operators_are_declared_where_there_is_no_extension(site: Path) -> None:
     assert child(IMPORTED, site) == "nms qnms"
 
 
-def test_kernels_can_be_defined_but_not_launched() -> None:
-    code = """
+STANDINS = """
+import multiprocessing
+print("sglang" in sys.modules, multiprocessing.get_start_method(allow_none=True))
+try:
+    import megatron.core
+except ImportError:
+    print("hidden")
 import triton, triton.language as tl
 from triton.runtime.autotuner import OutOfResources
 from triton.runtime.jit import KernelInterface
@@ -109,12 +109,6 @@ try:
 except TypeError as error:
     print(error)
 print(triton.cdiv(7, 2), triton.next_power_of_2(5), issubclass(OutOfResources, Exception))
-"""
-    assert child(code).splitlines() == ["'function' object is not subscriptable", "4 8 True"]
-
-
-def test_a_missing_kernel_says_what_is_missing() -> None:
-    code = """
 from sgl_kernel import silu_and_mul_cpu
 try:
     silu_and_mul_cpu()
@@ -125,13 +119,6 @@ try:
 except ImportError:
     print("CUDA names stay missing")
 """
-    first, second = child(code).splitlines()
-    assert first.startswith("sgl_kernel.silu_and_mul_cpu: PyPI has no CPU build")
-    assert second == "CUDA names stay missing"
-
-
-def test_the_trainers_library_is_hidden() -> None:
-    assert child("try:\n    import megatron.core\nexcept ImportError:\n    print('hidden')") == "hidden"
 
 
 ADAPTERS = """
@@ -160,5 +147,11 @@ print(len(info.weight_indices), len(bounds))
 """SGLang's bookkeeping of adapters in the graphs of decode steps."""
 
 
-def test_every_row_of_a_decode_graph_keeps_its_adapter_in_few_segments() -> None:
-    assert child(ADAPTERS).splitlines()[-1] == "40 41"  # 512 rows by 16, and one more for each of 8 adapters
+def test_stand_ins_and_adapters() -> None:
+    """An import launches nothing and hides the trainer's library; kernels can be defined and not launched; one that is missing says so.
+    Then every row of a decode graph keeps its adapter, in few segments: 512 rows by 16, and one more for each of 8 adapters."""
+    at_import, hidden, launched, helpers, missing, cuda, *_, segments = child(STANDINS + ADAPTERS).splitlines()
+    assert (at_import, hidden, launched) == ("False None", "hidden", "'function' object is not subscriptable")
+    assert helpers == "4 8 True"
+    assert missing.startswith("sgl_kernel.silu_and_mul_cpu: PyPI has no CPU build") and cuda == "CUDA names stay missing"
+    assert segments == "40 41"

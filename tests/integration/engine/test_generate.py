@@ -139,13 +139,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("message", REFUSED)
-async def test_what_would_harm_the_engine_is_not_sent(client: EngineClient, message: str) -> None:
-    with pytest.raises(InvalidRequest, match=message):
-        await client.generate_group([GenerationRequest([5], 4), REFUSED[message]], SAMPLING)
-
-
-async def test_a_group_is_checked_as_a_whole(client: EngineClient) -> None:
+async def test_what_would_harm_the_engine_is_not_sent_and_a_group_is_checked_as_a_whole(client: EngineClient) -> None:
+    for message, request in REFUSED.items():
+        with pytest.raises(InvalidRequest, match=message):
+            await client.generate_group([GenerationRequest([5], 4), request], SAMPLING)
     with pytest.raises(InvalidRequest, match="without requests"):
         await client.generate_group([], SAMPLING)
     with pytest.raises(InvalidRequest, match="twice"):

@@ -184,28 +184,3 @@ async def test_weights_from_another_engine(
     assert (await weights_state(overlapping_client)).digest == digest
     cards = {card.instance: card.state for card in await joiner.service.registry.alive("rollout")}
     assert cards == {"rollout-1": "ready", "rollout-2": "ready"}
-
-
-@pytest.mark.extra
-@pytest.mark.timeout(900)
-async def test_weights_that_are_not_the_trainers_are_not_taken_from_another_engine(
-    client: EngineClient, overlapping_client: EngineClient, checkpoint: Checkpoints, replica: NewReplica
-) -> None:
-    """The source says that it holds the live version, digest and all, and holds another."""
-    known = TensorFiles([checkpoint(1).path / "model.safetensors"]).digests()
-    source = await replica("rollout-1", client)
-    await client.update_weights_from_disk(str(checkpoint(2).path), 5)
-    digest = await client.adopt(5, known)
-    await source.replica.serve(5, digest)
-    joiner = await replica("rollout-2", overlapping_client)
-    bucket = joiner.service.subjects.weights_bucket
-    live = WeightsLive(version=5, replicas=["rollout-1"], seconds=1.0, bytes=1, digest=digest, at=time.time())
-    await joiner.service.bus.put(bucket, "live", live.encode())
-    await until(lambda: joiner.service.metrics.values.get("peer_weights_differ", 0) >= 1, "that what came was noticed", SECONDS)
-    assert joiner.replica.version == NO_WEIGHTS and not joiner.replica.serving
-    assert joiner.service.status().state in ("fenced", "catching up")
-
-    await client.update_weights_from_disk(str(checkpoint(1).path), 5)  # the very replica, had it not lied
-    await client.adopt(5, known)
-    await serving(joiner, 5)
-    await draws(overlapping_client, checkpoint(1), 5)

@@ -3,13 +3,11 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.generation import GenerationRequest
 from services.rollout.in_flight import Partial
@@ -18,47 +16,31 @@ from services.trainer.packing import pack
 from services.trainer.parallel import runtime
 from shared.schema.messages import Sampling
 from shared.schema.sample import Sample, SampleLimits, decode, encode
-from tests.integration.engine.conftest import running_engine
-from tests.support.tiny_model import PRINTABLE, character_tokenizer
+from tests.integration.engine.conftest import Checkpoint, Checkpoints, fresh_client, running_engine
 from tests.unit.trainer.megatron import rank_steps
-from tests.unit.trainer.megatron.tiny import VOCAB, make_checkpoint, sequences
+from tests.unit.trainer.megatron.tiny import sequences
 
-NEW_TOKENS = 60
-MOST_KEPT = 40
+NEW_TOKENS, VOCAB, MOST_KEPT = 60, 100, 90
 LIMITS = SampleLimits(VOCAB, log_probs_reader="this test reads them", kept=True)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    make_checkpoint("qwen3", path)
-    character_tokenizer(PRINTABLE[: VOCAB - 4]).save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def actor(model: Path) -> Iterator[Actor]:
-    yield rank_steps.actor(model, temperature=0.7)
+def actor(checkpoint: Checkpoints) -> Iterator[Actor]:
+    yield rank_steps.actor(checkpoint(0).path, temperature=0.7)
     runtime.stop()
 
 
 @pytest.fixture(scope="module")
-def min_p_engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+def min_p_engine(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """An engine whose requests have a min_p unless they say otherwise, as runs give it."""
     flags = {"preferred-sampling-params": '{"min_p": 0.05}', "sampling-mask-max-tokens": MOST_KEPT, "dtype": "float32"}
-    with running_engine(model, tmp_path_factory.mktemp("engine"), flags) as process:
+    with running_engine(checkpoint(0).path, tmp_path_factory.mktemp("engine"), flags) as process:
         yield process
 
 
-@pytest.fixture(scope="module")
-def whole_engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    with running_engine(model, tmp_path_factory.mktemp("engine"), {"dtype": "float32"}) as process:
-        yield process
-
-
-async def generated(engine: EngineProcess, settings: dict[str, Any], kept: int) -> list[Sample]:
+async def generated(engine: EngineProcess, checkpoint: Checkpoint, settings: dict[str, Any], kept: int) -> list[Sample]:
     """Samples in two pieces: the second continues from the first's tokens."""
-    async with await EngineClient.connect(engine.receiver) as client:
+    async with fresh_client(engine, checkpoint) as client:
         prompts = [prompt.int().numpy() for prompt in sequences(6, seed=5, longest=20)]
         partials = [Partial() for _ in prompts]
         for count in (NEW_TOKENS // 3, NEW_TOKENS - NEW_TOKENS // 3):
@@ -94,13 +76,14 @@ SETTINGS = {"top_p": {"top_p": 0.9}, "top_k": {"top_k": 20}, "all": {"top_p": 0.
 def test_the_ratio_at_equal_weights_is_that_of_a_run_without_truncation(
     name: str,
     actor: Actor,
-    whole_engine: EngineProcess,
+    engine: EngineProcess,
+    checkpoint: Checkpoints,
     request: pytest.FixtureRequest,
     record_property: Callable[[str, object], None],
 ) -> None:
-    engine: EngineProcess = request.getfixturevalue("min_p_engine") if name in ("min_p", "all") else whole_engine
-    samples = asyncio.run(generated(engine, SETTINGS.get(name, {}), MOST_KEPT))
-    plain = largest_ratio_gap(actor, asyncio.run(generated(whole_engine, {}, 0)), False)
+    sampling: EngineProcess = request.getfixturevalue("min_p_engine") if name in ("min_p", "all") else engine
+    samples = asyncio.run(generated(sampling, checkpoint(0), SETTINGS.get(name, {}), MOST_KEPT))
+    plain = largest_ratio_gap(actor, asyncio.run(generated(engine, checkpoint(0), {}, 0)), False)
     replayed, unrestricted = largest_ratio_gap(actor, samples, True), largest_ratio_gap(actor, samples, False)
     counts = np.concatenate([sample.kept.counts for sample in samples if sample.kept is not None])
     print(name, plain, replayed, unrestricted, counts.mean(), counts.max())

@@ -24,7 +24,7 @@ from shared.schema.messages import Sampling
 from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.digest import TensorDigest, decoded_digests, version_digest
 from shared.transfer.weight_checkpoint import LocalCheckpoint, WeightCheckpoint, WeightCheckpoints
-from tests.integration.engine.conftest import running_engine
+from tests.integration.engine.conftest import Checkpoints, running_engine
 from tests.support.tiny_model import PRINTABLE, character_tokenizer
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.tiny import VOCAB, make_checkpoint, pack, sequences
@@ -53,27 +53,26 @@ Engines = Callable[..., EngineProcess]
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    root = tmp_path_factory.mktemp("checkpoints")
-    for kind in ("qwen3", "qwen3_moe"):
-        make_checkpoint(kind, root / kind)
-        character_tokenizer(PRINTABLE[: VOCAB - 4]).save_pretrained(root / kind)
-    return lambda kind: root / kind
+def checkpoints(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    moe = tmp_path_factory.mktemp("checkpoints")
+    make_checkpoint("qwen3_moe", moe)
+    character_tokenizer(PRINTABLE[: VOCAB - 4]).save_pretrained(moe)
+    return {"qwen3": checkpoint(0).path, "qwen3_moe": moe}
 
 
 @pytest.fixture(scope="module")
-def engines(checkpoints: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+def engines(engine: EngineProcess, checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     """``engines(kind, number)``: one of those that serve the checkpoint of that kind, started when it is first asked for."""
-    running: dict[tuple[str, int], EngineProcess] = {}
+    running = {("qwen3", 0): engine}
     with ExitStack() as stack:
 
-        def engine(kind: str, number: int = 0) -> EngineProcess:
+        def started(kind: str, number: int = 0) -> EngineProcess:
             if (kind, number) not in running:
-                process = stack.enter_context(running_engine(checkpoints(kind), tmp_path_factory.mktemp(kind), {}))
+                process = stack.enter_context(running_engine(checkpoints[kind], tmp_path_factory.mktemp(kind), {}))
                 running[kind, number] = process
             return running[kind, number]
 
-        yield engine
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +88,13 @@ async def test_log_probs_are_the_trainers(
     layout: dict[str, Any],
     carried_by: ChannelKind,
     then: Then,
-    checkpoints: Callable[[str], Path],
+    checkpoints: dict[str, Path],
     engines: Engines,
     ranks: World,
     tmp_path: Path,
 ) -> None:
-    async with connected(await asyncio.to_thread(engines, kind)) as client:
-        trainer = asyncio.create_task(asyncio.to_thread(ranks.run, trained, checkpoints(kind), layout, carried_by, tmp_path))
+    async with connected(await asyncio.to_thread(engines, kind), checkpoints[kind]) as client:
+        trainer = asyncio.create_task(asyncio.to_thread(ranks.run, trained, checkpoints[kind], layout, carried_by, tmp_path))
         channels = [WeightChannelAddress.model_validate(channel) for channel in await said(tmp_path, "channels", trainer)]
         assert [channel.kind for channel in channels] == [carried_by] * layout.get("pipeline_model_parallel_size", 1)
         await client.join_channels(channels, 1)
@@ -112,7 +111,7 @@ async def test_log_probs_are_the_trainers(
         await client.update_weights_from_disk(str(link.path), DELTA)
         assert await client.adopt(DELTA, link.tensors) == digest["snapshot"]
         if then == "peer":
-            async with connected(await asyncio.to_thread(engines, kind, 1)) as joiner:
+            async with connected(await asyncio.to_thread(engines, kind, 1), checkpoints[kind]) as joiner:
                 assert await transferred(joiner, client) == digest["snapshot"]
                 loaded = await draw(joiner, tmp_path, "loaded")
         else:
@@ -128,10 +127,10 @@ async def test_log_probs_are_the_trainers(
 
 
 @asynccontextmanager
-async def connected(engine: EngineProcess) -> AsyncIterator[EngineClient]:
-    assert engine.receiver is not None  # it was started
+async def connected(engine: EngineProcess, model: Path) -> AsyncIterator[EngineClient]:
     async with await EngineClient.connect(engine.receiver) as client:
         await client.open_receivers()
+        await client.update_weights_from_disk(str(model), 0)
         yield client
 
 

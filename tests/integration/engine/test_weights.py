@@ -107,22 +107,6 @@ async def test_two_pushes_into_one_sample(client: EngineClient, pusher: Pusher, 
         assert all(left.end == right.start for left, right in zip(generation.spans, generation.spans[1:], strict=False))
 
 
-async def test_a_source_that_dies_between_two_buckets(client: EngineClient, checkpoint: Checkpoints) -> None:
-    """The engine says so at once, and whether it has some of the weights by then; it takes the whole over other channels."""
-    before = (await weights_state(client)).digest
-    everything = parameters(checkpoint(1).model)
-    async with Pusher.over(client, names=[name()]) as pusher, generating(client, 2) as running:
-        await client.pause("in_place")
-        with pytest.raises(ReceiverError, match=r"rank 0: .*channel-\d+ at 127.0.0.1:\d+") as broken:
-            await pusher.send(everything, 1, only=slice(2), then=WeightsGroup.die)
-        assert (await weights_state(client)).digest == ("" if broken.value.touched else before)
-        await client.resume()
-        await running.task  # the engine continues with what it has: what it draws is discarded where the replica is fenced
-    async with Pusher.over(client, names=[name()]) as pusher:
-        await pusher.push(everything, 1)
-    await serves(client, checkpoint, 1, 1)
-
-
 @pytest.mark.parametrize("sent", [0, 2])
 async def test_a_source_that_falls_silent(client: EngineClient, checkpoint: Checkpoints, sent: int) -> None:
     """It lives, but sends no more: the engine gives up at the deadline and continues, with what it had if nothing had come yet."""
@@ -196,33 +180,6 @@ async def test_engines_side_by_side(client: EngineClient, overlapping_client: En
         assert {one.digest for one in taken} == {pusher.digest}
         await serves(client, checkpoint, 1, 1)
         await serves(overlapping_client, checkpoint, 1, 1)
-
-
-@pytest.fixture
-def engine_of_two(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineProcess]:
-    """An engine whose model is cut in two."""
-    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")  # the core of each; SGLang wants to be told where there is one NUMA node
-    with running_engine(checkpoint(0).path, tmp_path, {"tp-size": 2}) as process:
-        yield process
-
-
-@pytest.mark.extra
-async def test_an_engine_of_two_ranks(engine_of_two: EngineProcess, checkpoint: Checkpoints) -> None:
-    """Each receives the whole and keeps its part."""
-    channel = WeightsGroup(name(), 3)
-    async with fresh_client(engine_of_two, checkpoint(0)) as client:
-        assert client.capabilities.ranks == 2
-        await client.join_channels([channel.address], 1, timeout=JOIN_SECONDS)
-        await asyncio.to_thread(channel.join, JOIN_SECONDS)
-        pusher = Pusher([client], [channel])
-        for version in (1, 2):
-            (taken,) = await pusher.push(checkpoint(version).model, version)
-            assert taken.digest == pusher.digest
-        (checked,) = await pusher.send(pusher.sent, 2, check=True)
-        assert checked.differences == {}
-        await serves(client, checkpoint, 2, 2)
-        await client.leave_channels()
-    channel.die()
 
 
 @pytest.fixture
@@ -308,12 +265,6 @@ async def test_what_was_loaded_by_other_means(client: EngineClient, pusher: Push
     assert (state.version, state.digest) == (2, digest.version_digest(known))
     await pusher.push({"model.norm.weight": checkpoint(2).model.model.norm.weight}, 3)
     assert (await weights_state(client)).digest == pusher.digest
-
-
-async def test_load_from_disk(client: EngineClient, checkpoint: Checkpoints) -> None:
-    await client.update_weights_from_disk(str(checkpoint(2).path), 3)
-    assert await served_version(client) == "3"
-    await serves(client, checkpoint, 2, 3)
 
 
 async def test_load_from_a_place_without_weights(client: EngineClient, checkpoint: Checkpoints) -> None:

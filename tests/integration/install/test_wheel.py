@@ -112,8 +112,6 @@ def test_all_that_needs_no_torch_imports_beside_foreign_packages(installed: Path
     [
         (["-m", "myxo", "--version"], 0, "myxo 0."),
         (["-m", "myxo", "quickstart", "--help"], 0, "No GPU, no checkout"),
-        (["-m", "myxo", "flags", "tensor-model-parallel"], 0, "tensor-model-parallel"),
-        (["-m", "myxo", "simulate", "--help"], 0, "staleness"),
         (["-m", "myxo.services.buffer"], 2, "NATS_URL"),
     ],
 )
