@@ -133,10 +133,6 @@ async def ranks(args: Arguments, samples: list[HookSample]) -> list[float]:
     return [float(order.index(len(sample.response))) for sample in samples]
 
 
-def one_too_few(args: Arguments, samples: list[HookSample]) -> list[float]:
-    return [1.0] * (len(samples) - 1)
-
-
 def sample_or_rollout(args: Arguments, given: HookSample | list[HookSample]) -> float | list[float]:
     """As slime calls a function of a run that fans out: a list for a rollout that gave several samples."""
     return [float(len(given))] * len(given) if isinstance(given, list) else 1.0
@@ -150,10 +146,6 @@ def keep_long(args: Arguments, group: list[HookSample], **_: Any) -> DynamicFilt
 
 def keep_by_numpy(args: Arguments, group: list[HookSample]) -> Any:
     return np.std([sample.get_reward_value(args) for sample in group]) > 0
-
-
-def keep_forgotten(args: Arguments, group: list[HookSample]) -> None:
-    return None
 
 
 def remove_shortest(args: Arguments, groups: list[list[HookSample]]) -> None:
@@ -183,13 +175,3 @@ def write_down(args: Arguments, all_groups: list[list[HookSample]], data_source:
         for group in all_groups:
             samples = [[sample.response, sample.get_reward_value(args), sample.remove_sample] for sample in group]
             file.write(json.dumps({"group": group[0].group_index, "samples": samples}) + "\n")
-
-
-def waits_to_be_told(args: Arguments, sample: HookSample, **_: Any) -> float:
-    """Notes its process in the file that the label names, and waits until there is another beside it."""
-    assert sample.label is not None
-    note = Path(sample.label)
-    note.write_text(str(os.getpid()))
-    while not note.with_suffix(".told").exists():
-        time.sleep(0.02)
-    return 1.0

@@ -77,14 +77,6 @@ async def test_a_receiver_that_is_away_costs_the_run_nothing(new_run: NewRun, mo
         assert buffer.words().count("traces_not_exported") == 1
 
 
-async def test_what_is_wrong_with_the_endpoint_is_said_at_the_start(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "collector:4318")
-    player = await new_run()
-    with player.launch() as buffer:
-        assert buffer.process.wait(60) == 2
-        assert VARIABLE in buffer.words() and "collector:4318" in buffer.words()
-
-
 async def test_the_lag_counts_what_waits_and_what_workers_have(new_run: NewRun) -> None:
     player = await new_run(rollout={"max_staleness": 0})
     train, evaluate = (task_consumer(player.names.run, player.config.bus, kind).name for kind in (TRAIN, EVAL))

@@ -81,6 +81,8 @@ async def test_a_full_queue_is_a_named_error_and_work_waits_for_room(bus: Bus, r
         await bus.publish(subject, failed(-1), deadline=0.3)
     assert not str(bus.full)
     bus.full.patience_s = 60.0
+    with pytest.raises(StreamFull):  # what is no work does not wait
+        await bus.publish(subject, failed(-1), deadline=0.3, hold=False)
     waiting = asyncio.create_task(bus.publish(subject, failed(-1), msg_id="late", deadline=0.3))
     await until(lambda: str(bus.full), "the wait to be told")
     assert "maximum bytes exceeded" in str(bus.full) and "given up after 60 s" in str(bus.full)
@@ -99,15 +101,6 @@ async def test_a_full_queue_is_a_named_error_and_work_waits_for_room(bus: Bus, r
     await asyncio.wait_for(waiting, 30)
     assert not str(bus.full)
     assert {f"g{number}" for number in range(taken)} <= set(seen), "nothing was lost"
-
-
-async def test_a_message_that_is_not_work_does_not_wait(bus: Bus, run_name: str, tmp_path: Path) -> None:
-    await streams.create(bus, run_config(tmp_path, run={"name": run_name}, bus={"max_queued_bytes": SMALL}))
-    subject = Subjects(run_name).task(TRAIN)
-    await fill(bus, subject)
-    bus.full.patience_s = 60.0
-    with pytest.raises(StreamFull):
-        await bus.publish(subject, failed(-1), deadline=0.3, hold=False)
 
 
 async def test_a_full_bucket_is_the_same_error(

@@ -248,7 +248,7 @@ async def test_nobody_listens_and_the_asker_says_whom_it_waited_for(bus: Bus, ru
 
 async def test_a_patient_asker_waits_for_the_service_to_come(bus: Bus, run_name: str) -> None:
     asking = asyncio.create_task(
-        bus.request(f"{run_name}.ask", BatchRequest(step=5, version=0), Durable, deadline=60, awaited_from="the echo"),
+        bus.request(f"{run_name}.ask", BatchRequest(step=5, version=0), Durable, deadline=60, awaited_from="the echo")
     )
     await asyncio.sleep(0.5)
     assert not asking.done()

@@ -52,10 +52,7 @@ READERS: dict[str, tuple[Reader, ...]] = {
     ),
     "config/store": (lambda bus, config: runs.store_url(bus, config.run.name),),
     "config/vocabulary": (lambda bus, config: runs.vocabulary(bus, config.run.name),),
-    "config/phase": (
-        lambda bus, config: runs.phase_and_reason(bus, config.run.name),
-        lambda bus, config: runs.create(bus, config, None),
-    ),
+    "config/phase": (lambda bus, config: runs.phase_and_reason(bus, config.run.name), lambda bus, config: runs.create(bus, config, None)),
     "weights/live": (lambda bus, config: runs.live_version(bus, config.run.name),),
     "weights/snapshot": (lambda bus, config: runs.create(bus, moved(config), None),),
     "leases/buffer": (lambda bus, config: read_lease(bus, config.run.name, "buffer", 5.0),),

@@ -69,9 +69,7 @@ async def test_a_lease_of_a_process_that_is_dead_is_taken_at_once(bus: Bus, run:
     if sys.platform != "linux":
         pytest.skip("nobody can tell elsewhere")
     said = subprocess.run(
-        [sys.executable, "-c", "from shared.runtime.host import process_mark; print(process_mark())"],
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", "from shared.runtime.host import process_mark; print(process_mark())"], capture_output=True, text=True
     )
     dead = LeaseStatus(holder="dead", term="t", mark=said.stdout.strip(), at=time.time())
     await bus.put(Subjects(run.run.name).leases_bucket, "job", dead.encode())

@@ -137,30 +137,6 @@ async def test_the_pages_follow_the_run(bus: Bus, run_name: str, nats: EmbeddedN
             assert refused.status_code == 422 and "window" in refused.text
 
 
-@pytest.mark.extra
-async def test_what_was_known_is_shown_while_the_bus_is_away(
-    mortal_nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tmp_path: Path, crash: Callable[[EmbeddedNats], None]
-) -> None:
-    bus = await Bus.connect(mortal_nats.url, "test")
-    try:
-        await runs.create(bus, run_config(tmp_path, run={"name": run_name}), valkey.url)
-        await append(bus, run_name, *step(0, time.time() - 60), *step(1, time.time() - 50))
-        async with console_of(run_name, mortal_nats.url, valkey.url, tmp_path) as console:
-            await console.until("flow", lambda flow: flow["ages"]["tokens"] == {"0": 80})
-            crash(mortal_nats)
-            health = await console.until(
-                "health", lambda health: health["alarms"] and health["alarms"][0]["title"].startswith("NATS is away")
-            )
-            assert health["alarms"][0]["remedy"]
-            assert (await console.get("flow")).json()["ages"]["tokens"] == {"0": 80}
-            await asyncio.to_thread(mortal_nats.start)
-            await append(bus, run_name, *step(2, time.time() - 40))
-            await console.until("flow", lambda flow: flow["ages"]["tokens"] == {"0": 120})
-            await console.until("health", lambda health: not any("NATS" in alarm["title"] for alarm in health["alarms"]))
-    finally:
-        await bus.close()
-
-
 async def test_a_run_of_which_only_the_directory_is_left_says_so(run_name: str, valkey: EmbeddedValkey, tmp_path: Path) -> None:
     async with console_of(run_name, None, valkey.url, tmp_path) as console:
         for page in ("flow", "health"):

@@ -175,9 +175,8 @@ async def test_a_directory_alone(config: RunConfig) -> None:
         ]
 
 
-@pytest.mark.parametrize(
-    ("query", "status", "named"),
-    [
+async def test_bad_questions_are_refused_with_the_name_of_the_parameter(config: RunConfig) -> None:
+    wrong: list[tuple[list[tuple[str, str]], int, str]] = [
         ([], 422, "tag"),
         ([("tag", "a"), ("points", "1")], 422, "points"),
         ([("tag", "a"), ("window", "0")], 422, "window"),
@@ -187,14 +186,11 @@ async def test_a_directory_alone(config: RunConfig) -> None:
         ([("tag", "a"), *(("run", f"r{index}") for index in range(8))], 422, "run"),
         ([("tag", "a"), ("run", "../beside")], 404, "run"),
         ([("tag", "a"), ("run", "")], 404, "run"),
-    ],
-)
-async def test_bad_questions_are_refused_with_the_name_of_the_parameter(
-    config: RunConfig, query: list[tuple[str, str]], status: int, named: str
-) -> None:
+    ]
     async with served(RunSource(config.run.name, None, None, directory_of(config))) as get:
-        found, told = await get("run/curves", *query)
-        assert found == status and named in json.dumps(told["detail"])
+        for query, status, named in wrong:
+            found, told = await get("run/curves", *query)
+            assert found == status and named in json.dumps(told["detail"]), query
 
 
 async def test_a_run_that_is_begun_anew_is_read_from_its_beginning(nats: EmbeddedNats, valkey: EmbeddedValkey, tmp_path: Path) -> None:

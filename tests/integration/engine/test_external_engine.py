@@ -227,12 +227,7 @@ def test_unknown_fields_and_older_names_are_taken(altered: str, checkpoint: Chec
 
 @pytest.mark.extra
 async def test_its_death_costs_no_group(
-    stock: StockEngine,
-    checkpoint: Checkpoints,
-    nats: EmbeddedNats,
-    valkey: EmbeddedValkey,
-    run_name: str,
-    tmp_path: Path,
+    stock: StockEngine, checkpoint: Checkpoints, nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tmp_path: Path
 ) -> None:
     """A group in its hands goes back to the buffer as interrupted, not as failed; it serves again once it has the version again."""
     config = config_of(tmp_path, checkpoint(0).path, stock.url, run={"name": run_name})

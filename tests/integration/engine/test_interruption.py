@@ -58,10 +58,7 @@ def stored(payload: Payload | None) -> Payload:
     return payload
 
 
-@pytest.mark.parametrize(
-    ("policy", "stopped"),
-    [("drop", True), ("mask", False), pytest.param("continue", False, marks=pytest.mark.extra)],
-)
+@pytest.mark.parametrize(("policy", "stopped"), [("drop", True), ("mask", False), pytest.param("continue", False, marks=pytest.mark.extra)])
 async def test_a_generation_over_the_bound_is_stopped_where_nothing_of_it_would_be_trained(
     new_bench: NewBench, policy: str, stopped: bool
 ) -> None:

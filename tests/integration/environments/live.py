@@ -35,11 +35,7 @@ class EnvironmentProcess:
         """Starts it (again)."""
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
-                with_parent(self._command),
-                env={**os.environ, **self._environment},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                with_parent(self._command), env={**os.environ, **self._environment}, stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
 
     def kill(self) -> None:

@@ -54,10 +54,7 @@ def test_what_a_config_names_and_is_not_there(myxo: Myxo, config_file: ConfigFil
         (("--eval-prompt-data", f"{heldout}*2"), "demonstrations are all used, each once"),
         (("--data-source", "no_such_package.prompts:make"), "(data.data_source) = 'no_such_package.prompts:make': cannot be imported"),
         (("--agent-command", "no-such-agent --steps 3"), "= ['no-such-agent', '--steps', '3']: a program that this machine has"),
-        (
-            ("--custom-rm-path", "tests.support.reward_hooks:absent"),
-            "(reward.custom_rm_path) = 'tests.support.reward_hooks:absent'",
-        ),
+        (("--custom-rm-path", "tests.support.reward_hooks:absent"), "(reward.custom_rm_path) = 'tests.support.reward_hooks:absent'"),
         (("--rm-type", "graderr", "--environments", "{'grader': 'nats:grader'}"), "or environment; did you mean grader?"),
     ):
         assert told in refused(myxo, "up", config, *words)

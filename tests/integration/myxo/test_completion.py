@@ -21,12 +21,7 @@ def script(tmp_path: Path, myxo: Myxo) -> Path:
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [
-        (["sta"], "status"),
-        (["up", "--max-stal"], "--max-staleness"),
-        (["audit", "--js"], "--json"),
-        (["completion", "fi"], "fish"),
-    ],
+    [(["sta"], "status"), (["up", "--max-stal"], "--max-staleness"), (["audit", "--js"], "--json"), (["completion", "fi"], "fish")],
 )
 def test_bash_completes(script: Path, words: Sequence[str], expected: str) -> None:
     typed = f"COMP_WORDS=(myxo {' '.join(words)}); COMP_CWORD={len(words)}"

@@ -97,19 +97,20 @@ def test_a_configs_faults(tmp_path: Path, config_file: Callable[..., Path]) -> N
     assert state(found, "config", "prompt_data", "/nowhere.jsonl") == "fault"
 
 
-def test_faults_of_packages_limits_and_directories(tmp_path: Path, mounted: None) -> None:
+def test_faults_of_packages_limits_directories_and_drivers(tmp_path: Path, mounted: None) -> None:
     old = tmp_path / "packages" / "msgpack-0.1.dist-info"
     old.mkdir(parents=True)
     (old / "METADATA").write_text("Metadata-Version: 2.1\nName: msgpack\nVersion: 0.1\n")
     runs = tmp_path / "runs"
     runs.mkdir()
-    mounts = ["--ro-bind", runs, runs, "--dev-bind", "/dev/null", nats_binary()]
+    mounts = ["--dev", "/dev", "--dev-bind", "/dev/null", "/dev/nvidia0", "--ro-bind", runs, runs, "--dev-bind", "/dev/null", nats_binary()]
     environment = {"PYTHONPATH": str(old.parent), "PATH": "/nowhere"}
     found = doctor(["--dir", runs], mounts, environment, lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)))
     assert state(found, "packages", "msgpack 0.1", ">=1.1") == "fault"
     assert state(found, "nats", "nats-server is not installed") == "fault"
     assert state(found, "disk", str(runs), "cannot be written") == "fault"
     assert state(found, "open files", "256") == "fault"
+    assert state(found, "gpus", "nvidia-smi is not on PATH") == "fault"
 
 
 def test_faults_of_memory_disk_and_namespaces(tmp_path: Path, mounted: None) -> None:
@@ -145,11 +146,6 @@ def test_faults_of_gpus(tmp_path: Path, mounted: None, errors: str) -> None:
     else:
         assert state(found, "gpus", "3 memory errors") == "fault"
         assert state(found, "torch", "CPUs alone", "1 GPUs") == "fault"
-
-
-def test_a_gpu_without_a_driver(tmp_path: Path, mounted: None) -> None:
-    mounts = ["--dev", "/dev", "--dev-bind", "/dev/null", "/dev/nvidia0"]
-    assert state(doctor(["--dir", tmp_path], mounts, {"PATH": "/nowhere"}), "gpus", "nvidia-smi is not on PATH") == "fault"
 
 
 def test_servers_that_do_not_answer(tmp_path: Path) -> None:

@@ -65,12 +65,7 @@ WRONG = [
         ("own:f: gave a str; expected a sample or None", "a run calls async f(args, sample, sampling_params)"),
     ),
     Wrong("gives nothing", RM, "def f(args, sample):\n    pass", ("own.py:1", "expected a finite number", CALLED)),
-    Wrong(
-        "no reward among the names",
-        RM,
-        "def f(args, sample):\n    return {'right': 1}",
-        ("own.py:1", "reward_key says", CALLED),
-    ),
+    Wrong("no reward among the names", RM, "def f(args, sample):\n    return {'right': 1}", ("own.py:1", "reward_key says", CALLED)),
     Wrong(
         "a coroutine is not awaited",
         RM,

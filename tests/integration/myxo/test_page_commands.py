@@ -46,7 +46,7 @@ TINY = [
 """What makes a run of the quick start's config as small as it can be; flags win that come last."""
 
 
-FINISHED = "--no-console --rollout-batch-size 8 --n-samples-per-prompt 4 --eval-prompt-data 'runs/quickstart/data/heldout.jsonl@[0:16]'"
+FINISHED = "--no-console --rollout-batch-size 7 --n-samples-per-prompt 4 --eval-prompt-data 'runs/quickstart/data/heldout.jsonl@[0:8]'"
 """Flags of the finished run: it has as many steps as the quick start, and as many groups as pages name, but no more."""
 
 
@@ -209,8 +209,7 @@ def answers(url: str) -> bool:
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.extra(each=True) if name in SELDOM else ()) for name in NAMES if KINDS[name] & set(IN_CI)],
+    "name", [pytest.param(name, marks=pytest.mark.extra(each=True) if name in SELDOM else ()) for name in NAMES if KINDS[name] & set(IN_CI)]
 )
 def test_the_commands_of_a_page_run(name: str, checkout: Path) -> None:
     assert Page(name, checkout).run(IN_CI)

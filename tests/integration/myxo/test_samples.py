@@ -138,10 +138,9 @@ def check_sample(myxo: Myxo, run: str | Path, *more: str | Path, environment: di
         assert entry["versions"] == made.versions().tolist()
 
 
-@pytest.fixture
-def stopped_run(tmp_path: Path) -> RunConfig:
+def stopped(directory: Path) -> RunConfig:
     """A run that once ran on this machine and does not any more."""
-    config = run_config(tmp_path)
+    config = run_config(directory)
 
     async def make() -> None:
         async with embedded(config) as (bus, store, servers):
@@ -149,6 +148,12 @@ def stopped_run(tmp_path: Path) -> RunConfig:
 
     asyncio.run(make())
     return config
+
+
+@pytest.fixture(scope="module")
+def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """One that tests only read."""
+    return stopped(tmp_path_factory.mktemp("stopped"))
 
 
 def test_a_stopped_run(myxo: Myxo, stopped_run: RunConfig) -> None:
@@ -256,10 +261,11 @@ def keep(config: RunConfig, number: int, status: str = "trained", **fields: obje
     return record
 
 
-def test_what_the_store_has_freed_is_read_from_the_kept_responses(myxo: Myxo, stopped_run: RunConfig) -> None:
-    root = stopped_run.run.root
-    keep(stopped_run, 0)
-    keep(stopped_run, 3, "dead", step=None, reason="reward-0: the verifier hung", samples=[])
+def test_what_the_store_has_freed_is_read_from_the_kept_responses(myxo: Myxo, tmp_path: Path) -> None:
+    run = stopped(tmp_path)
+    root = run.run.root
+    keep(run, 0)
+    keep(run, 3, "dead", step=None, reason="reward-0: the verifier hung", samples=[])
     code, out, err = myxo.run("samples", root, "g0")
     assert (code, err) == (0, "")
     for part in ("the answer of 0/0", "the answer of 0/1", "prompt 0", "trained at step 0", "admitted while version 0 was live"):

@@ -125,22 +125,6 @@ ANOTHER_ERROR = "import random; raise SystemExit(''.join(random.choices('ghijklm
 """A service that dies of something else each time."""
 
 
-def test_waits_grow_while_it_keeps_dying(supervise: Callable[..., Supervisor]) -> None:
-    supervisor = supervise(spec(ANOTHER_ERROR))
-    waits: list[float] = []
-
-    def given_up() -> bool:
-        now = time.monotonic()
-        verdict = supervisor.tick(now)
-        (status,) = supervisor.statuses(now)
-        if status.due_in is not None and status.restarts == len(waits):
-            waits.append(status.due_in)
-        return verdict is not None
-
-    wait_for("the verdict", given_up)
-    assert waits == pytest.approx([0.05, 0.1, 0.2])
-
-
 def test_a_hopeless_service_is_given_up_with_its_last_words(supervise: Callable[..., Supervisor], tmp_path: Path) -> None:
     supervisor = supervise(spec(ANOTHER_ERROR))
     verdict = ticks_until(supervisor, lambda: False)
@@ -223,17 +207,6 @@ def test_a_clean_exit_before_the_end_is_a_death_too(supervise: Callable[..., Sup
     assert ticks_until(supervisor, lambda: restarts(supervisor)["trainer-0"] == 1) is None
 
 
-def test_what_a_dead_service_started_dies_with_it(supervise: Callable[..., Supervisor], tmp_path: Path) -> None:
-    supervisor = supervise(spec(GRANDCHILD))
-    log = tmp_path / "trainer-0.log"
-    wait_for("the grandchild", lambda: log.read_text().strip())
-    grandchild = int(log.read_text())
-    assert alive(grandchild)
-    os.kill(supervisor.statuses(time.monotonic())[0].pid, signal.SIGKILL)
-    assert ticks_until(supervisor, lambda: restarts(supervisor)["trainer-0"] == 1) is None
-    wait_for("the grandchild's end", lambda: not alive(grandchild))
-
-
 def test_who_does_not_stop_is_killed_with_all_it_started(supervise: Callable[..., Supervisor], tmp_path: Path) -> None:
     stubborn = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{GRANDCHILD}"
     supervisor = supervise(spec(stubborn), spec(SLEEP, "buffer-0"))
@@ -256,25 +229,6 @@ def test_last_words_are_of_this_life(tmp_path: Path) -> None:
     assert child.exit_code() == 0
     assert child.last_lines(2) == ["two", "three"]
     assert child.last_lines(10) == ["one", "two", "three"]
-
-
-def test_a_child_dies_with_its_launcher(tmp_path: Path) -> None:
-    """The launcher's own end by kill -9 leaves nothing behind."""
-    code = (
-        "import pathlib, sys, time\n"
-        "from shared.process.child_process import ChildProcess\n"
-        f"command = [sys.executable, '-c', {SLEEP!r}]\n"
-        f"child = ChildProcess('trainer-0', command, pathlib.Path({str(tmp_path)!r}) / 'x.log')\n"
-        "print(child.pid, flush=True)\n"
-        "time.sleep(600)"
-    )
-    launcher = ChildProcess("launcher-0", [sys.executable, "-c", code], tmp_path / "launcher-0.log")
-    wait_for("the child", lambda: (tmp_path / "launcher-0.log").read_text().strip())
-    pid = int((tmp_path / "launcher-0.log").read_text())
-    assert alive(pid)
-    os.kill(launcher.pid, signal.SIGKILL)
-    wait_for("the child's end", lambda: not alive(pid))
-    assert launcher.exit_code() == -signal.SIGKILL
 
 
 def test_a_process_that_a_signal_has_stopped_is_frozen_although_a_child_of_its_own_is_heard(supervise: Callable[..., Supervisor]) -> None:

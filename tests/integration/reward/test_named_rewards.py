@@ -26,24 +26,6 @@ async def scored(desk: Bench, group: str = "g0") -> Scored:
     return outcome
 
 
-@pytest.mark.parametrize(
-    ("name", "texts", "rewards"),
-    [
-        ("math", ["I guess 42.", BOXED], [0.0, 1.0]),
-        ("deepscaler", [BOXED, f"<think>7</think>{BOXED}"], [0.0, 1.0]),
-        ("dapo", ["42", "Answer: 42"], [-1.0, 1.0]),
-        ("boxed_f1", ["it is 42", BOXED], [0.0, 1.0]),
-    ],
-)
-async def test_a_reward_by_name_is_slimes(bench: NewBench, name: str, texts: list[str], rewards: list[float]) -> None:
-    desk = await bench(reward={"rm_type": name})
-    await desk.serve()
-    await desk.generated("g0", *texts)
-    outcome = await scored(desk)
-    assert (outcome.rewards, outcome.environment) == (rewards, name)
-    assert outcome.parts == (({"score": -1.0, "acc": 0.0}, {"score": 1.0, "acc": 1.0}) if name == "dapo" else ())
-
-
 async def test_a_sample_may_name_its_own_reward_and_the_key_may_be_another_for_held_out_prompts(bench: NewBench) -> None:
     desk = await bench(reward={"rm_type": "dapo", "reward_key": "acc", "eval_reward_key": "score"}, eval={"eval_prompt_data": "held.jsonl"})
     await desk.serve()
@@ -79,24 +61,22 @@ async def test_a_remote_reward_gets_what_slime_sends_and_is_asked_again(bench: N
         assert server.asked == [{"prompt": "40+2=", "response": "abc", "label": {"answer": [42]}}] * 2
 
 
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
+async def test_a_remote_reward_that_fails_is_named(bench: NewBench) -> None:
+    failing: list[tuple[Any, str]] = [
         (web.Response(status=500, text="out of memory"), "answered with HTTP 500: out of memory"),
         (web.Response(status=302, headers={"Location": "/elsewhere"}), "answered with HTTP 302"),
         (web.Response(text="1.0 points"), "expected JSON"),
         ("1.0", "a reward is '1.0'; expected a finite number"),
         ({"score": 1.0}, "no reward is named reward; there are score"),
         ({"error": "overloaded"}, "it answered {'error': 'overloaded'}"),
-    ],
-)
-async def test_a_remote_reward_that_fails_is_named(bench: NewBench, answer: Any, words: str) -> None:
-    async with http_server(lambda asked, number: answer) as server:
+    ]
+    async with http_server(lambda asked, number: failing[number][0]) as server:
         desk = await bench(reward={"rm_type": "remote_rm", "rm_url": server.url.replace("//", "//me:hush@"), "rm_tries": 1})
         await desk.serve()
-        await desk.generated("g0", "abc")
-        said = await desk.failure("g0")
-        assert said.startswith(f"remote_rm at {server.url}: ") and words in said
+        for number, (_, words) in enumerate(failing):
+            await desk.generated(f"g{number}", "abc")
+            said = await desk.failure(f"g{number}")
+            assert said.startswith(f"remote_rm at {server.url}: ") and words in said
 
 
 async def test_weighted_rewards_are_added_up_and_stand_beside_their_sum(bench: NewBench) -> None:
@@ -108,20 +88,6 @@ async def test_weighted_rewards_are_added_up_and_stand_beside_their_sum(bench: N
         outcome = await scored(desk)
         assert outcome.rewards == pytest.approx([1.0 + 0.25 - 0.1 + 1.0, 0.1 + 1.0])
         assert outcome.parts[0] == {"math": 1.0, "boxed_f1": 1.0, "dapo": -1.0, "remote_rm": 0.5, "dapo.score": -1.0, "dapo.acc": 0.0}
-
-
-async def test_a_function_may_be_one_of_several_rewards(bench: NewBench) -> None:
-    reward = {
-        "rm_type": "weighted",
-        "reward_weights": {"exact": 1.0, "custom_rm": -0.5},
-        "custom_rm_path": "tests.support.reward_hooks:length",
-    }
-    desk = await bench(reward=reward)
-    await desk.serve()
-    await desk.generated("g0", "42", "four")
-    outcome = await scored(desk)
-    assert outcome.rewards == [1.0 - 1.0, 0.0 - 2.0]
-    assert outcome.parts == ({"exact": 1.0, "custom_rm": 2.0}, {"exact": 0.0, "custom_rm": 4.0})
 
 
 def verdict(text: str, **more: Any) -> dict[str, Any]:
