@@ -12,7 +12,8 @@ from structlog.testing import capture_logs
 from examples.hooks import arithmetic
 from shared.runtime.errors import ConfigError
 from shared.schema import sample
-from shared.schema.messages import Failed, Interrupted, Sampling
+from shared.schema.messages import Failed, Generated, Interrupted, Sampling
+from shared.schema.sample import Sample
 from tests.integration.engine.bench import PROMPT, Bench, NewBench
 from tests.integration.engine.conftest import Checkpoints
 from tests.integration.engine.hall import NewHall
@@ -118,14 +119,16 @@ async def test_what_does_not_fit_costs_its_group_with_the_reason(bench: NewBench
             assert {line["log_level"] for line in logs if REFUSED[function].partition(";")[0] in line.get("error", "")} == {"error"}
 
 
-async def test_what_functions_give_is_kept(bench: NewBench) -> None:
-    """A turn that is masked out is the model's own all the same; one rollout may give several samples; failures and aborts are tried again;
-    what users of slime give is taken as it is."""
-    desk = await bench("of_label")
-    given = {"masked_as_stale": 1, "fanned_out": 2, "failing_once": 2, "of_other_enums": 1}
+async def played(desk: Bench, given: dict[str, int]) -> dict[str, tuple[Generated, list[Sample]]]:
+    """Groups of so many rollouts each, by the function that made them."""
     for number, (function, n) in enumerate(given.items()):
         await desk.task(f"g{number:08d}", n=n, label=function)
-    found = {list(given)[int(group.group[1:])]: (group, samples) for group, samples in [await desk.generated() for _ in given]}
+    return {list(given)[int(group.group[1:])]: (group, samples) for group, samples in [await desk.generated() for _ in given]}
+
+
+async def test_what_the_engine_sampled_may_be_masked_out_or_several_samples(bench: NewBench) -> None:
+    """A turn that is masked out is the model's own all the same."""
+    found = await played(await bench("of_label"), {"masked_as_stale": 1, "fanned_out": 2})
     [masked] = found["masked_as_stale"][1]
     assert int(masked.mask.sum()) == SECOND_TURN and masked.text == "[tool]".join(masked.turns)
     group, samples = found["fanned_out"]
@@ -134,6 +137,10 @@ async def test_what_functions_give_is_kept(bench: NewBench) -> None:
     assert [one.metadata for one in samples] == [{"turn": FIRST_TURN}, {"turn": SECOND_TURN}] * 2
     assert [one.prompt.tolist()[-1] for one in samples] == [FIRST_TURN, SECOND_TURN] * 2
     assert [meta.tokens for meta in group.samples] == [FIRST_TURN, SECOND_TURN] * 2
+
+
+async def test_failures_and_aborts_are_tried_again_and_what_users_of_slime_give_is_kept(bench: NewBench) -> None:
+    found = await played(await bench("of_label"), {"failing_once": 2, "of_other_enums": 1})
     assert [one.response.tolist() for one in found["failing_once"][1]] == [[7, 8], [7, 8]], "from the beginning"
     assert len(calls()) == 6
     [one] = found["of_other_enums"][1]
