@@ -34,7 +34,7 @@ from myxo.preflight.machine_checks import memory_bytes
 from myxo.preflight.run_plan import GB, plan_of
 from myxo.run import config_toml
 from myxo.run.run_access import GivenServers, check_servers, check_store, connect, given_servers, told_when_lost, vocabulary
-from myxo.run.run_directory import RunDirectory, checkpoints
+from myxo.run.run_directory import SNAPSHOT, RunDirectory, checkpoints
 from shared import __version__, hooks
 from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
@@ -62,6 +62,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)  # signals at which the trainer saves 
 def claimed(config: RunConfig, directory: RunDirectory, fresh: bool, given: GivenServers | None = None) -> Iterator[None]:
     """Locks the run's directory, emptied where the run is to be ``fresh``, once the ``given`` servers answer."""
     places = [directory, RunDirectory(config.trained)] if fresh else []
+    if fresh and (shared := config.weights.update_weight_disk_dir) is not None:
+        versions = [path.name for path in (shared / config.run.name).glob("*") if SNAPSHOT.fullmatch(path.name)]
+        places.append(RunDirectory(shared / config.run.name, versions))
     for place in places:
         place.refuse_input_in_state(config)
     if given is not None:

@@ -7,7 +7,8 @@ DIR/NAME/
   servers.json    addresses of the live run's servers, readable by its owner only; there while `myxo up` runs
   nats/ valkey/   what the embedded servers keep
   logs/           one file an instance; logs/older/ has what it held before it was rotated
-  checkpoints/ tensorboard/ reference/ hf/   the trainer's
+  checkpoints/ critic-checkpoints/ tensorboard/ wandb-ROLE.jsonl reference/ weights/ hf/   the trainer's
+  evaluations/    of `myxo eval`
   prompts/        which prompts are left out, what a custom data source has given
   rollouts/       the responses of groups that have ended (`shared.data.rollout_files`)
   clients/        checkpoints and weights of the clients of `myxo serve`
@@ -23,7 +24,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TextIO
@@ -37,12 +38,14 @@ from shared.runtime.safe_files import private_directory, replace_file
 
 # The names that `--fresh` removes.
 STATE = (
-    *("nats", "valkey", "logs", "checkpoints", "tensorboard", "reference", "hf", "profile", "prompts", "rollouts", "clients"),
+    *("nats", "valkey", "logs", "checkpoints", "critic-checkpoints", "weights", "tensorboard", "wandb-actor.jsonl", "wandb-critic.jsonl"),
+    *("reference", "hf", "profile", "prompts", "rollouts", "clients", "evaluations"),
     *(runs.FROZEN, "summary.json", "reward.png", "trace.json.gz", "servers.json"),
 )
 
 HOLD_SECONDS = 1.0  # time to try for the lock: a command that only checks whether it is held has it for an instant
 LOG_BYTES, OLDER = 16 << 20, "older"  # of the log of an instance: with the older one it is at most about twice as much
+SNAPSHOT = re.compile(r"v\d{6,}|\.bridges|\.current")  # what a trainer keeps of its snapshots (`shared.transfer.weight_checkpoint`)
 _MARKS = ("lock", "nats", "logs", "rollouts", "servers.json")
 
 
@@ -62,10 +65,10 @@ class ServerUrls:
 
 
 class RunDirectory:
-    """The files of one run. ``root``: its directory; need not exist yet."""
+    """The files of one run. ``root``: its directory; need not exist yet. ``state``: the names in it that `--fresh` removes."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, state: Sequence[str] = STATE) -> None:
+        self.root, self.state = root, state
         self.nats, self.valkey, self.logs = root / "nats", root / "valkey", root / "logs"
         self.summary, self.chart = root / "summary.json", root / "reward.png"
         self._servers, self._lock, self._config = root / "servers.json", root / "lock", root / runs.FROZEN
@@ -149,15 +152,15 @@ class RunDirectory:
         """Refuses to clear a directory that holds the run's own input. Raises ConfigError naming the field."""
         for section in type(config).model_fields:
             for field, value in getattr(config, section):
-                for path in [] if field == "dir" else paths(value):
-                    for name in STATE:
+                for path in [] if field in ("dir", "update_weight_disk_dir") else paths(value):
+                    for name in self.state:
                         state = self.root / name
                         if path.resolve().is_relative_to(state.resolve()):
                             raise ConfigError(f"{section}.{field}", str(path), f"lies in {state}, which --fresh removes; move it first")
 
     def clear(self) -> None:
-        """Removes the run's state: the names in `STATE`, nothing else. Symbolic links are unlinked, never followed."""
-        for name in STATE:
+        """Removes the run's state, nothing else. Symbolic links are unlinked, never followed."""
+        for name in self.state:
             path = self.root / name
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

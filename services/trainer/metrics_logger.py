@@ -12,7 +12,7 @@ import re
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -194,27 +194,31 @@ class EventStream(Writer):
 
 
 class LoggedSteps:
-    """The steps of each metric that W&B was given by earlier lives of a trainer.
+    """The steps of each metric that W&B was given by earlier lives of a trainer, and ``run_id``: W&B's run, another one after `--fresh`.
 
     Args:
-        path: a JSON line for each write: its step, and the metrics' names.
+        path: a JSON line for each write: its step, and the metrics' names. The first has the id; where it has not, that is ``name``.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, name: str) -> None:
+        self.run_id = name
         self._known: dict[str, set[int]] = {}
-        for line in path.read_text().splitlines() if path.is_file() else ():
-            with contextlib.suppress(ValueError):  # a life may have ended while it wrote one
-                step, *names = json.loads(line)
-                for name in names:
-                    self._known.setdefault(name, set()).add(step)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a")
+        if not path.stat().st_size:
+            self.logged(-1, [f"{name}-{time.time_ns():x}"])
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):  # a life may have ended while it wrote one
+                step, *names = json.loads(line)
+                self.run_id = names[0] if step == -1 else self.run_id
+                for name in names:
+                    self._known.setdefault(name, set()).add(step)
 
     def new(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
         """Returns the numbers that no earlier life has logged."""
         return {name: value for name, value in values.items() if step not in self._known.get(name, ())}
 
-    def logged(self, step: int, values: Mapping[str, float]) -> None:
+    def logged(self, step: int, values: Iterable[str]) -> None:
         """Records that numbers were logged."""
         self._file.write("\n" + json.dumps([step, *values]))  # the line before may not be whole
         self._file.flush()
@@ -239,12 +243,13 @@ class WeightsAndBiases(Writer):
         name = config.run.name if role == "actor" else f"{config.run.name}-{role}"
         sections = {section: value for section, value in config.shown().model_dump(mode="json").items() if section in SENT}
         sections["rollout"].pop("sglang")  # an engine's flags may hold a key
+        self._logged = LoggedSteps(config.trained / f"wandb-{role}.jsonl", name)
         self._run: Any = wandb.init(
             project=asked.wandb_project,
             entity=asked.wandb_team,
             group=asked.wandb_group or config.run.name,
             name=name,
-            id=name,
+            id=self._logged.run_id,
             job_type=role,
             mode=asked.wandb_mode,
             dir=str(directory),
@@ -253,7 +258,6 @@ class WeightsAndBiases(Writer):
             settings=wandb.Settings(console="off", silent=True, **({"base_url": asked.wandb_host} if asked.wandb_host else {})),
         )
         self._run.define_metric("*", step_metric=STEP)
-        self._logged = LoggedSteps(config.trained / f"wandb-{role}.jsonl")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         if fresh := self._logged.new(step, values):

@@ -266,7 +266,7 @@ _REFUSED = {
     "rollout_buffer_url": "there is no server of trajectories; use --rollout-function-path or --custom-generate-function-path",
     "rollout_task_type": "it is for a server of trajectories; rm_type says how a task is scored",
     "use_rollout_entropy": "entropy is computed where entropy_coef asks for it",
-    "wandb_run_id": "a run's id in W&B is its name: give --name",
+    "wandb_run_id": "a run's id in W&B is its name and when it began: give --name",
 }
 """Flags of slime's that no value is taken of, and why, or what to do instead."""
 

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from myxo.commands.up import claimed
 from myxo.run.run_directory import STATE, RunDirectory, RunHeld, ServerUrls, find, no_such_run
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
@@ -49,6 +51,25 @@ def test_clear_removes_the_state_and_nothing_else(tmp_path: Path) -> None:
     RunDirectory(root).clear()
     assert sorted(path.name for path in root.iterdir()) == ["data", "model", "notes.txt", "unused"]
     assert (root / "model" / "precious").read_text() == "keep"
+
+
+def test_all_that_services_write_is_state() -> None:
+    lines = [line for path in (Path(__file__).parents[3] / "services").rglob("*.py") for line in path.read_text().splitlines()]
+    named = [line.replace("{role}", "critic") for line in lines if re.search(r"config\.(trained|run\.root) / ", line)]
+    written = {name for line in named for name in re.findall(r'"([a-z][\w.-]+)"', line)} - {"actor", "critic"}
+    assert {"critic-checkpoints", "wandb-critic.jsonl", "tensorboard"} <= written
+    within = {"recorded.json", "train-config.json", "sampler_weights"}
+    assert written | {"weights", "evaluations", "prompts", "hf"} <= {*STATE, *within}
+
+
+def test_a_run_that_begins_anew_has_no_older_snapshots(tmp_path: Path) -> None:
+    config = run_config(tmp_path, weights={"update_weight_disk_dir": str(tmp_path / "shared")})
+    for name in ("test/v000040", "test/.current", "test/notes", "other/v000001"):
+        (tmp_path / "shared" / name).mkdir(parents=True)
+    for fresh, left in ((False, 3), (True, 1)):
+        with claimed(config, RunDirectory(config.run.root), fresh=fresh):
+            assert len(list((tmp_path / "shared" / "test").iterdir())) == left
+    assert (tmp_path / "shared" / "test" / "notes").is_dir() and (tmp_path / "shared" / "other" / "v000001").is_dir()
 
 
 def test_clear_does_not_follow_links(tmp_path: Path) -> None:

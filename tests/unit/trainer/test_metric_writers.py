@@ -117,9 +117,10 @@ def test_files_stay_in_order_though_a_clock_goes_back_and_a_life_is_killed_in_th
 
 
 def test_wandb_is_given_each_step_of_a_metric_once(tmp_path: Path) -> None:
-    path, given = tmp_path / "wandb.jsonl", list[tuple[int, str]]()
+    path, given, ids = tmp_path / "wandb.jsonl", list[tuple[int, str]](), set[str]()
     for steps in (range(6), range(4, 5), range(4, 8)):  # three lives; the second one dies before it has made all steps again
-        logged = LoggedSteps(path)
+        logged = LoggedSteps(path, "run")
+        ids.add(logged.run_id)
         for step in steps:
             for values in ({"train/loss": 1.0, "rollout/tokens": 2.0}, {"eval/heldout": 0.5} if step == 4 else {}):
                 if fresh := logged.new(step, values):
@@ -129,6 +130,8 @@ def test_wandb_is_given_each_step_of_a_metric_once(tmp_path: Path) -> None:
             file.write('\n[7, "train/lo')  # cut off
     expected = [(step, name) for step in range(8) for name in ("train/loss", "rollout/tokens")]
     assert sorted(given) == sorted([*expected, (4, "eval/heldout")])
+    path.unlink()  # the run begins anew, and W&B keeps what it has
+    assert len(ids) == 1 and ids != {LoggedSteps(path, "run").run_id}
 
 
 def test_counts_are_summed_over_optimizer_steps_and_other_metrics_averaged() -> None:
