@@ -66,11 +66,11 @@ async def erase_from_bus(bus: Bus, run: str) -> None:
 
 
 async def erase_from_store(url: str, run: str) -> None:
-    """Deletes the run's payloads, and the data that its trainers exchanged."""
-    client = redis.asyncio.Redis.from_url(url, **options(url))
+    """Deletes all that the run has there: payloads, its trainers' exchange, clients' commands, producers' ids of groups, sessions."""
+    names, client = Subjects(run), redis.asyncio.Redis.from_url(url, **options(url))
     try:
-        for kind in ("group", "exchange", "command"):
-            async for key in client.scan_iter(match=f"{run}:{kind}:*", count=SCAN):
+        for pattern in (names.payload_keys, names.exchange_keys, names.command_keys, names.ingest_keys, names.session_keys):
+            async for key in client.scan_iter(match=pattern, count=SCAN):
                 await client.unlink(key)
     finally:
         await client.aclose()

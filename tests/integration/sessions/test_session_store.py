@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from myxo.launch.launcher import erase_from_store
 from services.gateway.replicas import ASKED_AT_ONCE, IDLE_SECONDS, GenerationTarget, Replicas, Resident
+from shared.bus.subjects import Subjects
 from shared.process.embedded_servers import EmbeddedValkey
 from shared.schema.messages import Sampling
 from shared.sessions.session import (
@@ -25,7 +27,7 @@ from shared.sessions.session import (
     TurnHeld,
     new_key,
 )
-from shared.sessions.session_store import KEPT_SECONDS, SessionStore
+from shared.sessions.session_store import KEPT_SECONDS, OPENED_SECONDS, SessionStore
 from shared.store.payload_store import Store
 
 
@@ -72,6 +74,21 @@ async def test_a_session_is_what_was_appended_to_it(sessions: SessionStore, stor
     await store.commands("its end", [("UNLINK", f"{run_name}:session:{opened.id}")])
     with pytest.raises(SessionUnknown, match="opens no session"):
         await sessions.find(key)
+
+
+async def test_a_run_that_begins_anew_has_no_sessions_and_no_groups_of_producers(
+    sessions: SessionStore, store: Store, valkey: EmbeddedValkey, run_name: str
+) -> None:
+    await sessions.open(session()[0])
+    key = Subjects(run_name).ingest_key("a")
+    await store.commands("a producer's id", [("SET", key, b"g1"), ("SET", f"{run_name}:notes", b"a user's")])
+    await erase_from_store(valkey.url, run_name)
+    assert await sessions.opened(int(time.time() // OPENED_SECONDS), 0, 5.0) == []
+    assert await store.missing([key, Subjects(run_name).session_key("s1"), f"{run_name}:notes"]) == [
+        key,
+        Subjects(run_name).session_key("s1"),
+    ]
+    await store.commands("the end", [("UNLINK", f"{run_name}:notes")])
 
 
 async def test_a_key_opens_its_own_session_alone(sessions: SessionStore) -> None:
