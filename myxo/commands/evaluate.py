@@ -24,7 +24,7 @@ from myxo.run import config_toml
 from myxo.run.run_directory import RunDirectory, checkpoints
 from shared.config import flags
 from shared.config.run_config import RunConfig
-from shared.config.service_sections import STEP
+from shared.model.final_exports import export_directory, hf_directory, holds_policy
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
 from shared.runtime.safe_files import replace_file
@@ -45,7 +45,7 @@ class VersionOnDisk:
 
 def versions_on_disk(config: RunConfig) -> dict[int, VersionOnDisk]:
     """Returns the versions of a run that can be had, by their number, each from where it costs least."""
-    snapshots, root, trained = WeightCheckpoints.of_run(config), config.trained / "checkpoints", config.trained / "hf"
+    snapshots, root, trained = WeightCheckpoints.of_run(config), config.trained / "checkpoints", hf_directory(config)
     found = [
         VersionOnDisk(version, f"the checkpoint of step {step}", partial(converted, config, root, step))
         for step in checkpoints(config)
@@ -54,11 +54,12 @@ def versions_on_disk(config: RunConfig) -> dict[int, VersionOnDisk]:
     for snapshot in snapshots.readable():
         copy = partial(_copied, snapshots, snapshot.version)
         found.append(VersionOnDisk(snapshot.version, f"the snapshot {snapshot.path}", copy))
-    for done in range(1, config.rollout.num_rollout + 1):
-        paths = [Path(str(config.trainer.save_hf).replace(STEP, str(done - 1)))] if config.trainer.save_hf is not None else []
-        paths += [trained] if done == config.rollout.num_rollout else []
-        for path in paths:
-            if (version := _version(config, done)) is not None and (path / "config.json").is_file():
+    saved, total = config.trainer.save_hf, config.rollout.num_rollout
+    for done in range(1, total + 1):
+        for path in (trained,) if saved is None else (export_directory(saved, done), trained):
+            unmarked = done == total or path not in (trained, saved)  # else its mark alone tells the steps
+            there = holds_policy(path, done, unmarked) and (path / "config.json").is_file()
+            if there and (version := _version(config, done)) is not None:
                 found.append(VersionOnDisk(version, f"the export {path}", partial(_as_it_is, path)))
     if config.sft.sft_data is None:
         found.append(VersionOnDisk(0, "the initial model", partial(_as_it_is, config.model.hf_checkpoint)))
@@ -136,7 +137,7 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
     path.write_text(config_toml.dump(own))
     code = up(Source.of(path, []), output, fresh=True)
     if code == exit_codes.DONE:
-        figures = _figures(own, item.version)
+        figures = _figures(config, own, item.version)
         replace_file(directory / f"v{item.version:06d}.json", json.dumps(figures, indent=2).encode())
         found = [EvaluationSummary(**fields) for fields in figures["evaluations"]]
         rows = [(f"eval/{one.dataset}", f"{one.mean_reward:.3f} over {one.samples} samples{evaluation_details(one)}") for one in found]
@@ -162,8 +163,8 @@ def evaluating(config: RunConfig, version: int, model: Path) -> RunConfig:
     return config.model_copy(update={name: getattr(config, name).model_copy(update=given) for name, given in changes.items()})
 
 
-def _figures(own: RunConfig, version: int) -> dict[str, Any]:
+def _figures(config: RunConfig, own: RunConfig, version: int) -> dict[str, Any]:
     # in the run of its own the version is number 0
-    summary = json.loads(RunDirectory(own.run.root).summary.read_text())
-    evaluations = [{**found, "version": version, "newest": version} for found in summary["evaluations"]]
+    known = {"version": version, "newest": version, "step": config.steps_of_version(version)}
+    evaluations = [found | known for found in json.loads(RunDirectory(own.run.root).summary.read_text())["evaluations"]]
     return {"version": version, "evaluations": evaluations}

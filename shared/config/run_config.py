@@ -497,6 +497,10 @@ class RunConfig(Section):
         """Returns the directory of all that the trainer writes, which need be writable by the trainer alone."""
         return self.run.root if self.trainer.save is None else self.trainer.save / self.run.name
 
+    def steps_of_version(self, version: int) -> int:
+        """Returns after how many training steps a version of the weights is the policy; the last one may have fewer than others."""
+        return min(version * self.weights.update_weights_interval, self.rollout.num_rollout)
+
     def bisect_command(self, sample: str) -> str:
         """Returns the command that finds where engine and trainer differ, for a sample, and what keeps the sample's tokens for it."""
         kept = "" if self.monitoring.keep_rollouts_tokens else " (once monitoring.keep_rollouts_tokens = true keeps them)"

@@ -36,12 +36,12 @@ def export_directory(template: Path, steps: int) -> Path:
     return Path(str(template).replace(STEP, str(steps - 1)))
 
 
-def holds_policy(directory: Path, steps: int) -> bool:
-    """Returns whether the policy after ``steps`` steps lies there, whole as it always appears. One without a mark, of an earlier release,
-    is taken for it."""
+def holds_policy(directory: Path, steps: int, unmarked: bool = True) -> bool:
+    """Returns whether the policy after ``steps`` steps lies there, whole as it always appears. ``unmarked``: whether one without a mark, of
+    an earlier release, is taken for it."""
     try:
         return bool(json.loads((directory / MARK).read_text())["steps"] == steps)
     except FileNotFoundError:
-        return directory.is_dir()
+        return unmarked and directory.is_dir()
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -156,7 +156,7 @@ class SummaryTally:
                     self._eval_failed[record.reason] += record.failed
                 if not record.samples:
                     return
-                step = min(record.version * self.config.weights.update_weights_interval, self.config.rollout.num_rollout)
+                step = self.config.steps_of_version(record.version)
                 names = [item.name for item in fields(EvaluationSummary) if item.name != "step"]
                 found = EvaluationSummary(step=step, **{name: getattr(record, name) for name in names})
                 self._evaluations[record.dataset, record.version] = found

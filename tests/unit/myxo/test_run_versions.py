@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from myxo.commands.evaluate import chosen_version, evaluating, versions_on_disk
+from myxo.commands.evaluate import _figures, chosen_version, evaluating, versions_on_disk
 from myxo.main import main
 from myxo.run import config_toml
 from myxo.run.run_directory import RunDirectory
@@ -43,6 +43,23 @@ def test_versions_come_from_the_model_checkpoints_and_exports(tmp_path: Path) ->
     (config.trained / "hf" / "config.json").write_text("{}")
     assert found(config)[4] == "export"
     assert chosen_version(config, None).version == 4 and chosen_version(config, 2).make(tmp_path) == tmp_path / "exports" / "1"
+
+
+def test_an_export_is_the_version_that_its_mark_tells(tmp_path: Path) -> None:
+    config = stored(tmp_path)
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"save_hf": tmp_path / "one"})})
+    for path, steps in ((config.trained / "hf", 2), (tmp_path / "one", 3)):  # the run ended at 2, continued, and stopped at 3 of 4
+        path.mkdir(parents=True)
+        (path / "config.json").write_text("{}")
+        (path / "trained.json").write_text(f'{{"steps": {steps}}}')
+    assert {version: item.make(tmp_path).name for version, item in versions_on_disk(config).items() if version} == {2: "hf", 3: "one"}
+
+
+def test_figures_stand_at_the_steps_of_the_version(tmp_path: Path) -> None:
+    config, own = stored(tmp_path, update_weights_interval=3), run_config(tmp_path, run={"name": "own"})
+    own.run.root.mkdir(parents=True)
+    (own.run.root / "summary.json").write_text('{"evaluations": [{"dataset": "a", "version": 0, "newest": 0, "step": 0}]}')
+    assert [_figures(config, own, version)["evaluations"][0]["step"] for version in (1, 2)] == [3, 4]
 
 
 def test_after_a_warm_start_version_0_is_a_checkpoint(tmp_path: Path) -> None:
