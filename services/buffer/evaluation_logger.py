@@ -102,7 +102,7 @@ class EvaluationLogger:
                 for record in scored:
                     if record.rewards:
                         await self._ask({"verb": "take", **await self._fields(record)})
-                rollout_id = last_rollout(version, self._service.config.weights.update_weights_interval)
+                rollout_id = last_rollout(self._service.config, version)
                 return bool((await self._ask({"verb": "log", "rollout_id": rollout_id}))["logged"])
         except TimeoutError:
             error = f"it was not done within {LOG_SECONDS:g} s, and its process was killed"

@@ -95,7 +95,7 @@ class Evaluator:
     async def _asked(self, task: Evaluate) -> dict[str, Any]:
         """Returns the answer of the function's process. Raises WorkerFailed, DeadlineExceeded, ConfigError."""
         self._spread.least = task.version
-        rollout_id = last_rollout(task.version, self._config.weights.update_weights_interval)
+        rollout_id = last_rollout(self._config, task.version)
         request = {"rollout_id": rollout_id, "engine": self._spread.address, "engines": self._spread.engines}
         self._service.log.info("evaluation_begun", version=task.version, rollout_id=rollout_id, function=self._named)
         left = task.deadline - self._service.bus.now() + SPARE_SECONDS

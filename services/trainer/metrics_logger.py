@@ -440,7 +440,7 @@ class MetricsLogger:
         ended, self._evaluated = self._control.evaluations[self._evaluated :], len(self._control.evaluations)
         for figures in ended:
             if not figures.logged:
-                step = figures.version * self._config.weights.update_weights_interval
+                step = self._config.steps_of_version(figures.version)
                 self._write(step, "eval", evaluation_metrics(figures))
                 named = {_ILLEGAL.sub("_", name): value for name, value in figures.metrics.items()}
                 allow_users(named)

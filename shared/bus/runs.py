@@ -61,9 +61,12 @@ async def create(
     """
     await streams.create(bus, config)
     bucket = Subjects(config.run.name).config_bucket
-    if (before := await refuse_differences(bus, config)) is not None and before.trained != config.trained:
-        await _follow_move(bus, before, config)
-    changed = await _record_changes(bus, before, config, saved) if before is not None else None
+    changed = None
+    if (before := await refuse_differences(bus, config)) is not None:
+        await _refuse_steps(bus, before, config)
+        if before.trained != config.trained:
+            await _follow_move(bus, before, config)
+        changed = await _record_changes(bus, before, config, saved)
     await bus.put(bucket, _CONFIG, config.model_dump_json().encode())
     if store_url is not None:
         stated = "" if addresses.has_credentials(store_url) else store_url
@@ -82,6 +85,17 @@ async def create(
 async def is_made(bus: Bus, run: str, asked: str) -> bool:
     """Returns whether the newest `create` of a run was asked for the same values, and it has not failed since."""
     return await bus.get(Subjects(run).config_bucket, _ASKED) == asked.encode() and await phase(bus, run) in (RUNNING, FINISHED)
+
+
+async def _refuse_steps(bus: Bus, before: RunConfig, config: RunConfig) -> None:
+    """Raises ConfigError where a run would end before what it has trained, or continue after a last version of fewer steps than others."""
+    done, asked, interval = await trained_steps(bus, config.run.name), config.rollout.num_rollout, config.weights.update_weights_interval
+    why = f"{done} or more: so many steps are trained" if asked < done else ""
+    if before.rollout.num_rollout <= done < asked and done % interval and not config.debug.debug_rollout_only:
+        why = f"{done}: with update_weights_interval = {interval} its last version would get more steps under the same number"
+    if why:
+        begin = f"; `myxo up CONFIG --from {config.run.name} --name NAME` begins another run from its weights"
+        raise ConfigError("rollout.num_rollout", asked, why + begin)
 
 
 async def _record_changes(bus: Bus, before: RunConfig, config: RunConfig, saved: int) -> ValuesChanged | None:

@@ -219,10 +219,6 @@ class EvaluationLog:
             return False
 
 
-def last_rollout(version: int, interval: int) -> int:
-    """Returns the number of the last rollout in weights of ``version``, which slime calls functions with: 0 also before the first.
-
-    Args:
-        interval: training steps a version.
-    """
-    return max(0, version * interval - 1)
+def last_rollout(config: RunConfig, version: int) -> int:
+    """Returns the number of the last rollout in weights of ``version``, which slime calls functions with: 0 also before the first."""
+    return max(0, config.steps_of_version(version) - 1)

@@ -150,26 +150,22 @@ def weights_now(statuses: Sequence[ServiceStatus], history: PushHistory) -> Weig
 
 
 def version_rows(
-    history: PushHistory, statuses: Sequence[ServiceStatus], interval: int, below: int | None = None, limit: int = 50
+    history: PushHistory, statuses: Sequence[ServiceStatus], steps: Callable[[int], int], below: int | None = None, limit: int = 50
 ) -> Versions:
-    """Returns the versions below ``below``, the newest first, at most ``limit``.
-
-    Args:
-        interval: training steps between two versions.
-    """
+    """Returns the versions below ``below``, the newest first, at most ``limit``. ``steps``: returns the training steps in a version."""
     serves = {status.instance: status.version for status in statuses if status.service == "rollout"}
     found = [item for item in history.newest_first() if below is None or item.version < below]
-    rows = [_row(item, serves, interval) for item in found[:limit]]
+    rows = [_row(item, serves, steps(item.version)) for item in found[:limit]]
     return Versions(versions=rows, total=len(history.versions), next=rows[-1].version if len(found) > limit else None)
 
 
-def _row(item: VersionHistory, serves: Mapping[str, int], interval: int) -> VersionRow:
+def _row(item: VersionHistory, serves: Mapping[str, int], step: int) -> VersionRow:
     push = item.pushed
     failed = [tried.failure for tried in item.pushes if tried.failure]
     replicas = _replicas(item, serves)
     row = VersionRow(
         version=item.version,
-        step=item.version * interval,
+        step=step,
         at=item.at,
         served=item.pushed is not None or bool(item.replicas) or any(part.now for part in replicas),
         replicas=replicas,
@@ -235,8 +231,8 @@ def router(source: RunSource) -> APIRouter:
         limit: Annotated[int, Query(ge=1, le=500)] = 50,
     ) -> Versions:
         """The versions, the newest first, with who has them and what their pushes took."""
-        interval = source.config.weights.update_weights_interval if source.config is not None else 1
-        return version_rows(history.pushes, source.statuses, interval, below, limit)
+        steps = source.config.steps_of_version if source.config is not None else int
+        return version_rows(history.pushes, source.statuses, steps, below, limit)
 
     @api.get("/pace")
     async def read_pace() -> PushPace:

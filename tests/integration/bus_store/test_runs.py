@@ -50,6 +50,23 @@ async def test_resuming_with_another_fixed_value_is_refused_by_field_and_changes
     assert await runs.store_url(bus, run_name) is None
 
 
+async def test_an_end_that_the_trained_steps_do_not_allow_is_refused(bus: Bus, run_name: str, tmp_path: Path) -> None:
+    def config(steps: int) -> RunConfig:
+        return run_config(tmp_path, run={"name": run_name}, rollout={"num_rollout": steps}, weights={"update_weights_interval": 4})
+
+    await runs.create(bus, config(10), None)
+    await runs.append(bus, run_name, BatchTrained(step=7, version=1, started=0.0, ended=1.0, at=1.0))
+    await runs.create(bus, config(12), None)
+    await runs.create(bus, config(10), None)
+    await runs.append(bus, run_name, BatchTrained(step=9, version=2, started=0.0, ended=1.0, at=2.0))
+    with pytest.raises(ConfigError, match=r"rollout.num_rollout = 9: 10 or more: so many steps are trained; `myxo up CONFIG --from"):
+        await runs.create(bus, config(9), None)
+    with pytest.raises(ConfigError, match=r"rollout.num_rollout = 20: 10: with update_weights_interval = 4 its last version would"):
+        await runs.create(bus, config(20), None)
+    await runs.create(bus, config(10), None)
+    assert (await runs.load(bus, run_name)).rollout.num_rollout == 10
+
+
 async def test_a_value_of_the_training_changes_on_the_record_or_not_at_all(bus: Bus, run_name: str, tmp_path: Path) -> None:
     def config(lr: float) -> RunConfig:
         return run_config(tmp_path, run={"name": run_name}, trainer={"lr": lr})

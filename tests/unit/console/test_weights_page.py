@@ -35,7 +35,7 @@ def told() -> PushHistory:
 
 
 def test_versions_newest_first_with_who_has_them() -> None:
-    found = version_rows(told(), [status("a", 3), status("b", 1), status("trainer-0", 4, "trainer")], 2)
+    found = version_rows(told(), [status("a", 3), status("b", 1), status("trainer-0", 4, "trainer")], lambda version: 2 * version)
     three, two, one = found.versions
     assert (three.version, three.step, three.served, three.seconds, three.transfer, three.at) == (3, 6, True, 7.0, None, 40.0)
     assert [(part.replica, part.now) for part in three.replicas] == [("a", True), ("b", False)]
@@ -49,7 +49,7 @@ def test_versions_newest_first_with_who_has_them() -> None:
 
 
 def test_a_version_whose_push_failed_and_that_a_replica_has_all_the_same() -> None:
-    (row,) = version_rows(told(), [status("b", 2)], 1, below=3, limit=1).versions
+    (row,) = version_rows(told(), [status("b", 2)], int, below=3, limit=1).versions
     assert row.served and row.failure and [(part.replica, part.now) for part in row.replicas] == [("b", True)]
 
 
@@ -57,11 +57,11 @@ def test_versions_come_in_pages() -> None:
     history = PushHistory()
     for version in range(5):
         history.push(pushed(version, version, [ReplicaPush(replica="a")]))
-    first = version_rows(history, [], 1, None, 2)
+    first = version_rows(history, [], int, None, 2)
     assert [row.version for row in first.versions] == [4, 3] and first.next == 3 and first.total == 5
-    second = version_rows(history, [], 1, first.next, 3)
+    second = version_rows(history, [], int, first.next, 3)
     assert [row.version for row in second.versions] == [2, 1, 0] and second.next is None
-    assert version_rows(PushHistory(), [], 1).versions == []
+    assert version_rows(PushHistory(), [], int).versions == []
 
 
 def test_who_serves_what_now() -> None:

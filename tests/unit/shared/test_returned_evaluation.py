@@ -13,7 +13,7 @@ from shared.hooks.loading import last_rollout
 from shared.hooks.returned_output import RolloutFnEvalOutput, eval_metrics, eval_output, returned_sets
 from shared.hooks.slime.prompt_sources import Dataset, pop_first, read_file
 from shared.runtime.errors import ConfigError
-from tests.support.run_config import write_jsonl
+from tests.support.run_config import run_config, write_jsonl
 
 Status = HookSample.Status
 
@@ -75,9 +75,9 @@ def test_metrics_that_go_along() -> None:
     assert eval_metrics(None) == {} and len(eval_metrics({str(number): number for number in range(99)})) == 64
 
 
-def test_the_number_of_the_last_rollout() -> None:
-    assert [last_rollout(version, 1) for version in (0, 1, 20)] == [0, 0, 19]
-    assert last_rollout(3, 4) == 11
+def test_the_number_of_the_last_rollout(tmp_path: Path) -> None:
+    config = run_config(tmp_path, rollout={"num_rollout": 10}, weights={"update_weights_interval": 4})
+    assert [last_rollout(config, version) for version in (0, 1, 2, 3)] == [0, 3, 7, 9]
 
 
 class Characters:
