@@ -16,16 +16,7 @@ from rich.text import Text
 
 from myxo.commands.command_arguments import add_json, add_run, count, number
 from myxo.display.safe_console import SafeConsole
-from myxo.display.sample_page import (
-    Pieces,
-    ShownGroup,
-    as_plain,
-    json_line,
-    page,
-    responses,
-    row_as_plain,
-    table,
-)
+from myxo.display.sample_page import Pieces, ShownGroup, as_plain, json_line, page, responses, row_as_plain, table
 from myxo.run.run_access import Access, given_servers, payloads, reach
 from myxo.run.run_directory import RunDirectory, find
 from shared.bus import streams

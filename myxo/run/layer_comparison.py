@@ -284,11 +284,7 @@ def weights_differ(engine: Array, trainer: Array, roundoff: float = 0.0) -> Arra
 
 
 def weight_evidence(
-    operation: str,
-    engine: Mapping[str, Array],
-    trainer: Mapping[str, Array],
-    older: Callable[[], int | None],
-    roundoff: float = 0.0,
+    operation: str, engine: Mapping[str, Array], trainer: Mapping[str, Array], older: Callable[[], int | None], roundoff: float = 0.0
 ) -> Evidence:
     """Returns what the tensors of an operation's layer speak for.
 

@@ -451,12 +451,7 @@ class HealthView:
 
 
 def symptoms(
-    history: FlowHistory,
-    statuses: Sequence[ServiceStatus],
-    now: float,
-    away: Mapping[str, str],
-    disk: Room | None,
-    memory: Room | None,
+    history: FlowHistory, statuses: Sequence[ServiceStatus], now: float, away: Mapping[str, str], disk: Room | None, memory: Room | None
 ) -> Symptoms:
     """Returns what alarms are judged by at ``now`` (seconds since the epoch)."""
     window = (now - LATELY_S, now)

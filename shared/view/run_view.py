@@ -266,11 +266,7 @@ def _detail(status: ServiceStatus) -> str:
 
 
 def troubles(
-    services: Sequence[ServiceStatus],
-    instances: Sequence[InstanceStatus],
-    servers: Sequence[ServiceError],
-    before: Troubles,
-    disk: str,
+    services: Sequence[ServiceStatus], instances: Sequence[InstanceStatus], servers: Sequence[ServiceError], before: Troubles, disk: str
 ) -> Troubles:
     """Returns what goes wrong, as services and launcher report it. ``before`` stands in for a buffer that is away."""
     buffer = newest_status(services, "buffer")

@@ -19,15 +19,7 @@ from services.trainer.megatron.gpt_model import MegatronModel
 from services.trainer.megatron.moe import on_host, stage_routing
 from services.trainer.megatron.packed_sequences import ModelInput, StageRouting, model_input
 from services.trainer.packing import PackedBatch, pack
-from services.trainer.parallel.loss_function import (
-    BadLoss,
-    LossFunction,
-    MicroBatchesFailed,
-    applied,
-    asked_ids,
-    read_head,
-    reduce_reports,
-)
+from services.trainer.parallel.loss_function import BadLoss, LossFunction, MicroBatchesFailed, applied, asked_ids, read_head, reduce_reports
 from services.trainer.parallel.runtime import anywhere, device, round_up
 
 
