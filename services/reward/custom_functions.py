@@ -5,7 +5,6 @@ The order is slime's: score; keep or drop (``dynamic_sampling_filter_path``); of
 ``reward`` and ``remove_sample`` counts; all other changes are ignored.
 """
 
-import asyncio
 import copy
 import inspect
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from shared.hooks.filters import BUILT_IN
 from shared.hooks.loading import split_path
 from shared.hooks.sample_conversion import from_stored
 from shared.process.call_server import Calls
-from shared.runtime.tasks import defined_at, error_text, is_async, print_traceback
+from shared.runtime.tasks import defined_at, error_text, gathered, is_async, print_traceback
 from shared.schema.sample import Sample as StoredSample
 from shared.schema.sample import Score, decode
 
@@ -84,7 +83,7 @@ class Functions(Calls):
         else:
             pairs = groupby(zip(stored, samples, strict=True), key=lambda pair: pair[0].rollout)
             scoring = [self._of_rollout(field, [sample for _, sample in several]) for _, several in pairs]
-            values = [value for given in await asyncio.gather(*scoring) for value in given]
+            values = [value for given in await gathered(scoring) for value in given]
         return [self._read(field, value, index, key) for index, value in enumerate(values)]
 
     async def select(self, stored: list[StoredSample], scores: list[Score]) -> FilterResult:

@@ -38,7 +38,7 @@ from shared.hooks import reward_values
 from shared.hooks.arguments import model_addresses
 from shared.runtime.errors import ConfigError, DeadlineExceeded
 from shared.runtime.safe_files import parse_json
-from shared.runtime.tasks import doubling
+from shared.runtime.tasks import doubling, gathered
 from shared.schema.messages import Generated
 from shared.schema.sample import Sample, Score
 
@@ -113,7 +113,7 @@ class RemoteScorer(Scorer):
         self._prompt_text = prompt_text
 
     async def score(self, group: Generated, samples: list[Sample], environment: str, key: str | None) -> list[Score]:
-        return await asyncio.gather(*(self._score(sample, key) for sample in samples))
+        return await gathered(self._score(sample, key) for sample in samples)
 
     async def close(self) -> None:
         """Closes the connections."""
@@ -267,7 +267,7 @@ class Judge(Scorer):
         self._config, self._calls = config, calls
 
     async def score(self, group: Generated, samples: list[Sample], environment: str, key: str | None) -> list[Score]:
-        return await asyncio.gather(*(self._score(sample) for sample in samples))
+        return await gathered(self._score(sample) for sample in samples)
 
     async def _score(self, sample: Sample) -> Score:
         try:
@@ -462,7 +462,7 @@ class GroupJudge(Scorer):
         form = FORMS[self._config.judge_tournament](len(samples), random.Random(group.group))
         pairs = next(form)
         while True:
-            points = await asyncio.gather(*(self._compared(samples, pair, unread) for pair in pairs))
+            points = await gathered(self._compared(samples, pair, unread) for pair in pairs)
             try:
                 pairs = form.send(points)
             except StopIteration as end:

@@ -25,7 +25,7 @@ from shared.process.worker_pool import LOOP_SECONDS, CallLate, WorkerDied, Worke
 from shared.rewards.names import GIVEN, needs_label, queue_of, wrong
 from shared.rewards.reference import Reference, label_problem
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded, MyxoError, nearest
-from shared.runtime.tasks import doubling
+from shared.runtime.tasks import doubling, gathered
 from shared.schema import sample
 from shared.schema.message import MAX_PARTS
 from shared.schema.messages import Generated
@@ -366,7 +366,7 @@ class WeightedScorer(Scorer):
 
     async def score(self, group: Generated, samples: list[Sample], environment: str, key: str | None) -> list[Score]:
         calls = (self._scorers[queue_of(name)].score(group, shown(samples, name, self._config), name, None) for name in self._weights)
-        of_names = dict(zip(self._weights, await asyncio.gather(*calls), strict=True))
+        of_names = dict(zip(self._weights, await gathered(calls), strict=True))
         try:
             return [self._sum({name: scores[index] for name, scores in of_names.items()}, key) for index in range(len(samples))]
         except ValueError as error:

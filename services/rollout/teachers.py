@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from shared.config.algorithm import AlgorithmSection
 from shared.environment import environment_url
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded, nearest
-from shared.runtime.tasks import doubling
+from shared.runtime.tasks import doubling, gathered
 from shared.schema.sample import LOG_PROBS, Sample
 
 ATTRIBUTE, IDS, ENTRIES, SHARES = "teacher_log_probs", "teacher_top_ids", "teacher_top_log_probs", "teacher_top_shares"
@@ -92,16 +92,11 @@ class Teachers:
     async def taught(self, samples: Sequence[Sample]) -> list[Sample]:
         """Returns the samples of a group with their teachers' log-probs, within `algorithm.opd_teacher_timeout` seconds. Raises
         DeadlineExceeded, which names the teacher and what it did last; TeacherFailed; BadMessage for metadata that name no teacher."""
-        asked = [asyncio.create_task(self._taught(sample)) for sample in samples]
-        try:
-            return list(await asyncio.gather(*asked))
-        finally:
-            for task in asked:
-                task.cancel()
+        return await gathered(self._taught(sample) for sample in samples)
 
     async def _taught(self, sample: Sample) -> Sample:
         weights, deadline = weights_of(self._objective, sample.metadata), self._objective.opd_teacher_timeout
-        found = await asyncio.gather(*(self._teachers[name].asked(sample, self._objective.opd_top_k, deadline) for name in weights))
+        found = await gathered(self._teachers[name].asked(sample, self._objective.opd_top_k, deadline) for name in weights)
         mean = sum(weight * given.log_probs.astype(np.float64) for weight, given in zip(weights.values(), found, strict=True))
         attributes = {**sample.attributes, ATTRIBUTE: np.asarray(mean, np.float32)}
         if self._objective.opd_top_k:

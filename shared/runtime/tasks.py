@@ -23,6 +23,8 @@ import structlog
 from shared.runtime import failure_summary
 from shared.runtime.errors import BadInput, MyxoError
 
+T = TypeVar("T")
+
 REPEAT_SECONDS = 0.2  # The seconds after which a task that still runs is cancelled again
 
 
@@ -51,6 +53,15 @@ async def cancelled(tasks: Iterable[asyncio.Task[Any]], deadline: float = 10.0) 
             break
     for task in tasks - left:
         task.cancelled() or task.exception()  # else asyncio would report it as never retrieved
+
+
+async def gathered(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Returns the results of several things at once, in order. The first error cancels the others, and is raised once they have ended."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancelled(tasks)
 
 
 async def until_one_ends(*work: Coroutine[Any, Any, None]) -> None:
@@ -373,9 +384,6 @@ def put_off(limit: asyncio.Timeout, seconds: float) -> None:
     when = limit.when()
     if when is not None and not limit.expired():
         limit.reschedule(when + seconds)
-
-
-T = TypeVar("T")
 
 
 def run_in_thread(work: Callable[[], T], name: str) -> Future[T]:

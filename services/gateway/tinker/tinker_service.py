@@ -36,7 +36,7 @@ from shared.model.families import read_architecture
 from shared.runtime import http_endpoints
 from shared.runtime.addresses import HttpAddress
 from shared.runtime.errors import MyxoError, PayloadChanged, PayloadMissing
-from shared.runtime.tasks import describe
+from shared.runtime.tasks import describe, gathered
 from shared.runtime.telemetry import declare_metrics
 from shared.schema import codec
 from shared.schema.client_commands import MOST_ARGUMENTS, Command, CommandOutcome, Verb, weights_directory
@@ -378,7 +378,7 @@ class Sampler:
             )
             for index in range(arguments["n"])
         ]
-        found, last = await asyncio.gather(*map(self._generated, asked)), arguments["prompt_log_probs"]
+        found, last = await gathered(map(self._generated, asked)), arguments["prompt_log_probs"]
         values = np.array(found[0].prompt_log_probs, np.float32)
         values[: len(values) - last] = np.nan
         sequences = [{"stopped": one.finish == "stop", "tokens": one.completion, "log_probs": one.log_probs} for one in found]

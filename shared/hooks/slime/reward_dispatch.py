@@ -18,6 +18,7 @@ from shared.rewards.reference import Reference, label_text
 from shared.rewards.text_rewards import compute_gpqa_reward, compute_ifbench_reward, f1_score
 from shared.rewards.text_rewards import compute_score as compute_score_dapo
 from shared.rewards.verifiers import exact, math_verify, pattern_answer
+from shared.runtime.tasks import gathered
 from shared.schema.sample import ScoredText, sampled, scored_text, turns_of
 
 REMOTE_TRIES = 10
@@ -101,7 +102,7 @@ async def _named(args: Any, sample: HookSample, name: str) -> Any:
     if name == "remote_rm":
         return await remote_rm(args, sample)
     if name == WEIGHTED:
-        rewards = await asyncio.gather(*(_named(args, sample, name) for name in args.reward_weights))
+        rewards = await gathered(_named(args, sample, name) for name in args.reward_weights)
         parts = {
             name: float(reward["score"] if isinstance(reward, dict) else reward)
             for name, reward in zip(args.reward_weights, rewards, strict=True)
@@ -132,7 +133,7 @@ async def batched_async_rm(args: Any, samples: list[Any], **more: Any) -> list[A
     if args.custom_rm_path is not None:
         rewards: list[Any] = await load_function(args.custom_rm_path)(args, samples, **more)
         return rewards
-    return list(await asyncio.gather(*(async_rm(args, sample, **more) for sample in samples)))
+    return await gathered(async_rm(args, sample, **more) for sample in samples)
 
 
 async def remote_rm(args: Any, sample: HookSample, max_retries: int = REMOTE_TRIES) -> Any:

@@ -9,10 +9,14 @@ import pytest
 from aiohttp import web
 
 from services.reward.remote_rewards import JudgeCalls
+from services.reward.scorer import Scorer, WeightedScorer
 from shared.config.environment_variables import ROUTERS_VARIABLE
 from shared.config.reward_section import RewardSection
+from shared.environment.protocol import EnvironmentFailed
+from shared.rewards.names import queue_of
 from shared.runtime.errors import ConfigError
-from shared.schema.messages import Scored
+from shared.schema.messages import Generated, Scored
+from shared.schema.sample import Sample, Score
 from tests.support.http_server import http_server
 from tests.support.reward_bench import Bench, NewBench
 from tests.support.waiting import until
@@ -88,6 +92,25 @@ async def test_weighted_rewards_are_added_up_and_stand_beside_their_sum(bench: N
         outcome = await scored(desk)
         assert outcome.rewards == pytest.approx([1.0 + 0.25 - 0.1 + 1.0, 0.1 + 1.0])
         assert outcome.parts[0] == {"math": 1.0, "boxed_f1": 1.0, "dapo": -1.0, "remote_rm": 0.5, "dapo.score": -1.0, "dapo.acc": 0.0}
+
+
+async def test_of_weighted_rewards_one_that_fails_ends_the_others() -> None:
+    ended = []
+
+    class One(Scorer):
+        async def score(self, group: Generated, samples: list[Sample], environment: str, key: str | None) -> list[Score]:
+            try:
+                await asyncio.sleep(0.01 if environment == "math" else 600)
+                raise EnvironmentFailed(environment, "it broke")
+            finally:
+                ended.append(environment)
+
+    config = RewardSection(rm_type="weighted", reward_weights={"math": 1.0, "dapo": 1.0})
+    several = WeightedScorer(config, {queue_of(name): One(name, 1) for name in config.reward_weights})
+    group = Generated.model_construct(group="g0")
+    with pytest.raises(EnvironmentFailed, match="math: it broke"):
+        await several.score(group, [], "weighted", None)
+    assert ended == ["math", "dapo"]
 
 
 def verdict(text: str, **more: Any) -> dict[str, Any]:

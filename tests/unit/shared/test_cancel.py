@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import structlog
 
-from shared.runtime.tasks import REPEAT_SECONDS, cancelled, to_the_end
+from shared.runtime.tasks import REPEAT_SECONDS, cancelled, gathered, to_the_end
 
 
 async def stubborn(times: int) -> None:
@@ -33,6 +33,23 @@ async def test_a_task_that_swallows_cancellations_ends(times: int) -> None:
     assert all(task.done() for task in tasks)
     assert tasks[0].cancelled()
     assert isinstance(tasks[1].exception(), RuntimeError)
+
+
+async def test_the_first_of_several_that_fails_ends_the_others() -> None:
+    ended = []
+
+    async def work(answer: int, fails: bool = False) -> int:
+        try:
+            await asyncio.sleep(0 if answer == 1 or fails else 600)
+            return 1 // (not fails)
+        finally:
+            await asyncio.sleep(0.01)
+            ended.append(answer)
+
+    assert await gathered(work(1) for _ in range(2)) == [1, 1]
+    with pytest.raises(ZeroDivisionError):
+        await gathered([work(1), work(2), work(3, fails=True)])
+    assert ended == [1, 1, 1, 3, 2], "each has ended, to its last line"
 
 
 async def test_one_that_does_not_end_is_left_after_the_deadline() -> None:
