@@ -235,22 +235,23 @@ class VerifierScorer(Scorer):
         self._pool, self._config, self._reward = pool, config, config.reward
 
     async def score(self, group: Generated, samples: list[Sample], environment: str, key: str | None) -> list[Score]:
-        first, *others = references = [sample.reference for sample in samples]
-        taught = self._config.algorithm.use_opd
+        free = self._config.algorithm.use_opd and needs_label(environment)  # then a sample without a label has 0
+        scores = iter(await self._verified([one for one in samples if not free or one.label is not None], environment, key))
+        return [Score(reward=0.0) if free and one.label is None else next(scores) for one in samples]
+
+    async def _verified(self, samples: list[Sample], environment: str, key: str | None) -> list[Score]:
+        references = [sample.reference for sample in samples]
         for reference in references:
             if environment == GIVEN:
                 raise WorkerFailed(_UNSCORED)
-            if (problem := label_problem(environment, reference, taught=taught)) is not None:
+            if (problem := label_problem(environment, reference)) is not None:
                 came = "; its sample came without a reward" if self._config.may_give_rewards else ""
                 raise WorkerFailed(f"verifier {environment}: the label: {problem}{came}")
-        if taught and first.label is None and needs_label(environment):
-            return [Score(reward=0.0) for _ in samples]
+        if not samples:
+            return []
+        responses, pattern = [sample.text for sample in samples], self._reward.pattern_of(environment)
         asked = Verification(
-            environment,
-            [sample.text for sample in samples],
-            references if any(reference != first for reference in others) else [first],
-            self._reward.pattern_of(environment),
-            key,
+            environment, responses, references if any(one != references[0] for one in references) else references[:1], pattern, key
         )
         try:
             return await self._pool.score(asked, self._reward.reward_timeout)

@@ -50,6 +50,18 @@ async def test_a_label_that_would_be_compared_wrongly_fails_the_group(bench: New
     assert 'expected text or a number for dapo to compare with, found {"a": 1}' in await desk.failure("g1")
 
 
+async def test_beside_a_teacher_each_sample_without_a_label_has_0_and_the_others_are_compared(bench: NewBench) -> None:
+    taught = {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": "teacher"}
+    desk = await bench(reward={"rm_type": "exact"}, algorithm=taught)
+    await desk.serve()
+    await desk.generated("g0", "41", "42", label=None, poison=lambda last: last.update(label="42"))
+    assert (await scored(desk)).rewards == [0.0, 1.0]
+    await desk.generated("g1", "42", "42", poison=lambda last: last.update(label=None))
+    assert (await scored(desk, "g1")).rewards == [1.0, 0.0]
+    await desk.generated("g2", "42", label=None)
+    assert (await scored(desk, "g2")).rewards == [0.0]
+
+
 async def test_a_remote_reward_gets_what_slime_sends_and_is_asked_again(bench: NewBench) -> None:
     def answer(asked: dict[str, Any], number: int) -> Any:
         found = web.json_response({"reward": float(len(asked["response"])), "pred": "text", "length": 2})
