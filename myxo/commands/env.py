@@ -82,7 +82,7 @@ ENVIRONMENT = Skeleton(
 class {name}:
     def score(self, request):
         """Returns one reward for each of request["samples"], which answer request["prompt"]: a number, or named ones with "reward"."""
-        return [float(sample["response"].strip() == request["label"]) for sample in request["samples"]]
+        return [float(sample["response"].strip() == sample["label"]) for sample in request["samples"]]
 
     def reset(self, request):
         """Begins an episode of request["prompt"]. Returns your own state of it, and messages that the model sees behind the prompt."""

@@ -19,7 +19,7 @@ from shared.config.eval_views import reward_field, reward_key, reward_section
 from shared.config.reward_section import CUSTOM, WEIGHTED, RewardSection
 from shared.config.run_config import RunConfig
 from shared.config.service_sections import SandboxSection
-from shared.environment.protocol import Environment, EnvironmentAway, EnvironmentFailed, ScoreRequest, ScoreSample, first_problem
+from shared.environment.protocol import OF_PROMPT, Environment, EnvironmentAway, EnvironmentFailed, ScoreRequest, ScoreSample, first_problem
 from shared.hooks import paths, reward_values
 from shared.process.worker_pool import LOOP_SECONDS, CallLate, WorkerDied, WorkerFailed, WorkerPool
 from shared.rewards.names import GIVEN, needs_label, queue_of, wrong
@@ -302,17 +302,16 @@ class ExternalScorer(Scorer):
 
 
 def _request(run: str, group: Generated, samples: list[Sample]) -> ScoreRequest:
-    first = samples[0]
+    given = [dict(zip(OF_PROMPT, (one.prompt_text, one.label, one.metadata), strict=True)) for one in samples]
+    own = [{name: value for name, value in fields.items() if value != given[0][name]} for fields in given]
     try:
         return ScoreRequest(
             run=run,
             group=group.group,
             attempt=group.attempt,
-            prompt=first.prompt_text,
-            label=first.label,
-            metadata=first.metadata,
+            **given[0],
             samples=[
-                ScoreSample(index=index, response=sample.text, tokens=len(sample.response), finish=sample.finish)
+                ScoreSample(index=index, response=sample.text, tokens=len(sample.response), finish=sample.finish, **own[index])
                 for index, sample in enumerate(samples)
             ],
         )

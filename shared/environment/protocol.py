@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serializer
+from pydantic.functional_serializers import SerializerFunctionWrapHandler
 
 from shared.runtime.errors import MyxoError
 from shared.schema.message import LARGEST_REWARD, MAX_NAME, MAX_PARTS, is_part_name, is_reward
@@ -21,6 +22,7 @@ from shared.schema.sample import Score
 
 PROTOCOL = 1
 DESCRIBE, SCORE = "describe", "score"
+OF_PROMPT = "prompt", "label", "metadata"  # Fields of a group to score; a sample has its own where they differ
 
 MAX_ANSWER = 4 << 20  # The most bytes of an answer
 _SHOWN = 80
@@ -52,12 +54,19 @@ class EnvironmentAway(MyxoError):
 
 
 class ScoreSample(BaseModel):
-    """One response. ``tokens``: its length."""
+    """One response. ``tokens``: its length. ``prompt``, ``label``, ``metadata``: its own, present only where they are not the group's."""
 
     index: int
     response: str
     tokens: int
     finish: Literal["stop", "length", "abort"]
+    prompt: str | list[dict[str, Any]] = ""
+    label: str | None = None
+    metadata: dict[str, Any] = {}
+
+    @model_serializer(mode="wrap")
+    def _given_fields(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in handler(self).items() if name in self.model_fields_set}
 
 
 class ScoreRequest(BaseModel):

@@ -17,7 +17,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from shared.bus.subjects import Subjects
-from shared.environment.protocol import CLOSE, DESCRIBE, PROTOCOL, RESET, SCORE, STEP
+from shared.environment.protocol import CLOSE, DESCRIBE, OF_PROMPT, PROTOCOL, RESET, SCORE, STEP
 from shared.runtime.errors import BadMessage
 from shared.schema import codec
 
@@ -65,7 +65,9 @@ class ServedEnvironment:
             raise EpisodeRefused(f"no such verb: {verb}; there are describe, {', '.join(self.verbs)}")
         match verb:
             case "score":
-                return {"rewards": await _called(self._made.score, request)}
+                shared = {name: request[name] for name in OF_PROMPT if name in request}
+                samples = [{**shared, **sample} for sample in request["samples"]]
+                return {"rewards": await _called(self._made.score, {**request, "samples": samples})}
             case "reset":
                 return await self._reset(request)
             case "step":

@@ -4,8 +4,9 @@ import { createServer } from "node:http";
 const description = { protocol: 1, name: "arithmetic-node", verbs: ["score"], timeout: 5 };
 
 function score({ label, samples }) {
-  if (typeof label !== "string") throw new Error("a sum needs its label");
-  return { rewards: samples.map(({ response }) => reward(response, Number(label))) };
+  const own = samples.map((sample) => ("label" in sample ? sample.label : label)); // a sample has its own where it is not the group's
+  if (own.some((one) => typeof one !== "string")) throw new Error("a sum needs its label");
+  return { rewards: samples.map(({ response }, index) => reward(response, Number(own[index]))) };
 }
 
 function reward(response, answer) {

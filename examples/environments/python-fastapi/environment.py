@@ -12,6 +12,7 @@ app = FastAPI()
 
 class Sample(BaseModel):
     response: str
+    label: str | None = None  # only there where it is not the group's
 
 
 class Group(BaseModel):  # the fields that this environment needs; the others of a request are ignored
@@ -27,10 +28,10 @@ def describe() -> dict:
 @app.post("/score", responses={400: {"description": "the label is no number"}})
 def score(group: Group):
     try:
-        answer = float(group.label)
+        answers = [float(sample.label if "label" in sample.model_fields_set else group.label) for sample in group.samples]
     except (TypeError, ValueError):
         return JSONResponse({"error": "a sum needs its label"}, status_code=400)
-    return {"rewards": [reward(sample.response, answer) for sample in group.samples]}
+    return {"rewards": [reward(sample.response, answer) for sample, answer in zip(group.samples, answers, strict=True)]}
 
 
 def reward(response: str, answer: float) -> dict[str, float]:

@@ -59,6 +59,9 @@ async def test_an_http_environment_scores_with_its_parts(bench: NewBench, tmp_pa
             metrics = response.read().decode()
         for line in ("groups_scored_total", "groups_not_scored_total"):
             assert f'myxo_{line}{{environment="environment",instance="reward-1",run="{desk.config.run.name}"}} 1.0' in metrics
+        await desk.generated("g00000009", "42", "7", poison=lambda last: last.update(label="7"))
+        own = (await desk.outcomes(1))["g00000009"]
+        assert isinstance(own, Scored) and own.rewards == [1.0, 1.0], "a sample's own label counts"
         assert process.stop() == 0
     assert await Registry(desk.bus, desk.config.run.name).alive() == []
     assert "hush" not in process.words()
@@ -73,17 +76,18 @@ async def test_every_environment_of_a_run_is_served(bench: NewBench, nats: Embed
         for name in table:
             await desk.card(name, "ready")
         for name in ("exact", "f1", *table):
-            await desk.generated(f"of-{name}", *CARRIES, "\u2028 \U0001f9ee", environment=name)
+            texts = *CARRIES, "\u2028 \U0001f9ee", "7"
+            await desk.generated(f"of-{name}", *texts, environment=name, poison=lambda last: last.update(label="7"))
         outcomes = await desk.outcomes(4)
     got = {}
     for outcome in outcomes.values():
         assert isinstance(outcome, Scored), outcome
         got[outcome.environment] = outcome.rewards
     assert got == {
-        "exact": [0.0, 0.0, 1.0, 0.0],
-        "f1": [0.0, 0.0, 1.0, 0.0],
-        "node": [1.0, 0.0, 1.0, 0.0],
-        "on-the-bus": [0.0, 0.0, 1.0, 0.0],
+        "exact": [0.0, 0.0, 1.0, 0.0, 1.0],
+        "f1": [0.0, 0.0, 1.0, 0.0, 1.0],
+        "node": [1.0, 0.0, 1.0, 0.0, 1.0],
+        "on-the-bus": [0.0, 0.0, 1.0, 0.0, 1.0],
     }
 
 

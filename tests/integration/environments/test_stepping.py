@@ -20,7 +20,7 @@ from shared.bus.connection import Bus
 from shared.environment.conformance import Check, Conformance, Example
 from shared.environment.environment_client import open_environment
 from shared.environment.http_environment import served_over_http
-from shared.environment.protocol import EnvironmentAway, EnvironmentFailed, ResetRequest, StepRequest
+from shared.environment.protocol import EnvironmentAway, EnvironmentFailed, ResetRequest, ScoreRequest, StepRequest
 from shared.environment.serving import EpisodeRefused, ServedEnvironment, serve_on_bus
 from shared.process.embedded_servers import free_port
 from tests.integration.environments.live import ROOT
@@ -34,7 +34,7 @@ class Both(GuessingGame):
     """Scores, too."""
 
     def score(self, request: dict[str, Any]) -> list[float]:
-        return [float(sample["response"] == request["label"]) for sample in request["samples"]]
+        return [float((sample["response"], sample["metadata"]) == (sample["label"], request["metadata"])) for sample in request["samples"]]
 
 
 async def checks_of(url: str, timeout: float = 2.0, bus: Bus | None = None, run: str = "") -> dict[str, Check]:
@@ -214,6 +214,16 @@ async def test_what_is_served_keeps_the_protocol_over_http_and_nats(bus: Bus, ru
     for found in (over_http, over_nats):
         assert {check.result for check in found.values()} == {"ok"}, found
     assert set(over_http) - set(over_nats) == {"content type"} and "an episode to its end" in over_nats and "a group of 4" in over_nats
+
+
+async def test_a_sample_has_its_own_label_and_metadata() -> None:
+    one = {"tokens": 1, "finish": "stop"}
+    samples = [{"index": 0, "response": "5", **one}, {"index": 1, "response": "7", "label": "7", **one}]
+    samples.append({"index": 2, "response": "5", "metadata": {"level": 2}, **one})
+    group = {"run": "r", "group": "g", "attempt": 0, "prompt": "guess:", "label": "5", "metadata": {}, "samples": samples}
+    question = ScoreRequest.model_validate(group).model_dump()
+    assert question == {"protocol": 1, **group}, "a sample's fields are absent where they are the group's"
+    assert await ServedEnvironment("game", Both()).answer("score", question) == {"rewards": [1.0, 1.0, 0.0]}
 
 
 async def test_sessions_end_by_themselves() -> None:
