@@ -45,7 +45,7 @@ from shared.bus.bus_errors import RequestRefused
 from shared.config.trainer_section import WeightsSection
 from shared.model.quantization import Quantization
 from shared.runtime.errors import MyxoError
-from shared.runtime.tasks import end_soon, log_error, run_in_thread
+from shared.runtime.tasks import describe, end_soon, log_error, run_in_thread
 from shared.schema.messages import Accepted, Message
 from shared.schema.service_messages import Doing
 from shared.schema.weight_messages import (
@@ -150,8 +150,10 @@ class PushRequest(Generic[Answer]):
             self.answers[target.instance] = await service.bus.request(
                 subject, message, self._reply, deadline=self._seconds, awaited_from=target.instance, absence=ABSENCE_SECONDS
             )
-        except MyxoError as error:
-            reason = self.errors[target.instance] = f"{error} ({time.monotonic() - started:.1f} s)"
+        except Exception as error:
+            if not isinstance(error, MyxoError):  # of our own code or a library: the push ends with it, too
+                log_error("push_request_failed", f"{self._verb} of {target.instance}", error)
+            reason = self.errors[target.instance] = f"{describe(error)} ({time.monotonic() - started:.1f} s)"
             if isinstance(error, RequestRefused) and error.error not in OF_CHANNEL:
                 self.own[target.instance] = reason
 
