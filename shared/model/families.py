@@ -5,7 +5,7 @@ not know) instead of training a model that is almost the right one. `docs/readin
 """
 
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -204,6 +204,11 @@ def tower_of(entries: Mapping[str, Any], parameters: int) -> Tower | None:
     return None
 
 
+# Names that families of transformers' have for the number of a layer's experts, and of those that each token goes through
+_EXPERTS = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
+_CHOSEN = "num_experts_per_tok", "experts_per_token", "moe_topk", "moe_k", "top_k_experts"
+
+
 class _Entries:
     """Typed access to one ``config.json``."""
 
@@ -346,9 +351,11 @@ class _Entries:
             raise self.error("model_type", "the name of a family of transformers'")
         self.check_served(model_type)
         heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
-        width = next((self.integer(name) for name in ("moe_intermediate_size", "intermediate_size") if self.raw.get(name)), 4 * hidden)
-        count = next((self.integer(name) for name in ("num_experts", "num_local_experts", "n_routed_experts") if self.raw.get(name)), 0)
-        chosen = next((self.integer(name) for name in ("num_experts_per_tok", "experts_per_token") if self.raw.get(name)), 1)
+        width = self.of_all_layers(("moe_intermediate_size", "intermediate_size")) or 4 * hidden
+        count = self.of_all_layers(_EXPERTS)
+        chosen = self.of_all_layers(_CHOSEN)
+        if count > 1 and not chosen:
+            raise self.error(_CHOSEN[0], f"how many of {count} experts each token goes through, or {', '.join(_CHOSEN[1:])}")
         return Architecture(
             model_type=model_type,
             num_layers=self.integer("num_hidden_layers"),
@@ -362,8 +369,18 @@ class _Entries:
             norm_eps=1e-6,
             tied_embeddings=bool(self.raw.get("tie_word_embeddings", False)),
             rope=Rope(10000.0),
-            experts=Experts(count, chosen, width, True) if count else None,
+            experts=Experts(count, chosen or 1, width, True) if count else None,
         )
+
+    def of_all_layers(self, names: Sequence[str]) -> int:
+        """Returns the first of the entries that is given, 0 without one. One that lists its layers' numbers says the same of all."""
+        for name in filter(self.raw.get, names):
+            if isinstance(given := self.raw[name], list):
+                self.raw[name] = given[0]
+                if any(one != given[0] for one in given):
+                    raise ConfigError(f"{self.path}:{name}", given, "the same number for all layers")
+            return self.integer(name)
+        return 0
 
     def latent(self) -> LatentAttention:
         self.require("rope_interleave", True, "latent attention is implemented with interleaved rotary dimensions")

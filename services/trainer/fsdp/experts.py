@@ -28,6 +28,7 @@ from services.trainer.packing import PackedBatch
 from services.trainer.parallel.expert_rows import rows_of_tokens, sums_of_rows
 from services.trainer.parallel.runtime import device
 from shared.model.architecture import Experts
+from shared.runtime.errors import ConfigError
 
 NAME = "packed"
 
@@ -190,8 +191,13 @@ class RoutingReplay:
             choice.given, choice.found = given[number].to(device()) if number in given else None, None
 
     def recorded(self) -> dict[int, Tensor]:
-        """Returns the choices of the last pass, in host memory."""
-        return {number: choice.found.cpu() for number, choice in self.layers.items() if choice.found is not None}
+        """Returns the choices of the last pass, in host memory. Raises ConfigError where routers chose in a way that is not known."""
+        found = {number: choice.found.cpu() for number, choice in self.layers.items() if choice.found is not None}
+        if len(found) < len(self.layers):
+            one = next(iter(self.layers.values()))
+            why = f"false; not all routers of this model choose {one.chosen} of {one.experts} experts by PyTorch's topk"
+            raise ConfigError("trainer.use_routing_replay", True, why)
+        return found
 
     def end(self) -> None:
         """Leaves the choice to the routers."""

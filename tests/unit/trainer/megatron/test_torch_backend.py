@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -133,6 +134,30 @@ def test_replayed_choices_are_megatrons(more, hf, alone, two_ranks):
         for name in ("log_probs", "recorded"):
             for ours, theirs in zip(found[name], expected[name], strict=True):
                 torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+OWN_WORDS = {
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": [2, 2], "head_dim": 8},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0, "moe_intermediate_size": 24},
+}
+
+
+@pytest.mark.parametrize("kind, experts", OWN_WORDS.items())
+def test_experts_that_families_name_in_their_own_words_are_recorded(kind, experts, alone, tmp_path, monkeypatch):
+    monkeypatch.setitem(OTHERS, kind, experts)
+    checkpoint(kind, tmp_path)
+    model, batch = alone.actor(tmp_path, **TORCH), alone.micro_batch(0)
+    [free], [recorded] = model.log_probs_and_routing([batch])
+    assert {layer: tuple(chosen.shape) for layer, chosen in recorded.items()} == dict.fromkeys((1, 2), (len(batch.tokens), 2))
+    others = {layer: (chosen + 1) % 4 for layer, chosen in recorded.items()}
+    same, changed = (model.log_probs([replace(batch, routing=routing)])[0] for routing in (recorded, others))
+    assert torch.equal(same, free) and not torch.allclose(changed, free, atol=1e-3)
+    if kind == "hunyuan_v1_moe":
+        entries = json.loads((tmp_path / "config.json").read_text())
+        for given, words in (([2, 1], "moe_topk.*the same number for all layers"), (None, "num_experts_per_tok.*moe_topk")):
+            (tmp_path / "config.json").write_text(json.dumps({**entries, "moe_topk": given}))
+            with pytest.raises(ConfigError, match=words):
+                read_architecture(tmp_path, backend="torch")
 
 
 def test_policy_losses_and_candidates_are_the_same(hf, alone):
