@@ -318,8 +318,8 @@ class SessionLog:
             prompt = self.prompt_of(record.parent, record.shared, record.rest)
             head = (record.request, record.holder, record.until, record.parent)
             self.pending[record.request] = PendingTurn(*head, prompt, pictures=record.pictures)
-        elif pending.holder == record.holder or pending.until <= record.at:
-            pending.holder, pending.until = record.holder, record.until
+        else:
+            take_over(pending, record)
 
     def prompt_of(self, parent: str | None, shared: int, rest: NDArray[np.int32]) -> NDArray[np.int32]:
         """Returns the prompt that a `TurnBegun` describes: int32 [P]."""
@@ -385,6 +385,22 @@ def secret_digest(secret: str) -> str:
 
 
 @dataclass
+class TurnLease:
+    """Who generates a turn, until when (seconds since the epoch); ``tokens``: recorded of it."""
+
+    holder: str
+    until: float
+    tokens: int = 0
+
+
+def take_over(pending: PendingTurn | TurnLease, record: TurnBegun) -> bool:
+    """Has a pending turn held by whoever begins it again: its holder, or another gateway once the lease is over. Returns whether it is."""
+    if takes := pending.holder == record.holder or pending.until <= record.at:
+        pending.holder, pending.until = record.holder, record.until
+    return takes
+
+
+@dataclass
 class SessionProgress:
     """``length``: records that were read. ``turns``: that have ended. ``tokens``: generated in them, and recorded of the pending ones.
 
@@ -403,7 +419,7 @@ class SessionProgress:
     oldest: int | None = None
     newest: int | None = None
     ended: bool = False
-    _pending: dict[str, int] = field(default_factory=dict)
+    _pending: dict[str, TurnLease] = field(default_factory=dict)
     _done: set[str] = field(default_factory=set)
 
     @property
@@ -424,21 +440,28 @@ class SessionProgress:
                     self.session = self.session.model_copy(update={"deadline": max(deadline, self.session.deadline)})
                 case TurnBegun(request=request) if request not in self._done:
                     self._begin(record)
-                case TurnExtended(request=request, start=start) if self._pending.get(request) == start:
-                    self._pending[request] += len(record.completion)
+                case TurnExtended(start=start) if (lease := self._held(record)) is not None and lease.tokens == start:
+                    lease.tokens, lease.until = start + len(record.completion), max(lease.until, record.until)
                     self._generation_of(len(record.completion), record)
-                case TurnEnded(request=request) if request in self._pending:
-                    self._generation_of(len(record.completion) - self._pending.pop(request), record)
+                case TurnEnded(request=request) if (lease := self._held(record)) is not None:
+                    self._generation_of(len(record.completion) - lease.tokens, record)
+                    del self._pending[request]
                     self._done.add(request)
                     self.turns += 1
 
+    def _held(self, record: TurnRecord) -> TurnLease | None:
+        lease = self._pending.get(record.request)
+        return lease if lease is not None and lease.holder == record.holder else None
+
     def _begin(self, record: TurnBegun) -> None:
+        lease = self._pending.get(record.request)
+        if lease is None:
+            self._pending[record.request] = TurnLease(record.holder, record.until)
+            self.asked = record.at
+            self.context = record.shared + len(record.rest)
+        elif not take_over(lease, record):
+            return
         self.gateway = record.holder
-        if record.request in self._pending:
-            return  # a gateway has renewed its lease, or another has taken the turn over
-        self._pending[record.request] = 0
-        self.asked = record.at
-        self.context = record.shared + len(record.rest)
 
     def _generation_of(self, tokens: int, record: TurnExtended | TurnEnded) -> None:
         self.tokens += tokens

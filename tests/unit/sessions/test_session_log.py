@@ -9,6 +9,7 @@ from shared.sessions.session import (
     Session,
     SessionEnded,
     SessionLog,
+    SessionProgress,
     SessionProlonged,
     SessionUnknown,
     TurnBegun,
@@ -82,6 +83,17 @@ def test_a_turn_belongs_to_who_began_it_until_its_lease_runs_out() -> None:
     assert state.pending["r1"].prompt.tolist() == [1] and state.pending["r1"].completion.tolist() == [3], "it continues from there"
     state.apply([drawn("r1", 1, 5, holder="a"), ended("r1", 3, 5, holder="a"), ended("r1", 3, 4, holder="b")])
     assert state.turns["r1"].completion.tolist() == [3, 4]
+
+
+def test_progress_counts_what_the_turns_holder_records() -> None:
+    found = SessionProgress(log().session)
+    found.apply([begun("r1", 1, holder="a", at=0, until=10), drawn("r1", 0, 3), begun("r1", 8, 8, holder="b", at=15, until=25)])
+    found.apply([drawn("r1", 1, 4, 4, holder="b", version=9), ended("r1", 9, 9, 9, holder="b")])
+    assert (found.gateway, found.tokens, found.newest, found.pending, found.turns) == ("a", 1, 1, 1, 0), "b does not hold it"
+    found.apply([begun("r1", 8, 8, holder="b", at=21, until=31), ended("r1", 3, 5, 5, holder="a")])
+    assert (found.gateway, found.tokens, found.pending) == ("b", 1, 1), "a has lost it"
+    found.apply([drawn("r1", 1, 5, holder="b"), ended("r1", 3, 5, 6, holder="b"), begun("r1", 1, holder="a", at=99)])
+    assert (found.gateway, found.tokens, found.context, found.pending, found.turns) == ("b", 3, 4, 0, 1)
 
 
 def test_a_deadline_is_only_put_off() -> None:
