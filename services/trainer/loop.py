@@ -164,10 +164,8 @@ class Trainer(RoleWorker):
                 results = self._optimized(prepared, lambda index: self._loss_inputs.loss(prepared, index), need_entropy=need_entropy)
         optimized, ended, parts = time.monotonic() - optimizing, time.time(), self._actor.clock.ended()
         self._inspect(prepared, results)
-        if self._metrics is not None and results:
+        if self._metrics is not None:
             self._metrics.step(prepared, results, started, ended, optimized=optimized, parts=parts, token_means=means, shared=shared)
-        elif self._metrics is not None:  # the critic learns alone
-            self._metrics.recorded(prepared.partition, prepared.sample_stats, started, ended)
         self._finished(batch, started, ended, attestation)
 
     def _finished(self, batch: Batch, started: float, ended: float, attestation: Attestation) -> None:

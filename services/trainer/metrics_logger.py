@@ -44,7 +44,7 @@ from shared.data.pass_rates import of_rollouts
 from shared.model.architecture import Architecture
 from shared.rewards.reward_advantage import reward_advantages
 from shared.runtime.telemetry import allow_users
-from shared.schema.messages import EvalFigures, RewardPart, Trained
+from shared.schema.messages import Batch, EvalFigures, RewardPart, Trained
 from shared.schema.service_messages import MetricsWritten, WarmStartEnded
 
 STEP = "step"  # W&B's axis: its own step must only grow, and a resumed run makes steps again
@@ -309,6 +309,11 @@ class TrainingSpeed:
         return {"actor_train_tflops": rate / 1e12} | ({} if self.peak is None else {"actor_train_mfu": rate / self.peak})
 
 
+# Gauges of the newest step, and the metrics that they show
+_SAME = "loss", "grad_norm", "reward", "staleness_mean", "staleness_max", "masked_tokens", "removed_samples", "wait_time_ratio"
+GAUGES = {name: name for name in _SAME} | {"train_compute_tokens_per_s": "actor_train_tok_per_s", "train_tokens_per_s": "wall_tok_per_s"}
+
+
 class MetricsLogger:
     """The metrics of one trainer process.
 
@@ -357,39 +362,34 @@ class MetricsLogger:
         token_means: Mapping[str, float],
         shared: Work = NOTHING,
     ) -> None:
-        """Writes one training step: the mean over its optimizer steps; sums of agreement stay sums.
+        """Writes one step: the mean over its optimizer steps; sums of agreement stay sums. Without any the critic learns alone.
 
         Args:
             started, ended: seconds since the epoch. optimized: seconds of its optimizer steps. parts: `StepClock`'s since the step before.
             token_means: all ranks'.
             shared: of all ranks, what samples have in common that is computed once.
         """
-        metrics = averaged(results) | ({"support_mismatch": 1.0} if self._config.support_mismatch else {})
-        metrics = summarised(metrics, self._config.monitoring.logprob_alarm)
-        performance = self._performance(batch, started, ended, optimized, parts, shared)
+        metrics = {}
+        if results:
+            metrics = averaged(results) | ({"support_mismatch": 1.0} if self._config.support_mismatch else {})
+            metrics = summarised(metrics, self._config.monitoring.logprob_alarm)
+        performance = self._performance(batch, started, ended, optimized if results else None, parts, shared)
         self._write(batch.step, "train", metrics)
         if self._log is None or not self._log.wrote(batch.partition, performance["train_wait_time"]):
             self._write_samples(batch.partition, batch.sample_stats, token_means, batch.raw, batch.rewards)
         self._write(batch.step, "perf", performance)
-        reported = {**metrics, **batch.metrics, **performance}
-        self._control.report("step", Trained(step=batch.step, version=batch.version, started=started, ended=ended, metrics=reported))
-        shown = ("reward", "staleness_mean", "staleness_max", "masked_tokens", "removed_samples")
-        gauges = {"step": batch.step + 1, "loss": metrics["loss"], "grad_norm": metrics["grad_norm"]}
-        gauges |= {name: batch.metrics[name] for name in shown} | {"wait_time_ratio": performance["wait_time_ratio"]}
-        gauges["train_compute_tokens_per_s"] = performance["actor_train_tok_per_s"]
-        if "wall_tok_per_s" in performance:
-            gauges["train_tokens_per_s"] = performance["wall_tok_per_s"]
-        self._control.gauges(gauges)
-        self.evaluations()
-        self._flush()
+        self._report(batch.partition.batch, started, ended, {**metrics, **batch.metrics, **performance})
 
     def recorded(self, partition: Partition, sample_stats: Table, started: float, ended: float) -> None:
         """Writes one batch of a run that trains nothing. ``started``, ``ended``: seconds since the epoch, of its reading."""
-        batch = partition.batch
-        metrics = batch_metrics.metrics_of_batch(batch, sample_stats)
         self._write_samples(partition, sample_stats, {})
+        self._report(partition.batch, started, ended, batch_metrics.metrics_of_batch(partition.batch, sample_stats))
+
+    def _report(self, batch: Batch, started: float, ended: float, metrics: Mapping[str, float]) -> None:
+        """Ends a step: its event, its gauges, and the evaluations that have ended."""
         self._control.report("step", Trained(step=batch.step, version=batch.version, started=started, ended=ended, metrics=metrics))
-        self._control.gauges({"step": batch.step + 1, **{name: metrics[name] for name in ("reward", "removed_samples")}})
+        gauges = {gauge: metrics[name] for gauge, name in GAUGES.items() if name in metrics}
+        self._control.gauges({"step": batch.step + 1, **gauges})
         self.evaluations()
         self._flush()
 
@@ -490,23 +490,22 @@ class MetricsLogger:
             writer.write(step, named)
 
     def _performance(
-        self, batch: TrainBatch, started: float, ended: float, optimized: float, parts: Mapping[str, float], shared: Work
+        self, batch: TrainBatch, started: float, ended: float, optimized: float | None, parts: Mapping[str, float], shared: Work
     ) -> dict[str, float]:
-        seconds, training = max(ended - started, 1e-9), max(optimized, 1e-9)
+        """Returns the speed of a step. ``optimized``: None where the actor did not learn."""
+        seconds = max(ended - started, 1e-9)
         waited = 0.0 if self._last_end is None else started - self._last_end
-        found = {
-            "step_time": seconds,
-            "actor_train_time": training,
-            "train_wait_time": waited,
-            "wait_time_ratio": waited / (waited + seconds),
-            "actor_train_computed_tokens": batch.metrics["tokens"] - shared.tokens,
-            "actor_train_tok_per_s": batch.metrics["tokens"] / training,
-        }
+        found = {"step_time": seconds, "train_wait_time": waited, "wait_time_ratio": waited / (waited + seconds)}
         if self._last_end is not None:  # what the first step waited for is not known
             found["wall_tok_per_s"] = batch.metrics["tokens"] / (waited + seconds)
         before = {"idle", "push", "save", "rest"} if self._last_end is None else set()  # no step's
         found |= {f"train_{part}_time": 0.0 if part in before else spent for part, spent in parts.items()}
         self._last_end = ended
+        if optimized is None:
+            return found
+        training, tokens = max(optimized, 1e-9), batch.metrics["tokens"]
+        found |= {"actor_train_time": training, "actor_train_tok_per_s": tokens / training}
+        found["actor_train_computed_tokens"] = tokens - shared.tokens
         assert self._speed is not None  # of a model that is trained
         return found | self._speed.of_step([item.tokens for item in batch.partition.items], training, shared)
 

@@ -46,8 +46,11 @@ def test_a_run_with_a_critic_survives_deaths(
     assert summary["audit"] == "ok"
     assert summary["steps"] == run_steps
     scalars = list(MetricDirectory(tmp_path / "runs" / "ppo" / "tensorboard").read())
-    rewards, losses = ({one.step for one in scalars if one.tag == name} for name in ("rollout/raw_reward", "train/loss"))
-    assert (rewards, losses) == (set(range(run_steps)), set(range(1, run_steps)))  # in the first one the critic learns alone
+    rewards, times, losses = (
+        {one.step for one in scalars if one.tag == name} for name in ("rollout/raw_reward", "perf/step_time", "train/loss")
+    )
+    every, trained = set(range(run_steps)), set(range(1, run_steps))  # in the first one the critic learns alone
+    assert (rewards, times, losses) == (every, every, trained)
     restarts = summary["restarts"]
     assert isinstance(restarts, dict)
     assert sum(restarts.values()) >= sum(part not in SERVERS for _, parts in deaths for part in parts) - 1

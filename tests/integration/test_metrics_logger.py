@@ -15,8 +15,9 @@ from services.trainer.batches import TrainBatch
 from services.trainer.control_client import ControlClient
 from services.trainer.flops import work
 from services.trainer.metrics_logger import MetricsLogger, TrainingSpeed
-from services.trainer.partition import partition_batch
+from services.trainer.partition import Partition, partition_batch
 from services.trainer.step_profiler import STEP_PARTS
+from services.trainer.trainer_hooks import RolloutLog
 from services.trainer.weights.push_schedule import PushResult
 from shared.bus import runs, streams
 from shared.bus.connection import Bus
@@ -55,11 +56,22 @@ def result(loss: float) -> StepResult:
     return StepResult(loss, {"loss": loss, "agreement_abs_diff": 1.0, "agreement_tokens": 4.0}, grad_norm=2 * loss, lr=1e-3)
 
 
-def recorded(config: RunConfig) -> str:
-    """Two steps, a push; returns what Prometheus would read."""
+class Log(RolloutLog):
+    """Takes over the samples of the third step."""
+
+    def __init__(self) -> None:
+        self.waited: list[float] = []
+
+    def wrote(self, partition: Partition, seconds: float) -> bool:
+        self.waited.append(seconds)
+        return partition.batch.step == 2
+
+
+def recorded(config: RunConfig, log: Log) -> str:
+    """Two steps, a push, and one in which the critic learns alone; returns what Prometheus would read."""
     with ControlClient() as link:
         asyncio.run(until(lambda: len(link.evaluations) == 2, "the evaluations that the buffer has"))
-        record = MetricsLogger(link, config, SPEED)
+        record = MetricsLogger(link, config, SPEED, log=log)
         record.sft(1, 2, result(4.0))
         assert "sft_seconds_left" not in link.service.metrics.values
         record.sft(2, 2, result(2.0))
@@ -71,6 +83,7 @@ def recorded(config: RunConfig) -> str:
         pushed = {"seconds": 0.5, "wire_seconds": 0.4, "engine_seconds": 0.3, "stall": 0.1}
         record.push(PushResult(version=1, replicas=["rollout-0"], bytes=100, digest="d", **pushed))
         record.step(second, [result(1.0)], now + 3, now + 4, optimized=1.0, parts=PARTS, token_means={}, shared=SHARED)
+        record.step(batch(2, [[1.0, 0.0]]), [], now + 6, now + 10, optimized=0.0, parts=PARTS, token_means={})
         with urllib.request.urlopen(f"http://{link.service.status().http}/metrics", timeout=30) as answer:
             text: str = answer.read().decode()
         record.close()
@@ -107,7 +120,8 @@ async def test_a_step_is_written_everywhere(
     monkeypatch.setenv("MYXO_RUN", run_name)
     monkeypatch.setattr("signal.signal", lambda *_: None)  # a link takes the signals of the process's main thread, which this is not
     buffer = asyncio.create_task(evaluated(bus, run_name))
-    scraped = await asyncio.to_thread(recorded, config)
+    log = Log()
+    scraped = await asyncio.to_thread(recorded, config, log)
     buffer.cancel()
 
     events = EventAccumulator(str(config.run.root / "tensorboard"))
@@ -137,15 +151,17 @@ async def test_a_step_is_written_everywhere(
     labels = {name: written[f"eval/heldout/{name}"] for name in ("version", "newest_version", "lag", "samples", "failed", "late")}
     assert labels == {"version": [0], "newest_version": [1], "lag": [2], "samples": [6], "failed": [1], "late": [0]}
     assert written["eval/late/late"] == [3] and "eval/late" not in written
-    assert written["perf/step_time"] == pytest.approx([2.0, 1.0])
-    assert written["perf/train_wait_time"] == pytest.approx([0.0, 1.0])
+    assert written["perf/step_time"] == pytest.approx([2.0, 1.0, 4.0])
+    assert log.waited == written["perf/train_wait_time"] == pytest.approx([0.0, 1.0, 2.0])
     assert [written[f"perf/train_{part}_time"][0] for part in STEP_PARTS] == [0.0, 0.25, 0.0, 0.5, 0.25, 0.0, 0.0, 0.0], (
         "before it: no step's"
     )
     assert sum(written[f"perf/train_{part}_time"][1] for part in STEP_PARTS) == 2.0
-    assert written["perf/wait_time_ratio"] == pytest.approx([0.0, 0.5])
+    assert written["perf/wait_time_ratio"] == pytest.approx([0.0, 0.5, 1 / 3])
     assert written["perf/actor_train_tok_per_s"] == pytest.approx([22.0, 22.0])
-    assert written["perf/wall_tok_per_s"] == pytest.approx([11.0]), "from the second step on: 22 tokens in 1 s of waiting and 1 s of work"
+    assert written["perf/wall_tok_per_s"] == pytest.approx([11.0, 11 / 6]), (
+        "from the second step on: 22 tokens in 1 s of waiting and 1 s of work"
+    )
     wall = written["perf/train_wait_time"][1] + written["perf/step_time"][1]
     assert written["perf/wall_tok_per_s"][0] * wall == pytest.approx(22), "rate times wall time is what was trained"
     assert written["perf/actor_train_computed_tokens"] == [22.0, 18.0]
@@ -162,7 +178,8 @@ async def test_a_step_is_written_everywhere(
     told = [event async for _, event in steps]
     ended = streams.read(bus, names.events_stream, WarmStartEnded, subject=names.event("trainer", "warm_start"))
     assert [event async for _, event in ended] == [WarmStartEnded(steps=2, every=1, losses=[4.0, 2.0])]
-    assert [event.metrics["loss"] for event in told] == [2.0, 1.0]
+    assert [event.metrics.get("loss") for event in told] == [2.0, 1.0, None], "in the third the actor does not learn"
+    assert told[2].metrics["reward"] == 0.5 and told[2].metrics["step_time"] == pytest.approx(4.0)
     shown: dict[str, list[float]] = {}
     events_of = streams.read(bus, names.events_stream, MetricsWritten, subject=names.event("trainer", "metrics"))
     async for _, event in events_of:
