@@ -68,7 +68,7 @@ twice the last counts, and that is reported. A switch that is on by default is t
 | `--load DIR` | The newest run in `DIR` continues where it was; where there is none, a new one begins. `--fresh` begins anew. |
 | `--rollout-num-gpus` | By `--rollout-num-gpus-per-engine` it gives the engines; without it they fill the GPUs that there are. |
 | `--rollout-num-gpus --colocate` | Without effect, as with slime: all GPUs are the engines', too. `--rollout-replicas` takes fewer. |
-| `--custom-config-path FILE` | Its keys stand over all flags: fields of that name, the rest are attributes of `args` for your functions. |
+| `--custom-config-path FILE` | Its keys, fields and flags, stand over all flags; the rest are attributes of `args` for your functions. |
 | `--num-gpus-per-node` | An engine's GPUs over these are its nodes, `--sglang-nnodes`, where that is not given. |
 | `--wandb-key` | `WANDB_API_KEY` in the environment: the config holds no secrets. |
 | user functions | The same files, with slime's import names, `args` and `Sample`: [hooks.md](hooks.md). |
