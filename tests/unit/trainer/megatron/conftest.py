@@ -42,6 +42,20 @@ def alone() -> Any:
     return rank_steps
 
 
+@pytest.fixture(scope="session")
+def once() -> Callable[..., Any]:
+    """``once(function, *given)``: what one process does, computed once for all that compare with it, which do not change it."""
+    known: dict[tuple[Any, str], Any] = {}
+
+    def computed(function: Callable[..., Any], *given: Any) -> Any:
+        key = function, repr(given)
+        if key not in known:
+            known[key] = function(*given)
+        return known[key]
+
+    return computed
+
+
 @pytest.fixture(autouse=True, scope="session")
 def imported_once() -> None:
     """Takes what was imported out of every later garbage collection: leaving a world collects twice, which took longer than most tests."""

@@ -148,21 +148,9 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def one_process(drafted):
-    results = {}
-
-    def of(kind):
-        if kind not in results:
-            results[kind] = draft_steps.train_drafts(drafted(kind), ON, 2)
-        return results[kind]
-
-    return of
-
-
 @pytest.mark.parametrize(("kind", "layout"), LAYOUTS)
-def test_a_layout_changes_nothing(kind, layout, drafted, two_ranks, one_process):
-    expected = one_process(kind)
+def test_a_layout_changes_nothing(kind, layout, drafted, two_ranks, once):
+    expected = once(draft_steps.train_drafts, drafted(kind), ON, 2)
     found, other = two_ranks.run(draft_steps.train_drafts, drafted(kind), ON | layout)
     for step, wanted in zip(found["steps"], expected["steps"], strict=True):
         assert step.loss == pytest.approx(wanted.loss, rel=1e-5, abs=1e-5)

@@ -146,8 +146,8 @@ def balanced_steps(hf_dir, layout, megatron):
 
 
 @pytest.mark.parametrize("layout", ["TP2 SP", "EP2", *(pytest.param(layout, marks=pytest.mark.extra) for layout in ("CP2", "PP2"))])
-def test_layouts_balance_as_one_process(layout, hf, two_ranks):
-    expected, _ = balanced_steps(hf("qwen3_moe"), {}, WITHOUT_GLOBAL)
+def test_layouts_balance_as_one_process(layout, hf, once, two_ranks):
+    expected, _ = once(balanced_steps, hf("qwen3_moe"), {}, WITHOUT_GLOBAL)
     for steps, _ in two_ranks.run(balanced_steps, hf("qwen3_moe"), LAYOUTS[layout], WITHOUT_GLOBAL):
         for (loss, norm, metrics), (expected_loss, expected_norm, expected_metrics) in zip(steps, expected, strict=True):
             assert loss == pytest.approx(expected_loss, abs=1e-5)
@@ -165,8 +165,8 @@ def one_global_step(hf_dir, layout):
 
 
 @pytest.mark.parametrize("layout", [{}, LAYOUTS["EP2"], pytest.param(LAYOUTS["TP2 SP"], marks=pytest.mark.extra)])
-def test_the_global_loss_sees_all_ranks(layout, hf, two_ranks):
-    norm, metrics = one_global_step(hf("qwen3_moe"), {})
+def test_the_global_loss_sees_all_ranks(layout, hf, once, two_ranks):
+    norm, metrics = once(one_global_step, hf("qwen3_moe"), {})
     for found_norm, found_metrics in two_ranks.run(one_global_step, hf("qwen3_moe"), layout):
         assert found_norm == pytest.approx(norm, rel=1e-4) and norm > 1e-4
         assert found_metrics == pytest.approx(metrics, rel=1e-5)

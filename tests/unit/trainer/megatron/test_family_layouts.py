@@ -69,26 +69,14 @@ def export_and_train(hf_dir, config):
     return weights, [(step.loss, step.grad_norm) for step in results], biases
 
 
-@pytest.fixture(scope="module")
-def one_process(hf):
-    results = {}
-
-    def of(kind):
-        if kind not in results:
-            results[kind] = export_and_train(hf(kind), {})
-        return results[kind]
-
-    return of
-
-
 @pytest.mark.parametrize(("kind", "config"), [*CASES, *(pytest.param(*case, marks=pytest.mark.extra) for case in MORE)])
-def test_a_layout_changes_nothing(kind, config, hf, two_ranks, one_process):
+def test_a_layout_changes_nothing(kind, config, hf, two_ranks, once):
     loaded = load_file(hf(kind) / "model.safetensors")
     (weights, steps, biases), (other, _, _) = two_ranks.run(export_and_train, hf(kind), config)
     assert weights.keys() == loaded.keys() and set(other.values()) == {None}
     for name, tensor in weights.items():
         assert torch.equal(tensor, loaded[name]), name
-    for (loss, norm), (expected_loss, expected_norm) in zip(steps, one_process(kind)[1], strict=True):
+    for (loss, norm), (expected_loss, expected_norm) in zip(steps, once(export_and_train, hf(kind), {})[1], strict=True):
         assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-5)
         assert norm == pytest.approx(expected_norm, rel=1e-4)
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in biases.items())

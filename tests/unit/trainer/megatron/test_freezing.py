@@ -61,23 +61,10 @@ def test_steps_equal_plain_pytorch(kind, make_actor, hf, monkeypatch):
         assert torch.equal(tensor, loaded[name]) == ("layers.1." not in name or "down_proj" in name), name
 
 
-@pytest.fixture(scope="module")
-def one_process(hf):
-    known = {}
-
-    def train(kind, given):
-        key = kind, repr(given)
-        if key not in known:
-            known[key] = lora_steps.train(hf(kind), given, count=2)
-        return known[key]
-
-    return train
-
-
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.extra) for case in MORE)])
-def test_two_ranks_equal_one_process(case, hf, one_process, two_ranks):
+def test_two_ranks_equal_one_process(case, hf, once, two_ranks):
     kind, given, layout = (CASES | MORE)[case]
-    expected = one_process(kind, given)
+    expected = once(lora_steps.train, hf(kind), given, 2)
     ranks = two_ranks.run(lora_steps.train, hf(kind), {**given, **layout}, 2)
     for rank in ranks:
         for step, reference in zip(rank["steps"], expected["steps"], strict=True):

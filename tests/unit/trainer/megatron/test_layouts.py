@@ -85,17 +85,9 @@ def layouts(cases):
     return [name if name in PAIRS else pytest.param(name, marks=pytest.mark.extra) for name in cases]
 
 
-@pytest.fixture(scope="module")
-def one_process(hf):
-    """What one process does with a kind of model, computed once."""
-    known = {}
-
-    def train(kind):
-        if kind not in known:
-            known[kind] = rank_steps.reinforce(hf(kind), {})
-        return known[kind]
-
-    return train
+@pytest.fixture
+def one_process(hf, once):
+    return lambda kind: once(rank_steps.reinforce, hf(kind), {})
 
 
 def assert_equal(expected, ranks):

@@ -150,17 +150,9 @@ def test_nothing_is_added_at_first(make_actor, hf):
         assert (tensor == 0).all() if ".lora_B." in name else 0.5 < tensor.abs().max() * tensor.size(1) ** 0.5 <= 1, name
 
 
-@pytest.fixture(scope="module")
-def one_process(hf):
-    """What one process does with a kind of model and some targets, computed once."""
-    known = {}
-
-    def train(kind, targets):
-        if (kind, targets) not in known:
-            known[kind, targets] = lora_steps.train(hf(kind), {**LORA, "target_modules": targets})
-        return known[kind, targets]
-
-    return train
+@pytest.fixture
+def one_process(hf, once):
+    return lambda kind, targets: once(lora_steps.train, hf(kind), {**LORA, "target_modules": targets})
 
 
 def assert_equal(expected, ranks):

@@ -1,7 +1,6 @@
 """Models that see, on the torch backend: packs with pictures beside transformers' single sequences, and ranks of which one has none."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -180,24 +179,6 @@ def test_a_layer_that_sees_or_hears_keeps_what_the_plan_says(kind, models, heari
     assert planned.layers == 3 and planned.matrix in dict(whole.named_parameters())
 
 
-def trained(directory, config):
-    """Two steps, in which the first rank has all pictures and the second none."""
-    model = rank_steps.actor(directory, **config)
-    batches = [batch_of(directory), batch_of(directory, [[], []])]
-    own = batches[model.data_parallel_rank :: model.data_parallel_size]
-    found = [model.train_step(own, rank_steps.weighted_loss, need_entropy=True) for _ in range(2)]
-    return [(step.loss, step.grad_norm) for step in found]
-
-
-@pytest.mark.parametrize("frozen", [{}, {"freeze_params_name_list": [r"visual\."]}], ids=["tower trained", "tower frozen"])
-def test_a_rank_without_a_picture_takes_part(frozen, models, two_ranks):
-    directory = models("qwen3_vl")
-    expected = trained(directory, {**TORCH, **frozen})
-    for found in two_ranks.run(partial(trained, directory, {**TORCH, **frozen})):
-        for ours, theirs in zip(found, expected, strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-4)
-
-
 @pytest.fixture(scope="module")
 def hearing(tmp_path_factory):
     write_tiny_audio_model(directory := tmp_path_factory.mktemp("qwen2_audio"))
@@ -229,16 +210,19 @@ def test_packs_with_sounds_are_computed_as_single_sequences(hearing, alone):
     assert any("audio_tower" in name for name in changed) and "audio_tower.embed_positions.weight" not in changed
 
 
-def trained_on_sounds(directory, config):
-    """Two steps, in which the first rank has all sounds and the second none."""
+def trained(directory, config, batch, all_shown):
+    """Two steps, in which the first rank has all pictures or sounds and the second none."""
     model = rank_steps.actor(directory, **config)
-    own = [heard(directory, [[0.5], [1.0]]), heard(directory, [[], []])][model.data_parallel_rank :: model.data_parallel_size]
+    own = [batch(directory, all_shown), batch(directory, [[], []])][model.data_parallel_rank :: model.data_parallel_size]
     found = [model.train_step(own, rank_steps.weighted_loss, need_entropy=True) for _ in range(2)]
     return [(step.loss, step.grad_norm) for step in found]
 
 
-def test_a_rank_without_a_sound_takes_part(hearing, two_ranks):
-    expected = trained_on_sounds(hearing, HEARS)
-    for found in two_ranks.run(partial(trained_on_sounds, hearing, HEARS)):
+@pytest.mark.parametrize("kind", ["tower trained", "tower frozen", "sounds"])
+def test_a_rank_without_a_picture_or_a_sound_takes_part(kind, models, hearing, two_ranks):
+    pictures = (models("qwen3_vl"), TORCH | ({"freeze_params_name_list": [r"visual\."]} if kind == "tower frozen" else {}), batch_of, SHOWN)
+    given = (hearing, HEARS, heard, [[0.5], [1.0]]) if kind == "sounds" else pictures
+    expected = trained(*given)
+    for found in two_ranks.run(trained, *given):
         for ours, theirs in zip(found, expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4)

@@ -81,8 +81,8 @@ MORE = ("qwen2", "llama3_rope", "qwen3_moe_mixed", "glm4", "glm4_moe", "moonligh
 @pytest.mark.parametrize(
     "kind", ["qwen3_tied", "qwen3_moe", "deepseek_v3", *(pytest.param(kind, marks=pytest.mark.extra) for kind in MORE)]
 )
-def test_it_trains_as_megatron_does(kind, hf, alone):
-    same(alone.train(hf(kind), TORCH, 3), alone.train(hf(kind), {"adam_eps": 1e-3}, 3))
+def test_it_trains_as_megatron_does(kind, hf, once):
+    same(once(rank_steps.train, hf(kind), TORCH, 3), once(rank_steps.train, hf(kind), {"adam_eps": 1e-3}, 3))
 
 
 def test_biases_of_stacked_experts_do_not_decay(hf, alone):
@@ -91,8 +91,8 @@ def test_biases_of_stacked_experts_do_not_decay(hf, alone):
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", pytest.param("qwen3", marks=pytest.mark.extra)])
-def test_two_ranks_train_as_one_does(kind, hf, alone, two_ranks):
-    expected = alone.train(hf(kind), TORCH, 3)
+def test_two_ranks_train_as_one_does(kind, hf, once, two_ranks):
+    expected = once(rank_steps.train, hf(kind), TORCH, 3)
     for more in ({"recompute": True}, {"fsdp_reshard_after_forward": False}):
         found, _ = two_ranks.run(rank_steps.train, hf(kind), {**TORCH, **more}, 3)
         same(found, expected)
@@ -102,9 +102,9 @@ TENSOR, EXPERT, CONTEXT = ({f"{name}_parallel_size": 2} for name in ("tensor_mod
 
 
 @pytest.mark.parametrize("kind, more", [("qwen3", TENSOR), ("qwen3_moe", TENSOR), ("qwen3_moe", EXPERT), ("qwen3", CONTEXT)])
-def test_two_ranks_that_share_the_work_train_as_one_does(kind, more, hf, alone, two_ranks):
+def test_two_ranks_that_share_the_work_train_as_one_does(kind, more, hf, once, two_ranks):
     found, _ = two_ranks.run(rank_steps.train, hf(kind), {**TORCH, "recompute": True, **more}, 3)
-    same(found, alone.train(hf(kind), TORCH, 3))
+    same(found, once(rank_steps.train, hf(kind), TORCH, 3))
 
 
 @pytest.mark.parametrize("more", [EXPERT, pytest.param(TENSOR, marks=pytest.mark.extra)])
@@ -116,9 +116,10 @@ def test_a_rank_whose_experts_nobody_chooses_takes_part(more, alone, two_ranks, 
     (bias,) = (tensor for name, tensor in tensors.items() if name.endswith("e_score_correction_bias"))
     bias.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0]))
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    expected = alone.train(tmp_path, TORCH, 2)
     for again in (False, True):  # computed again in the backward pass, where ranks must still exchange in one order
         found, _ = two_ranks.run(rank_steps.train, tmp_path, {**TORCH, **more, "recompute": again}, 2)
-        same(found, alone.train(tmp_path, TORCH, 2))
+        same(found, expected)
 
 
 def test_a_plan_that_leaves_out_partial_gradients_is_refused(hf, two_ranks):
@@ -127,8 +128,8 @@ def test_a_plan_that_leaves_out_partial_gradients_is_refused(hf, two_ranks):
 
 
 @pytest.mark.parametrize("more", [TENSOR, CONTEXT])
-def test_replayed_choices_are_megatrons(more, hf, alone, two_ranks):
-    expected, own = (alone.replayed_steps(hf("qwen3_moe"), config) for config in ({}, TORCH))
+def test_replayed_choices_are_megatrons(more, hf, once, two_ranks):
+    expected, own = (once(rank_steps.replayed_steps, hf("qwen3_moe"), config) for config in ({}, TORCH))
     for found in (own, two_ranks.run(rank_steps.replayed_steps, hf("qwen3_moe"), {**TORCH, **more})[0]):
         assert (found["loss"], found["grad_norm"]) == pytest.approx((expected["loss"], expected["grad_norm"]), rel=1e-4)
         for name in ("log_probs", "recorded"):
@@ -170,13 +171,9 @@ def test_policy_losses_and_candidates_are_the_same(hf, alone):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
-def test_a_critic_is_the_same(hf, alone, two_ranks):
-    expected, *found = (
-        alone.reinforce(hf("qwen3"), {}),
-        alone.reinforce(hf("qwen3"), TORCH),
-        two_ranks.run(rank_steps.reinforce, hf("qwen3"), TORCH)[0],
-    )
-    for each in found:
+def test_a_critic_is_the_same(hf, once, two_ranks):
+    expected, own = (once(rank_steps.reinforce, hf("qwen3"), config) for config in ({}, TORCH))
+    for each in (own, two_ranks.run(rank_steps.reinforce, hf("qwen3"), TORCH)[0]):
         for name in ("grpo", "ppo", "critic 0", "critic 1", "critic 2"):
             assert (each[name].loss, each[name].grad_norm) == pytest.approx(
                 (expected[name].loss, expected[name].grad_norm), rel=1e-5, abs=1e-7
