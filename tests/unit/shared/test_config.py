@@ -23,155 +23,29 @@ from tests.support.run_config import run_config, values
 from tests.support.tables import table
 
 SECTIONS: dict[str, type[Section]] = {section: section_model(section) for section in RunConfig.model_fields}
-MUTABLE = {
-    "speculation",
-    "dir_mode",
-    "accept_changed_data",
-    "node_timeout",
-    "console",
-    "console_host",
-    "console_port",
-    "console_hosts",
-    "episode_url",
-    "episode_timeout",
-    "sandbox_wall_time",
-    "sandbox_cpu_time",
-    "sandbox_memory_bytes",
-    "sandbox_processes",
-    "sandbox_output_bytes",
-    "frozen_timeout",
-    "full_timeout",
-    "sync_interval",
-    "max_bytes",
-    "max_ledger_bytes",
-    "max_queued_bytes",
-    "buffer_replicas",
-    "colocate",
-    "check_weight_update_equal",
-    "offload_train",
-    "offload_rollout",
-    "lend_gpus",
-    "lent_mem_fraction_static",
-    "num_rollout",
-    "num_epoch",
-    "num_rollout_per_epoch",
-    "train_env_vars",
-    "rollout_replicas",
-    "engine_groups",
-    "models",
-    "eval_replicas",
-    "external_engine_key_variable",
-    "external_engines",
-    "external_group_backend",
-    "update_weight_engine_dir",
-    "object_store_connections",
-    "object_store_url_timeout",
-    "rollout_concurrency",
-    "rollout_num_gpus",
-    "sglang_server_concurrency",
-    "load",
-    "custom_config_path",
-    "dir",
-    "engine_start_timeout",
-    "generate_timeout",
-    "agent_concurrency",
-    "agent_cpus",
-    "agent_memory_bytes",
-    "agent_network",
-    "agent_processes",
-    "agent_runtime",
-    "agent_service",
-    "agent_timeout",
-    "agent_tries",
-    "agent_workers",
-    "generate_workers",
-    "constraints",
-    "gateway_checkpoint_tokens",
-    "gateway_host",
-    "gateway_models",
-    "gateway_port",
-    "gateway_replica_requests",
-    "gateway_replicas",
-    "gateway_requests",
-    "gateway_turn_timeout",
-    "gateway_wait",
-    "ignore_memory_plan",
-    "ingest_bytes",
-    "ingest_concurrency",
-    "ingest_groups",
-    "ingest_wait",
-    "max_dead_in_a_row",
-    "environment_concurrency",
-    "worker_environment",
-    "environments",
-    "environment_url",
-    "rm_url",
-    "rm_timeout",
-    "rm_tries",
-    "judge_url",
-    "judge_key_variable",
-    "judge_concurrency",
-    "judge_timeout",
-    "judge_tries",
-    "judge_cache",
-    "reward_timeout",
-    "reward_workers",
-    "reward_replicas",
-    "eval_interval",
-    "eval_timeout",
-    "save_at_start",
-    "save_interval",
-    "async_save",
-    "keep_checkpoints",
-    "save_hf",
-    "save_hf_interval",
-    "save_final_hf",
-    "batch_timeout",
-    "collective_timeout",
-    "torch_threads",
-    *("tinker_tenants", "tinker_adapters", "tinker_samples", "tinker_checkpoint_steps", "tinker_body_bytes"),
-    "skip_unchanged",
-    "push_timeout",
-    "update_weight_mode",
-    "update_weight_delta_encoding",
-    "update_weight_full_interval",
-    "snapshot_interval",
-    "keep_snapshots",
-    "join_from",
-    "log_multi_turn",
-    "log_passrate",
-    "reset_optimizer_states",
-    "passrate_threshold",
-    "keep_rollouts",
-    "keep_rollouts_bytes",
-    "keep_rollouts_tokens",
-    "use_wandb",
-    "wandb_project",
-    "wandb_group",
-    "wandb_team",
-    "wandb_mode",
-    "wandb_dir",
-    "wandb_host",
-    "http_host",
-    "logprob_alarm",
-    "opd_teacher_concurrency",
-    "opd_teacher_key_variable",
-    "opd_teacher_timeout",
-    "opd_teachers",
-    "save_debug_rollout_data",
-    "save_debug_train_data",
-    "dump_details",
-    "use_pytorch_profiler",
-    "profile_step_start",
-    "profile_step_end",
-    "profile_target",
-    "profile_engine_steps",
-    "record_memory_history",
-    "memory_recorder",
-    "memory_snapshot_num_steps",
-    "memory_snapshot_dir",
-    "memory_snapshot_path",
-}
+MUTABLE_FIELDS = """
+    speculation dir_mode accept_changed_data node_timeout console console_host console_port console_hosts episode_url episode_timeout
+    sandbox_wall_time sandbox_cpu_time sandbox_memory_bytes sandbox_processes sandbox_output_bytes frozen_timeout full_timeout
+    sync_interval max_bytes max_ledger_bytes max_queued_bytes buffer_replicas colocate check_weight_update_equal offload_train
+    offload_rollout lend_gpus lent_mem_fraction_static num_rollout num_epoch num_rollout_per_epoch train_env_vars rollout_replicas
+    engine_groups models eval_replicas external_engine_key_variable external_engines external_group_backend update_weight_engine_dir
+    object_store_connections object_store_url_timeout rollout_concurrency rollout_num_gpus sglang_server_concurrency load
+    custom_config_path dir engine_start_timeout generate_timeout agent_concurrency agent_cpus agent_memory_bytes agent_network
+    agent_processes agent_runtime agent_service agent_timeout agent_tries agent_workers generate_workers constraints
+    gateway_checkpoint_tokens gateway_host gateway_models gateway_port gateway_replica_requests gateway_replicas gateway_requests
+    gateway_turn_timeout gateway_wait ignore_memory_plan ingest_bytes ingest_concurrency ingest_groups ingest_wait max_dead_in_a_row
+    environment_concurrency worker_environment environments environment_url rm_url rm_timeout rm_tries judge_url judge_key_variable
+    judge_concurrency judge_timeout judge_tries judge_cache reward_timeout reward_workers reward_replicas eval_interval eval_timeout
+    save_at_start save_interval async_save keep_checkpoints save_hf save_hf_interval save_final_hf batch_timeout collective_timeout
+    torch_threads tinker_tenants tinker_adapters tinker_samples tinker_checkpoint_steps tinker_body_bytes skip_unchanged push_timeout
+    update_weight_mode update_weight_delta_encoding update_weight_full_interval snapshot_interval keep_snapshots join_from log_multi_turn
+    log_passrate reset_optimizer_states passrate_threshold keep_rollouts keep_rollouts_bytes keep_rollouts_tokens use_wandb wandb_project
+    wandb_group wandb_team wandb_mode wandb_dir wandb_host http_host logprob_alarm opd_teacher_concurrency opd_teacher_key_variable
+    opd_teacher_timeout opd_teachers save_debug_rollout_data save_debug_train_data dump_details use_pytorch_profiler profile_step_start
+    profile_step_end profile_target profile_engine_steps record_memory_history memory_recorder memory_snapshot_num_steps
+    memory_snapshot_dir memory_snapshot_path
+"""
+MUTABLE = set(MUTABLE_FIELDS.split())
 
 
 def refused(nested: dict[str, Any]) -> ConfigError:
@@ -203,37 +77,23 @@ def test_a_config_survives_json(tmp_path: Path) -> None:
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
 
 
-def test_an_unknown_key_is_refused_with_the_nearest_valid_one(tmp_path: Path) -> None:
-    error = refused(values(tmp_path, rollout={"rollout_batchsize": 8}))
-    assert error.field == "rollout.rollout_batchsize"
-    assert error.value == 8
-    assert "did you mean rollout_batch_size?" in str(error)
-
-
-def test_an_unknown_key_that_is_near_nothing_lists_what_is_valid(tmp_path: Path) -> None:
-    assert "valid are appendfsync, blob_bytes" in str(refused(values(tmp_path, store={"zzz": 1})))
-
-
-def test_a_key_in_the_wrong_section_is_sent_to_its_own(tmp_path: Path) -> None:
-    error = refused(values(tmp_path, rollout={"lr": 1e-4}))
-    assert error.field == "rollout.lr"
-    assert "belongs into the section [trainer]" in str(error)
-
-
-def test_a_key_outside_every_section_is_sent_to_its_own(tmp_path: Path) -> None:
-    error = refused({**values(tmp_path), "lr": 1e-4})
-    assert error.field == "lr"
-    assert "belongs into the section [trainer]" in str(error)
-
-
-def test_an_unknown_section_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
-    error = refused({**values(tmp_path), "rolout": {"num_rollout": 1}})
-    assert error.field == "rolout"
-    assert "did you mean [rollout]?" in str(error)
-
-
-def test_a_section_that_is_no_section_is_refused(tmp_path: Path) -> None:
-    assert "expected a section [rollout]" in str(refused({**values(tmp_path), "rollout": 3}))
+@table(
+    ("given", "field", "words"),
+    [
+        ({"rollout": {"rollout_batchsize": 8}}, "rollout.rollout_batchsize", "= 8: unknown key; did you mean rollout_batch_size?"),
+        ({"store": {"zzz": 1}}, "store.zzz", "valid are appendfsync, blob_bytes"),
+        ({"rollout": {"lr": 1e-4}}, "rollout.lr", "belongs into the section [trainer]"),
+        ({"lr": 1e-4}, "lr", "belongs into the section [trainer]"),
+        ({"rolout": {"num_rollout": 1}}, "rolout", "did you mean [rollout]?"),
+        ({"rollout": 3}, "rollout", "expected a section [rollout]"),
+    ],
+)
+def test_an_unknown_key_or_section_is_refused_with_the_nearest_valid_one(
+    given: dict[str, Any], field: str, words: str, tmp_path: Path
+) -> None:
+    sections = {name: value for name, value in given.items() if isinstance(value, dict) and name in SECTIONS}
+    error = refused({**values(tmp_path, **sections), **{name: value for name, value in given.items() if name not in sections}})
+    assert error.field == field and words in str(error)
 
 
 def test_external_engines_are_all_the_engines_that_there_are(tmp_path: Path) -> None:
@@ -284,7 +144,7 @@ def test_a_missing_section_is_named(tmp_path: Path) -> None:
     assert "required" in str(error)
 
 
-@pytest.mark.parametrize(
+@table(
     ("section", "field", "value"),
     [
         ("rollout", "num_rollout", -1),
@@ -509,10 +369,6 @@ def test_an_environment_that_cannot_be_is_refused_by_field(
     assert (error.field, error.value) == (field, value)
     assert words in error.expected
     assert "hush" not in str(error)
-
-
-def test_a_single_sample_is_enough_where_no_group_is_compared(tmp_path: Path) -> None:
-    run_config(tmp_path, rollout={"n_samples_per_prompt": 1}, algorithm={"advantage_estimator": "reinforce_plus_plus"})
 
 
 TOML = """
