@@ -8,6 +8,7 @@ import pytest
 from myxo.commands.accounts import address
 from myxo.main import main
 from shared.runtime.errors import ConfigError
+from tests.support.tables import table
 
 
 def test_it_says_what_it_did_and_no_password(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,7 +65,7 @@ def test_addresses(text: str, host: str, port: int) -> None:
     assert str(address("--nats", text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "a", "a:", ":1", "a:0", "a:99999", "a:b", "u@a:1", "a:1/x", "[::1:1"])
+@table("text", ["", "a", "a:", ":1", "a:0", "a:99999", "a:b", "u@a:1", "a:1/x", "[::1:1"])
 def test_no_addresses(text: str) -> None:
     with pytest.raises(ConfigError, match="--nats"):
         address("--nats", text)

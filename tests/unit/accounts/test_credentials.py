@@ -8,6 +8,7 @@ import pytest
 from shared.accounts.credentials import Deployment, ServerAddress, make, write
 from shared.accounts.permissions import ROLES
 from shared.runtime.errors import ConfigError
+from tests.support.tables import table
 
 PLACE = (ServerAddress("nats", 4222), ServerAddress("redis", 6379))
 PLAIN, ENCRYPTED = Deployment("demo", *PLACE), Deployment("demo", *PLACE, tls=True)
@@ -83,7 +84,7 @@ def test_a_lost_file_is_one_new_password(tmp_path: Path) -> None:
     assert after["reward/nats_url"] in files(tmp_path)["nats/nats.conf"]
 
 
-@pytest.mark.parametrize("content", ["", "nats://nats:4222", "junk", "nats://[user:x@nats"])
+@table("content", ["", "nats://nats:4222", "junk", "nats://[user:x@nats"])
 def test_a_file_without_a_password_is_bad_input(tmp_path: Path, content: str) -> None:
     make(tmp_path, PLAIN)
     path = tmp_path / "buffer" / "nats_url"

@@ -2,8 +2,6 @@
 
 import itertools
 
-import pytest
-
 from shared.accounts.permissions import ROLES, Rights, rights
 from shared.bus.subjects import Subjects
 from tests.support import intended_rights as intended
@@ -46,7 +44,7 @@ def test_no_service_changes_a_stream(role: str, change: str) -> None:
         assert allowed(of("operator").bus.publish, f"$JS.API.STREAM.{change}.{stream}") is not read
 
 
-@pytest.mark.parametrize("role", [role for role in ROLES if role != "operator"])
+@table("role", [role for role in ROLES if role != "operator"])
 def test_no_right_of_a_service_is_wider_than_its_run(role: str) -> None:
     for pattern in {*of(role).bus.publish, *of(role).bus.subscribe} - {"$JS.API.INFO"}:
         tokens = [token.removeprefix("KV_") for token in pattern.split(".")]
@@ -122,7 +120,7 @@ def test_users_of_two_runs_have_different_names() -> None:
     assert len(set(users)) == len(users) == 2 * len(ROLES)
 
 
-@pytest.mark.parametrize(
+@table(
     ("pattern", "subject", "expected"),
     [
         ("a.b", "a.b", True),

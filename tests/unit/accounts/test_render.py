@@ -5,9 +5,8 @@ import json
 import re
 from typing import Any
 
-import pytest
-
 from shared.accounts.permissions import MAX_PAYLOAD, ROLES, NatsSettings, RedisSettings, nats_conf, redis_conf, rights
+from tests.support.tables import table
 
 PASSWORDS = {role: f"{role}-secret" for role in (*ROLES, "health", "admission")}
 
@@ -59,7 +58,7 @@ def test_redis_has_no_user_without_a_password_and_no_password_in_the_clear() -> 
     assert "secret" not in redis()
 
 
-@pytest.mark.parametrize(
+@table(
     ("role", "keys", "commands"),
     [
         ("buffer", "%RW~demo:group:*", ["+ping", "+exists", "+getrange", "+info", "+setnx", "+unlink"]),

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import colocate
+from tests.support.tables import table
 
 
-@pytest.mark.parametrize(
-    ("told", "place"), [(None, 0), ("", 0), ("0", 0), ("3", 3), (" 2, 0", 2), ("GPU-5c1f", "GPU-5c1f"), ("MIG-7,GPU-5c1f", "MIG-7")]
-)
+@table(("told", "place"), [(None, 0), ("", 0), ("0", 0), ("3", 3), (" 2, 0", 2), ("GPU-5c1f", "GPU-5c1f"), ("MIG-7,GPU-5c1f", "MIG-7")])
 def test_the_first_visible_gpu_is_read(told: str | None, place: int | str) -> None:
     assert colocate.first_visible(told) == place
 

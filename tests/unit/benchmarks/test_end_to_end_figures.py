@@ -18,6 +18,7 @@ from benchmarks.rollout_overhead.engine_bench import _Filling
 from shared.schema.ledger import GroupRequeued, GroupsDropped
 from shared.schema.messages import Payload, SampleMeta, Trained
 from shared.schema.service_messages import MetricsWritten
+from tests.support.tables import table
 
 
 @pytest.mark.parametrize("spec", ["geometric:50", "lognormal:50:0.8", "file"])
@@ -41,7 +42,7 @@ def test_geometric_lengths_are_made_by_stop_tokens_and_others_told_beside_the_pr
     assert len(row["metadata"]["lengths"]) == 4 and max(row["metadata"]["lengths"]) <= 99
 
 
-@pytest.mark.parametrize("spec", ["uniform:3", "geometric:0", "geometric:x", "lognormal:5:-1"])
+@table("spec", ["uniform:3", "geometric:0", "geometric:x", "lognormal:5:-1"])
 def test_other_lengths_are_refused(spec: str) -> None:
     with pytest.raises(ValueError):
         LengthDistribution.parse(spec, 100)

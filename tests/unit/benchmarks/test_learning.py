@@ -17,6 +17,7 @@ from benchmarks.learning.learning_run import LearningRun, curve, environment, pl
 from benchmarks.learning.run_fleet import CUT_OFF, FAILED, FINISHED, RUNNING, RunFleet
 from shared.config import flags
 from shared.config.config_reading import load
+from tests.support.tables import table
 
 BEGAN = 1_000_000.0
 
@@ -28,8 +29,8 @@ def test_what_is_cut_off_lacks_seeds_and_no_bound() -> None:
     assert {(run.bound, run.objective) for run in runs[:4]} == {(0, "decoupled"), (4, "decoupled"), (0, "naive"), (4, "naive")}
 
 
-@pytest.mark.parametrize("example", ["arithmetic", "smollm2"])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@table("example", ["arithmetic", "smollm2"])
+@table("device", ["cpu", "cuda"])
 def test_commands_are_what_a_run_takes(example: str, device: str) -> None:
     run = LearningRun(example, device, 4, 1, "naive", 7)
     words = run.command(Path("data"), Path("runs"), ["--rollout-batch-size", "2"])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from services.buffer.buffer_config import BufferConfig
 from shared.schema.ledger import GroupRequeued, GroupsDropped
 from tests.support.buffer_config import buffer_config
+from tests.support.tables import table
 from tests.unit.buffer.world import World
 
 LIMITS = st.builds(
@@ -88,9 +89,9 @@ def test_in_order_of_admission_nothing_is_ever_over_the_bound(max_staleness: int
     assert not any(isinstance(record, GroupsDropped | GroupRequeued) for record in world.records)
 
 
-@pytest.mark.parametrize("interval", [1, 2])
-@pytest.mark.parametrize("max_staleness", [0, 1, 3])
-@pytest.mark.parametrize("eval_prompts", [0, 2])
+@table("interval", [1, 2])
+@table("max_staleness", [0, 1, 3])
+@table("eval_prompts", [0, 2])
 def test_a_calm_run_finishes_and_drops_nothing(max_staleness: int, interval: int, eval_prompts: int) -> None:
     limits = buffer_config(
         steps=5, groups=2, samples=2, max_staleness=max_staleness, interval=interval, eval_prompts=eval_prompts, eval_interval=interval

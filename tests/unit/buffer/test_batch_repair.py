@@ -10,6 +10,7 @@ from shared.runtime.errors import INFRASTRUCTURE
 from shared.schema.ledger import PAYLOAD_LOST, BatchAmended, GroupDead, GroupRequeued, LedgerRecord, SampleRefused
 from shared.schema.messages import BatchRefused
 from tests.support.buffer_config import buffer_config
+from tests.support.tables import table
 from tests.unit.buffer.world import World, replay
 
 
@@ -67,7 +68,7 @@ def test_the_count_survives_the_buffer() -> None:
     assert isinstance(refusals(world, "g00000000", 1, first=9.0)[-1], GroupDead)
 
 
-@pytest.mark.parametrize(("step", "group"), [(1, "g00000000"), (0, "g00000003"), (0, "g00000099"), (0, "eval.x.0.0"), (9, "no-group")])
+@table(("step", "group"), [(1, "g00000000"), (0, "g00000003"), (0, "g00000099"), (0, "eval.x.0.0"), (9, "no-group")])
 def test_what_is_not_in_the_batch_is_no_refusal(step: int, group: str) -> None:
     assert refusals(ready_world(), group, 4, step=step) == []
 

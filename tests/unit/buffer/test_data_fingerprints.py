@@ -19,6 +19,7 @@ from services.buffer.prompt_supply import (
 )
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
+from tests.support.tables import table
 
 LONG = MOST_BLOCKS * BLOCK_BYTES + 5
 
@@ -85,6 +86,6 @@ def test_the_runs_files_are_known_by_path_and_field(tmp_path: Path, file: Path) 
         fingerprints(config)
 
 
-@pytest.mark.parametrize("data", [None, b"", b"nonsense", b"[]", b'{"a": {"size": "many"}}'])
+@table("data", [None, b"", b"nonsense", b"[]", b'{"a": {"size": "many"}}'])
 def test_what_is_no_note_of_files_counts_as_none(data: bytes | None) -> None:
     assert decode_fingerprints(data) == {}

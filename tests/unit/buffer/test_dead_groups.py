@@ -15,6 +15,7 @@ from shared.schema.ledger import (
     SampleRefused,
 )
 from tests.support.run_config import run_config
+from tests.support.tables import table
 
 
 def dead(at: float = 0.0, reason: str = "rollout-0: the hook raised") -> GroupDead:
@@ -84,7 +85,7 @@ def test_the_rate_is_of_late() -> None:
     assert fed(dead(at=1.0)).per_minute(1.0) == 1.0, "of a life of seconds as much as has come"
 
 
-@pytest.mark.parametrize(("batch", "given", "limit"), [(2, None, 32), (64, None, 256), (64, 5, 5), (2, 0, 0)])
+@table(("batch", "given", "limit"), [(2, None, 32), (64, None, 256), (64, 5, 5), (2, 0, 0)])
 def test_the_default_is_a_few_batches(tmp_path, batch: int, given: int | None, limit: int) -> None:  # type: ignore[no-untyped-def]
     config = run_config(tmp_path, rollout={"rollout_batch_size": batch, "max_dead_in_a_row": given})
     assert BufferConfig(config.rollout).max_dead_in_a_row == limit

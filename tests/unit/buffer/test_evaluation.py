@@ -13,6 +13,7 @@ from shared.data import pass_rates
 from shared.schema.ledger import EvalEnded, EvalStarted, LedgerRecord, RunFinished
 from shared.schema.messages import Payload, SampleMeta, Scored
 from tests.support.buffer_config import buffer_config
+from tests.support.tables import table
 
 SETS = {"sums": 2, "words": 1}
 LIMITS = buffer_config(steps=4, groups=2, samples=2, max_staleness=1, interval=1, eval_prompts=SETS, eval_interval=2, eval_timeout=100)
@@ -83,8 +84,8 @@ def test_steps_that_no_version_ends_at_are_evaluated_with_the_next() -> None:
     assert begun(limits, range(8)) == [(version, ()) for version in (0, 2, 3, 4, 6, 7)], "6 steps for 4, 9 for 8, 12, 18 for 16, the end"
 
 
-@pytest.mark.parametrize("records", [1, 2, 3])
-@pytest.mark.parametrize("then", [9, 10, 12])
+@table("records", [1, 2, 3])
+@table("then", [9, 10, 12])
 def test_an_evaluation_for_a_skipped_version_survives_the_death_of_the_buffer_and_is_made_once(records: int, then: int) -> None:
     state = BufferState()
     begun(FOURTH, [0, 4, 7], state)
@@ -135,7 +136,7 @@ def test_a_rollout_of_several_conversations_counts_once() -> None:
     assert ended.rates == pytest.approx({"pass@1": 0.75, "pass@2": 1.0, "pass^1": 0.75, "pass^2": 0.5})
 
 
-@pytest.mark.parametrize("passing", range(6))
+@table("passing", range(6))
 def test_pass_rates_are_means_over_all_choices_of_k_samples(passing: int) -> None:
     rewards = [1.0] * passing + [0.2] * (5 - passing)
     counts = pass_rates.pass_counts([rewards], 1.0)

@@ -15,12 +15,13 @@ from shared.schema.ledger import EvalScored, GroupDead, LedgerRecord
 from shared.schema.ledger_audit import audit
 from shared.schema.messages import Failed, Payload
 from tests.support.buffer_config import buffer_config
+from tests.support.tables import table
 from tests.unit.buffer.world import World
 
 AWAY = DeadlineExceeded("2 rewards", "the judge", 60.0, "the group is given up")
 
 
-@pytest.mark.parametrize(
+@table(
     ("error", "fault"),
     [
         (AWAY, INFRASTRUCTURE),

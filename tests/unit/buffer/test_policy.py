@@ -28,6 +28,7 @@ from shared.schema.ledger import (
 )
 from shared.schema.messages import Failed, Payload, SampleMeta, Scored
 from tests.support.buffer_config import buffer_config
+from tests.support.tables import table
 
 LIMITS = buffer_config(steps=4, groups=2, samples=2, max_staleness=1, interval=1)
 
@@ -73,7 +74,7 @@ def score(state: BufferState, *numbers: int, limits: BufferConfig = LIMITS, olde
     return fold(state, policy.scored(state, limits, lot, 0.0))
 
 
-@pytest.mark.parametrize(("max_staleness", "interval", "admitted"), [(0, 1, 2), (1, 1, 4), (3, 1, 8), (9, 1, 8), (0, 2, 4), (1, 2, 8)])
+@table(("max_staleness", "interval", "admitted"), [(0, 1, 2), (1, 1, 4), (3, 1, 8), (9, 1, 8), (0, 2, 4), (1, 2, 8)])
 def test_admission_follows_the_live_version_and_never_exceeds_the_run(max_staleness: int, interval: int, admitted: int) -> None:
     limits = buffer_config(steps=4, groups=2, samples=2, max_staleness=max_staleness, interval=interval)
     assert policy.admit(BufferState(), limits, 0.0) == []
@@ -181,7 +182,7 @@ def test_a_batch_is_handed_out_again_until_a_checkpoint_beyond_it_is_durable() -
     assert policy.durable(state, 1, 0.0) == policy.durable(state, 0, 0.0) == []
 
 
-@pytest.mark.parametrize(
+@table(
     ("ask", "words"),
     [
         (lambda state: policy.form_batch(state, LIMITS, 1, 1, 0.0), "step 1 was asked for; the next batch is of step 0"),
@@ -212,7 +213,7 @@ def test_repeats_late_attempts_and_strangers_give_no_record() -> None:
         assert policy.failed(state, Failed(group=group, attempt=attempt, reason="x", by="r"), 0.0) == []
 
 
-@pytest.mark.parametrize(("samples", "rewards"), [(1, 1), (2, 1), (1, 2), (0, 0), (3, 3)])
+@table(("samples", "rewards"), [(1, 1), (2, 1), (1, 2), (0, 0), (3, 3)])
 def test_a_group_that_came_back_with_other_numbers_is_dead(samples: int, rewards: int) -> None:
     state = started()
     [record] = policy.scored(state, LIMITS, [came_back(group_id(0), samples=samples, rewards=rewards)], 0.0)
@@ -220,7 +221,7 @@ def test_a_group_that_came_back_with_other_numbers_is_dead(samples: int, rewards
     assert record.reason == f"{samples} samples of {samples} rollouts, with {rewards} rewards, came back for 2 rollouts"
 
 
-@pytest.mark.parametrize(("min_rollouts", "came", "taken"), [(None, 2, True), (None, 1, False), (1, 1, True), (3, 2, False), (4, 4, True)])
+@table(("min_rollouts", "came", "taken"), [(None, 2, True), (None, 1, False), (1, 1, True), (3, 2, False), (4, 4, True)])
 def test_a_group_may_lack_rollouts_that_failed(min_rollouts: int | None, came: int, taken: bool) -> None:
     limits = buffer_config(steps=4, groups=2, samples=4, max_staleness=1, interval=1)
     limits = dataclasses.replace(limits, rollout=limits.rollout.model_copy(update={"min_rollouts": min_rollouts}))
@@ -301,9 +302,7 @@ def test_an_evaluation_ends_with_the_mean_of_what_came_back() -> None:
     assert policy.scored(state, EVALUATED, lot, 0.0) == []
 
 
-@pytest.mark.parametrize(
-    "group", ["eval.heldout.0.2", "eval.heldout.0.01", "eval.other.0.0", "eval.heldout.1.0", "eval.heldout.0.x", "eval.0.0"]
-)
+@table("group", ["eval.heldout.0.2", "eval.heldout.0.01", "eval.other.0.0", "eval.heldout.1.0", "eval.heldout.0.x", "eval.0.0"])
 def test_what_was_not_asked_for_does_not_count_for_an_evaluation(group: str) -> None:
     state = started(EVALUATED)
     assert policy.scored(state, EVALUATED, [came_back(group, samples=1)], 0.0) == []

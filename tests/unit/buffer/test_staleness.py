@@ -25,6 +25,7 @@ from shared.schema.ledger import (
 )
 from shared.schema.messages import Batch, Interrupted, Payload, SampleMeta, Scored
 from tests.support.buffer_config import buffer_config
+from tests.support.tables import table
 
 Ages = Sequence[tuple[int, int]]
 """(oldest, newest) version of each sample."""
@@ -78,15 +79,12 @@ TAIL: Ages = ((1, 2), (0, 3))  # both with fresh ends
 STALE: Ages = ((1, 1), (0, 1))
 
 
-@pytest.mark.parametrize(
-    ("name", "ages", "fate"),
-    [
+@table(("name", "ages", "fate"), [
         ("drop", FRESH, "batch"), ("drop", TAIL, "dropped"), ("drop", MIXED, "dropped"), ("drop", STALE, "dropped"),
         ("requeue", FRESH, "batch"), ("requeue", TAIL, "anew"), ("requeue", MIXED, "anew"), ("requeue", STALE, "anew"),
         ("continue", FRESH, "batch"), ("continue", TAIL, "batch"), ("continue", MIXED, "continues"), ("continue", STALE, "continues"),
         ("mask", FRESH, "batch"), ("mask", TAIL, "batch"), ("mask", MIXED, "batch"), ("mask", STALE, "dropped"),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_what_becomes_of_a_group_over_the_bound(name: Policy, ages: Ages, fate: str) -> None:
     run = limits(staleness=name)
     state = at_step(run, 3, scored(0, ages), scored(1, FRESH))
@@ -144,7 +142,7 @@ def test_what_a_replica_stopped_for_its_age_is_settled_at_once(name: Policy, rec
     assert isinstance(found, record) and found.reason == "stale"  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
+@table(
     ("order", "window", "came_back", "batch"),
     [
         ("completion", 0, [5, 3, 0], [3, 5]),
@@ -263,7 +261,7 @@ def test_removed_samples_do_not_age_and_reach_the_trainer_as_removed() -> None:
     assert batch is not None and [group.removed for group in batch.groups] == [(0,), ()]
 
 
-@pytest.mark.parametrize(
+@table(
     ("rollouts", "samples", "fits"),
     [([], 2, True), ([0, 0, 1], 3, True), ([0, 1, 1, 1], 4, True), ([0, 0, 0], 3, False), ([0, 1, 2], 3, False), ([0, 1], 3, False)],
 )

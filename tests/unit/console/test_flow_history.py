@@ -24,6 +24,7 @@ from shared.schema.weight_messages import ReplicaPush, WeightsPushed
 from shared.view.bottleneck import causes_of, workload
 from shared.view.flow_history import KEPT_SECONDS, PAUSED, ActivitySpan, FlowHistory, GroupPassage, laid_over, seconds_of, wait_causes
 from shared.view.flow_view import flow_view, length_classes, step_parts
+from tests.support.tables import table
 
 
 def scored(number: int, started: float, ended: float, replica: str = "rollout-0", **given: object) -> ScoredGroup:
@@ -77,7 +78,7 @@ def test_a_wait_is_divided_among_the_way_of_the_last_group() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@table(
     "last",
     [
         GroupPassage("g", "r", 0, 0, 0, 0),

@@ -24,6 +24,7 @@ from shared.config.run_config import RunConfig
 from shared.schema.sample import Sample
 from shared.view.group_history import GroupRecord
 from tests.support.run_config import run_config
+from tests.support.tables import table
 
 
 def sample(index: int = 0, **changes: Any) -> Sample:
@@ -60,7 +61,7 @@ def test_turns_are_the_stretches_that_the_model_wrote_and_was_given() -> None:
     assert turns(nothing, decode) == []
 
 
-@pytest.mark.parametrize(
+@table(
     ("record", "stale", "expected"),
     [
         (group(), False, [True, True, False, True, True]),
@@ -120,7 +121,7 @@ def test_advantages_are_those_of_the_trainer_or_said_to_be_unknown() -> None:
     assert advantages_of(group(()), [], grpo)[0] is None
 
 
-@pytest.mark.parametrize(
+@table(
     ("prompt", "expected"),
     [
         ("plain", [("", "plain", "")]),

@@ -4,6 +4,7 @@ import pytest
 
 from docs import commands
 from myxo.main import COMMANDS
+from tests.support.tables import table
 
 
 def test_every_command_on_every_page_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
@@ -16,7 +17,7 @@ def test_the_page_of_commands_has_each_of_them() -> None:
     assert [name for name in COMMANDS if f"`myxo {name}" not in page] == []
 
 
-@pytest.mark.parametrize(
+@table(
     ("line", "told"),
     [
         ("myxo upp run.toml", "did you mean up"),
@@ -32,7 +33,7 @@ def test_what_is_not_taken_is_found(line: str, told: str) -> None:
     assert [problem for problem in commands.refused(line, whole=True) if told in problem], commands.refused(line, whole=True)
 
 
-@pytest.mark.parametrize("line", ["myxo accounts", "myxo up --dry-run", "myxo eval RUN --version N", "myxo doctor [CONFIG]", "make test"])
+@table("line", ["myxo accounts", "myxo up --dry-run", "myxo eval RUN --version N", "myxo doctor [CONFIG]", "make test"])
 def test_what_a_sentence_names_may_leave_out_what_a_command_needs(line: str) -> None:
     assert commands.refused(line, whole=False) == []
 

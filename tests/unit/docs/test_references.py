@@ -5,11 +5,10 @@ import pkgutil
 import re
 from typing import Any
 
-import pytest
-
 from docs import config_page, errors_page
 from shared.config.run_config import RunConfig, changes, field_sections, section_model
 from shared.runtime.errors import MyxoError
+from tests.support.tables import table
 
 ROWS = re.findall(r"^\| `(\w+)` \|(.*)\|$", config_page.render(), re.MULTILINE)
 CELLS = {field: [cell.strip() for cell in re.split(r"(?<!\\)\|", rest)] for field, rest in ROWS}
@@ -42,7 +41,7 @@ def test_units_are_told_where_numbers_have_one() -> None:
     assert units["logprob_alarm"] == "nats" and units["max_tokens_per_gpu"] == "tokens" and units["lr"] == ""
 
 
-@pytest.mark.parametrize("path", SEVERAL)
+@table("path", SEVERAL)
 def test_what_may_change_is_what_a_resume_takes(path: str) -> None:
     section, field = path.split(".")
     before = RunConfig.model_validate(SMALLEST)

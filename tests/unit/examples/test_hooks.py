@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from examples.hooks import arithmetic
 from services.reward.custom_functions import KEEP, REMOVE, SCORE, SEE, Functions
 from shared.schema.sample import Sample
 from tests.support.run_config import run_config
+from tests.support.tables import table
 
 MODULE = "examples.hooks.arithmetic"
 
@@ -31,9 +31,7 @@ def sample(index: int, text: str, **changes: object) -> Sample:
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "number"), [("42", "42"), ("(02 04)42", "42"), ("41 no. 40+2=42", "42"), ("no. 40+2=", "2"), ("", None), ("(", None)]
-)
+@table(("text", "number"), [("42", "42"), ("(02 04)42", "42"), ("41 no. 40+2=42", "42"), ("no. 40+2=", "2"), ("", None), ("(", None)])
 def test_the_last_number_is_the_answer(text: str, number: str | None) -> None:
     assert arithmetic.answer(text) == number
 

@@ -9,11 +9,12 @@ import pytest
 
 from examples.search.local_index import LocalIndex
 from examples.search.search_agent import arguments_query, searched
+from tests.support.tables import table
 
 DOCUMENTS = ["a cat and a dog", "the cat sat, the cat ate, cat", "nothing of the kind", "Ärger mit O'Neill"]
 
 
-@pytest.mark.parametrize(
+@table(
     ("words", "found"),
     [
         ("cat", [1, 0]),
@@ -36,7 +37,7 @@ def test_no_more_is_shown_than_asked_for() -> None:
     assert LocalIndex(["x"] * 9).search("x", 4) == ["x"] * 4
 
 
-@pytest.mark.parametrize("arguments", ["", "{", "[]", "null", '{"q": "x"}', '{"query": 3}', '{"query": ["x"]}'])
+@table("arguments", ["", "{", "[]", "null", '{"q": "x"}', '{"query": 3}', '{"query": ["x"]}'])
 def test_a_call_that_names_no_query_finds_nothing(arguments: str, tmp_path: Path) -> None:
     assert arguments_query(arguments) == ""
     corpus = tmp_path / "documents.jsonl"

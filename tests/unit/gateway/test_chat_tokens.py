@@ -67,7 +67,7 @@ def test_what_somebody_else_said_for_the_model_is_not_carried_on(chat: ChatToken
     assert chat.bridge(turn, [{"role": "assistant", "content": "5"}, RESULT], [TOOL]) is None
 
 
-@pytest.mark.parametrize(
+@table(
     ("text", "status"),
     [
         ('<tool_call>\n{"name": "add", "arguments": {"a": 2,}}\n</tool_call>', "invalid_json"),
@@ -165,7 +165,7 @@ def test_without_a_template_chat_is_refused(tmp_path: Path) -> None:
         bare.render(ASK, [])
 
 
-@pytest.mark.parametrize(
+@table(
     ("arguments", "status"),
     [
         ({"a": 1}, "ok"),

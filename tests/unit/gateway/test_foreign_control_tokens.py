@@ -17,6 +17,7 @@ from shared.formats.request import TurnRefused
 from shared.sessions.session import Turn
 from tests.support import call_templates
 from tests.support.qwen3_tokenizer import SPECIAL, TEMPLATE, write_qwen3_tokenizer
+from tests.support.tables import table
 
 LLAMA_3 = (
     "{% macro say(role, text) %}{{ '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' + text + '<|eot_id|>' }}{% endmacro %}"
@@ -124,7 +125,7 @@ def test_a_turn_is_carried_on_by_text_alone(chat: ChatTokens) -> None:
             assert added(chat, bridged) == added(chat, plain)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama-3", "deepseek-v3", "default"])
+@table("kind", ["qwen3", "llama-3", "deepseek-v3", "default"])
 def test_by_choice_it_is_read_as_it_is_written(kind: str, tmp_path: Path) -> None:
     chat = made(kind, tmp_path, "as_written")
     messages, tools = written(ATTACK, ATTACK)

@@ -15,6 +15,7 @@ from shared.formats.request import TurnRefused
 from shared.schema import sample as sample_codec
 from shared.schema.sample import SampleLimits
 from tests.support.run_config import run_config, write_jsonl
+from tests.support.tables import table
 
 VOCABULARY, LIVE = 50, 9
 SMALL: dict[str, Any] = {
@@ -63,7 +64,7 @@ def test_what_is_scored_is_the_text_of_the_tokens_that_were_sampled(config: RunC
         read(SMALL | {"sampled": [[0, 0, 1], [1] * 6]}, config)
 
 
-@pytest.mark.parametrize(
+@table(
     ("changes", "field", "status"),
     [
         ({"versions": 10}, "versions", 400),

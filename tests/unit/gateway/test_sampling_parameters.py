@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from services.gateway.turn_decisions import fixed_by_task, turn_sampling, unconstrained
 from shared.formats import anthropic_messages, openai_chat, openai_responses, token_generate
 from shared.formats.request import TurnRefused, split
@@ -112,7 +110,7 @@ def test_a_trained_session_refuses_or_ignores_by_name_what_changes_the_policy(fo
     assert drawn(session(), turn) == drawn(session(), asked(form))
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@table("form", FORMATS)
 def test_ids_that_end_a_turn_are_never_forbidden_with_it(form: str) -> None:
     """SGLang forbids all of them until ``min_new_tokens``: with ids of a client's that would be another policy than the task's."""
     both = asked(form, min_tokens=5, stop_token_ids=[9])

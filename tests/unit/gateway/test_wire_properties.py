@@ -26,6 +26,7 @@ from shared.formats.request import (
     assistant_message,
     started,
 )
+from tests.support.tables import table
 from tests.support.wire_server import whole_turn
 
 WORDS = st.sampled_from(
@@ -104,8 +105,8 @@ def _nested(depth: int) -> str:
     return '{"a":' * depth + "1" + "}" * depth
 
 
-@pytest.mark.parametrize("depth", [10, 200, 2000])
-@pytest.mark.parametrize("parse", PARSERS[:3], ids=lambda parse: parse.__module__)
+@table("depth", [10, 200, 2000])
+@table("parse", PARSERS[:3])
 def test_what_is_nested_too_deep_is_refused(parse, depth) -> None:
     body = json.dumps(GOOD[parse])
     for empty in ('"parameters": {}', '"input_schema": {}', '"input": {}'):
@@ -117,11 +118,11 @@ def test_what_is_nested_too_deep_is_refused(parse, depth) -> None:
         parse(body.encode(), "id")
 
 
-@pytest.mark.parametrize(
+@table(
     ("given", "text"),
     [(None, "{}"), ("", ""), ('{"a": 1', '{"a": 1'), ("null", "null"), ({"a": "é"}, '{"a": "é"}'), ([1], "[1]"), (7, "7")],
 )
-@pytest.mark.parametrize("parse", PARSERS[:3], ids=lambda parse: parse.__module__)
+@table("parse", PARSERS[:3])
 def test_whatever_arguments_a_call_had_may_be_sent_back(parse, given, text) -> None:
     body = json.dumps(GOOD[parse])
     for empty in ('"arguments": "{}"', '"input": {}'):

@@ -8,6 +8,7 @@ import yaml
 
 from shared.config import devices
 from shared.sandbox.sandbox_command import REFUSED
+from tests.support.tables import table
 
 COMPOSE = Path(__file__).resolve().parents[3] / "deploy" / "compose"
 
@@ -16,7 +17,7 @@ def read(name: str) -> dict[str, dict[str, dict[str, object]]]:
     return dict(yaml.safe_load((COMPOSE / name).read_text()))
 
 
-@pytest.mark.parametrize("name", ["compose.gpu.yaml", "compose.rocm.yaml", "compose.sandbox.yaml", "compose.tls.yaml"])
+@table("name", ["compose.gpu.yaml", "compose.rocm.yaml", "compose.sandbox.yaml", "compose.tls.yaml"])
 def test_an_overlay_changes_services_that_are_there(name: str) -> None:
     assert read(name)["services"].keys() <= read("compose.yaml")["services"].keys()
 

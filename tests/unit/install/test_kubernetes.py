@@ -21,6 +21,7 @@ from shared.bus.streams import task_consumer
 from shared.bus.subjects import TRAIN
 from shared.config.service_sections import BusSection, RunSection
 from shared.runtime.addresses import RANK_VARIABLES
+from tests.support.tables import table
 
 ROOT = Path(__file__).resolve().parents[3] / "deploy" / "kubernetes"
 SCHEMAS = json.loads(Path(__file__).with_name("schemas").joinpath("kubernetes.json").read_text())
@@ -112,7 +113,7 @@ def test_every_object_is_one_of_its_api(objects: list[Object]) -> None:
         VALIDATORS[found["kind"]].validate(found)
 
 
-@pytest.mark.parametrize("kind", ["Deployment", "JobSet", "ScaledObject", "NetworkPolicy", "LeaderWorkerSet"])
+@table("kind", ["Deployment", "JobSet", "ScaledObject", "NetworkPolicy", "LeaderWorkerSet"])
 def test_a_field_that_the_api_lacks_is_found(kind: str) -> None:
     found = next(found for found in rendered(ROOT / "gpu-32x8-wide") if found["kind"] == kind)
     with pytest.raises(jsonschema.ValidationError):

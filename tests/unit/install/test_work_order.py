@@ -5,15 +5,14 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
-
+from tests.support.tables import table
 from tests.support.work_order import ENGINES, LONGEST, OF_WEIGHTS, OWN_ENGINES, SHARED, WHOLE_RUNS, next_piece, piece_of
 
 ROOT = Path(__file__).resolve().parents[3]
 ENGINE = SHARED[0]
 
 
-@pytest.mark.parametrize("folder", WHOLE_RUNS)
+@table("folder", WHOLE_RUNS)
 def test_its_folders_hold_tests(folder: str) -> None:
     assert folder.endswith("/") and list((ROOT / folder).glob("test_*.py"))
 
@@ -32,7 +31,7 @@ def test_what_processes_are_forked_with_is_there() -> None:
     assert len(names) > 15 and [name for name in names if find_spec(name) is None] == []
 
 
-@pytest.mark.parametrize(
+@table(
     ("waiting", "whole_runs", "given"),
     [
         (["tests/e2e/a.py", ENGINE, "tests/unit/b.py", "tests/unit/c.py"], True, ENGINE),

@@ -8,6 +8,7 @@ from myxo.preflight.inspection import Inspection
 from myxo.preflight.machine_checks import check_commands
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
+from tests.support.tables import table
 
 
 def test_an_image_needs_a_command(tmp_path: Path) -> None:
@@ -30,7 +31,7 @@ def test_an_image_has_to_be_there_and_its_command_need_not_be(tmp_path: Path, mo
     assert "docker cannot be started: No such file or directory" in str(problem)
 
 
-@pytest.mark.parametrize(
+@table(
     ("field", "value"), [("agent_network", "host"), ("agent_network", "none"), ("agent_network", "--privileged"), ("agent_image", "-v/:/h")]
 )
 def test_words_that_would_open_the_host_are_refused(tmp_path: Path, field: str, value: str) -> None:

@@ -12,6 +12,7 @@ from myxo.preflight.engine_checks import check_alignment, check_engine_model, ch
 from myxo.preflight.inspection import Findings, Inspection, Note
 from myxo.preflight.objective_checks import check_support
 from tests.support.run_config import run_config
+from tests.support.tables import table
 
 
 @pytest.fixture
@@ -192,7 +193,7 @@ def test_a_quantized_checkpoint_is_not_said_to_have_no_quantization(tmp_path: Pa
     assert checked(tmp_path, {"quantization": "awq"}) == ""  # another check refuses the checkpoint
 
 
-@pytest.mark.parametrize(
+@table(
     ("rollout", "words"),
     [
         (
@@ -212,7 +213,7 @@ def test_a_run_that_samples_otherwise_than_it_trains_is_told_so(tmp_path: Path, 
     assert not run_config(tmp_path, rollout=rollout, debug={"debug_rollout_only": True}).support_mismatch
 
 
-@pytest.mark.parametrize(
+@table(
     "rollout",
     [
         {},

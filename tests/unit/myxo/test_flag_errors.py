@@ -9,6 +9,7 @@ from myxo.commands import evaluate, up
 from myxo.preflight import Source, checked_config
 from shared.config import flags
 from shared.runtime.errors import BadInput, problems_of
+from tests.support.tables import table
 
 LEAST = "--hf-checkpoint /no/model --prompt-data /no/p.jsonl --num-rollout 3 --rollout-batch-size 4 --n-samples-per-prompt 4 --rm-type math"
 SFT = "--hf-checkpoint /no/model --rollout-function-path slime.rollout.sft_rollout.generate_rollout --loss-type sft_loss"
@@ -20,7 +21,7 @@ def told(source: Source) -> list[str]:
     return [str(problem) for problem in problems_of(caught.value)]
 
 
-@pytest.mark.parametrize(
+@table(
     ("words", "begins"),
     [
         (f"{LEAST} --lr -1", "--lr (trainer.lr) = '-1': "),

@@ -22,6 +22,7 @@ from shared.schema.service_messages import ServiceStatus
 from shared.view.live_services import InstanceStatus
 from shared.view.run_view import ServiceError, run_view
 from tests.support.run_config import run_config
+from tests.support.tables import table
 
 EVIL = "\x1b]0;owned\x07\x1b[2J[/bold][link=x]\ud800\u202e\r\nsecond\x9b31m\u2028[red"
 """Moves the cursor, sets the title, breaks markup, cannot be encoded, turns the writing and begins a new line."""
@@ -66,7 +67,7 @@ def is_safe(output: str) -> bool:
     return printable(output) == output
 
 
-@pytest.mark.parametrize("value", NUMBERS)
+@table("value", NUMBERS)
 def test_any_number_in_any_gauge_is_shown(config: RunConfig, value: float) -> None:
     for service in ("buffer", "trainer", "rollout", "reward", "critic", "environment"):
         out = shown_everywhere(config, [status(service, "ready", dict.fromkeys(GAUGES, value))], "x")

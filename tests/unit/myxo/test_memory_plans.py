@@ -14,6 +14,7 @@ from myxo.preflight import Source
 from myxo.preflight.run_plan import remedies
 from shared.config.trainer_section import TrainerSection
 from shared.model.architecture import Experts
+from tests.support.tables import table
 
 ROOT = Path(__file__).parents[3]
 READY = sorted((ROOT / "configs" / "models").glob("*.toml"))
@@ -54,7 +55,7 @@ def run(tmp_path: Path) -> Path:
     return config
 
 
-@pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
+@table("path", READY)
 def test_a_ready_config_is_planned_by_itself_and_fits(path: Path) -> None:
     plan = planned(Source.of(path, []), GPU).plan
     assert plan.fits and all(need.total <= 0.9 * need.available for need in plan.trainer_needs)

@@ -9,6 +9,7 @@ from myxo.launch.service_plan import plan
 from shared.config import devices
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
+from tests.support.tables import table
 
 
 def test_as_many_of_each_kind_as_the_config_says(tmp_path: Path) -> None:
@@ -43,7 +44,7 @@ def test_each_life_of_a_gateway_has_the_same_address(tmp_path: Path) -> None:
     assert not any("MYXO_GATEWAY" in spec.environment for spec in plan(given, "nats://host"))
 
 
-@pytest.mark.parametrize("http", ["9464", "host:port", "host:65533", "host:-1"])
+@table("http", ["9464", "host:port", "host:65533", "host:-1"])
 def test_an_address_that_is_none_is_refused(tmp_path: Path, http: str) -> None:
     with pytest.raises(ConfigError, match="MYXO_HTTP = "):
         plan(run_config(tmp_path), "nats://host", http)

@@ -8,6 +8,7 @@ from rich.console import Console
 from myxo.display.progress_display import Display, Pace, panel
 from shared.runtime.safe_text import duration
 from shared.view.run_view import EvaluationLine, InstanceLine, RunView
+from tests.support.tables import table
 
 VIEW = RunView(
     run="tiny",
@@ -57,7 +58,7 @@ def test_pace_is_of_late() -> None:
     assert pace.left(150) == pytest.approx(11.0)
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0s"), (59.9, "59s"), (130, "2m10s"), (3600 * 3 + 300, "3h05m")])
+@table(("seconds", "text"), [(0, "0s"), (59.9, "59s"), (130, "2m10s"), (3600 * 3 + 300, "3h05m")])
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 

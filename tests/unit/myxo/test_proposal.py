@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from myxo.commands.init import GpuLayout, guessed, proposed
 from shared.model.families import read_architecture
 from shared.runtime.errors import ConfigError
+from tests.support.tables import table
 
 GIB = 1 << 30
 CHAT = [{"role": "user", "content": "1+1="}]
 
 
-@pytest.mark.parametrize(
+@table(
     ("row", "expected"),
     [
         ({"prompt": "1+1=", "label": "2"}, ("prompt", "label", False, "math_verify")),
@@ -34,7 +35,7 @@ def test_what_rows_are_taken_for(row: dict[str, Any], expected: tuple[str, str, 
     assert found.reason
 
 
-@pytest.mark.parametrize(
+@table(
     ("rows", "field"),
     [
         ([{"a": "x", "b": "y"}], "DATA"),

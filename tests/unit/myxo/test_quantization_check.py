@@ -19,6 +19,7 @@ from shared.runtime.errors import ConfigError
 from shared.view.alarms import mismatch_remedy
 from tests.support.converting import quantized_checkpoint, to_8_bits
 from tests.support.run_config import run_config
+from tests.support.tables import table
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def test_a_run_with_them_says_so_and_is_taken(eight_bits: Path, tiny_model: Path
 SERVED: dict[str, Any] = {"tinker": {"tinker_endpoint": True}, "rollout": {"num_rollout": 0}, "data": {"prompt_data": None}}
 
 
-@pytest.mark.parametrize(
+@table(
     ("sections", "words"),
     [
         ({"trainer": {"trainer_backend": "torch"}}, "trainer.trainer_backend = 'torch': megatron"),
@@ -102,7 +103,7 @@ def test_blocks_that_older_gpus_lack(tiny_model: Path, tmp_path: Path, monkeypat
 FLAG, GROUP = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"
 
 
-@pytest.mark.parametrize(
+@table(
     ("trainer", "model", "words"),
     [
         ({"quantization_aware": True}, "four", None),

@@ -4,6 +4,7 @@ import pytest
 
 from myxo.commands.repair import LedgerCut, LedgerExtent, RepairPlan, extent, repair_plan
 from shared.schema.ledger import BatchTrained, CheckpointDurable, LedgerRecord, LedgerRepaired, VersionLive
+from tests.support.tables import table
 
 
 def ledger(*steps: int) -> list[LedgerRecord]:
@@ -24,9 +25,7 @@ def test_a_whole_ledger_is_good_to_its_end() -> None:
     assert extent([], 0) == LedgerExtent()
 
 
-@pytest.mark.parametrize(
-    ("lacking", "after", "trained"), [((3,), 2, 2), ((1,), 0, 0), ((2, 3), 1, 1), ((5,), 4, 3), ((3, 5), 2, 2), ((1, 2, 3, 4, 5), 0, 0)]
-)
+@table(("lacking", "after", "trained"), [((3,), 2, 2), ((1,), 0, 0), ((2, 3), 1, 1), ((5,), 4, 3), ((3, 5), 2, 2), ((1, 2, 3, 4, 5), 0, 0)])
 def test_a_ledger_is_cut_before_its_first_gap(lacking: tuple[int, ...], after: int, trained: int) -> None:
     found = extent(numbered(ledger(0, 1, 2, -2, 3), *lacking), 5)
     assert found.cut is not None and (found.cut.after, found.cut.last, found.trained) == (after, 5, trained)
@@ -41,7 +40,7 @@ def test_what_a_repair_has_cut_is_no_gap() -> None:
     assert late.cut is not None and late.cut.after == 8
 
 
-@pytest.mark.parametrize(
+@table(
     ("trained", "durable", "held", "resume", "aside"),
     [
         (5, 4, [2, 4], 4, ()),

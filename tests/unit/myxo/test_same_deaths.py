@@ -3,6 +3,7 @@
 import pytest
 
 from myxo.launch.supervisor import RunProgress, SameDeaths
+from tests.support.tables import table
 
 
 def given_up(*deaths: tuple[int, str, int]) -> list[bool]:
@@ -14,7 +15,7 @@ def test_three_of_one_kind_without_a_step_in_between_are_enough() -> None:
     assert given_up((1, "block 3 of 0x7f", 5), (1, "block 4 of 0x7e", 5), (1, "block 5 of 0x7d", 5)) == [False, False, True]
 
 
-@pytest.mark.parametrize(
+@table(
     "deaths",
     [
         [(1, "a", 0), (1, "b", 0), (1, "a", 0), (1, "b", 0), (1, "c", 0)],

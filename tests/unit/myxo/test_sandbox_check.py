@@ -8,6 +8,7 @@ from myxo.preflight.inspection import Inspection, Note
 from myxo.preflight.machine_checks import check_sandbox
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
+from tests.support.tables import table
 
 
 def test_a_run_without_code_needs_no_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +32,7 @@ def test_doing_without_is_told(tmp_path: Path) -> None:
     assert isinstance(note, Note) and "with the files, the network and the rights of the reward service" in note.text
 
 
-@pytest.mark.parametrize(
+@table(
     ("section", "field"),
     [
         ({"sandbox": "chroot"}, "sandbox.sandbox"),

@@ -7,6 +7,7 @@ import pytest
 
 from shared.rewards.reference import Reference
 from shared.rewards.verifiers import verify
+from tests.support.tables import table
 
 PAGE = (Path(__file__).parents[3] / "docs" / "math-rewards.md").read_text()
 
@@ -23,7 +24,7 @@ LABELS = rows("| label | is read as | response | reward |")
 REFUSED = rows("| label | words |")
 
 
-@pytest.mark.parametrize(
+@table(
     ("response", "label", "reward"),
     [(response, label, float(reward)) for response, label, reward in ANSWERS]
     + [(response, label, float(reward)) for label, _, response, reward in LABELS],
@@ -32,7 +33,7 @@ def test_what_is_read_earns_what_the_page_says(response: str, label: str, reward
     assert verify("math_verify", response, Reference(label)) == reward
 
 
-@pytest.mark.parametrize(("label", "words"), REFUSED)
+@table(("label", "words"), REFUSED)
 def test_what_cannot_be_compared_is_refused_in_words(label: str, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         verify("math_verify", "42", Reference(label))

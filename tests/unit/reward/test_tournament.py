@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.reward.remote_rewards import FORMS
+from tests.support.tables import table
 
 Points = Callable[[int, int], float]
 
@@ -38,7 +39,7 @@ def test_rewards_are_shares_of_the_others(name: str, strength: list[float], seed
     assert played(name, len(strength), by(strength), seed) == (rewards, met)
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 9, 13, 16])
+@table("count", [2, 3, 4, 5, 8, 9, 13, 16])
 def test_the_best_is_first_and_what_is_known_exactly_is_in_order(count: int) -> None:
     strength = random.Random(count).sample([index / count for index in range(count)], count)
     right = [sum(one > other for other in strength) / (count - 1) for one in strength]

@@ -3,7 +3,6 @@
 import re
 
 import math_verify
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +10,7 @@ from shared.config.reward_section import RewardSection
 from shared.rewards import names
 from shared.rewards.reference import Reference
 from shared.rewards.verifiers import READ_LABEL, VERIFIERS, verify
+from tests.support.tables import table
 
 
 def test_every_configurable_verifier_exists() -> None:
@@ -20,7 +20,7 @@ def test_every_configurable_verifier_exists() -> None:
     assert READ_LABEL.keys() <= VERIFIERS.keys()
 
 
-@pytest.mark.parametrize(
+@table(
     ("response", "label", "reward"),
     [("42", "42", 1.0), (" 42\n", "42 ", 1.0), ("42.0", "42", 0.0), ("the 42", "42", 0.0), ("", "42", 0.0), ("Yes", "yes", 0.0)],
 )
@@ -28,7 +28,7 @@ def test_exact_match(response: str, label: str, reward: float) -> None:
     assert verify("exact", response, Reference(label)) == reward
 
 
-@pytest.mark.parametrize(
+@table(
     ("response", "label", "reward"),
     [
         ("42", "42", 1.0),
@@ -68,7 +68,7 @@ def test_the_short_way_for_plain_numbers_agrees_with_the_library(response: str, 
         assert verify("math_verify", response, Reference(str(label))) == float(math_verify.verify(math_verify.parse(f"${label}$"), found))
 
 
-@pytest.mark.parametrize(
+@table(
     ("response", "label", "reward"),
     [
         ("(12 08 11)1182", "1182", 0.0),

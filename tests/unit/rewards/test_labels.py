@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from shared.rewards.math_verify import integer_label, math_labels
 from shared.rewards.reference import Reference
 from shared.rewards.verifiers import verify
+from tests.support.tables import table
 
 
 def reward(name: str, answer: str, label: str) -> float:
@@ -17,7 +18,7 @@ def reward(name: str, answer: str, label: str) -> float:
     return float(value["score"] if isinstance(value, Mapping) else value)
 
 
-@pytest.mark.parametrize(
+@table(
     ("label", "right", "wrong"),
     [
         ("1e-05", ["0.00001", "1e-05"], ["0", "1"]),
@@ -35,7 +36,7 @@ def reward(name: str, answer: str, label: str) -> float:
         ("0", ["0", "0.0"], ["1"]),
     ],
 )
-@pytest.mark.parametrize("name", ["math", "deepscaler"])
+@table("name", ["math", "deepscaler"])
 def test_boxed_rewards_read_numbers_as_people_write_them(name: str, label: str, right: list[str], wrong: list[str]) -> None:
     assert [reward(name, answer, label) for answer in right] == [1.0] * len(right)
     assert [reward(name, answer, label) for answer in wrong] == [0.0] * len(wrong)
@@ -46,13 +47,13 @@ def test_a_negative_mixed_fraction_is_refused() -> None:
         math_labels("-2 1/2")
 
 
-@pytest.mark.parametrize("label", ["12.5", "12.5 %", "1e-05", "2 1/2", "1/2", "x", "", "12345678901234567890", "Paris", "inf", "nan"])
+@table("label", ["12.5", "12.5 %", "1e-05", "2 1/2", "1/2", "x", "", "12345678901234567890", "Paris", "inf", "nan"])
 def test_dapo_refuses_what_is_no_integer_that_it_can_compare(label: str) -> None:
     with pytest.raises(ValueError, match="is no integer that dapo can compare"):
         integer_label(label)
 
 
-@pytest.mark.parametrize("label", ["34", "34.0", "$34$", "\\boxed{34}", "\\[34\\]", "34 km/h", " 34 ", "x = 34", "34 degrees"])
+@table("label", ["34", "34.0", "$34$", "\\boxed{34}", "\\[34\\]", "34 km/h", " 34 ", "x = 34", "34 degrees"])
 def test_dapo_reads_integers_as_people_write_them(label: str) -> None:
     assert [reward("dapo", answer, label) for answer in ("34", "$34$", "35")] == [1.0, 1.0, -1.0]
 

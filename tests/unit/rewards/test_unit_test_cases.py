@@ -6,9 +6,10 @@ import pytest
 
 from shared.rewards.reference import Reference, label_problem
 from shared.rewards.unit_test_cases import Case, OutputCase, ScriptCase, ValueCase, cases_of, fenced_code
+from tests.support.tables import table
 
 
-@pytest.mark.parametrize(
+@table(
     ("response", "code"),
     [
         ("```python\nx = 1\n```", "x = 1\n"),
@@ -28,7 +29,7 @@ def test_the_last_block_of_python_is_the_code(response: str, code: str | None) -
     assert fenced_code(response) == code
 
 
-@pytest.mark.parametrize(
+@table(
     ("label", "cases"),
     [
         ({"inputs": ["1 2\n"], "outputs": ["3\n"]}, [OutputCase("1 2\n", "3\n")]),
@@ -64,7 +65,7 @@ def test_a_test_function_is_called_with_the_entry_point() -> None:
     assert isinstance(case, ScriptCase) and case.code.endswith("\ncheck(f)")
 
 
-@pytest.mark.parametrize(
+@table(
     ("label", "problem"),
     [
         (3, "expected tests"),

@@ -10,12 +10,13 @@ from services.rollout.replica_command import FLAG, RUNNER, captured_requests, gr
 from services.rollout.request_slots import EngineLoad, SlotLimit
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
+from tests.support.tables import table
 from tests.unit.trainer.megatron.tiny import make_checkpoint
 
 SERVED: dict[str, Any] = {"tinker": {"tinker_endpoint": True}}
 
 
-@pytest.mark.parametrize(
+@table(
     ("rollout", "captured", "flags"),
     [
         ({}, 512, {FLAG: 512}),

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from services.rollout.engine.early_processes import DETOKENIZER, SCHEDULER, early_modules
+from tests.support.tables import table
 from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -247,7 +248,7 @@ early_processes.EarlyWork("json", theirs)._bootstrap(0)
     assert done.returncode == 1 and "No work has come within 0.1 s" in done.stderr
 
 
-@pytest.mark.parametrize(
+@table(
     ("arguments", "schedulers", "detokenizers"),
     [
         ("", 1, 1),

@@ -11,6 +11,7 @@ from services.rollout.episodes import EpisodeTokens, total
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
 from tests.support.service_process import ROOT
+from tests.support.tables import table
 
 OBSERVED = [{"role": "user", "content": "higher"}]
 
@@ -103,7 +104,7 @@ def test_a_template_that_does_not_append_is_refused(tmp_path: Path, tiny_model: 
         tokens.reply(OBSERVED, None)
 
 
-@pytest.mark.parametrize(
+@table(
     ("rewards", "summed", "last"),
     [
         ([], 0.0, 0.0),

@@ -5,6 +5,7 @@ import pytest
 
 from services.rollout.engine.receiver.loader import find_ends_of_aborted, report_token_versions
 from shared.schema.versions import TOKEN_VERSIONS
+from tests.support.tables import table
 
 END = 7
 
@@ -29,8 +30,8 @@ def request_class(name: str) -> type:
     return Request
 
 
-@pytest.mark.parametrize("name", ["update_finish_state", "check_finished"])
-@pytest.mark.parametrize(
+@table("name", ["update_finish_state", "check_finished"])
+@table(
     ("tokens", "abort", "reason"),
     [([1, END], "abort", "stop"), ([1, 2], "abort", "abort"), ([], "abort", "abort"), ([1, END], None, "stop"), ([1, 2], None, "")],
 )

@@ -5,10 +5,9 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from services.rollout.engine.early_processes import engine_flags
 from services.rollout.engine.kernel_builds import TVM_FFI_CACHE, Argument, JitKernel, jit_kernels
+from tests.support.tables import table
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -54,7 +53,7 @@ def test_a_model_without_norms_of_queries_and_keys_has_no_kernel_of_them() -> No
     assert found["fused_rope"] == (True, 64, "torch.bfloat16") and found["kvcache"] == (3 * 64 * 2,)
 
 
-@pytest.mark.parametrize(
+@table(
     ("flags", "row"),
     [
         (["--tp-size", "4"], 2 * 128 * 2),
@@ -104,9 +103,7 @@ def test_flags_have_their_first_value() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "kernel", [k for k in jit_kernels(QWEN3, ["--tp", "2"]) + jit_kernels(QWEN3 | {"head_dim": 80}, []) if k.cache == TVM_FFI_CACHE]
-)
+@table("kernel", [k for k in jit_kernels(QWEN3, ["--tp", "2"]) + jit_kernels(QWEN3 | {"head_dim": 80}, []) if k.cache == TVM_FFI_CACHE])
 def test_the_installed_release_has_the_function(kernel: JitKernel) -> None:
     """It is read, not imported: that takes seconds and a GPU."""
     spec = importlib.util.find_spec("sglang")

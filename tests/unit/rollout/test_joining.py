@@ -1,8 +1,7 @@
 """Where a replica takes weights from, situation by situation."""
 
-import pytest
-
 from services.rollout.weight_catch_up import Situation, choose
+from tests.support.tables import table
 
 NEW, PUSHES, PULLS = -1, True, False
 PEER, DISK = "peer", "disk"
@@ -30,7 +29,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@table("case", CASES)
 def test_where_weights_come_from(case: str) -> None:
     join_from, held, live, snapshot, peers, pushes, choice = CASES[case]
     assert choose(join_from, Situation(held, live, snapshot, peers, pushes)) == choice  # type: ignore[arg-type]

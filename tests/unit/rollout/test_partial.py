@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from services.rollout.in_flight import UNROUTED, Partial, restored, samples_of
 from shared.data.tokenizer import Tokenizer
 from shared.schema.messages import Sampling, Task
 from shared.schema.sample import ExpertChoices
+from tests.support.tables import table
 
 LONGEST = 1000
 
@@ -112,7 +112,7 @@ def test_experts_stay_in_step_over_interruptions(tiny_model: Path) -> None:
     assert again[0].routed_from == 6
 
 
-@pytest.mark.parametrize(
+@table(
     ("spoiled", "reason"),
     [
         (lambda told: replace(told, routed=Routed(0, 5, told.routed.encoded)), "24 experts for 5 tokens"),

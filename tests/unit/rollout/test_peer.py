@@ -21,6 +21,7 @@ from shared.transfer import digest
 from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.group_channel import GroupSender
 from shared.transfer.weight_channel import TransferDeadline
+from tests.support.tables import table
 from tests.support.waiting import until
 
 SECONDS = 60.0
@@ -164,8 +165,8 @@ def zeros(model: Model) -> None:
         parameter.data.zero_()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("lie", [altered_element, altered_replica, another_version, zeros])
+@table("ranks", [1, 2])
+@table("lie", [altered_element, altered_replica, another_version, zeros])
 def test_weights_that_are_not_the_trainers_are_known_by_their_digest(lie: Callable[[Model], None], ranks: int) -> None:
     """Whatever the source says: its own digest, and those of its tensors, are those of the trainer's version."""
     sources = [receiver(1, version=3, rank=rank, ranks=ranks) for rank in range(ranks)]
@@ -211,7 +212,7 @@ def elsewhere(model: Model, tensor: Tensor) -> None:
     """Another rank's."""
 
 
-@pytest.mark.parametrize("special", [cast, scaled, kept_aside, elsewhere])
+@table("special", [cast, scaled, kept_aside, elsewhere])
 def test_what_cannot_be_told_from_the_parameters_is_not_sent_and_nothing_is_changed_by_the_attempt(special: Load) -> None:
     source = receiver(1, version=3, special=special)
     before = {name: tensor.clone() for name, tensor in source.model.state_dict().items()} | {"computed": source.model.computed.clone()}

@@ -4,16 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from services.rollout.engine.generation import Generation, Span, without_older_prefix
 from services.rollout.replica_command import keeps_prefixes
 from tests.support.run_config import run_config
+from tests.support.tables import table
 
 AGENT: dict[str, Any] = {"agent": "package.module:run"}
 
 
-@pytest.mark.parametrize(
+@table(
     ("rollout", "device", "read", "kept"),
     [
         ({}, "cuda", True, True),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from services.rollout.engine.receiver import load_plan
 from services.rollout.engine.receiver.receiver import Receiver
 from shared.transfer.manifest import Bucket
+from tests.support.tables import table
 from tests.support.weights_group import flat_of, manifest_of
 
 Load = Callable[["Model", str, Tensor], None]
@@ -117,8 +118,8 @@ def filled_after(model: Model, name: str, tensor: Tensor) -> None:
     model.other.data[1:].fill_(3)
 
 
-@pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize("special", [plain, by_a_pool, plus_one])
+@table("inference", [False, True])
+@table("special", [plain, by_a_pool, plus_one])
 def test_copies_are_repeated(special: Load, inference: bool) -> None:
     """From any flat buffer, without the model's own load."""
     model, bucket = Model(special), bucket_of(tensors(0))
@@ -133,8 +134,8 @@ def test_copies_are_repeated(special: Load, inference: bool) -> None:
         assert model.loads == 1
 
 
-@pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize(
+@table("inference", [False, True])
+@table(
     ("special", "obstacle"),
     [
         (converted, "_to_copy|aten.to"),

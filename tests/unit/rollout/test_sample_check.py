@@ -16,6 +16,7 @@ from shared.data.tokenizer import Tokenizer
 from shared.schema.messages import Sampling
 from shared.schema.sample import Sample
 from tests.support.qwen3_tokenizer import write_qwen3_tokenizer
+from tests.support.tables import table
 
 
 def request(ids: list[int], **fields: object) -> GenerateRequest:
@@ -44,7 +45,7 @@ def test_the_answers_to_the_beginnings_of_a_sample_are_found() -> None:
     assert found(answers, 4, 5) == [(1, [5])] and answers.whole, "without log-probs"
 
 
-@pytest.mark.parametrize("unknown", ["stream", "text", "chat", "several prompts", "no answer"])
+@table("unknown", ["stream", "text", "chat", "several prompts", "no answer"])
 def test_other_requests_are_known_to_be_missing(unknown: str) -> None:
     answers = EngineAnswers()
     match unknown:
@@ -90,7 +91,7 @@ def test_turns_have_special_tokens_only_where_the_functions_text_has_them(text: 
     assert two_turns(Tokenizer(write_qwen3_tokenizer(tmp_path)), text) == [f"look{end}", f"42{end}"]
 
 
-@pytest.mark.parametrize(("log_prob", "answered"), [(float("nan"), False), (float("-inf"), False), (-1.0, True), (-100.0, True)])
+@table(("log_prob", "answered"), [(float("nan"), False), (float("-inf"), False), (-1.0, True), (-100.0, True)])
 def test_a_tools_text_is_not_scored_for_log_probs_of_its_masked_tokens(log_prob: float, answered: bool, tmp_path: Path) -> None:
     assert two_turns(Tokenizer(write_qwen3_tokenizer(tmp_path)), "look\n7\n42", log_prob, answered) == ["look", "42"]
 

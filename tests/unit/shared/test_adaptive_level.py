@@ -9,6 +9,7 @@ from shared.config.data_sections import CurriculumSection
 from shared.data.adaptive_level import LEVEL, MOVES, AdaptiveLevel
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
+from tests.support.tables import table
 
 
 def level_of(highest: int | None = 9, **fields: Any) -> AdaptiveLevel:
@@ -79,7 +80,7 @@ def test_a_state_holds_everything() -> None:
         assert one.observe(result) == other.observe(result) and one.state() == other.state()
 
 
-@pytest.mark.parametrize(
+@table(
     ("fields", "field", "words"),
     [
         ({"raise_above": 0.2, "lower_below": 0.2}, "curriculum.lower_below", "expected less than raise_above = 0.2"),

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 from shared.schema.digests import attest
 from shared.schema.ledger import (
     PAYLOAD_LOST,
@@ -25,6 +23,7 @@ from shared.schema.ledger import (
 )
 from shared.schema.ledger_audit import audit
 from shared.schema.messages import Payload, SampleMeta, ScoredGroup
+from tests.support.tables import table
 
 BOUND, SIZE = 1, 2
 
@@ -121,7 +120,7 @@ def remove(at: int) -> Callable[[list[LedgerRecord]], Any]:
     return lambda records: records.pop(at)
 
 
-@pytest.mark.parametrize(
+@table(
     ("change", "violation"),
     [
         (replace(9, admitted(5, 2)), "admission starts at group 5, 4 were admitted before"),
@@ -212,7 +211,7 @@ def test_a_trained_group_that_is_refused_when_it_is_trained_again_ends_as_dead()
     assert (report.admitted, report.trained, report.dead, report.in_flight) == (2, 1, {"trainer": 1}, 0)
 
 
-@pytest.mark.parametrize(
+@table(
     ("change", "violation"),
     [
         (remove(4), "step 0 was amended by removing ['g00000000']; of its groups [] had left it"),

@@ -49,7 +49,7 @@ TAKES = {
 }
 
 
-@pytest.mark.parametrize("name", TAKES)
+@table("name", TAKES)
 def test_each_template_is_given_the_arguments_that_it_takes(name: str, tmp_path: Path) -> None:
     template = getattr(templates, name)
     for number, (given, expected) in enumerate(zip((TEXT, json.loads(TEXT), BROKEN), TAKES[name], strict=True)):
@@ -70,7 +70,7 @@ def test_no_arguments_end_a_conversation(name: str, arguments: Any, tmp_path: Pa
         assert shown in text or json.dumps(shown) in text
 
 
-@pytest.mark.parametrize("name", ["DEEPSEEK_V3", "QWEN_2_5", "GLM_4_5", "MISTRAL"])
+@table("name", ["DEEPSEEK_V3", "QWEN_2_5", "GLM_4_5", "MISTRAL"])
 def test_calls_of_one_message_have_each_its_own_form(name: str, tmp_path: Path) -> None:
     text = rendered(tmp_path, getattr(templates, name), '{"city": "Paris"}', BROKEN, {"city": "Rome"}, content=None)
     places = [text.index(word) for word in ("Paris", "Lon", "Rome")]

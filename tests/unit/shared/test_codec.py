@@ -9,6 +9,7 @@ from hypothesis.extra import numpy as npst
 
 from shared.runtime.errors import BadMessage
 from shared.schema import codec
+from tests.support.tables import table
 
 PLAIN = st.recursive(
     st.none()
@@ -49,7 +50,7 @@ def test_an_array_is_read_as_a_view_of_the_received_bytes() -> None:
     assert not back.flags.writeable
 
 
-@pytest.mark.parametrize(
+@table(
     "array",
     [
         np.arange(12, dtype=np.float32).reshape(3, 4).T,
@@ -57,7 +58,6 @@ def test_an_array_is_read_as_a_view_of_the_received_bytes() -> None:
         np.arange(4, dtype=">i4"),
         np.array(7, dtype=np.int64),
     ],
-    ids=["transposed", "strided", "big-endian", "no dimension"],
 )
 def test_arrays_of_any_layout_travel_in_row_order(array: np.ndarray) -> None:
     back = codec.unpack(codec.pack(array))
@@ -69,17 +69,13 @@ def test_numpy_scalars_travel_as_numbers() -> None:
     assert codec.unpack(codec.pack([np.int64(3), np.float32(0.5)])) == [3, 0.5]
 
 
-@pytest.mark.parametrize(
-    "value",
-    [object(), {1, 2}, 2**64, -(2**63) - 1, np.zeros(2, np.float16), np.zeros(2, bool), np.array(["a"]), np.array([None])],
-    ids=["object", "set", "too large", "too small", "float16", "bool", "text", "object array"],
-)
+@table("value", [object(), {1, 2}, 2**64, -(2**63) - 1, np.zeros(2, np.float16), np.zeros(2, bool), np.array(["a"]), np.array([None])])
 def test_what_does_not_travel_is_a_type_error(value: object) -> None:
     with pytest.raises(TypeError):
         codec.pack({"field": value})
 
 
-@pytest.mark.parametrize(
+@table(
     "broken",
     [
         {"dtype": "<i4", "shape": [3], "data": b"\0" * 8},
@@ -95,7 +91,6 @@ def test_what_does_not_travel_is_a_type_error(value: object) -> None:
         {"dtype": ["<i4"], "shape": [1], "data": b"\0" * 4},
         {"dtype": None, "shape": [0], "data": b""},
     ],
-    ids=lambda broken: f"{broken['dtype']} {broken['shape']}",
 )
 def test_a_malformed_array_is_refused(broken: dict[str, object]) -> None:
     with pytest.raises(BadMessage):

@@ -125,9 +125,7 @@ def test_what_does_not_go_with_external_engines_is_refused(sections: dict[str, A
     assert refused(values(tmp_path, **sections)).field == field
 
 
-@pytest.mark.parametrize(
-    ("section", "field"), [("run", "name"), ("model", "hf_checkpoint"), ("data", "prompt_data"), ("rollout", "num_rollout")]
-)
+@table(("section", "field"), [("run", "name"), ("model", "hf_checkpoint"), ("data", "prompt_data"), ("rollout", "num_rollout")])
 def test_a_missing_field_is_named_with_what_it_means(tmp_path: Path, section: str, field: str) -> None:
     nested = values(tmp_path)
     del nested[section][field]
@@ -213,7 +211,7 @@ def test_a_value_out_of_range_is_refused_by_name_and_value(tmp_path: Path, secti
     assert error.expected
 
 
-@pytest.mark.parametrize(
+@table(
     ("sections", "field", "words"),
     [
         (
@@ -297,7 +295,7 @@ def test_fields_that_do_not_fit_together_are_refused(tmp_path: Path, sections: d
     assert words in str(error)
 
 
-@pytest.mark.parametrize(
+@table(
     ("sections", "words"),
     [
         ({"trainer": {"colocate": True}}, "trainer.colocate"),
@@ -339,7 +337,7 @@ def test_environments_are_named_by_type_url_and_table(tmp_path: Path) -> None:
     assert (own.environment_of(None), own.environment_of("math")) == ("custom_rm", "custom_rm")
 
 
-@pytest.mark.parametrize(
+@table(
     ("reward", "field", "value", "words"),
     [
         ({"rm_type": "environment"}, "reward.environment_url", None, "required with rm_type = environment: http://host:port"),
@@ -487,7 +485,7 @@ def test_changes_names_old_and_new_and_leaves_out_what_may_change(tmp_path: Path
     assert changes(old, new, "recorded") == ["trainer.lr: 1e-06 → 1e-05"]
 
 
-@pytest.mark.parametrize(
+@table(
     ("trainer", "depends"),
     [
         ({"lr_decay_style": "linear"}, True),
@@ -525,7 +523,7 @@ def test_paths_that_do_not_exist_are_refused_by_field(tmp_path: Path) -> None:
     assert not missing_files(config)
 
 
-@pytest.mark.parametrize(
+@table(
     ("trainer", "field", "words"),
     [
         ({"freeze_params_name_list": ["("]}, "trainer.freeze_params_name_list", "no regular expression"),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from shared.data.control_tokens import ControlTokens
+from tests.support.tables import table
 
 CORPUS = ["<a> the <b> end_of_turn |> im_start <|im_end|> user\n assistant\n tool_call think <s> </s> [INST] "] * 4
 QWEN = [("  ", False), ("<|im_start|>", True), ("<|im_end|>", True), ("<tool_call>", False), ("</tool_call>", False), ("<think>", False)]
@@ -158,7 +159,7 @@ def test_names_that_a_template_looks_up_stay_what_they_are() -> None:
     assert not set(control.encode(f"<{tag}></{tag}>").tolist()) & set(control.texts)
 
 
-@pytest.mark.parametrize("word", ["    ", "▁▁", "\n\n", "мир", "ที่", "kilo gram2", "☃"])
+@table("word", ["    ", "▁▁", "\n\n", "мир", "ที่", "kilo gram2", "☃"])
 def test_words_signs_and_white_space_that_were_added_to_a_vocabulary_are_no_control_tokens(word: str) -> None:
     backend = byte_level([("<|im_end|>", True), (word, False)])
     control = ControlTokens(backend)

@@ -18,12 +18,13 @@ from shared.config.run_config import RunConfig, changes
 from shared.data.data_files import DataFile, parse
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config, values
+from tests.support.tables import table
 
 ENDS = st.none() | st.integers(-30, 30)
 FILES = st.builds(DataFile, st.text("ab.@[]:*2/ ", min_size=1).map(Path), ENDS, ENDS, st.floats(1e-3, 1e3, allow_nan=False) | st.just(1.0))
 
 
-@pytest.mark.parametrize(
+@table(
     ("text", "expected"),
     [
         ("a.jsonl", DataFile(Path("a.jsonl"))),
@@ -86,7 +87,7 @@ def test_flags_name_one_file_or_several(tmp_path: Path) -> None:
         config("--prompt-data --lr 1")
 
 
-@pytest.mark.parametrize(
+@table(
     ("section", "value", "words"),
     [
         ("data", [], "at least one file"),

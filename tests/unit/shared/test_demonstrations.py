@@ -17,6 +17,7 @@ from shared.data.tokenizer import Tokenizer
 from shared.runtime.errors import ConfigError
 from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.run_config import run_config, write_jsonl
+from tests.support.tables import table
 
 QWEN3 = (Path(__file__).parents[2] / "support" / "qwen3_chat_template.jinja").read_text()
 
@@ -210,9 +211,7 @@ def test_template_variables_and_tools_reach_the_template(tmp_path: Path, tiny_mo
     assert "9" in trained(*found)[0].split("1+1=")[0]
 
 
-@pytest.mark.parametrize(
-    ("template", "row", "key", "words"),
-    [
+@table(("template", "row", "key", "words"), [
         ("{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}", {"messages": CHAT}, "messages",
          "rewrites the generation prompt of message 2"),
         (CHATML, {"messages": CHAT[:2]}, "messages", "no message has the role assistant"),
@@ -227,8 +226,7 @@ def test_template_variables_and_tools_reach_the_template(tmp_path: Path, tiny_mo
         (None, {"messages": CHAT}, "messages", "has no chat template"),
         (None, {"prompt": "1+1="}, "response", "the line has no key 'response'"),
         (None, {"prompt": "1+1=", "response": 2}, "response", "expected text"),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_what_cannot_be_trained_is_refused_by_line_and_key(
     tmp_path: Path, tiny_model: Path, template: str | None, row: dict[str, Any], key: str, words: str
 ) -> None:

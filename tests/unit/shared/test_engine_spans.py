@@ -12,17 +12,18 @@ from shared.config.sglang_flags import CATALOGUE, EngineFlags
 from shared.runtime.addresses import node_rank
 from shared.runtime.errors import ConfigError, MyxoError
 from tests.support.run_config import run_config
+from tests.support.tables import table
 
 GPUS = {"rollout_num_gpus_per_engine": 16}
 SHARED = {"colocate": True, "actor_num_gpus_per_node": 2}
 
 
-@pytest.mark.parametrize(("given", "nodes"), [({}, 2), ({"nnodes": 2}, 2), ({"--nnodes": "4"}, 4), ({"nnodes": 1}, 1)])
+@table(("given", "nodes"), [({}, 2), ({"nnodes": 2}, 2), ({"--nnodes": "4"}, 4), ({"nnodes": 1}, 1)])
 def test_the_nodes_of_an_engine_are_sglangs_flag_or_machines_of_eight(tmp_path: Path, given: dict[str, Any], nodes: int) -> None:
     assert run_config(tmp_path, rollout={**GPUS, "sglang": given}).rollout.nodes_per_engine == nodes
 
 
-@pytest.mark.parametrize(
+@table(
     ("gpus", "machine", "given", "nodes"),
     [(16, 8, {}, 2), (8, 8, {}, 1), (4, 8, {}, 1), (8, 4, {}, 2), (64, 8, {}, 8), (16, 8, {"nnodes": 4}, 4)],
 )

@@ -3,6 +3,7 @@
 import pytest
 
 from shared.environment.environment_url import blocked, parse
+from tests.support.tables import table
 
 
 @pytest.mark.parametrize(
@@ -22,7 +23,7 @@ def test_addresses(text: str, url: str, responder: str, shown: str) -> None:
     assert (found.url, found.responder, found.shown) == (url, responder, shown)
 
 
-@pytest.mark.parametrize(
+@table(
     ("text", "words"),
     [
         ("", "expected http://host:port"),
@@ -60,7 +61,7 @@ def test_what_is_no_address_is_refused_in_words(text: str, words: str) -> None:
     assert "hush" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@table(
     ("host", "is_blocked"),
     [
         ("169.254.0.1", True),

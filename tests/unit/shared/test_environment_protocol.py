@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from shared.environment.protocol import MAX_PARTS, EnvironmentFailed, ScoreRequest, read_description, read_scores, words
 from shared.schema.sample import Score
+from tests.support.tables import table
 
 WHOM = "environment judge at http://judge:8080"
 GOOD = {"protocol": 1, "name": "judge", "verbs": ["score"]}
@@ -60,7 +61,7 @@ def test_whatever_comes_is_scores_or_a_refusal(answer: object, count: int) -> No
     assert all(math.isfinite(part) for score in scores for part in score.parts.values())
 
 
-@pytest.mark.parametrize(
+@table(
     ("answer", "words_"),
     [
         (None, "the answer is None; expected an object"),
@@ -103,7 +104,7 @@ def test_the_sample_is_named_by_its_place() -> None:
     assert refused({"rewards": [1, 0.5, {"reward": 2}, "1"]}, 4).startswith("rewards[3] is '1'")
 
 
-@pytest.mark.parametrize(
+@table(
     ("changes", "words_"),
     [
         ({"protocol": 2}, "protocol is 2; expected 1"),

@@ -13,6 +13,7 @@ from shared.config import flags
 from shared.config.config_reading import parse
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config, values
+from tests.support.tables import table
 
 GIVEN = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "3"}
 
@@ -28,7 +29,7 @@ def test_the_flag_takes_slimes_json() -> None:
     assert overrides == {"trainer": {"train_env_vars": GIVEN}}
 
 
-@pytest.mark.parametrize(
+@table(
     ("name", "value", "says"),
     [
         ("WANDB_API_KEY", "s3cr3t", "credential"),

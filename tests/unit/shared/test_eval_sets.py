@@ -16,13 +16,14 @@ from shared.config.rollout_section import GENERATORS
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import BadInput, ConfigError
 from tests.support.run_config import run_config, values
+from tests.support.tables import table
 
 
 def sets_of(directory: Path, **held_out: Any) -> RunConfig:
     return run_config(directory, eval=held_out)
 
 
-@pytest.mark.parametrize(
+@table(
     ("words", "expected"),
     [
         ("aime a.jsonl gpqa b.jsonl@[:5]", {"aime": ["a.jsonl"], "gpqa": ["b.jsonl@[:5]"]}),
@@ -122,7 +123,7 @@ def test_a_set_wins_over_eval_and_that_over_the_run(tmp_path: Path) -> None:
     assert config.rollout.rollout_temperature == 0.8  # nothing of the run's own has changed
 
 
-@pytest.mark.parametrize(
+@table(
     ("held_out", "field", "words"),
     [
         ({"eval_prompt_data": ["a.jsonl", "b.jsonl"]}, "eval.eval_prompt_data", "'a.jsonl' stands where a set's name should"),
@@ -217,7 +218,7 @@ def test_slimes_file_takes_the_place_of_the_pairs_and_says_so(tmp_path: Path) ->
     assert any("eval.eval_prompt_data" in note and "takes its place" in note for note in notes)
 
 
-@pytest.mark.parametrize(
+@table(
     ("content", "words"),
     [
         ("a: [", "not a readable YAML file"),

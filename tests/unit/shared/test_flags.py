@@ -10,6 +10,7 @@ from shared.config.config_reading import parse
 from shared.config.run_config import RunConfig, field_sections, section_model
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import values
+from tests.support.tables import table
 
 
 def test_every_field_has_a_flag_and_a_line_of_help() -> None:
@@ -22,7 +23,7 @@ def test_every_field_has_a_flag_and_a_line_of_help() -> None:
         assert f"[{section}]" in text
 
 
-@pytest.mark.parametrize(
+@table(
     ("words", "expected"),
     [
         ("--rollout-batch-size 32", {"rollout": {"rollout_batch_size": "32"}}),
@@ -55,7 +56,7 @@ def test_flags_become_sections_and_fields(words: str, expected: dict[str, Any]) 
     assert flags.parse(words.split()) == expected
 
 
-@pytest.mark.parametrize(
+@table(
     ("words", "expected"),
     [
         ("--sglang-mem-fraction-static 0.8", {"mem-fraction-static": "0.8"}),
@@ -69,7 +70,7 @@ def test_engine_flags_pass_through_verbatim(words: str, expected: dict[str, Any]
     assert flags.parse(words.split()) == {"rollout": {"sglang": expected}}
 
 
-@pytest.mark.parametrize(
+@table(
     ("words", "message"),
     [
         ("--rollout-batchsize 3", r"--rollout-batchsize = '': unknown flag; did you mean --rollout-batch-size\?"),

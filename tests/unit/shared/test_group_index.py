@@ -29,6 +29,7 @@ from shared.schema.ledger import (
 from shared.schema.messages import Payload, SampleMeta, ScoredGroup
 from shared.view.group_history import GroupHistory, GroupRecord, ProvenanceStep, ledger_words
 from shared.view.group_index import GroupIndex, GroupQuery, KeptPlace
+from tests.support.tables import table
 
 Ledger = list[tuple[int, LedgerRecord]]
 
@@ -271,7 +272,7 @@ def test_facets_count_every_group_once(index: GroupIndex) -> None:
     assert sum(facet.groups for facet in facets if facet.status == "trained") == expected
 
 
-@pytest.mark.parametrize(
+@table(
     "query",
     [
         {"limit": 0},

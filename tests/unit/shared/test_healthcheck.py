@@ -17,6 +17,7 @@ from shared.runtime.addresses import HttpAddress, http_address, parsed
 from shared.runtime.errors import ConfigError
 from tests.support.listening_sockets import listening_sockets
 from tests.support.run_config import run_config
+from tests.support.tables import table
 
 
 async def probe(address: str, *words: str) -> tuple[int, str]:
@@ -93,13 +94,13 @@ async def test_an_address_that_cannot_be_listened_at_is_named(app: Starlette, mo
             pass
 
 
-@pytest.mark.parametrize("text", ["9464", ":9464", "host:", "host:port", "host:70000", "host:-1", "host:٣"])
+@table("text", ["9464", ":9464", "host:", "host:port", "host:70000", "host:-1", "host:٣"])
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="MYXO_HTTP = "):
         parsed(text)
 
 
-@pytest.mark.parametrize(("text", "wildcard"), [("[::1]:5", False), ("[::]:5", True), ("0.0.0.0:5", True), ("buffer:5", False)])
+@table(("text", "wildcard"), [("[::1]:5", False), ("[::]:5", True), ("0.0.0.0:5", True), ("buffer:5", False)])
 def test_addresses_are_written_as_they_are_read(text: str, wildcard: bool) -> None:
     assert str(parsed(text)) == text
     assert parsed(text).wildcard == wildcard

@@ -14,6 +14,7 @@ from shared.schema import sample as stored_sample
 from shared.schema.ledger import is_evaluation
 from shared.schema.sample import Sample as StoredSample
 from shared.schema.sample import SampleLimits, Score
+from tests.support.tables import table
 from tests.unit.shared.test_sample import samples
 
 SERVED = Served(begun=3, newest=5)
@@ -73,7 +74,7 @@ def test_what_may_be_left_out() -> None:
     assert stored(arrays).mask.tolist() == [1, 0, 1, 1]
 
 
-@pytest.mark.parametrize(
+@table(
     ("changes", "words"),
     [
         ({"response_length": -1}, "response_length is -1"),
@@ -126,13 +127,13 @@ VERSIONS = {
 }
 
 
-@pytest.mark.parametrize("case", VERSIONS)
+@table("case", VERSIONS)
 def test_versions_are_never_taken_for_newer_than_they_may_be(case: str) -> None:
     given, segments = VERSIONS[case]
     assert stored(hook_sample(weight_versions=given)).segments == segments
 
 
-@pytest.mark.parametrize(
+@table(
     ("late", "given", "expected"),
     [
         ({4}, [3, 4, 4, 4], [3, 3, 3, 4]),

@@ -17,6 +17,7 @@ from shared.hooks.loading import EVAL_LOG, RUN_BY, SAMPLE_HOOKS
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 from tests.support.service_process import ROOT
+from tests.support.tables import table
 
 MODULES = {
     "fine": "def f(args):\n    return 3\nnumber = 3\nclass Called:\n    def __call__(self):\n        return 4\ncalled = Called()\n",
@@ -173,7 +174,7 @@ READ_BY_SLIMES_FILES = {
 }
 
 
-@pytest.mark.parametrize("name", READ_BY_SLIMES_FILES)
+@table("name", READ_BY_SLIMES_FILES)
 def test_arguments_have_what_slimes_files_read(name: str, tmp_path: Path) -> None:
     assert getattr(Arguments(run_config(tmp_path)), name) == READ_BY_SLIMES_FILES[name]
 
@@ -231,7 +232,7 @@ def test_arguments_name_the_nearest(tmp_path: Path) -> None:
     assert getattr(args, "no_such_thing", None) is None and not hasattr(args, "sglang_router_ip")
 
 
-@pytest.mark.parametrize(
+@table(
     ("rewards", "verdict"),
     [
         ([1.0, 0.0], DynamicFilterOutput(True)),

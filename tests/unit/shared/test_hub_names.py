@@ -8,11 +8,12 @@ from shared.hub import hub_names
 from shared.hub.hub_names import HubName
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
+from tests.support.tables import table
 
 COMMIT = "c1899de289a04d12100db370d81485cdf75e47ca"
 
 
-@pytest.mark.parametrize(
+@table(
     ("text", "name"),
     [
         ("hf:Qwen/Qwen3-0.6B", HubName("model", "Qwen/Qwen3-0.6B")),
@@ -28,7 +29,7 @@ def test_models(text: str, name: HubName) -> None:
     assert hub_names.model(Path(text)) == name
 
 
-@pytest.mark.parametrize(
+@table(
     ("text", "name"),
     [
         ("hf:openai/gsm8k/main:train", HubName("dataset", "openai/gsm8k", config="main", split="train")),
@@ -51,7 +52,7 @@ def test_a_pinned_name_remembers_what_was_asked_for() -> None:
     assert str(hub_names.model(f"hf:a/b@{COMMIT}").unpinned) == f"hf:a/b@{COMMIT}"
 
 
-@pytest.mark.parametrize(
+@table(
     ("section", "field", "value", "form"),
     [
         ("model", "hf_checkpoint", "hf:", "hf:ORG/NAME"),

@@ -2,9 +2,8 @@
 
 import json
 
-import pytest
-
 from shared.runtime import failure_summary
+from tests.support.tables import table
 
 TRACEBACK = """Traceback (most recent call last):
   File "x.py", line 3, in <module>
@@ -16,7 +15,7 @@ def line(event: str, level: str = "error", **fields: object) -> str:
     return json.dumps({"event": event, "level": level, **fields})
 
 
-@pytest.mark.parametrize(
+@table(
     ("lines", "reason"),
     [
         ([], ""),

@@ -7,11 +7,12 @@ import pytest
 
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
+from tests.support.tables import table
 
 SYNCHRONOUS, AHEAD = {"max_staleness": 0}, {"max_staleness": 1}
 
 
-@pytest.mark.parametrize(
+@table(
     ("algorithm", "rollout", "reader"),
     [
         ({}, SYNCHRONOUS, None),

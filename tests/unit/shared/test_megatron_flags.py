@@ -11,6 +11,7 @@ from shared.config.config_reading import load, parse
 from shared.config.run_config import changes, field_sections
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config, values
+from tests.support.tables import table
 
 # how scripts launch Megatron and slime: dense, mixture of experts, latent attention, and what they say of training
 SCRIPTS = {
@@ -34,7 +35,7 @@ def given(words: str) -> dict[str, Any]:
     return flags.parse(words.split()).get("trainer", {}).get("megatron", {})
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@table("script", SCRIPTS)
 def test_flags_of_scripts_are_taken_as_they_are(script: str, tmp_path: Path) -> None:
     megatron = given(SCRIPTS[script])
     config = run_config(tmp_path, trainer={"megatron": megatron})
@@ -42,7 +43,7 @@ def test_flags_of_scripts_are_taken_as_they_are(script: str, tmp_path: Path) -> 
     assert len(megatron) == sum(word.startswith("--") for word in SCRIPTS[script].split())
 
 
-@pytest.mark.parametrize(
+@table(
     ("words", "expected"),
     [
         ("--moe-router-dtype fp64", {"moe_router_dtype": "fp64"}),
@@ -67,7 +68,7 @@ def test_a_flag_gets_its_name_and_its_type(words: str, expected: dict[str, Any])
     assert given(words) == expected
 
 
-@pytest.mark.parametrize(
+@table(
     ("words", "message"),
     [
         ("--moe-router-dtyp fp32", r"--moe-router-dtyp = '': unknown flag; did you mean --moe-router-dtype\?"),
@@ -108,7 +109,7 @@ def test_toml_takes_dashes_underscores_and_every_spelling(tmp_path: Path) -> Non
     assert config.trainer.megatron == expected
 
 
-@pytest.mark.parametrize(
+@table(
     ("megatron", "message"),
     [
         ({"moe_router_dtyp": "fp32"}, r"moe_router_dtyp = 'fp32': unknown flag of Megatron's; did you mean moe_router_dtype\?"),

@@ -202,7 +202,7 @@ def test_token_ids_become_int32(tokens: Any) -> None:
     assert Task.decode(envelope("Task", prompt_tokens=tokens)).prompt_tokens.dtype == np.int32
 
 
-@pytest.mark.parametrize(
+@table(
     "tokens",
     [
         [1.5],
@@ -215,20 +215,19 @@ def test_token_ids_become_int32(tokens: Any) -> None:
         np.zeros(2, np.float32),
         5,
     ],
-    ids=["float", "text", "too large", "negative", "too large array", "negative array", "two dimensions", "float array", "number"],
 )
 def test_what_is_not_a_row_of_token_ids_is_refused(tokens: Any) -> None:
     with pytest.raises(BadMessage, match=r"Task\.prompt_tokens"):
         Task.decode(envelope("Task", prompt_tokens=tokens))
 
 
-@pytest.mark.parametrize("schema", [0, SCHEMA + 1, "1", None, True, np.empty((0, 4), np.int32), np.array([SCHEMA])], ids=repr)
+@table("schema", [0, SCHEMA + 1, "1", None, True, np.empty((0, 4), np.int32), np.array([SCHEMA])])
 def test_another_schema_version_is_refused_with_both_versions(schema: Any) -> None:
     with pytest.raises(BadMessage, match=rf"Failed: schema version .*; this side speaks {SCHEMA}"):
         Message.decode(codec.pack({"schema": schema, "kind": "Failed", **EXAMPLES["Failed"]}))
 
 
-@pytest.mark.parametrize("kind", [7, ["Failed"], np.empty(0, np.int32), None], ids=repr)
+@table("kind", [7, ["Failed"], np.empty(0, np.int32), None])
 def test_a_kind_that_is_no_name_is_refused(kind: Any) -> None:
     with pytest.raises(BadMessage, match="where Failed was expected"):
         messages.Failed.decode(codec.pack({"schema": SCHEMA, "kind": kind, **EXAMPLES["Failed"]}))
@@ -255,7 +254,7 @@ def test_every_missing_field_is_named() -> None:
                     kind.decode(codec.pack({"schema": SCHEMA, "kind": name, **rest}))
 
 
-@pytest.mark.parametrize(
+@table(
     ("kind", "changes", "where"),
     [
         ("Durable", {"extra": 1}, r"^Durable\.extra: "),
@@ -309,7 +308,7 @@ def test_figures_that_are_not_finite_leave_a_status() -> None:
     assert status.gauges == ServiceStatus(**{**EXAMPLES["ServiceStatus"], "gauges": gauges}).gauges == {"rate": 1.0}
 
 
-@pytest.mark.parametrize("data", [b"", b"\xc1", codec.pack([1]), codec.pack("text"), codec.pack(np.zeros(2, np.int32))])
+@table("data", [b"", b"\xc1", codec.pack([1]), codec.pack("text"), codec.pack(np.zeros(2, np.int32))])
 def test_bytes_that_are_no_envelope_are_refused(data: bytes) -> None:
     with pytest.raises(BadMessage):
         Scored.decode(data)

@@ -5,12 +5,13 @@ import pytest
 from shared.model import named_layers
 from shared.model.named_layers import is_own_module
 from shared.runtime.errors import ConfigError
+from tests.support.tables import table
 
 SPECS = "megatron.core.models.gpt.gpt_layer_specs"
 ENGINE_SPEC = (SPECS, "get_gpt_layer_with_transformer_engine_spec")
 
 
-@pytest.mark.parametrize(
+@table(
     ("spec", "model_type", "own"),
     [
         ((), "qwen3", False),

@@ -1,12 +1,12 @@
 """Which of a response's text is the model's own, and what of it is scored."""
 
 import numpy as np
-import pytest
 
 from shared.schema.sample import sampled, scored_text, turns_of
+from tests.support.tables import table
 
 
-@pytest.mark.parametrize(
+@table(
     ("mask", "log_probs", "own"),
     [
         ([1, 1, 1], [-1, 0, -1], [1, 1, 1]),

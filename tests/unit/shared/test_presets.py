@@ -12,6 +12,7 @@ from shared.config.presets import PRESETS, ValueOf
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import values
+from tests.support.tables import table
 
 
 def read(tmp_path: Path, words: str, **sections: Any) -> RunConfig:
@@ -23,14 +24,14 @@ def fields(config: RunConfig) -> dict[str, Any]:
     return {field: value for section in type(config).model_fields for field, value in getattr(config, section)}
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@table("name", PRESETS)
 def test_a_preset_sets_its_fields_and_nothing_else(tmp_path: Path, name: str) -> None:
     plain, found = fields(read(tmp_path, "")), fields(read(tmp_path, f"--preset {name}"))
     wanted = {field: found[value.field] if isinstance(value, ValueOf) else value for field, value in PRESETS[name].items()}
     assert found == {**plain, **wanted, "preset": [name]}
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@table("name", PRESETS)
 def test_a_preset_is_the_flags_that_it_is_said_to_be(tmp_path: Path, name: str) -> None:
     by_flags = fields(read(tmp_path, presets.flags_of(name).replace("ROLLOUT_MAX_RESPONSE_LEN", "1024")))
     assert by_flags == {**fields(read(tmp_path, f"--preset {name}")), "preset": []}
@@ -46,7 +47,7 @@ def test_what_is_given_stays(tmp_path: Path) -> None:
     assert given.rollout.dynamic_sampling_filter_path == "m:f"
 
 
-@pytest.mark.parametrize(
+@table(
     ("words", "field", "value"),
     [
         ("--preset dapo --use-tis", "off_policy", None),

@@ -26,6 +26,7 @@ from shared.runtime.errors import ConfigError
 from tests.support import call_templates
 from tests.support.qwen3_tokenizer import write_qwen3_tokenizer
 from tests.support.run_config import run_config, write_jsonl
+from tests.support.tables import table
 from tests.support.train_samples import train_sample
 
 
@@ -63,7 +64,7 @@ def test_chat_messages_and_text_go_through_the_template(tmp_path: Path, tokenize
     assert file[1].content == "1+1="
 
 
-@pytest.mark.parametrize("template", ["DEEPSEEK_V3", "FIRST_DEEPSEEK", "GLM_4_5", "QWEN_2_5", "MISTRAL"])
+@table("template", ["DEEPSEEK_V3", "FIRST_DEEPSEEK", "GLM_4_5", "QWEN_2_5", "MISTRAL"])
 def test_tool_calls_of_rows_are_shown_whether_their_arguments_are_text_or_an_object(template: str, tmp_path: Path) -> None:
     chat_model = Tokenizer(write_qwen3_tokenizer(tmp_path / "model", getattr(call_templates, template), settings={"bos_token": "<s>"}))
     rows = []
@@ -80,8 +81,8 @@ def test_tool_calls_of_rows_are_shown_whether_their_arguments_are_text_or_an_obj
 GENERATED = [{"custom_generate_function_path": "own.generate"}, {"rollout_function_path": "own.rollout"}, {"agent": "own:play"}]
 
 
-@pytest.mark.parametrize("generates", GENERATED, ids=lambda given: next(iter(given)))
-@pytest.mark.parametrize("label", [None, {"goal": 3}])
+@table("generates", GENERATED)
+@table("label", [None, {"goal": 3}])
 def test_no_label_is_demanded_where_samples_may_come_with_their_reward(
     tmp_path: Path, tokenizer: Tokenizer, generates: dict[str, Any], label: object
 ) -> None:
@@ -128,7 +129,7 @@ def test_other_keys_and_numbers_as_labels(tmp_path: Path, tokenizer: Tokenizer) 
     assert prompts(tmp_path, tokenizer, row, reward=reward, input_key="question", label_key=None)[0].label is None
 
 
-@pytest.mark.parametrize(
+@table(
     ("row", "where", "words"),
     [
         ({"label": "2"}, "prompt", "has no key 'prompt'"),
@@ -173,7 +174,7 @@ def test_a_prompt_may_name_its_environment(tmp_path: Path, tokenizer: Tokenizer)
     assert [file[row].environment for row in range(4)] == ["math_verify", "exact", "grader", "math_verify"]
 
 
-@pytest.mark.parametrize("number", ["0.00001", "1e-5", "1.50", "-3.0", "12345678901234567", "1E2"])
+@table("number", ["0.00001", "1e-5", "1.50", "-3.0", "12345678901234567", "1E2"])
 def test_a_number_as_label_keeps_its_text(tmp_path: Path, tokenizer: Tokenizer, number: str) -> None:
     (tmp_path / "numbers.jsonl").write_text(f'{{"prompt": "a", "label": {number}}}\n')
     config = run_config(tmp_path, data={"prompt_data": str(tmp_path / "numbers.jsonl")})
@@ -203,8 +204,8 @@ def test_a_function_of_the_users_own_scores_every_prompt(tmp_path: Path, tokeniz
     assert file[2].metadata == {"rm_type": "deepscaler"}, "for the function to see"
 
 
-@pytest.mark.parametrize(("name", "words"), [("graderr", "did you mean grader?"), (3, "valid are"), (["grader"], "grader")])
-@pytest.mark.parametrize("of", ["data.prompt_data", "eval.eval_prompt_data"])
+@table(("name", "words"), [("graderr", "did you mean grader?"), (3, "valid are"), (["grader"], "grader")])
+@table("of", ["data.prompt_data", "eval.eval_prompt_data"])
 def test_an_environment_that_the_run_does_not_have_is_refused(
     tmp_path: Path, tokenizer: Tokenizer, of: str, name: object, words: str
 ) -> None:
@@ -287,7 +288,7 @@ ROWS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(
+@table(
     ("rows", "options", "labels", "overlong", "bad"),
     [
         (ROWS, {"overlong_prompts": "filter", "bad_prompts": "skip"}, ["0", "3", "6"], 2, 2),

@@ -21,6 +21,7 @@ from shared.runtime.errors import ConfigError
 from shared.transfer import quantizer
 from shared.transfer.quantizer import plain, quantized
 from tests.support.converting import convert, quantized_checkpoint, to_8_bits
+from tests.support.tables import table
 from tests.unit.trainer.megatron.tiny import make_checkpoint
 
 SGLANG = Path(torch.__file__).parents[1] / "sglang"
@@ -41,8 +42,8 @@ def matrix(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> Tensor
     return (torch.randn(shape) * torch.logspace(-3, 2, shape[1])).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES)
+@table("dtype", [torch.float32, torch.bfloat16])
+@table("shape", SHAPES)
 def test_they_are_sglangs_own(shape: tuple[int, int], dtype: torch.dtype) -> None:
     weight = matrix(shape, dtype)
     powers = sglangs("srt/layers/quantization/fp8_utils.py", "per_block_cast_to_fp8", "ceil_to_ue8m0")["per_block_cast_to_fp8"](weight)
@@ -189,7 +190,7 @@ OTHERS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("entry", OTHERS, ids=str)
+@table("entry", OTHERS)
 def test_another_format_is_named(entry: Any) -> None:
     with pytest.raises(ConfigError, match=r"config.json:quantization_config = .*: 8-bit floats in blocks"):
         format_of(Path("config.json"), entry)
@@ -218,7 +219,7 @@ def test_a_checkpoint_tells_what_is_quantized(eight_bits: Path) -> None:
 NAME = "model.layers.0.self_attn.o_proj.weight"
 
 
-@pytest.mark.parametrize(
+@table(
     ("change", "says"),
     [
         (lambda held: held.pop(f"{NAME}_scale_inv"), rf"{NAME}_scale_inv = 'absent \[\]': float32 \[4, 8\]"),
@@ -227,7 +228,6 @@ NAME = "model.layers.0.self_attn.o_proj.weight"
         (lambda held: held.pop(NAME), rf"{NAME} = 'absent \[\]': a matrix in blocks of 8-bit floats"),
         (lambda held: held.update({NAME: held[NAME].float()}), rf"{NAME} = 'float32 .*: a matrix in blocks of 8-bit floats"),
     ],
-    ids=["no factors", "too few", "of another type", "no matrix", "a plain one"],
 )
 def test_factors_that_do_not_fit(change: Any, says: str, eight_bits: Path, tmp_path: Path) -> None:
     held = load_file(eight_bits / "model.safetensors")

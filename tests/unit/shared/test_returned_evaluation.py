@@ -14,6 +14,7 @@ from shared.hooks.returned_output import RolloutFnEvalOutput, eval_metrics, eval
 from shared.hooks.slime.prompt_sources import Dataset, pop_first, read_file
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config, write_jsonl
+from tests.support.tables import table
 
 Status = HookSample.Status
 
@@ -24,7 +25,7 @@ def test_a_result_in_its_older_and_newer_form() -> None:
     assert eval_output(SimpleNamespace(data=data, metrics={"m": 1})) == RolloutFnEvalOutput(data, {"m": 1})
 
 
-@pytest.mark.parametrize("returned", [None, {}, [], RolloutFnEvalOutput({}), RolloutFnEvalOutput([1])])
+@table("returned", [None, {}, [], RolloutFnEvalOutput({}), RolloutFnEvalOutput([1])])
 def test_what_is_no_result_is_refused(returned: Any) -> None:
     with pytest.raises(ValueError, match="expected RolloutFnEvalOutput.data, metrics. with at least one set"):
         eval_output(returned)

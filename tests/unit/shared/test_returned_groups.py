@@ -7,6 +7,7 @@ import pytest
 
 from shared.hooks import Sample
 from shared.hooks.returned_output import RolloutFnTrainOutput, returned_groups, train_output
+from tests.support.tables import table
 
 
 def sample(group: int, rollout: int | None = None, **changes: Any) -> Sample:
@@ -40,7 +41,7 @@ def test_the_output_and_its_older_forms() -> None:
     assert train_output([]).samples == []
 
 
-@pytest.mark.parametrize(
+@table(
     ("returned", "words"),
     [
         (None, "it returned a NoneType; expected RolloutFnTrainOutput"),

@@ -8,9 +8,10 @@ import pytest
 
 from shared.hooks import reward_values
 from shared.schema.sample import Score
+from tests.support.tables import table
 
 
-@pytest.mark.parametrize(
+@table(
     ("value", "key", "score"),
     [
         (1, None, Score(reward=1.0)),
@@ -28,7 +29,7 @@ def test_what_counts(value: Any, key: str | None, score: Score) -> None:
     assert reward_values.read(value, key) == score
 
 
-@pytest.mark.parametrize(
+@table(
     ("value", "key", "words"),
     [
         (None, None, "a reward is None; expected a finite number"),

@@ -11,6 +11,7 @@ from shared.runtime.errors import BadMessage
 from shared.schema import codec, sample
 from shared.schema.message import MAX_KEYS
 from shared.schema.sample import Sample, SampleLimits
+from tests.support.tables import table
 
 
 def make(index: int = 0, length: int = 4, **changes: Any) -> Sample:
@@ -102,7 +103,7 @@ def test_meta_covers_the_trained_tokens_and_versions_tile_the_response(one: Samp
     assert (meta.oldest, meta.newest) == (min(looked_at), max(looked_at))
 
 
-@pytest.mark.parametrize(
+@table(
     ("changes", "words"),
     [
         ({"log_probs": np.zeros(3, np.float32)}, "log_probs has 3 entries for 4 response tokens"),
@@ -208,7 +209,7 @@ def blob(**changes: Any) -> bytes:
     return codec.pack({"schema": sample.SCHEMA, "samples": [{**entry, **changes}]})
 
 
-@pytest.mark.parametrize(
+@table(
     "data",
     [
         b"garbage",

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 
 from shared.hooks.sample_agreement import Answer, compared
 from shared.schema.sample import Sample
+from tests.support.tables import table
 
 PROMPT, DRAWN, TOOL = [1, 2, 3], [11, 12, 13, 14], [40, 41]
 LOG_PROBS = [-0.5, -1.5, -0.25, -2.0]
@@ -48,7 +48,7 @@ SECOND = answer(9, [15, 16], [-0.75, -1.0])
 TWO_TURNS = [*PROMPT, *DRAWN, *TOOL, 15, 16]
 
 
-@pytest.mark.parametrize(
+@table(
     ("one", "answers"),
     [
         (sample([*PROMPT, *DRAWN], 4, LOG_PROBS), [FIRST]),
@@ -71,7 +71,7 @@ def test_what_agrees_is_taken_without_a_word(one: Sample, answers: list[Answer])
     assert (agreement.refused, agreement.doubts) == (None, {})
 
 
-@pytest.mark.parametrize(
+@table(
     ("one", "answers", "reason"),
     [
         # two tokens of a tool behind what the engine sampled, and a length without them
@@ -99,7 +99,7 @@ def test_what_contradicts_the_engine_or_itself_is_refused_by_its_field(one: Samp
     assert reason in (found(one, *answers).refused or "")
 
 
-@pytest.mark.parametrize(
+@table(
     ("one", "answers", "field"),
     [
         (sample([*PROMPT, *DRAWN], 4, LOG_PROBS, text="something else"), [], "response"),

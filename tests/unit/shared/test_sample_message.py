@@ -12,6 +12,7 @@ from shared.runtime.errors import BadMessage
 from shared.schema import codec
 from shared.schema import sample as stored_sample
 from shared.schema.sample import SampleLimits
+from tests.support.tables import table
 
 
 def travelled(sample: HookSample) -> HookSample:
@@ -82,7 +83,7 @@ def test_lists_grow_in_place_and_aborted_samples_are_stored_only_to_be_gone_on_w
     assert to_stored(sample, "g00000003", 0, 0, Served(3, 3), SampleLimits(100), unfinished=True).finish == "abort"
 
 
-@pytest.mark.parametrize(
+@table(
     ("given", "words"),
     [
         ({"tokens": [1], "log_probs": [-1.0, -2.0]}, "2 log_probs for 1 tokens"),

@@ -358,7 +358,7 @@ def test_a_class_that_loses_white_space_is_refused_with_the_way_out(tmp_path: Pa
     assert Ours(path).decode(Ours(path).encode("a b\n\tc")) == "a b\n\tc"
 
 
-@pytest.mark.parametrize(
+@table(
     ("change", "prefix"),
     [
         (part("post_processor", processors.Sequence([processors.ByteLevel(), BOS])), [265]),
@@ -389,7 +389,7 @@ def test_text_begins_with_what_the_checkpoint_asks_for_and_never_twice(tmp_path:
     assert ours.encode("12").tolist() == [257]
 
 
-@pytest.mark.parametrize(
+@table(
     ("files", "expected"),
     [
         ({"generation_config.json": {"eos_token_id": [9, 3, 9]}}, [9, 3]),
@@ -412,7 +412,7 @@ def test_stop_tokens_are_those_of_the_first_file_that_has_some(tmp_path: Path, f
             Ours(path)
 
 
-@pytest.mark.parametrize(
+@table(
     ("content", "place"),
     [
         ("\n{{ messages | unheard }}", "line 2"),

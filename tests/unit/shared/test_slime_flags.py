@@ -10,6 +10,7 @@ from shared.config.config_reading import parse, read
 from shared.config.run_config import field_sections
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config, values
+from tests.support.tables import table
 
 
 def test_no_flag_of_the_table_is_a_field_or_megatrons() -> None:
@@ -30,7 +31,7 @@ def test_what_the_table_says_names_flags_and_fields_that_there_are() -> None:
     assert {flag.outcome.kind for flag in flag_table.SLIME.values()} == {"renamed", "no-op", "refused"}
 
 
-@pytest.mark.parametrize(
+@table(
     ("words", "fields", "note"),
     [
         ("--offload", {"trainer": {"offload_train": True, "offload_rollout": True}}, "--offload is --offload-train --offload-rollout"),

@@ -10,6 +10,7 @@ from shared.config.config_reading import parse
 from shared.hooks import load
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import values
+from tests.support.tables import table
 
 OPD = (
     "--custom-rm-path slime.rollout.on_policy_distillation.reward_func "
@@ -63,9 +64,7 @@ def test_a_weight_without_its_correction_is_refused(tmp_path: Path) -> None:
         settled(tmp_path, "--no-use-tis --custom-tis-function-path slime.backends.megatron_utils.loss.icepop_function")
 
 
-@pytest.mark.parametrize(
-    ("words", "kind"), [("", "k1"), ("--preset dapo", "k1"), ("--preset gspo grpo", None), ("--preset grpo --kl-loss-type k2", None)]
-)
+@table(("words", "kind"), [("", "k1"), ("--preset dapo", "k1"), ("--preset gspo grpo", None), ("--preset grpo --kl-loss-type k2", None)])
 def test_a_preset_comes_before_slimes_defaults(words: str, kind: str | None) -> None:
     given = flags.parse(f"--use-kl-loss {words}".split())
     assert slime_script.defaults(given).get("algorithm", {}).get("kl_loss_type") == kind

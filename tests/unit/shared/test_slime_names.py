@@ -11,9 +11,10 @@ from shared.hooks import HookSample, import_names, load
 from shared.hooks.loading import split_path
 from shared.runtime.errors import ConfigError
 from tests.support.service_process import ROOT
+from tests.support.tables import table
 
 
-@pytest.mark.parametrize(
+@table(
     ("path", "parts"),
     [
         ("package.module:function", ("package.module", "function")),
@@ -36,7 +37,7 @@ def test_functions_are_found_by_slimes_paths_too(tmp_path: Path, monkeypatch: py
     assert load("a.b", "of_slimes_user:f") is load("a.b", "of_slimes_user.f")
 
 
-@pytest.mark.parametrize("name", sorted(import_names.MODULES))
+@table("name", sorted(import_names.MODULES))
 def test_every_name_is_one_object_under_both_names(name: str) -> None:
     import_names.install_slime_names()
     found, ours = importlib.import_module(name), import_names.MODULES[name]

@@ -9,6 +9,7 @@ from myxo.preflight import checked_config
 from shared.config import flags
 from shared.config.config_reading import ConfigReading, read
 from shared.runtime.errors import BadInput, problems_of
+from tests.support.tables import table
 
 LEAST = "--hf-checkpoint /no/model --prompt-data /no/p --num-rollout 3 --rollout-batch-size 4 --n-samples-per-prompt 4 --rm-type math"
 SFT = "--loss-type sft_loss --rollout-function-path slime.rollout.sft_rollout.generate_rollout --input-key messages"
@@ -22,7 +23,7 @@ def refused(words: str) -> dict[str, str]:
     return {flag: text for flag, text in told if "/no/" not in text}
 
 
-@pytest.mark.parametrize(
+@table(
     ("words", "flag", "says"),
     [
         ("--advantage-estimator reinforce_plus_plus", "--normalize-advantages", "whitens its advantages"),
@@ -39,7 +40,7 @@ def test_what_slime_asserts_is_refused(words: str, flag: str, says: str) -> None
     assert list(found) == [flag] and says in found[flag]
 
 
-@pytest.mark.parametrize(
+@table(
     "words",
     [
         "--advantage-estimator reinforce_plus_plus --normalize-advantages",
@@ -108,7 +109,7 @@ megatron:
     assert any("stands over what is given elsewhere: lr, load of the critic; lr, lr_warmup_iters" in note for note in notes)
 
 
-@pytest.mark.parametrize(
+@table(
     ("text", "says"),
     [
         ("actor: {lr: 1}", "megatron: a list of entries"),

@@ -1,10 +1,10 @@
 """Stop strings that lie across the edge of two draws are found where an engine that saw the whole text would have stopped."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.data.stop_strings import end_across
+from tests.support.tables import table
 
 TEXT = st.text(alphabet="abc", max_size=12)
 
@@ -31,7 +31,7 @@ def test_a_text_drawn_in_two_parts_ends_where_it_ends_as_a_whole(before: str, dr
     assert seen == (engine if not before else expected)
 
 
-@pytest.mark.parametrize(
+@table(
     ("before", "drawn", "count"),
     [
         ("ab", "cd", 1),

@@ -2,9 +2,8 @@
 
 import re
 
-import pytest
-
 from shared.bus.subjects import RUN_ID, Subjects
+from tests.support.tables import table
 
 
 def names(run: str) -> list[str]:
@@ -28,11 +27,11 @@ def test_streams_and_buckets_have_no_dots_and_subjects_start_with_the_run() -> N
         assert subject.startswith("my_run-1.")
 
 
-@pytest.mark.parametrize("run", ["a", "0", "a-b_c", "a" * 63])
+@table("run", ["a", "0", "a-b_c", "a" * 63])
 def test_legal_run_ids(run: str) -> None:
     assert RUN_ID.match(run)
 
 
-@pytest.mark.parametrize("run", ["", "A", "-a", "_a", "a.b", "a b", "a*", "a>", "a\n", "a" * 64, "ä"])
+@table("run", ["", "A", "-a", "_a", "a.b", "a b", "a*", "a>", "a\n", "a" * 64, "ä"])
 def test_illegal_run_ids(run: str) -> None:
     assert not RUN_ID.match(run)

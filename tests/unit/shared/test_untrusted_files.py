@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shared.runtime.safe_files import MAX_DEPTH, is_plain_name, open_regular, parse_json, read_regular
+from tests.support.tables import table
 
 
 def nested(depth: int) -> str:
@@ -21,7 +22,7 @@ def test_names_are_plain_or_none() -> None:
     assert not any(map(is_plain_name, bad))
 
 
-@pytest.mark.parametrize("kind", ["link", "dangling", "directory link", "directory", "pipe", "socket", "missing", "nul"])
+@table("kind", ["link", "dangling", "directory link", "directory", "pipe", "socket", "missing", "nul"])
 def test_only_regular_files_are_opened_and_nothing_blocks(kind: str, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "real").mkdir()

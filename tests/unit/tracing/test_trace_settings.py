@@ -4,11 +4,12 @@ import pytest
 
 from shared.runtime.errors import ConfigError
 from shared.runtime.traces import TraceSettings, trace_settings
+from tests.support.tables import table
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}
 
 
-@pytest.mark.parametrize(
+@table(
     "environment",
     [
         {},
@@ -27,7 +28,7 @@ def test_the_traces_own_endpoint_wins() -> None:
     assert trace_settings(both) == TraceSettings("https://other/path")
 
 
-@pytest.mark.parametrize(
+@table(
     ("sampler", "argument", "ratio"),
     [("", "0.5", 1.0), ("always_off", "", 0.0), ("traceidratio", "0.25", 0.25), ("parentbased_traceidratio", "", 1.0)],
 )
@@ -36,7 +37,7 @@ def test_the_sampler_is_a_share_of_the_traces(sampler: str, argument: str, ratio
     assert settings is not None and settings.ratio == ratio
 
 
-@pytest.mark.parametrize(
+@table(
     ("variable", "value"),
     [
         ("OTEL_EXPORTER_OTLP_ENDPOINT", "collector:4318"),
@@ -56,7 +57,7 @@ def test_what_is_wrong_is_refused_by_name(variable: str, value: str) -> None:
     assert value in str(refused.value)
 
 
-@pytest.mark.parametrize("ratio", ["1.5", "-0.1", "nan", "half"])
+@table("ratio", ["1.5", "-0.1", "nan", "half"])
 def test_a_share_lies_between_0_and_1(ratio: str) -> None:
     with pytest.raises(ConfigError, match="OTEL_TRACES_SAMPLER_ARG"):
         trace_settings({**ENDPOINT, "OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": ratio})

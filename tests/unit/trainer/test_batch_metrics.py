@@ -14,6 +14,7 @@ from services.trainer.packing import PackedBatch, pack, spread
 from shared.hooks.hook_sample import ENGINE_TIMES, HookSample
 from shared.schema.messages import Batch, BatchGroup, Payload
 from shared.schema.sample import Sample
+from tests.support.tables import table
 from tests.support.train_samples import train_sample
 
 
@@ -21,7 +22,7 @@ def says(*tokens: int, times: int = 1) -> list[int]:
     return list(tokens) * times
 
 
-@pytest.mark.parametrize(
+@table(
     ("response", "expected"),
     [
         ([], False),
@@ -147,9 +148,7 @@ def test_conversations_are_measured_with_and_without_what_tools_gave() -> None:
     assert rounds == {f"multi_turn_metric/round_number_{name}": value for name, value in {"mean": 3.0, "max": 6.0, "min": 1.0}.items()}
 
 
-@pytest.mark.parametrize(
-    ("metadata", "rounds"), [({"round_number": 3}, 3), ({}, 0), ({"round_number": "many"}, 0), ({"round_number": None}, 0)]
-)
+@table(("metadata", "rounds"), [({"round_number": 3}, 3), ({}, 0), ({"round_number": "many"}, 0), ({"round_number": None}, 0)])
 def test_rounds_are_those_that_a_sample_counts(metadata: dict[str, object], rounds: int) -> None:
     arrays = {"prompt": np.int32([1]), "response": np.int32([2]), "log_probs": np.float32([-1]), "mask": np.uint8([1])}
     sample = Sample(group="g", index=0, segments=[(0, 1, 0)], finish="stop", text="", metadata=metadata, **arrays)

@@ -20,6 +20,7 @@ from shared.schema.kept_tokens import Kept
 from shared.schema.messages import Batch, Payload
 from shared.schema.sample import Sample
 from tests.support.run_config import run_config, values
+from tests.support.tables import table
 
 
 def stored(group: str, index: int, *, rollout: int = -1) -> Sample:
@@ -178,7 +179,7 @@ def test_samples_without_a_group_are_grouped_by_position(tmp_path: Path) -> None
     assert [group.rewards for group in batch.groups] == [[0.0, 1.0], [2.0, 3.0]]
 
 
-@pytest.mark.parametrize(
+@table(
     ("entry", "says"),
     [
         ({"reward": None}, "sample 0 of group g00000000: a reward is None"),
@@ -236,7 +237,7 @@ def test_nothing_in_a_file_is_run(tmp_path: Path, archive: bool) -> None:
     assert not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 cut off", b"\x80\x02", b"nothing", b"\x81\xa6schema\x09"])
+@table("content", [b"", b"PK\x03\x04 cut off", b"\x80\x02", b"nothing", b"\x81\xa6schema\x09"])
 def test_a_file_that_is_no_dump_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "0.pt").write_bytes(content)
     with pytest.raises(ConfigError, match="a batch that can be trained"):
@@ -283,7 +284,7 @@ def test_a_part_of_a_dump_keeps_what_belongs_to_its_samples(tmp_path: Path, suff
 # --- the config
 
 
-@pytest.mark.parametrize(
+@table(
     ("debug", "field", "says"),
     [
         ({"debug_train_only": True}, "debug_train_only", "load_debug_rollout_data"),

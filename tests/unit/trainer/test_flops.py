@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from services.trainer import flops
 from shared.model.architecture import Architecture, Experts, LatentAttention, Rope
 from shared.model.families import read_architecture
+from tests.support.tables import table
 from tests.unit.trainer.megatron.tiny import make_checkpoint
 
 DENSE = Architecture("qwen3", 2, 64, 96, 8, 2, 16, 128, 512, 1e-6, False, Rope(1e4))
@@ -93,7 +94,7 @@ def test_the_published_shape_costs_about_six_operations_a_parameter_and_token() 
     assert without_pairs == pytest.approx(6 * parameters, rel=0.01)
 
 
-@pytest.mark.parametrize(
+@table(
     ("device", "dtype", "peak"),
     [
         ("NVIDIA H200", "bfloat16", 989e12),

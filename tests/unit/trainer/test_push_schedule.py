@@ -13,6 +13,7 @@ from services.trainer.weights.stage_sender import relays_of
 from shared.runtime.errors import MyxoError
 from shared.schema.messages import Accepted
 from shared.schema.service_messages import ServiceStatus
+from tests.support.tables import table
 
 
 def status(instance: str, version: int, incarnation: str = "a", state: str = "ready") -> ServiceStatus:
@@ -58,7 +59,7 @@ def test_who_fails_is_left_alone_longer_each_time() -> None:
     assert schedule.behind([status("one", 0)], 2, now + 1.0)  # the count has begun anew
 
 
-@pytest.mark.parametrize(
+@table(
     ("answered", "errors", "gone", "blamed"),
     [
         ((), {"one": "the channel broke"}, {}, {"two"}),  # who lives says so
@@ -108,7 +109,7 @@ def test_an_engine_without_a_rank_of_the_trainer_on_its_machine_is_told_so() -> 
     assert replicas_without_rank({"two": ["C"]}, []) == {}, "where machines have no channels of their own, all will do"
 
 
-@pytest.mark.parametrize(
+@table(
     ("machines", "sources", "engines", "relays"),
     [
         ("AABB", {0: 0}, {"A": 1, "B": 1}, {0: [2]}),

@@ -12,6 +12,7 @@ from shared.model.parallel_layout import ParallelLayout
 from shared.model.trainable_parameters import Freezing, Lora
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
+from tests.support.tables import table
 from tests.unit.trainer.megatron.tiny import not_refused
 
 GIVEN = {
@@ -49,7 +50,7 @@ def test_a_role_takes_the_section(tmp_path: Path):
     assert actor.dtype is torch.bfloat16 and actor.updates == config.rollout.num_rollout * config.trainer.num_steps_per_rollout
 
 
-@pytest.mark.parametrize(
+@table(
     ("given", "fields"),
     [
         ({}, {}),

@@ -17,6 +17,7 @@ from shared.model.families import with_drafts
 from shared.model.memory_plan import OUTSIDE_BYTES, plan_trainer, total_parameters
 from shared.model.parallel_layout import ParallelLayout, division_problems
 from shared.model.tensor_table import hf_tensors
+from tests.support.tables import table
 
 READY = sorted((Path(__file__).parents[4] / "configs" / "models").glob("*.toml"))
 
@@ -30,7 +31,7 @@ def ready(path):
     return trainer, described_shape(trainer.megatron), parameters, int(re.search(r"(\d+) GPUs? of 80 GB", text)[1])
 
 
-@pytest.mark.parametrize("path", READY, ids=lambda path: path.stem)
+@table("path", READY)
 def test_a_ready_config_is_divided_and_fits_80_gb(path):
     trainer, shape, parameters, gpus = ready(path)
     layout = ParallelLayout.of(trainer)
@@ -65,7 +66,7 @@ def test_recomputation_saves_activations():
     assert chunked < whole / 3
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@table("name", WRITTEN)
 def test_the_plan_is_within_a_tenth_of_what_torch_measured(name):
     rows = json.loads((RESULTS / f"{name}.json").read_text())
     measured = [row["peak_gb"] for row in rows]

@@ -11,6 +11,7 @@ from shared.runtime.errors import BadMessage
 from shared.transfer import digest
 from shared.transfer.bucket_ring import ManifestHasher
 from shared.transfer.manifest import ALIGNMENT, ITEM_BYTES, Manifest, lay_out, lay_out_units
+from tests.support.tables import table
 
 shapes = st.lists(st.integers(1, 40), max_size=3).map(tuple)
 specs = st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), shapes), min_size=1, max_size=12).map(
@@ -64,7 +65,7 @@ def test_what_comes_together_shares_a_bucket() -> None:
     assert [[slot.name[0] for slot in bucket.slots] for bucket in manifest.buckets] == [["0"] * 3 + ["1"] * 3, ["2"] * 3 + ["3"] * 3]
 
 
-@pytest.mark.parametrize("damaged", [b"", b"{}", b'{"kind":"weights","scale":1,"buckets":[[]]}', b'{"scale":1,"buckets":[[["a"]]]}'])
+@table("damaged", [b"", b"{}", b'{"kind":"weights","scale":1,"buckets":[[]]}', b'{"scale":1,"buckets":[[["a"]]]}'])
 def test_a_manifest_that_cannot_be_read_is_refused(damaged: bytes) -> None:
     with pytest.raises(BadMessage, match="manifest of weights"):
         Manifest.decode(damaged)

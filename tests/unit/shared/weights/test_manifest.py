@@ -9,6 +9,7 @@ from shared.runtime.errors import BadMessage
 from shared.transfer.bucket_ring import BucketRing
 from shared.transfer.digest import decoded_digests
 from shared.transfer.manifest import Manifest, lay_out, lay_out_units
+from tests.support.tables import table
 
 
 def test_a_manifest_travels() -> None:
@@ -23,7 +24,7 @@ def encoded(buckets: object, kind: object = "weights", scale: object = 1.0) -> b
 GOOD = ["a", "float32", [2]]
 
 
-@pytest.mark.parametrize(
+@table(
     "bad",
     [
         b"",
@@ -86,7 +87,7 @@ def test_a_ramped_layout_begins_and_ends_with_small_buckets() -> None:
     assert [slot.name for slot in ramped.slots()] == [slot.name for slot in plain.slots()]
 
 
-@pytest.mark.parametrize("sizes", [[], [1], [100], [100, 1], [1, 100, 1], [3, 3, 3]])
+@table("sizes", [[], [1], [100], [100, 1], [1, 100, 1], [3, 3, 3]])
 def test_a_ramped_layout_holds_everything(sizes: list[int]) -> None:
     units = [[(f"{number}", "uint8", (size,))] for number, size in enumerate(sizes)]
     made = lay_out_units(units, 10, ramped=True)

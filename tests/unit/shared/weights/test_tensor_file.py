@@ -9,6 +9,7 @@ from safetensors import numpy as library
 
 from shared.transfer import tensor_file
 from shared.transfer.tensor_file import TensorFileBroken, TensorFiles
+from tests.support.tables import table
 
 ARRAYS = {
     "a": np.arange(3, dtype=np.int8),
@@ -48,7 +49,7 @@ def entry(shape: object, offsets: object = (0, 8)) -> dict[str, object]:
     return {"a": {"dtype": "F32", "shape": shape, "data_offsets": offsets}}
 
 
-@pytest.mark.parametrize(
+@table(
     "content",
     [
         b"",

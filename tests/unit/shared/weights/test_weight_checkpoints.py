@@ -22,6 +22,7 @@ from shared.transfer.weight_checkpoint import (
     WeightCheckpoints,
 )
 from tests.support.small_disk import small_disk
+from tests.support.tables import table
 
 Weights = dict[str, np.ndarray]
 
@@ -139,7 +140,7 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("what", DAMAGE)
+@table("what", DAMAGE)
 def test_damage_is_found_and_named_and_a_full_checkpoint_mends_it(what: str, tmp_path: Path) -> None:
     version, damage, message = DAMAGE[what]
     snapshots = history(tmp_path / "w", "fdd")
@@ -164,7 +165,7 @@ def test_a_delta_that_lies_about_what_it_makes(tmp_path: Path) -> None:
         assert cache.held() is None and not list((tmp_path).glob("cache/*"))
 
 
-@pytest.mark.parametrize(
+@table(
     "fields",
     [
         '{"version": 3, "format": 1}',
@@ -306,13 +307,10 @@ def hide_in(path: Path, kind: str) -> None:
         described.write_text(json.dumps(fields | {"files": fields["files"] | files[kind]}))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
+@table("kind", [
         "linked file", "linked description", "linked directory", "pipe", "described by a pipe", "more weights", "weights to unpickle",
         "nested", "a file above", "a file elsewhere", "a name with NUL", "a name with an escape", "a name of no character",
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_what_another_account_hides_in_a_version_makes_it_broken(kind: str, tmp_path: Path) -> None:
     snapshots = history(tmp_path, "ff")
     hide_in(snapshots.path_of(1), kind)

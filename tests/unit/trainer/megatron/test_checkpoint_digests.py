@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from services.trainer.parallel.checkpoint import DIGESTS, damage, set_aside, write_digests
 from services.trainer.role_worker import kept_from
+from tests.support.tables import table
 
 
 def _checkpoint(path: Path) -> Path:
@@ -34,8 +33,8 @@ def test_files_as_they_were_written_are_sound(tmp_path: Path) -> None:
     assert damage(path) is None  # of an earlier version
 
 
-@pytest.mark.parametrize("spoil", [_truncate, _flip, Path.unlink])
-@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", "checkpoint.json"])
+@table("spoil", [_truncate, _flip, Path.unlink])
+@table("name", ["__0_0.distcp", "__1_0.distcp", "checkpoint.json"])
 def test_some_rank_tells_each_damage(tmp_path: Path, name: str, spoil: Callable[[Path], None]) -> None:
     path = _checkpoint(tmp_path / "step_00000002")
     spoil(path / name)

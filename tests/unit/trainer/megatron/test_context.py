@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.trainer.megatron.packed_sequences import padded_starts, split
+from tests.support.tables import table
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.test_prefix_sharing import gradients
 from tests.unit.trainer.megatron.tiny import pack
@@ -56,7 +57,7 @@ def test_sequences_that_divide_are_not_padded():
     assert padded_starts([0, 8, 20], 2, 1) == [0, 8, 20]
 
 
-@pytest.mark.parametrize(("size", "tensor", "total"), [(2, 1, 4), (2, 2, 4), (2, 4, 8), (4, 2, 8), (4, 3, 24), (2, 8, 16)])
+@table(("size", "tensor", "total"), [(2, 1, 4), (2, 2, 4), (2, 4, 8), (4, 2, 8), (4, 3, 24), (2, 8, 16)])
 def test_one_token_is_padded_to_what_the_ranks_divide(size, tensor, total):
     assert padded_starts([0, 1], size, tensor)[-1] == total
 

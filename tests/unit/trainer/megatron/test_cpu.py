@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from services.trainer.megatron import DEVICE_TYPE, cpu
+from tests.support.tables import table
 
 needs_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA nothing is rewritten")
 
 
-@pytest.mark.parametrize(
+@table(
     ("source", "rewritten"),
     [
         ("torch.cuda.current_device()", "__myxo_cpu_device__.current_device()"),

@@ -13,6 +13,7 @@ from services.trainer.megatron.hf_conversion import MegatronGatherPlan
 from services.trainer.parallel import export
 from services.trainer.policy_exporter import PolicyExporter
 from tests.support.run_config import run_config
+from tests.support.tables import table
 from tests.unit.trainer.megatron import rank_steps, save_steps
 from tests.unit.trainer.megatron.tiny import KINDS, pack, sequences
 
@@ -26,7 +27,7 @@ MORE = [("qwen3_tied", TENSOR), ("qwen2", PIPELINE), ("qwen3_moe", PIPELINE)]  #
 MORE += [(kind, layout) for kind in ("qwen3", "llama") for layout in (TENSOR, PIPELINE)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@table("kind", KINDS)
 def test_round_trip_is_bit_equal(kind, hf, make_actor):
     loaded = load_file(hf(kind) / "model.safetensors")
     actor = make_actor(kind)

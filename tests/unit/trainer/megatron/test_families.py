@@ -16,6 +16,7 @@ from shared.model.families import read_architecture
 from shared.model.parallel_layout import ParallelLayout
 from shared.model.tensor_table import hf_tensors
 from shared.runtime.errors import ConfigError
+from tests.support.tables import table
 from tests.unit.trainer.megatron.rank_steps import actor
 from tests.unit.trainer.megatron.tiny import KINDS, not_refused
 
@@ -269,7 +270,7 @@ def test_an_unknown_parameter_is_a_gap_in_the_table(hf):
         recipe("decoder.layers.0.self_attention.new.weight", read_architecture(hf("qwen3")))
 
 
-@pytest.mark.parametrize(("layout", "size"), [("plain", 2), ("qkv", 2), ("glu", 2), ("glu", 4), ("vocabulary", 4)])
+@table(("layout", "size"), [("plain", 2), ("qkv", 2), ("glu", 2), ("glu", 4), ("vocabulary", 4)])
 def test_fusing_and_splitting_are_undone(layout, size, hf):
     architecture = read_architecture(hf("qwen3"))
     shapes = {"plain": [(8, 3)], "qkv": [(64, 3), (32, 3), (32, 3)], "glu": [(8, 3), (8, 3)], "vocabulary": [(67, 3)]}

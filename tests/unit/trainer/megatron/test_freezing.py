@@ -8,6 +8,7 @@ from services.trainer.megatron.hf_conversion import MegatronGatherPlan
 from services.trainer.megatron.hf_weights import parameters
 from shared.model.tensor_table import megatron_parameters
 from shared.runtime.errors import ConfigError
+from tests.support.tables import table
 from tests.unit.trainer.megatron import lora_steps, rank_steps
 from tests.unit.trainer.megatron.test_checkpoint import assert_exact
 from tests.unit.trainer.megatron.test_train_step import reference_steps
@@ -136,7 +137,7 @@ def test_a_pattern_is_refused_on_every_rank(hf, two_ranks):
         two_ranks.run(lora_steps.train, hf("qwen3"), {"freeze_params_name_list": ("no_such_thing",), **PP2})
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_tied", "qwen3_moe_mixed", "glm4", "glm4_moe", "deepseek_v3"])
+@table("kind", ["qwen2", "qwen3", "qwen3_tied", "qwen3_moe_mixed", "glm4", "glm4_moe", "deepseek_v3"])
 def test_the_names_that_patterns_are_checked_by_are_the_models(kind, make_actor):
     model = make_actor(kind).model
     held = parameters(model.modules, model.config, model.architecture)

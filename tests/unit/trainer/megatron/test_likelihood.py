@@ -6,6 +6,7 @@ import torch
 from services.trainer.megatron import parallel_groups
 from services.trainer.parallel import runtime
 from shared.model.parallel_layout import ParallelLayout
+from tests.support.tables import table
 from tests.unit.trainer.megatron import rank_steps
 
 
@@ -31,9 +32,9 @@ def example(rows, vocab, dtype=torch.float32, tokens=37):
     return logits, labels, torch.randn(2, tokens, generator=generator)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
-@pytest.mark.parametrize("padding", [0, 5])
-@pytest.mark.parametrize("chunk", [-1, 10])
+@table("temperature", [1.0, 0.6, 1.7])
+@table("padding", [0, 5])
+@table("chunk", [-1, 10])
 def test_one_rank_equals_plain_torch(temperature, padding, chunk, world_of_one):
     vocab = 23
     logits, labels, weights = example(vocab + padding, vocab)

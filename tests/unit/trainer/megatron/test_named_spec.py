@@ -8,6 +8,7 @@ from services.trainer.megatron.spec import named_spec
 from shared.model.families import read_architecture
 from shared.model.parallel_layout import ParallelLayout
 from shared.runtime.errors import ConfigError
+from tests.support.tables import table
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.tiny import not_refused, pack, sequences
 
@@ -49,7 +50,7 @@ def test_layers_of_another_model_are_refused(make_actor):
     assert not not_refused(lambda kind, spec: make_actor(kind, spec=list(spec)), cases)
 
 
-@pytest.mark.parametrize(
+@table(
     ("name", "words"),
     [
         ("no_such", "cannot be imported.*no_such"),

@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 
 from services.trainer.megatron import hf_conversion
 from shared.model.parallel_layout import ParallelLayout
+from tests.support.tables import table
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.test_layouts import TP2, assert_equal
 from tests.unit.trainer.megatron.tiny import VOCAB
@@ -15,7 +16,7 @@ def by(multiple):
     return {"make_vocab_size_divisible_by": multiple}
 
 
-@pytest.mark.parametrize(("tensor", "multiple", "rows"), [(1, 1, VOCAB), (2, 1, VOCAB + 1), (1, 64, 128), (2, 16, 96), (4, 128, 512)])
+@table(("tensor", "multiple", "rows"), [(1, 1, VOCAB), (2, 1, VOCAB + 1), (1, 64, 128), (2, 16, 96), (4, 128, 512)])
 def test_each_rank_has_a_multiple_of_rows(tensor, multiple, rows):
     assert ParallelLayout(tensor=tensor, vocabulary_multiple=multiple).padded_vocabulary(VOCAB) == rows
 

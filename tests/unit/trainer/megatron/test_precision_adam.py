@@ -7,6 +7,7 @@ from services.trainer.megatron import optimizer as precision_adam
 from services.trainer.megatron.optimizer import PrecisionAdam
 from shared.config.trainer_section import OptimizerState
 from shared.runtime.errors import ConfigError
+from tests.support.tables import table
 from tests.unit.trainer.megatron import rank_steps
 
 PLAIN = {"train_dtype": "bfloat16"}
@@ -119,7 +120,7 @@ def test_bfloat16_gradient_buffers_train(hf):
     assert found == pytest.approx(norms, rel=2e-2)
 
 
-@pytest.mark.parametrize(
+@table(
     ("flags", "trainer", "field"),
     [
         ({"exp_avg_dtype": "bf16"}, {}, "exp_avg_dtype"),

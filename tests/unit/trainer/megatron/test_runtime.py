@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from services.trainer.parallel import runtime
 from shared.runtime.errors import DeadlineExceeded
+from tests.support.tables import table
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.test_dispatchers import ALLGATHER
 
@@ -40,7 +41,7 @@ def test_json_of_every_rank_reaches_every_rank(hf, two_ranks):
         assert everyone == [{"rank": 0, "text": ""}, {"rank": 1, "text": "ü" * 70}]
 
 
-@pytest.mark.parametrize(
+@table(
     ("message", "error"),
     [
         ("[gloo] Timed out waiting 4000ms for recv operation to complete", DeadlineExceeded),

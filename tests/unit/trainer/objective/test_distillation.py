@@ -10,6 +10,7 @@ from services.trainer.objective.distillation import IDS, LOG_PROBS, SHARES, Dist
 from services.trainer.objective.loss import PolicyLoss
 from services.trainer.packing import BadSample, pack
 from shared.config.algorithm import AlgorithmSection
+from tests.support.tables import table
 from tests.support.train_samples import train_sample
 
 VOCABULARY = 7
@@ -47,8 +48,8 @@ def test_the_other_entries_count_as_one(k):
     assert (found <= kl(teacher, policy) + 1e-12).all()  # what is not told apart cannot differ
 
 
-@pytest.mark.parametrize("k", [1, 4, VOCABULARY])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@table("k", [1, 4, VOCABULARY])
+@table("dtype", [torch.float32, torch.float64])
 def test_a_teacher_that_is_the_policy_teaches_nothing(k, dtype):
     logits = distributions(4, 20).to(dtype).requires_grad_()
     policy = logits.log_softmax(-1)
@@ -120,7 +121,7 @@ def test_a_rank_without_samples_has_the_same_fields():
     assert {name: tuple(values.shape) for name, values in fields.items()} == {IDS: (2, 4), LOG_PROBS: (2, 4), SHARES: (2, 1)}
 
 
-@pytest.mark.parametrize(
+@table(
     ("change", "words"),
     [
         ({IDS: None}, "the sample has none"),

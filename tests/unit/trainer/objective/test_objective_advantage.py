@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from services.trainer.objective.advantage import whitened
 from shared.config.algorithm import AlgorithmSection
 from shared.rewards.reward_advantage import group_relative, reward_advantages
+from tests.support.tables import table
 
 many = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 rewards_of_groups = st.lists(st.tuples(st.floats(-100, 100, allow_subnormal=False), st.sampled_from("abcd")), min_size=1, max_size=20)
@@ -133,8 +134,8 @@ def test_unlike_lengths_are_refused():
         group_relative([0.0, 1.0], ["g", "g"], ["r"])
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"])
-@pytest.mark.parametrize("normalize_std", [True, False])
+@table("estimator", ["grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"])
+@table("normalize_std", [True, False])
 def test_the_estimator_chooses_the_normalisation(estimator, normalize_std):
     rewards, groups = [0.0, 1.0, 3.0], ["g"] * 3
     of_grpo = not normalize_std and estimator != "reinforce_plus_plus_baseline"

@@ -9,6 +9,7 @@ from services.trainer.objective.custom_objective import ADVANTAGE, LOSS, REDUCER
 from services.trainer.objective.loss import PolicyLoss, SftLoss
 from shared.config.algorithm import AlgorithmSection
 from shared.hooks import HookFailed, HookSample, import_names
+from tests.support.tables import table
 
 from . import batches
 
@@ -192,7 +193,7 @@ def call(field, given):
         functions(REWARDS, function).post_processed([HookSample(), HookSample()])
 
 
-@pytest.mark.parametrize(
+@table(
     ("field", "given", "words"),
     [
         *[(field, KeyError("logits"), "KeyError: 'logits'") for field in PATHS],

@@ -1,13 +1,13 @@
 """Expected gradients, exactly: a softmax policy over a few tokens, of which every response is enumerated with its probability."""
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
 from services.trainer.objective.loss import PolicyLoss
 from services.trainer.packing import PackedBatch, pack
 from shared.config.algorithm import AlgorithmSection
+from tests.support.tables import table
 from tests.support.train_samples import train_sample
 
 TOKENS = 5
@@ -63,8 +63,8 @@ def gradient_of_kl(logits: dict[str, Tensor]) -> Tensor:
     return current.grad
 
 
-@pytest.mark.parametrize("kind", ["k1", "k3"])
-@pytest.mark.parametrize("off_policy", ["decoupled", "rollout"])
+@table("kind", ["k1", "k3"])
+@table("off_policy", ["decoupled", "rollout"])
 def test_the_unbiased_kl_has_the_gradient_of_the_kl(kind: str, off_policy: str) -> None:
     config = AlgorithmSection(off_policy=off_policy, use_unbiased_kl=True, kl_loss_coef=1.0, kl_loss_type=kind)
     for seed in range(5):

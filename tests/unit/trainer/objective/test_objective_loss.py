@@ -14,6 +14,7 @@ from services.trainer.objective.loss import PolicyLoss
 from services.trainer.objective.reduce import MissingField
 from services.trainer.partition import balance
 from shared.config.algorithm import AlgorithmSection
+from tests.support.tables import table
 
 from . import batches, reference
 
@@ -40,7 +41,7 @@ def test_loss_metrics_and_gradient_equal_the_formulas(sequences, config):
     check_against_reference(sequences, config)
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"])
+@table("estimator", ["grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"])
 def test_every_estimator_off_policy_equals_the_formulas(estimator):
     for off_policy, proximal, seed in product(("decoupled", "rollout", "none"), (True, False), range(3)):
         config = AlgorithmSection(advantage_estimator=estimator, off_policy=off_policy, kl_loss_coef=0.01, entropy_coef=1e-3)
@@ -58,7 +59,7 @@ CORRECTIONS = {
 }
 
 
-@pytest.mark.parametrize("changes", CORRECTIONS.values(), ids=CORRECTIONS)
+@table("changes", CORRECTIONS.values())
 def test_every_correction_equals_the_formulas(changes):
     config = AlgorithmSection(**changes)
     for seed in range(4):
@@ -266,7 +267,7 @@ def test_agreement_counts_only_sequences_wholly_of_the_batch_version():
     assert "agreement_tokens" not in PolicyLoss(AlgorithmSection())(batches.currents(sequences), None, batch)[1]
 
 
-@pytest.mark.parametrize(
+@table(
     "config",
     [
         AlgorithmSection(),

@@ -12,6 +12,7 @@ from services.trainer.objective.custom_objective import CustomFunctions, CustomL
 from services.trainer.objective.loss import PolicyLoss, SftLoss, loss_of
 from services.trainer.objective.reduce import MaskedTokens, denominator, passing, sequence_sum
 from shared.config.algorithm import AlgorithmSection
+from tests.support.tables import table
 
 from . import batches, reference
 
@@ -43,7 +44,7 @@ def test_ranks_that_hold_parts_find_what_one_finds(seed, scale, level, cut):
         assert found.second_moment_limit == whole.second_moment_limit
 
 
-@pytest.mark.parametrize(
+@table(
     ("moments", "bound", "limit"),
     [
         ([], 0.1, math.inf),

@@ -17,6 +17,7 @@ from shared.config.algorithm import AlgorithmSection
 from shared.config.config_reading import parse
 from shared.config.presets import PRESETS
 from tests.support.run_config import values
+from tests.support.tables import table
 
 from .objective_run import Drawn, drawn, outcome
 
@@ -234,7 +235,7 @@ def batch_of(preset: str, seed: int) -> Drawn:
     return batch
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@table("preset", PRESETS)
 def test_a_preset_is_its_formula(tmp_path: Path, preset: str) -> None:
     config = objective(tmp_path, preset)
     for seed in range(4):
