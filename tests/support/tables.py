@@ -1,4 +1,4 @@
-"""Tables of hundreds of cases as one test each."""
+"""Tables of hundreds of cases as one test each, and cases of what is to be refused."""
 
 import functools
 import inspect
@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+
+from shared.runtime.errors import ConfigError
 
 
 def table(names: str | tuple[str, ...], rows: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -38,3 +40,15 @@ def table(names: str | tuple[str, ...], rows: Iterable[Any]) -> Callable[[Callab
         return tried
 
     return decorated
+
+
+def not_refused(make: Callable[..., object], cases: Iterable[tuple[Any, ...]]) -> list[str]:
+    """Returns the cases (arguments of ``make``, and a list of words) that it does not refuse with a ConfigError of these words."""
+    found = []
+    for *given, words in cases:
+        try:
+            make(*given)
+            found.append(f"{given}: accepted")
+        except ConfigError as error:
+            found += [f"{given}: {error}; no {word!r}" for word in words if word not in str(error)]
+    return found

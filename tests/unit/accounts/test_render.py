@@ -65,10 +65,7 @@ def test_redis_has_no_user_without_a_password_and_no_password_in_the_clear() -> 
         (
             "rollout",
             "%RW~demo:group:*",
-            [
-                "+ping +getrange +setnx",
-                "(%RW~demo:session:* -@all +expire +get +llen +lrange +rpush +rpushx +setnx +unlink)",
-            ],
+            ["+ping +getrange +setnx", "(%RW~demo:session:* -@all +expire +get +llen +lrange +rpush +rpushx +setnx +unlink)"],
         ),
         (
             "gateway",

@@ -13,6 +13,7 @@ from benchmarks.gpu_runs.layout_case import LAYOUT_CASES, shares, waves
 from benchmarks.gpu_runs.layout_figures import death_figures, problems, push_figures, run_figures, table
 from shared.schema.service_messages import ServiceStatus
 from shared.schema.weight_messages import ReplicaPush, WeightsPushed
+from tests.support import tables
 
 
 def line(event: str, when: float = 0.0, **fields: Any) -> dict[str, Any]:
@@ -85,7 +86,7 @@ def test_a_death_that_came_too_late_and_one_whose_weights_were_pushed() -> None:
     assert (found["push"], found["source"], found["named_by"]) == ("unknown", None, "trainer-0")
 
 
-@pytest.mark.parametrize(
+@tables.table(
     ("case", "fields", "words"),
     [
         ("tp2", {"exit": 1}, "it ended with 1, not 0"),
@@ -106,7 +107,7 @@ def test_what_is_wrong_is_said(case: str, fields: dict[str, Any], words: str) ->
     assert any(words in found for found in problems(LAYOUT_CASES[case], a_row(case, **fields)))
 
 
-@pytest.mark.parametrize(
+@tables.table(
     ("fields", "words"),
     [
         ({"push": "held"}, "no death was inside a push"),
@@ -152,8 +153,8 @@ def test_cases_share_out_the_gpus() -> None:
         waves(["lora", "tp2"], 2, at_once=True)
 
 
-@pytest.mark.parametrize("case", LAYOUT_CASES)
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@tables.table("case", LAYOUT_CASES)
+@tables.table("device", ["cuda", "cpu"])
 def test_a_case_takes_the_gpus_that_it_says(case: str, device: str, tmp_path: Path) -> None:
     options = CaseOptions(device, tmp_path, steps=3, kills=1, seconds=1.0, flags=("--lr", "1e-9"))
     words = run_words(LAYOUT_CASES[case], tmp_path / case, ["quickstart.toml"], options)

@@ -4,10 +4,9 @@ import json
 from datetime import UTC, datetime
 from pathlib import Path
 
-import pytest
-
 from benchmarks.start_up import kernels, table
 from benchmarks.start_up_phases import EVENTS, milestones, phases
+from tests.support import tables
 
 START = 1_000_000.0
 
@@ -71,7 +70,7 @@ def test_the_table_has_a_column_for_each_run() -> None:
     assert "| first push | 1.0 |  |" in text and "| **until the first tokens** | **50.0** | — |" in text and "no GPU, 2 cores" in text
 
 
-@pytest.mark.parametrize(("log", "event"), [(log, event) for log, events in EVENTS.items() for event in events])
+@tables.table(("log", "event"), [(log, event) for log, events in EVENTS.items() for event in events])
 def test_every_event_is_one_that_the_code_logs(log: str, event: str) -> None:
     root = Path(__file__).parents[3]
     places = {"launcher.log": "myxo/launch", "rollout-0.log": "services/rollout", "trainer-0.log": "services/trainer"}

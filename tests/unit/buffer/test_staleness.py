@@ -93,10 +93,9 @@ def test_what_becomes_of_a_group_over_the_bound(name: Policy, ages: Ages, fate: 
     again = [record for record in records if isinstance(record, GroupRequeued)]
     requeued = [(record.group, record.attempt, record.partial, record.renew_below) for record in again]
     assert dropped == ([[group_id(0)]] if fate == "dropped" else [])
-    assert requeued == {
-        "anew": [(group_id(0), 1, None, 0)],
-        "continues": [(group_id(0), 1, Payload(keys=["0:0"], bytes=1), 3)],
-    }.get(fate, [])
+    assert requeued == {"anew": [(group_id(0), 1, None, 0)], "continues": [(group_id(0), 1, Payload(keys=["0:0"], bytes=1), 3)]}.get(
+        fate, []
+    )
     assert in_batch(records) == ([0, 1] if fate == "batch" else [])
     if fate == "batch":
         batch = policy.batch(state, 3)
@@ -196,10 +195,7 @@ def test_a_filtered_group_is_recorded_with_its_rewards_and_dropped() -> None:
     records = fold(state, policy.scored(state, run, lot, 0.0))
     assert [record.rewards for record in records[0].groups] == [[1.0, 1.0], [1.0, 0.0], [1.0, 1.0], [1.0, 0.5]]  # type: ignore[attr-defined]
     ends = {record.reason: record.groups for record in records[1:] if isinstance(record, GroupsDropped)}
-    assert ends == {
-        "filtered: zero_std": [group_id(2), group_id(4)],
-        "filtered: no sample is left to train": [group_id(3)],
-    }
+    assert ends == {"filtered: zero_std": [group_id(2), group_id(4)], "filtered: no sample is left to train": [group_id(3)]}
     assert list(state.ready) == [group_id(number) for number in (0, 1, 5)]
     [room] = policy.admit(state, run, 0.0)
     assert isinstance(room, GroupsAdmitted)

@@ -6,8 +6,6 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from myxo.main import parse
 from shared.config.run_config import RunConfig
 from shared.config.service_sections import MonitoringSection
@@ -39,6 +37,7 @@ from shared.view.alarms import (
     symptoms,
 )
 from shared.view.flow_history import DeadGroup, FlowHistory, StepRecord
+from tests.support.tables import table
 
 
 def step(number: int, **given: Any) -> StepRecord:
@@ -118,7 +117,7 @@ def test_the_page_lists_every_alarm_with_its_bounds() -> None:
         assert [figure for figure in figures if figure not in told] == [], kind
 
 
-@pytest.mark.parametrize(("kind", "found"), RAISED)
+@table(("kind", "found"), RAISED)
 def test_an_alarm_is_raised_by_its_symptom_alone(kind: AlarmKind, found: Symptoms, run_config: RunConfig) -> None:
     raised = alarms(found, run_config)
     assert [alarm.kind for alarm in raised] == [kind]
@@ -142,7 +141,7 @@ def test_every_kind_of_alarm_is_documented() -> None:
     assert [kind.value for kind in AlarmKind if f"\n| {kind.value} |" not in page] == []
 
 
-@pytest.mark.parametrize(
+@table(
     "found",
     [
         Symptoms(),

@@ -7,6 +7,7 @@ import pytest
 from shared.config.run_config import RunConfig
 from shared.view.alarms import AlarmKind
 from shared.view.bottleneck import Bottleneck, Workload, bottleneck
+from tests.support.tables import table
 
 QUEUED = {"queued": 0.5}
 
@@ -54,7 +55,7 @@ def test_a_synchronous_run_overlaps_first(run_config: RunConfig, queued: float) 
     assert [advice.text.partition(":")[0] for advice in said.advice] == ["raise rollout.max_staleness to 1"]
 
 
-@pytest.mark.parametrize(
+@table(
     ("cause", "awaited", "advice"),
     [
         ("scoring", "the reward services to score", "reward.reward_workers"),

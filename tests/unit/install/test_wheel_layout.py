@@ -7,6 +7,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.support.tables import table
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -28,7 +30,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
+@table(
     ("source", "expected"),
     [
         ("from shared.bus import runs", "from myxo.shared.bus import runs"),
@@ -50,7 +52,7 @@ def test_a_name_of_a_module_is_changed(source: str, expected: str, layout: Modul
     assert layout.moved(source, project) == expected
 
 
-@pytest.mark.parametrize(
+@table(
     "source",
     [
         "from .shared import bus",

@@ -28,14 +28,8 @@ def told(source: Source) -> list[str]:
         (f"{LEAST} --lr=-1", "--lr (trainer.lr) = '-1': "),
         ("--prompt-data /no/p.jsonl --num-rollout 3 --rollout-batch-size 4", "--hf-checkpoint (model.hf_checkpoint) = None: required"),
         (f"{LEAST} --tensor-model-parallel-size 3", "--tensor-model-parallel-size (trainer.tensor_model_parallel_size) = "),
-        (
-            f"{LEAST} --tensor-model-parallel-size 3 --context-parallel-size 2",
-            "--tensor-model-parallel-size (trainer.tensor_model_",
-        ),
-        (
-            f"{LEAST} --eval-prompt-data a /no/a.jsonl b /no/b.jsonl",
-            "--eval-prompt-data (eval.eval_prompt_data.a) = '/no/a.jsonl': ",
-        ),
+        (f"{LEAST} --tensor-model-parallel-size 3 --context-parallel-size 2", "--tensor-model-parallel-size (trainer.tensor_model_"),
+        (f"{LEAST} --eval-prompt-data a /no/a.jsonl b /no/b.jsonl", "--eval-prompt-data (eval.eval_prompt_data.a) = '/no/a.jsonl': "),
         (f"{LEAST} --distributed-timeout-minutes 0", "--distributed-timeout-minutes (trainer.collective_timeout) = 0.0: "),
         (f"{LEAST} --no-use-tis --off-policy decoupled", "--no-use-tis (algorithm.use_tis) = "),
         (f"{LEAST} --sglang-page-size", "--sglang-page-size (rollout.sglang.page-size) = True: "),

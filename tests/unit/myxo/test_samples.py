@@ -12,16 +12,7 @@ from rich.console import Console
 
 from myxo import main as command_line
 from myxo.commands.samples import ORDERS, group_named, target
-from myxo.display.sample_page import (
-    Pieces,
-    ShownGroup,
-    as_plain,
-    json_line,
-    page,
-    prompt_text,
-    table,
-    token_lines,
-)
+from myxo.display.sample_page import Pieces, ShownGroup, as_plain, json_line, page, prompt_text, table, token_lines
 from shared.runtime.errors import ConfigError
 from shared.runtime.safe_text import printable
 from shared.schema.ledger import (
@@ -45,6 +36,7 @@ from shared.schema.messages import Payload, SampleMeta, ScoredGroup
 from shared.schema.sample import Sample
 from shared.view.group_history import STATUSES, GroupHistory, GroupRecord, ProvenanceStep
 from shared.view.group_index import GroupIndex, GroupQuery
+from tests.support import tables
 
 
 def names(*numbers: int) -> list[str]:
@@ -154,7 +146,7 @@ def test_a_ledger_that_breaks_its_rules_can_be_looked_at() -> None:
 # --- filters, orders
 
 
-@pytest.mark.parametrize(
+@tables.table(
     ("wanted", "expected"),
     [
         ({}, [0, 1, 4, 2, 3, 5, 6, 7, 8]),
@@ -212,7 +204,7 @@ def test_the_provenance_of_a_group_that_was_made_twice() -> None:
     assert gone(found) is None
 
 
-@pytest.mark.parametrize(("number", "why"), [(4, "dropped"), (5, "given up"), (7, "still with"), (8, "still with")])
+@tables.table(("number", "why"), [(4, "dropped"), (5, "given up"), (7, "still with"), (8, "still with")])
 def test_why_a_group_has_no_samples(number: int, why: str) -> None:
     reason = gone(life(number))
     assert reason is not None and why in reason
@@ -388,9 +380,7 @@ def test_prompts_of_messages_are_shown_under_their_roles() -> None:
     assert prompt_text([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]) == "system: s\nuser: u"
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"), [("a\tb\nc", "a\tb\nc"), ("\x1b]0;t\x07", "\\x1b]0;t\\x07"), ("\r", "\\r"), ("a\u202eb", "a\\u202eb")]
-)
+@tables.table(("text", "shown"), [("a\tb\nc", "a\tb\nc"), ("\x1b]0;t\x07", "\\x1b]0;t\\x07"), ("\r", "\\r"), ("a\u202eb", "a\\u202eb")])
 def test_what_a_model_wrote_cannot_steer_the_terminal(text: str, shown: str) -> None:
     assert printable(text) == shown
 
@@ -398,7 +388,7 @@ def test_what_a_model_wrote_cannot_steer_the_terminal(text: str, shown: str) -> 
 # --- what a person types
 
 
-@pytest.mark.parametrize(
+@tables.table(
     ("text", "expected"),
     [
         ("g00000012", (group_id(12), None)),
@@ -412,7 +402,7 @@ def test_a_group_can_be_named_in_short(text: str, expected: tuple[str, int | Non
     assert target(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "x", "g", "g1/", "g1/x", "-1", "g1/2/3", "1" * 40, "eval.heldout.0", "eval.a b.0.1", "٣"])
+@tables.table("text", ["", "x", "g", "g1/", "g1/x", "-1", "g1/2/3", "1" * 40, "eval.heldout.0", "eval.a b.0.1", "٣"])
 def test_what_is_no_group_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="GROUP"):
         target(text)

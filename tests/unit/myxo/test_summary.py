@@ -30,6 +30,7 @@ from shared.schema.ledger import (
 from shared.schema.messages import Payload, SampleMeta, ScoredGroup, Trained
 from shared.schema.service_messages import ServiceEvent, WarmStartEnded
 from shared.view.run_summary import GroupCounts, SummaryTally
+from tests.support import tables
 from tests.support.run_config import run_config
 
 
@@ -92,7 +93,7 @@ def tally(config: RunConfig, records: list[LedgerRecord]) -> SummaryTally:
 NEVER = "57 % of prompts were never trained"
 
 
-@pytest.mark.parametrize(
+@tables.table(
     ("dead", "said"),
     [
         ({}, ""),

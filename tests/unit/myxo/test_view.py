@@ -13,6 +13,7 @@ from shared.view.live_services import InstanceStatus
 from shared.view.run_view import EvaluationLine, run_view
 from shared.view.stall import RunSituation, run_stall
 from tests.support.run_config import run_config
+from tests.support.tables import table
 
 NOW = time.time()
 
@@ -156,7 +157,7 @@ def test_services_that_joined_from_elsewhere_are_shown(config: RunConfig) -> Non
     assert [(line.instance, line.restarts) for line in lines] == [("rollout-0", 0), ("rollout-7", None)]
 
 
-@pytest.mark.parametrize(
+@table(
     ("services", "statuses", "expected"),
     [
         ([], [status("buffer"), status("trainer")], "buffer-0, trainer-0 to start"),

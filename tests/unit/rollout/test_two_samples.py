@@ -70,13 +70,7 @@ def verified(drafts: Tensor, targets: Tensor) -> list[list[int]]:
 
 @table(
     ("targets", "noise", "differs"),
-    [
-        (sampled, 0.0, False),
-        (sampled, 0.6, False),
-        (likeliest, 0.6, True),
-        (colder, 0.0, True),
-        (likeliest_drafts, 0.0, True),
-    ],
+    [(sampled, 0.0, False), (sampled, 0.6, False), (likeliest, 0.6, True), (colder, 0.0, True), (likeliest_drafts, 0.0, True)],
 )
 def test_a_wrong_sampler_is_found_and_a_right_one_is_not(targets: Targets, noise: float, differs: bool) -> None:
     plain = [run(sampled, seed, noise, drafted=False) for seed in range(RUNS)]

@@ -67,10 +67,7 @@ def test_an_engine_over_several_of_the_trainers_machines_has_a_part_on_each(tmp_
     assert [devices.colocated_engines(config, node) for node in range(6)] == [[(0, 0)], [(0, 1)], [(1, 0)], [(1, 1)], [], []]
 
 
-@pytest.mark.parametrize(
-    ("replicas", "shares"),
-    [(4, [[0, 1], [2, 3], []]), (3, [[0, 1], [2], []]), (1, [[0], [], []])],
-)
+@pytest.mark.parametrize(("replicas", "shares"), [(4, [[0, 1], [2, 3], []]), (3, [[0, 1], [2], []]), (1, [[0], [], []])])
 def test_each_of_the_trainers_machines_has_the_engines_that_share_its_gpus(replicas: int, shares: list[list[int]], tmp_path: Path) -> None:
     config = run_config(
         tmp_path,

@@ -59,5 +59,5 @@ def test_what_slime_would_train_by_and_is_not_read_is_said(tmp_path: Path, monke
         note.text for note in check_variables(Inspection(run_config(tmp_path, trainer={"train_env_vars": given}))) if isinstance(note, Note)
     ]
     assert [note.partition(" is not read: slime's training forward rounds weights to INT4")[0] for note in notes] == [
-        "OPEN_TRAINING_INT4_FAKE_QAT_FLAG = 1",
+        "OPEN_TRAINING_INT4_FAKE_QAT_FLAG = 1"
     ]

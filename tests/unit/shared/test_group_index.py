@@ -142,7 +142,7 @@ CASES: list[tuple[dict[str, Any], Callable[[GroupRecord], bool]]] = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@table("seed", range(4))
 def test_pages_hold_what_a_fold_in_memory_selects(index: GroupIndex, seed: int) -> None:
     ledger = random_ledger(seed)
     fold(index, ledger)
@@ -154,8 +154,8 @@ def test_pages_hold_what_a_fold_in_memory_selects(index: GroupIndex, seed: int) 
         assert {group.group: group for group in groups} == {group.group: group for group in expected}
 
 
-@pytest.mark.parametrize("order", ["changed", "admitted", "reward", "spread", "tokens", "longest", "truncated", "attempt", "seconds"])
-@pytest.mark.parametrize("descending", [True, False])
+@table("order", ["changed", "admitted", "reward", "spread", "tokens", "longest", "truncated", "attempt", "seconds"])
+@table("descending", [True, False])
 def test_pages_one_after_another_are_the_whole_list_in_order(index: GroupIndex, order: str, descending: bool) -> None:
     fold(index, random_ledger(5))
     whole, total = index.page(GroupQuery(sort=order, descending=descending, limit=200))

@@ -37,15 +37,7 @@ FIGURES = {
     "samples": 2,
     "mean_reward": 0.5,
 }
-CHANNEL = {
-    "kind": "group",
-    "name": "channel-1",
-    "address": "127.0.0.1",
-    "port": 1,
-    "secret": "0f" * 16,
-    "backend": "gloo",
-    "world_size": 2,
-}
+CHANNEL = {"kind": "group", "name": "channel-1", "address": "127.0.0.1", "port": 1, "secret": "0f" * 16, "backend": "gloo", "world_size": 2}
 
 EXAMPLES: dict[str, dict[str, Any]] = {
     "Attempt": {"number": 2, "address": "10.0.0.1", "port": 29500, "terms": ["a1", "b2"], "points": ["10.0.0.1:7001", ""], "at": 1.8e9},
@@ -138,12 +130,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "at": 1.0,
     },
     "PeerTransferRequest": {"destination": "r", "version": 1, "ranks": 1, "deadline": 60.0},
-    "PeerTransferOffer": {
-        "source": "r",
-        "version": 1,
-        "digest": "0f",
-        "channels": [CHANNEL],
-    },
+    "PeerTransferOffer": {"source": "r", "version": 1, "digest": "0f", "channels": [CHANNEL]},
     "WeightsServed": {"paused": 0.5},
     "WeightsPushed": {"version": 1, "replicas": [{"replica": "r", "paused": 0.5, "loading": None, "failure": "commit: late"}], "at": 1.0},
     "MetricsWritten": {"role": "actor", "step": 3, "values": {"train/loss": 0.5}, "at": 1.0},

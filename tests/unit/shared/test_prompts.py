@@ -36,12 +36,7 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
 
 
 def prompts(
-    tmp_path: Path,
-    tokenizer: Tokenizer,
-    *rows: object,
-    longest: int | None = None,
-    reward: dict[str, Any] | None = None,
-    **data: Any,
+    tmp_path: Path, tokenizer: Tokenizer, *rows: object, longest: int | None = None, reward: dict[str, Any] | None = None, **data: Any
 ) -> PromptFile:
     path = write_jsonl(tmp_path / "prompts.jsonl", rows)
     sections = {"data": {"prompt_data": str(path), **data}, "reward": reward or {}, "rollout": {"rollout_max_prompt_len": longest}}
@@ -309,10 +304,7 @@ def test_prompts_are_left_out_and_counted(
 
 @pytest.mark.parametrize(
     ("options", "line", "words"),
-    [
-        ({"overlong_prompts": "filter"}, 3, "has no key 'label'"),
-        ({"bad_prompts": "skip"}, 2, "at most rollout_max_prompt_len = 10 tokens"),
-    ],
+    [({"overlong_prompts": "filter"}, 3, "has no key 'label'"), ({"bad_prompts": "skip"}, 2, "at most rollout_max_prompt_len = 10 tokens")],
 )
 def test_what_is_not_to_be_left_out_is_refused(
     tmp_path: Path, tokenizer: Tokenizer, options: dict[str, str], line: int, words: str

@@ -57,11 +57,7 @@ def test_what_is_renamed_or_without_effect_is_told(words: str, fields: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("flag", "instead"),
-    [
-        ("--keep-old-actor", "--use-rollout-logprobs"),
-        ("--get-mismatch-metrics", "--use-tis calls it"),
-    ],
+    ("flag", "instead"), [("--keep-old-actor", "--use-rollout-logprobs"), ("--get-mismatch-metrics", "--use-tis calls it")]
 )
 def test_a_flag_that_changes_the_loss_with_slime_is_not_told_as_without_effect(flag: str, instead: str) -> None:
     with pytest.raises(ConfigError, match=instead):

@@ -12,6 +12,7 @@ from shared.schema.service_messages import Doing, ServiceStatus
 from shared.view.live_services import Heartbeats, InstanceStatus
 from shared.view.stall import Away, Cause, PendingWork, RunSituation, Stall, StallWatch, as_doing, reported_wait, run_stall
 from tests.support.run_config import run_config
+from tests.support.tables import table
 
 NOW = 1_700_000_000.0
 
@@ -53,7 +54,7 @@ def trainer(*doing: Doing, state: str = "ready", **fields: Any) -> list[ServiceS
 WAITS = does("loop", "the batch of step 3", ["buffer"])
 
 
-@pytest.mark.parametrize(
+@table(
     ("statuses", "known", "cause", "words"),
     [
         ([], {"disk": "No space left on device: 3 MB are free"}, Cause.DISK, ["room on the disk (No space left", "3 MB are free"]),
@@ -99,10 +100,7 @@ WAITS = does("loop", "the batch of step 3", ["buffer"])
         ),
         (
             [],  # of a finished run, whose trainer alone is needed
-            {
-                "owed": PendingWork("the final weights in /runs/a/hf", NOW - 20, "given up 660 s after the trainer's start"),
-                "instances": [],
-            },
+            {"owed": PendingWork("the final weights in /runs/a/hf", NOW - 20, "given up 660 s after the trainer's start"), "instances": []},
             Cause.FINAL_WEIGHTS,
             ["the final weights in /runs/a/hf, for 20s", "given up 660 s after"],
         ),
@@ -116,12 +114,7 @@ WAITS = does("loop", "the batch of step 3", ["buffer"])
             ["the final weights in /hf from trainer-0, which ended with signal 9, for 20s"],
         ),
         (trainer(state="loading the checkpoint"), {}, Cause.LOADING, ["trainer-0 loading the checkpoint, for 40s"]),
-        (
-            trainer(state="warm start", gauges={"sft_step": 3, "sft_steps": 9}),
-            {},
-            Cause.LOADING,
-            ["SFT step 3/9, for 40s"],
-        ),
+        (trainer(state="warm start", gauges={"sft_step": 3, "sft_steps": 9}), {}, Cause.LOADING, ["SFT step 3/9, for 40s"]),
         (
             everybody(buffer=service("buffer", held_back="the store is 90% full; no new group is admitted")),
             {},
@@ -212,7 +205,6 @@ WAITS = does("loop", "the batch of step 3", ["buffer"])
             ["trainer-0, which waits for the batch of step 3, for 25s"],
         ),
     ],
-    ids=lambda value: value.name.lower() if isinstance(value, Cause) else None,
 )
 def test_every_stall_is_named(
     config: RunConfig, statuses: Sequence[ServiceStatus], known: dict[str, Any], cause: Cause, words: Sequence[str]

@@ -12,8 +12,7 @@ from shared.model.parallel_layout import ParallelLayout
 from shared.model.trainable_parameters import Freezing, Lora
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
-from tests.support.tables import table
-from tests.unit.trainer.megatron.tiny import not_refused
+from tests.support.tables import not_refused, table
 
 GIVEN = {
     "actor_num_gpus_per_node": 8,
@@ -70,17 +69,11 @@ def test_what_contradicts_itself_is_refused_by_field(tmp_path: Path):
     cases = [
         ({"tensor_model_parallel_size": 0}, ["tensor_model_parallel_size", "greater than or equal to 1"]),
         ({"context_parallel_size": 0}, ["context_parallel_size = 0", "greater than or equal to 1"]),
-        (
-            {"virtual_pipeline_model_parallel_size": 2},
-            ["virtual_pipeline", "= 2: none, or a pipeline_model_parallel_size"],
-        ),
+        ({"virtual_pipeline_model_parallel_size": 2}, ["virtual_pipeline", "= 2: none, or a pipeline_model_parallel_size"]),
         ({"recompute_method": "block"}, ["recompute_method = 'block'", "recompute_granularity = full"]),
         ({"recompute": True, "recompute_granularity": "selective"}, ["recompute = True", "short for full"]),
         ({"recompute": True, "recompute_modules": ["mlp"]}, ["recompute_modules", "recompute_granularity = selective"]),
-        (
-            {"recompute_granularity": "selective", "recompute_modules": ["layer_norm"]},
-            ["no module of a layer", "layernorm"],
-        ),
+        ({"recompute_granularity": "selective", "recompute_modules": ["layer_norm"]}, ["no module of a layer", "layernorm"]),
         ({"train_dtype": "float16"}, ["train_dtype = 'float16'", "float32", "bfloat16"]),
         ({"lr": float("nan")}, ["trainer.lr"]),
         ({"lr_decay_style": "step"}, ["lr_decay_style", "cosine"]),

@@ -119,13 +119,7 @@ def resume(hf_dir: Path, config: dict[str, Any], root: Path) -> dict[str, Any]:
     extra = again.load_checkpoint(root)
     noise_again = torch.rand(3)
     resumed = steps(again, 2, first=2)
-    return {
-        "straight": straight,
-        "resumed": resumed,
-        "noise": (noise, noise_again),
-        "weights": (weights, exported(again)),
-        "extra": extra,
-    }
+    return {"straight": straight, "resumed": resumed, "noise": (noise, noise_again), "weights": (weights, exported(again)), "extra": extra}
 
 
 def rl_batches(model: Actor, seed: int, per_token: bool) -> list[PackedBatch]:

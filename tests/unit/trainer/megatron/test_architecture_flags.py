@@ -14,7 +14,7 @@ from shared.model.families import read_architecture
 from shared.model.tensor_table import hf_tensors
 from shared.runtime.errors import ConfigError
 from tests.support.architecture_reader import architecture_of
-from tests.unit.trainer.megatron.tiny import not_refused
+from tests.support.tables import not_refused
 
 CONFIGS = Path(__file__).parents[4] / "configs" / "models"
 KINDS = ["qwen3", "qwen3_tied", "qwen2", "llama", "qwen3_moe", "qwen3_moe_mixed", "glm4", "glm4_moe", "glm4_moe_air"]

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from services.trainer.megatron import hf_conversion
+from tests.support.tables import not_refused
 from tests.unit.trainer.megatron import draft_steps, rank_steps
 from tests.unit.trainer.megatron.draft_steps import family_names, make_drafted, make_family
-from tests.unit.trainer.megatron.tiny import not_refused, pack, sequences
+from tests.unit.trainer.megatron.tiny import pack, sequences
 
 OF = {"mimo": "qwen2", "qwen3_next": "qwen3_next"}
 ON = {"enable_mtp_training": True, "mtp_loss_scaling_factor": 0.3}

@@ -37,10 +37,7 @@ def test_round_trip_is_bit_equal(kind, hf, make_actor):
             assert torch.equal(tensor, loaded[name]), name
 
 
-@pytest.mark.parametrize(
-    ("kind", "config"),
-    [*TWO_RANKS, *(pytest.param(*case, marks=pytest.mark.extra) for case in MORE)],
-)
+@pytest.mark.parametrize(("kind", "config"), [*TWO_RANKS, *(pytest.param(*case, marks=pytest.mark.extra) for case in MORE)])
 def test_round_trip_over_two_ranks_is_bit_equal(kind, config, hf, two_ranks):
     loaded = load_file(hf(kind) / "model.safetensors")
     (first, first_sent), (second, second_sent) = two_ranks.run(rank_steps.load_and_export, hf(kind), config)

@@ -16,9 +16,9 @@ from shared.model.families import read_architecture
 from shared.model.parallel_layout import ParallelLayout
 from shared.model.tensor_table import hf_tensors
 from shared.runtime.errors import ConfigError
-from tests.support.tables import table
+from tests.support.tables import not_refused, table
 from tests.unit.trainer.megatron.rank_steps import actor
-from tests.unit.trainer.megatron.tiny import KINDS, not_refused
+from tests.unit.trainer.megatron.tiny import KINDS
 
 
 @pytest.fixture

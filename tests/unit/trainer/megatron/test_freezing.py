@@ -8,11 +8,10 @@ from services.trainer.megatron.hf_conversion import MegatronGatherPlan
 from services.trainer.megatron.hf_weights import parameters
 from shared.model.tensor_table import megatron_parameters
 from shared.runtime.errors import ConfigError
-from tests.support.tables import table
+from tests.support.tables import not_refused, table
 from tests.unit.trainer.megatron import lora_steps, rank_steps
 from tests.unit.trainer.megatron.test_checkpoint import assert_exact
 from tests.unit.trainer.megatron.test_train_step import reference_steps
-from tests.unit.trainer.megatron.tiny import not_refused
 
 TP2, PP2 = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipeline"))
 TP2_SP = {**TP2, "sequence_parallel": True}

@@ -5,8 +5,8 @@ The layouts of `PAIRS` cover every pair of parallelisms, kinds of optimizer and 
 import pytest
 import torch
 
+from tests.support.tables import not_refused
 from tests.unit.trainer.megatron import rank_steps
-from tests.unit.trainer.megatron.tiny import not_refused
 
 TP2, PP2, EP2 = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipeline", "expert"))
 CP2 = {"context_parallel_size": 2}

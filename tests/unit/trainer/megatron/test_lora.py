@@ -8,10 +8,11 @@ from safetensors.torch import load_file
 
 from services.trainer.megatron import hf_conversion
 from shared.runtime.errors import ConfigError
+from tests.support.tables import not_refused
 from tests.unit.trainer.megatron import lora_steps, rank_steps
 from tests.unit.trainer.megatron.test_checkpoint import assert_exact
 from tests.unit.trainer.megatron.test_train_step import reference_steps
-from tests.unit.trainer.megatron.tiny import not_refused, pack, sequences
+from tests.unit.trainer.megatron.tiny import pack, sequences
 
 LORA = {"lora_rank": 4, "lora_alpha": 6.0}
 TP2, PP2 = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipeline"))
@@ -21,10 +22,7 @@ EXPERTS = {"target_modules": ("gate_proj", "up_proj", "down_proj")}
 EP2 = {"expert_model_parallel_size": 2}
 LATENT = {"target_modules": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}
 
-TWO_RANKS = {
-    "TP2 SP recompute": ("qwen3_tied", {**TP2_SP, "recompute": True}),
-    "experts: EP2": ("qwen3_moe", EP2),
-}
+TWO_RANKS = {"TP2 SP recompute": ("qwen3_tied", {**TP2_SP, "recompute": True}), "experts: EP2": ("qwen3_moe", EP2)}
 MORE = {
     "DP2": ("qwen3", {}),
     "PP2": ("qwen3_tied", PP2),
@@ -197,8 +195,7 @@ def test_every_experts_matrix_is_merged_with_its_own_pair(one_process):
 
 
 @pytest.mark.parametrize(
-    "recompute",
-    [{"recompute": True}, {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")}],
+    "recompute", [{"recompute": True}, {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")}]
 )
 def test_recompute_changes_nothing(recompute, hf, one_process, alone):
     assert_equal(one_process("qwen3", ("all-linear",)), [lora_steps.train(hf("qwen3"), {**LORA, **recompute})])

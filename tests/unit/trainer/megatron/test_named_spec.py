@@ -8,9 +8,9 @@ from services.trainer.megatron.spec import named_spec
 from shared.model.families import read_architecture
 from shared.model.parallel_layout import ParallelLayout
 from shared.runtime.errors import ConfigError
-from tests.support.tables import table
+from tests.support.tables import not_refused, table
 from tests.unit.trainer.megatron import rank_steps
-from tests.unit.trainer.megatron.tiny import not_refused, pack, sequences
+from tests.unit.trainer.megatron.tiny import pack, sequences
 
 MODULE = "tests.unit.trainer.megatron.spec_layers"
 

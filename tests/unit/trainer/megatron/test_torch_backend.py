@@ -26,8 +26,9 @@ from shared.model.memory_plan import layer_activations, unfused_bytes
 from shared.model.parallel_layout import ParallelLayout
 from shared.runtime.errors import ConfigError
 from tests.support.converting import convert
+from tests.support.tables import not_refused
 from tests.unit.trainer.megatron import lora_steps, rank_steps
-from tests.unit.trainer.megatron.tiny import VOCAB, make_checkpoint, not_refused, pack, sequences
+from tests.unit.trainer.megatron.tiny import VOCAB, make_checkpoint, pack, sequences
 
 TORCH = {"trainer_backend": "torch", "adam_eps": 1e-3}
 SIZES = {

@@ -25,10 +25,7 @@ def reference_steps(hf_dir, micro_batches, *, lr, clip, betas, eps, weight_decay
     decayed = [p for p in model.parameters() if p.dim() > 1]
     plain = [p for p in model.parameters() if p.dim() == 1]
     adam = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}],
-        lr=lr,
-        betas=betas,
-        eps=eps,
+        [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}], lr=lr, betas=betas, eps=eps
     )
     history = []
     for batches in micro_batches:
@@ -37,9 +34,7 @@ def reference_steps(hf_dir, micro_batches, *, lr, clip, betas, eps, weight_decay
         for batch in batches:
             log_probs, entropies = [], []
             for tokens, labels in zip(
-                batch.tokens.split(batch.cu_seqlens.diff().tolist()),
-                batch.labels.split(batch.cu_seqlens.diff().tolist()),
-                strict=True,
+                batch.tokens.split(batch.cu_seqlens.diff().tolist()), batch.labels.split(batch.cu_seqlens.diff().tolist()), strict=True
             ):
                 distribution = model(input_ids=tokens[None]).logits[0].log_softmax(-1)
                 log_probs.append(distribution.gather(1, labels[:, None]).squeeze(1))

@@ -1,6 +1,6 @@
 """Tiny models and batches: real architectures, a few thousand weights."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from services.trainer.packing import PackedBatch
-from shared.runtime.errors import ConfigError
 
 VOCAB = 67
 """A prime, so that no tensor-parallel size divides it."""
@@ -226,15 +225,3 @@ def pack(seqs: Sequence[Tensor]) -> PackedBatch:
     starts = torch.tensor([0, *(len(s) for s in seqs)]).cumsum(0).int()
     advantages = torch.sin(tokens.float() * 3 + labels)
     return PackedBatch(tokens, labels, mask, starts, max(len(s) for s in seqs), {"advantages": advantages})
-
-
-def not_refused(make: Callable[..., object], cases: Iterable[tuple[Any, ...]]) -> list[str]:
-    """The cases (arguments of ``make``, and a list of words) that it does not refuse with a ConfigError of these words."""
-    found = []
-    for *given, words in cases:
-        try:
-            make(*given)
-            found.append(f"{given}: accepted")
-        except ConfigError as error:
-            found += [f"{given}: {error}; no {word!r}" for word in words if word not in str(error)]
-    return found

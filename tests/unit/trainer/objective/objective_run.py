@@ -1,6 +1,7 @@
 """A whole objective on drawn batches: rewards to the loss and its gradients, as the trainer puts them together."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -28,6 +29,19 @@ class Drawn:
     rollouts: list[tuple[int, int]]
     masks: list[np.ndarray]
     values: dict[str, list[np.ndarray]]
+
+    @cached_property
+    def packed(self) -> PackedBatch:
+        """The samples end to end, with the fields that no objective changes."""
+        rows = enumerate(zip(self.masks, self.values["rollout"], strict=True))
+        samples = [
+            train_sample(
+                [1], range(len(mask)), 0, mask=mask.astype(np.uint8), log_probs=row.astype(np.float32), index=n, rollout=n, group="g"
+            )
+            for n, (mask, row) in rows
+        ]
+        fields = {"proximal_log_probs": "proximal", "rollout_log_probs": "rollout", "values": "old_values", "ref_log_probs": "reference"}
+        return pack(samples, [0.0] * len(samples)).with_fields(**{name: _spread(self.values[own]) for name, own in fields.items()})
 
 
 NAMES = ("current", "proximal", "rollout", "reference", "teacher", "old_values", "new_values", "entropy")
@@ -104,24 +118,14 @@ def _advantages(config: AlgorithmSection, batch: Drawn, masks: list[Tensor]) -> 
 
 
 def _packed(wanted: Needs, batch: Drawn, weights: np.ndarray, advantages: list[Tensor], returns: list[Tensor] | None) -> PackedBatch:
-    samples = [
-        train_sample(
-            [1], range(len(mask)), 0, mask=mask.astype(np.uint8), log_probs=row.astype(np.float32), index=index, rollout=index, group="g"
-        )
-        for index, (mask, row) in enumerate(zip(batch.masks, batch.values["rollout"], strict=True))
-    ]
-    fields = {
+    own = {
         "weights": _spread([weight * mask for weight, mask in zip(weights, batch.masks, strict=True)]),
         "advantages": _spread(advantages),
-        "proximal_log_probs": _spread(batch.values["proximal"]),
-        "rollout_log_probs": _spread(batch.values["rollout"]),
-        "values": _spread(batch.values["old_values"]),
     }
-    if wanted.reference:
-        fields["ref_log_probs"] = _spread(batch.values["reference"])
     if returns is not None:
-        fields["returns"] = _spread(returns)
-    return pack(samples, weights.tolist()).with_fields(**fields)
+        own["returns"] = _spread(returns)
+    found = batch.packed.with_fields(**own)
+    return found if wanted.reference else replace(found, fields={name: x for name, x in found.fields.items() if name != "ref_log_probs"})
 
 
 def _critic(config: AlgorithmSection, batch: Drawn, packed: PackedBatch) -> tuple[float, list[np.ndarray]]:

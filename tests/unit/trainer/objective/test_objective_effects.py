@@ -66,10 +66,7 @@ UNREAD = {"kl_loss_type"}
 
 BASES = [
     {"loss_type": "policy_loss", "advantage_estimator": estimator, **correction}
-    for estimator, correction in itertools.product(
-        OTHERS["advantage_estimator"],
-        ({}, {"off_policy": "rollout"}, {"off_policy": "none"}),
-    )
+    for estimator, correction in itertools.product(OTHERS["advantage_estimator"], ({}, {"off_policy": "rollout"}, {"off_policy": "none"}))
 ]
 FEATURES = [
     {},

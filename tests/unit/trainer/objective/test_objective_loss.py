@@ -149,9 +149,7 @@ def test_sum_over_any_split_equals_the_whole(sequences, config, dp_size, budget)
 
 @few
 @given(
-    sequences=batches.sequence_batches(),
-    config=batches.configs(),
-    garbage=st.sampled_from([math.nan, math.inf, -math.inf, 1e30, -1e30]),
+    sequences=batches.sequence_batches(), config=batches.configs(), garbage=st.sampled_from([math.nan, math.inf, -math.inf, 1e30, -1e30])
 )
 def test_what_the_mask_excludes_cannot_be_seen(sequences, config, garbage):
     clean = batches.packed(sequences, batches.weights_of(sequences, config))
@@ -184,11 +182,7 @@ def test_extreme_ratios_stay_finite_in_float32(estimator):
             s.proximal = [x - distance for x in s.current]
             s.advantage = advantage
         config = AlgorithmSection(
-            advantage_estimator=estimator,
-            off_policy=off_policy,
-            kl_loss_type=kind,
-            kl_loss_coef=0.1,
-            use_unbiased_kl=True,
+            advantage_estimator=estimator, off_policy=off_policy, kl_loss_type=kind, kl_loss_coef=0.1, use_unbiased_kl=True
         )
         batch = batches.packed(sequences, batches.weights_of(sequences, config), torch.float32)
         current = batches.currents(sequences, torch.float32)

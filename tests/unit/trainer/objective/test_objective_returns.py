@@ -10,16 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.trainer.objective.advantage import (
-    Advantages,
-    Needs,
-    discounted_sum,
-    distilled,
-    less_kl,
-    needs,
-    token_advantages,
-    whitened,
-)
+from services.trainer.objective.advantage import Advantages, Needs, discounted_sum, distilled, less_kl, needs, token_advantages, whitened
 from shared.config.algorithm import AlgorithmSection
 from shared.rewards.reward_advantage import reward_advantages
 
@@ -140,11 +131,7 @@ def test_every_estimator_equals_its_recurrence_on_any_part_of_the_batch(batch, p
 
 
 @many
-@given(
-    size=st.sampled_from([0, 1, 2, 63, 64, 65, 200]),
-    factor=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
-    seed=st.integers(0, 2**32 - 1),
-)
+@given(size=st.sampled_from([0, 1, 2, 63, 64, 65, 200]), factor=st.sampled_from([0.0, 0.5, 0.99, 1.0]), seed=st.integers(0, 2**32 - 1))
 def test_a_discounted_sum_over_many_blocks_equals_the_recurrence(size, factor, seed):
     values, expected, behind = np.random.default_rng(seed).normal(size=size), [], 0.0
     for value in values[::-1]:

@@ -19,10 +19,7 @@ from . import batches, reference
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    scale=batches.SCALES,
-    level=st.sampled_from(["token", "sequence", "geometric"]),
-    cut=st.integers(0, 6),
+    seed=st.integers(0, 2**32 - 1), scale=batches.SCALES, level=st.sampled_from(["token", "sequence", "geometric"]), cut=st.integers(0, 6)
 )
 def test_ranks_that_hold_parts_find_what_one_finds(seed, scale, level, cut):
     config = AlgorithmSection(use_m2po=True, tis_batch_normalize=True, tis_level=level, tis_mode="mask", tis_clip_low=0.5)
