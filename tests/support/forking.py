@@ -38,7 +38,6 @@ _register: Path | None = None
 _name = ""
 
 SIGNATURE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
-_MOST_DESCRIPTORS = 4096
 FORKS, FORK_SECONDS = 3, 30.0  # forks of one process, and the time by which it must have begun
 
 
