@@ -17,7 +17,7 @@ from shared.runtime.errors import Fault
 from shared.runtime.host import host_memory
 from shared.runtime.safe_text import number, shortened_line
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
-from shared.view.flow_history import DEAD, DROPPED, TRAINED, DeadGroup, FlowHistory, StepRecord
+from shared.view.flow_history import DEAD, DROPPED, STALE, TRAINED, DeadGroup, FlowHistory, StepRecord
 from shared.view.live_services import newest_gauges, shown
 from shared.view.run_view import RESTARTED
 
@@ -395,7 +395,6 @@ def _share(part: int, whole: int) -> float:
 
 LATELY_S = 600.0  # Restarts, deaths and drops of this time raise alarms
 EVENTS_SHOWN = 60
-STALE = "stale"  # Why a group is dropped for its age (`services.buffer.policy`)
 
 
 @dataclass(frozen=True)
@@ -459,9 +458,7 @@ def symptoms(
     for event in history.events:
         if event.what == RESTARTED and event.at >= window[0]:
             restarts[event.instance] = restarts.get(event.instance, (0, ""))[0] + 1, event.detail
-    dropped = history.per_minute(DROPPED, window)
-    ended = dropped + history.per_minute(TRAINED, window) + history.per_minute(DEAD, window)
-    stale = history.dropped[STALE] / history.dropped.total() if history.dropped else 0.0
+    ended = sum(history.per_minute(end, window) for end in (DROPPED, TRAINED, DEAD))
     return Symptoms(
         steps=list(history.steps),
         metrics=history.metrics,
@@ -469,7 +466,7 @@ def symptoms(
         statuses=[status for status in statuses if status.service != ENVIRONMENT],
         restarts=restarts,
         dead=[group for group in history.dead if group.at >= window[0]],
-        stale_share=dropped * stale / ended if ended else 0.0,
+        stale_share=history.per_minute(STALE, window) / ended if ended else 0.0,
         speculation_off=_speculation_off(history),
         away=away,
         disk=disk,

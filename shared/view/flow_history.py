@@ -154,6 +154,7 @@ KEPT_SECONDS = 3600.0  # What ended longer ago than this, by the newest time see
 
 # What is counted of groups
 ADMITTED, GENERATED, SCORED, TRAINED, DROPPED, REQUEUED, DEAD = "admitted", "generated", "scored", "trained", "dropped", "requeued", "dead"
+STALE = "stale"  # Why a group is dropped for its age (`services.buffer.policy`); such groups are counted for themselves, too
 
 PAUSED = "paused for a push"  # What a replica does while it takes new weights
 ABSENT = "not there"
@@ -266,6 +267,7 @@ class FlowHistory:
             case GroupsDropped(groups=names, reason=reason):
                 self.dropped[reason] += len(names)
                 self._count(DROPPED, record.at, len(names))
+                self._count(STALE, record.at, len(names) * (reason == STALE))
                 self._lose(names)
             case GroupDead(group=name, reason=reason, fault=fault):
                 self.dead.append(DeadGroup(name, reason, record.at, fault))

@@ -178,9 +178,12 @@ def test_symptoms_are_of_lately(run_config: RunConfig) -> None:
     for at, detail in ((100.0, "old"), (9_900.0, "after signal 9"), (9_950.0, "after exit 1")):
         history.service_event(event("restarted", at, detail))
     history.apply(GroupDead(group="g00000001", reason="old", at=100.0))
+    history.apply(GroupsDropped(groups=["g00000004"] * 98, reason="stale", at=200.0))
+    history.apply(GroupsDropped(groups=["g00000005", "g00000006"], reason="equal rewards", at=9_990.0))
+    assert symptoms(history, [status()], now, {}, None, None).stale_share == 0.0, "lately none was dropped for its age"
     history.apply(GroupsDropped(groups=["g00000002", "g00000003"], reason="stale", at=9_990.0))
     found = symptoms(history, [status()], now, {}, None, None)
-    assert found.restarts == {"rollout-0": (2, "after exit 1")} and found.dead == [] and found.stale_share == 1.0
+    assert found.restarts == {"rollout-0": (2, "after exit 1")} and found.dead == [] and found.stale_share == 0.5
     view = health_view(history, run_config, [status(gauges={"dead": 7})], found)
     gone = next(line for line in view.services if line.instance == "rollout-0")
     assert (gone.state, gone.restarts, gone.error) == ("", 3, "after exit 1"), "all restarts count, since the run began"
