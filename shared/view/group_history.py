@@ -5,11 +5,11 @@ that memory follows what is in flight, not how long the run is. Records that do 
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from shared.data.rollout_files import DEAD, DROPPED, EVALUATED, FAILED, TRAINED, RolloutRecord
+from shared.data.rollout_files import DEAD, DROPPED, EVALUATED, FAILED, TRAINED, RolloutRecord, RolloutSample
 from shared.schema.ledger import (
     BatchAmended,
     BatchFormed,
@@ -151,8 +151,7 @@ def kept_group(position: int, record: RolloutRecord) -> GroupRecord:
     samples = record.samples
     fields = ("attempt", "status", "reason", "step", "version", "mask_below", "dataset")
     group = GroupRecord(record.group, position, record.at, **{name: getattr(record, name) for name in fields})
-    group.rewards = tuple(sample.reward or 0.0 for sample in samples)
-    group.parts = tuple({name: value or 0.0 for name, value in sample.parts.items()} for sample in samples)
+    group.rewards, group.parts = _rewards(samples)
     group.removed = _positions(sample.removed for sample in samples)
     group.truncated = _positions(sample.finish == "length" for sample in samples)
     group.tokens = tuple(sample.length for sample in samples)
@@ -160,6 +159,14 @@ def kept_group(position: int, record: RolloutRecord) -> GroupRecord:
     versions = [[version for _, _, version in sample.segments] or [0] for sample in samples]
     group.oldest, group.newest = tuple(map(min, versions)), tuple(map(max, versions))
     return group
+
+
+def _rewards(samples: Sequence[RolloutSample]) -> tuple[tuple[float, ...], tuple[dict[str, float], ...]]:
+    """Returns the samples' rewards and named rewards; none of a group that was lost before all were scored."""
+    rewards = tuple(sample.reward for sample in samples if sample.reward is not None)
+    if len(rewards) < len(samples):
+        return (), ()
+    return rewards, tuple({name: value for name, value in sample.parts.items() if value is not None} for sample in samples)
 
 
 def _positions(holds: Iterable[bool]) -> tuple[int, ...]:

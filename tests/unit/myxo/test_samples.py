@@ -13,6 +13,7 @@ from rich.console import Console
 from myxo import main as command_line
 from myxo.commands.samples import ORDERS, group_named, target
 from myxo.display.sample_page import Pieces, ShownGroup, as_plain, json_line, page, prompt_text, table, token_lines
+from shared.data.rollout_files import RolloutRecord
 from shared.runtime.errors import ConfigError
 from shared.runtime.safe_text import printable
 from shared.schema.ledger import (
@@ -34,13 +35,22 @@ from shared.schema.ledger import (
 )
 from shared.schema.messages import Payload, SampleMeta, ScoredGroup
 from shared.schema.sample import Sample
-from shared.view.group_history import STATUSES, GroupHistory, GroupRecord, ProvenanceStep
+from shared.view.group_history import STATUSES, GroupHistory, GroupRecord, ProvenanceStep, kept_group
 from shared.view.group_index import GroupIndex, GroupQuery
 from tests.support import tables
 
 
 def names(*numbers: int) -> list[str]:
     return [group_id(number) for number in numbers]
+
+
+def test_files_alone_give_no_reward_to_a_group_that_was_never_scored() -> None:
+    response = {"finish": "stop", "prompt_length": 1, "length": 2, "response": "x"}
+    for reward, known in ((None, False), (0.5, True)):
+        samples = [{"index": 0, "reward": 0.5, "parts": {"a": 1.0, "b": None}, **response}, {"index": 1, "reward": reward, **response}]
+        record = RolloutRecord.model_validate({"group": group_id(1), "attempt": 0, "status": "dead", "at": 1.0, "samples": samples})
+        group = kept_group(1, record)
+        assert (group.rewards, group.parts) == (((0.5, 0.5), ({"a": 1.0}, {})) if known else ((), ())) and group.tokens == (2, 2)
 
 
 def scored(number: int, rewards: tuple[float, ...], versions: tuple[int, int] = (0, 0), tokens: int = 5, attempt: int = 0) -> ScoredGroup:
