@@ -20,6 +20,7 @@ from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.registry import ENVIRONMENT, Registry
 from shared.data.metric_files import MetricDirectory
+from shared.model.final_exports import final_exports, missing_exports
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError, MyxoError
 from shared.runtime.safe_text import json_text, number, printable_line, say
@@ -29,6 +30,7 @@ from shared.view.run_view import LATELY_SECONDS, RunView, ServiceFailures, run_v
 from shared.view.stall import run_stall
 
 POLL_INTERVAL_S = 0.5
+REWARD = "rollout/raw_reward"
 LONGEST_REASON = 1000  # characters of the reason of a run that failed
 
 
@@ -82,10 +84,13 @@ def _listed(path: Path) -> dict[str, Any] | None:
     if (config := runs.frozen(path)) is None:
         return None
     of, frozen_at = config.rollout.num_rollout, (path / runs.FROZEN).stat().st_mtime
-    scalars = MetricDirectory(config.trained / "tensorboard").read()
-    rewards = ((one.step + 1, one.value, one.at) for one in scalars if one.tag == "rollout/raw_reward")
-    step, reward, at = max(rewards, default=(0, None, frozen_at))
-    state = "running" if RunDirectory(path).is_held() else "finished" if step >= of else "stopped"
+    scalars = list(MetricDirectory(config.trained / "tensorboard").read())
+    # a function of the user's may log rewards instead, and a run may train nothing
+    step, at = max(((one.step + 1, one.at) for one in scalars if one.tag in (REWARD, "train/loss")), default=(0, frozen_at))
+    _, reward = max(((one.step, one.value) for one in scalars if one.tag == REWARD), default=(0, None))
+    known = bool(of or final_exports(config))  # of demonstrations alone, the export after them tells that they have ended
+    finished = step >= of if of else not missing_exports(config)
+    state = "running" if RunDirectory(path).is_held() else "–" if not known else "finished" if finished else "stopped"
     return {"run": path.name, "state": state, "step": step, "of": of, "reward": reward, "at": at}
 
 

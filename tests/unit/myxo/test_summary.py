@@ -5,12 +5,16 @@ import json
 import math
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from myxo.commands.status import list_runs
 from myxo.launch.exit_report import never_trained, table
+from myxo.run.run_directory import RunDirectory
 from shared.config.run_config import RunConfig
+from shared.data.metric_files import METRIC_LINES
 from shared.schema.digests import attest
 from shared.schema.ledger import (
     BatchFormed,
@@ -32,6 +36,31 @@ from shared.schema.service_messages import ServiceEvent, WarmStartEnded
 from shared.view.run_summary import GroupCounts, SummaryTally
 from tests.support import tables
 from tests.support.run_config import run_config
+
+
+@pytest.mark.parametrize(
+    ("sections", "metric", "mark", "state"),
+    [
+        ({}, "train/loss", None, "finished"),  # a function of the user's logs the rewards
+        ({}, "rollout/raw_reward", None, "finished"),
+        ({"rollout": {"num_rollout": 9}}, "train/loss", None, "stopped"),
+        ({"rollout": {"num_rollout": 0}, "sft": {"sft_data": "s.jsonl"}}, "sft/loss", None, "stopped"),
+        ({"rollout": {"num_rollout": 0}, "sft": {"sft_data": "s.jsonl"}}, "sft/loss", 0, "finished"),
+        ({"rollout": {"num_rollout": 0}, "eval": {"eval_prompt_data": ["a", "a.jsonl"]}}, "eval/a", None, "–"),
+    ],
+)
+def test_a_list_of_runs_knows_what_is_finished(
+    sections: dict[str, dict[str, Any]], metric: str, mark: int | None, state: str, tmp_path: Path
+) -> None:
+    config, output = run_config(tmp_path, **sections), io.StringIO()
+    for name in ("tensorboard", "hf") if mark is not None else ("tensorboard",):
+        (config.trained / name).mkdir(parents=True)
+    RunDirectory(config.run.root).freeze(config)
+    (config.trained / "tensorboard" / METRIC_LINES).write_text(json.dumps([5.0, 3, {metric: 0.5}]) + "\n")
+    if mark is not None:
+        (config.trained / "hf" / "trained.json").write_text(json.dumps({"steps": mark}))
+    assert list_runs(config.run.dir, Console(file=output), True) == 0
+    assert [run["state"] for run in json.loads(output.getvalue())] == [state]
 
 
 def scored(number: int, rewards: tuple[float, float], oldest: int, started: float, ended: float, tokens: int = 5) -> ScoredGroup:
