@@ -201,6 +201,15 @@ LEAVE_SECONDS = 60.0  # time that the trainer of a finished run may take to end 
 TROUBLES_SECONDS = 20.0  # deadline for the summary of failures where the run ends unfinished
 
 
+async def publish_events(bus: Bus, run: str, events: list[ServiceEvent]) -> None:
+    """Publishes events, which the summary counts: of services that were started again, and of waits. They are taken out."""
+    while events:
+        event = events[0]
+        subject, message_id = Subjects(run).event("service", event.what), f"{event.instance}.{event.at}"
+        await bus.publish(subject, event, msg_id=message_id, deadline=POLL_DEADLINE)
+        events.remove(event)
+
+
 class RunsElsewhere(MyxoError):
     """Services of this run that another launch started are at work on the given bus."""
 
@@ -387,7 +396,7 @@ class Launch:
                     phase, self._failure = await runs.phase_and_reason(bus, self._run)
                     self._finished, self._ended = phase == runs.FINISHED, phase in runs.ENDS
                     for events in (supervisor.restarted, self._servers.restarted, self._waits.events):
-                        await self._publish(bus, events)
+                        await publish_events(bus, self._run, events)
                     self._gone.pop(NATS, None)
                 except BUS_ERRORS as error:
                     self._frozen.heartbeats.pause()
@@ -412,14 +421,6 @@ class Launch:
         self._away, why = time.monotonic(), str(error) or type(error).__name__
         self._gone[server] = Away(self._gone[server].since if server in self._gone else time.time(), why)
         self._log.warning("servers_away", server=server, error=why)
-
-    async def _publish(self, bus: Bus, events: list[ServiceEvent]) -> None:
-        """Publishes events, which the summary counts: of services that were started again, and of waits."""
-        while events:
-            event = events[0]
-            subject, message_id = Subjects(self._run).event("service", event.what), f"{event.instance}.{event.at}"
-            await bus.publish(subject, event, msg_id=message_id, deadline=POLL_DEADLINE)
-            events.remove(event)
 
     # --- before and after
 

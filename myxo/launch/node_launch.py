@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import structlog
 from rich.console import Console
 
-from myxo.launch.launcher import LEAVE_SECONDS, POLL_SECONDS, STOP_SECONDS, TICK_SECONDS, TRAINER_STOP_SECONDS
+from myxo.launch.launcher import LEAVE_SECONDS, POLL_SECONDS, STOP_SECONDS, TICK_SECONDS, TRAINER_STOP_SECONDS, publish_events
 from myxo.launch.service_plan import ServiceSpec, run_service
 from myxo.launch.supervisor import FrozenServices, StopReason, Supervisor
 from myxo.run.run_access import GivenServers
@@ -167,6 +167,7 @@ class NodeLaunch:
             statuses = [status for kind in (NODE, ENGINE_NODE, "rollout") for status in await registry.alive(kind)]
             supervisor.note_ready(statuses)
             self._frozen.listen(supervisor, statuses)
+            await publish_events(bus, run, supervisor.restarted)
             return await runs.phase(bus, run), await runs.trained_steps(bus, run)
         except BUS_ERRORS as error:
             self._away = time.monotonic()

@@ -8,12 +8,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from myxo.launch.node_launch import NodeLaunch
 from myxo.launch.service_plan import ServiceSpec
 from myxo.launch.supervisor import BackOff, FrozenServices, StopReason, Supervisor
+from myxo.run.run_directory import RunDirectory
+from shared.bus import runs
+from shared.bus.connection import Bus
+from shared.bus.subjects import Subjects
 from shared.process.child_process import ChildProcess
-from shared.schema.service_messages import ServiceStatus
+from shared.process.embedded_servers import EmbeddedNats
+from shared.schema.service_messages import ServiceEvent, ServiceStatus
+from shared.view.run_view import RESTARTED
 from tests.integration.myxo.command import wait_for
+from tests.support.run_config import run_config
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
 BRIEF = "import time; time.sleep(0.2); raise SystemExit('no such GPU')"
@@ -60,6 +69,20 @@ def ticks_until(supervisor: Supervisor, condition: Callable[[], object]) -> Stop
 
     wait_for("the condition or a verdict", look)
     return verdict[0] if verdict else None
+
+
+async def test_restarts_on_a_further_node_are_published(
+    supervise: Callable[..., Supervisor], bus: Bus, nats: EmbeddedNats, run_name: str, tmp_path: Path
+) -> None:
+    config = run_config(tmp_path, run={"name": run_name})
+    await runs.create(bus, config, None)
+    supervisor = supervise(spec(BRIEF, "trainer-node-1"))
+    assert ticks_until(supervisor, lambda: supervisor.restarted) is None
+    launch = NodeLaunch(config, RunDirectory(config.run.root), nats.url, 1, Console())
+    assert await launch._look(bus, supervisor) == (runs.RUNNING, 0) and supervisor.restarted == []
+    names = Subjects(run_name)
+    told = await bus.js.get_last_msg(names.events_stream, names.event("service", RESTARTED))
+    assert ServiceEvent.decode(told.data or b"").instance == "trainer-node-1"
 
 
 def restarts(supervisor: Supervisor) -> dict[str, int]:
