@@ -10,7 +10,7 @@ from shared.config.run_config import RunConfig
 from shared.runtime.safe_text import duration, number, printable_line
 from shared.schema.service_messages import Doing, ServiceStatus
 
-LONGEST_NAME = 64  # Characters of a name: of an instance, a state, a gauge
+LONGEST_NAME = 64  # Characters of a name: of an instance, a state, or that of a user's in a gauge's
 LONGEST_TEXT = 1000  # Characters of any other text
 MOST_GAUGES = 512  # Gauges that are looked at
 MOST_DOING = 16  # Things that a service does at once, and instances that one of them waits for, that are looked at
@@ -22,7 +22,7 @@ def shown(status: ServiceStatus) -> ServiceStatus:
     texts = {
         name: printable_line(value, LONGEST_TEXT if name in _TEXTS else LONGEST_NAME) for name, value in status if isinstance(value, str)
     }
-    gauges = {printable_line(name, LONGEST_NAME): value for name, value in list(status.gauges.items())[:MOST_GAUGES]}
+    gauges = {printable_line(name, 2 * LONGEST_NAME): value for name, value in list(status.gauges.items())[:MOST_GAUGES]}
     return status.model_copy(update={**texts, "gauges": gauges, "doing": [_shown_doing(item) for item in status.doing[:MOST_DOING]]})
 
 

@@ -107,6 +107,11 @@ def test_held_out_sets_are_known_by_their_names(config: RunConfig) -> None:
     assert later.evaluations == {"gsm8k": EvaluationLine(-1.5, 4, 4, 0, 0, 8), "live": EvaluationLine(0.75, 6, 6, 0, 0, 8)}
 
 
+def test_a_long_name_of_a_held_out_set_has_its_figures(config: RunConfig) -> None:
+    name = "n" * 64
+    assert run_view(config, [service("buffer", **evaluated(name, 0.5, 2))]).evaluations == {name: EvaluationLine(0.5, 2, 2, 0, 0, 8)}
+
+
 def test_the_warm_start_tells_its_loss_and_the_time_left(config: RunConfig) -> None:
     gauges = {"sft_step": 10, "sft_steps": 500, "sft_loss": 2.31449, "sft_seconds_left": 83}
     view = run_view(config, [*EVERYBODY[:3], service("trainer", "warm start", **gauges)])
