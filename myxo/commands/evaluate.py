@@ -55,7 +55,7 @@ def versions_on_disk(config: RunConfig) -> dict[int, VersionOnDisk]:
         copy = partial(_copied, snapshots, snapshot.version)
         found.append(VersionOnDisk(snapshot.version, f"the snapshot {snapshot.path}", copy))
     saved, total = config.trainer.save_hf, config.rollout.num_rollout
-    for done in range(1, total + 1):
+    for done in range(1, max(checkpoints(config), default=total) + 1):  # later exports are of a life before --fresh
         for path in (trained,) if saved is None else (export_directory(saved, done), trained):
             unmarked = done == total or path not in (trained, saved)  # else its mark alone tells the steps
             there = holds_policy(path, done, unmarked) and (path / "config.json").is_file()

@@ -55,6 +55,13 @@ def test_an_export_is_the_version_that_its_mark_tells(tmp_path: Path) -> None:
     assert {version: item.make(tmp_path).name for version, item in versions_on_disk(config).items() if version} == {2: "hf", 3: "one"}
 
 
+def test_an_export_of_a_life_before_is_none(tmp_path: Path) -> None:
+    (tmp_path / "exports" / "3").mkdir(parents=True)
+    (tmp_path / "exports" / "3" / "config.json").write_text("{}")
+    assert found(stored(tmp_path)) == {0: "initial", 4: "export"}
+    assert found(stored(tmp_path, 0, 2)) == {0: "initial", 2: "checkpoint"}, "--fresh leaves what save_hf wrote"
+
+
 def test_figures_stand_at_the_steps_of_the_version(tmp_path: Path) -> None:
     config, own = stored(tmp_path, update_weights_interval=3), run_config(tmp_path, run={"name": "own"})
     own.run.root.mkdir(parents=True)
