@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from services.trainer.actor import Actor
+from services.trainer.backend import ScheduledOptimizer
 from services.trainer.control_client import ControlClient
 from services.trainer.parallel.runtime import together
 from services.trainer.parallel.trained_model import TrainedModel
-from services.trainer.scheduled_optimizer import ScheduledOptimizer
 from services.trainer.weights.pusher import ABSENCE_SECONDS
 from shared.bus.connection import TRANSIENT
 from shared.config import devices

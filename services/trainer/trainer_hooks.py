@@ -20,12 +20,12 @@ from torch import Tensor
 
 from services.trainer import loss_inputs
 from services.trainer.actor import Actor
+from services.trainer.backend import ScheduledOptimizer
 from services.trainer.batch_metrics import stats_row
 from services.trainer.batches import TEACHER, Shard, TrainBatch
 from services.trainer.loss_inputs import scored
 from services.trainer.objective.custom_objective import CustomFunctions
 from services.trainer.partition import Partition
-from services.trainer.scheduled_optimizer import ScheduledOptimizer
 from shared.hooks import HookSample
 from shared.runtime.errors import MyxoError
 from shared.schema.sample import Sample

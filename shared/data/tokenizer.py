@@ -1,18 +1,273 @@
-"""An HF checkpoint's tokenizer without transformers or torch: `tokenizers` for text, jinja2 for the chat template."""
+"""An HF checkpoint's tokenizer without transformers or torch: `tokenizers` for text, jinja2 for the chat template.
 
+It is made of the side files as `AutoTokenizer` of transformers 5.12 makes it. Some of its classes take the vocabulary of tokenizer.json
+alone and build what is around it themselves; so it is done here. A class or an entry that is not read is refused by name.
+"""
+
+import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 from numpy.typing import NDArray
+from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 
 from shared.data.chat_template import DEFAULT, FIELD, ChatTemplates, read_variables
-from shared.data.checkpoint_tokenizer import CheckpointTokenizer
 from shared.data.control_tokens import ControlTokens
 from shared.runtime.errors import ConfigError
+from shared.runtime.safe_files import parse_json
+
+_CONFIG = "tokenizer_config.json"
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_EXTRA, _ADDITIONAL, _DECODER = "extra_special_tokens", "additional_special_tokens", "added_tokens_decoder"
+_UNREAD = ("tokenizer_file", "vocab", "merges", "init_inputs", "post_processor", "tokenizer_object", "fix_mistral_regex")
+"""Entries of tokenizer_config.json that would put something else in the place of what tokenizer.json holds."""
+
+_AS_FILED = ("TokenizersBackend", "PreTrainedTokenizer", "PythonBackend", "BloomTokenizer")
+_BUILT = ("LlamaTokenizer", "Qwen2Tokenizer", "Qwen3_5Tokenizer", "GPT2Tokenizer")
+"""Classes that take tokenizer.json as it is, and those that build what is around its vocabulary."""
+
+_FAMILIES = {
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe"), "Qwen2Tokenizer"),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "Qwen3_5Tokenizer"),
+    **dict.fromkeys(("glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm4v", "glm4v_moe", "deepseek_v2", "deepseek_v3"), _AS_FILED[0]),
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "phi3", "phimoe", "mistral", "mistral3", "mixtral", "ministral"), _AS_FILED[0]),
+    **dict.fromkeys(("ministral3", "granite", "granitemoe", "olmo3", "internlm2", "minimax_m2", "nemotron", "step3p5"), _AS_FILED[0]),
+    **dict.fromkeys(("gpt2", "phi", "starcoder2", "gpt_bigcode"), "GPT2Tokenizer"),
+    **dict.fromkeys(("olmo", "olmo2", "olmoe", "gpt_neox"), "GPTNeoXTokenizer"),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
+}
+"""``model_type`` → the class of the family. It goes before the class that a checkpoint names where it is the first of `_AS_FILED`, and for
+qwen2; else behind it."""
+
+_PROBE = "a b\n\tc  12"  # A text with white space of several kinds
+
+_QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN3_5 = _QWEN2.replace(r"]?\p{L}+", r"]?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
+_QWEN = {"Qwen2Tokenizer": _QWEN2, "Qwen3_5Tokenizer": _QWEN3_5}  # How Qwen's tokenizers split a text, by class
+
+
+class CheckpointTokenizer:
+    """Raises ConfigError for side files that cannot be read, naming file and entry.
+
+    Attributes:
+        backend: of the `tokenizers` library. named: special tokens by name, as chat templates see them. special: the texts of all of them.
+        prefix, suffix: ids that the checkpoint asks to put around a text.
+        cleans_spaces: whether decoded text loses spaces before punctuation. notes: what of the files is passed over.
+    """
+
+    def __init__(self, model: Path) -> None:
+        self._model, self.notes, self._at = model, list[str](), "tokenizer.json"
+        try:
+            filed = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+            self.settings = self.read(_CONFIG)
+            self._load(filed, self.read("config.json"))
+        except ConfigError:
+            raise
+        except Exception as error:  # the library raises bare ones
+            raise self.refusal(self._at, f"not a readable {self._at}: {error}; fetch the model's own again") from None
+
+    def read(self, name: str) -> dict[str, Any]:
+        """Returns a side file's JSON object; an empty one where the file is missing. Raises ConfigError."""
+        try:
+            value = parse_json((self._model / name).read_bytes())
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            raise self.refusal(name, f"not JSON: {error}") from None
+        if not isinstance(value, dict):
+            raise self.refusal(name, "a JSON object")
+        return value
+
+    def refusal(self, at: str, expected: str) -> ConfigError:
+        """Returns the error for a side file, or for ``FILE: ENTRY``."""
+        return ConfigError("model.hf_checkpoint", str(self._model / at), expected)
+
+    def _load(self, filed: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+        self._at, settings = f"{_CONFIG}: tokenizer_class, auto_map, add_prefix_space, fast_tokenizer_files", self.settings
+        versions = any(re.search(r"tokenizer\..*\.json", name) for name in settings.get("fast_tokenizer_files") or ())
+        for entry in (*filter(settings.get, _UNREAD), *["fast_tokenizer_files"] * versions):
+            raise self.refusal(f"{_CONFIG}: {entry}", "none: it is not read here, and changes what tokenizer.json holds")
+        name, kind = self._built_class(filed, *self._class(config)), type(filed.model).__name__
+        self.backend, tokens = _built(name, filed, settings) if name else (filed, {})
+        if (held := filed.pre_tokenizer) is not None and type(held) is not type(self.backend.pre_tokenizer):
+            self._compare(filed, name, type(held).__name__)
+        if filed.padding is not None:
+            tokens.setdefault("pad_token", filed.padding["pad_token"])
+        self._add_tokens(filed, tokens, name in _QWEN)
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.backend.encode_special_tokens = bool(settings.get("split_special_tokens"))
+        cleans = "clean_up_tokenization_spaces"
+        forced = kind != "BPE" or settings.get(f"{cleans}_for_bpe_even_though_it_will_corrupt_output")
+        self.cleans_spaces = bool(settings.get(cleans) and forced)
+        self._at = "tokenizer.json: model"
+        self.prefix, self.suffix = self._around()
+
+    def _compare(self, filed: tokenizers.Tokenizer, name: str, passed_over: str) -> None:
+        """Notes a class that splits text otherwise than tokenizer.json; refuses one that loses what the file's own way keeps, as that of
+        DeepSeek's distilled Llamas does in transformers 5.12, with their byte-level vocabulary."""
+        way = "tokenizer_class = PreTrainedTokenizerFast has it read"
+        kept = [each.decode(each.encode(_PROBE, add_special_tokens=False).ids) == _PROBE for each in (filed, self.backend)]
+        if kept == [True, False]:
+            lost = f"not {name}, which loses white space: it passes over tokenizer.json's {passed_over}, by which SGLang reads text; {way}"
+            raise self.refusal(f"{_CONFIG}: tokenizer_class", lost)
+        passed = f"tokenizer.json's ({passed_over}) is passed over, which SGLang takes"
+        self.notes.append(f"{_CONFIG}: {name} splits text in a way of its own, as in transformers; {passed}; {way}")
+
+    def _class(self, config: Mapping[str, Any]) -> tuple[str, bool]:
+        """Returns the name of the class that transformers takes, and whether the checkpoint names it."""
+        named = str(self.settings.get("tokenizer_class") or config.get("tokenizer_class") or "").removesuffix("Fast")
+        family, code = _FAMILIES.get(str(config.get("model_type"))), self.settings.get("auto_map")
+        if code and (isinstance(code, list) or code.get("AutoTokenizer")):
+            self.notes.append("tokenizer_config.json: the tokenizer's own code (auto_map) is not run; tokenizer.json is read")
+            return (named if named in _BUILT else _AS_FILED[0]), True
+        if named and (family == _AS_FILED[0] or config.get("model_type") == "qwen2"):
+            return str(family), True
+        return named or family or _AS_FILED[0], bool(named)
+
+    def _built_class(self, filed: tokenizers.Tokenizer, name: str, is_named: bool) -> str:
+        """Returns the name of a class of `_BUILT`; empty where tokenizer.json is taken as it is."""
+        if name in _AS_FILED:
+            return ""
+        if name not in _BUILT:
+            known = f"PreTrainedTokenizerFast, {', '.join(_BUILT)}"
+            raise self.refusal(f"{_CONFIG}: tokenizer_class", f"one of {known}; {name} may read text otherwise than they do")
+        model, kind = filed.model, type(filed.model).__name__
+        if kind != "BPE" and not is_named:
+            self.notes.append(f"tokenizer.json holds a {kind} model, of which {name}, the family's, is not made; it is taken as it is")
+            return ""
+        if kind != "BPE" or model.continuing_subword_prefix or model.end_of_word_suffix:
+            raise self.refusal("tokenizer.json: model", f"BPE without marks on subwords, of which {name} is made; found {kind}")
+        return name
+
+    def _add_tokens(self, filed: tokenizers.Tokenizer, defaults: Mapping[str, str | None], again: bool) -> None:
+        """Declares the special tokens and adds all tokens beside the vocabulary, in transformers' order, on which ids depend.
+
+        ``again``: the class adds its special tokens a second time, without their flags.
+        """
+        given = dict(self.settings)
+        declared, own = self._declared(filed, given)
+        self._at = f"{_CONFIG}: {', '.join(_NAMED)}, {_EXTRA}"
+        found = _special(given, own, {str(token): token for token in declared.values()}, defaults)
+        if not isinstance(several := given.get(_EXTRA, given.get(_ADDITIONAL)) or [], list):
+            raise TypeError(f"{several!r} is no list")
+        values = [*found.values(), *map(_token, several)]
+        self.named, self.special = {key: str(token) for key, token in found.items()}, list(dict.fromkeys(map(str, values)))
+        adding = [declared[index] for index in sorted(declared)]
+        present = {*(token.content for token in self.backend.get_added_tokens_decoder().values()), *map(str, adding)}
+        adding += [token for token in values if str(token) not in present]
+        self.backend.add_tokens([_added(token, str(token) in self.named.values()) for token in adding])
+        if again:
+            self.backend.add_tokens([AddedToken(token, special=True) for token in self.special])
+
+    def _declared(self, filed: tokenizers.Tokenizer, given: dict[str, Any]) -> tuple[dict[int, AddedToken], dict[str, Any]]:
+        """Returns the tokens that are added, by id, and those that have names of the model's own, which it takes out of ``given``."""
+        if _ADDITIONAL in given:
+            given.setdefault(_EXTRA, given.pop(_ADDITIONAL))
+        saved = given.pop("model_specific_special_tokens", None) or {}
+        own = {key: given.pop(key) for key in [*given] if _is_own(key) and isinstance(given[key], str)} | _by_name(given) or saved
+        self._at = f"{_CONFIG}: {_DECODER}"
+        if _DECODER in given:
+            return {int(index): AddedToken(**token) for index, token in given[_DECODER].items()}, own
+        older = self._older(given)
+        return older | dict(filed.get_added_tokens_decoder()), own | _by_name(given)
+
+    def _older(self, given: dict[str, Any]) -> dict[int, AddedToken]:
+        """Puts what special_tokens_map.json says into ``given``; returns the tokens of added_tokens.json by id."""
+        self._at = "special_tokens_map.json"
+        for key, value in self.read(self._at).items():
+            if not key.endswith("_token") and key not in (_EXTRA, _ADDITIONAL):
+                raise self.refusal(f"{self._at}: {key}", "special tokens alone; anything else belongs in tokenizer_config.json")
+            if isinstance(value, list) and key == _EXTRA:
+                known = given.get(_EXTRA) or []
+                given[key] = [*known, *(token for token in map(_as_special, value) if token not in known)]
+            else:
+                given[key] = value if key == _EXTRA else _as_special(value)
+        special = {str(given[key]) for key in _NAMED if given.get(key)} | set(map(str, given.get(_EXTRA) or ()))
+        self._at = "added_tokens.json"
+        return {at: AddedToken(text, normalized=text not in special, special=text in special) for text, at in self.read(self._at).items()}
+
+    def _around(self) -> tuple[list[int], list[int]]:
+        """Returns the ids that go before and behind a text: the post-processor's, and the BOS that ``add_bos_token`` asks for."""
+        bos, asked = self.backend.token_to_id(self.named.get("bos_token", "")), self.settings.get("add_bos_token")
+        for encoding in map(self.backend.encode, ("a", " a", *self.special)):
+            inside = [at for at, part in enumerate(encoding.sequence_ids) if part is not None]
+            if inside:
+                before, behind = encoding.ids[: inside[0]], encoding.ids[inside[-1] + 1 :]
+                if asked is True and bos is not None and bos not in before:
+                    before = [bos, *before]
+                if asked is False and str(self.settings.get("tokenizer_class")).startswith("LlamaTokenizer"):  # as SGLang has it
+                    before = [token for token in before if token != bos]
+                return before, behind
+        return [], []
+
+
+def _built(name: str, filed: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str | None]]:
+    """Returns what a class builds around a vocabulary, and its special tokens where the checkpoint names none."""
+    model, space, is_llama = filed.model, settings.get("add_prefix_space"), name == "LlamaTokenizer"
+    model.unk_token, model.dropout, model.ignore_merges, model.fuse_unk, model.byte_fallback = None, None, False, is_llama, is_llama
+    built = tokenizers.Tokenizer(model)
+    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=bool(space), use_regex=name not in _QWEN)
+    built.decoder, built.pre_tokenizer = decoders.ByteLevel(), bytewise
+    if filed.post_processor is not None:
+        built.post_processor = filed.post_processor
+    if is_llama:
+        scheme = "never" if space is False else "always" if settings.get("legacy") else "first"
+        built.pre_tokenizer = pre_tokenizers.Metaspace("▁", scheme, split=False)
+        strip = [] if space is False else [decoders.Strip(" ", 1)]
+        built.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+        return built, {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    if name in _QWEN:
+        built.normalizer = normalizers.NFC()
+        built.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(_QWEN[name]), "isolated"), bytewise])
+        return built, dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
+    return built, {**dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>"), "pad_token": None}
+
+
+def _special(
+    given: Mapping[str, Any], own: Mapping[str, Any], declared: Mapping[str, AddedToken], defaults: Mapping[str, str | None]
+) -> dict[str, AddedToken | str]:
+    """Returns the special tokens by name: those that every model may have, then the model's own."""
+    found: dict[str, AddedToken | str] = {}
+    for key in _NAMED:
+        if (value := given.get(key, defaults.get(key))) is not None:
+            found[key] = declared.get(str(_token(value)), _token(value)) if key in given else value
+    own = {key: value for key, value in given.items() if _is_own(key) and _is_token(value)} | dict(own)
+    return found | {key: _token(value) for key, value in own.items()}
+
+
+def _by_name(given: dict[str, Any]) -> dict[str, Any]:
+    return given.pop(_EXTRA) if isinstance(given.get(_EXTRA), dict) else {}
+
+
+def _as_special(value: Any) -> Any:
+    return AddedToken(**{**value, "special": True}) if isinstance(value, dict) else value
+
+
+def _is_own(key: str) -> bool:
+    return key.endswith("_token") and key not in _NAMED and not key.startswith("add_")
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, str | AddedToken) or (isinstance(value, dict) and value.get("__type") == "AddedToken")
+
+
+def _token(value: Any) -> AddedToken | str:
+    if not _is_token(value):
+        raise TypeError(f"expected text, or an object whose __type is AddedToken, found {value!r}")
+    return AddedToken(**{key: entry for key, entry in value.items() if key != "__type"}) if isinstance(value, dict) else value
+
+
+def _added(token: AddedToken | str, is_named: bool) -> AddedToken:
+    if isinstance(token, str):
+        return AddedToken(token, special=True)
+    token.special = token.special or is_named
+    return token
 
 
 class Tokenizer:

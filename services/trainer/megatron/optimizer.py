@@ -29,10 +29,10 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
 from torch import Tensor
 
+from services.trainer.backend import ScheduledOptimizer, adam
 from services.trainer.megatron.gpt_model import MegatronModel, flat_buffers, laid_over, sharding_metadata
 from services.trainer.megatron.sharded_state import LiveState
 from services.trainer.parallel.runtime import anywhere
-from services.trainer.scheduled_optimizer import ScheduledOptimizer, adam
 from shared.config.trainer_section import LearningRateSchedule, OptimizerState, TrainerSection
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}

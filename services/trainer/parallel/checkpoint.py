@@ -34,12 +34,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from services.trainer.backend import ScheduledOptimizer
 from services.trainer.parallel import DEVICE_TYPE, runtime
 from services.trainer.parallel.joint_write import JointWrite, find_places
 from services.trainer.parallel.runtime import deadline, gather_json, timeout_seconds, together
 from services.trainer.parallel.staged_shards import StagedShards
 from services.trainer.parallel.trained_model import TrainedModel
-from services.trainer.scheduled_optimizer import ScheduledOptimizer
 from shared.config.trainer_section import LearningRateSchedule
 from shared.model.architecture import Architecture
 from shared.runtime.errors import ConfigError, MyxoError
