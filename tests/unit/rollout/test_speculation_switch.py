@@ -21,7 +21,7 @@ def switches(rates: Rates, load: Callable[[float, bool], int] = lambda now, spec
         trial.runs(speculates, now)
         if (window := windows.note(now, tokens, load(now, speculates), life)) is not None:
             trial.note(window)
-        if (words := trial.decide(now, START)) is not None:
+        if not now % 5 and (words := trial.decide(now, START)) is not None:
             speculates, life, now = not speculates, life + 1, now + START
             found.append((now, speculates, words))
     return found

@@ -123,13 +123,13 @@ def test_a_text_that_begins_or_ends_with_the_rest_of_a_token_in_letters_complete
 
 def test_no_mark_or_name_completes_a_control_token() -> None:
     """These tokens begin and end with each digit and most letters, as a mark might."""
-    edges = [one for one in "0123456789abcdefghijklmnopqrstuvwxyzABCDEF" if one != "k"]
+    edges = [one for one in "0123456789abcdefghijklmnopqrstuvwxyzABCDEF" if one not in "kxz"]
     backend = byte_level([("<|a|>", True), *((f"<|a|>{one}", True) for one in edges), *((f"{one}<", False) for one in edges)])
-    control = ControlTokens(backend)
-    for text in ("<|a|>", "<|a|>b<", "|a|>", "b<<"):
-        assert control.encode(control.guarded(text)).tolist() == ids_of(knowing_none(backend), text)
-    behind_one = control.encode("<|a|>" + control.guarded("<|a|>")).tolist()
-    assert behind_one == [backend.token_to_id("<|a|>"), *ids_of(knowing_none(backend), "<|a|>")]
+    for control in (ControlTokens(backend) for _ in range(4)):  # each has marks of its own
+        for text in ("<|a|>", "<|a|>b<", "|a|>", "b<<"):
+            assert control.encode(control.guarded(text)).tolist() == ids_of(knowing_none(backend), text)
+        behind_one = control.encode("<|a|>" + control.guarded("<|a|>")).tolist()
+        assert behind_one == [backend.token_to_id("<|a|>"), *ids_of(knowing_none(backend), "<|a|>")]
 
 
 def test_every_reserved_token_and_those_inside_of_one_another() -> None:
