@@ -29,6 +29,7 @@ from services.gateway.turn_text import TurnText
 from services.gateway.turns import LiveTurn, Turns, UnrecordedSessions
 from shared.formats import anthropic_messages, openai_chat, openai_responses, token_generate
 from shared.formats.request import (
+    TASK_HEADER,
     ChatTurn,
     House,
     TokenTurn,
@@ -207,8 +208,6 @@ BODY_BYTES = 32 << 20  # The largest body of a request
 SESSION_REQUESTS = 64  # The most requests of one session that are read or answered at once
 GONE_SECONDS = 0.5  # The interval at which is seen whether a client is still there
 RETRY_AFTER_S = 1.0
-
-TASK_HEADER = "X-Myxo-Sampling-Of-Task"
 
 Route = Callable[[Request, SessionLog, bytes], Awaitable[Response]]  # Answers a request of a session, by its body
 

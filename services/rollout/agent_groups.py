@@ -30,6 +30,7 @@ from services.rollout.played_group import GroupPlayer, GroupProgress, PlayedRoll
 from services.rollout.replica import Replica
 from services.rollout.request_slots import GroupSlots
 from shared.data.tokenizer import Tokenizer
+from shared.formats.request import TASK_HEADER
 from shared.hooks import HookFailed, HookSample
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.runtime.tasks import cancelled, to_the_end
@@ -285,6 +286,7 @@ class _AgentRollout(PlayedRollout):
 # Answers of a gateway that another one, or the same one later, may give otherwise.
 PASSING = {*map(int, (HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY)), 500, 503, 504}
 RETRY_S = 0.5
+PASSED_ON = {"repetition_penalty": "repetition_penalty", "min_new_tokens": "min_tokens"}  # Where a request gives them; gateways' names
 
 UNRECORDED = -1, False  # what `CallSession.recorded` returns of what it has not sampled
 
@@ -301,8 +303,9 @@ class CallSession:
         self._record: SessionLog | None = None
         self._session, self._key = groups.new_session(task, rollout, rollout, seconds)
 
-    async def answer(self, asked: GenerateRequest) -> tuple[int, bytes]:
-        """Returns status and body of the answer to a request that can be a turn, in SGLang's form. Raises DeadlineExceeded."""
+    async def answer(self, asked: GenerateRequest) -> tuple[int, bytes, str]:
+        """Returns status and body of the answer to a request that can be a turn, in SGLang's form, and the names of the parameters that
+        stand as the task has them. Raises DeadlineExceeded."""
         async with self._lock:
             if not self._opened:
                 await self._groups.sessions.open(self._session)
@@ -310,6 +313,7 @@ class CallSession:
         drawn = asked.sampling[0].model_dump()
         wanted = {"temperature": drawn["temperature"], "top_p": drawn["top_p"], "top_k": drawn["top_k"], "stop": drawn["stop"]}
         wanted |= {"stop_token_ids": drawn["stop_token_ids"], "max_tokens": drawn["max_new_tokens"]}
+        wanted |= {own: drawn[name] for name, own in PASSED_ON.items() if name in asked.sampling[0].model_fields_set}
         body = orjson.dumps({"token_ids": asked.input_ids, "sampling_params": wanted})
         headers = {"Authorization": f"Bearer {self._key}", "X-Request-Id": uuid.uuid4().hex, "Content-Type": "application/json"}
         async with aiohttp.ClientSession(headers=headers) as client:
@@ -319,9 +323,10 @@ class CallSession:
                     async with client.post(url, data=body, timeout=aiohttp.ClientTimeout(total=left)) as given:
                         whole = await given.read()
                         if given.status == HTTPStatus.OK:
-                            return given.status, self._converted(asked, orjson.loads(whole))
+                            fixed = given.headers.get(TASK_HEADER, "").replace("min_tokens", "min_new_tokens")
+                            return given.status, self._converted(asked, orjson.loads(whole)), fixed
                         if given.status not in PASSING:
-                            return given.status, whole
+                            return given.status, whole, ""
                 await asyncio.sleep(RETRY_S)
         raise DeadlineExceeded(f"a turn of {self._session.id}", "the gateways", self._session.deadline - (self._session.opened or 0), "")
 

@@ -31,6 +31,7 @@ from services.rollout.prefill_engines import PREFILL_PATH, VERSION_HEADER, rids_
 from services.rollout.served_version import ServedVersion
 from shared.data.media import MediaRule, ShownPictures
 from shared.data.tokenizer import Tokenizer
+from shared.formats.request import TASK_HEADER
 from shared.hooks.sample_agreement import Answer, compared
 from shared.hooks.slime.http_requests import CALL_HEADER
 from shared.runtime.errors import BadMessage, MyxoError
@@ -197,7 +198,7 @@ class EngineProxy(EndpointServer):
         self.public, self.gateway_key = True, ""
         self.renew_key: Callable[[], Awaitable[str]] | None = None
         self.calls: dict[str, Requests] = {}
-        self.sessions: dict[str, Callable[[GenerateRequest], Awaitable[tuple[int, bytes]]]] = {}
+        self.sessions: dict[str, Callable[[GenerateRequest], Awaitable[tuple[int, bytes, str]]]] = {}
         self.answers: EngineAnswers | None = None
         self.most_kept = 0
         self.adapters: Adapters | None = None
@@ -330,10 +331,11 @@ class EngineProxy(EndpointServer):
         if turn is not None and body is not None:
             asked = parse_request(kind, body, UNBOUNDED)
             if isinstance(asked, GenerateRequest) and asked.is_turn:
-                status, whole = await turn(asked)  # not among the admitted ones: the gateway's own request is
+                status, whole, fixed = await turn(asked)  # not among the admitted ones: the gateway's own request is
                 if status == HTTPStatus.OK and self.answers is not None:
                     self.answers.add(asked, whole)
-                return web.Response(status=status, body=whole, content_type="application/json")
+                headers = {TASK_HEADER: fixed} if fixed else {}
+                return web.Response(status=status, body=whole, headers=headers, content_type="application/json")
         async with self._admitted():
             return await self._generate(request, kind, body)
 

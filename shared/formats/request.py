@@ -106,6 +106,8 @@ def pictures_in(messages: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     return tuple(name for message in messages for name in PICTURE_MARK.findall(message["content"]))
 
 
+TASK_HEADER = "X-Myxo-Sampling-Of-Task"  # Of an answer: the sampling parameters that were asked otherwise, and stand as the task has them
+
 # ``stop``: by itself or at a stop string. ``abort``: the session ended meanwhile, and no answer can be made of the turn.
 Finish = Literal["stop", "length", "tool_calls", "abort"]
 

@@ -132,16 +132,17 @@ async def named_turns(args: Arguments, sample: HookSample, sampling_params: dict
     url, start = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate", len(sample.tokens)
     noted(sample)
     sample.rollout_log_probs, sample.loss_mask = [], []
-    for count, tool in ((FIRST_TURN, TOOL), (SECOND_TURN, [])):
+    for count, tool, more in ((FIRST_TURN, TOOL, {}), (SECOND_TURN, [], {"repetition_penalty": 1.5, "min_new_tokens": 1})):
         body = {
             "rid": "any",
             "input_ids": sample.tokens,
-            "sampling_params": {**sampling_params, "max_new_tokens": count},
+            "sampling_params": {**sampling_params, "max_new_tokens": count, **more},
             "return_logprob": True,
         }
         async with aiohttp.ClientSession() as session:
             answer = await session.post(url, json=body, headers={"X-SMG-Routing-Key": str(sample.session_id)})
             assert answer.status == 200, await answer.text()
+            assert answer.headers.get("X-Myxo-Sampling-Of-Task", "") == ", ".join(more), "what stands as the task has it"
             sampled = (await answer.json())["meta_info"]["output_token_logprobs"]
         sample.tokens = [*sample.tokens, *(token for _, token, _ in sampled), *tool]
         sample.rollout_log_probs += [*(log_prob for log_prob, _, _ in sampled), *(0.0 for _ in tool)]
