@@ -103,9 +103,9 @@ def admit(state: BufferState, limits: BufferConfig, now: float) -> list[LedgerRe
 def min_version(group: GroupState, state: BufferState, limits: BufferConfig) -> int:
     """Returns the oldest weights that may begin this group's generation: older ones would be over the bound in the step it is meant for.
 
-    That step follows from the group's rank among those not dropped or dead, and never has its batch already.
+    That step follows from the group's rank among those before it that were not dropped and did not die, and never has its batch already.
     """
-    slot = max(0, group.number - state.dropped - state.dead)
+    slot = group.number - state.ended_before(group.number)
     step = min(max(slot // limits.rollout.rollout_batch_size, state.formed_steps), limits.rollout.num_rollout - 1)
     return max(0, min(limits.version_of_step(step) - limits.rollout.max_staleness, state.live_version))
 

@@ -7,6 +7,7 @@ end (trained and durable, dropped, or dead), so memory follows what is in flight
 
 import sys
 from array import array
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -148,6 +149,8 @@ class BufferState:
     formed_steps: int = 0
     evaluations: dict[tuple[int, str], EvaluationState] = field(default_factory=dict)  # under way, by version and set
     evaluated: dict[tuple[int, str], ledger.EvalEnded] = field(default_factory=dict)  # those that ended, in order
+    # Numbers of groups that were dropped or have died behind the oldest one in flight, in order
+    ended: "array[int]" = field(default_factory=lambda: array("Q"))
     finished_steps: int = -1  # steps of the run when it last finished; more may have been asked for since
     released: list[str] = field(default_factory=list)  # payload keys let go by the latest record: free them
 
@@ -155,6 +158,10 @@ class BufferState:
     def in_flight(self) -> int:
         """Returns the number of groups admitted and not ended: generating, being scored, ready, or in a batch not yet trained."""
         return self.admitted - self.trained - self.dropped - self.dead
+
+    def ended_before(self, number: int) -> int:
+        """Returns how many of the groups that were admitted before that one, which is in flight, were dropped or have died."""
+        return self.dropped + self.dead - (len(self.ended) - bisect_left(self.ended, number))
 
     @property
     def outstanding(self) -> list[GroupState]:
@@ -280,6 +287,9 @@ class BufferState:
 
     def _end(self, name: str) -> None:
         group = self.groups.pop(name)
+        insort(self.ended, group.number)
+        oldest = next((one.number for one in self.groups.values()), self.admitted)
+        del self.ended[: bisect_left(self.ended, oldest)]
         self.ready.pop(name, None)
         self._release(group)
 

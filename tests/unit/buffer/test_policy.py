@@ -259,6 +259,26 @@ def test_a_group_may_not_begin_on_weights_too_old_for_its_step() -> None:
     assert [policy.min_version(state.groups[group_id(number)], state, limits) for number in range(4, 12)] == [0] * 4 + [1] * 4
 
 
+def test_only_deaths_before_a_group_let_it_begin_on_older_weights() -> None:
+    limits = buffer_config(steps=8, groups=2, samples=2, max_staleness=1, interval=1)
+    state = started(limits)
+    score(state, 0, 1, limits=limits)
+    fold(state, policy.form_batch(state, limits, 0, 0, 0.0))
+    fold(state, policy.trained(state, 0, 0, 0.0, 1.0, 0.0))
+    fold(state, policy.live(state, limits, 1, 0.0))
+    fold(state, policy.admit(state, limits, 0.0))
+    four = state.groups[group_id(4)]
+    fold(state, [GroupDead(group=group_id(5), reason="x", fault="task", at=0.0)])
+    assert policy.min_version(four, state, limits) == 1, "it is meant for step 2"
+    fold(state, [GroupDead(group=group_id(2), reason="x", fault="task", at=0.0)])
+    assert policy.min_version(four, state, limits) == 0, "it has moved up to step 1"
+    assert [state.ended_before(number) for number in (3, 4)] == [1, 1]
+    for number in (3, 4):
+        fold(state, [GroupDead(group=group_id(number), reason="x", fault="task", at=0.0)])
+    fold(state, policy.admit(state, limits, 0.0))
+    assert policy.min_version(state.groups[group_id(6)], state, limits) == 0 and state.ended_before(6) == 4, "the first of step 1"
+
+
 def test_older_news_of_versions_gives_no_record() -> None:
     state = started(version=3)
     assert policy.live(state, LIMITS, 3, 0.0) == policy.live(state, LIMITS, 2, 0.0) == []
