@@ -27,6 +27,14 @@ OF_WEIGHTS += ("trainer_layouts", "weights")
 
 SHARED = (f"{ENGINES}* of weights", f"{ENGINES}* of rollouts")
 
+OF_RANKS = "tests/unit/trainer/megatron/test_"
+COMPARED = ("architecture_flags", "draft", "expert_balance", "export", "family_layouts", "freezing", "layouts", "lora", "megatron_hooks")
+COMPARED += ("padded_vocabulary", "pictures", "prefix_sharing", "routing_replay", "runtime", "sharded_saves", "torch_backend")
+"""Files of `OF_RANKS` that compare ranks with what one process computes, once for all of them. They are one worker's, the others another's:
+a worker takes long to import what ranks are forked with."""
+
+RANKS = (f"{OF_RANKS}* compared with one process", f"{OF_RANKS}* of others")
+
 LONGEST = (
     *SHARED,
     "tests/integration/benchmarks/test_draft_training.py",
@@ -37,9 +45,8 @@ LONGEST = (
     "tests/e2e/test_colocate.py",
     "tests/chaos/test_seeds.py",
     "tests/integration/engine/test_process.py",
-    "tests/unit/trainer/megatron/test_torch_backend.py",
+    *RANKS,
     "tests/integration/environments/test_reward_environments.py",
-    "tests/unit/trainer/megatron/test_checkpoint.py",
     "tests/integration/buffer/test_poisoned_batches.py",
 )
 """Pieces of work that take longest, and come first: begun last they would be waited for alone."""
@@ -49,8 +56,10 @@ MOST_RUNS = 2
 
 
 def piece_of(test: str) -> str:
-    """Returns the file of a test's id, or the one of `SHARED` that it is in."""
+    """Returns the file of a test's id, or the one of `SHARED` or `RANKS` that it is in."""
     file = test.split("::", 1)[0]
+    if file.startswith(OF_RANKS):
+        return RANKS[file.removeprefix(OF_RANKS).removesuffix(".py") not in COMPARED]
     name = file.removeprefix(ENGINES).removesuffix(".py")
     return file if name == file.removesuffix(".py") or name in OWN_ENGINES else SHARED[name not in OF_WEIGHTS]
 

@@ -6,7 +6,19 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tests.support.tables import table
-from tests.support.work_order import ENGINES, LONGEST, OF_WEIGHTS, OWN_ENGINES, SHARED, WHOLE_RUNS, next_piece, piece_of
+from tests.support.work_order import (
+    COMPARED,
+    ENGINES,
+    LONGEST,
+    OF_RANKS,
+    OF_WEIGHTS,
+    OWN_ENGINES,
+    RANKS,
+    SHARED,
+    WHOLE_RUNS,
+    next_piece,
+    piece_of,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 ENGINE = SHARED[0]
@@ -20,8 +32,10 @@ def test_its_folders_hold_tests(folder: str) -> None:
 def test_a_piece_is_a_file_or_files_that_share_an_engine() -> None:
     assert piece_of("tests/e2e/test_ppo.py::test_a[tests/unit/x.py::y]") == "tests/e2e/test_ppo.py"
     assert [piece_of(f"{ENGINES}{name}.py::test_a") for name in ("turns", "router", "process")] == [*SHARED[::-1], f"{ENGINES}process.py"]
+    assert [piece_of(f"{OF_RANKS}{name}.py::test_a") for name in ("lora", "cpu")] == [*RANKS]
     assert all((ROOT / f"{ENGINES}{name}.py").is_file() for name in (*OWN_ENGINES, *OF_WEIGHTS))
-    assert all((ROOT / piece).is_file() for piece in LONGEST if piece not in SHARED)
+    assert all((ROOT / f"{OF_RANKS}{name}.py").is_file() for name in COMPARED)
+    assert all((ROOT / piece).is_file() for piece in LONGEST if piece not in (*SHARED, *RANKS))
 
 
 def test_what_processes_are_forked_with_is_there() -> None:
