@@ -5,7 +5,6 @@ import json
 import time
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -102,7 +101,7 @@ async def test_prompts_that_are_left_out_are_counted_and_their_place_is_taken(se
         )
     await player.live(0)
     await settled(player, 4)
-    prompts = [lease.message.prompt for lease in await player.tasks(4)]
+    prompts = [lease.message.prompt for lease in await player.all_tasks(4)]
     assert prompts == [PROMPTS[row]["prompt"] for row in (0, 0, 1, 2)], "of the first file one is left, of the second three"
     health, text = json.loads(await answer_of(player, "/healthz")), await answer_of(player, "/metrics")
     assert (health["ok"], health["service"], health["run"], health["state"]) == (True, "buffer", player.config.run.name, "ready")
@@ -190,7 +189,7 @@ async def test_failures_repeats_and_garbage(served: Served) -> None:
     player = await served()
     await player.live(0)
     await settled(player, 4)
-    first, second, third, fourth = [lease.message for lease in await player.tasks(4)]
+    first, second, third, fourth = [lease.message for lease in await player.all_tasks(4)]
     await player.bus.js.publish(player.names.scored("reward"), b"garbage")
     hung = await player.generate(first)
     await player.say(Failed(group=first.group, attempt=0, reason="the verifier hung", by="reward-1", payload=hung.payload))
@@ -224,7 +223,7 @@ async def test_nobody_reports_what_is_anothers_to_report(served: Served) -> None
     player = await served()
     await player.live(0)
     await settled(player, 4)
-    tasks = [lease.message for lease in await player.tasks(4)]
+    tasks = [lease.message for lease in await player.all_tasks(4)]
     forged = (await player.generate(tasks[0])).model_copy(update={"rewards": [1e6, 1e6]})
     left = Interrupted(group=tasks[1].group, attempt=0, stale=True, replica="replica-1")
     with capture_logs() as logs:
@@ -286,9 +285,7 @@ async def test_each_set_goes_out_with_what_it_has_of_its_own(served: Served, tmp
         },
     )
     await player.live(0)
-    leases: list[Any] = []
-    while len(leases) < 2:
-        leases += await until(lambda: player.tasks(2, EVAL), "held-out prompts")
+    leases = await player.all_tasks(2, EVAL)
     first, second = sorted((lease.message for lease in leases), key=lambda task: task.group)
     assert (first.group, first.n, first.environment, first.label, first.prompt) == ("eval.a.0.0", 2, "exact", "2", "1+1=")
     assert first.metadata == {"rm_type": "exact", "level": 3, "source": "a"}
@@ -322,15 +319,13 @@ async def test_evaluations_come_first_and_last_on_their_own_queue(served: Served
         rollout={"num_rollout": 1}, eval={"eval_prompt_data": str(heldout), "eval_temperature": 0.0, "n_samples_per_eval_prompt": 4}
     )
     await player.live(0)
-    leases = await until(lambda: player.tasks(3, EVAL), "held-out prompts")
+    leases = await player.all_tasks(3, EVAL)
     assert await until(player.waiting, "training groups") == 2, "training waited for the evaluation"
     pending = await player.ask(0)
     assert (
         isinstance(pending, BatchPending)
         and "the evaluation of heldout under version 0 (3 of 3 prompts outstanding)" in pending.waiting_for
     )
-    while len(leases) < 3:
-        leases += await player.tasks(3, EVAL)
     for lease in leases:
         assert (lease.message.n, lease.message.sampling.temperature) == (4, 0.0)
         await player.say(await player.generate(lease.message))

@@ -70,7 +70,7 @@ async def test_what_became_of_every_group_is_kept_with_its_responses(served: Ser
     assert (trained[0].samples[0].segments, trained[0].samples[0].response_ids) == ([(0, 3, 0)], None)
 
     await step(player, 1)
-    failed, *others = await until(lambda: player.tasks(9, EVAL), "held-out prompts")
+    failed, *others = await player.all_tasks(9, EVAL)
     await player.say(Failed(group=failed.message.group, attempt=0, reason="no room", by="rollout-0"))
     for lease in others:
         scored = await player.generate(lease.message)

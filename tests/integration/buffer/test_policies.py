@@ -56,7 +56,7 @@ async def test_a_batch_says_which_tokens_leave_the_loss(served: Served) -> None:
     player = await served(rollout={"max_staleness": 1, "staleness_policy": "mask"})
     await player.live(0)
     first = await player.work_until(2)
-    old = {lease.message.group: lease for lease in await until(lambda: player.tasks(2), "two more tasks")}
+    old = {lease.message.group: lease for lease in await player.all_tasks(2)}
     for step in (0, 1):
         await player.batch(step, working=True)
         await player.trained(step)
