@@ -68,6 +68,11 @@ RULES = (
     Rule("trainer.lr", _all_of_large, "above 1e-4, for all weights of a model beyond a billion parameters; 1e-6 is usual"),
     Rule("trainer.critic_lr", _above(1e-3), "above 1e-3; 1e-5 is usual"),
     Rule("sft.sft_lr", lambda inspection, lr: inspection.config.sft.sft_data is not None and lr > 1e-3, "above 1e-3; 1e-5 is usual"),
+    Rule(
+        "reward.answer_pattern",
+        lambda inspection, given: given is not None and not inspection.config.reward.pattern_is_read,
+        "changes nothing: with rm_type = {0.reward.rm_type} no verifier reads it",
+    ),
     Rule("trainer.lr_warmup_iters", _warmup, "as many optimizer steps as the run has, or more: lr is never reached"),
     Rule("trainer.weight_decay", _above(1), "above 1; 0 to 0.1 is usual"),
     Rule("trainer.clip_grad", lambda _, norm: 0 < norm < 1e-3, "below 0.001: steps are cut to almost nothing; 1 is usual, 0 is off"),
@@ -92,7 +97,7 @@ def check_values(inspection: Inspection) -> Findings:
     if not config.debug.trains_only:
         yield from map(Note, _timeouts(config))
     for field, value, why in (found for rule in RULES for found in rule.problems(config, inspection)):
-        yield Note(f"{field} = {value:g}: {why}")
+        yield Note(f"{field} = {value!r}: {why}" if isinstance(value, str) else f"{field} = {value:g}: {why}")
 
 
 def _timeouts(config: RunConfig) -> Iterator[str]:

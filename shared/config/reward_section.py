@@ -60,13 +60,6 @@ class RewardSection(Section):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            "answer_pattern",
-            lambda reward, given: (
-                given is not None and not reward._replaced and not {reward.rm_type, *reward.reward_weights} & {*VERIFIERS}
-            ),
-            "leave it out: with rm_type = {0.rm_type} no verifier reads it",
-        ),
-        Rule(
             "group_rm",
             lambda reward, given: given and reward.custom_rm_path is None,
             "needs custom_rm_path, the function that takes a whole group",
@@ -209,6 +202,11 @@ class RewardSection(Section):
                     yield f"reward.{needed}: required with {field} = {name}: {expected}"
                 elif name not in (*names, WEIGHTED) or (field == "reward_weights" and name in (WEIGHTED, GIVEN)):
                     yield f"reward.{field}: no such verifier or environment; {nearest(name, names)}"
+
+    @property
+    def pattern_is_read(self) -> bool:
+        """Returns whether a verifier gets what `answer_pattern` finds, or a function of the user's may read it."""
+        return self._replaced or not {self.rm_type, *self.reward_weights}.isdisjoint(VERIFIERS)
 
     def pattern_of(self, environment: str) -> str | None:
         """Returns the `answer_pattern` of a verifier: it is for those of rm_type and reward_weights alone."""

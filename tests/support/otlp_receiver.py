@@ -1,5 +1,6 @@
 """An OTLP/HTTP receiver on loopback, as collectors have one: it parses what is sent as protobuf, and keeps every span."""
 
+import contextlib
 import gzip
 import threading
 import time
@@ -54,8 +55,9 @@ class OtlpReceiver:
                 self.send_response(receiver.answer)
                 self.send_header("Content-Type", "application/x-protobuf")
                 self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
+                with contextlib.suppress(ConnectionError):  # whoever asked may have gone
+                    self.end_headers()
+                    self.wfile.write(content)
 
             def log_message(self, *_: object) -> None:
                 pass

@@ -349,7 +349,6 @@ def test_environments_are_named_by_type_url_and_table(tmp_path: Path) -> None:
         ({"judge_url": "http://judge:1/v1"}, "reward.judge_model", None, "required with judge_url"),
         ({"judge_pattern": "("}, "reward.judge_pattern", "(", "no regular expression"),
         ({"answer_pattern": "(a)(b)"}, "reward.answer_pattern", "(a)(b)", "has 2 groups; expected one at most"),
-        ({"rm_type": "remote_rm", "rm_url": "http://a:1", "answer_pattern": "(a)"}, "reward.answer_pattern", "(a)", "no verifier reads it"),
         ({"rm_type": "weighted"}, "reward.reward_weights", {}, "required with rm_type = weighted: name = weight"),
         ({"reward_weights": {"f1": 1.0}}, "reward.reward_weights", {"f1": 1.0}, "is for rm_type = weighted"),
         ({"rm_type": "weighted", "reward_weights": {"exac": 1.0}}, "reward.reward_weights", {"exac": 1.0}, "did you mean exact?"),
