@@ -62,7 +62,7 @@ class PackedBatch:
         num_experts: of a layer, where ``experts`` are given.
         routing: what a pass over this micro-batch has recorded on this rank: number of a layer, from 1 → int16 [tokens of this rank,
             experts a token]. It takes the place of ``experts``.
-        pictures: of each sequence, PNGs in the order of its tokens; nothing where none shows one.
+        pictures: of each sequence, PNGs and WAVs in the order of its tokens; nothing where none shows one.
         kept: the tokens that trained ``labels`` were sampled from, on the host; None: the whole vocabulary everywhere.
     """
 

@@ -1,7 +1,7 @@
 """Reads a model's architecture from a Hugging Face ``config.json``, for the families that the trainer knows.
 
 `read_architecture` refuses whatever it cannot reproduce exactly (another activation, biases, a rope scaling it does
-not know) instead of training a model that is almost the right one. `docs/reading.md` lists what a new family needs.
+not know) instead of training a model that is almost the right one. `docs/models.md` lists what a new family needs.
 """
 
 import contextlib

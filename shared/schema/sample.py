@@ -213,7 +213,7 @@ class Sample:
     attributes: what such a function set on the sample besides the fields here, for the user's reward function.
     routed_experts: int16 [P + R - 1, layers with experts, experts a token], those that the engine chose; None if not asked for.
     kept: the tokens that the sampler kept at each place of the response; None if not asked for.
-    pictures: PNGs of what the tokens show, in order (`shared.data.media`).
+    pictures: PNGs of what the tokens show, and WAVs of sounds, in order (`shared.data.media`).
     turn_rewards: of each turn (start, end, reward), in order, without overlap, 0.0 if it was given none; empty if turns are not known.
     """
 
