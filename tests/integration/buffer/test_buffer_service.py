@@ -118,6 +118,27 @@ async def test_prompts_that_are_left_out_are_counted_and_their_place_is_taken(se
     assert "mixed.jsonl:2" in logged[0]["first_left_out"]
 
 
+async def test_a_source_goes_on_behind_what_a_killed_buffer_has_drawn(launched: Launched) -> None:
+    player, first = await launched(data={"prompt_data": None, "data_source": "tests.support.prompt_source:Sums"})
+    await player.live(0)
+    tasks = [lease.message for lease in await player.all_tasks(4)]
+    assert [task.prompt for task in tasks] == ["1+1=", "2+1=", "3+1=", "4+1="]
+    first.kill()
+    with player.launch("buffer-2") as second:
+        await player.ready(second, "buffer-2")
+        await player.live(1)
+
+        async def new_tasks() -> bool:
+            tasks.extend(lease.message for lease in await player.tasks(4) if lease.message.group not in {task.group for task in tasks})
+            return len(tasks) >= 6
+
+        await until(new_tasks, "two more tasks")
+    assert [task.prompt for task in tasks[4:]] == ["5+1=", "6+1="]
+    before, after = ({task.metadata["process"] for task in part} for part in (tasks[:4], tasks[4:]))
+    assert len(before) == len(after) == 1 and before != after, "each buffer's source has a process of its own"
+    assert not (before | after) & {first.process.pid, second.process.pid}
+
+
 async def test_a_source_hears_the_same_after_the_buffer_was_killed(launched: Launched) -> None:
     """Twice: the second buffer tells what the first one had not told yet, and what the ledger says of groups that it never knew."""
     source = {"prompt_data": None, "data_source": "tests.support.adaptive_source:Hearing"}  # no states: it is told all of it again
