@@ -24,7 +24,7 @@ from myxo.run import config_toml
 from myxo.run.run_directory import RunDirectory, checkpoints
 from shared.config import flags
 from shared.config.run_config import RunConfig
-from shared.model.final_exports import export_directory, hf_directory, holds_policy
+from shared.model.final_exports import export_directory, exported_steps, hf_directory
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
 from shared.runtime.safe_files import replace_file
@@ -55,12 +55,12 @@ def versions_on_disk(config: RunConfig) -> dict[int, VersionOnDisk]:
         copy = partial(_copied, snapshots, snapshot.version)
         found.append(VersionOnDisk(snapshot.version, f"the snapshot {snapshot.path}", copy))
     saved, total = config.trainer.save_hf, config.rollout.num_rollout
-    for done in range(1, max(checkpoints(config), default=total) + 1):  # later exports are of a life before --fresh
-        for path in (trained,) if saved is None else (export_directory(saved, done), trained):
-            unmarked = done == total or path not in (trained, saved)  # else its mark alone tells the steps
-            there = holds_policy(path, done, unmarked) and (path / "config.json").is_file()
-            if there and (version := _version(config, done)) is not None:
-                found.append(VersionOnDisk(version, f"the export {path}", partial(_as_it_is, path)))
+    last = max(checkpoints(config), default=total)  # later exports are of a life before --fresh
+    exports = {} if saved is None else {export_directory(saved, done): done for done in range(1, last + 1)} | {saved: total}
+    for path, unmarked in {**exports, trained: total}.items():
+        done = exported_steps(path, unmarked) or 0
+        if 0 < done <= last and (path / "config.json").is_file() and (version := _version(config, done)) is not None:
+            found.append(VersionOnDisk(version, f"the export {path}", partial(_as_it_is, path)))
     if config.sft.sft_data is None:
         found.append(VersionOnDisk(0, "the initial model", partial(_as_it_is, config.model.hf_checkpoint)))
     return {item.version: item for item in sorted(found, key=lambda item: item.version)}

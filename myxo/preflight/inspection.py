@@ -134,9 +134,9 @@ class Inspection:
     @cached_property
     def planned(self) -> Architecture | None:
         """Returns what the actor's memory is planned by; None as `architecture`."""
-        if self.architecture is None or self.config.trainer.trainer_backend != "torch":
-            return self.architecture
-        found = planned_architecture(self.config.model.hf_checkpoint, self.architecture)
+        if self.architecture is None:
+            return None
+        found = planned_architecture(self.config.model.hf_checkpoint, self.architecture, self.config.trainer.trainer_backend)
         if self.config.data.multimodal_keys is None:
             return found
         seen = [math.prod(shape) for name, (_, shape) in self.weight_headers.items() if any(part in name for part in TOWERS)]

@@ -159,7 +159,8 @@ def check_disk(inspection: Inspection) -> Findings:
     if unwritable(root) is not None:
         return
     removed = STATE if inspection.fresh else ("checkpoints",)  # checkpoints that are there make room for those to come
-    free = shutil.disk_usage(nearest_existing(root)).free + sum(_size_of(root / name) for name in removed)
+    files = (entry for name in removed for entry in (root / name).rglob("*") if entry.is_file())
+    free = shutil.disk_usage(nearest_existing(root)).free + sum(entry.stat().st_blocks * 512 for entry in files)
     size, count = inspection.model_size, checkpoints_at_once(config)
     checkpoint, most = (0, 0) if size is None else (checkpoint_bytes(config, size), disk_bytes(config, size))
     kept = f"keep_checkpoints = {config.trainer.keep_checkpoints}"
@@ -282,10 +283,6 @@ def unwritable(directory: Path) -> str | None:
 
 def _owned(path: Path) -> str:
     return f"{path} cannot be written: it belongs to user {path.stat().st_uid}, this is user {os.geteuid()}"
-
-
-def _size_of(path: Path) -> int:
-    return sum(entry.stat().st_blocks * 512 for entry in path.rglob("*") if entry.is_file()) if path.is_dir() else 0
 
 
 def _shown(size: int) -> str:

@@ -5,17 +5,17 @@ The number of an epoch's steps follows from the prompts that are used, so all th
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from myxo.preflight.inspection import Findings, Inspection, Note
 from shared.config import environment_variables, presets
 from shared.config.rollout_section import RolloutSection
-from shared.config.run_config import RunConfig
 from shared.config.section import Rule
 from shared.config.service_sections import DUMPS, STEP
 from shared.data.tokenizer import Tokenizer
+from shared.rewards.names import VERIFIERS
 from shared.runtime.errors import ConfigError
 
 DAY = 86400.0  # seconds
@@ -70,7 +70,9 @@ RULES = (
     Rule("sft.sft_lr", lambda inspection, lr: inspection.config.sft.sft_data is not None and lr > 1e-3, "above 1e-3; 1e-5 is usual"),
     Rule(
         "reward.answer_pattern",
-        lambda inspection, given: given is not None and not inspection.config.reward.pattern_is_read,
+        lambda inspection, given: (
+            given and not (own := inspection.config.reward).custom_rm_path and {*VERIFIERS}.isdisjoint((own.rm_type, *own.reward_weights))
+        ),
         "changes nothing: with rm_type = {0.reward.rm_type} no verifier reads it",
     ),
     Rule("trainer.lr_warmup_iters", _warmup, "as many optimizer steps as the run has, or more: lr is never reached"),
@@ -94,17 +96,12 @@ RULES = (
 def check_values(inspection: Inspection) -> Findings:
     """Notes each value that a rule finds odd, and timeouts above a day."""
     config = inspection.config
-    if not config.debug.trains_only:
-        yield from map(Note, _timeouts(config))
-    for field, value, why in (found for rule in RULES for found in rule.problems(config, inspection)):
-        yield Note(f"{field} = {value!r}: {why}" if isinstance(value, str) else f"{field} = {value:g}: {why}")
-
-
-def _timeouts(config: RunConfig) -> Iterator[str]:
-    for section in type(config).model_fields:
+    for section in () if config.debug.trains_only else type(config).model_fields:
         for name, value in getattr(config, section):
             if name.endswith("_timeout") and isinstance(value, int | float) and value > DAY:
-                yield f"{section}.{name} = {value:g}: seconds, more than a day: what hangs is found after {value / DAY:.1f} days"
+                yield Note(f"{section}.{name} = {value:g}: seconds, more than a day: what hangs is found after {value / DAY:.1f} days")
+    for field, value, why in (found for rule in RULES for found in rule.problems(config, inspection)):
+        yield Note(f"{field} = {value!r}: {why}" if isinstance(value, str) else f"{field} = {value:g}: {why}")
 
 
 def check_presets(inspection: Inspection) -> Findings:

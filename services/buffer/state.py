@@ -259,8 +259,7 @@ class BufferState:
             return
         evaluation.groups.append(array("d", of_rollouts(record.rewards, record.rollouts)))
         evaluation.lengths.extend(record.lengths)
-        cut_short = [index in record.truncated for index in range(len(record.rewards))]
-        evaluation.truncated += sum(map(bool, of_rollouts(cut_short, record.rollouts)))
+        evaluation.truncated += len({record.rollouts[index] if record.rollouts else index for index in record.truncated})
         evaluation.oldest, evaluation.newest = min(evaluation.oldest, record.oldest), max(evaluation.newest, record.newest)
 
     def _eval_ended(self, record: ledger.EvalEnded) -> None:

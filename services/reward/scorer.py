@@ -22,7 +22,7 @@ from shared.config.service_sections import SandboxSection
 from shared.environment.protocol import OF_PROMPT, Environment, EnvironmentAway, EnvironmentFailed, ScoreRequest, ScoreSample, first_problem
 from shared.hooks import paths, reward_values
 from shared.process.worker_pool import LOOP_SECONDS, CallLate, WorkerDied, WorkerFailed, WorkerPool
-from shared.rewards.names import GIVEN, needs_label, queue_of, wrong
+from shared.rewards.names import GIVEN, needs_label, pattern_of, queue_of, wrong
 from shared.rewards.reference import Reference, label_problem
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded, MyxoError, nearest
 from shared.runtime.tasks import doubling, gathered
@@ -232,7 +232,7 @@ class VerifierScorer(Scorer):
 
     def __init__(self, queue: str, pool: VerifierPool, config: RunConfig) -> None:
         super().__init__(queue, config.reward.reward_workers * IN_HAND)
-        self._pool, self._config, self._reward = pool, config, config.reward
+        self._pool, self._config = pool, config
 
     async def score(self, group: Generated, samples: list[Sample], environment: str, key: str | None) -> list[Score]:
         free = self._config.algorithm.use_opd and needs_label(environment)  # then a sample without a label has 0
@@ -249,12 +249,12 @@ class VerifierScorer(Scorer):
                 raise WorkerFailed(f"verifier {environment}: the label: {problem}{came}")
         if not samples:
             return []
-        responses, pattern = [sample.text for sample in samples], self._reward.pattern_of(environment)
+        responses, pattern = [sample.text for sample in samples], pattern_of(self._config.reward, environment)
         asked = Verification(
             environment, responses, references if any(one != references[0] for one in references) else references[:1], pattern, key
         )
         try:
-            return await self._pool.score(asked, self._reward.reward_timeout)
+            return await self._pool.score(asked, self._config.reward.reward_timeout)
         except ConfigError as error:  # a prompt names a verifier whose package is missing here
             raise WorkerFailed(str(error)) from None
 

@@ -88,7 +88,7 @@ class Actor:
     @cached_property
     def counted_architecture(self) -> Architecture:
         """Returns the architecture by which operations are counted, of which the torch backend's own is an outline."""
-        return planned_architecture(self.hf_dir, self.architecture) if self.model.backend == "torch" else self.architecture
+        return planned_architecture(self.hf_dir, self.architecture, self.model.backend)
 
     @property
     def data_parallel_rank(self) -> int:

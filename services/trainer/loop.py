@@ -42,7 +42,7 @@ from shared.config.run_config import RunConfig
 from shared.data.demonstrations import DemonstrationFile
 from shared.data.rows import MixedOrder
 from shared.data.tokenizer import Tokenizer
-from shared.model.final_exports import hf_directory, holds_policy
+from shared.model.final_exports import exported_steps, hf_directory
 from shared.schema.digests import attest
 from shared.schema.messages import Attestation, Batch, Trained
 from shared.schema.sample import SampleLimits
@@ -296,7 +296,7 @@ class Trainer(RoleWorker):
         """Writes what a predecessor died before that had saved the last checkpoint; the run's end is reported after it. A collective."""
         path, steps = hf_directory(self._config), self._progress.steps
         due = self._progress.sft_done and self._config.trainer.save_final_hf and steps == self._config.rollout.num_rollout
-        if due and not runtime.gather_json(holds_policy(path, steps))[0]:
+        if due and runtime.gather_json(exported_steps(path, steps))[0] != steps:
             self._save_final_hf()
 
     def _save_final_hf(self) -> None:

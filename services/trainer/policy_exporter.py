@@ -15,7 +15,7 @@ from services.trainer.control_client import ControlClient
 from services.trainer.parallel import runtime
 from services.trainer.parallel.joint_write import JointWrite, SaveFailed
 from shared.config.run_config import RunConfig
-from shared.model.final_exports import export_directory, holds_policy
+from shared.model.final_exports import export_directory, exported_steps
 from shared.schema.versions import crossed, is_periodic, newest_due
 
 
@@ -49,7 +49,7 @@ class PolicyExporter:
         """Exports the policy that a checkpoint holds where a predecessor died before its export was complete. A collective."""
         path, rollout = self._target(steps), self._config.rollout
         due = is_periodic(steps, self._config.trainer.save_interval, rollout.num_rollout_per_epoch) or steps == rollout.num_rollout
-        if path is not None and due and not runtime.gather_json(holds_policy(path, steps))[0]:
+        if path is not None and due and runtime.gather_json(exported_steps(path, steps))[0] != steps:
             self.begin(steps)
 
     def finish(self) -> None:

@@ -15,6 +15,7 @@ what neither gives, the flags.
 
 import re
 import tomllib
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -284,29 +285,24 @@ def lay_custom_config(layers: Layers) -> None:
         values = _yaml("run.custom_config_path", path) or {}
         if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
             raise ConfigError("run.custom_config_path", str(path), "a mapping: field = value")
-        sections = _custom_sections(values, layers)
     except ConfigError as error:
         layers.problems.append(error)
         return
-    layers.lay(sections, path)
-    names = [name for fields in sections.values() for name in (*fields, *fields.get("megatron", {}))]
-    if shown := ", ".join(name for name in names if name not in ("megatron", "custom_args")):
-        layers.notes.append(f"{path} stands over what is given elsewhere: {shown}")
-
-
-def _custom_sections(values: dict[str, Any], layers: Layers) -> dict[str, dict[str, Any]]:
-    """Returns the values of ``custom_config_path`` by section. Raises ConfigError for one that is no value of Megatron's flag."""
-    owners, own, megatron, renamed = field_sections(), dict[str, Any](), dict[str, Any](), Fields()
-    sections: dict[str, dict[str, Any]] = {"run": {"custom_args": own}}
-    others = _without_slimes("run.custom_config_path", values, Known({}, layers.problems, layers.notes), renamed)
-    for name, value in {**renamed, **others}.items():
-        if name in owners and name != "custom_config_path":
-            sections.setdefault(owners[name], {})[name] = value
+    owners, own, megatron, given = field_sections(), dict[str, Any](), dict[str, Any](), defaultdict[str, dict[str, Any]](dict)
+    for key, value in values.items():
+        if (name := key.replace("-", "_")) in owners and name != "custom_config_path":
+            given[owners[name]][name] = value
         else:
-            (megatron if name.replace("-", "_") in flag_table.spellings() else own)[name] = value
+            (given["run"] if flag_table.of_slime(name) else megatron if name in flag_table.spellings() else own)[key] = value
     if megatron:
-        sections.setdefault("trainer", {})["megatron"] = flag_table.canonical(megatron)
-    return sections
+        given["trainer"]["megatron"] = megatron
+    sections, problems, notes = known_fields(given)
+    layers.lay(sections, path)
+    layers.lay({"run": {"custom_args": own}}, path)
+    layers.problems += [in_file(problem, path) for problem in problems]
+    layers.notes += notes
+    if shown := ", ".join(name for fields in sections.values() for name in (*fields, *fields.get("megatron", {})) if name != "megatron"):
+        layers.notes.append(f"{path} stands over what is given elsewhere: {shown}")
 
 
 def lay_eval_config(layers: Layers) -> None:

@@ -99,11 +99,6 @@ class Flag:
         return self.outcome.kind == "refused"
 
     @property
-    def takes_several(self) -> bool:
-        """Returns whether several words may follow it."""
-        return self.refused or self.kind.endswith("s")
-
-    @property
     def command_line(self) -> list[str]:
         """Returns all spellings as typed on a command line, the name first."""
         return ["--" + name.replace("_", "-") for name in (self.name, *self.spellings)]

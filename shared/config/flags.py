@@ -133,7 +133,7 @@ def _translated(flag: str, name: str, own: list[str] | None, rest: list[str], gi
     found, bare = known
     words = own or []
     if own is None and (bare is None or _next_is(rest, "true", "false")):
-        words = _following(rest, None if found.takes_several else 1)
+        words = _following(rest, None if found.refused or found.kind.endswith("s") else 1)
     value = found.of_words(flag, bare, words)
     if slimes is None:
         given.set_key("trainer.megatron", found.name, flag_table.typed(flag, found, bare, value), flag)
@@ -173,7 +173,9 @@ def _value(flag: str, info: FieldInfo, own: list[str] | None, rest: list[str]) -
         raise ConfigError(flag, "", f"needs a value: {info.description}")
     if optional and _is_none(words, info):
         return None
-    return _read_by(reader, flag, words) if reader else _of_words(flag, kinds, words)
+    if reader:
+        return _read_by(reader, flag, words)
+    return words if list in kinds else _mapping(flag, words[0]) if dict in kinds else words[0]
 
 
 def _read_by(reader: Callable[[list[str]], Any], flag: str, words: list[str]) -> Any:
@@ -181,10 +183,6 @@ def _read_by(reader: Callable[[list[str]], Any], flag: str, words: list[str]) ->
         return reader(words)
     except ValueError as error:
         raise ConfigError(flag, " ".join(words), str(error)) from None
-
-
-def _of_words(flag: str, kinds: set[type], words: list[str]) -> Any:
-    return words if list in kinds else _mapping(flag, words[0]) if dict in kinds else words[0]
 
 
 def _is_none(words: list[str], info: FieldInfo) -> bool:

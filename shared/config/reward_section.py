@@ -204,15 +204,6 @@ class RewardSection(Section):
                     yield f"reward.{field}: no such verifier or environment; {nearest(name, names)}"
 
     @property
-    def pattern_is_read(self) -> bool:
-        """Returns whether a verifier gets what `answer_pattern` finds, or a function of the user's may read it."""
-        return self._replaced or not {self.rm_type, *self.reward_weights}.isdisjoint(VERIFIERS)
-
-    def pattern_of(self, environment: str) -> str | None:
-        """Returns the `answer_pattern` of a verifier: it is for those of rm_type and reward_weights alone."""
-        return self.answer_pattern if environment in (self.rm_type, *self.reward_weights) else None
-
-    @property
     def _judge_server(self) -> str | None:
         """Returns the judge's address; None where there is no judge, or it is a frozen model."""
         return None if self.judge_url is None or re.match(MODEL_NAME, self.judge_url) else self.judge_url

@@ -11,6 +11,7 @@ gives such a combination a meaning, a TOML file may have it. Only values that de
 slime's. How large a machine is used, what is stored and what is written stays Myxo's: `docs/coming-from-slime.md` lists those that differ.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -60,10 +61,10 @@ def _train_demonstrations(values: Values) -> None:
             section, name = source.split(".")
             given[field.removeprefix("sft.")] = values[section].get(name)
     prompts, steps = rollout.get("rollout_batch_size"), values["trainer"].get("num_steps_per_rollout")
-    batch = given["sft_batch_size"] = given["sft_batch_size"] or _steps(1, prompts, 1 if steps is None else steps)
+    batch = given["sft_batch_size"] = given["sft_batch_size"] or _quotient(1 if steps is None else steps, prompts)
     if given["sft_lr"] is None:
         given["sft_lr"] = TrainerSection.model_fields["lr"].default
-    given["sft_steps"] = _steps(rollout.get("num_rollout"), prompts, batch)
+    given["sft_steps"] = _quotient(batch, rollout.get("num_rollout"), prompts)
     if "num_rollout" in rollout:
         del given["sft_num_epoch"]
     for name, value in given.items():
@@ -82,10 +83,10 @@ def _train_demonstrations(values: Values) -> None:
     rollout["num_rollout"] = 0
 
 
-def _steps(rollouts: Any, prompts: Any, batch: Any) -> int | None:
-    """Returns the optimizer steps of so many rollouts; None where a number is none, which its own field reports."""
+def _quotient(divisor: Any, *factors: Any) -> int | None:
+    """Returns the factors' product by the divisor, rounded down; None where one is no number, which its own field reports."""
     try:
-        return int(rollouts) * int(prompts) // int(batch)
+        return math.prod(map(int, factors)) // int(divisor)
     except (TypeError, ValueError, ZeroDivisionError):
         return None
 

@@ -160,11 +160,13 @@ def read_architecture(hf_dir: Path, quantized: bool = False, backend: str = "meg
         raise ConfigError("model.hf_checkpoint", str(path), f"entries of the types that a config.json has ({error})") from error
 
 
-def planned_architecture(hf_dir: Path, outline: Architecture) -> Architecture:
-    """Returns what memory is planned by on the torch backend: all that is known of a family, else its outline with its layers' traits.
+def planned_architecture(hf_dir: Path, outline: Architecture, backend: str | None) -> Architecture:
+    """Returns what memory is planned and operations counted by; on the torch backend all known of a family, else its outline with traits.
 
     Checkpoints hold the outline itself, and are compared with it: what is planned may change.
     """
+    if backend != "torch":
+        return outline
     with contextlib.suppress(ConfigError):
         return read_architecture(hf_dir, quantized=True)
     kind, experts = outline.model_type, outline.experts

@@ -28,7 +28,7 @@ def final_exports(config: RunConfig) -> list[Path]:
 
 def missing_exports(config: RunConfig) -> list[Path]:
     """Returns those of `final_exports` that are not there, or of an earlier step."""
-    return [path for path in final_exports(config) if not holds_policy(path, config.rollout.num_rollout)]
+    return [path for path in final_exports(config) if exported_steps(path, config.rollout.num_rollout) != config.rollout.num_rollout]
 
 
 def export_directory(template: Path, steps: int) -> Path:
@@ -36,12 +36,12 @@ def export_directory(template: Path, steps: int) -> Path:
     return Path(str(template).replace(STEP, str(steps - 1)))
 
 
-def holds_policy(directory: Path, steps: int, unmarked: bool = True) -> bool:
-    """Returns whether the policy after ``steps`` steps lies there, whole as it always appears. ``unmarked``: whether one without a mark, of
-    an earlier release, is taken for it."""
+def exported_steps(directory: Path, unmarked: int) -> int | None:
+    """Returns the steps of the policy that lies there, whole as it always appears; None where there is none. ``unmarked``: those of one
+    without a mark, of an earlier release."""
     try:
-        return bool(json.loads((directory / MARK).read_text())["steps"] == steps)
+        return int(json.loads((directory / MARK).read_text())["steps"])
     except FileNotFoundError:
-        return unmarked and directory.is_dir()
+        return unmarked if directory.is_dir() else None
     except (OSError, ValueError, KeyError, TypeError):
-        return False
+        return None

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+from typing import Any
 
 BOXED = "boxed_"  # The prefix of a reward that gets what stands in a response's last box, in place of the whole response
 REASONING_GYM = "reasoning_gym"  # The reward of tasks that the package reasoning-gym has made, and the key of its metadata
@@ -63,6 +64,11 @@ def missing_package(name: str) -> str | None:
 def needs_label(name: str) -> bool:
     """Returns whether a prompt needs a label for this environment to score its responses."""
     return name in VERIFIERS and base(name) not in WITHOUT_LABEL
+
+
+def pattern_of(args: Any, name: str) -> str | None:
+    """Returns the `answer_pattern` of a verifier: it is for those of rm_type and reward_weights. ``args``: [reward], or hooks' own."""
+    return getattr(args, "answer_pattern", None) if name in (args.rm_type, *getattr(args, "reward_weights", ())) else None
 
 
 def wrong(name: str) -> float:

@@ -13,7 +13,7 @@ from shared.hooks.loading import load_function
 from shared.hooks.slime import http_requests, model_processors
 from shared.rewards.boxed_math import extract_answer as extract_boxed_answer
 from shared.rewards.boxed_math import get_deepscaler_rule_based_reward, grade_answer_verl
-from shared.rewards.names import BOXED
+from shared.rewards.names import BOXED, pattern_of
 from shared.rewards.reference import Reference, label_text
 from shared.rewards.text_rewards import compute_gpqa_reward, compute_ifbench_reward, f1_score
 from shared.rewards.text_rewards import compute_score as compute_score_dapo
@@ -109,7 +109,7 @@ async def _named(args: Any, sample: HookSample, name: str) -> Any:
         }
         return {"reward": sum(weight * parts[name] for name, weight in args.reward_weights.items()), **parts}
     response = _response(args, sample)
-    if name in (args.rm_type, *getattr(args, "reward_weights", ())) and (pattern := getattr(args, "answer_pattern", None)) is not None:
+    if (pattern := pattern_of(args, name)) is not None:
         response = pattern_answer(response, pattern)
     if name.startswith(BOXED):
         response = extract_boxed_answer(response) or ""

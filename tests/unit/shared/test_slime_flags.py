@@ -162,7 +162,7 @@ def test_a_warm_up_may_be_a_share_of_the_decay(tmp_path: Path) -> None:
 
 def test_a_custom_config_file_stands_over_all_and_its_other_keys_go_to_the_users_functions(tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
-    own.write_text("lr: 3.0e-6\neps_clip: 0.3\nmax_turns: 7\nnested: {a: [1, 2]}\nrs_lower_bound: null\n")
+    own.write_text("lr: 3.0e-6\neps-clip: 0.3\nmax_turns: 7\nnested: {a: [1, 2]}\nrs_lower_bound: null\n")
     given = values(tmp_path)
     given["run"]["custom_config_path"] = str(own)
     given["trainer"] = {"lr": 1e-4}
@@ -176,8 +176,10 @@ def test_a_custom_config_file_stands_over_all_and_its_other_keys_go_to_the_users
     assert problems == [] and config is not None
     assert config.rollout.staleness_policy == "continue" and config.trainer.megatron == {"moe_router_dtype": "fp32"}
     assert config.run.custom_args == {"max_turns": 7}
-    own.write_text("moe_router_dtype: fp33\nrollout_external: true\n")
-    assert "trainer.megatron.moe_router_dtype" in str(read(None, given).problems)
+    own.write_text("moe_router_dtype: fp33\nkeep_old_actor: true\n")
+    router, refused = map(str, read(None, given).problems)
+    assert "trainer.megatron.moe_router_dtype" in router + refused and "run.keep_old_actor" in router + refused
+    assert router.endswith(f"(in {own})") and refused.endswith(f"(in {own})")
     own.write_text("- 1\n")
     assert [str(problem) for problem in read(None, given).problems] == [f"run.custom_config_path = '{own}': a mapping: field = value"]
     own.unlink()

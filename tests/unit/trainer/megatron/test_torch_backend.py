@@ -254,7 +254,7 @@ def alike(found, expected, tolerance=2e-5):
         torch.testing.assert_close(found[name], tensor, atol=tolerance, rtol=0, msg=name)
 
 
-SOME = {"target_modules": ["q_a_proj", "kv_b_proj", "o_proj"]}
+SOME = {"target_modules": ["q_a_proj", "kv_a_proj_with_mqa", "o_proj"]}
 EACH = {"target_modules": ["q_proj", "up_proj", "down_proj"]}  # gate's half of the experts' tensor has none
 
 
@@ -522,7 +522,7 @@ def test_a_layer_keeps_what_the_plan_says(model_type, tmp_path, monkeypatch):
             model.base_model(input_ids=torch.arange(tokens)[None] % VOCAB, use_cache=False, packed_sequences=pack)
         held.append(sum(tensor.untyped_storage().nbytes() for storage, tensor in kept.items() if storage not in weights))
     config.save_pretrained(tmp_path)
-    shape = planned_architecture(tmp_path, read_architecture(tmp_path, backend="torch"))
+    shape = planned_architecture(tmp_path, read_architecture(tmp_path, backend="torch"), "torch")
     planned = layer_activations(shape, ParallelLayout(), 1, tokens, 2).total + unfused_bytes(shape, ParallelLayout(), tokens, 2)
     assert held[1] - held[0] == pytest.approx(planned, rel=0.08)
 
@@ -564,8 +564,9 @@ def test_what_it_does_not_take_is_refused(hf, alone, tmp_path, monkeypatch):
     monkeypatch.setattr("services.trainer.fsdp.model.logit_transform", lambda _: {})
     with pytest.raises(ConfigError, match="behind the output layer"):
         alone.actor(tmp_path, **TORCH)
-    with pytest.raises(ConfigError, match="target_modules.*a linear layer of Qwen3Moe"):
-        alone.actor(hf("qwen3_moe"), **TORCH, **LORA, target_modules=["w_proj"])
+    for kind, target, words in (("qwen3_moe", "w_proj", "a linear layer of Qwen3Moe"), ("deepseek_v3", "q_a_proj", "together")):
+        with pytest.raises(ConfigError, match=f"target_modules.*{words}"):
+            alone.actor(hf(kind), **TORCH, **LORA, target_modules=[target])
     windowed = transformers.AutoConfig.for_model("mistral", **SIZES, sliding_window=11, head_dim=16)
     (tmp_path / "config.json").write_text(windowed.to_json_string())
     with pytest.raises(ConfigError, match="sliding_window.*without windows"):
