@@ -139,7 +139,10 @@ def _not_beside(config: RunConfig, found: Quantization) -> Findings:
     form, field, here = found.format, "model.hf_checkpoint", str(config.model.hf_checkpoint)
     if config.trainer.trainer_backend == "torch":
         yield ConfigError("trainer.trainer_backend", "torch", "megatron: it alone reads and pushes quantized weights")
-    if config.trainer.lora_rank:
+    if config.tinker.tinker_endpoint:
+        wanted = "plain weights, and rollout.rollout_precision = checkpoint, with tinker.tinker_endpoint (myxo serve): clients' are plain"
+        yield ConfigError(field, here, wanted)
+    elif config.trainer.lora_rank:
         wanted = "0: adapters are laid over the engines' own weights, and a sum with quantized ones would be rounded"
         yield ConfigError("trainer.lora_rank", config.trainer.lora_rank, wanted)
     if not form.rows:

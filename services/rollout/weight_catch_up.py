@@ -141,6 +141,8 @@ class WeightCatchUp:
         held, config = self._replica.version, self._config
         if self._service.config.debug.debug_rollout_only:
             return  # the engine has come with the only weights that there are
+        if 0 <= self._service.metrics.values.get(BROKEN_SNAPSHOT, -1) <= held:  # a push or a peer has brought what the snapshot could not
+            self._service.metrics.set(BROKEN_SNAPSHOT, -1)
         if self._service.config.trainer.colocate or (self._pushes and (held != NO_WEIGHTS or config.join_from == "trainer")):
             return
         live, snapshot = await self._announced("live", WeightsLive), await self._announced("snapshot", WeightsSnapshot)

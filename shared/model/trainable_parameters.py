@@ -97,6 +97,14 @@ class Lora:
         """Returns PEFT's names of the model's matrices that are adapted."""
         return [name for name in _projections(architecture)[0] if self.takes(name)]
 
+    def check_targets(self, known: list[str], what: str) -> None:
+        """Raises ConfigError for a target that is none of the ``known`` matrices, or of a pair of which engines drop one alone."""
+        for name in self.targets:
+            if name != ALL_LINEAR and name not in known:
+                raise ConfigError("trainer.target_modules", name, f"{what}: {nearest(name, known)}")
+        if "q_a_proj" in known and self.takes("q_a_proj") != self.takes("kv_a_proj_with_mqa"):
+            raise ConfigError("trainer.target_modules", list(self.targets), "q_a_proj and kv_a_proj_with_mqa together, or neither")
+
     def check(self, architecture: Architecture, layout: ParallelLayout, overrides: Mapping[str, Any]) -> None:
         """Raises ConfigError where the model has no such matrices, or they cannot be adapted.
 
@@ -113,9 +121,7 @@ class Lora:
         if architecture.stacked_experts and ALL_LINEAR in self.targets:
             wanted = f"some of {', '.join(known)}; {architecture.model_type} keeps its experts in tensors of all of them, without adapters"
             raise ConfigError(field, given, wanted)
-        for name in self.targets:
-            if name != ALL_LINEAR and name not in known:
-                raise ConfigError(field, name, f"a matrix of {architecture.model_type}: {nearest(name, known)}")
+        self.check_targets(known, f"a matrix of {architecture.model_type}")
         if any(self.takes(name) for name in of_experts):
             self._check_experts(architecture, layout, overrides)
         if self.takes("gate_up_proj") and "gate_up_proj" in known and layout.tensor > 1:

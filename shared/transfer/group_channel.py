@@ -395,7 +395,7 @@ def _environment(settings: dict[str, str]) -> Iterator[None]:
 
 
 def send_checkpoint(settings: dict[str, Any]) -> None:
-    """Sends a checkpoint's tensors, each by a broadcast, in the order of its ``checkpoint.json``, as rank 0 of a group that it forms.
+    """Sends a checkpoint's tensors, each by a broadcast, in the order of a manifest of them all, as rank 0 of a group that it forms.
 
     The group's port is printed first. Each tensor's digest is compared before it is sent. It ends with its input, since what was sent may
     be in transit. Raises BrokenCheckpoint; RuntimeError, torch's.
@@ -410,10 +410,10 @@ def send_checkpoint(settings: dict[str, Any]) -> None:
     place = {"kind": "group", "address": host, "port": store.port, "backend": backend, "world_size": size}
     address = WeightChannelAddress.model_validate({**place, "name": name, "secret": secret})
     group = BroadcastGroup(address, store, 0, device, seconds, stock=True)
-    for tensor, known in checkpoint.tensors.items():
-        if digest.of_bytes(files[tensor]) != known.digest:
-            raise checkpoint.broken(f"{tensor} is not what it was written as")
-        group.broadcast(torch.from_numpy(files[tensor]).view(getattr(torch, known.dtype)).to(device), seconds).wait()
+    for slot in checkpoint.manifest(1).slots():
+        if digest.of_bytes(files[slot.name]) != checkpoint.tensors[slot.name].digest:
+            raise checkpoint.broken(f"{slot.name} is not what it was written as")
+        group.broadcast(torch.from_numpy(files[slot.name]).view(getattr(torch, slot.dtype)).to(device), seconds).wait()
     sys.stdin.read()
 
 

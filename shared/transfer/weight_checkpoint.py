@@ -36,7 +36,7 @@ from shared.runtime.errors import BadMessage, MyxoError
 from shared.runtime.safe_files import is_plain_name, open_regular, parse_json, read_regular, replaced_by, scratch, settle
 from shared.transfer import digest
 from shared.transfer.digest import TensorDigest, version_digest
-from shared.transfer.manifest import ITEM_BYTES, checked_tensor
+from shared.transfer.manifest import ITEM_BYTES, Manifest, checked_tensor, lay_out
 from shared.transfer.tensor_file import HASH_THREADS, ByteArray, TensorFileBroken, TensorFiles
 
 DeltaEncoding = Literal["auto", "xor", "overwrite", "magnitude"]
@@ -295,6 +295,10 @@ class WeightCheckpoint(BaseModel):
     def bytes(self) -> int:
         """Returns the size of all files together, in bytes."""
         return sum(file.bytes for file in self.files.values())
+
+    def manifest(self, bucket_bytes: int) -> Manifest:
+        """Returns its tensors in the order in which an engine is asked to take them, and is sent them."""
+        return lay_out([(name, tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()], bucket_bytes)
 
     def tensor_files(self) -> list[Path]:
         return [self.path / name for name in sorted(self.files) if name.endswith(".safetensors")]

@@ -33,7 +33,7 @@ from shared.runtime.addresses import address_towards
 from shared.runtime.errors import ConfigError, DeadlineExceeded, MyxoError
 from shared.schema.messages import Sampling
 from shared.transfer.digest import TensorDigest, version_digest
-from shared.transfer.manifest import Manifest, lay_out
+from shared.transfer.manifest import Manifest
 from shared.transfer.weight_checkpoint import WeightCheckpoint
 
 AWAY_SECONDS = 2.0  # the interval at which an external engine that is away is asked for
@@ -215,8 +215,7 @@ class ExternalClient(EngineClient):
         place: dict[str, Any] = {"master_address": address_towards(urlsplit(self.url).hostname or ""), "backend": backend}
         place |= {"world_size": 1 + self.capabilities.ranks, "group_name": f"myxo-{checkpoint.version}-{secrets.token_hex(4)}"}
         sender, self._sender = self._sender or WeightSender(), WeightSender()
-        specs = [(name, tensor.dtype, tensor.shape) for name, tensor in checkpoint.tensors.items()]
-        self._group = _Group(str(place["group_name"]), sender, lay_out(specs, self._weights.update_weight_buffer_size))
+        self._group = _Group(str(place["group_name"]), sender, checkpoint.manifest(self._weights.update_weight_buffer_size))
         try:
             async with asyncio.timeout(deadline):
                 port = await asyncio.to_thread(sender.begin, {**place, "checkpoint": str(checkpoint.path), "seconds": deadline})

@@ -14,9 +14,8 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.moe import _grouped_linear
 
-from shared.config.trainer_section import ALL_LINEAR
 from shared.model.trainable_parameters import Lora, projection
-from shared.runtime.errors import ConfigError, nearest
+from shared.runtime.errors import ConfigError
 
 FIELD = "trainer.target_modules"
 MARK = ".adapter."  # in the names of adapters' parameters
@@ -67,14 +66,12 @@ class AdaptedLinear(torch.nn.Linear):
 def attach(model: Any, lora: Lora, seed: int) -> None:
     """Gives the targeted layers adapters that add nothing yet, and freezes all other parameters.
 
-    Raises ConfigError: a target is no linear layer's name, or names experts that a checkpoint has in tensors of all of them.
+    Raises ConfigError: `Lora.check_targets`, or a target names experts that a checkpoint has in tensors of all of them.
     """
     linear, stacks = dict(_layers(model)), list(_stacks(model))
     of_experts = [projection(matrix) for _, _, matrices in stacks for matrix in matrices]
     known = list(dict.fromkeys([*map(projection, linear), *of_experts]))
-    for name in lora.targets:
-        if name != ALL_LINEAR and name not in known:
-            raise ConfigError(FIELD, name, f"a linear layer of {type(model).__name__}: {nearest(name, known)}")
+    lora.check_targets(known, f"a linear layer of {type(model).__name__}")
     model.requires_grad_(False)
     for matrix, module in linear.items():
         if lora.takes(projection(matrix)):

@@ -82,7 +82,7 @@ class PrecisionAdam(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, "bias_correction": True})
         self.keeping = keeping
         self._dtypes = dict(zip(STATES, (DTYPES[name] for name in keeping.dtypes), strict=True))
-        self._scales: dict[tuple[Tensor, str], Tensor] = {}
+        self.scales: dict[tuple[Tensor, str], Tensor] = {}
         self._in_host_memory: set[Tensor] | None = None
         self._streams: Any = None
 
@@ -117,6 +117,8 @@ class PrecisionAdam(torch.optim.Optimizer):
             return
         for name in STATES:
             self.state[parameter][name] = self._empty(parameter, name)
+            if self._dtypes[name] in LARGEST:
+                self.scales[parameter, name] = torch.ones(len(_parts(parameter)), device=parameter.device)
             if name == STATES[0]:
                 self.set_scaled_state(parameter, name, parameter)
             else:
@@ -129,7 +131,7 @@ class PrecisionAdam(torch.optim.Optimizer):
             return kept
         found = torch.empty(kept.shape, dtype=torch.float32, device=kept.device)
         for index, part in enumerate(_parts(kept)):
-            found[part] = kept[part].float() * self._scale(parameter, name)[index].to(kept.device)
+            found[part] = kept[part].float() * (self.scales[parameter, name][index].to(kept.device) if kept.dtype in LARGEST else 1.0)
         return found
 
     @torch.no_grad()
@@ -177,18 +179,13 @@ class PrecisionAdam(torch.optim.Optimizer):
                     left -= shard.numel()
         return self._in_host_memory
 
-    def _scale(self, parameter: Tensor, name: str) -> Tensor:
-        if (parameter, name) not in self._scales:
-            self._scales[parameter, name] = torch.ones(len(_parts(parameter)), device=parameter.device)
-        return self._scales[parameter, name]
-
     def _store(self, parameter: Tensor, name: str, index: int, part: slice, value: Tensor) -> None:
         """Stores float32 as what is kept. A scale is a power of two, so that nothing is lost but by the rounding to fewer bits."""
         kept: Tensor = self.state[parameter][name]
         if (largest := LARGEST.get(kept.dtype)) is not None:
             mantissa, exponent = torch.frexp(value.abs().amax() / largest)
             scale = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
-            self._scale(parameter, name)[index] = scale
+            self.scales[parameter, name][index] = scale
             value = value / scale
         kept[part].copy_(value.to(kept.dtype), non_blocking=True)
 
@@ -201,7 +198,7 @@ class PrecisionAdam(torch.optim.Optimizer):
             if kept.device != device or kept.dtype != torch.float32:
                 kept = kept.to(device, non_blocking=True).float()
                 if self._dtypes[name] in LARGEST:
-                    kept = kept * self._scale(one.shard, name)[one.index]
+                    kept = kept * self.scales[one.shard, name][one.index]
             one.state[name] = kept
 
     def _take_back(self, one: _Slice) -> None:
@@ -475,6 +472,7 @@ class Optimizer(ScheduledOptimizer):
                 yield from ((tensor, True) for tensor in group["params"])
             for state in part.optimizer.state.values():
                 yield from ((value, True) for value in state.values() if isinstance(value, Tensor))
+            yield from ((scale, True) for scale in getattr(part.optimizer, "scales", {}).values())
         for chunk in model.chunks:
             yield from ((buffer.grad_data, False) for buffer in flat_buffers(chunk))
 

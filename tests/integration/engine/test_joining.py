@@ -169,9 +169,12 @@ async def test_weights_from_another_engine(
     """The source's requests run on as if nothing were; the joiner serves what it serves, and knows its digest."""
     known = TensorFiles([checkpoint(1).path / "model.safetensors"]).digests()
     source = await replica("rollout-1", client)
+    gauges = source.service.metrics.values
+    source.service.metrics.set("broken_snapshot", 4)  # it could not load one, and then gets a later version otherwise
     await client.update_weights_from_disk(str(checkpoint(1).path), 5)
     digest = await client.adopt(5, known)
     await source.replica.serve(5)
+    await until(lambda: gauges["broken_snapshot"] == -1, "the end of the request for a whole snapshot", SECONDS)
     async with generating(client, 4) as running:
         joiner = await replica("rollout-2", overlapping_client)
         assert joiner.replica.version == NO_WEIGHTS

@@ -53,7 +53,7 @@ SERVED: dict[str, Any] = {"tinker": {"tinker_endpoint": True}, "rollout": {"num_
     [
         ({"trainer": {"trainer_backend": "torch"}}, "trainer.trainer_backend = 'torch': megatron"),
         ({"trainer": {"lora_rank": 4}}, "trainer.lora_rank = 4: 0: adapters"),
-        ({"trainer": {"lora_rank": 4}, **SERVED}, "trainer.lora_rank = 4: 0: adapters"),
+        (SERVED, "plain weights, and rollout.rollout_precision = checkpoint, with tinker.tinker_endpoint"),
         ({"rollout": {"rollout_num_gpus_per_engine": 8}}, "which 8 ranks of an engine cannot divide into whole blocks of 16"),
     ],
 )

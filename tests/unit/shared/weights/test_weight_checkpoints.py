@@ -1,5 +1,6 @@
 """Versions on disk: chains, what breaks them, what is kept, and that nobody ever sees half of one."""
 
+import datetime
 import json
 import os
 import shutil
@@ -9,10 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
+from torch.distributed import TCPStore
 
 from services.trainer.weights.snapshot_writer import WeightCheckpointWriter
+from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.digest import TensorDigest, of_bytes, version_digest
+from shared.transfer.group_channel import BroadcastGroup
 from shared.transfer.weight_checkpoint import (
     CHECKPOINT_FILE,
     BrokenCheckpoint,
@@ -319,6 +324,27 @@ def test_what_another_account_hides_in_a_version_makes_it_broken(kind: str, tmp_
         replica.follow(snapshots, 1)
     assert error.value.version == 1 and error.value.path == snapshots.path_of(1)
     assert replica.follow(snapshots, 0).version == 0  # the others are as good as before
+
+
+def test_an_engines_own_group_gets_tensors_as_it_is_asked_for_them(tmp_path: Path) -> None:
+    """A pair that engines load as one is asked for together, wherever its halves stand in the file."""
+    names = [f"model.layers.0.self_attn.{name}.weight" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa")]
+    held = {name: np.full((6, 8), index, np.float32) for index, name in enumerate(names)}
+    sent = write(WeightCheckpoints(tmp_path), 0, found=held)
+    place = {"backend": "gloo", "world_size": 2}
+    settings = {**place, "checkpoint": str(sent.path), "master_address": "127.0.0.1", "group_name": "own", "seconds": 60}
+    command = [sys.executable, "-m", "shared.transfer.group_channel"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sender:
+        assert sender.stdin is not None and sender.stdout is not None
+        print(json.dumps(settings), file=sender.stdin, flush=True)
+        port = int(sender.stdout.readline())
+        store = TCPStore("127.0.0.1", port, 2, False, datetime.timedelta(seconds=60), wait_for_workers=False)
+        address = {**place, "kind": "group", "address": "127.0.0.1", "port": port, "name": "own", "secret": "0" * 32}
+        group = BroadcastGroup(WeightChannelAddress.model_validate(address), store, 1, torch.device("cpu"), 60, stock=True)
+        for slot in sent.manifest(1 << 20).slots():
+            group.broadcast(taken := torch.empty(slot.shape), 60).wait()
+            assert torch.equal(taken, torch.from_numpy(held[slot.name])), slot.name
+        sender.communicate(timeout=60)
 
 
 @pytest.mark.parametrize("name", ["v" + "9" * 40, "v\u0661\u0662\u0663\u0664\u0665\u0666", "v-00001"])

@@ -324,6 +324,7 @@ def test_a_push_carries_each_stages_adapters_and_nothing_else(config, hf, two_ra
 def test_what_cannot_be_adapted_is_refused_with_the_fields_name(make_actor):
     cases = [
         ("qwen3", {"lora_rank": 4, "target_modules": ("query_proj",)}, ["target_modules", "query_proj", "q_proj"]),
+        ("deepseek_v3", {"lora_rank": 4, "target_modules": ("q_a_proj", "o_proj")}, ["target_modules", "kv_a_proj_with_mqa together"]),
         ("qwen3_moe", {"lora_rank": 4, "expert_tensor_parallel_size": 2}, ["expert_tensor_parallel_size", "2", "tensor-parallel size"]),
         (
             "glm4_moe",

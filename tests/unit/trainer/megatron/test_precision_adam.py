@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from services.trainer.client_states import ClientStates
 from services.trainer.megatron import optimizer as precision_adam
 from services.trainer.megatron.optimizer import PrecisionAdam
 from shared.config.trainer_section import OptimizerState
@@ -108,6 +109,26 @@ def test_what_is_kept_in_fewer_bits_is_read_and_set_without_a_change():
         before = adam.get_unscaled_state(shard, name).clone()
         adam.set_scaled_state(shard, name, before)
         assert torch.equal(adam.get_unscaled_state(shard, name), before), name
+
+
+def test_a_client_that_comes_back_has_its_scales(hf):
+    model = rank_steps.actor(hf("qwen3"), **PLAIN, megatron={**NARROW, "exp_avg_dtype": "fp8"})
+    states, inner = ClientStates(model), model.optimizer.parts()["dense"].optimizer
+
+    def kept():
+        return [
+            inner.get_unscaled_state(shard, name).clone() for shard in inner.param_groups[0]["params"] for name in precision_adam.STATES
+        ]
+
+    states.create("a", 0, 0, [])
+    rank_steps.steps(model, 2)
+    before = kept()
+    states.create("b", 0, 0, [])
+    model.train_step(rank_steps.share(model, 5), lambda *given: (1e3 * rank_steps.weighted_loss(*given)[0], {}), need_entropy=True)
+    states.enter("a")
+    after = kept()
+    model.close()
+    assert all(map(torch.equal, after, before))
 
 
 def test_bfloat16_gradient_buffers_train(hf):
