@@ -15,7 +15,6 @@ what neither gives, the flags.
 
 import re
 import tomllib
-from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -288,21 +287,24 @@ def lay_custom_config(layers: Layers) -> None:
     except ConfigError as error:
         layers.problems.append(error)
         return
-    owners, own, megatron, given = field_sections(), dict[str, Any](), dict[str, Any](), defaultdict[str, dict[str, Any]](dict)
+    sections, problems, notes = known_fields(_by_section(values, path))
+    layers.lay(sections, path)
+    layers.problems += [in_file(problem, path) for problem in problems]
+    layers.notes += [*notes, f"{path} stands over what is given elsewhere: {', '.join(values) or 'nothing'}"]
+
+
+def _by_section(values: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Returns the keys of a file without sections in theirs; slime's in any, and what is neither field nor flag in ``custom_args``."""
+    owners, found = field_sections(), Layers()
     for key, value in values.items():
         if (name := key.replace("-", "_")) in owners and name != "custom_config_path":
-            given[owners[name]][name] = value
+            found.lay({owners[name]: {name: value}}, path)
+        elif flag_table.of_slime(name):
+            found.lay({"run": {key: value}}, path)
         else:
-            (given["run"] if flag_table.of_slime(name) else megatron if name in flag_table.spellings() else own)[key] = value
-    if megatron:
-        given["trainer"]["megatron"] = megatron
-    sections, problems, notes = known_fields(given)
-    layers.lay(sections, path)
-    layers.lay({"run": {"custom_args": own}}, path)
-    layers.problems += [in_file(problem, path) for problem in problems]
-    layers.notes += notes
-    if shown := ", ".join(name for fields in sections.values() for name in (*fields, *fields.get("megatron", {})) if name != "megatron"):
-        layers.notes.append(f"{path} stands over what is given elsewhere: {shown}")
+            section, table = ("trainer", "megatron") if name in flag_table.spellings() else ("run", "custom_args")
+            found.lay({section: {table: {key: value}}}, path)
+    return found.values
 
 
 def lay_eval_config(layers: Layers) -> None:

@@ -170,7 +170,7 @@ def test_a_custom_config_file_stands_over_all_and_its_other_keys_go_to_the_users
     assert problems == [] and config is not None
     assert (config.trainer.lr, config.algorithm.eps_clip) == (3e-6, 0.3)
     assert config.run.custom_args == {"max_turns": 7, "nested": {"a": [1, 2]}}
-    assert any("lr, eps_clip" in note for note in notes)
+    assert any("lr, eps-clip" in note for note in notes)
     own.write_text("partial_rollout: true\nmoe_router_dtype: fp32\nmax_turns: 7\n")  # slime's and Megatron's flags too
     config, problems, notes, *_ = read(None, given)
     assert problems == [] and config is not None
