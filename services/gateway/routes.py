@@ -75,14 +75,14 @@ async def bounded_body(request: Request, most_bytes: int) -> bytes:
 def request_id(log: SessionLog, prefix: str, path: str, headers: Mapping[str, str], body: bytes) -> str:
     """Returns the id of a request's turn. ``prefix``: how the format's ids begin. ``headers``: by names in lower case. A client may name
     its requests; another body under the same name is another request. The houses' own SDKs do not, but count a request's repetitions: one
-    that is repeated is the newest request of the session with the very same body."""
+    that is repeated is the session's request with the very same body, where there is one alone."""
     for name in ("idempotency-key", "x-request-id"):
         if given := headers.get(name):
             return prefix + _digest(log.session.id, given, path, body)
     base = f"{prefix}{_digest(path, body)}"
-    known = [request for request in [*log.turns, *log.pending] if request.startswith(base)]
     repeated, own = headers.get("x-stainless-retry-count", "0") not in ("", "0"), uuid.uuid4().hex[:8]
-    return known[-1][: len(base + own)] if known and repeated else base + own  # without the number of a choice
+    known = {request[: len(base + own)] for request in [*log.turns, *log.pending] if request.startswith(base)}  # without choices' numbers
+    return known.pop() if repeated and len(known) == 1 else base + own
 
 
 def _digest(*parts: str | bytes) -> str:

@@ -468,7 +468,8 @@ class Turns:
             if left <= 0:
                 return await self._ended(log, pending, "length", cached or 0, asked)
             tracker = StopStringTracker(pending.completion, sampling.stop, self._chat.text)
-            most = left if grammar else min(left, self._limits.gateway_checkpoint_tokens)
+            # one request has a grammar from its beginning, and so what is penalised
+            most = left if grammar or sampling.repetition_penalty != 1 else min(left, self._limits.gateway_checkpoint_tokens)
             hear = None if live is None or grammar else tracker.hearing(live.hear)
             found, pending.replica = await self._generate(log, pending, sampling, most, min_version, hear, grammar, asked)
             generated = tracker.whole(found)

@@ -178,7 +178,8 @@ class _Rollout(PlayedRollout):
     async def attempt(self, client: EngineClient, version: int, life: int) -> None:
         replica, oldest = self.replica, self.oldest(version)
         self._limits = replace(self._limits, vocabulary=client.capabilities.vocab_size)
-        given, (newest, recorded) = await self._called(self._sample or self._functions.begun(self.task, self.index), version)
+        begun, self._sample = self._sample or self._functions.begun(self.task, self.index), None  # a failed call may have changed it
+        given, (newest, recorded) = await self._called(begun, version)
         trusted, aborted = recorded or replica.incarnation == life, any(one.status is Status.ABORTED for one in given)
         if trusted:
             late = frozenset() if recorded else client.late_versions  # a record has the version of each token

@@ -118,12 +118,17 @@ class EpisodeGenerate(CustomGenerate):
         super().__init__(service, replica, tokenizer)
         self.settings = service.config.episode
         assert self.settings.episode_url is not None  # only made for runs that have one
-        self.run, self.longest = service.run, service.config.rollout.rollout_max_context_len
+        self.run = service.run
         self.environment: Environment = open_environment("episode", self.settings.episode_url, service.bus, service.run)
         self._described: Description | None = None
 
     def path(self, task: Task) -> str | None:
         return self.environment.shown
+
+    def longest(self, task: Task) -> int | None:
+        """Returns the most tokens of an episode: those of its set of held-out prompts, or the run's."""
+        view = eval_view(self._config, task.group)
+        return self._config.rollout.rollout_max_context_len if view is None else view.max_context_len
 
     async def start(self) -> None:
         """Has nothing to start: the environment is a service of its own."""
@@ -249,7 +254,7 @@ class _Episode:
             ids, log_probs = [token for _, token, _ in logprobs], [log_prob for log_prob, _, _ in logprobs]
             self._sample.append_response_tokens(tokens=ids, log_probs=log_probs, meta_info=meta, text=answer["text"])
             self._route(encoded, beyond)
-            self._state["said"] += answer["text"]
+            self._state["said"] += self._without_end(answer["text"], ids if meta["finish_reason"]["type"] == "stop" else [])
             self._state["generated"] = self._state.get("generated", 0) + len(ids)
             finish = meta["finish_reason"]["type"]
             if finish == "stop":
@@ -260,6 +265,13 @@ class _Episode:
                 return "abort", None
             await asyncio.sleep(RETRY_PAUSE)  # the push that caused it is still in progress; the turn continues from its tokens
         return "full", None
+
+    def _without_end(self, text: str, ids: list[int]) -> str:
+        """Returns what a turn says without the control token that ends it, unless tasks ask for it. ``ids``: of a turn that has ended."""
+        decode = self._run.tokenizer.decode
+        if self._task.sampling.skip_special_tokens is False or not ids or decode(ids[-1:]):
+            return text
+        return text.removesuffix(decode(ids[-1:], skip_special_tokens=False))
 
     def _up_to_stop(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Returns the engine's answer up to the end of a stop string that began in what the turn had generated before."""
@@ -296,7 +308,7 @@ class _Episode:
 
     def _left(self) -> int:
         left = self._task.sampling.max_new_tokens - self._sample.response_length
-        longest = self._run.longest
+        longest = self._run.longest(self._task)
         return left if longest is None else min(left, longest - len(self._sample.tokens))
 
     def _room(self) -> int:

@@ -142,6 +142,7 @@ class StepScheduler:
             return None
         if self._lent is not None or not self._colocation.colocated:
             return self._pusher.due(version)
+        self._pusher.forget(self._colocation.lost())  # a turn without a push, as after a refused batch, loses them too
         if self._pusher.lags(version):
             self._colocation.offload_engines()
             self._pusher.forget(self._colocation.lost())

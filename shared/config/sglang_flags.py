@@ -45,6 +45,7 @@ RESERVED = {
         "leave it out: an engine answers over a private socket only, and this would have it listen elsewhere",
     ),
     **dict.fromkeys(("node-rank", "dist-init-addr"), "the rollout services of an engine's nodes agree upon it; set nnodes alone"),
+    "enable-eplb": "leave it out: experts that move would get others' weights with the next push",
     "weight-version": "nothing to set: the weight version is the run's",
     "custom-weight-loader": "nothing to set: an engine's weights come from the trainer",
 }

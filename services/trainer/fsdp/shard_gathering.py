@@ -90,7 +90,10 @@ class FsdpGatherPlan(GatherPlan):
         return targets
 
     def is_whole(self, unit: GatherUnit) -> bool:
-        return dist.get_world_size() == 1 and [name for name, _ in unit.tensors] == [unit.name] and unit.name not in self._adapters
+        if dist.get_world_size() > 1 or [name for name, _ in unit.tensors] != [unit.name] or unit.name in self._adapters:
+            return False
+        held = self._held.get(unit.name)  # what lies in host memory is copied each time
+        return local(self._matrices[unit.name] if held is None else held).device.type == device().type
 
     def _gathered(self, unit: GatherUnit, destination: int, dtype: torch.dtype | None) -> list[Tensor] | None:
         """Returns a parameter's tensors on one rank, in ``dtype`` or their own, None on the others."""

@@ -171,7 +171,8 @@ class HfParts:
         """Writes what stands beside the weights, and puts the directory into its place."""
         found, draft, dtype = json.loads(content), self.partial, self._plan.model.dtype
         weight_map = {name: found[name] for unit in self._plan.units for name, _ in unit.tensors}
-        weight_map |= dict.fromkeys(copy_vision(self._source, draft), VISION_FILE)
+        if not any(name.startswith(VISION) for name in weight_map):  # else the backend trains what sees
+            weight_map |= dict.fromkeys(copy_vision(self._source, draft), VISION_FILE)
         copied, nbytes = self._drafts.write_rest(draft)
         weight_map |= {name: found[name] for name in self._drafts.names if name in found} | copied
         if len(set(weight_map.values())) > 1:

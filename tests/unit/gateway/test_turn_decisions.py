@@ -161,6 +161,8 @@ def test_a_request_is_known_by_its_name_or_as_a_repetition() -> None:
     log.apply([TurnEnded(request=first, holder="a", **ended)])
     assert request_id(log, "chatcmpl-", "/v1", repeated, body) == first
     assert request_id(log, "chatcmpl-", "/v1", repeated, b"{}") != first
+    log.apply([TurnBegun(request=second, holder="a", at=0.0, until=1.0, rest=np.arange(2))])
+    assert request_id(log, "chatcmpl-", "/v1", repeated, body) not in (first, second), "of several that are alike none is known to be meant"
 
 
 def test_constraints_are_enforced_in_evaluations_alone() -> None:
