@@ -44,6 +44,7 @@ from shared.sessions.session import (
     RECORDED,
     Finish,
     PendingTurn,
+    SampledTokens,
     SessionLog,
     SessionOver,
     SessionUnknown,
@@ -468,28 +469,17 @@ class Turns:
             if left <= 0:
                 return await self._ended(log, pending, "length", cached or 0, asked)
             tracker = StopStringTracker(pending.completion, sampling.stop, self._chat.text)
-            # one request has a grammar from its beginning, and so what is penalised
-            most = left if grammar or sampling.repetition_penalty != 1 else min(left, self._limits.gateway_checkpoint_tokens)
             hear = None if live is None or grammar else tracker.hearing(live.hear)
-            found, pending.replica = await self._generate(log, pending, sampling, most, min_version, hear, grammar, asked)
+            found, pending.replica = await self._generate(log, pending, sampling, min_version, hear, grammar, asked)
             generated = tracker.whole(found)
             cached = generated.cached if cached is None else cached
             if generated.finish == "stop" or (generated.finish == "length" and len(generated.completion) >= left):
                 whole = replace(pending, **appended(pending, generated))
                 return await self._ended(log, whole, generated.finish, cached, asked)
             if len(generated.completion) and not grammar:
-                progress = TurnExtended(
-                    request=pending.request,
-                    holder=self._holder,
-                    start=len(pending.completion),
-                    completion=generated.completion,
-                    log_probs=generated.log_probs,
-                    top_log_probs=generated.top_log_probs,
-                    kept=generated.kept,
-                    spans=generated.spans,
-                    until=time.time() + LEASE_SECONDS,
-                    replica=pending.replica,
-                )
+                held = {"holder": self._holder, "until": time.time() + LEASE_SECONDS, "replica": pending.replica}
+                sampled = {name: getattr(generated, name) for name in SampledTokens.model_fields}
+                progress = TurnExtended(request=pending.request, start=len(pending.completion), **held, **sampled)
                 pending = await self._sessions.extend(log, progress)
             if generated.finish == "abort":
                 await self._sessions.refresh(log)
@@ -502,13 +492,14 @@ class Turns:
         log: SessionLog,
         pending: PendingTurn,
         sampling: Sampling,
-        most: int,
         min_version: int,
         hear: Hear | None,
         grammar: str,
         asked: ChatTurn | TokenTurn,
     ) -> tuple[TurnGeneration, str]:
-        fewest = max(0, sampling.min_new_tokens - len(pending.completion))
+        left, fewest = (max(0, count - len(pending.completion)) for count in (sampling.max_new_tokens, sampling.min_new_tokens))
+        # one request has a grammar from its beginning, and so what is penalised
+        most = left if grammar or sampling.repetition_penalty != 1 else min(left, self._limits.gateway_checkpoint_tokens)
         wanted = sampling.model_copy(update={"max_new_tokens": most, "min_new_tokens": min(fewest, most)})
         tokens = np.concatenate([pending.prompt, pending.completion])
         while True:

@@ -97,7 +97,8 @@ def captured_requests(config: RunConfig, device: str) -> int | None:
         return None
     for name in SIZES:
         if given.get(name) is not None:
-            return _largest(given[name])
+            sizes = given[name] if isinstance(given[name], list) else [given[name]]
+            return max((int(size) for size in sizes if str(size).isdecimal()), default=None)
     if config.trainer.colocate:
         return FEWEST  # the trainer's memory is beside it
     return min(MOST_CAPTURED, max(FEWEST, config.rollout.rollout_concurrency or MOST_CAPTURED))
@@ -108,11 +109,6 @@ def graph_flags(config: RunConfig, device: str) -> dict[str, Any]:
     own = {plain_name(name) for name in config.rollout.sglang} & {*SIZES, *OTHERWISE}
     captured = captured_requests(config, device)
     return {} if own or captured is None or config.trainer.colocate else {FLAG: captured}
-
-
-def _largest(given: Any) -> int | None:
-    sizes = given if isinstance(given, list) else [given]
-    return max((int(size) for size in sizes if str(size).isdecimal()), default=None)
 
 
 RUNNER = "moe-runner-backend"

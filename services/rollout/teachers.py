@@ -61,24 +61,20 @@ def weights_of(objective: AlgorithmSection, metadata: Mapping[str, Any]) -> dict
     return {name: weight / total for name, weight in given.items()}
 
 
-def _authorization(variable: str | None) -> dict[str, str]:
-    if variable is None:
-        return {}
-    if not (key := os.environ.get(variable)):
-        raise ConfigError("algorithm.opd_teacher_key_variable", variable, "a variable that is set where the rollout service starts")
-    return {"Authorization": f"Bearer {key}"}
-
-
 class Teachers:
     """The teachers of a run. Must be made, used and closed in one event loop. Raises ConfigError for a key that is not set.
     ``temperature``: the rollout's, at which log-probs are asked for as the policy's are taken; SGLang gives those of given tokens at 1."""
 
     def __init__(self, objective: AlgorithmSection, temperature: float = 1.0) -> None:
-        self._objective = objective
+        self._objective, headers = objective, {"Content-Type": "application/json"}
+        if (variable := objective.opd_teacher_key_variable) is not None:
+            if not (key := os.environ.get(variable)):
+                raise ConfigError("algorithm.opd_teacher_key_variable", variable, "a variable that is set where the rollout service starts")
+            headers["Authorization"] = f"Bearer {key}"
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
             timeout=aiohttp.ClientTimeout(total=None),
-            headers={"Content-Type": "application/json", **_authorization(objective.opd_teacher_key_variable)},
+            headers=headers,
         )
         self._teachers = {
             name: _Teacher(name, url, self._session, objective.opd_teacher_concurrency, temperature)

@@ -7,7 +7,7 @@ After the warm start each round takes a command: push the weights, or train a ba
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 from torch import Tensor
@@ -211,7 +211,7 @@ class Trainer(RoleWorker):
             part = prefix and f"_{prefix.rstrip('_')}"
             with self._profiler.part("train_log_probs", part), self._actor.clock.part("log_probs"):
                 if prefix:  # of another model, whose routers have their own choice
-                    return self._actor.log_probs([batch.routed_freely() for batch in batches])
+                    return self._actor.log_probs([replace(batch, experts=None, routing=None) for batch in batches])
                 if not self._config.trainer.use_routing_replay:
                     return self._actor.log_probs(batches)
                 found, self._recorded = self._actor.log_probs_and_routing(batches)

@@ -87,10 +87,6 @@ class PackedBatch:
         """Returns the same micro-batch with more per-token tensors [T], for example ``proximal_log_probs``."""
         return replace(self, fields={**self.fields, **tensors})
 
-    def routed_freely(self) -> "PackedBatch":
-        """Returns the same micro-batch, each token of which goes where the router sends it."""
-        return replace(self, experts=None, routing=None)
-
     def with_renamed(self, field: str, name: str) -> "PackedBatch":
         """Returns the same micro-batch with a field under another name."""
         return replace(self, fields={name if own == field else own: tensor for own, tensor in self.fields.items()})

@@ -49,8 +49,11 @@ def rewarded(args: Any, rollout_id: int, data_source: Any, evaluation: bool = Fa
 
 
 def older_form(args: Any, rollout_id: int, data_buffer: Any, evaluation: bool = False) -> Any:
-    """The groups as a plain list, without rewards."""
-    return generated(args, data_buffer.get_samples(args.rollout_batch_size))
+    """The groups as a plain list, without rewards or a word of how they ended."""
+    groups = generated(args, data_buffer.get_samples(args.rollout_batch_size))
+    for sample in groups[0] + groups[1]:
+        sample.status = Sample.Status.PENDING
+    return groups
 
 
 def particular(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:

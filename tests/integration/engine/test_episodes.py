@@ -15,6 +15,7 @@ from shared.schema.sample import runs
 from tests.integration.engine.bench import PROMPT, Bench, NewBench
 from tests.integration.engine.conftest import Checkpoints
 from tests.integration.engine.reference import log_probs
+from tests.support.tiny_model import EOS
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
@@ -28,7 +29,8 @@ class Recording(GuessingGame):
     def __init__(self) -> None:
         self.resets: list[dict[str, Any]] = []
         self.steps: list[tuple[str, int]] = []
-        self.wins_after, self.pause_s, self.fails = 3, 0.0, False
+        self.said: list[str] = []
+        self.wins_after, self.pause_s, self.fails = 3, 0.0, 0
 
     def reset(self, request: dict[str, Any]) -> Any:
         self.resets.append(request)
@@ -36,7 +38,9 @@ class Recording(GuessingGame):
 
     async def step(self, state: Any, message: dict[str, Any], request: dict[str, Any]) -> Any:  # type: ignore[override]
         self.steps.append((request["session"], request["turn"]))
+        self.said.append(message["content"])
         if self.fails:
+            self.fails -= 1
             raise LookupError("no such game")
         await asyncio.sleep(self.pause_s)
         state["turns"] += 1
@@ -51,15 +55,19 @@ async def game() -> AsyncIterator[tuple[Recording, str]]:
         yield made, url
 
 
-async def bench_of(new_bench: NewBench, url: str, **episode: Any) -> Bench:
-    return await new_bench(episode={"episode_url": url, "episode_turn_tokens": 4, **episode}, reward={"rm_type": "math_verify"})
+async def bench_of(new_bench: NewBench, url: str, sections: dict[str, Any] = {}, **episode: Any) -> Bench:  # noqa: B006
+    episode = {"episode_url": url, "episode_turn_tokens": 4, **episode}
+    return await new_bench(episode=episode, reward={"rm_type": "math_verify"}, **sections)
 
 
 async def test_an_episode_to_its_end(new_bench: NewBench, game: tuple[Recording, str], checkpoint: Checkpoints) -> None:
     made, url = game
-    desk = await bench_of(new_bench, url)
-    await desk.task(sampling=Sampling(temperature=1.0, max_new_tokens=60))
+    desk = await bench_of(new_bench, url, episode_turn_tokens=200)
+    await desk.task(sampling=Sampling(temperature=1.0, max_new_tokens=700))
     group, samples = await desk.generated()
+    whole = [(one, desk.rollout._tokenizer.pieces(one.response.tolist())) for one in samples]
+    said = ["".join(pieces[start:end]).removesuffix(EOS) for one, pieces in whole for start, end, _ in one.turn_rewards]
+    assert sorted(made.said) == sorted(said), "what ends a message is not part of it"
     assert len(group.samples) == 2 and {request["rollout"] for request in made.resets} == {0, 1}
     assert made.resets[0]["prompt"] == "40+2=" and made.resets[0]["metadata"] == {"level": 3}
     assert sorted(turn for _, turn in made.steps) == [0, 0, 1, 1, 2, 2] and len({session for session, _ in made.steps}) == 2
@@ -79,24 +87,29 @@ async def test_an_episode_to_its_end(new_bench: NewBench, game: tuple[Recording,
 async def test_an_episode_ends_with_its_tokens_or_turns(new_bench: NewBench, game: tuple[Recording, str]) -> None:
     made, url = game
     made.wins_after = 99
-    desk = await bench_of(new_bench, url, episode_turns=2, episode_reward="last")
-    await desk.task(sampling=Sampling(temperature=1.0, max_new_tokens=60))
+    most = len(PROMPT) + len("a game:") + 8  # tokens of a trained episode: the first turn, what answers it and one more
+    sections = {"rollout": {"rollout_max_context_len": most}, "eval": {"sets": [{"name": "heldout", "path": "heldout.jsonl"}]}}
+    desk = await bench_of(new_bench, url, sections, episode_turns=2, episode_reward="last")
+    await desk.task("eval.heldout.0.0", sampling=Sampling(temperature=1.0, max_new_tokens=60))
     _, samples = await desk.generated()
     assert [(one.finish, one.metadata["turns"], one.given_reward) for one in samples] == [("length", 2, {"reward": 0.25, "form": 1.0})] * 2
     await desk.task(group="g00000008", sampling=Sampling(temperature=1.0, max_new_tokens=9))
     _, samples = await desk.generated()
     assert all(len(one.response) <= 9 and one.finish == "length" for one in samples)
+    await desk.task("g00000009", sampling=Sampling(temperature=1.0, max_new_tokens=60, min_new_tokens=60))
+    _, samples = await desk.generated()
+    assert [(len(one.prompt) + len(one.response), one.finish, one.metadata["turns"]) for one in samples] == [(most, "length", 1)] * 2
 
 
 async def test_an_environment_that_fails_costs_its_group_and_is_named(new_bench: NewBench, game: tuple[Recording, str]) -> None:
     made, url = game
-    made.fails = True
+    made.fails = 99
     desk = await bench_of(new_bench, url)
     await desk.task()
     outcome = await desk.outcome()
     assert isinstance(outcome, Failed)
     assert f"episode.episode_url = {url}" in outcome.reason and "LookupError: no such game" in outcome.reason
-    made.fails = False
+    made.fails = 0
     await desk.task(group="g00000009")
     group, _ = await desk.generated()
     assert group.group == "g00000009"
@@ -116,9 +129,10 @@ async def test_an_episode_goes_on_in_its_session_elsewhere(new_bench: NewBench, 
     stopped = await desk.outcome()
     assert isinstance(stopped, Interrupted) and stopped.payload is not None
     desk.rollout.in_flight.leaving = False  # as at another replica
+    made.fails = 1
     await desk.task(stopped.group, attempt=1, partial=stopped.payload, sampling=sampling)
     _, samples = await desk.generated()
-    assert len(made.resets) == 2, "no session was opened anew"
-    assert sorted(turn for _, turn in made.steps) == [0, 0, 1, 1, 2, 2]
+    assert len(made.resets) == 3, "the one whose step failed begins anew, and the other continues"
+    assert sorted(turn for _, turn in made.steps) == [0, 0, 0, 1, 1, 1, 2, 2]
     assert [one.given_reward for one in samples] == [{"reward": 0.75, "form": 3.0}] * 2
     assert all([(start, end) for start, end, _ in one.turn_rewards] == runs(one.mask != 0) for one in samples), "of both attempts"

@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from services.rollout.engine.engine_client import EngineClient
+from services.rollout.engine.generation import GenerationRequest
 from shared.data.tokenizer import Tokenizer
 from shared.schema.messages import Sampling
 from shared.sessions.session import Turn
@@ -68,6 +69,12 @@ async def test_a_turn_that_is_recorded_in_parts(hall: NewHall, checkpoint: Check
         exact(turn, checkpoint)
         across += bool(stopped) and len(turn.completion) % 2 == 1
     print(f"{across} of {TURNS} turns ended with a stop string across two draws")
+    sampling = Sampling(temperature=0.0, repetition_penalty=2.0, max_new_tokens=24, min_new_tokens=24)
+    penalised = await room.session(sampling=sampling, evaluation=True)
+    await told(penalised, room.urls[0], stream=True)
+    [turn] = (await penalised.log()).turns.values()
+    [whole] = await room.desk.client.generate_group([GenerationRequest(tokens=turn.prompt, max_new_tokens=24)], sampling)
+    assert turn.completion.tolist() == whole.tokens.tolist(), "what is penalised, the engine knows of one request alone"
 
 
 def exact(turn: Turn, checkpoint: Checkpoints) -> None:

@@ -2,17 +2,21 @@
 
 import asyncio
 import threading
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from services.trainer.step_scheduler import StepScheduler
 from services.trainer.weights import pusher
 from services.trainer.weights.push_schedule import BACK_OFF_MOST, PushSchedule, Target, culprits_of, lost_members, replicas_without_rank
 from services.trainer.weights.stage_sender import relays_of
 from shared.runtime.errors import MyxoError
 from shared.schema.messages import Accepted
 from shared.schema.service_messages import ServiceStatus
+from tests.support.run_config import run_config
 from tests.support.tables import table
 
 
@@ -38,6 +42,18 @@ def test_a_commit_counts_before_the_card_says_so_and_only_for_that_life() -> Non
     assert schedule.behind([status("one", -1, incarnation="b")], 4, now=0) == (Target("one", "b", 1),)
     schedule.forget(["one"])
     assert schedule.behind([status("one", 3)], 4, now=0) == (ONE,)
+
+
+def test_colocated_engines_get_weights_again_after_a_turn_that_no_push_ended(tmp_path: Path) -> None:
+    """They have lost what they had confirmed, though no version is newer: a batch was refused."""
+    schedule, config = PushSchedule(), run_config(tmp_path)
+    schedule.confirmed([ONE], 4, "d4")
+    lags = partial(schedule.behind, [status("one", -1)], now=0)
+    pushes: Any = SimpleNamespace(forget=schedule.forget, lags=lags, due=lags, awaited=None)
+    colocation: Any = SimpleNamespace(colocated=True, lost=lambda: {"one"}, offload_engines=lambda: None, call_off=lambda: None)
+    control: Any = SimpleNamespace(stopping=False)
+    snapshots: Any = SimpleNamespace(tell_live=lambda: None, instead_of_pushes=False)
+    assert StepScheduler(control, config, pushes, snapshots, colocation, None).next(4, 4) == (ONE,)
 
 
 def test_who_fails_is_left_alone_longer_each_time() -> None:

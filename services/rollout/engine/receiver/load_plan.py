@@ -142,7 +142,8 @@ def compare(model: Any, bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
 def held_copies(model: Any, bucket: Bucket, flat: Tensor) -> list[TensorCopy]:
     """Returns the copies that loading the bucket from ``flat`` would make, without loading it: what they would set, the parameters hold.
     Raises BadMessage: ``load_weights`` does something to the bucket from which its bytes cannot be told again."""
-    inverting = _Inverting(flat, _storages(model), _computed_storages(model))
+    held, values = _storages(model), (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
+    inverting = _Inverting(flat, held, {value.untyped_storage().data_ptr() for value in values} - held - {0})
     _load(model, bucket_views(bucket, flat), inverting)
     return inverting.copies
 
@@ -155,11 +156,6 @@ def parameters_of(model: Any) -> Iterator[Tensor]:
 
 def _storages(model: Any) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in parameters_of(model)} - {0}
-
-
-def _computed_storages(model: Any) -> set[int]:
-    values = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
-    return {value.untyped_storage().data_ptr() for value in values} - _storages(model) - {0}
 
 
 def _load(model: Any, tensors: Iterable[tuple[str, Tensor]], mode: TorchDispatchMode) -> None:

@@ -11,9 +11,11 @@ from torch.utils.checkpoint import checkpoint
 from services.trainer.fsdp import fused_layers, picture_inputs
 from services.trainer.fsdp.picture_inputs import MediaInputs
 from services.trainer.packing import separate
+from services.trainer.parallel.safetensors_reader import SafetensorsReader
 from shared.config.data_sections import DataSection
 from shared.data.media import MediaReader
 from shared.model.families import tower_of
+from shared.model.hf_checkpoint import read_headers
 from shared.model.memory_plan import tower_bytes
 from shared.runtime.errors import BadMessage
 from tests.support.tiny_audio import wav, write_tiny_audio_model
@@ -84,7 +86,7 @@ def reference(directory, shows, batch):
 
 
 @pytest.mark.parametrize(("kind", "shows"), [*((kind, "image") for kind in KINDS), ("qwen2_5_vl", "video")])
-def test_packs_with_pictures_are_computed_as_single_sequences(kind, shows, models, alone):
+def test_packs_with_pictures_are_computed_as_single_sequences(kind, shows, models, alone, tmp_path):
     directory = models(kind)
     model, batch = alone.actor(directory, **TORCH | {"shows": shows}), batch_of(directory, kind=shows)
     trained = batch.loss_mask > 0
@@ -103,6 +105,10 @@ def test_packs_with_pictures_are_computed_as_single_sequences(kind, shows, model
     assert second.loss < first.loss
     changed = {name for name, tensor in model.model.named_parameters().items() if not torch.equal(tensor, weights[name])}
     assert any("visual" in name for name in changed) and any("visual" not in name for name in changed)
+    model.save_hf(tmp_path / "out")
+    written, (_, problems) = SafetensorsReader(tmp_path / "out"), read_headers(tmp_path / "out")
+    assert not problems
+    assert all(torch.equal(written.read(name), tensor) for name, tensor in alone.exported(model).items()), "what sees as it was trained"
 
 
 def test_pictures_of_a_group_are_prepared_once(models, monkeypatch):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from services.trainer import flops
-from services.trainer.fsdp import fused_layers, packed_attention
+from services.trainer.fsdp import fused_layers, packed_attention, shard_gathering
 from services.trainer.fsdp.packed_attention import Sequences
 from services.trainer.packing import separate
 from services.trainer.parallel.loss_function import MicroBatchesFailed
@@ -295,6 +295,14 @@ def test_copies_of_shards_and_shards_in_host_memory_train_as_one_rank_does(confi
     straight = four_ranks.run(rank_steps.save_after, hf("qwen3_moe"), {**TORCH, **config}, tmp_path, 2)[0]
     for ours, theirs in zip(alone.load_and_train(hf("qwen3_moe"), TORCH, tmp_path, 2), straight, strict=True):
         assert ours.loss == pytest.approx(theirs.loss, abs=1e-5) and ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
+
+
+def test_pushes_copy_shards_in_host_memory_anew(hf, alone, monkeypatch):
+    """What `.to` copied to the device once would be the first push's weights for ever; what lies there is read where it lies."""
+    plan = shard_gathering.FsdpGatherPlan(alone.actor(hf("qwen3"), **TORCH).model)
+    assert any(map(plan.is_whole, plan.units))
+    monkeypatch.setattr(shard_gathering, "device", lambda: torch.device("meta"))
+    assert not any(map(plan.is_whole, plan.units))
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "glm4"])
