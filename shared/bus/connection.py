@@ -131,6 +131,8 @@ class NatsClient:
 
     async def close(self) -> None:
         """Closes without waiting for anything in flight. A connection that breaks meanwhile counts as closed."""
+        if (reconnecting := self.connection._reconnection_task) is not None:
+            await cancelled([reconnecting])  # the library does so once, and its loop may go on
         with contextlib.suppress(OSError, nats.errors.Error):
             await self.connection.close()
 
@@ -245,7 +247,7 @@ class Bus(NatsClient):
         try:
             await bus.retry(bus.js.account_info, "JetStream's answer", "$JS.API.INFO", deadline=max(0.0, end - time.monotonic()))
         except (MyxoError, nats.js.errors.Error) as error:
-            await bus.connection.close()
+            await bus.close()
             refused = isinstance(error, NotPermitted)
             raise BusUnreachable(str(error) if refused else f"the NATS server at {redacted(url)} has no JetStream ({error})") from error
         await bus._acks.open()

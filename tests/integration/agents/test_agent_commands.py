@@ -51,7 +51,7 @@ async def test_a_command_that_gives_no_reward_loses_its_rollout(bench: NewAgentB
 
 
 async def test_a_command_that_hangs_is_killed_with_all_that_it_started(bench: NewAgentBench) -> None:
-    desk = await bench(rollout={"agent_command": COMMAND, "agent_tries": 1, "agent_timeout": 10, "min_rollouts": 1}, algorithm=LONE)
+    desk = await bench(rollout={"agent_command": COMMAND, "agent_tries": 1, "agent_timeout": 30, "min_rollouts": 1}, algorithm=LONE)
     samples, _ = await desk.play(metadata={"bad": ["hangs", [1]]})
     assert [sample.rollout for sample in samples] == [0]
     child = int((desk.directory / "child").read_text())

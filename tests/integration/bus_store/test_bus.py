@@ -50,6 +50,26 @@ async def test_a_wrong_password_is_told(tmp_path: Path) -> None:
         server.stop()
 
 
+async def test_a_closed_connection_is_not_restored(nats: EmbeddedNats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's ``wait_for`` before 3.12 drops a cancellation that comes as its own wait ends; the library's loop then tries again."""
+    bus, dropped = await Bus.connect(nats.url, "test"), list[bool]()
+
+    async def connects(_: object) -> None:
+        dropped.append(bool(dropped))
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            if dropped[-1]:
+                raise
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(bus.connection, "_connect_to_server", connects)
+    await bus.connection._process_op_err(ConnectionResetError())
+    await until(lambda: dropped, "an attempt")
+    await bus.close()
+    assert bus.connection._reconnection_task is not None and bus.connection._reconnection_task.done() and bus.connection.is_closed
+
+
 class NatsWithoutJetStream(EmbeddedNats):
     def _command(self) -> list[str]:
         command = super()._command()
