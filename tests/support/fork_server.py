@@ -1,4 +1,5 @@
-"""``subprocess.Popen`` for services and `myxo`, forked from a server that has their modules loaded (`tests.support.preloaded`).
+"""``subprocess.Popen`` for services and `myxo`, forked from a server that has their modules loaded (`tests.support.preloaded`), and for
+plain engines on a CPU, from another one (`tests.support.preloaded_engine`).
 
 A start takes a tenth of the time. What is started dies like any other process, and starts Python's processes in the same way; its parent
 is the server, which ends with this process.
@@ -6,15 +7,18 @@ is the server, which ends with this process.
 
 import ctypes
 import fcntl
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing import connection, context, get_context, process, reduction, resource_tracker
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from services.rollout.engine.engine_process import COMMON_VARIABLES, CPU_LAUNCHER, CPU_VARIABLES
 from shared.process.child_process import WATCHDOG
 from tests.support import forking
 
@@ -24,10 +28,14 @@ FORKED = (
 )
 """What the modules begin with that are forked; others import what is not loaded."""
 
+PATCHING = ("--enable-deterministic", "--enable-dp", "--ep", "--expert", "--speculative")
+"""How flags begin for which an engine's launcher patches modules of SGLang before others take names from them."""
+
 _LEAST_DESCRIPTOR = 400  # above those that a process gets in its place
 
 _server = get_context("forkserver")
 _server.set_forkserver_preload(["tests.support.preloaded"])
+_engine_server = forking.OwnForkServer("tests.support.preloaded_engine")
 
 
 class _Passed:
@@ -52,7 +60,8 @@ class ForkServerPopen(subprocess.Popen):  # type: ignore[type-arg]
     def _execute_child(self, *positional: Any, **named: Any) -> None:
         given = dict(forking.SIGNATURE.bind(self, *positional, **named).arguments)
         # what is forked does not import `tests.support.kill_points`
-        if not is_forked(given["args"]) or given["preexec_fn"] is not None or "KILL_POINTS" in os.environ:
+        engine = is_plain_engine(given["args"], given["env"])
+        if not (engine or is_forked(given["args"])) or given["preexec_fn"] is not None or "KILL_POINTS" in os.environ:
             return super()._execute_child(*positional, **named)  # type: ignore[misc]
         ends = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         passed = [_Passed(number if end == -1 else end) for number, end in enumerate(ends)]
@@ -65,7 +74,10 @@ class ForkServerPopen(subprocess.Popen):  # type: ignore[type-arg]
         }
         arguments = (list(map(os.fspath, given["args"])), words, passed, kept, _Passed(mounts))
         self._forked = _server.Process(target=_become, args=arguments, daemon=True)
-        self._forked.start()
+        if engine:
+            _engine_server.start(self._forked)
+        else:
+            self._forked.start()
         os.close(mounts)
         assert self._forked.pid is not None
         self.pid = self._forked.pid
@@ -100,10 +112,27 @@ def forked_python() -> Iterator[None]:
 
 def is_forked(command: Any) -> bool:
     """Returns whether a command line is one of those that are forked: maybe below a watchdog."""
-    words = [command] if isinstance(command, str | bytes) else list(map(str, command))
-    if str(WATCHDOG) in words:
-        words = words[words.index(str(WATCHDOG)) + 3 :]
+    words = _watched(command)
     return words[:2] == [sys.executable, "-m"] and words[2].startswith(FORKED)
+
+
+def is_plain_engine(command: Any, environment: Mapping[str, str] | None) -> bool:
+    """Returns whether a command line is that of an engine on a CPU for which nothing is set or patched before its modules are imported."""
+    words = _watched(command)
+    if words[:2] != [sys.executable, str(CPU_LAUNCHER)] or "--model-path" not in words:
+        return False
+    config = Path(words[words.index("--model-path") + 1], "config.json")
+    model = json.loads(config.read_text()) if config.is_file() else {}
+    imported = {**COMMON_VARIABLES, **CPU_VARIABLES}
+    given = {name: value for name, value in (environment or {}).items() if name in imported or name.startswith(("SGLANG_", "MYXO_BATCH"))}
+    plain = given == imported and not any(word.startswith(PATCHING) for word in words)
+    return plain and model.get("model_type") == "qwen3" and "quantization_config" not in model
+
+
+def _watched(command: Any) -> list[str]:
+    """Returns the words of a command line without a watchdog's before them."""
+    words = [command] if isinstance(command, str | bytes) else list(map(str, command))
+    return words[words.index(str(WATCHDOG)) + 3 :] if str(WATCHDOG) in words else words
 
 
 def _become(command: list[str], given: dict[str, Any], ends: list[_Passed], kept: dict[int, _Passed], mounts: _Passed) -> None:
@@ -113,7 +142,7 @@ def _become(command: list[str], given: dict[str, Any], ends: list[_Passed], kept
         ctypes.CDLL(None, use_errno=True).setns(mounts.number, 0)
     for number, passed in kept.items():
         os.dup2(passed.number, number)
-    forking.install()
+    forking.install(places={str(CPU_LAUNCHER): "tests.support.preloaded_engine"})
     work = forking.python_work(command)
     assert work is not None
     forking.become(command, work, given, [end.number for end in ends], list(kept))

@@ -68,11 +68,8 @@ class InertModule(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        value: Any
-        if name[0].isupper():
-            value = type(name, (InertClass,), {"__module__": self.__name__})
-        else:
-            value = importlib.import_module(f"{self.__name__}.{name}")
+        value: Any = type(name, (InertClass,), {"__module__": self.__name__}) if name[0].isupper() else None
+        value = value or importlib.import_module(f"{self.__name__}.{name}")
         setattr(self, name, value)
         return value
 
@@ -426,7 +423,19 @@ stand_in_for_sgl_kernel()
 stand_in_for_triton()
 sys.modules["megatron"] = None  # type: ignore[assignment]  # `import megatron` raises ImportError
 
-if __name__ == "__main__":
+PATCHES: tuple[tuple[set[str], Callable[[], object]], ...] = (
+    ({"--enable-deterministic-inference"}, sample_by_seeds),
+    ({"--enable-return-routed-experts"}, keep_experts_unpinned),
+    ({"--enable-lora"}, pin_nothing),
+    ({"--enable-dp-attention"}, pad_shared_attention),
+    ({"--ep-size", "--ep", "--expert-parallel-size"}, leave_out_far_experts),
+    ({"--speculative-algo", "--speculative-algorithm"}, cpu_speculation.install),
+)
+"""What SGLang lacks on a CPU for flags of some names."""
+
+
+def main() -> None:
+    """Serves as the command line says, to the end."""
     fork_children()
     with quick_imports():
         from sglang.srt.configs import model_config
@@ -441,27 +450,19 @@ if __name__ == "__main__":
 
     leave_out_own_requests(http_server)
     load_plugins()
-    if "--enable-deterministic-inference" in sys.argv:
-        seeded_operators = sample_by_seeds()
-    if "--enable-return-routed-experts" in sys.argv:
-        keep_experts_unpinned()
-    if "--enable-lora" in sys.argv:
-        pin_nothing()
-    if "--enable-dp-attention" in sys.argv:
-        pad_shared_attention()
-    if {"--ep-size", "--ep", "--expert-parallel-size"} & set(sys.argv):
-        leave_out_far_experts()
-    if any(argument.startswith("--speculative-algo") for argument in sys.argv):
-        cpu_speculation.install()
+    flags = {argument.partition("=")[0] for argument in sys.argv}
+    kept = [patch() for names, patch in PATCHES if names & flags]  # noqa: F841 (one is a library of operators)
     arguments = prepare_server_args(sys.argv[1:])
     quantized_layers.install(arguments.model_path, on_cpu=True)
-    attend_linearly(arguments.model_path)
-    absorb_latent_attention(arguments.model_path)
-    norm_heads_jointly(arguments.model_path)
-    media_reading.install(arguments.model_path)
+    for adapt in (attend_linearly, absorb_latent_attention, norm_heads_jointly, media_reading.install):
+        adapt(arguments.model_path)
     if attend_with_sinks(arguments.model_path):
         arguments.disable_hybrid_swa_memory = True
     try:
         run_server(arguments)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -211,8 +211,7 @@ def _model_config(model_path: Path) -> dict[str, Any]:
     config_file = model_path / "config.json"
     if not config_file.is_file():
         raise ConfigError("model.hf_checkpoint", str(model_path), "on a CPU, a directory with a checkpoint's config.json")
-    found: dict[str, Any] = json.loads(config_file.read_text())
-    return found
+    return dict(json.loads(config_file.read_text()))
 
 
 # The interval at which an engine is searched for processes to watch: those on further nodes start theirs one after the other.
