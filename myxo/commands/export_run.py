@@ -15,6 +15,7 @@ from myxo.run import run_directory
 from myxo.run.run_directory import CHECKPOINTS, RunDirectory, checkpoints
 from shared.bus import runs
 from shared.config import config_reading, flags
+from shared.config.config_layers import over
 from shared.config.flags import CommandLine
 from shared.config.run_config import RunConfig
 from shared.config.service_sections import RunSection
@@ -111,16 +112,17 @@ def converted(config: RunConfig, root: Path, step: int, target: Path) -> Path:
 
 
 def config_of(name: str, directory: Path, given: CommandLine) -> RunConfig:
-    """Returns the config of a file, or that which a run's directory keeps, with flags over it. Raises ConfigError, or Problems."""
+    """Returns the config of a file, with the steps of its run, or that which a run's directory keeps, with flags over it.
+
+    Raises ConfigError, or Problems."""
     file = Path(name)
-    if file.is_file():
-        path, values = file, given.overrides
-    else:
-        path, values = None, _over_frozen(name, directory, given.overrides)
+    path, values = (file, given.overrides) if file.is_file() else (None, _over_frozen(name, directory, given.overrides))
     reading = config_reading.read(path, values)
     raise_problems([flags.named(problem, given.typed, alone=False) for problem in (*given.problems, *reading.problems)])
     config = reading.config
     assert config is not None  # or there was a problem
+    if path is not None and (known := runs.frozen(config.run.root)) is not None:  # by its steps versions are numbered
+        config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"num_rollout": known.rollout.num_rollout})})
     return hub_resolve.local(config, hub_resolve.MODELS) if hub_resolve.pins(config) else config
 
 
@@ -128,7 +130,7 @@ def config_of(name: str, directory: Path, given: CommandLine) -> RunConfig:
 _SETS = ("eval_prompt_data", "eval_config", "sets")
 
 
-def _over_frozen(name: str, directory: Path, overrides: flags.Overrides) -> dict[str, dict[str, Any]]:
+def _over_frozen(name: str, directory: Path, overrides: flags.Overrides) -> Any:
     try:
         _, run = run_directory.find(name, directory)
         if run is None or (frozen := runs.frozen(run.root)) is None:
@@ -138,4 +140,4 @@ def _over_frozen(name: str, directory: Path, overrides: flags.Overrides) -> dict
     values: dict[str, dict[str, Any]] = frozen.model_dump(mode="json")
     if overrides.get("eval", {}).keys() & set(_SETS):
         values["eval"] = {field: value for field, value in values["eval"].items() if field not in _SETS}
-    return {section: {**fields, **overrides.get(section, {})} for section, fields in values.items()}
+    return over(values, overrides)

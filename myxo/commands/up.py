@@ -40,6 +40,7 @@ from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.connection import redacted
 from shared.config import config_reading, devices, flags, slime_script
+from shared.config.config_layers import over
 from shared.config.flags import CommandLine
 from shared.config.run_config import RunConfig, changes
 from shared.config.service_sections import DUMPS
@@ -396,13 +397,13 @@ def train_source(path: Path | None, words: list[str], *, fresh: bool = False, no
             given.as_slime = True
             given.notes += slime_script.settle_defaults(given.overrides)
             defaults = slime_script.defaults(given.overrides)
-            given.overrides = _over(defaults, _over(_REQUIRED, given.overrides))
+            given.overrides = over(defaults, over(_REQUIRED, given.overrides))
             given.notes.append(slime_script.note(defaults))
             model = Path(str(given.overrides.get("model", {}).get("hf_checkpoint", "run"))).name.partition("@")[0]
             plain = re.sub(r"[^a-z0-9_-]+", "-", model.lower()).strip("-_")[:LONGEST_MODEL_NAME] or "run"
             given.overrides["run"].setdefault("name", f"{plain}-{now or datetime.now():%Y%m%d-%H%M%S}")
         else:
-            given.overrides = _over(_frozen(given), given.overrides)
+            given.overrides = over(_frozen(given), given.overrides)
     return Source(path, given)
 
 
@@ -428,7 +429,3 @@ def _frozen(given: CommandLine) -> dict[str, Any]:
     if (config := runs.frozen(directory / run["name"])) is None:
         raise ConfigError("run.name", run["name"], f"a run that lies in {directory}; a new one needs --hf-checkpoint and the other flags")
     return config.model_dump(mode="json")
-
-
-def _over(below: dict[str, dict[str, Any]], above: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {section: {**below.get(section, {}), **above.get(section, {})} for section in {**below, **above}}

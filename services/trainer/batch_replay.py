@@ -17,6 +17,7 @@ from typing import Any
 
 from shared.bus import runs
 from shared.config import config_reading, flags
+from shared.config.config_layers import over
 from shared.config.run_config import RunConfig
 from shared.config.service_sections import DUMPS
 from shared.hub import hub_resolve
@@ -166,8 +167,7 @@ def replay_config(path: Path, given: dict[str, dict[str, Any]]) -> RunConfig:
     frozen = runs.frozen(path)
     if frozen is None:
         raise ConfigError("CONFIG", str(path), f"a config, or a run's directory with its {runs.FROZEN}")
-    values = frozen.model_dump(mode="json", exclude_unset=True)
-    return config_reading.parse({**values, **{section: {**values.get(section, {}), **fields} for section, fields in given.items()}})
+    return config_reading.parse(over(frozen.model_dump(mode="json", exclude_unset=True), given))
 
 
 def rank() -> None:

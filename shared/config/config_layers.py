@@ -166,7 +166,7 @@ class Layers:
                 continue
             known = self.values.setdefault(section, {})
             for name, value in fields.items():
-                known[name] = _over(known[name], value) if name in known else value
+                known[name] = over(known[name], value) if name in known else value
                 self.origins[f"{section}.{name}"] = path
 
     def file(self, section: str, field: str) -> Path | None:
@@ -196,11 +196,11 @@ def _bases(value: Any, path: Path) -> list[str]:
     return bases
 
 
-def _over(below: Any, above: Any) -> Any:
+def over(below: Any, above: Any) -> Any:
     """Merges tables key by key; a file of prompts, which is a table with a path, is one value."""
     if not isinstance(below, dict) or not isinstance(above, dict) or "path" in above:
         return above
-    return {**below, **{key: _over(below[key], value) if key in below else value for key, value in above.items()}}
+    return {**below, **{key: over(below[key], value) if key in below else value for key, value in above.items()}}
 
 
 # --- slime's files

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from myxo.commands.evaluate import _figures, chosen_version, evaluating, versions_on_disk
+from myxo.commands.export_run import config_of
 from myxo.main import main
 from myxo.run import config_toml
 from myxo.run.run_directory import RunDirectory
+from shared.config import flags
 from shared.config.config_reading import parse
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import ConfigError
@@ -75,6 +77,17 @@ def test_after_a_warm_start_version_0_is_a_checkpoint(tmp_path: Path) -> None:
 
 def test_steps_between_two_versions_are_none(tmp_path: Path) -> None:
     assert found(stored(tmp_path, 1, 2, 3, 4, update_weights_interval=3)) == {0: "initial", 1: "checkpoint", 2: "checkpoint"}
+
+
+def test_versions_are_numbered_by_the_runs_steps_and_flags_are_laid_over_key_by_key(tmp_path: Path) -> None:
+    kept = run_config(tmp_path, rollout={"num_rollout": 8, "sglang": {"context-length": 64}})
+    kept.run.root.joinpath("logs").mkdir(parents=True)
+    RunDirectory(kept.run.root).freeze(kept)
+    for steps in ({"num_rollout": 4}, {"num_rollout": 0, "num_epoch": 3}):
+        (tmp_path / "run.toml").write_text(config_toml.dump(run_config(tmp_path, rollout=steps)))
+        assert config_of(str(tmp_path / "run.toml"), tmp_path, flags.read([])).rollout.num_rollout == 8
+    own = config_of("test", kept.run.dir, flags.read(["--sglang-page-size", "8"]))
+    assert own.rollout.sglang == {"context-length": 64, "page-size": "8"}
 
 
 def test_a_version_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:

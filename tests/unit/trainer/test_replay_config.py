@@ -22,6 +22,11 @@ def test_a_runs_directory_gives_the_config_that_it_ran_with(tmp_path: Path) -> N
     changed = replay_config(directory, flags.parse(["--lr", "0.5", "--deterministic"]))
     assert (changed.trainer.lr, changed.algorithm.advantage_estimator, changed.data.rollout_seed) == (0.5, "rloo", 3)
     assert changed.trainer.deterministic
+    (directory / runs.FROZEN).write_text(run_config(tmp_path, trainer={"megatron": {"moe_aux_loss_coeff": 0.1}}).model_dump_json())
+    assert replay_config(directory, flags.parse(["--moe-router-dtype", "fp32"])).trainer.megatron == {
+        "moe_aux_loss_coeff": 0.1,
+        "moe_router_dtype": "fp32",
+    }
 
 
 def test_what_is_no_runs_directory_is_refused(tmp_path: Path) -> None:
