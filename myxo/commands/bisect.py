@@ -39,6 +39,7 @@ from shared.model.quantization import quantization_of
 from shared.process.child_process import ChildProcess
 from shared.runtime import exit_codes
 from shared.runtime.errors import BadInput, BadMessage, ConfigError, DeadlineExceeded, MyxoError
+from shared.runtime.safe_files import replace_file
 from shared.schema import codec
 from shared.schema import sample as sample_codec
 from shared.schema.sample import Sample
@@ -98,7 +99,7 @@ def bisect(parsed: argparse.Namespace, console: Console) -> int:
         "rounding": r,
         "temperature": config.rollout.rollout_temperature or 1.0,
     }
-    (directory / "request.json").write_text(json.dumps(request))
+    replace_file(directory / "request.json", json.dumps(request).encode(), mode=0o600)
     for what, module in (("engine", ENGINE), ("trainer", TRAINER)):
         say.print(f"The {what} computes; {directory / what}.log has what it says.", soft_wrap=True)
         run(what, module, directory, parsed.deadline + 60)

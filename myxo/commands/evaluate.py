@@ -134,7 +134,7 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
     model = materialized(item, directory / f"v{item.version:06d}-model")
     own = evaluating(config, item.version, model)
     path = directory / f"v{item.version:06d}.toml"
-    path.write_text(config_toml.dump(own))
+    replace_file(path, config_toml.dump(own).encode(), mode=0o600)
     code = up(Source.of(path, []), output, fresh=True)
     if code == exit_codes.DONE:
         figures = _figures(config, own, item.version)

@@ -25,6 +25,8 @@ def dump(config: RunConfig) -> str:
             if isinstance(value, list) and value and isinstance(value[0], dict):
                 tables += [_table(f"[[{section}.{field}]]", item) for item in value]
                 continue
+            if field == "custom_args" and ": null" in (text := json.dumps(value)):
+                value = text
             none = f"# {field} = none" if section_model(section).model_fields[field].default is None else f'{field} = ""'
             lines.append(none if value is None else f"{field} = {_value(value)}")
         blocks += ["\n".join(lines), *tables]

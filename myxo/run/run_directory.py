@@ -3,7 +3,7 @@
 ```
 DIR/NAME/
   lock            held by the one command that runs servers here
-  config.json     the run's config, as it is frozen on the bus
+  config.json     the run's config, as it is frozen on the bus, without credentials; config-private.json, for its owner alone, has them
   servers.json    addresses of the live run's servers, readable by its owner only; there while `myxo up` runs
   nats/ valkey/   what the embedded servers keep
   logs/           one file an instance; logs/older/ has what it held before it was rotated
@@ -40,7 +40,7 @@ from shared.runtime.safe_files import private_directory, replace_file
 STATE = (
     *("nats", "valkey", "logs", "checkpoints", "critic-checkpoints", "weights", "tensorboard", "wandb-actor.jsonl", "wandb-critic.jsonl"),
     *("reference", "hf", "profile", "prompts", "rollouts", "clients", "evaluations"),
-    *(runs.FROZEN, "summary.json", "reward.png", "trace.json.gz", "servers.json"),
+    *(runs.FROZEN, runs.PRIVATE, "summary.json", "reward.png", "trace.json.gz", "servers.json"),
 )
 
 HOLD_SECONDS = 1.0  # time to try for the lock: a command that only checks whether it is held has it for an instant
@@ -71,7 +71,7 @@ class RunDirectory:
         self.root, self.state = root, state
         self.nats, self.valkey, self.logs = root / "nats", root / "valkey", root / "logs"
         self.summary, self.chart = root / "summary.json", root / "reward.png"
-        self._servers, self._lock, self._config = root / "servers.json", root / "lock", root / runs.FROZEN
+        self._servers, self._lock = root / "servers.json", root / "lock"
 
     def log(self, instance: str) -> Path:
         """Returns the file that the standard output and error of an instance go to."""
@@ -168,9 +168,15 @@ class RunDirectory:
                 path.unlink(missing_ok=True)
 
     def freeze(self, config: RunConfig) -> Path:
-        """Stores the run's config, without credentials, for commands that run without its servers. Returns the file's path."""
-        replace_file(self._config, f"{config.shown().model_dump_json(indent=2)}\n".encode())
-        return self._config
+        """Stores the run's config for commands that run without its servers: without credentials, and for its owner whole. Returns the
+        path of the whole one."""
+        whole, shown = self.root / runs.PRIVATE, config.shown()
+        if shown is config:
+            whole.unlink(missing_ok=True)
+        else:
+            replace_file(whole, config.model_dump_json().encode(), mode=0o600)
+        replace_file(self.root / runs.FROZEN, f"{shown.model_dump_json(indent=2)}\n".encode())
+        return self.root / runs.FROZEN if shown is config else whole
 
     def without_streams(self, run: str, config: RunConfig | None) -> str:
         """Returns why a bus may have nothing of a run whose directory this is: it is a copy of another one's, or the bus has lost its data.

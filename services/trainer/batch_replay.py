@@ -23,6 +23,7 @@ from shared.config.service_sections import DUMPS
 from shared.hub import hub_resolve
 from shared.process.child_process import die_with_parent
 from shared.runtime.errors import ConfigError
+from shared.runtime.safe_files import replace_file
 from shared.runtime.traces import Traces
 from shared.schema.messages import BatchAnswer, EvalFigures, RunDone, Trained
 from shared.schema.service_messages import WarmStartEnded
@@ -139,7 +140,7 @@ def launch(arguments: list[str]) -> None:
     config = offline(_run(Path(arguments[1])) if arguments[0] == TRAIN_ONLY else _replay(arguments))
     written = config.run.root / "logs" / "train-config.json"
     written.parent.mkdir(parents=True, exist_ok=True)
-    written.write_text(config.model_dump_json())
+    replace_file(written, config.model_dump_json().encode(), mode=0o600)
     os.environ |= {CONFIG_VARIABLE: str(written)}
     prepare_environment(config)
     become_ranks(config.trainer.ranks("actor"), "services.trainer.batch_replay", "rank")

@@ -1,5 +1,6 @@
 """Creates a run on the bus with its frozen config, and finds it again by its id."""
 
+import contextlib
 import re
 import time
 from pathlib import Path
@@ -27,6 +28,7 @@ RUNNING, FINISHED, FAILED = "running", "finished", "failed"  # The phases of a r
 ENDS = (FINISHED, FAILED)  # The phases in which a run has ended
 UNREADABLE = "unreadable"  # Stands for a phase on the bus that is none of these: the run has not ended, as far as that can be known
 FROZEN = "config.json"  # The file in a run's directory with its config as frozen on the bus, for commands that run without the servers
+PRIVATE = "config-private.json"  # The file beside it, for its owner alone, with the credentials that the other one leaves out
 
 
 class NoSuchRun(BadInput):
@@ -211,11 +213,11 @@ def copy_instead(directory: Path, error: UnreadableRun) -> RunConfig:
 
 
 def frozen(directory: Path) -> RunConfig | None:
-    """Returns the config in a run's directory; None if there is none, or one of a release with other fields."""
-    try:
-        return RunConfig.model_validate_json((directory / FROZEN).read_text())
-    except (OSError, ValueError):
-        return None
+    """Returns the config in a run's directory, whole where this user may read it; None if there is none, or one of other fields."""
+    for name in (PRIVATE, FROZEN):
+        with contextlib.suppress(OSError, ValueError):
+            return RunConfig.model_validate_json((directory / name).read_text())
+    return None
 
 
 async def store_url(bus: Bus, run: str) -> str | None:

@@ -289,6 +289,7 @@ def lay_custom_config(layers: Layers) -> None:
         return
     sections, problems, notes = known_fields(_by_section(values, path))
     layers.lay(sections, path)
+    layers.values["run"]["custom_config_path"] = None  # whoever reads the config again has its values, and may set others
     layers.problems += [in_file(problem, path) for problem in problems]
     layers.notes += [*notes, f"{path} stands over what is given elsewhere: {', '.join(values) or 'nothing'}"]
 

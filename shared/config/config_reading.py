@@ -24,7 +24,7 @@ from shared.config.run_config import RunConfig, field_sections, section_model
 from shared.config.section import HOOK, WITHOUT_RULES, ContradictoryFields, Section
 from shared.config.slime_script import settle_functions
 from shared.runtime.errors import BadInput, ConfigError, problems_of, raise_problems
-from shared.runtime.safe_text import without_credentials
+from shared.runtime.safe_text import is_masked, without_credentials
 
 
 class ConfigReading(NamedTuple):
@@ -52,6 +52,12 @@ class ConfigReading(NamedTuple):
 def parse(values: dict[str, Any]) -> RunConfig:
     """Builds the config from nested plain values. Raises ConfigError with field, value and what is expected, or Problems of several."""
     known, problems, _ = known_fields(values)
+    problems += [
+        ConfigError(f"{section}.{field}", "…", "stands for a credential that files and prints leave out; give the field's own value again")
+        for section, fields in known.items()
+        for field, value in fields.items()
+        if is_masked({field: value})
+    ]
     known, preset = _with_presets(known)
     try:
         config = _with_own_gpus(_without_steps(RunConfig.model_validate(known)))

@@ -1,13 +1,14 @@
 """The run's place, its services and their limits, and its halves alone: [run], [bus], [store], [gateway], [ingest], [console],
 [monitoring], [sandbox], [tinker] and [debug]."""
 
+import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from shared.bus.subjects import RUN_ID
 from shared.config.section import MUTABLE, Rule, Section, hook
@@ -44,7 +45,7 @@ class RunSection(Section):
         description="YAML file of values that stand over all others: fields of any section, the rest goes into custom_args",
         **MUTABLE,
     )
-    custom_args: dict[str, Any] = Field(
+    custom_args: Annotated[dict[str, Any], BeforeValidator(lambda given: json.loads(given) if isinstance(given, str) else given)] = Field(
         default={}, description="attributes that your own functions find in args, besides the config's fields"
     )
 

@@ -113,3 +113,12 @@ def without_credentials(value: Any, free: bool = False) -> Any:
         return value
     text = _KEY.sub("…", _USER.sub(r"\1", value))
     return _SECRET_QUERY.sub(lambda found: f"{found[1]}…" if names_credential(found[2]) else found[0], text)
+
+
+def is_masked(value: Any, free: bool = False) -> bool:
+    """Returns whether plain values hold a ``…`` that `without_credentials` has put in a credential's place."""
+    if isinstance(value, dict):
+        return any((free and item == "…") or is_masked(item, free or key in _FREE) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return any(is_masked(item, free) for item in value)
+    return isinstance(value, str) and any(found[0].endswith("=…") for found in _SECRET_QUERY.finditer(value))

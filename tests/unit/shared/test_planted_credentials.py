@@ -5,13 +5,16 @@ import json
 import logging
 from pathlib import Path
 
+import pytest
 import structlog
 
 from myxo.run import config_toml
 from myxo.run.run_directory import RunDirectory
 from shared.bus import runs
 from shared.config.config_reading import parse
+from shared.config.run_config import RunConfig
 from shared.runtime import telemetry
+from shared.runtime.errors import ConfigError, Problems
 from shared.runtime.safe_text import without_credentials
 from tests.support.run_config import run_config
 
@@ -34,7 +37,10 @@ PLANTED = {
 
 def test_neither_the_directorys_config_nor_what_is_printed_holds_what_was_planted(tmp_path: Path) -> None:
     config = run_config(tmp_path, **PLANTED)
-    RunDirectory(tmp_path).freeze(config)
+    whole = RunDirectory(tmp_path).freeze(config)
+    assert runs.frozen(tmp_path) == config == RunConfig.model_validate_json(whole.read_text()), "the run continues with what it had"
+    assert whole.stat().st_mode & 0o777 == 0o600
+    whole.unlink()  # as for anybody but its owner
     written = (tmp_path / runs.FROZEN).read_text()
     assert "hush" not in written and "hush" not in config_toml.dump(config.shown())
     copy = runs.frozen(tmp_path)
@@ -45,11 +51,17 @@ def test_neither_the_directorys_config_nor_what_is_printed_holds_what_was_plante
     other = config.model_copy(update={"rollout": config.rollout.model_copy(update={"n_samples_per_prompt": 8})})
     assert [problem.field for problem in runs.differences(copy, other)] == ["rollout.n_samples_per_prompt"]
     assert config.shown().shown() == config.shown()
+    with pytest.raises(Problems) as refused:
+        parse(copy.model_dump(mode="json"))
+    fields = [problem.field for problem in refused.value.problems if isinstance(problem, ConfigError)]
+    assert sorted(fields) == ["reward.judge_sampling", "reward.rm_url", "rollout.agent_options", "run.custom_args"]
 
 
 def test_a_config_without_credentials_is_written_as_it_is(tmp_path: Path) -> None:
     config = run_config(tmp_path, reward={"rm_type": "environment", "environment_url": "http://grader:8080"})
     assert config.shown() is config
+    (tmp_path / runs.PRIVATE).touch()
+    assert RunDirectory(tmp_path).freeze(config) == tmp_path / runs.FROZEN and not (tmp_path / runs.PRIVATE).exists()
     assert parse(json.loads(config.model_dump_json(exclude_unset=True))).shown().reward == config.reward
 
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from myxo.commands.evaluate import evaluating
+from myxo.run import config_toml
 from shared.config import flag_table, flags
 from shared.config.config_reading import parse, read
 from shared.config.run_config import field_sections
@@ -171,6 +173,17 @@ def test_a_custom_config_file_stands_over_all_and_its_other_keys_go_to_the_users
     assert (config.trainer.lr, config.algorithm.eps_clip) == (3e-6, 0.3)
     assert config.run.custom_args == {"max_turns": 7, "nested": {"a": [1, 2]}}
     assert any("lr, eps-clip" in note for note in notes)
+    own.write_text("num_rollout: 9\nhf_checkpoint: /other\nname: mine\nmax_turns: null\n")
+    config, printed, weights = (
+        read(None, given | {"eval": {"eval_prompt_data": ["a", "/a.jsonl"]}}).config,
+        tmp_path / "v3.toml",
+        tmp_path / "v3",
+    )
+    assert config is not None
+    printed.write_text(config_toml.dump(evaluating(config, 3, weights)))
+    again = read(printed).config
+    assert again is not None and again.run.custom_args == {"max_turns": None}
+    assert (again.rollout.num_rollout, again.model.hf_checkpoint, again.run.name) == (0, weights, "mine-eval-v3"), "it is laid once"
     own.write_text("partial_rollout: true\nmoe_router_dtype: fp32\nmax_turns: 7\n")  # slime's and Megatron's flags too
     config, problems, notes, *_ = read(None, given)
     assert problems == [] and config is not None
