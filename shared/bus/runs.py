@@ -90,14 +90,25 @@ async def is_made(bus: Bus, run: str, asked: str) -> bool:
 
 
 async def _refuse_steps(bus: Bus, before: RunConfig, config: RunConfig) -> None:
-    """Raises ConfigError where a run would end before what it has trained, or continue after a last version of fewer steps than others."""
+    """Raises ConfigError where a run would end before what it has trained, or continue after a last version of fewer steps than others, or
+    another end is asked for than that of a buffer at work."""
     done, asked, interval = await trained_steps(bus, config.run.name), config.rollout.num_rollout, config.weights.update_weights_interval
     why = f"{done} or more: so many steps are trained" if asked < done else ""
     if before.rollout.num_rollout <= done < asked and done % interval and not config.debug.debug_rollout_only:
         why = f"{done}: with update_weights_interval = {interval} its last version would get more steps under the same number"
     if why:
-        begin = f"; `myxo up CONFIG --from {config.run.name} --name NAME` begins another run from its weights"
-        raise ConfigError("rollout.num_rollout", asked, why + begin)
+        why += f"; `myxo up CONFIG --from {config.run.name} --name NAME` begins another run from its weights"
+    elif asked != before.rollout.num_rollout:
+        why = await _at_work(bus, config, "buffer")
+    if why:
+        raise ConfigError("rollout.num_rollout", asked, why)
+
+
+async def _at_work(bus: Bus, config: RunConfig, service: str | None = None) -> str:
+    """Returns what is said where services are at work, or one kind is, which read a config once; empty where none are."""
+    alive = [status.instance for status in await Registry(bus, config.run.name).alive(service) if status.service != ENVIRONMENT]
+    killed = f"one that was killed is forgotten after bus.registry_ttl = {config.bus.registry_ttl:g} s"
+    return f"stop {', '.join(alive)} first; {killed}" if alive else ""
 
 
 async def _record_changes(bus: Bus, before: RunConfig, config: RunConfig, saved: int) -> ValuesChanged | None:
@@ -106,11 +117,8 @@ async def _record_changes(bus: Bus, before: RunConfig, config: RunConfig, saved:
         return None
     names, durable = Subjects(config.run.name), await last_record(bus, config.run.name, CheckpointDurable)
     step, trained = max(saved, durable.steps if durable is not None else 0), await trained_steps(bus, config.run.name)
-    alive = [status.instance for status in await Registry(bus, config.run.name).alive() if status.service != ENVIRONMENT]
-    why = ""
-    if alive:  # services read a config once
-        why = f"stop {', '.join(alive)} first; one that was killed is forgotten after bus.registry_ttl = {config.bus.registry_ttl:g} s"
-    elif trained > step:  # a resumed trainer makes the versions between them again, and they may not be others
+    why = await _at_work(bus, config)
+    if not why and trained > step:  # a resumed trainer makes the versions between them again, and they may not be others
         why = f"{trained} steps are trained, and the newest checkpoint is of {step}: continue with the old value to the next one, or begin "
         why += f"another run from it by `myxo up CONFIG --from {config.run.name} --name NAME`"
     if why:

@@ -58,6 +58,11 @@ async def test_an_end_that_the_trained_steps_do_not_allow_is_refused(bus: Bus, r
     await runs.append(bus, run_name, BatchTrained(step=7, version=1, started=0.0, ended=1.0, at=1.0))
     await runs.create(bus, config(12), None)
     await runs.create(bus, config(10), None)
+    buffer = ServiceStatus(service="buffer", instance="buffer-0", state="ready", host="here", pid=1, at=0.0, http="")
+    await Registry(bus, run_name).renew(buffer)
+    with pytest.raises(ConfigError, match=r"rollout.num_rollout = 11: stop buffer-0 first"):  # it would end the run at 10
+        await runs.create(bus, config(11), None)
+    await Registry(bus, run_name).leave(buffer)
     await runs.append(bus, run_name, BatchTrained(step=9, version=2, started=0.0, ended=1.0, at=2.0))
     with pytest.raises(ConfigError, match=r"rollout.num_rollout = 9: 10 or more: so many steps are trained; `myxo up CONFIG --from"):
         await runs.create(bus, config(9), None)
