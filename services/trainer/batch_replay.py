@@ -116,7 +116,7 @@ def replayed(config: RunConfig, template: str, steps: list[int]) -> RunConfig:
         update={
             "run": config.run.model_copy(update={"dir": directory.parent, "name": directory.name}),
             "rollout": rollout.model_copy(update={"num_rollout": len(steps)}),
-            "trainer": trainer.model_copy(update={"lr_decay_iters": trainer.decay_steps(updates) or None}),
+            "trainer": trainer.model_copy(update={"lr_decay_iters": trainer.decay_steps(updates) or None, "save": None}),
             "debug": config.debug.model_copy(update={**unset, "load_debug_rollout_data": template}),
         }
     )
@@ -162,7 +162,9 @@ def _replay(arguments: list[str]) -> RunConfig:
 
 
 def replay_config(path: Path, given: dict[str, dict[str, Any]]) -> RunConfig:
-    """Returns the config of a file, or the one that a run's directory keeps, with flags over it. Raises ConfigError, or Problems."""
+    """Returns the config of a file, or the one that a run's directory keeps, with flags over it. It writes nowhere but in its directory
+    unless a flag says so. Raises ConfigError, or Problems."""
+    given = over({"trainer": {"save_hf": None}, "debug": {"save_debug_train_data": None}}, given)
     if not path.is_dir():
         return config_reading.load(path, given)
     frozen = runs.frozen(path)

@@ -29,6 +29,16 @@ def test_a_runs_directory_gives_the_config_that_it_ran_with(tmp_path: Path) -> N
     }
 
 
+def test_a_replay_writes_where_its_run_does_not(tmp_path: Path) -> None:
+    trainer, debug = {"save": "/saved", "save_hf": "/exports/{rollout_id}"}, {"save_debug_train_data": "/train/{rollout_id}.pt"}
+    config = run_config(tmp_path, trainer=trainer, debug=debug)
+    config.run.root.mkdir(parents=True)
+    (config.run.root / runs.FROZEN).write_text(config.model_dump_json())
+    again = replayed(replay_config(config.run.root, {}), "{rollout_id}.pt", [0])
+    assert (again.trained, again.trainer.save_hf, again.debug.save_debug_train_data) == (again.run.root, None, None)
+    assert replay_config(config.run.root, flags.parse(["--save-hf", "/other"])).trainer.save_hf == Path("/other")
+
+
 def test_what_is_no_runs_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"CONFIG.*config\.json"):
         replay_config(tmp_path, {})
