@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 from shared.bus.registry import MODEL
 from shared.config import devices
-from shared.config.environment_variables import EVAL_VARIABLE
 from shared.config.run_config import RunConfig
 from shared.process.embedded_servers import hold_port
 from shared.runtime import addresses
@@ -70,12 +69,8 @@ def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
     Empty, or port 0: any free ports. Raises ConfigError where it is no such address.
     """
     shares, instances, specs = devices.assign_gpus(config), _instances(config), list[ServiceSpec]()
-    rollouts = [instance for kind, instance in instances if kind == "rollout"]
-    own = len(rollouts) - len(devices.lent_instances(config))
-    evaluating = rollouts[own - config.rollout.eval_replicas : own]
     for kind, instance in instances:
         environment = {devices.VISIBLE: shares[instance]} if instance in shares else {}
-        environment |= {EVAL_VARIABLE: "1"} if instance in evaluating else {}
         if http:
             environment[HTTP_VARIABLE] = str(addresses.parsed(http).next(len(specs)))
         if kind == "gateway" and not config.gateway.gateway_port and GATEWAY_VARIABLE not in os.environ:

@@ -29,6 +29,7 @@ from shared.bus.subjects import EVAL, TRAIN
 from shared.config.environment_variables import EVAL_VARIABLE
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import ConfigError
+from shared.service.service_base import default_instance
 
 LOTS = 32  # the share of the slots that a lot is: so much of the engine is idle at most for the sake of joint prefills
 
@@ -171,13 +172,17 @@ class SlotWaiter:
 
 
 def evaluates(config: RunConfig) -> bool | None:
-    """Returns whether this replica takes held-out prompts alone (true) or none (false); None where they take both. Raises ConfigError."""
+    """Returns whether this replica takes held-out prompts alone (true) or none (false); None where they take both: by the environment,
+    else by its instance's name, as the last replicas evaluate. Raises ConfigError."""
     given = os.environ.get(EVAL_VARIABLE, "")
     if given not in ("", "0", "1") or (given == "1" and not config.rollout.eval_replicas):
         raise ConfigError(EVAL_VARIABLE, given, f"1 or 0, and 1 only where rollout.eval_replicas = {config.rollout.eval_replicas} is not 0")
     if config.trainer.lent:  # held-out groups do not move to another replica
         return False
-    return given == "1" if config.rollout.eval_replicas else None
+    if not (apart := config.rollout.eval_replicas):
+        return None
+    last = range(config.rollout.rollout_replicas - apart, config.rollout.rollout_replicas)
+    return given == "1" if given else default_instance("rollout") in [f"rollout-{number}" for number in last]
 
 
 @dataclass

@@ -32,9 +32,13 @@ async def test_each_fleet_leaves_the_others_prompts_alone(new_bench: NewBench, m
 
 def test_the_last_replicas_evaluate_and_a_variable_that_nothing_reads_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = run_config(tmp_path, rollout={"rollout_replicas": 3, "eval_replicas": 1}, eval=SETS)
-    planned = {spec.instance: spec.environment.get(EVAL_VARIABLE) for spec in plan(config, "nats://host:1") if spec.service == "rollout"}
-    assert planned == {"rollout-0": None, "rollout-1": None, "rollout-2": "1"}
+    for spec in [spec for spec in plan(config, "nats://host:1") if spec.service == "rollout"]:
+        monkeypatch.setenv("MYXO_INSTANCE", spec.environment["MYXO_INSTANCE"])
+        assert evaluates(config) is (spec.instance == "rollout-2")
+    monkeypatch.setenv(EVAL_VARIABLE, "0")
+    assert evaluates(config) is False
     monkeypatch.setenv(EVAL_VARIABLE, "1")
+    assert evaluates(config) is True
     with pytest.raises(ConfigError, match="eval_replicas = 0"):
         evaluates(run_config(tmp_path))
 
