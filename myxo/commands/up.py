@@ -40,7 +40,7 @@ from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.connection import redacted
 from shared.config import config_reading, devices, flags, slime_script
-from shared.config.config_layers import over
+from shared.config.config_layers import Layers, lay_custom_config, over
 from shared.config.flags import CommandLine
 from shared.config.run_config import RunConfig, changes
 from shared.config.service_sections import DUMPS
@@ -394,7 +394,10 @@ def train_source(path: Path | None, words: list[str], *, fresh: bool = False, no
     if path is None:
         _settle_place(given, fresh)
         if "hf_checkpoint" in given.overrides.get("model", {}) or "name" not in given.overrides["run"]:
-            given.as_slime = True
+            given.as_slime, layers = True, Layers(given.overrides)
+            lay_custom_config(layers)  # what it sets counts as flags do
+            given.problems, given.notes = given.problems + layers.problems, given.notes + layers.notes
+            given.typed |= {field: f"{file}: {field.partition('.')[2]}" for field, file in layers.origins.items()}
             given.notes += slime_script.settle_defaults(given.overrides)
             defaults = slime_script.defaults(given.overrides)
             given.overrides = over(defaults, over(_REQUIRED, given.overrides))

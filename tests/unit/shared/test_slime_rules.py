@@ -1,6 +1,7 @@
 """What slime refuses at its start, a command line without a config is refused, too; and its file of roles."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,6 +85,24 @@ def test_a_coefficient_of_a_kl_that_is_not_used_changes_nothing() -> None:
     assert "--kl-loss-coef 0.1 changes nothing without --use-kl-loss, as with slime" in source.given.notes
     used = read(None, up.train_source(None, f"{LEAST} --kl-loss-coef 0.1 --use-kl-loss".split()).given.overrides).config
     assert used is not None and used.algorithm.kl_loss_coef == 0.1
+
+
+@table(
+    ("words", "text", "expected"),
+    [
+        ("", "use_kl_loss: true\nkl_loss_coef: 0.001", {"kl_loss_type": "k1", "kl_loss_coef": 0.001}),
+        ("", "kl_loss_coef: 0.001", {"kl_loss_coef": 0.0, "use_kl_loss": False}),
+        ("--kl-loss-coef 0.01", "use_kl_loss: true", {"kl_loss_coef": 0.01, "use_kl_loss": True}),
+        ("", "partial_rollout: true", {"max_staleness": 1, "correction": "decoupled"}),
+    ],
+)
+def test_slimes_defaults_are_for_what_a_file_sets_as_for_flags(words: str, text: str, expected: dict[str, Any], tmp_path: Path) -> None:
+    (file := tmp_path / "own.yaml").write_text(text)
+    config = read(None, up.train_source(None, f"{LEAST} {words} --custom-config-path {file}".split()).given.overrides).config
+    assert config is not None
+    assert expected.items() <= {**vars(config.rollout), **vars(config.algorithm), "correction": config.algorithm.correction}.items()
+    file.write_text("lr: high")
+    assert refused(f"--custom-config-path {file}")[f"{file}:"].startswith("lr (trainer.lr) = 'high'")
 
 
 # --- roles
