@@ -244,7 +244,13 @@ def lay_megatron_config(layers: Layers) -> None:
                 sections.setdefault(section, {})[name] = value
             else:
                 sections["trainer"]["megatron"][name] = value
+    trainer, critic = layers.values["trainer"], layers.values.get("algorithm", {}).get("advantage_estimator") == "ppo"
+    if critic and "lr" in roles.get("actor", {}) and trainer.get("critic_lr") is None:  # the critic's is that of the flags
+        sections["trainer"].setdefault("critic_lr", trainer.get("lr", section_model("trainer").model_fields["lr"].default))
+    sections, problems, notes = known_fields(sections)
     layers.lay(sections, path)
+    layers.problems += [in_file(problem, path) for problem in problems]
+    layers.notes += notes
     own = "; ".join(f"{', '.join(given)} of the {role}" for role, given in roles.items() if given)
     layers.notes.append(f"{path} stands over what is given elsewhere: {own or 'nothing'}")
 

@@ -126,6 +126,12 @@ megatron:
     assert (trainer.lr, trainer.critic_lr, trainer.critic_load, trainer.lr_warmup_iters) == (1e-6, 1e-5, Path("/m/critic"), 5)
     assert (trainer.recompute_granularity, trainer.megatron, trainer.megatron_config_path) == ("full", {"moe_router_dtype": "fp32"}, None)
     assert any("stands over what is given elsewhere: lr, load of the critic; lr, lr_warmup_iters" in note for note in notes)
+    alone = "megatron: [{role: actor, overrides: {lr: 1e-6, distributed_timeout_minutes: 2, deterministic_mode: true}}]"
+    words = "--advantage-estimator ppo --collective-timeout 300"
+    for more, rate in (("", 1e-6), ("--lr 1e-5", 1e-5), ("--lr 1e-5 --critic-lr 2e-5", 2e-5)):
+        config = of_roles(tmp_path, alone.replace("1e-6", "1e-7"), f"{words} {more}").config
+        assert config is not None and (config.trainer.lr, config.trainer.critic_lr) == (1e-7, rate), "the critic's is the flags'"
+        assert (config.trainer.collective_timeout, config.trainer.deterministic, config.trainer.megatron) == (120, True, {})
 
 
 @table(
