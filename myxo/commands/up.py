@@ -431,4 +431,6 @@ def _frozen(given: CommandLine) -> dict[str, Any]:
     directory = Path(run.get("dir", "runs"))
     if (config := runs.frozen(directory / run["name"])) is None:
         raise ConfigError("run.name", run["name"], f"a run that lies in {directory}; a new one needs --hf-checkpoint and the other flags")
-    return config.model_dump(mode="json")
+    asked = given.overrides.get("rollout", {})
+    counted = {"num_rollout", "num_rollout_per_epoch"} if "num_epoch" in asked and "num_rollout" not in asked else set()
+    return config.model_dump(mode="json", exclude={"rollout": counted})

@@ -261,6 +261,8 @@ def test_a_name_alone_goes_on_with_the_run_of_that_name(tmp_path: Path) -> None:
     (first.run.root / runs.FROZEN).write_text(first.model_dump_json())
     assert config_of(["--name", "mine", "--dir", str(tmp_path)]) == first
     assert config_of(["--name", "mine", "--dir", str(tmp_path), "--num-rollout", "9"]).rollout.num_rollout == 9
+    epochs = config_of(["--name", "mine", "--dir", str(tmp_path), "--num-epoch", "5"]).rollout
+    assert epochs.num_epoch == 5 and "num_rollout" not in epochs.model_fields_set, "its steps are counted anew"
     more = config_of(["--name", "mine", "--dir", str(tmp_path), "--sglang-page-size", "8"]).rollout.sglang
     assert more == {**first.rollout.sglang, "page-size": "8"}
     with pytest.raises(ConfigError, match="run.name = 'other': a run that lies in runs; a new one needs --hf-checkpoint"):
