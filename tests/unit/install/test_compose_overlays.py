@@ -22,6 +22,13 @@ def test_an_overlay_changes_services_that_are_there(name: str) -> None:
     assert read(name)["services"].keys() <= read("compose.yaml")["services"].keys()
 
 
+def test_tls_changes_nothing_else_and_whoever_speaks_to_the_bus_trusts_its_authority() -> None:
+    base, tls = read("compose.yaml")["services"], read("compose.tls.yaml")["services"]
+    assert tls["accounts"]["command"] == [*base["accounts"]["command"], "--tls"]  # type: ignore[misc]
+    spoken = {name for name, service in base.items() if "NATS_URL_FILE" in str(service.get("environment"))}
+    assert spoken == {name for name, service in tls.items() if "MYXO_CA_FILE" in str(service.get("environment"))}
+
+
 def test_amds_gpus_are_given_to_the_torch_backend_and_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     services = read("compose.rocm.yaml")["services"]
     for name in ("trainer", "rollout"):
