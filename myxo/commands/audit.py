@@ -80,12 +80,8 @@ def without_responses(config: RunConfig, root: Path, report: AuditReport) -> int
 
 def table(run: str, config: RunConfig, report: AuditReport, unread: int | None) -> Table:
     """Returns what was checked, in a few lines. ``unread``: as `without_responses` returns it."""
-    ends = [
-        f"{report.trained} trained",
-        *_reasons("dropped", report.dropped),
-        *_reasons("dead", report.dead),
-        f"{report.in_flight} in flight",
-    ]
+    lost = [f"{count} {end} ({reason})" for end in ("dropped", "dead") for reason, count in getattr(report, end).items()]
+    ends = [f"{report.trained} trained", *lost, f"{report.in_flight} in flight"]
     samples, bound = report.staleness.total(), config.rollout.max_staleness
     amended = f", {report.amended} groups taken out of their batches" if report.amended else ""
     untrained = {"masked in part or whole": report.masked, "removed": report.removed}
@@ -107,7 +103,3 @@ def table(run: str, config: RunConfig, report: AuditReport, unread: int | None) 
         verdict = Text(f"the ledger is ok; {unread} trained groups have no responses in {DIRECTORY}/", style="yellow")
     rows.add_row(Text("verdict", style="dim"), verdict)
     return rows
-
-
-def _reasons(end: str, reasons: dict[str, int]) -> list[str]:
-    return [f"{count} {end} ({reason})" for reason, count in reasons.items()]

@@ -407,10 +407,8 @@ def _options(text: str) -> dict[str, Any]:
 
 def _example(parsed: argparse.Namespace) -> Example:
     default = Example()
-    responses = parsed.response or default.responses
-    if parsed.prompt is None:
-        return Example(default.prompt, parsed.label or default.label, responses)
-    return Example(parsed.prompt, parsed.label, responses)
+    prompt, label = (default.prompt, parsed.label or default.label) if parsed.prompt is None else (parsed.prompt, parsed.label)
+    return Example(prompt, label, parsed.response or default.responses)
 
 
 async def _opened(url: str, run: str | None, stack: contextlib.AsyncExitStack) -> Environment:

@@ -130,20 +130,17 @@ def completion(shell: str, console: Console) -> int:
     except ModuleNotFoundError:
         raise ConfigError("completion", shell, "the package shtab: pip install shtab") from None
     top = parser(declared=COMMANDS)
-    for name, command in _commands(top).items():
+    commands = next(action.choices for action in top._actions if isinstance(action, argparse._SubParsersAction))
+    for name, command in commands.items():
         if name in WITH_FLAGS:
             _add_flags(command)
         for action in command._actions:
             if action.dest in ("run", "dir"):
-                action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+                action.complete = shtab.DIRECTORY
             elif action.dest in ("config", "output", "data", "model"):
-                action.complete = shtab.FILE  # type: ignore[attr-defined]
+                action.complete = shtab.FILE
     console.file.write(shtab.complete(top, shell))
     return exit_codes.DONE
-
-
-def _commands(top: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    return next(action.choices for action in top._actions if isinstance(action, argparse._SubParsersAction))
 
 
 def _add_flags(command: argparse.ArgumentParser) -> None:

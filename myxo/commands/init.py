@@ -196,17 +196,8 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
 
 def _found(model: str, data: str, name: str, rm_type: str | None) -> _Found:
     rollout = {"num_rollout": 1, "rollout_batch_size": 1, "n_samples_per_prompt": 2, "rollout_max_response_len": 1}
-    sections: dict[str, dict[str, Any]] = {
-        "run": {"name": name},
-        "model": {"hf_checkpoint": model},
-        "data": {"prompt_data": data},
-        "rollout": rollout,
-        "reward": {"rm_type": "given"},
-    }
-    reading = config_reading.read(None, sections)
-    raise_problems(reading.problems)
-    config = reading.config
-    assert config is not None  # or there was a problem
+    given = {"run": {"name": name}, "model": {"hf_checkpoint": model}, "data": {"prompt_data": data}, "reward": {"rm_type": "given"}}
+    config = config_reading.load(None, {**given, "rollout": rollout})
     if hub_resolve.found(config):
         hub = Hub.of()
         config = hub_resolve.local(hub_resolve.pinned(config, hub=hub), hub=hub)

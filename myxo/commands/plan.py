@@ -18,7 +18,7 @@ from myxo.preflight import Source, run_plan
 from myxo.preflight.run_plan import RunPlan
 from shared.config import devices
 from shared.config.config_layers import Layers
-from shared.config.config_reading import read
+from shared.config.config_reading import load
 from shared.config.run_config import RunConfig
 from shared.hub import hub_download, hub_names
 from shared.hub.hub_client import Hub, HubError
@@ -93,10 +93,7 @@ def _read(source: Source) -> tuple[RunConfig, dict[str, Any]]:
         for name, value in fields.items():
             if name not in given.get(section, {}) and not (name == "prompt_data" and drawn):
                 overrides.setdefault(section, {})[name] = value
-    reading = read(source.path, overrides)
-    raise_problems(reading.problems)
-    assert reading.config is not None  # or there was a problem
-    return reading.config, given
+    return load(source.path, overrides), given
 
 
 def _shape(config: RunConfig, given: dict[str, Any], notes: list[str]) -> Architecture:
@@ -107,11 +104,11 @@ def _shape(config: RunConfig, given: dict[str, Any], notes: list[str]) -> Archit
             expected = "a directory that holds config.json, a name on the hub, or a base that describes a model (docs/models.md)"
             raise ConfigError("model.hf_checkpoint", None, expected)
         return replace(described, draft_layers=config.trainer.mtp_num_layers or 0)
-    if described is None or (model / "config.json").is_file():
-        return _read_shape(model, "model.hf_checkpoint")
     try:
         return _read_shape(model, "model.hf_checkpoint")
     except ConfigError as error:
+        if described is None or (model / "config.json").is_file():
+            raise
         notes.append(f"the shape is what [trainer.megatron] describes, for no config.json could be read: {error}")
         return described
 

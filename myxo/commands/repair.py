@@ -110,13 +110,8 @@ def repair_plan(ledger: LedgerExtent, complete: Iterable[int]) -> RepairPlan:
     known = [steps for steps in [0, *held] if ledger.durable <= steps <= ledger.trained]
     ahead = tuple(steps for steps in held if steps > ledger.trained)
     if not known:
-        kept = ", ".join(map(str, held)) or "none"
-        return RepairPlan(
-            newest,
-            ledger.cut,
-            problem=f"the ledger can be continued from {ledger.durable} to {ledger.trained} steps, and no checkpoint is of so many"
-            f" (there: {kept})",
-        )
+        problem = f"the ledger can be continued from {ledger.durable} to {ledger.trained} steps, and no checkpoint is of so many"
+        return RepairPlan(newest, ledger.cut, problem=f"{problem} (there: {', '.join(map(str, held)) or 'none'})")
     return RepairPlan(known[-1], ledger.cut, ahead)
 
 
@@ -133,18 +128,11 @@ async def carry_out(access: Access, plan: RepairPlan) -> list[Path]:
     What it does may be done once more after it was interrupted: the record comes last.
     """
     moved = [aside for step in plan.set_aside for aside in _put_aside(access.config, step)]
-    bus, names = access.bus, Subjects(access.run)
-    if plan.cut is not None:
-        for sequence in range(plan.cut.last, plan.cut.after, -1):  # from the end: an interrupted one has only shortened it
-            with contextlib.suppress(NotFoundError, BadRequestError):  # it is one of those that are gone
-                await bus.js.delete_msg(names.ledger_stream, sequence)
-    record = LedgerRepaired(
-        resume=plan.resume,
-        cut_after=0 if plan.cut is None else plan.cut.after,
-        cut_last=0 if plan.cut is None else plan.cut.last,
-        set_aside=plan.set_aside,
-        at=time.time(),
-    )
+    bus, names, cut = access.bus, Subjects(access.run), plan.cut or LedgerCut(0, 0, "")
+    for sequence in range(cut.last, cut.after, -1):  # from the end: an interrupted one has only shortened it
+        with contextlib.suppress(NotFoundError, BadRequestError):  # it is one of those that are gone
+            await bus.js.delete_msg(names.ledger_stream, sequence)
+    record = LedgerRepaired(resume=plan.resume, cut_after=cut.after, cut_last=cut.last, set_aside=plan.set_aside, at=time.time())
     await runs.append(bus, access.run, record)
     return moved
 
@@ -179,13 +167,8 @@ async def repair(run: str, directory: Path, console: Console, agreed: bool, as_j
         moved = await carry_out(access, plan) if agreed and plan.needed and not plan.problem else []
         done = agreed and not plan.problem
         if as_json:
-            found = {
-                "run": access.run,
-                **vars(plan),
-                "cut": None if plan.cut is None else vars(plan.cut),
-                "needed": plan.needed,
-                "done": done,
-            }
+            cut = None if plan.cut is None else vars(plan.cut)
+            found = {"run": access.run, **vars(plan), "cut": cut, "needed": plan.needed, "done": done}
             console.file.write(json_text(found) + "\n")
         else:
             for line in lines(ledger, held, plan, access.run, done=done):

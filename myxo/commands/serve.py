@@ -20,6 +20,7 @@ from shared.bus import streams
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
+from shared.config.config_layers import over
 
 _SERVE = """Serve a model to clients of the Tinker SDK: they train adapters of it (or, without lora_rank, all of it) and sample from what
 they trained, by a loop of their own.
@@ -76,8 +77,7 @@ def declare(command: argparse.ArgumentParser) -> None:
 
 def _run(parsed: argparse.Namespace, console: Console) -> int:
     source = Source.of(parsed.config, parsed.flags)
-    for section, fields in DEFAULTS.items():
-        source.given.overrides[section] = {**fields, **source.given.overrides.get(section, {})}
+    source.given.overrides = over(DEFAULTS, source.given.overrides)
     config, given = checked_config(source, starts=True, fresh=parsed.fresh), given_servers()
     directory, again = RunDirectory(config.run.root), f"myxo serve {parsed.config}"
     with claimed(config, directory, parsed.fresh, given), logged(config, directory, LAUNCHER):

@@ -13,6 +13,7 @@ import math
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from rich.console import Console
 from myxo.commands.command_arguments import add_run
 from myxo.run.run_access import Access, reach
 from shared.bus import streams
-from shared.bus.streams import Entry
 from shared.bus.subjects import Subjects
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
@@ -229,21 +229,17 @@ async def trace(run: str, directory: Path, output: Path | None, console: Console
 
 async def _events(access: Access) -> AsyncIterator[TraceEvent]:
     names, timeline = Subjects(access.run), Timeline()
-    async for live in _told(access, WeightsLive, names.event("weights", "live")):
+    told = partial(streams.read, access.bus, names.events_stream, strict=False)
+    async for _, live in told(WeightsLive, names.event("weights", "live")):
         for event in timeline.push(live):
             yield event
-    async for reported in _told(access, ServiceEvent, names.event("service", "*")):
+    async for _, reported in told(ServiceEvent, names.event("service", "*")):
         for event in timeline.service_event(reported):
             yield event
-    async for step in _told(access, Trained, names.event("trainer", "step")):
+    async for _, step in told(Trained, names.event("trainer", "step")):
         timeline.step(step)
     async for _, record in streams.read(access.bus, names.ledger_stream, LedgerRecord):
         for event in timeline.apply(record):
             yield event
     for event in timeline.end():
         yield event
-
-
-async def _told(access: Access, model: type[Entry], subject: str) -> AsyncIterator[Entry]:
-    async for _, message in streams.read(access.bus, Subjects(access.run).events_stream, model, subject, strict=False):
-        yield message

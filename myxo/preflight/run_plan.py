@@ -449,16 +449,12 @@ def check_gpu_memory(inspection: Inspection) -> Findings:
             continue
         if need.total > (1 + NEAR) * need.available and not config.debug.ignore_memory_plan:
             expected = f"{problem(need)}{_advice(plan, need)}; `myxo plan` shows all of it, and --ignore-memory-plan starts anyway"
-            yield ConfigError(need.field, _value_at(config, need.field), expected)
+            section, name, *further = need.field.split(".")
+            yield ConfigError(need.field, "…" if further else getattr(getattr(config, section), name), expected)
         elif need.fits:
             yield Note(f"memory: {need.of} is near its limit: {need.total / 1e9:.1f} GB of {need.available / 1e9:.1f} by `myxo plan`")
         else:
             yield Note(f"memory: {problem(need)}; it may fail for lack of memory{_advice(plan, need)}")
-
-
-def _value_at(config: RunConfig, field: str) -> Any:
-    section, name, *further = field.split(".")
-    return getattr(getattr(config, section), name) if not further else "…"
 
 
 def _advice(plan: RunPlan, need: MemoryNeed) -> str:

@@ -176,7 +176,9 @@ def differences(frozen: RunConfig, config: RunConfig) -> list[ConfigError]:
         return [ConfigError("run.name", config.run.name, files_of_another(config.run.root, frozen))]
     old, new, run = frozen.shown(), config.shown(), config.run.name
     ways = f"use --fresh to start it anew, or another run.name; `myxo up CONFIG --from {run} --name NAME` begins one from its weights"
-    why = {change: f"run {run} exists with another value" for change in changes(old, new)}
+    together = old.trained == old.run.root and new.trained == new.run.root  # checkpoints lie in the run's directory, and move with it
+    fixed = [change for change in changes(old, new) if not (together and change.startswith("trainer.save: "))]
+    why = {change: f"run {run} exists with another value" for change in fixed}
     why |= {change: reason for change in changes(old, new, "recorded") if (reason := unsound(old, new, change.partition(": ")[0]))}
     parted = ((*change.partition(": "), reason) for change, reason in why.items())
     return [ConfigError(field, values, f"{reason}; {ways}") for field, _, values, reason in parted]

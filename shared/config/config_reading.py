@@ -126,7 +126,7 @@ def _misfits_of_others(known: dict[str, Any], refused: ValidationError, values: 
     return []
 
 
-def load(path: Path, overrides: dict[str, dict[str, Any]] | None = None) -> RunConfig:
+def load(path: Path | None, overrides: dict[str, dict[str, Any]] | None = None) -> RunConfig:
     """Returns the config of `read`. Raises ConfigError for an error in it, or Problems of several."""
     config, problems, *_ = read(path, overrides)
     raise_problems(problems)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from myxo.run.run_directory import RunDirectory
+from shared.bus import runs
 from shared.config.config_reading import load
 from shared.config.run_config import RunConfig
 from shared.process.embedded_servers import EmbeddedNats
@@ -68,6 +69,19 @@ def test_a_copied_run_is_known_as_one_and_move_is_named(myxo: Myxo, at_rest: tup
     shutil.copytree(config.run.root, elsewhere)
     code, _, err = myxo.run("status", elsewhere)
     assert code == 0 and f"{elsewhere} is a copy of {config.run.root}" in err and "`myxo move`" in err
+
+
+def test_a_run_whose_checkpoints_lie_in_its_directory_by_save_moves_with_them(myxo: Myxo, at_rest: tuple[Path, RunConfig]) -> None:
+    _, config = at_rest
+    saved = config.model_copy(update={"trainer": config.trainer.model_copy(update={"save": config.run.dir})})
+    RunDirectory(config.run.root).freeze(saved)
+    elsewhere = config.run.dir / "elsewhere"
+    assert myxo.run("move", config.run.root, elsewhere)[0] == 0
+    moved = runs.frozen(elsewhere / config.run.name)
+    assert moved is not None and moved.trained == moved.run.root == elsewhere / config.run.name
+    assert runs.differences(saved, moved) == []
+    [refused] = runs.differences(saved, moved.model_copy(update={"trainer": moved.trainer.model_copy(update={"save": Path("/other")})}))
+    assert refused.field == "trainer.save"
 
 
 def test_a_machine_without_a_loopback_address_is_not_told_that_ports_are_in_use() -> None:
