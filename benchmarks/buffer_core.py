@@ -202,7 +202,10 @@ def scored(number: int, samples: int, oldest: int, newest: int, dice: random.Ran
         group=name,
         attempt=0,
         payload=Payload(keys=[f"benchmark:group:{name}:0:0"], bytes=100_000),
-        samples=[SampleMeta(tokens=dice.randint(100, 9000), oldest=oldest, newest=newest, finish="stop") for _ in range(samples)],
+        samples=[
+            SampleMeta(tokens=(length := dice.randint(100, 9000)), trained=length, oldest=oldest, newest=newest, finish="stop")
+            for _ in range(samples)
+        ],
         rewards=[dice.random() for _ in range(samples)],
         replica="rollout-0",
         environment="math",

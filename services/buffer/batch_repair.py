@@ -88,4 +88,4 @@ def amended(state: BufferState, limits: BufferConfig, step: int, now: float) -> 
 
 def _fitting(state: BufferState, limits: BufferConfig, batch: BatchRecord) -> list[GroupState]:
     fitting = policy.by_decision(state, limits, batch.version - limits.rollout.max_staleness)["fits"]
-    return [group for group in fitting if group.scored is not None and max(group.scored.newest) <= batch.version]
+    return [group for group in fitting if group.scored is not None and max(group.scored.newest, default=0) <= batch.version]

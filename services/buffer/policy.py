@@ -15,7 +15,7 @@ from typing import Literal
 from services.buffer import evaluation, outcome_check, staleness
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.staleness import StalenessDecision
-from services.buffer.state import BufferState, GroupState
+from services.buffer.state import BufferState, GroupState, trained_of
 from shared.runtime.errors import POLICY, TASK, MyxoError
 from shared.schema import codec, ledger
 from shared.schema.ledger import LedgerRecord, group_number
@@ -152,7 +152,7 @@ def scored(state: BufferState, limits: BufferConfig, messages: list[Scored], now
             records.append(ledger.GroupDead(group=name, reason=problem, fault=fault, payload=message.payload, at=now))
         else:
             fresh.append(message)
-            nothing_left = message.filtered is None and len(set(message.removed)) == len(message.samples)
+            nothing_left = message.filtered is None and not trained_of(message.samples, message.removed)
             if (reason := NOTHING_LEFT if nothing_left else message.filtered) is not None:
                 filtered.setdefault(reason, []).append(name)
     size = max(1, RECORD_SAMPLES // max((len(group.samples) for group in fresh), default=1))

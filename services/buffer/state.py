@@ -43,8 +43,7 @@ class Result:
     @classmethod
     def of(cls, scored: ledger.ScoredGroup) -> "Result":
         payload, samples, removed = scored.payload, scored.samples, scored.removed
-        trained = _without(samples, removed)
-        oldest = min([sample.oldest for sample in trained], default=NOTHING_TRAINED)
+        oldest = min([sample.oldest for sample in trained_of(samples, removed)], default=NOTHING_TRAINED)
         rewards, tokens = array("d", scored.rewards), array("I", payload.tokens)
         parts = tuple({sys.intern(name): value for name, value in sample.items()} for sample in scored.parts)  # names are kept once
         return cls(
@@ -64,7 +63,7 @@ class Result:
     @property
     def newest(self) -> list[int]:
         """Returns the version of the newest trained token of each sample that is trained."""
-        return [sample.newest for sample in _without(self.samples, self.removed)]
+        return [sample.newest for sample in trained_of(self.samples, self.removed)]
 
     @property
     def payload(self) -> Payload:
@@ -304,8 +303,7 @@ _FOLDS: dict[type[LedgerRecord], Callable[[BufferState, Any], None]] = {
 }
 
 
-def _without(samples: list[SampleMeta], removed: tuple[int, ...]) -> list[SampleMeta]:
-    if not removed:
-        return samples
+def trained_of(samples: list[SampleMeta], removed: tuple[int, ...]) -> list[SampleMeta]:
+    """Returns the samples that a loss has something of: neither a filter took them out, nor are all of their tokens masked."""
     without = set(removed)
-    return [sample for index, sample in enumerate(samples) if index not in without]
+    return [sample for index, sample in enumerate(samples) if sample.trained and index not in without]

@@ -191,7 +191,7 @@ class Audit:
         report, step = self._report, record.step
         removed = set(scored.removed)
         report.removed += len(removed)
-        for sample in (sample for index, sample in enumerate(scored.samples) if index not in removed):
+        for sample in (sample for index, sample in enumerate(scored.samples) if sample.trained and index not in removed):
             report.masked += sample.oldest < record.mask_below
             if sample.newest < record.mask_below:
                 continue

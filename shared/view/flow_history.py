@@ -467,7 +467,7 @@ class FlowHistory:
                         by_length.dropped += tokens
                     elif of_version < mask_below:
                         by_length.masked, masked = by_length.masked + tokens, masked + tokens
-                    else:
+                    elif tokens:
                         ages[version - of_version] += tokens
                         by_length.trained += tokens
         return dict(sorted(ages.items())), masked

@@ -550,9 +550,10 @@ class World:
         self._engine.stop(responses)
 
     def _scored(self, task: SimulatedTask) -> Scored:
+        lengths = [max(1, round(response.length)) for response in task.responses]
         samples = [
-            SampleMeta(tokens=max(1, round(response.length)), oldest=response.oldest, newest=response.newest, finish="stop")
-            for response in task.responses
+            SampleMeta(tokens=length, trained=length, oldest=response.oldest, newest=response.newest, finish="stop")
+            for response, length in zip(task.responses, lengths, strict=True)
         ]
         return Scored(
             group=task.group,

@@ -110,7 +110,7 @@ async def test_what_cannot_be_scored_fails_with_the_reason(bench: NewBench) -> N
     assert "expected the answer that exact compares with" in await desk.failure("g0")
     await desk.generated("g1", "42", payload=reference(desk.names.run, {"never:written": b"1"}))
     assert "the store holds no blob never:written" in await desk.failure("g1")
-    await desk.generated("g2", "42", "43", samples=[SampleMeta(tokens=2, oldest=3, newest=3, finish="stop")])
+    await desk.generated("g2", "42", "43", samples=[SampleMeta(tokens=2, trained=2, oldest=3, newest=3, finish="stop")])
     assert "the payload holds 2 samples, its reference 1" in await desk.failure("g2")
     await desk.store.write({"broken": b"garbage"})
     await desk.generated("g3", "42", payload=reference(desk.names.run, {"broken": b"garbage"}))
@@ -159,7 +159,7 @@ async def test_a_sample_that_is_none_costs_its_group_and_says_why(bench: NewBenc
 async def test_a_reference_that_does_not_describe_its_samples_costs_its_group(bench: NewBench) -> None:
     desk = await bench(reward={"rm_type": "exact"})
     await desk.serve()
-    await desk.generated("g0", "42", samples=[SampleMeta(tokens=2, oldest=4, newest=4, finish="stop")])
+    await desk.generated("g0", "42", samples=[SampleMeta(tokens=2, trained=2, oldest=4, newest=4, finish="stop")])
     said = await desk.failure("g0")
     assert re.search(r"sample g0/0: its reference says SampleMeta\(.*oldest=4.*, the payload SampleMeta\(.*oldest=3", said)
     sent = await desk.generated("g1", "42", tokens=(7,))

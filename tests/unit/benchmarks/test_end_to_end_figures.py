@@ -58,7 +58,7 @@ def written(number: int, values: dict[str, float]) -> MetricsWritten:
 
 def samples(*lengths: int) -> list[SampleMeta]:
     """Samples of these lengths, each of the version of its place."""
-    return [SampleMeta(tokens=tokens, oldest=at, newest=at, finish="stop") for at, tokens in enumerate(lengths)]
+    return [SampleMeta(tokens=tokens, trained=tokens, oldest=at, newest=at, finish="stop") for at, tokens in enumerate(lengths)]
 
 
 def test_a_group_that_goes_on_loses_the_samples_that_are_generated_anew() -> None:

@@ -21,7 +21,7 @@ ENDS = [100.0, 110.0, 120.0, 130.0, 140.0, 170.0, 180.0, 190.0, 194.0, 198.0, 20
 
 
 def group(number: int, replica: str) -> ScoredGroup:
-    samples = [SampleMeta(tokens=16, oldest=0, newest=0, finish="stop")] * 2
+    samples = [SampleMeta(tokens=16, trained=16, oldest=0, newest=0, finish="stop")] * 2
     payload, name = Payload(keys=["k"], bytes=1), group_id(number)
     return ScoredGroup(group=name, attempt=0, payload=payload, samples=samples, rewards=[0.0, 1.0], replica=replica, started=0.0, ended=1.0)
 

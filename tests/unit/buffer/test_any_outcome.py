@@ -161,7 +161,8 @@ class Outcomes:
     def scored(self, samples: int) -> dict[str, Any]:
         oldest = self.dice.choice(VERSIONS)
         newest = oldest if self.rarely(2) else max(oldest, self.dice.choice(VERSIONS))
-        meta = {"tokens": self.dice.choice(NUMBERS) if self.rarely(10) else 3, "oldest": oldest, "newest": newest, "finish": "stop"}
+        meta = {"tokens": 3, "trained": 3, "oldest": oldest, "newest": newest, "finish": "stop"}
+        meta |= {"tokens": self.dice.choice(NUMBERS)} if self.rarely(10) else {}
         if self.rarely(15):
             meta |= {"trained": self.dice.choice(NUMBERS), "digest": self.dice.choice(NUMBERS)}
             meta |= {"spans": [[self.dice.choice(VERSIONS), self.dice.choice(NUMBERS)] for _ in range(2)]}
@@ -189,7 +190,7 @@ class Outcomes:
         group, samples = core.state.groups.get(name), core.limits.rollout.n_samples_per_prompt
         attempt, version = 0 if group is None else group.attempt, max(0, core.state.live_version)
         fields = {"group": name, "attempt": attempt, "payload": {"keys": [f"run:group:{name}:{attempt}:a:0"], "bytes": 9}}
-        meta = {"tokens": 3, "oldest": version, "newest": version, "finish": "stop"}
+        meta = {"tokens": 3, "trained": 3, "oldest": version, "newest": version, "finish": "stop"}
         fields |= {"samples": [meta] * samples, "rewards": [1.0] * samples, "replica": "r", "environment": "math", "started": 0, "ended": 1}
         return codec.pack({"schema": SCHEMA, "kind": "Scored", **fields})
 

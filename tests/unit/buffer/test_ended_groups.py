@@ -24,7 +24,7 @@ def scored(number: int, removed: tuple[int, ...] = ()) -> ScoredGroup:
         group=group_id(number),
         attempt=number,
         payload=Payload(keys=[f"k{number}"], bytes=10),
-        samples=[SampleMeta(tokens=3, oldest=version, newest=version, finish="stop") for version in (0, 2)],
+        samples=[SampleMeta(tokens=3, trained=3, oldest=version, newest=version, finish="stop") for version in (0, 2)],
         rewards=[0.0, 1.0],
         parts=({"form": 0.5}, {"form": 1.0}),
         removed=removed,

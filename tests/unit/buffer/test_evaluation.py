@@ -33,7 +33,8 @@ def scored(group: str, rewards: list[float], lengths: list[int], *, full: int = 
         attempt=0,
         payload=Payload(keys=[group], bytes=1),
         samples=[
-            SampleMeta(tokens=length, oldest=oldest, newest=newest, finish="length" if length == full else "stop") for length in lengths
+            SampleMeta(tokens=length, trained=length, oldest=oldest, newest=newest, finish="length" if length == full else "stop")
+            for length in lengths
         ],
         rewards=rewards,
         replica="r",

@@ -45,7 +45,7 @@ def came_back(group: str, attempt: int = 0, samples: int = 2, rewards: int | Non
         group=group,
         attempt=attempt,
         payload=Payload(keys=[f"{group}:{attempt}"], bytes=1),
-        samples=[SampleMeta(tokens=1, oldest=oldest, newest=oldest, finish="stop")] * samples,
+        samples=[SampleMeta(tokens=1, trained=1, oldest=oldest, newest=oldest, finish="stop")] * samples,
         rewards=[reward] * (samples if rewards is None else rewards),
         replica="r",
         environment="math",

@@ -40,7 +40,7 @@ def scored(number: int, ages: Ages = ((0, 0), (0, 0)), attempt: int = 0, **chang
         group=group_id(number),
         attempt=attempt,
         payload=Payload(keys=[f"{number}:{attempt}"], bytes=1),
-        samples=[SampleMeta(tokens=4, oldest=oldest, newest=newest, finish="stop") for oldest, newest in ages],
+        samples=[SampleMeta(tokens=4, trained=4, oldest=oldest, newest=newest, finish="stop") for oldest, newest in ages],
         rewards=changes.pop("rewards", [1.0] * len(ages)),
         replica="r",
         environment="math",
@@ -100,6 +100,16 @@ def test_what_becomes_of_a_group_over_the_bound(name: Policy, ages: Ages, fate: 
     if fate == "batch":
         batch = policy.batch(state, 3)
         assert batch is not None and batch.mask_below == (2 if name in ("continue", "mask") else 0)
+
+
+@pytest.mark.parametrize("name", ["drop", "requeue", "continue", "mask"])
+def test_a_sample_of_which_nothing_is_trained_has_no_age(name: Policy) -> None:
+    run, whole = limits(staleness=name), scored(0, FRESH)
+    empty = SampleMeta(tokens=0, trained=0, oldest=0, newest=0, finish="length")
+    part = whole.model_copy(update={"samples": [empty, whole.samples[1]]})
+    assert in_batch(formed(at_step(run, 3, part, scored(1, FRESH)), run, 3)) == [0, 1]
+    [_, dropped] = policy.scored(at_step(run, 3), run, [part.model_copy(update={"removed": (1,)})], 0.0)
+    assert isinstance(dropped, GroupsDropped) and policy.NOTHING_LEFT in dropped.reason
 
 
 def test_a_payload_is_kept_for_whoever_goes_on_and_let_go_behind_it() -> None:

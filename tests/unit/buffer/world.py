@@ -325,7 +325,7 @@ class World:
                 samples.append(replace(old, newest=self.dice.randint(old.newest, max(old.newest, newest))))
                 continue
             oldest = job.oldest if index == 0 else self.dice.randint(job.oldest, newest)
-            samples.append(SampleMeta(tokens=3, oldest=oldest, newest=self.dice.randint(oldest, newest), finish="stop"))
+            samples.append(SampleMeta(tokens=3, trained=3, oldest=oldest, newest=self.dice.randint(oldest, newest), finish="stop"))
         return samples
 
     def _scored(self, job: Job) -> Scored:

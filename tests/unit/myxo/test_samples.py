@@ -58,7 +58,10 @@ def scored(number: int, rewards: tuple[float, ...], versions: tuple[int, int] = 
         group=group_id(number),
         attempt=attempt,
         payload=Payload(keys=[f"k{number}.{attempt}"], bytes=1),
-        samples=[SampleMeta(tokens=tokens + index, oldest=versions[0], newest=versions[1], finish="stop") for index in range(len(rewards))],
+        samples=[
+            SampleMeta(tokens=tokens + index, trained=tokens + index, oldest=versions[0], newest=versions[1], finish="stop")
+            for index in range(len(rewards))
+        ],
         rewards=list(rewards),
         replica="rollout-0",
         started=100.0,

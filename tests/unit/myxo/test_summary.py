@@ -35,6 +35,7 @@ from shared.schema.messages import Payload, SampleMeta, ScoredGroup, Trained
 from shared.schema.service_messages import ServiceEvent, WarmStartEnded
 from shared.view.run_summary import GroupCounts, SummaryTally
 from tests.support import tables
+from tests.support.attested_ledger import attested
 from tests.support.run_config import run_config
 
 
@@ -64,7 +65,7 @@ def test_a_list_of_runs_knows_what_is_finished(
 
 
 def scored(number: int, rewards: tuple[float, float], oldest: int, started: float, ended: float, tokens: int = 5) -> ScoredGroup:
-    samples = [SampleMeta(tokens=tokens, oldest=oldest, newest=oldest, finish="stop") for _ in rewards]
+    samples = [SampleMeta(tokens=tokens, trained=tokens, oldest=oldest, newest=oldest, finish="stop") for _ in rewards]
     payload = Payload(keys=[f"k{number}"], bytes=1)
     return ScoredGroup(
         group=group_id(number),
@@ -93,23 +94,25 @@ def config(tmp_path: Path) -> RunConfig:
     return run_config(tmp_path, eval={"eval_prompt_data": "heldout.jsonl"})
 
 
-RECORDS: list[LedgerRecord] = [
-    VersionLive(version=0, at=100.0),
-    evaluation(0, 0.25).model_copy(update={"at": 101.0}),
-    GroupsAdmitted(first=0, count=4, version=0, at=102.0),
-    GroupsScored(groups=[scored(0, (0.0, 1.0), 0, 102.0, 104.0), scored(1, (0.0, 0.0), 0, 103.0, 105.0)], at=105.0),
-    BatchFormed(step=0, version=0, groups=names(0, 1), at=105.0),
-    GroupsScored(groups=[scored(2, (1.0, 1.0), 0, 105.0, 107.0), scored(3, (1.0, 0.0), 0, 105.0, 112.0)], at=112.0),
-    BatchTrained(step=0, version=0, started=106.0, ended=110.0, attestation=attest([]), at=110.0),
-    VersionLive(version=1, at=110.0),
-    GroupsAdmitted(first=4, count=3, version=1, at=110.0),
-    GroupDead(group=group_id(4), reason="rollout-0: too long", at=111.0),
-    GroupsDropped(groups=names(5), reason="stale", at=111.0),
-    BatchFormed(step=1, version=1, groups=names(2, 3), at=112.0),
-    BatchTrained(step=1, version=1, started=112.0, ended=113.0, attestation=attest([]), at=113.0),
-    evaluation(2, 0.75).model_copy(update={"at": 115.0}),
-    CheckpointDurable(steps=2, at=116.0),
-]
+RECORDS = attested(
+    [
+        VersionLive(version=0, at=100.0),
+        evaluation(0, 0.25).model_copy(update={"at": 101.0}),
+        GroupsAdmitted(first=0, count=4, version=0, at=102.0),
+        GroupsScored(groups=[scored(0, (0.0, 1.0), 0, 102.0, 104.0), scored(1, (0.0, 0.0), 0, 103.0, 105.0)], at=105.0),
+        BatchFormed(step=0, version=0, groups=names(0, 1), at=105.0),
+        GroupsScored(groups=[scored(2, (1.0, 1.0), 0, 105.0, 107.0), scored(3, (1.0, 0.0), 0, 105.0, 112.0)], at=112.0),
+        BatchTrained(step=0, version=0, started=106.0, ended=110.0, attestation=attest([]), at=110.0),
+        VersionLive(version=1, at=110.0),
+        GroupsAdmitted(first=4, count=3, version=1, at=110.0),
+        GroupDead(group=group_id(4), reason="rollout-0: too long", at=111.0),
+        GroupsDropped(groups=names(5), reason="stale", at=111.0),
+        BatchFormed(step=1, version=1, groups=names(2, 3), at=112.0),
+        BatchTrained(step=1, version=1, started=112.0, ended=113.0, attestation=attest([]), at=113.0),
+        evaluation(2, 0.75).model_copy(update={"at": 115.0}),
+        CheckpointDurable(steps=2, at=116.0),
+    ]
+)
 
 
 def tally(config: RunConfig, records: list[LedgerRecord]) -> SummaryTally:

@@ -23,6 +23,7 @@ from shared.schema.ledger import (
 )
 from shared.schema.ledger_audit import audit
 from shared.schema.messages import Payload, SampleMeta, ScoredGroup
+from tests.support.attested_ledger import attested
 from tests.support.tables import table
 
 BOUND, SIZE = 1, 2
@@ -34,7 +35,7 @@ def scored(*numbers: int, oldest: int = 0, newest: int = 0) -> GroupsScored:
             group=group_id(number),
             attempt=0,
             payload=Payload(keys=[f"key-{number}"], bytes=1),
-            samples=[SampleMeta(tokens=1, oldest=oldest, newest=newest, finish="stop")],
+            samples=[SampleMeta(tokens=1, trained=1, oldest=oldest, newest=newest, finish="stop")],
             rewards=[1.0],
             replica="r",
             started=0.0,
@@ -89,7 +90,7 @@ def run() -> list[LedgerRecord]:
 
 
 def test_a_run_that_kept_the_invariants() -> None:
-    report = audit(run(), BOUND, SIZE)
+    report = audit(attested(run()), BOUND, SIZE)
     assert report.violations == []
     assert report.ok and report.finished
     assert (report.admitted, report.trained, report.in_flight) == (6, 4, 0)
@@ -102,7 +103,7 @@ def test_a_run_that_kept_the_invariants() -> None:
 
 def test_every_beginning_of_such_a_run_kept_them_too() -> None:
     for length in range(len(run())):
-        report = audit(run()[:length], BOUND, SIZE)
+        report = audit(attested(run()[:length]), BOUND, SIZE)
         assert report.ok
         ended = report.trained + report.dropped.total() + report.dead.total()
         assert report.admitted == ended + report.in_flight
@@ -157,7 +158,7 @@ def remove(at: int) -> Callable[[list[LedgerRecord]], Any]:
 def test_each_violation_is_named(change: Callable[[list[LedgerRecord]], Any], violation: str) -> None:
     records = run()
     change(records)
-    report = audit(records, BOUND, SIZE)
+    report = audit(attested(records), BOUND, SIZE)
     assert not report.ok
     assert any(violation in found for found in report.violations), report.violations
 
@@ -182,8 +183,8 @@ def amended_run() -> list[LedgerRecord]:
 
 def test_a_group_that_the_trainer_refuses_is_replaced() -> None:
     for length in range(len(amended_run())):
-        assert audit(amended_run()[:length], BOUND, SIZE).violations == []
-    report = audit(amended_run(), BOUND, SIZE)
+        assert audit(attested(amended_run()[:length]), BOUND, SIZE).violations == []
+    report = audit(attested(amended_run()), BOUND, SIZE)
     assert report.violations == []
     assert (report.admitted, report.trained, report.dead, report.amended, report.in_flight) == (3, 2, {"trainer": 1}, 1, 0)
 
@@ -195,18 +196,18 @@ def requeued(number: int) -> GroupRequeued:
 def test_a_group_that_the_store_has_lost_is_generated_anew_for_its_step() -> None:
     beginning = [live(0), admitted(0, 2), scored(0, 1), formed(0, 0, 1)]
     records = [*beginning, refused(0, 0), requeued(0), scored(0), amended(0, [0], [0]), trained(0)]
-    report = audit(records, BOUND, SIZE)
+    report = audit(attested(records), BOUND, SIZE)
     assert report.violations == []
     assert (report.admitted, report.trained, report.dead, report.amended, report.in_flight) == (2, 2, {}, 1, 0)
     del records[4]
-    assert "g00000000 was requeued while it is in a batch, and was not refused" in audit(records, BOUND, SIZE).violations
-    after = audit([*beginning, trained(0), refused(0, 0), requeued(0)], BOUND, SIZE)
+    assert "g00000000 was requeued while it is in a batch, and was not refused" in audit(attested(records), BOUND, SIZE).violations
+    after = audit(attested([*beginning, trained(0), refused(0, 0), requeued(0)]), BOUND, SIZE)
     assert "g00000000 was requeued but is not in flight" in after.violations, "what is trained is not generated again"
 
 
 def test_a_trained_group_that_is_refused_when_it_is_trained_again_ends_as_dead() -> None:
     records = [live(0), admitted(0, 2), scored(0, 1), formed(0, 0, 1), trained(0), refused(0, 0), dead(0), amended(0, [0], [])]
-    report = audit([*records, durable(1)], BOUND, SIZE)
+    report = audit(attested([*records, durable(1)]), BOUND, SIZE)
     assert report.violations == []
     assert (report.admitted, report.trained, report.dead, report.in_flight) == (2, 1, {"trainer": 1}, 0)
 
@@ -231,11 +232,13 @@ def test_a_trained_group_that_is_refused_when_it_is_trained_again_ends_as_dead()
 def test_each_violation_of_an_amendment_is_named(change: Callable[[list[LedgerRecord]], Any], violation: str) -> None:
     records = amended_run()
     change(records)
-    assert any(violation in found for found in audit(records, BOUND, SIZE).violations), audit(records, BOUND, SIZE).violations
+    assert any(violation in found for found in audit(attested(records), BOUND, SIZE).violations), audit(
+        attested(records), BOUND, SIZE
+    ).violations
 
 
 def test_a_run_that_goes_on_after_its_end_is_not_finished() -> None:
-    report = audit([*run(), admitted(6, 2)], BOUND, SIZE)
+    report = audit(attested([*run(), admitted(6, 2)]), BOUND, SIZE)
     assert report.ok
     assert not report.finished
     assert report.in_flight == 2
