@@ -13,7 +13,7 @@ from shared.bus.streams import scored_consumer
 from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.runtime.errors import TASK
 from shared.runtime.telemetry import declare_metrics
-from shared.schema.ledger import LedgerRecord
+from shared.schema.ledger import PAYLOAD_LOST, LedgerRecord, is_evaluation
 from shared.schema.messages import Failed, GroupOutcome, Outcome, Scored, Wanted, failure_of
 from shared.service.service_base import Service
 
@@ -78,6 +78,9 @@ class OutcomeConsumer:
         """Has a group generated anew that was given up because the store has lost its samples. False where it is none."""
         if not await has_lost(self._service, batch_repair.perhaps_lost(outcome)):
             return False
+        if isinstance(outcome, Failed) and is_evaluation(outcome.group):  # it ends without rewards, and no one is at fault
+            await self.settle([outcome.model_copy(update={"reason": PAYLOAD_LOST})])
+            return True
         decided: list[LedgerRecord] = []
 
         def decide() -> Sequence[LedgerRecord]:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from shared.bus import runs
 from shared.runtime import failure_summary
 from shared.runtime.telemetry import declare_metrics
-from shared.schema.ledger import BatchTrained, EvalScored, GroupDead, GroupsScored, LedgerRecord, SampleRefused
+from shared.schema.ledger import PAYLOAD_LOST, BatchTrained, EvalScored, GroupDead, GroupsScored, LedgerRecord, SampleRefused
 from shared.service.service_base import Service
 
 declare_metrics("""
@@ -42,6 +42,8 @@ class DeadGroups:
         """Takes a record; they come in the ledger's order."""
         self._since = record.at if self._since is None else self._since
         match record:
+            case EvalScored(rewards=[], reason=reason) if reason.endswith(PAYLOAD_LOST):
+                self.eval_failed += 1
             case GroupDead(group=name, reason=reason) | EvalScored(group=name, rewards=[], reason=reason):
                 self.in_a_row, self.reason = self.in_a_row + 1, reason
                 self.refused += name in self._refused

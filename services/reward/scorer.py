@@ -88,7 +88,7 @@ class VerifierPool(ScoringPool):
             return (await self.scores(request, count, "the rewards", source, deadline + LOOP_SECONDS)).scores
         except (CallLate, WorkerDied) as error:
             if count == 1:
-                return [Score(reward=wrong(asked.name), unread=str(error))]
+                return [Score(reward=wrong(asked.name, asked.key), unread=str(error))]
         return [score for alone in asked.each() for score in await self.score(alone, deadline / count)]
 
 

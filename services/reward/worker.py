@@ -117,7 +117,7 @@ class VerifierCalls(Calls):
                 scores.append(asdict(reward_values.read(value, request.get("key") or NAMED.get(base(name)))))
             except (Exception, OutOfTime) as error:
                 problem = _problem(error, f"a response of {len(text)} characters was not verified", seconds)
-                scores.append({"reward": wrong(name), "unread": f"verifier {name}: {problem}"})
+                scores.append({"reward": wrong(name, request.get("key")), "unread": f"verifier {name}: {problem}"})
         return {"scores": scores}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from services.rollout.in_flight import Stopped
 from services.rollout.replica import Replica
 from services.rollout.request_slots import evaluates
 from shared.bus.streams import task_consumer
@@ -78,13 +79,14 @@ class Evaluator:
     async def _evaluate(self, lease: MessageLease[Evaluate]) -> None:
         task = lease.message
         try:
-            await self._replica.wait_serving(task.version, VERSION_SECONDS)
+            left = task.deadline - self._service.bus.now()
+            await self._replica.wait_serving(task.version, left if lease.exhausted else VERSION_SECONDS)
             life = self._replica.incarnation
             answer = await self._asked(task)
             await self._spread.look()
             if self._replica.incarnation != life:
                 raise WorkerFailed("the replica's weights became untrusted meanwhile")
-        except DeadlineExceeded as error:  # no such weights here, or the process does not start
+        except (DeadlineExceeded, Stopped) as error:  # no such weights here, or the process does not start
             self._service.log.warning("evaluation_handed_back", version=task.version, error=str(error))
             return await lease.hand_back(delay=RETRY_SECONDS)
         except WorkerFailed as error:

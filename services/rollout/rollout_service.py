@@ -309,7 +309,7 @@ class Rollout:
         except (StoreFull, StreamFull):  # there was no room for the run's whole `bus.full_timeout`: this service ends
             await lease.hand_back()
             raise
-        except (DeadlineExceeded, EngineError) as error:
+        except (DeadlineExceeded, EngineError, Stopped) as error:
             log.warning("group_handed_back", error=str(error))
             service.traces.add(handed_back(task, error, service.instance, started, time.time()))
             await lease.hand_back(delay=1.0)
@@ -338,6 +338,8 @@ class Rollout:
             samples, stopped, aborted = await self._player(task).group(task, earlier, in_flight, slots)
         except Stopped as before:  # it had begun none of its rollouts
             samples, stopped, aborted = [], before, 0
+        if stopped is not None and in_flight is None:  # nobody asks for a held-out prompt again: it goes back to the queue
+            raise stopped
         if stopped is not None:  # partial samples are handed on unless they are too old
             kept = not stopped.stale and any(len(sample.response) for sample in samples)
             return await self._outcomes.interrupted(task, samples if kept else [], stale=stopped.stale)

@@ -71,6 +71,6 @@ def pattern_of(args: Any, name: str) -> str | None:
     return getattr(args, "answer_pattern", None) if name in (args.rm_type, *getattr(args, "reward_weights", ())) else None
 
 
-def wrong(name: str) -> float:
-    """Returns the reward of a wrong answer, which a response that cannot be read gets too."""
-    return -1.0 if base(name) == "dapo" else 0.0
+def wrong(name: str, key: str | None = None) -> float:
+    """Returns the reward of a wrong answer, which a response that cannot be read gets too. ``key``: as in a verification."""
+    return -1.0 if base(name) == "dapo" and key in (None, "score") else 0.0

@@ -35,6 +35,10 @@ from shared.schema.messages import Payload
 from shared.store.blobs import SOCKET_SECONDS, Answer, BlobConnection, Reader, options
 
 RETRY_PAUSE = 0.2
+SECONDS = 60.0
+"""The deadline of most requests."""
+AWAY_SECONDS = 3600.0
+"""That of who holds a group: it waits for a store that is away, since a task that goes back too often is given up."""
 _AWAY = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, OSError)
 _REFUSED = (AuthenticationError, AuthorizationError, NoPermissionError)  # the first two are connection errors to the library
 
@@ -96,7 +100,7 @@ class Store:
         except (DeadlineExceeded, RedisError) as error:
             raise StoreUnreachable(f"the store does not answer: {error}") from error
 
-    async def write(self, blobs: Mapping[str, bytes], deadline: float = 60.0) -> None:
+    async def write(self, blobs: Mapping[str, bytes], deadline: float = SECONDS) -> None:
         """Writes all blobs, or raises. A key that is there stays as it is: after a retry with the same content, otherwise for its readers
         to find out by the digest."""
 
@@ -109,7 +113,7 @@ class Store:
         elif blobs:
             await self._retry(deadline, attempt, what)
 
-    async def read(self, payload: Payload, deadline: float = 60.0) -> list[bytes]:
+    async def read(self, payload: Payload, deadline: float = SECONDS) -> list[bytes]:
         """Returns the blobs of a payload in order, read no further than it says.
 
         Raises PayloadMissing naming the first absent key, PayloadChanged where they are not those that were announced, BadMessage for a
@@ -185,7 +189,7 @@ class Store:
                     if not (reason := full_reason(error)):
                         raise
                     write.refused(f"{what}: {reason}")
-                    if time.monotonic() - start > (limit := max(deadline, write.patience_s)):
+                    if time.monotonic() - start > (limit := max(min(deadline, SECONDS), write.patience_s)):
                         raise StoreFull(f"{write.reason}; no room within {limit:g} s, given up") from error
                 await asyncio.sleep(RETRY_PAUSE_S if write.reason else RETRY_PAUSE)
 

@@ -145,7 +145,7 @@ def alarms(found: Symptoms, config: RunConfig) -> list[Alarm]:
         *_services(found),
         *_numbers(found, config.monitoring.logprob_alarm, mismatch_remedy(config, _bisection(found, config))),
         *_rewards(found, config),
-        *_batches(found.steps[-LATELY_STEPS:], config.run.argument),
+        *_batches(found.steps[-LATELY_STEPS:], config),
         *_ends(found, config),
         *_pushes(found.push_seconds),
         *_speculation(found),
@@ -259,7 +259,7 @@ def _entropy(metrics: Sequence[Mapping[str, float]]) -> Iterator[Alarm]:
 
 def _rewards(found: Symptoms, config: RunConfig) -> Iterator[Alarm]:
     """A reward that teaches nothing over the whole run; where teachers do instead, none is raised."""
-    if config.algorithm.opd_teachers:
+    if config.algorithm.use_opd or config.algorithm.loss_type == "sft_loss":
         return
     run, steps, own, kind = config.run.argument, found.steps, config.reward.custom_rm_path, config.reward.rm_type
     by = f"reward.custom_rm_path = {own}" if own else f"reward.rm_type = {kind or 'that of each prompt'}"
@@ -287,13 +287,14 @@ def _rewards(found: Symptoms, config: RunConfig) -> Iterator[Alarm]:
             )
 
 
-def _batches(steps: Sequence[StepRecord], run: str) -> Iterator[Alarm]:
+def _batches(steps: Sequence[StepRecord], config: RunConfig) -> Iterator[Alarm]:
     if len(steps) < LEAST_STEPS:
         return
+    run, compares = config.run.argument, config.algorithm.needs_groups and not config.algorithm.turn_advantage_coef
     shown_by = f"myxo samples {run} --step {steps[-1].step}"
     groups, samples = sum(step.groups for step in steps), sum(step.samples for step in steps)
     equal = _share(sum(step.equal_rewards for step in steps), groups)
-    if equal > EQUAL_SHARE:
+    if equal > EQUAL_SHARE and compares:
         yield Alarm(
             AlarmKind.NO_SIGNAL,
             f"{equal:.0%} of the last {groups} groups have equal rewards",

@@ -471,7 +471,10 @@ class SamplePages:
         }
 
     def _advantages(self, group: GroupRecord, found: FoundSamples) -> tuple[list[float] | None, str]:
-        return advantages_of(group, found.samples, None if self.source.config is None else self.source.config.algorithm)
+        config = self.source.config
+        if config is not None and config.rollout.agent_roles and not found.samples:
+            return None, "rewards are compared within a role, and the samples that say who played which are not kept"
+        return advantages_of(group, found.samples, None if config is None else config.algorithm)
 
     async def _found(self, name: str) -> tuple[GroupRecord, FoundSamples]:
         group = await asyncio.to_thread(self.index.groups.group, name)

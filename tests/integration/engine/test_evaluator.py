@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from services.rollout.engine.engine_client import EngineClient
+from services.rollout.evaluator import VERSION_SECONDS
 from shared.bus.streams import task_consumer
 from shared.bus.subjects import EVAL
 from shared.bus.work_queue import WorkQueue
@@ -96,6 +98,23 @@ async def test_what_does_not_fit_is_said_of_every_set_of_the_run(bench: NewBench
         await desk.evaluation(version)
         found = await results(desk, 2)
         assert {(one.samples, re.sub(r"\.py:\d+", ".py:N", one.reason)) for one in found.values()} == {(0, f"{field}: {reason}")}
+    await nothing_is_left(desk)
+
+
+async def test_the_last_replica_that_gets_a_version_waits_for_it(bench: NewBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = await bench("evaluates", bus={"max_deliver": 2})
+    waited, wait = list[float](), desk.rollout.replica.wait_serving
+
+    async def wait_serving(version: int, seconds: float) -> EngineClient:
+        waited.append(seconds)
+        return await wait(version, min(seconds, 0.1 if len(waited) < 3 else seconds))
+
+    monkeypatch.setattr(desk.rollout.replica, "wait_serving", wait_serving)
+    await desk.evaluation(2)
+    await until(lambda: len(waited) == 3, "its last delivery", 60)
+    assert waited[0] == waited[1] == VERSION_SECONDS < waited[2]
+    await desk.serve(2)
+    assert (await results(desk, 3))["eval.heldout.2.0"].samples == 4
     await nothing_is_left(desk)
 
 

@@ -21,12 +21,13 @@ from services.trainer.weights.snapshot_writer import WeightCheckpointWriter
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.bus.streams import generated_consumer, scored_consumer
-from shared.bus.subjects import TRAIN
+from shared.bus.subjects import EVAL, TRAIN
 from shared.bus.work_queue import WorkQueue
 from shared.config.external_server import ExternalServer
 from shared.config.run_config import RunConfig
 from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime.errors import ConfigError
+from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Generated, Interrupted, Outcome, Sampling, Task
 from shared.schema.weight_messages import WeightsSnapshot
 from shared.service.service_base import Service
@@ -229,7 +230,7 @@ def test_unknown_fields_and_older_names_are_taken(altered: str, checkpoint: Chec
 async def test_its_death_costs_no_group(
     stock: StockEngine, checkpoint: Checkpoints, nats: EmbeddedNats, valkey: EmbeddedValkey, run_name: str, tmp_path: Path
 ) -> None:
-    """A group in its hands goes back to the buffer as interrupted, not as failed; it serves again once it has the version again."""
+    """A group in its hands goes back to the buffer as interrupted, not as failed, a held-out prompt to the queue."""
     config = config_of(tmp_path, checkpoint(0).path, stock.url, run={"name": run_name})
     bus = await Bus.connect(nats.url, "test")
     await runs.create(bus, config, valkey.url)
@@ -241,7 +242,7 @@ async def test_its_death_costs_no_group(
     async def task(group: str, tokens: int) -> None:
         sampling = Sampling(temperature=1.0, max_new_tokens=tokens, min_new_tokens=tokens)
         given = Task(group=group, n=2, prompt="40+2=", prompt_tokens=PROMPT, environment="math", sampling=sampling, min_version=0)
-        await bus.publish(service.subjects.task(TRAIN), given)
+        await bus.publish(service.subjects.task(EVAL if is_evaluation(group) else TRAIN), given)
 
     working = asyncio.create_task(rollout.run())
     try:
@@ -251,7 +252,8 @@ async def test_its_death_costs_no_group(
         await bus.put(service.subjects.weights_bucket, "snapshot", snapshot.encode(), deadline=10)
         await until(lambda: rollout.replica.serving, "the version", 120)
         await task("g00000001", 1900)
-        await until(lambda: rollout.replica.client is not None and rollout.replica.client.generating, "a group on its way", 60)
+        await task("eval.sums.3.0", 1000)
+        await until(lambda: rollout.replica.client is not None and rollout.replica.client.generating == 2, "both on their way", 60)
         await asyncio.to_thread(stock.kill)
         [lease] = await until(lambda: outcomes.fetch(1), "the group's return", 60)
         assert isinstance(lease.message, Interrupted) and not lease.message.stale
@@ -259,8 +261,13 @@ async def test_its_death_costs_no_group(
         stock.start()
         await until(lambda: rollout.replica.serving and rollout.replica.version == 3, "its return", START_SECONDS)
         await task("g00000002", 8)
-        [made] = await until(lambda: finished.fetch(1), "a group after it", 60)
-        assert {(sample.oldest, sample.newest) for sample in made.message.samples} == {(3, 3)}
+        names = set[str]()
+        for _ in range(2):
+            [made] = await until(lambda: finished.fetch(1), "both after it", 120)
+            await made.ack()
+            names.add(made.message.group)
+            assert {(sample.oldest, sample.newest) for sample in made.message.samples} == {(3, 3)}
+        assert names == {"g00000002", "eval.sums.3.0"}
     finally:
         service.stopping.set()
         await working

@@ -1,6 +1,8 @@
 """The real reward process over real servers: what it is given comes out scored, or failed with the reason."""
 
+import asyncio
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from shared.schema.digests import reference
 from shared.schema.messages import Failed, Generated, Outcome, SampleMeta, Scored
 from shared.schema.sample import token_digest
 from shared.schema.weight_messages import WeightsLive
+from shared.store.payload_store import Store
 from tests.support.poison import POISON
 from tests.support.reward_bench import LIVE, NewBench
 from tests.support.run_config import run_config
@@ -137,6 +140,25 @@ async def test_a_payload_that_was_overwritten_is_not_scored(bench: NewBench, val
     assert re.search(f"payload at {honest.payload.keys[0]} has the digest .* was announced: it was overwritten or damaged", said)
     await desk.generated("g2", "42", payload=honest.payload.model_copy(update={"digest": ""}))
     assert "none was announced" in await desk.failure("g2")
+
+
+async def test_a_store_that_is_away_costs_no_group(bench: NewBench, valkey: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Store.read, "__defaults__", (0.1,))  # the deadline of requests that have not said another
+    desk = await bench(reward={"rm_type": "exact"})
+    await desk.serve()
+    await desk.generated("g0", "42")
+    assert isinstance((await desk.outcomes(1))["g0"], Scored)
+    write = desk.store.write
+
+    async def write_last(blobs: Mapping[str, bytes]) -> None:
+        await write(blobs)
+        valkey.stop()
+
+    monkeypatch.setattr(desk.store, "write", write_last)
+    await desk.generated("g1", "42")
+    await asyncio.sleep(3.0)  # longer than two deliveries took that did not wait
+    valkey.start()
+    assert isinstance((await desk.outcomes(1))["g1"], Scored)
 
 
 async def test_a_sample_that_is_none_costs_its_group_and_says_why(bench: NewBench) -> None:

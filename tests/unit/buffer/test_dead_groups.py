@@ -43,6 +43,11 @@ def test_any_number_is_fine_at_0() -> None:
     assert fed(*[dead()] * 1000).hopeless(0) is None
 
 
+def test_a_heldout_prompt_that_the_store_lost_is_nobodys_fault() -> None:
+    found = fed(dead(), dead(), heldout(reason="reward-0: payload lost"))
+    assert (found.in_a_row, found.eval_failed) == (2, 1)
+
+
 @pytest.mark.parametrize("between", [GroupsScored(groups=[], at=0.0), heldout(0.5)])
 def test_whatever_is_scored_ends_the_row(between: LedgerRecord) -> None:
     assert fed(dead(), dead(), between, dead()).in_a_row == 1

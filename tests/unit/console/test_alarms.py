@@ -126,6 +126,21 @@ def test_an_alarm_is_raised_by_its_symptom_alone(kind: AlarmKind, found: Symptom
         assert parse(shlex.split(raised[0].shown_by)[1:]).run == run_config.run.name
 
 
+@table(
+    ("kind", "changes"),
+    [
+        (AlarmKind.NO_SIGNAL, {"use_opd": True}),
+        (AlarmKind.SAME_REWARD, {"use_opd": True}),
+        (AlarmKind.NO_SIGNAL, {"advantage_estimator": "ppo"}),
+        (AlarmKind.NO_SIGNAL, {"turn_advantage_coef": 0.5}),
+        (AlarmKind.SAME_REWARD, {"loss_type": "sft_loss"}),
+    ],
+)
+def test_equal_rewards_are_no_trouble_where_something_else_teaches(kind: AlarmKind, changes: dict[str, Any], run_config: RunConfig) -> None:
+    algorithm = run_config.algorithm.model_copy(update=changes)
+    assert alarms(dict(RAISED)[kind], run_config.model_copy(update={"algorithm": algorithm})) == []
+
+
 def test_groups_dropped_for_their_age_under_mask_are_not_answered_with_mask(run_config: RunConfig) -> None:
     rollout = run_config.rollout.model_copy(update={"staleness_policy": "mask"})
     [alarm] = alarms(Symptoms(stale_share=0.3), run_config.model_copy(update={"rollout": rollout}))
