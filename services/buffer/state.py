@@ -46,19 +46,8 @@ class Result:
         oldest = min([sample.oldest for sample in trained_of(samples, removed)], default=NOTHING_TRAINED)
         rewards, tokens = array("d", scored.rewards), array("I", payload.tokens)
         parts = tuple({sys.intern(name): value for name, value in sample.items()} for sample in scored.parts)  # names are kept once
-        return cls(
-            scored.attempt,
-            tuple(payload.keys),
-            payload.bytes,
-            payload.sizes,
-            payload.digest,
-            oldest,
-            samples,
-            rewards,
-            tokens,
-            removed,
-            parts,
-        )
+        stored = (tuple(payload.keys), payload.bytes, payload.sizes, payload.digest)
+        return cls(scored.attempt, *stored, oldest, samples, rewards, tokens, removed, parts)
 
     @property
     def newest(self) -> list[int]:

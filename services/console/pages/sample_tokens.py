@@ -249,9 +249,9 @@ def advantages_of(group: GroupRecord, samples: Sequence[Sample], config: Algorit
     if (why := _by_token(config)) is not None:
         return None, f"{why}: an advantage is known only from the trainer (--dump-details keeps it)"
     whole = len(samples) == len(group.rewards)
-    roles: list[Hashable] = [sample.role if whole else "" for sample in samples] if whole else [""] * len(group.rewards)
+    roles: list[Hashable] = [sample.role for sample in samples] if whole else [""] * len(group.rewards)
     rollouts = [sample.rollout for sample in samples] if whole else list(group.rollouts) or list(range(len(group.rewards)))
-    return reward_advantages(config, list(group.rewards), roles, [(rollout) for rollout in rollouts]).tolist(), ""
+    return reward_advantages(config, list(group.rewards), roles, rollouts).tolist(), ""
 
 
 def _by_token(config: AlgorithmSection) -> str | None:
