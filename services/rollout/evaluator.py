@@ -79,8 +79,7 @@ class Evaluator:
     async def _evaluate(self, lease: MessageLease[Evaluate]) -> None:
         task = lease.message
         try:
-            left = task.deadline - self._service.bus.now()
-            await self._replica.wait_serving(task.version, left if lease.exhausted else VERSION_SECONDS)
+            await self._replica.wait_serving(task.version, task.deadline - self._service.bus.now() if lease.exhausted else VERSION_SECONDS)
             life = self._replica.incarnation
             answer = await self._asked(task)
             await self._spread.look()

@@ -35,10 +35,8 @@ from shared.schema.messages import Payload
 from shared.store.blobs import SOCKET_SECONDS, Answer, BlobConnection, Reader, options
 
 RETRY_PAUSE = 0.2
-SECONDS = 60.0
-"""The deadline of most requests."""
-AWAY_SECONDS = 3600.0
-"""That of who holds a group: it waits for a store that is away, since a task that goes back too often is given up."""
+SECONDS = 60.0  # The deadline of most requests
+AWAY_SECONDS = 3600.0  # That of who holds a group: it waits for a store that is away, since a task that goes back too often is given up
 _AWAY = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, OSError)
 _REFUSED = (AuthenticationError, AuthorizationError, NoPermissionError)  # the first two are connection errors to the library
 

@@ -259,7 +259,7 @@ def _entropy(metrics: Sequence[Mapping[str, float]]) -> Iterator[Alarm]:
 
 def _rewards(found: Symptoms, config: RunConfig) -> Iterator[Alarm]:
     """A reward that teaches nothing over the whole run; where teachers do instead, none is raised."""
-    if config.algorithm.use_opd or config.algorithm.loss_type == "sft_loss":
+    if any((config.algorithm.use_opd, config.algorithm.loss_type == "sft_loss")):
         return
     run, steps, own, kind = config.run.argument, found.steps, config.reward.custom_rm_path, config.reward.rm_type
     by = f"reward.custom_rm_path = {own}" if own else f"reward.rm_type = {kind or 'that of each prompt'}"
