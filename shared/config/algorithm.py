@@ -18,7 +18,7 @@ from shared.config import presets
 from shared.config.environment_variables import VARIABLE
 from shared.config.rollout_section import MODEL_NAME
 from shared.config.section import MUTABLE, RECORDED, Rule, Section, hook
-from shared.environment import environment_url
+from shared.environment.environment_url import NATS, problem
 
 LOG_RATIO_LIMIT = 20.0
 """Log ratios are clamped to +-20 before ``exp``. Beyond e^20 = 4.9e8 the policies have nothing in common, and float32
@@ -41,13 +41,6 @@ def _where(there: Callable[[Any], Any], expected: str, *fields: str) -> tuple[Ru
         return Rule(name, lambda section, given: given != type(section).model_fields[name].default and not there(section), expected)
 
     return tuple(unread(name) for name in fields)
-
-
-def _address_problem(url: str) -> bool:
-    try:
-        return not environment_url.parse(url).url
-    except ValueError:
-        return True
 
 
 EFFECTS: tuple[Rule, ...] = (
@@ -184,7 +177,7 @@ CONTRADICTIONS: tuple[Rule, ...] = (
     ),
     Rule(
         "opd_teachers",
-        lambda a, given: any(_address_problem(url) for url in given.values() if not re.match(MODEL_NAME, url)),
+        lambda a, given: any(url.startswith(NATS) or problem(url) for url in given.values() if not re.match(MODEL_NAME, url)),
         "expected name = http://host:port of an SGLang server, or a model of [rollout.models]",
     ),
     Rule(

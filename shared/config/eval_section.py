@@ -133,14 +133,9 @@ class EvalSection(Section):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
-            "eval_interval",
+            ("eval_interval", "eval_function_path"),
             lambda held_out, given: given is not None and not held_out.named,
             "needs sets of held-out prompts: eval_prompt_data, eval_config or [[eval.sets]]",
-        ),
-        Rule(
-            "eval_function_path",
-            lambda held_out, given: given is not None and not held_out.named,
-            "needs sets of held-out prompts, as with slime: eval_prompt_data, eval_config or [[eval.sets]]",
         ),
         Rule("eval_top_k", lambda _, given: given is not None and given == 0, "at least 1, or -1 for all tokens"),
     )

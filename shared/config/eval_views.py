@@ -4,7 +4,6 @@ The order is slime's: the set's own field, then the field of ``[eval]``, then th
 has no bound of the run's, and a set's ``rm_type`` goes into the metadata of its prompts, so that it wins over what they name.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -125,19 +124,10 @@ def reward_field(config: RunConfig, group: str) -> str:
     return "reward.custom_rm_path" if view is None or view.own.custom_rm_path is None else f"{view.field}.custom_rm_path"
 
 
-def reward_functions(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yields the functions that score sets of their own: the field, as `RunConfig` errors name it, and the path."""
-    for view in eval_views(config):
-        if view.own.custom_rm_path is not None:
-            yield f"{view.field}.custom_rm_path", view.own.custom_rm_path
-
-
-def generate_functions(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yields the functions and agents that generate for sets of their own, as `reward_functions` does."""
-    for view in eval_views(config):
-        for name in ("custom_generate_function_path", "agent"):
-            if (path := getattr(view.own, name)) is not None:
-                yield f"{view.field}.{name}", path
+def functions_of_sets(config: RunConfig, *names: str) -> dict[str, str]:
+    """Returns the functions that sets have of their own in fields of these names: the field, as `RunConfig` errors name it → the path."""
+    found = {f"{view.field}.{name}": getattr(view.own, name) for view in eval_views(config) for name in names}
+    return {field: path for field, path in found.items() if path is not None}
 
 
 def agents(config: RunConfig) -> dict[str, str | list[str]]:

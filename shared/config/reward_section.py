@@ -1,7 +1,7 @@
 """`[reward]`: what scores."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -64,6 +64,10 @@ class RewardSection(Section):
             lambda reward, given: given and reward.custom_rm_path is None,
             "needs custom_rm_path, the function that takes a whole group",
         ),
+        Rule("environment_url", lambda _, given: address.problem(given)),
+        Rule("rm_url", lambda _, given: address.problem(given, address.check_server)),
+        Rule("judge_url", lambda reward, _: address.problem(reward._judge_server, address.check_server)),
+        Rule(("answer_pattern", "judge_pattern", "judge_pair_pattern"), lambda _, given: given is not None and _pattern_problem(given)),
     )
 
     rm_type: str = Field(
@@ -168,19 +172,12 @@ class RewardSection(Section):
                 yield f"reward.environments: the name {name!r}: use 1 to 63 letters, digits, '-' and '_'"
             if name in taken:
                 yield f"reward.environments: the name {name!r} is taken by Myxo's own"
-            yield from _url_problems(f"reward.environments.{name}", url)
+            if wrong := address.problem(url):
+                yield f"reward.environments.{name}: {wrong}"
         for name in self.worker_environment:
             if not VARIABLE.match(name) or name.startswith(("NATS_URL", "REDIS_URL")):
                 yield f"reward.worker_environment: {name!r}: use names of environment variables, without the credentials of NATS and Redis"
         yield from self._missing()
-        if self.environment_url is not None:
-            yield from _url_problems("reward.environment_url", self.environment_url)
-        for name, server in {"rm_url": self.rm_url, "judge_url": self._judge_server}.items():
-            if server is not None:
-                yield from _url_problems(f"reward.{name}", server, address.check_server)
-        for name in ("answer_pattern", "judge_pattern", "judge_pair_pattern"):
-            if (pattern := getattr(self, name)) is not None:
-                yield from _pattern_problems(f"reward.{name}", pattern)
         if self.judge_key_variable is not None and not VARIABLE.match(self.judge_key_variable):
             yield "reward.judge_key_variable: expected the name of an environment variable, not its value"
 
@@ -253,18 +250,9 @@ _NEEDS = {
 """The field that an environment needs, and what it holds."""
 
 
-def _pattern_problems(field: str, pattern: str) -> Iterator[str]:
+def _pattern_problem(pattern: str) -> str:
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
-        yield f"{field}: no regular expression: {error}"
-        return
-    if groups > 1:
-        yield f"{field}: has {groups} groups; expected one at most, other brackets as (?:…)"
-
-
-def _url_problems(field: str, url: str, check: Callable[[str], object] = address.parse) -> Iterator[str]:
-    try:
-        check(url)
-    except ValueError as error:
-        yield f"{field}: {error}"
+        return f"no regular expression: {error}"
+    return f"has {groups} groups; expected one at most, other brackets as (?:…)" if groups > 1 else ""

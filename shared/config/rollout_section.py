@@ -617,11 +617,6 @@ class RolloutSection(Section):
         """Returns the fields by which something of the user's makes the samples."""
         return [name for name in (*GENERATORS, "rollout_function_path") if getattr(self, name)]
 
-    @property
-    def may_give_rewards(self) -> bool:
-        """Returns whether samples may come with their rewards: something of the user's makes them."""
-        return bool(self.makers)
-
 
 def transfer_backend(rollout: RolloutSection, device: str) -> str:
     """Returns by what prefill engines on ``device`` send keys and values: as the run says; else nixl, which takes whatever way the machines
@@ -663,6 +658,8 @@ def _misfits_of_models(rollout: RolloutSection, models: dict[str, FrozenModel]) 
 class EpisodeSection(Section):
     """Rollouts of several turns, between the model and an environment."""
 
+    rules: ClassVar[tuple[Rule, ...]] = (Rule("episode_url", lambda _, given: address.problem(given)),)
+
     episode_url: str | None = Field(
         default=None,
         description="an environment that steps, http://host:port or nats:NAME: each rollout is one of its episodes, and its rewards count",
@@ -679,10 +676,3 @@ class EpisodeSection(Section):
         description="what control tokens are that the environment's messages and tools spell, through the chat template: text, encoded as "
         "such, or control tokens (as_written)",
     )
-
-    def _misfits(self) -> Iterator[str]:
-        if self.episode_url is not None:
-            try:
-                address.parse(self.episode_url)
-            except ValueError as error:
-                yield f"episode.episode_url: {error}"

@@ -208,7 +208,7 @@ class RunConfig(Section):
     @property
     def may_give_rewards(self) -> bool:
         """Returns whether rollouts may come with their rewards: something of the user's makes them, or an environment plays with them."""
-        return self.rollout.may_give_rewards or self.episode.episode_url is not None
+        return bool(self.rollout.makers) or self.episode.episode_url is not None
 
     @property
     def support_mismatch(self) -> list[str]:

@@ -142,30 +142,16 @@ _SPLITS = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size
 """Sizes of layouts that the torch backend does not have."""
 
 _OF_MEGATRON = (
-    "enable_mtp_training",
-    "sequence_parallel",
-    "use_distributed_optimizer",
-    "recompute_method",
-    "make_vocab_size_divisible_by",
-    "spec",
-    "quantization_aware",
-    "custom_megatron_init_path",
-    "custom_megatron_before_log_prob_hook_path",
-    "custom_megatron_before_train_step_hook_path",
-    "megatron",
+    *("enable_mtp_training", "sequence_parallel", "use_distributed_optimizer", "recompute_method", "make_vocab_size_divisible_by", "spec"),
+    *("quantization_aware", "custom_megatron_init_path", "custom_megatron_before_log_prob_hook_path"),
+    *("custom_megatron_before_train_step_hook_path", "megatron"),
 )
 """What the torch backend does not have, besides those sizes."""
 
 MEGATRON_LAYOUT = (
     *_SPLITS,
-    *(
-        "tensor_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "sequence_parallel",
-        "use_distributed_optimizer",
-    ),
-    *("recompute_method", "make_vocab_size_divisible_by", "spec", "megatron"),
+    *("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size", "sequence_parallel"),
+    *("use_distributed_optimizer", "recompute_method", "make_vocab_size_divisible_by", "spec", "megatron"),
 )
 """How Megatron lays out a model, and how it describes it: without meaning for the torch backend where prompts show pictures."""
 
@@ -202,14 +188,9 @@ class TrainerSection(Section):
         ),
         Rule("spec", lambda _, given: len(given) not in (0, 2), "two words, a module and the name of the layers in it; or none"),
         Rule(
-            ("only_train_params_name_list", "freeze_params_name_list"),
+            ("only_train_params_name_list", "freeze_params_name_list", "enable_mtp_training"),
             lambda trainer, given: given and trainer.lora_rank is not None,
-            "none beside lora_rank, which trains adapters and nothing else",
-        ),
-        Rule(
-            "enable_mtp_training",
-            lambda trainer, given: given and trainer.lora_rank is not None,
-            "false beside lora_rank, which trains adapters and nothing else",
+            "not given beside lora_rank, which trains adapters and nothing else",
         ),
         Rule(
             ("fsdp_shard_ranks", "fsdp_cpu_offload", "fsdp_compile", "fsdp_float8"),

@@ -5,6 +5,7 @@ Addresses come from the run's config alone, never from a message or a prompt.
 
 import ipaddress
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
@@ -48,6 +49,16 @@ def check_server(text: str) -> None:
     parts, _, _ = _split(text, "http://host:port/path or https://host:port/path")
     if parts.fragment:
         raise ValueError("a fragment has no place here: it is not sent")
+
+
+def problem(text: str | None, check: Callable[[str], object] = parse) -> str:
+    """Returns what is wrong with an address; empty where nothing is, or there is none."""
+    try:
+        if text is not None:
+            check(text)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def without_credentials(url: str) -> str:

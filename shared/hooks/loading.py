@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from shared.config.eval_section import EVAL_LOOP
-from shared.config.eval_views import generate_functions, reward_functions
+from shared.config.eval_views import functions_of_sets
 from shared.config.run_config import RunConfig
 from shared.hooks import import_names
 from shared.hooks.import_names import import_module
@@ -84,8 +84,8 @@ def paths(config: RunConfig, service: str | None = None) -> dict[str, str]:
     for field, runs_in in {**RUN_BY, **moved}.items():
         if service in (None, runs_in):
             found |= {place: path for place, path in _named(config, field).items() if re.search("[.:]", path)}
-    for runs_in, own in (("reward", reward_functions(config)), ("rollout", generate_functions(config))):
-        found |= dict(own) if service in (None, runs_in) else {}
+    for runs_in, *names in (("reward", "custom_rm_path"), ("rollout", "custom_generate_function_path", "agent")):
+        found |= functions_of_sets(config, *names) if service in (None, runs_in) else {}
     return found
 
 
