@@ -8,6 +8,7 @@ asked for again, here or at another gateway, it is answered with what was sample
 import asyncio
 import json
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -382,7 +383,7 @@ class Turns:
                     return begun
                 if live is not None:
                     live.begin(begun)
-                return await self._traced(log, begun, self._sampled(log, begun, sampling, asked, live, grammar))
+                return await self._traced(log, begun, self._sampled(log, replace(begun), sampling, asked, live, grammar))
         except TimeoutError:
             if log.ended is not None:
                 raise _over(log) from None
@@ -394,14 +395,14 @@ class Turns:
         except SessionUnknown:
             raise TurnRefused(410, "the session's record is gone", code="session_ended") from None
         except TurnHeld:
-            raise TurnRefused(503, "another gateway has taken the turn over", code="turn_held", retry_after_s=1.0) from None
+            raise TurnRefused(503, "another request has taken the turn over", code="turn_held", retry_after_s=1.0) from None
 
     async def _traced(self, log: SessionLog, begun: PendingTurn, sampled: Awaitable[Turn]) -> Turn:
         """Returns the turn that is sampled; its span is added whatever ends it."""
         started, turn, error = time.time(), None, ""
         before = len(begun.completion)  # more is added to it as it is sampled
         try:
-            async with self._held(log, begun.request):
+            async with self._held(log, begun.holder, begun.request):
                 turn = await sampled
             return turn
         except BaseException as raised:
@@ -412,35 +413,37 @@ class Turns:
                 self._traces.add(turn_span(log, begun, turn, (started, time.time()), before, error))
 
     async def _begun(self, log: SessionLog, request: str, prompt: TurnPrompt) -> PendingTurn | Turn:
-        """Begins a turn, or takes it over; waits while another gateway samples it."""
+        """Begins a turn, or takes it over; waits while another request samples it, here or at another gateway."""
+        holder = f"{self._holder}.{uuid.uuid4().hex[:8]}"
         while True:
             try:
-                return await self._sessions.begin(log, self._record(request, prompt))
+                return await self._sessions.begin(log, self._record(holder, request, prompt))
             except TurnHeld as held:
                 self._log.debug("turn_held", request=request, until=held.until)
                 await asyncio.sleep(HELD_SECONDS)
                 await self._sessions.refresh(log)
                 if request in log.turns:
                     return log.turns[request]
-                if log.ended is None and time.time() < held.until:
-                    await asyncio.sleep(min(held.until - time.time(), LEASE_SECONDS / RENEWALS))
+                left = log.pending[request].until - time.time() if request in log.pending else 0.0  # who held it may have let go since
+                if log.ended is None and left > 0:
+                    await asyncio.sleep(min(left, LEASE_SECONDS / RENEWALS))
 
-    def _record(self, request: str, prompt: TurnPrompt | None = None, seconds: float = LEASE_SECONDS) -> TurnBegun:
+    def _record(self, holder: str, request: str, prompt: TurnPrompt | None = None, seconds: float = LEASE_SECONDS) -> TurnBegun:
         now = time.time()
         parent, shared = (prompt.parent, prompt.shared) if prompt is not None else (None, 0)
         rest = np.empty(0, np.int32) if prompt is None else prompt.tokens[shared:]
         name = None if parent is None else parent.request
         pictures = () if prompt is None else prompt.pictures
-        held = {"holder": self._holder, "at": now, "until": now + seconds}
+        held = {"holder": holder, "at": now, "until": now + seconds}
         return TurnBegun(request=request, parent=name, shared=shared, rest=rest, pictures=pictures, **held)
 
     @asynccontextmanager
-    async def _held(self, log: SessionLog, request: str) -> AsyncIterator[None]:
+    async def _held(self, log: SessionLog, holder: str, request: str) -> AsyncIterator[None]:
         """Holds a turn while the body runs, and lets go of it at once where it does not end."""
 
         async def hold(seconds: float) -> None:
             with suppress(MyxoError):  # the body will see what has become of the session
-                await self._sessions.begin(log, self._record(request, seconds=seconds))
+                await self._sessions.begin(log, self._record(holder, request, seconds=seconds))
 
         async def renew() -> None:
             while True:
@@ -477,10 +480,10 @@ class Turns:
                 whole = replace(pending, **appended(pending, generated))
                 return await self._ended(log, whole, generated.finish, cached, asked)
             if len(generated.completion) and not grammar:
-                held = {"holder": self._holder, "until": time.time() + LEASE_SECONDS, "replica": pending.replica}
+                held = {"holder": pending.holder, "until": time.time() + LEASE_SECONDS, "replica": pending.replica}
                 sampled = {name: getattr(generated, name) for name in SampledTokens.model_fields}
                 progress = TurnExtended(request=pending.request, start=len(pending.completion), **held, **sampled)
-                pending = await self._sessions.extend(log, progress)
+                pending = replace(await self._sessions.extend(log, progress))  # apart from what others record of it
             if generated.finish == "abort":
                 await self._sessions.refresh(log)
                 if log.ended is not None:
@@ -547,7 +550,7 @@ class Turns:
                 thread=asked.thread if kept else "",
             )
         recorded = {name: getattr(turn, name) for name in RECORDED}
-        return await self._sessions.append(log, TurnEnded(holder=self._holder, **recorded))
+        return await self._sessions.append(log, TurnEnded(holder=whole.holder, **recorded))
 
 
 def _over(log: SessionLog) -> TurnRefused:

@@ -138,7 +138,7 @@ class SessionStore:
         """Begins a turn, or takes it over where the lease of who generated it has run out.
 
         Returns it with the tokens that it has already, or as a whole where it has ended. Raises SessionOver, SessionUnknown, and TurnHeld
-        where another gateway generates it.
+        where another request generates it.
         """
         return await self._append(log, turn)
 
@@ -152,7 +152,7 @@ class SessionStore:
     async def append(self, log: SessionLog, turn: TurnEnded) -> Turn:
         """Records a turn's end, and returns the turn that counts: another gateway may have ended it first.
 
-        Raises SessionOver, SessionUnknown, and TurnHeld where another gateway generates it now.
+        Raises SessionOver, SessionUnknown, and TurnHeld where another request generates it now.
         """
         found = await self._append(log, turn)
         if isinstance(found, PendingTurn):
@@ -212,7 +212,7 @@ class SessionStore:
     async def _append(self, log: SessionLog, record: TurnRecord) -> Turn | PendingTurn:
         """Appends a record, folds what has been appended since the log was read, and returns the turn: whole, or pending with the holder.
 
-        Raises SessionOver, SessionUnknown, and TurnHeld where another gateway holds it.
+        Raises SessionOver, SessionUnknown, and TurnHeld where another request holds it.
         """
         if log.ended is None:
             await self._catch_up(log, f"turn {record.request} of session {log.session.id}", "RPUSHX", record.encode())

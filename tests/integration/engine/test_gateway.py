@@ -120,8 +120,12 @@ async def test_a_turn_goes_on_over_an_abort_and_another_gateway_takes_it_over(ha
         with pytest.raises(Exception, match="onnection"):
             await asking
         answered, again = [await said(elsewhere, question, extra_headers=named, logprobs=True, top_logprobs=2) for _ in range(2)]
+        named = {"Idempotency-Key": "another"}
+        one, two = await asyncio.gather(*(said(elsewhere, question, extra_headers=named, logprobs=True) for _ in range(2)))
     log = await played.log()
-    [turn] = log.turns.values()
+    turn, twice = log.turns.values()
+    assert one.choices == two.choices, "of two requests at once for one turn a gateway samples one, and the other waits"
+    exact(twice, checkpoint(0), checkpoint(1), endless=True)
     assert answered.id == again.id == turn.request and answered.choices == again.choices
     likeliest = [place.top_logprobs for place in answered.choices[0].logprobs.content]
     assert np.array_equal([[one.logprob for one in row] for row in likeliest], turn.top_log_probs.reshape(600, 2, 2)[..., 0])
