@@ -266,14 +266,16 @@ def _called(calls: Sequence[ParsedCall], request: str) -> list[wire.CalledTool]:
 
 
 class StopStringTracker:
-    """The edge between what a turn has, int32 [T], and what is sampled next. ``stops``: strings that end it; ``text``: of tokens."""
+    """The edge between what a turn has, int32 [T], and what is sampled next. ``sampling``: with what ends it; ``text``: of tokens."""
 
-    def __init__(self, before: NDArray[np.int32], stops: Sequence[str], text: Callable[[Sequence[int]], str]) -> None:
-        self._before, self._stops, self._text = before, stops, text
+    def __init__(self, before: NDArray[np.int32], sampling: Sampling, text: Callable[[Sequence[int]], str]) -> None:
+        self._before, self._stops, self._ends, self._text = before, sampling.stop, sampling.stop_token_ids, text
 
     def whole(self, generated: TurnGeneration) -> TurnGeneration:
         """Returns what was sampled, up to the turn's end if that is in it."""
         count = end_across(self._before, generated.completion, self._stops, self._text)
+        if count is None and generated.finish != "stop" and np.isin(generated.completion[-1:], self._ends).any():
+            count = len(generated.completion)  # engines may count or abort first, and then look whether a token ends the request
         return generated if count is None else generated.stopped_at(count)
 
     def hearing(self, hear: Hear) -> Hear:

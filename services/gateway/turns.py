@@ -471,7 +471,7 @@ class Turns:
             left = sampling.max_new_tokens - len(pending.completion)
             if left <= 0:
                 return await self._ended(log, pending, "length", cached or 0, asked)
-            tracker = StopStringTracker(pending.completion, sampling.stop, self._chat.text)
+            tracker = StopStringTracker(pending.completion, sampling, self._chat.text)
             hear = None if live is None or grammar else tracker.hearing(live.hear)
             found, pending.replica = await self._generate(log, pending, sampling, min_version, hear, grammar, asked)
             generated = tracker.whole(found)

@@ -274,13 +274,14 @@ class _Episode:
         return text.removesuffix(decode(ids[-1:], skip_special_tokens=False))
 
     def _up_to_stop(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """Returns the engine's answer up to the end of a stop string that began in what the turn had generated before."""
+        """Returns the engine's answer up to the turn's end: an end token, or the last of a stop string that began in what it had before."""
         meta, earlier = answer["meta_info"], self._state.get("generated", 0)
         ids = [token for _, token, _ in meta["output_token_logprobs"]]
         decode = functools.partial(self._run.tokenizer.decode, skip_special_tokens=False)
         count = end_across(self._sample.tokens[-earlier:] if earlier else [], ids, self._task.sampling.stop, decode)
-        if count is None:
-            return answer
+        if count is None:  # engines may count or abort first, and then look whether a token ends the request
+            ends = bool(ids) and ids[-1] in self._task.sampling.stop_token_ids
+            return answer | {"meta_info": meta | {"finish_reason": {"type": "stop"}}} if ends else answer
         ended = {"output_token_logprobs": meta["output_token_logprobs"][:count], "finish_reason": {"type": "stop"}}
         if "top_p_token_offsets" in meta:
             offsets = meta["top_p_token_offsets"][: count + 1]

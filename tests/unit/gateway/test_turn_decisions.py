@@ -10,6 +10,7 @@ import pytest
 from services.gateway.chat_tokens import ParsedCall
 from services.gateway.routes import request_id
 from services.gateway.turn_decisions import (
+    StopStringTracker,
     _called,
     check_tokens,
     continued,
@@ -24,7 +25,7 @@ from services.gateway.turns import UnrecordedSessions
 from shared.formats.request import ChatTurn, RequestedSampling, TurnRefused, chat_call, json_constraint
 from shared.formats.request_body import LONGEST_ID
 from shared.schema.messages import Sampling
-from shared.sessions.session import Session, SessionEnded, SessionLog, Turn, TurnBegun, TurnEnded
+from shared.sessions.session import Session, SessionEnded, SessionLog, Turn, TurnBegun, TurnEnded, TurnGeneration
 
 TASK = Sampling(temperature=0.8, top_p=0.9, max_new_tokens=100, stop=["END"], stop_token_ids=[7])
 
@@ -41,6 +42,13 @@ def test_what_is_trained_is_drawn_as_the_task_says_and_an_evaluation_as_its_clie
     assert drawn.stop == ["END", "X"] and drawn.stop_token_ids == [7, 1] and kept == ("temperature", "seed")
     evaluated = session(evaluation=True)
     assert turn_sampling(evaluated, asked, 20, 512, [1]).temperature == 0.0 and fixed_by_task(evaluated, asked) == ("seed",)
+
+
+def test_a_turn_that_an_engine_cut_on_its_end_token_has_ended() -> None:
+    for finish, last, expected in (("abort", 7, "stop"), ("length", 7, "stop"), ("abort", 8, "abort"), ("length", 8, "length")):
+        tokens: dict[str, Any] = {"completion": np.array([5, last]), "log_probs": np.zeros(2, np.float32), "spans": ((0, 2, 0),)}
+        found = StopStringTracker(np.empty(0, np.int32), TASK, str).whole(TurnGeneration(**tokens, finish=finish))
+        assert (found.finish, found.completion.tolist()) == (expected, [5, last])
 
 
 def test_a_turn_is_no_longer_than_the_task_and_the_context_let_it() -> None:

@@ -3,13 +3,17 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from services.rollout.episodes import EpisodeTokens, total
+from services.rollout.episodes import EpisodeTokens, _Episode, total
+from services.rollout.in_flight import Requests
 from shared.data.tokenizer import Tokenizer
+from shared.hooks import HookSample
 from shared.runtime.errors import ConfigError
+from shared.schema.messages import Sampling
 from tests.support.service_process import ROOT
 from tests.support.tables import table
 
@@ -46,6 +50,16 @@ def test_the_end_of_a_message_is_not_put_there_twice(qwen: Tokenizer) -> None:
     [other] = qwen.encode("x").tolist()
     text, _ = EpisodeTokens(qwen, as_chat=True, variables={}).reply(OBSERVED, other)
     assert text.startswith("<|im_end|>")
+
+
+def test_a_request_that_an_engine_cut_on_its_end_token_has_ended(qwen: Tokenizer) -> None:
+    run: Any = SimpleNamespace(tokenizer=qwen)
+    task: Any = SimpleNamespace(sampling=Sampling(temperature=1.0, max_new_tokens=9, stop_token_ids=[7]))
+    sample, requests = HookSample(), Requests()
+    for finish, last, expected in (("abort", 7, "stop"), ("length", 7, "stop"), ("abort", 8, "abort"), ("length", 8, "length")):
+        meta = {"finish_reason": {"type": finish}, "output_token_logprobs": [[-0.5, 5, None], [-0.5, last, None]]}
+        found = _Episode(run, task, 0, sample, requests, "")._up_to_stop({"text": "", "meta_info": meta})["meta_info"]
+        assert (found["finish_reason"]["type"], len(found["output_token_logprobs"])) == (expected, 2)
 
 
 def test_tools_are_in_the_opening(qwen: Tokenizer) -> None:
