@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +19,7 @@ from shared.data.stop_strings import end_across, written
 from shared.formats import request as wire
 from shared.formats.openai_chat import UNCONSTRAINED
 from shared.formats.request_body import LONGEST_ID, check_tool_results, shallow
+from shared.schema.message import LARGEST, MAX_SAMPLES
 from shared.schema.messages import Sampling
 from shared.sessions.session import Session, SessionLog, Turn, TurnGeneration
 
@@ -138,8 +140,9 @@ _DISTRIBUTION = {name: name for name in ("temperature", "top_p", "top_k", "repet
 def fixed_by_task(session: Session, asked: wire.RequestedSampling) -> tuple[str, ...]:
     """Returns the names of the fields that a client asked otherwise, and that stand as the task has them."""
     given = [name for name, field in _DISTRIBUTION.items() if getattr(asked, name) not in (None, getattr(session.sampling, field))]
+    seeded = session.evaluation and session.seed is not None
     stops = ["stop_token_ids"] if asked.stop_token_ids != _further_stops(session, asked) else []
-    return (*([] if session.evaluation else given), *stops, *(["seed"] if asked.seed is not None else []))
+    return (*([] if session.evaluation else given), *stops, *(["seed"] if asked.seed is not None and not seeded else []))
 
 
 def _further_stops(session: Session, asked: wire.RequestedSampling) -> tuple[int, ...]:
@@ -263,6 +266,19 @@ def _called(calls: Sequence[ParsedCall], request: str) -> list[wire.CalledTool]:
         own = call.id if call.id and call.id not in found and len(call.id) <= LONGEST_ID else f"call_{request[-24:]}_{index}"
         found[own] = wire.CalledTool(id=own, name=call.name, arguments=text)
     return list(found.values())
+
+
+def turn_seed(log: SessionLog, asked: wire.ChatTurn | wire.TokenTurn) -> int | None:
+    """Returns the seed of a turn that has begun, None where engines take none: in an evaluation the client's, where it gives one, else the
+    session's. Each answer to one request has its own, and so has each request of the session for the very same prompt."""
+    session, own, number = log.session, asked.sampling.seed if log.session.evaluation else None, asked.choice
+    if session.seed is None:
+        return None
+    if own is None:
+        begun, base = log.turns | log.pending, asked.request_id.removesuffix(f"n{number}")
+        before = [begun[name] for name in takewhile(lambda name: name != asked.request_id, begun) if not name.startswith(base)]
+        number += sum(np.array_equal(one.prompt, begun[asked.request_id].prompt) for one in before)
+    return ((session.seed if own is None else own) + number * MAX_SAMPLES) & LARGEST
 
 
 class StopStringTracker:

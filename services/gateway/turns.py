@@ -30,6 +30,7 @@ from services.gateway.turn_decisions import (
     stops_of,
     thought_digest,
     turn_sampling,
+    turn_seed,
     unconstrained,
 )
 from services.gateway.turn_pictures import TurnPictures
@@ -39,7 +40,6 @@ from shared.formats.request import ChatTurn, TokenTurn, TurnRefused, TurnResult,
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import put_off
 from shared.runtime.traces import Traces, TraceSpan
-from shared.schema.message import LARGEST, MAX_SAMPLES
 from shared.schema.messages import Sampling
 from shared.sessions.session import (
     RECORDED,
@@ -381,6 +381,7 @@ class Turns:
                 begun = await self._begun(log, asked.request_id, prompt)
                 if isinstance(begun, Turn):
                     return begun
+                asked = replace(asked, sampling=replace(asked.sampling, seed=turn_seed(log, asked)))
                 if live is not None:
                     live.begin(begun)
                 return await self._traced(log, begun, self._sampled(log, replace(begun), sampling, asked, live, grammar))
@@ -511,8 +512,7 @@ class Turns:
                     request=pending.request,
                     input_ids=tokens,
                     sampling=wanted,
-                    # no rollout of the group has the seed of another's choice
-                    seed=None if log.session.seed is None else (log.session.seed + asked.choice * MAX_SAMPLES) & LARGEST,
+                    seed=asked.sampling.seed,
                     min_version=min_version,
                     seconds=self._limits.gateway_turn_timeout,
                     stream=hear is not None,

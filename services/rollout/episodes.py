@@ -213,7 +213,9 @@ class _Episode:
                 done = outcome.done
                 if not done and not self._append(outcome.messages, last):
                     break
-            return self._stopped() if stopped else self._ended(done)
+            if stopped:
+                self._sample.status = Status.ABORTED
+            return self._sample if stopped else self._ended(done)
         finally:
             if not stopped and CLOSE in description.verbs and self._state:
                 await self._close(done)
@@ -337,10 +339,6 @@ class _Episode:
         self._sample.append_response_tokens(tokens=ids, trainable=False, text=text)
         return True
 
-    def _stopped(self) -> HookSample:
-        self._sample.status = Status.ABORTED
-        return self._sample
-
     def _ended(self, done: bool) -> HookSample:
         sample, state = self._sample, self._state
         if done and not state["rewards"]:
@@ -352,9 +350,8 @@ class _Episode:
         return sample
 
     async def _close(self, done: bool) -> None:
-        request = CloseRequest(run=self._run.run, session=self._state["session"], done=done)
         with contextlib.suppress(EnvironmentAway, EnvironmentFailed, DeadlineExceeded):  # it forgets the session by itself
-            await self._run.environment.end(request, CLOSE_SECONDS)
+            await self._run.environment.end(CloseRequest(run=self._run.run, session=self._state["session"], done=done), CLOSE_SECONDS)
 
 
 def total(rewards: list[Mapping[str, float]], rule: str) -> float | dict[str, float]:

@@ -231,7 +231,10 @@ class ExternalClient(EngineClient):
         """Has the engine load what `prepare_load` was given: from the directory, by the path that it has there, or over the group."""
         self._engine.expected, name = "", {"weight_version": f"{version}{MARK}{self._mark}"}
         if self._group is None:
-            body = {"model_path": str(self._path_there(Path(path))), "load_format": "auto", "flush_cache": False}
+            here, there = self._weights.update_weight_disk_dir, self._weights.update_weight_engine_dir
+            if here is not None and there is not None and Path(path).is_relative_to(here.absolute()):
+                path = str(there / Path(path).relative_to(here.absolute()))
+            body = {"model_path": path, "load_format": "auto", "flush_cache": False}
             await self.transport.post("/update_weights_from_disk", body | name, deadline, HALF_LOADED)
         else:
             await self._send(self._group, name, time.monotonic() + deadline)
@@ -263,11 +266,6 @@ class ExternalClient(EngineClient):
 
     async def _named(self, deadline: float) -> Any:
         return (await asyncio.to_thread(self._engine.server.described, "model_info", deadline)).get("weight_version")
-
-    def _path_there(self, path: Path) -> Path:
-        here, there = self._weights.update_weight_disk_dir, self._weights.update_weight_engine_dir
-        below = here is not None and path.is_relative_to(here.absolute())
-        return there / path.relative_to(here.absolute()) if here is not None and there is not None and below else path
 
     async def _leave_group(self, deadline: float) -> None:
         group, self._group = self._group, None

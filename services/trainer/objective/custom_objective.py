@@ -26,7 +26,7 @@ class Responses:
 
     def __init__(self, batch: PackedBatch) -> None:
         sequences = list(pairwise(batch.cu_seqlens.tolist()))
-        spans = [torch.arange(_first_trained(batch.loss_mask, start, end), end - 1) for start, end in sequences]
+        spans = [start + torch.nonzero(batch.loss_mask[start : end - 1].cumsum(0)).flatten() for start, end in sequences]  # from the first
         self.total_lengths = [end - start for start, end in sequences]
         self.response_lengths = [span.numel() for span in spans]
         self._places = torch.cat(spans).to(batch.loss_mask.device)
@@ -45,11 +45,6 @@ class Responses:
     def packed(self, values: Tensor) -> Tensor:
         """Returns ``values`` [F] in their places in the pack, 0 elsewhere: [T]. Differentiable."""
         return values.new_zeros(self._tokens).index_copy(0, self._places, values)
-
-
-def _first_trained(mask: Tensor, start: int, end: int) -> int:
-    trained = torch.nonzero(mask[start : end - 1]).flatten()
-    return start + int(trained[0]) if trained.numel() else end - 1
 
 
 LOSS = "algorithm.custom_loss_function_path"

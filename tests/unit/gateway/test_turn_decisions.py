@@ -19,11 +19,13 @@ from services.gateway.turn_decisions import (
     recalled,
     thought_digest,
     turn_sampling,
+    turn_seed,
     unconstrained,
 )
 from services.gateway.turns import UnrecordedSessions
-from shared.formats.request import ChatTurn, RequestedSampling, TurnRefused, chat_call, json_constraint
+from shared.formats.request import ChatTurn, RequestedSampling, TokenTurn, TurnRefused, chat_call, json_constraint
 from shared.formats.request_body import LONGEST_ID
+from shared.schema.message import MAX_SAMPLES
 from shared.schema.messages import Sampling
 from shared.sessions.session import Session, SessionEnded, SessionLog, Turn, TurnBegun, TurnEnded, TurnGeneration
 
@@ -42,6 +44,22 @@ def test_what_is_trained_is_drawn_as_the_task_says_and_an_evaluation_as_its_clie
     assert drawn.stop == ["END", "X"] and drawn.stop_token_ids == [7, 1] and kept == ("temperature", "seed")
     evaluated = session(evaluation=True)
     assert turn_sampling(evaluated, asked, 20, 512, [1]).temperature == 0.0 and fixed_by_task(evaluated, asked) == ("seed",)
+
+
+def test_each_request_for_one_prompt_has_its_own_seed_and_an_evaluation_its_clients() -> None:
+    log, evaluated, own = SessionLog(session(seed=7)), SessionLog(session(seed=7, evaluation=True)), RequestedSampling(seed=5)
+    seeds = {}
+    for name, choice, length in (("r1", 0, 2), ("r1n1", 1, 2), ("r2", 0, 2), ("r3", 0, 3), ("r4", 0, 2)):
+        for one in (log, evaluated):
+            one.apply([TurnBegun(request=name, holder="a", at=0.0, until=1.0, rest=np.arange(length))])
+        asked = TokenTurn(request_id=name, model=None, prompt=np.arange(length), choice=choice)
+        seeds[name] = (turn_seed(log, asked) or 0) - 7, turn_seed(evaluated, replace(asked, sampling=own))
+        if name == "r2":
+            ended = {"completion": np.arange(1), "log_probs": np.zeros(1, np.float32), "spans": ((0, 1, 0),), "finish": "stop"}
+            log.apply([TurnEnded(request=name, holder="a", **ended)])
+    assert {name: drawn // MAX_SAMPLES for name, (drawn, _) in seeds.items()} == {"r1": 0, "r1n1": 1, "r2": 2, "r3": 0, "r4": 3}
+    assert [given for _, given in seeds.values()] == [5, 5 + MAX_SAMPLES, 5, 5, 5] and not fixed_by_task(evaluated.session, own)
+    assert turn_seed(SessionLog(session(evaluation=True)), asked) is None, "engines without seeds"
 
 
 def test_a_turn_that_an_engine_cut_on_its_end_token_has_ended() -> None:

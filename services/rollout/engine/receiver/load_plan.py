@@ -176,7 +176,8 @@ class _Watching(TorchDispatchMode):
         kwargs = kwargs or {}
         if not any(_storage(tensor) in self._watched for tensor in _tensors((*args, *kwargs.values()))):
             return func(*args, **kwargs)
-        if not _is_view(func):
+        returns = func._schema.returns
+        if not returns or func._schema.is_mutable or any(value.alias_info is None for value in returns):  # it is no view
             return self.met(func, args, kwargs)
         result = func(*args, **kwargs)
         if not all(_storage(tensor) in self._watched for tensor in _tensors([result])):
@@ -308,12 +309,6 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _is_view(func: Any) -> bool:
-    """Returns whether an operation only reshapes its argument: all of its results alias the argument, and nothing is written."""
-    returns = func._schema.returns
-    return bool(returns) and not func._schema.is_mutable and all(value.alias_info is not None for value in returns)
 
 
 def _constant(func: Any, args: tuple[Any, ...]) -> Any:
