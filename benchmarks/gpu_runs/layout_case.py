@@ -61,6 +61,14 @@ LAYOUT_CASES: Mapping[str, LayoutCase] = {
         3,
         ("--rollout-num-gpus-per-engine", "2", "--sglang-pp-size", "2", "--in-flight-on-push", "abort"),
     ),
+    "colocated-pp2": LayoutCase(
+        "trainer of two ranks and an engine of two stages, on the same GPUs",
+        2,
+        (
+            *("--colocate", "--actor-num-gpus-per-node", "2", "--rollout-num-gpus-per-engine", "2"),
+            *("--sglang-pp-size", "2", "--in-flight-on-push", "abort"),
+        ),
+    ),
     "eight-bits": LayoutCase(
         "trainer 1, engine 1 with 8-bit weights",
         2,
