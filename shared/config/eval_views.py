@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from shared.config.eval_section import EvalSet
-from shared.config.reward_section import RewardSection
+from shared.config.reward_section import CUSTOM, RewardSection
 from shared.config.rollout_section import GENERATORS
 from shared.config.run_config import RunConfig
 from shared.data.data_files import DataFile
@@ -93,6 +93,7 @@ class EvalView:
             values["rollout_max_prompt_len"] = min((length for length in (given, context) if length is not None), default=None)
         if name == "reward":
             values["reward_key"] = self.own.reward_key or self.run.reward.key(evaluation=True)
+            values |= {"rm_type": CUSTOM} if self.own.custom_rm_path else {}  # which replaces weights, too
         return getattr(self.run, name).model_copy(update=values)
 
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from shared.config.environment_variables import ROUTERS_VARIABLE
 from shared.config.eval_section import EVAL_LOOP
 from shared.config.eval_views import EvalView, eval_views
+from shared.config.reward_section import CUSTOM
 from shared.config.run_config import RunConfig, field_sections
 from shared.data.data_files import DataFile
 from shared.hooks.slime import model_processors
@@ -54,7 +55,7 @@ def _dataset(view: EvalView) -> EvalDatasetConfig:
         "stop": rollout.rollout_stop or None,
         "stop_token_ids": rollout.rollout_stop_token_ids or None,
         "min_new_tokens": view.min_new_tokens or None,
-        "custom_rm_path": view.config.reward.custom_rm_path,
+        "custom_rm_path": view.config.reward.custom_rm_path if view.config.reward.environment_of(None) == CUSTOM else None,
         "metadata_overrides": view.own.metadata_overrides or {},
         "metadata": view.metadata,
         "multimodal_keys": None,

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from shared.config.reward_section import CUSTOM, JUDGE, OWN, TOURNAMENT, WEIGHTED
+from shared.hooks import reward_values
 from shared.hooks.hook_sample import HookSample
 from shared.hooks.loading import load_function
 from shared.hooks.slime import http_requests, model_processors
@@ -23,10 +25,8 @@ from shared.schema.sample import ScoredText, sampled, scored_text, turns_of
 
 REMOTE_TRIES = 10
 
-ELSEWHERE = ("environment", "judge")
+ELSEWHERE = (OWN, JUDGE, TOURNAMENT)
 """Rewards that the reward service alone can ask for, besides the environments that the run names: it has the connections and the keys."""
-
-WEIGHTED = "weighted"  # The sum of ``args.reward_weights``
 
 _BY_NAME: dict[str, Callable[[str, Any, dict[str, Any]], Any]] = {
     "exact": lambda response, label, _: exact(response, _reference(label)),
@@ -48,14 +48,21 @@ __all__ = [
 
 
 async def async_rm(args: Any, sample: HookSample, **more: Any) -> Any:
-    """Returns the reward of a sample: by its own function, the run's, or what ``metadata["rm_type"]`` or ``args.rm_type`` names.
+    """Returns the reward of a sample: by its own function, the run's (unless that is weighted), or what ``metadata["rm_type"]`` or
+    ``args.rm_type`` names.
 
     Of ``weighted`` it is a dict: ``reward``, the sum, and each part by its name. Raises NotImplementedError for a name that is none, or
     that the reward service alone can ask (`scored_later`), ValueError for a label that cannot be compared with.
     """
-    if (path := sample.custom_rm_path or args.custom_rm_path) is not None:
+    if (path := sample.custom_rm_path or _replacing(args)) is not None:
         return await load_function(path)(args, sample, **more)
     return await _named(args, sample, rm_name(args, sample))
+
+
+def _replacing(args: Any) -> str | None:
+    """Returns the run's function where it scores in place of everything else."""
+    path: str | None = args.custom_rm_path
+    return path if path and args.rm_type != WEIGHTED else None
 
 
 def rm_name(args: Any, sample: HookSample) -> str:
@@ -66,7 +73,7 @@ def rm_name(args: Any, sample: HookSample) -> str:
 
 def scored_later(args: Any, sample: HookSample) -> bool:
     """Returns whether only the reward service can score a sample, as it does with each that is handed in without a reward."""
-    if sample.custom_rm_path or args.custom_rm_path:
+    if sample.custom_rm_path or _replacing(args):
         return False
     there = {*ELSEWHERE, *getattr(args, "environments", {})}
     name = rm_name(args, sample)
@@ -101,10 +108,12 @@ def _tokenizer(model: str, trusted: bool) -> Any:
 async def _named(args: Any, sample: HookSample, name: str) -> Any:
     if name == "remote_rm":
         return await remote_rm(args, sample)
+    if name == CUSTOM and args.custom_rm_path and not getattr(args, "group_rm", False):
+        return await load_function(args.custom_rm_path)(args, sample)
     if name == WEIGHTED:
         rewards = await gathered(_named(args, sample, name) for name in args.reward_weights)
         parts = {
-            name: float(reward["score"] if isinstance(reward, dict) else reward)
+            name: reward_values.read(reward, "score" if name.endswith("dapo") else None).reward
             for name, reward in zip(args.reward_weights, rewards, strict=True)
         }
         return {"reward": sum(weight * parts[name] for name, weight in args.reward_weights.items()), **parts}
@@ -130,8 +139,8 @@ def _reference(label: Any) -> Reference:
 
 async def batched_async_rm(args: Any, samples: list[Any], **more: Any) -> list[Any]:
     """Returns the rewards of samples: by the run's function at once, else of each by itself."""
-    if args.custom_rm_path is not None:
-        rewards: list[Any] = await load_function(args.custom_rm_path)(args, samples, **more)
+    if (path := _replacing(args)) is not None:
+        rewards: list[Any] = await load_function(path)(args, samples, **more)
         return rewards
     return await gathered(async_rm(args, sample, **more) for sample in samples)
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
+from shared.hooks import reward_values
 from shared.hooks.filters import BUILT_IN, MetricGatherer, call_dynamic_filter, should_drop_dynamic_filter_output
 from shared.hooks.hook_sample import HookSample, Status, status_of
 from shared.hooks.loading import SingletonMeta, load_function
@@ -337,7 +338,7 @@ def _reward(args: Any, dataset: Any, sample: HookSample) -> Any:
             f"set {dataset.name}: {args.rm_type} is a reward that the reward service alone can ask; leave its sets to Myxo's loop"
         )
     key = dataset.reward_key or args.eval_reward_key or args.reward_key
-    return sample.reward[key] if key and isinstance(sample.reward, dict) else sample.reward
+    return reward_values.read(sample.reward, key).reward
 
 
 def _samples(group: Any) -> list[HookSample]:

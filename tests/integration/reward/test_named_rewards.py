@@ -98,12 +98,15 @@ async def test_a_remote_reward_that_fails_is_named(bench: NewBench) -> None:
 async def test_weighted_rewards_are_added_up_and_stand_beside_their_sum(bench: NewBench) -> None:
     async with http_server(lambda asked, number: 0.5) as server:
         weights = {"math": 1.0, "boxed_f1": 0.25, "dapo": 0.1, "remote_rm": 2.0}
-        desk = await bench(reward={"rm_type": "weighted", "reward_weights": weights, "rm_url": server.url})
+        held_out = {"sets": [{"name": "own", "path": "p", "custom_rm_path": "tests.support.reward_hooks:length"}]}
+        desk = await bench(reward={"rm_type": "weighted", "reward_weights": weights, "rm_url": server.url}, eval=held_out)
         await desk.serve()
         await desk.generated("g0", BOXED, "Answer: 42")
         outcome = await scored(desk)
         assert outcome.rewards == pytest.approx([1.0 + 0.25 - 0.1 + 1.0, 0.1 + 1.0])
         assert outcome.parts[0] == {"math": 1.0, "boxed_f1": 1.0, "dapo": -1.0, "remote_rm": 0.5, "dapo.score": -1.0, "dapo.acc": 0.0}
+        await desk.generated("eval.own.0.0", BOXED, "four")
+        assert (await scored(desk, "eval.own.0.0")).rewards == [float(len(BOXED)), 4.0], "a set's own function scores it"
 
 
 async def test_of_weighted_rewards_one_that_fails_ends_the_others() -> None:

@@ -214,6 +214,11 @@ def test_arguments_have_the_evaluation_sets_as_slime_has_them(tmp_path: Path) ->
     assert (second.n_samples_per_eval_prompt, second.label_key, second.input_key, second.stop) == (4, "answer", "prompt", None)
     assert second.inject_metadata({"level": 1, "x": 1}) == {"level": 2, "x": 1, "rm_type": "exact"}
     assert Arguments(run_config(tmp_path)).eval_prompt_data is None
+    sets = [{"name": "theirs", "path": "/a"}, {"name": "own", "path": "/b", "custom_rm_path": "own:f"}]
+    for rm_type, functions in (("exact", ["run:f", "own:f"]), ("weighted", [None, "own:f"])):
+        weighted = {"rm_type": rm_type, "custom_rm_path": "run:f", "reward_weights": {"exact": 1.0} if rm_type == "weighted" else {}}
+        of_sets = Arguments(run_config(tmp_path, reward=weighted, eval={"sets": sets})).eval_datasets
+        assert [one.custom_rm_path for one in of_sets] == functions
 
 
 def test_arguments_may_be_written_and_copied(tmp_path: Path) -> None:

@@ -137,32 +137,43 @@ async def test_a_functions_own_attribute_of_the_name_turns_is_not_scored() -> No
     assert await reward_dispatch.async_rm(args, sample) == 1.0
 
 
-async def test_rewards_with_weights_are_their_sum_and_each_by_its_name() -> None:
-    weights = {"math": 0.5, "dapo": 2.0, "exact": 1.0}
-    args = SimpleNamespace(custom_rm_path=None, rm_type="weighted", rm_url=None, reward_weights=weights, environments={}, reward_key=None)
+@pytest.mark.parametrize("own", [{}, {"custom_rm": -1.0}])
+async def test_rewards_with_weights_are_their_sum_and_each_by_its_name(own: dict[str, float]) -> None:
+    args = SimpleNamespace(custom_rm_path=f"{__name__}.half_of_it" if own else None, rm_type="weighted", rm_url=None, reward_key=None)
+    args.reward_weights, args.environments = {"math": 0.5, "dapo": 2.0, "exact": 1.0, **own}, {}
     sample = HookSample(response=r"\boxed{42} Answer: 42", label="42")
+    assert not reward_dispatch.scored_later(args, sample)
     sample.reward = await reward_dispatch.async_rm(args, sample)
-    assert sample.reward == {"reward": 2.5, "math": 1.0, "dapo": 1.0, "exact": 0.0} and sample.get_reward_value(args) == 2.5
+    total = 2.5 - 0.5 * len(own)
+    assert sample.reward == {"reward": total, "math": 1.0, "dapo": 1.0, "exact": 0.0, **dict.fromkeys(own, 0.5)}
+    assert sample.get_reward_value(args) == total and await reward_dispatch.batched_async_rm(args, [sample]) == [sample.reward]
+    sample.custom_rm_path = f"{__name__}.half_of_it"
+    assert await reward_dispatch.async_rm(args, sample) == {"reward": 0.5, "length": 21}, "its own goes before the weights"
+
+
+async def half_of_it(args: Any, sample: HookSample) -> dict[str, float]:
+    return {"reward": 0.5, "length": len(sample.response)}
 
 
 @pytest.mark.parametrize(
-    ("name", "later"), [("judge", True), ("environment", True), ("mine", True), ("weighted", True), ("exact", False), ("nobody", False)]
+    ("name", "later"),
+    [*dict.fromkeys(("judge", "tournament", "environment", "mine", "weighted"), True).items(), ("exact", False), ("nobody", False)],
 )
 async def test_what_the_reward_service_alone_can_ask_is_left_to_it(name: str, later: bool) -> None:
     weights = {"exact": 1.0, "mine": 1.0}
     args = SimpleNamespace(custom_rm_path=None, rm_type=name, reward_weights=weights, environments={"mine": "http://127.0.0.1:1"})
     assert reward_dispatch.scored_later(args, HookSample()) is later
     assert not reward_dispatch.scored_later(args, HookSample(metadata={"rm_type": "exact"}))
-    if name in ("judge", "environment", "mine"):
+    if name in ("judge", "tournament", "environment", "mine"):
         with pytest.raises(NotImplementedError, match=f"no reward is named '{name}' outside of the reward service"):
             await reward_dispatch.async_rm(args, HookSample(response="x"))
 
 
 async def test_rewards_by_functions_and_by_no_name() -> None:
     own = f"{__name__}.twice_its_length"
-    sample = HookSample(response="four")
-    assert await reward_dispatch.async_rm(SimpleNamespace(custom_rm_path=own), sample, times=2) == 8
-    assert await reward_dispatch.batched_async_rm(SimpleNamespace(custom_rm_path=own), [sample], times=3) == [12]
+    sample, args = HookSample(response="four"), SimpleNamespace(custom_rm_path=own, rm_type=None)
+    assert await reward_dispatch.async_rm(args, sample, times=2) == 8
+    assert await reward_dispatch.batched_async_rm(args, [sample], times=3) == [12]
     sample.custom_rm_path = own
     assert await reward_dispatch.async_rm(SimpleNamespace(custom_rm_path=None, rm_type="math"), sample, times=1) == 4
     with pytest.raises(NotImplementedError, match="no reward is named 'good'"):
