@@ -232,7 +232,7 @@ class ChatTokens:
         self._strips, self.streams_text = reasoning == "a", reasoning == "a" or self.family == "default"
 
     def varied(self, variables: Mapping[str, Any]) -> "ChatTokens":
-        """Returns the chat form with a request's variables over the run's; the newest are kept, to make one takes a moment. Raises
+        """Returns the chat form with a request's variables over the run's, where None takes one away; the newest are kept. Raises
         TurnRefused for one that the template does not read, or that spells a control token."""
         if not variables:
             return self
@@ -248,7 +248,8 @@ class ChatTokens:
                 self._varied.move_to_end(key)
                 return known
         # no request waits for it meanwhile
-        made = ChatTokens(self.tokenizer, {**self._variables, **variables}, self._control_tokens, self._encoded, self._kind)
+        given = {name: value for name, value in {**self._variables, **variables}.items() if value is not None}
+        made = ChatTokens(self.tokenizer, given, self._control_tokens, self._encoded, self._kind)
         with self._varying:
             self._varied[key] = made
             if len(self._varied) > MOST_VARIED:

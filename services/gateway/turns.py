@@ -168,7 +168,7 @@ class UnrecordedSessions(SessionStore):
     @staticmethod
     def log_for(log: SessionLog) -> SessionLog:
         """Returns the log of a request that a session's client makes to a frozen model, whose answer it samples as it likes."""
-        free = {"evaluation": True, "seed": None, "min_version": 0, "deadline": log.deadline}
+        free = {"evaluation": True, "seed": None, "min_version": 0, "deadline": log.deadline, "kept": 0, "variables": {}}
         sampling = Sampling(temperature=1.0, max_new_tokens=LONGEST_ANSWER)
         return SessionLog(log.session.model_copy(update={**free, "sampling": sampling}), ended=log.ended)
 
@@ -266,7 +266,7 @@ class Turns:
         TurnRefused for constraints that are not served."""
         if isinstance(asked, TokenTurn):
             return asked
-        asked = recalled(log, asked)
+        asked = recalled(log, replace(asked, variables={**log.session.variables, **asked.variables}))
         if asked.tools and not self._chat.shows_tools:
             asked = replace(asked, ignored=(*asked.ignored, "tools"))
         mode, fields = self._limits.constraints, {one.field for one in asked.constraints}

@@ -29,6 +29,7 @@ from services.rollout.in_flight import Stopped
 from services.rollout.played_group import GroupPlayer, GroupProgress, PlayedRollout
 from services.rollout.replica import Replica
 from services.rollout.request_slots import GroupSlots
+from shared.config.eval_views import eval_view
 from shared.data.tokenizer import Tokenizer
 from shared.formats.request import TASK_HEADER
 from shared.hooks import HookFailed, HookSample
@@ -121,7 +122,7 @@ class AgentGroups(GroupPlayer):
         """Returns a session that is not open yet, and its key. ``seed``: the index that the seed of its tokens is derived from.
         ``seconds``: for its turns; None: an agent's."""
         name = f"{task.group}.{task.attempt}.{rollout}.{uuid.uuid4().hex[:12]}"
-        key, digest = new_key(name)
+        (key, digest), view = new_key(name), eval_view(self._config, task.group)
         session = Session(
             id=name,
             group=task.group,
@@ -134,6 +135,7 @@ class AgentGroups(GroupPlayer):
             min_version=task.min_version,
             evaluation=is_evaluation(task.group),
             kept=0 if is_evaluation(task.group) else self._config.kept_top_k,
+            variables={} if view is None else view.template_variables,
             opened=time.time(),
             replica=self._service.instance,
         )

@@ -79,6 +79,12 @@ class EvalView:
         """Returns the most tokens of a prompt and its response together; None: no bound but the engine's."""
         return self.run.eval.eval_max_context_len if self.own.max_context_len is None else self.own.max_context_len
 
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Returns the chat template's variables that the set has otherwise than the run; None for those that it does not have."""
+        own, run = self.config.data.apply_chat_template_kwargs, self.run.data.apply_chat_template_kwargs
+        return {name: own.get(name) for name in {**run, **own} if own.get(name) != run.get(name)}
+
     def _section(self, name: str, fields: dict[str, tuple[str, str | None]]) -> Any:
         values: dict[str, Any] = {}
         for field, (own, shared) in fields.items():

@@ -93,7 +93,8 @@ class Session(Message):
     ``key_digest``: of its key's secret. ``deadline``: the end of its last turn. ``sampling``: how its tokens are sampled, where its client
     may not say so; ``seed``: by what, in engines with deterministic inference. ``min_version``: the oldest weight version that may
     generate for it. ``evaluation``: nothing of it is trained. ``opened``: when that was; ``replica``: who looks after its rollout.
-    ``kept``: the tokens that samplers keep are asked for, with this ``top_k`` where ``sampling`` has none; 0: they are not.
+    ``kept``: the tokens that samplers keep are asked for, with this ``top_k`` where ``sampling`` has none; 0: they are not. ``variables``:
+    of the chat template, over the run's.
     """
 
     id: SessionId
@@ -107,6 +108,7 @@ class Session(Message):
     min_version: Count = 0
     evaluation: bool = False
     kept: Count = 0
+    variables: dict[str, Any] = {}
     opened: Timestamp | None = None
     replica: str = Field(default="", max_length=128)
 

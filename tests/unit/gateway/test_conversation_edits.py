@@ -62,8 +62,8 @@ FAITHFUL, EDITS = [lambda message: message, thoughtless, renamed, rewritten], [s
 class Conversation:
     """A gateway's turns, of which the tokens are given; and a client's messages."""
 
-    def __init__(self, chat: ChatTokens) -> None:
-        session = {"id": "s", "group": "g", "rollout": 0, "attempt": 0, "key_digest": "0" * 64, "deadline": 9.0}
+    def __init__(self, chat: ChatTokens, **more: Any) -> None:
+        session = {"id": "s", "group": "g", "rollout": 0, "attempt": 0, "key_digest": "0" * 64, "deadline": 9.0, **more}
         self.log = SessionLog(Session(**session, sampling=Sampling(temperature=1.0, max_new_tokens=100)))
         nothing: Any = None
         blind = TurnPictures(nothing, None, DataSection())
@@ -73,6 +73,7 @@ class Conversation:
         """Asks for the next message, for which ``text`` is drawn. Returns it as the client sees it."""
         body = {"model": "m", "messages": messages, "tools": [TOOL], **more}
         turn = openai_chat.parse(json.dumps(body).encode(), f"r{len(self.log.turns)}")
+        turn = self._turns.noted(self.log, turn)
         prompt = self._turns._made(self.log, turn)
         completion = np.asarray(self._chat.tokenizer.encode(text), np.int32)
         log_probs = -np.arange(1, len(completion) + 1, dtype=np.float32) / 100
@@ -163,9 +164,33 @@ def test_an_answer_that_the_client_has_begun_is_continued(chat: ChatTokens) -> N
             conversation.asked([*messages, {"role": "assistant", "content": nothing}], "")
 
 
+TEMPLATE = (Path(__file__).parents[2] / "support" / "qwen3_chat_template.jinja").read_text()
+QUIET = "<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("run", "own", "asked", "tail"),
+    [
+        ({}, {}, {}, ""),
+        ({}, {"enable_thinking": False}, {}, QUIET),
+        ({}, {"enable_thinking": False}, {"enable_thinking": True}, ""),
+        ({"enable_thinking": False}, {}, {}, QUIET),
+        ({"enable_thinking": False}, {"enable_thinking": True}, {}, ""),
+        ({"enable_thinking": False}, {"enable_thinking": None}, {}, ""),
+    ],
+)
+def test_a_sessions_variables_go_over_the_runs_and_a_requests_over_these(
+    tmp_path: Path, run: dict[str, Any], own: dict[str, Any], asked: dict[str, Any], tail: str
+) -> None:
+    template = TEMPLATE.replace("enable_thinking is false", "not enable_thinking")  # where one that is None is no undefined one
+    conversation = Conversation(chat := ChatTokens(write_qwen3_tokenizer(tmp_path, template), run), variables=own)
+    conversation.asked([{"role": "user", "content": "What is 2 + 2?"}], "4<|im_end|>", chat_template_kwargs=asked)
+    [turn] = conversation.log.turns.values()
+    assert chat.text(turn.prompt.tolist()).rpartition("assistant\n")[2] == tail
+
+
 def test_a_request_gives_the_template_its_variables(tmp_path: Path) -> None:
-    template = (Path(__file__).parents[2] / "support" / "qwen3_chat_template.jinja").read_text()
-    conversation = Conversation(chat := ChatTokens(write_qwen3_tokenizer(tmp_path, template), {}))
+    conversation = Conversation(chat := ChatTokens(write_qwen3_tokenizer(tmp_path, TEMPLATE), {}))
     messages: list[dict[str, Any]] = [{"role": "user", "content": "What is 2 + 2?"}]
     quiet = {"chat_template_kwargs": {"enable_thinking": False}}
     answers = [conversation.asked(messages, "4<|im_end|>", **more) for more in ({}, quiet)]

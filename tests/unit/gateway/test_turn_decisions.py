@@ -86,6 +86,8 @@ def test_a_turn_is_no_longer_than_the_task_and_the_context_let_it() -> None:
 def test_a_session_that_has_ended_asks_frozen_models_for_nothing_more() -> None:
     log = SessionLog(session(), ended=SessionEnded(at=1.0))
     assert UnrecordedSessions.log_for(log).ended == log.ended and UnrecordedSessions.log_for(SessionLog(session())).ended is None
+    of_policy = {"kept": 8, "variables": {"enable_thinking": False}, "min_version": 3, "seed": 4}
+    assert UnrecordedSessions.log_for(SessionLog(session(**of_policy))).session == UnrecordedSessions.log_for(SessionLog(session())).session
 
 
 ASKED = [{"role": "user", "content": "2+2?"}]

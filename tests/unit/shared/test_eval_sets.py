@@ -95,13 +95,23 @@ def test_a_set_wins_over_eval_and_that_over_the_run(tmp_path: Path) -> None:
         tmp_path,
         rollout={"rollout_temperature": 0.8, "rollout_top_p": 0.9, "rollout_stop": ["#"], "rollout_max_prompt_len": 7},
         reward={"reward_key": "score", "eval_reward_key": "acc"},
+        data={"apply_chat_template_kwargs": {"a": 1, "b": 2}},
         eval={
             "eval_temperature": 0.6,
             "eval_input_key": "question",
             "eval_min_new_tokens": 2,
             "n_samples_per_eval_prompt": 3,
             "sets": [
-                {"name": "own", "path": "a", "temperature": 0.0, "input_key": "q", "min_new_tokens": 0, "reward_key": "mine", "stop": []},
+                {
+                    "name": "own",
+                    "path": "a",
+                    "apply_chat_template_kwargs": {"b": 2, "c": 3},
+                    "temperature": 0.0,
+                    "input_key": "q",
+                    "min_new_tokens": 0,
+                    "reward_key": "mine",
+                    "stop": [],
+                },
                 {"name": "left", "path": "b", "max_prompt_len": 50, "max_context_len": 20, "custom_rm_path": "my.rewards:score"},
             ],
         },
@@ -113,6 +123,7 @@ def test_a_set_wins_over_eval_and_that_over_the_run(tmp_path: Path) -> None:
     assert (own.config.data.input_key, left.config.data.input_key) == ("q", "question")
     assert (own.min_new_tokens, left.min_new_tokens) == (0, 2)
     assert own.config.rollout.n_samples_per_prompt == 3
+    assert (own.template_variables, left.template_variables) == ({"a": None, "c": 3}, {})
     assert (own.config.rollout.rollout_max_prompt_len, left.config.rollout.rollout_max_prompt_len) == (None, 19)  # none of the run's
     groups = ("eval.own.3.0", "eval.left.3.0", "eval.gone.3.0", "g00000001")
     assert [reward_key(config, group) for group in groups] == ["mine", "acc", "score", "score"]
