@@ -168,7 +168,7 @@ class UnrecordedSessions(SessionStore):
     @staticmethod
     def log_for(log: SessionLog) -> SessionLog:
         """Returns the log of a request that a session's client makes to a frozen model, whose answer it samples as it likes."""
-        free = {"evaluation": True, "seed": None, "min_version": 0, "deadline": log.deadline, "kept": 0, "variables": {}}
+        free: dict[str, Any] = {"evaluation": True, "seed": None, "min_version": 0, "deadline": log.deadline, "kept": 0, "variables": {}}
         sampling = Sampling(temperature=1.0, max_new_tokens=LONGEST_ANSWER)
         return SessionLog(log.session.model_copy(update={**free, "sampling": sampling}), ended=log.ended)
 

@@ -515,6 +515,12 @@ class RolloutSection(Section):
         return [group for group in self.groups_of(model) if group.worker_type != "placeholder"]
 
     @property
+    def group_flags(self) -> list[dict[str, Any]]:
+        """Returns SGLang's own flags of each group of the policy's engines, by their names as SGLang spells them."""
+        groups = [flags_over(self.sglang, group.sglang) for group in self.engines()]
+        return [{plain_name(name): value for name, value in flags.items()} for flags in groups]
+
+    @property
     def all_groups(self) -> list[tuple[str, EngineGroup]]:
         """Returns each group with its model's name, the policy's first."""
         return [(name, group) for name in ("", *self.models) for group in self.groups_of(name)]
@@ -595,22 +601,23 @@ class RolloutSection(Section):
     @property
     def most_kept(self) -> int:
         """Returns how many kept tokens of a place an engine returns at most; it ends a request that has more."""
-        return int(self.engine_flags.get("sampling-mask-max-tokens", 4096))
+        return min((int(flags.get("sampling-mask-max-tokens", 4096)) for flags in self.group_flags), default=4096)
 
     @property
     def sampled_otherwise(self) -> list[str]:
         """Returns the settings, beside `rollout_top_p` and `rollout_top_k`, by which engines sample from another distribution than
         softmax(logits / rollout_temperature)."""
         found: list[str] = []
-        for key, value in self.sglang.items():
-            match plain_name(key):
+        for key, value in (flag for flags in self.group_flags for flag in flags.items()):
+            field = f"rollout.{'sglang' if self.engine_flags.get(key) == value else 'engine_groups.sglang'}.{key}"
+            match key:
                 case "preferred-sampling-params":
-                    found += [f"rollout.sglang.{key}: {name}" for name in _preferred(value)]
+                    found += [f"{field}: {name}" for name in _preferred(value)]
                 case "speculative-accept-threshold-single" | "speculative-accept-threshold-acc" if str(value) not in ("1", "1.0"):
-                    found.append(f"rollout.sglang.{key} = {value}")
+                    found.append(f"{field} = {value}")
                 case "enable-strict-thinking" if value:
-                    found.append(f"rollout.sglang.{key}")
-        return found
+                    found.append(field)
+        return list(dict.fromkeys(found))
 
     @property
     def makers(self) -> list[str]:

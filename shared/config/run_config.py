@@ -34,7 +34,6 @@ from shared.config.service_sections import (
     StoreSection,
     TinkerSection,
 )
-from shared.config.sglang_flags import plain_name
 from shared.config.speculation import ALGORITHM
 from shared.config.trainer_section import TrainerSection, WeightsSection
 from shared.data import data_files
@@ -219,16 +218,9 @@ class RunConfig(Section):
         return [name for name in found if name not in replayed] if trains else []
 
     @property
-    def _sglang(self) -> list[tuple[str, Any]]:
-        """Returns SGLang's flags of all groups of the policy's engines."""
-        rollout = self.rollout
-        groups = [flags_over(rollout.sglang, group.sglang) for group in rollout.engines()]
-        return [(plain_name(name), value) for flags in groups for name, value in flags.items()]
-
-    @property
     def _drafts(self) -> set[str]:
         """Returns what has engines verify drafts."""
-        algorithms = {f"rollout.sglang.{name} = {value}" for name, value in self._sglang if name == ALGORITHM and value}
+        algorithms = {f"rollout.sglang.{ALGORITHM} = {value}" for flags in self.rollout.group_flags if (value := flags.get(ALGORITHM))}
         return {*self.rollout.own_speculation, *algorithms}
 
     @property
@@ -244,14 +236,14 @@ class RunConfig(Section):
         rollout, algorithm = self.rollout, self.algorithm
         makers = ", ".join(name for name in rollout.makers if name.endswith("_function_path"))
         groups, most, auto = rollout.engines(), rollout.most_kept, self.trainer.support_replay == "auto"
-        given, drafts = self._sglang, self._drafts
+        drafts, backends = self._drafts, {flags.get("sampling-backend") for flags in rollout.group_flags}
         teachers = algorithm.opd_top_k or (algorithm.use_opd and algorithm.opd_type == "sglang")
         obstacles = {
             "every token of the vocabulary is kept: rollout_top_p, rollout_top_k and min_p are off": not rollout.truncates,
             "groups from outside do not report the kept tokens": self.ingest.ingest_groups != "off",
             f"{makers} may not store the kept tokens; where it does, take on": auto and makers,
             f"{', '.join(sorted(drafts))} verifies drafts without reporting the kept tokens": drafts,
-            "rollout.sglang.sampling-backend = ascend reports no kept tokens": ("sampling-backend", "ascend") in given,
+            "rollout.sglang.sampling-backend = ascend reports no kept tokens": "ascend" in backends,
             "engines that do prefill or decode alone do not report the kept tokens": {group.worker_type for group in groups} != {"regular"},
             "rollout_top_k = 1 keeps the sampled token alone, whose log-prob is 0 under all weights": rollout.rollout_top_k == 1,
             f"rollout_top_k is more than rollout.sglang.sampling-mask-max-tokens = {most}": rollout.rollout_top_k > most,

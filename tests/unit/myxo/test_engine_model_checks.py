@@ -204,7 +204,20 @@ def test_a_quantized_checkpoint_is_not_said_to_have_no_quantization(tmp_path: Pa
         ({"rollout_top_k": 5000}, "rollout_top_k = 5000: this run"),
         ({"sglang": {"preferred-sampling-params": '{"min_p": 0.1, "repetition_penalty": 1.05}'}}, "repetition_penalty = 1.05: this run"),
         ({"sglang": {"preferred_sampling_params": {"frequency_penalty": 0.5}}}, "frequency_penalty = 0.5"),
-        ({"sglang": {"speculative-accept-threshold-single": "0.8"}}, "speculative-accept-threshold-single = 0.8"),
+        ({"sglang": {"speculative-accept-threshold-single": "0.8"}}, "rollout.sglang.speculative-accept-threshold-single = 0.8"),
+        (
+            {"engine_groups": [{"replicas": 1}, {"replicas": 1, "sglang": {"speculative_accept_threshold_single": 0.8}}]},
+            "rollout.engine_groups.sglang.speculative-accept-threshold-single = 0.8",
+        ),
+        (
+            {
+                "engine_groups": [
+                    {"replicas": 1, "sglang": {"preferred-sampling-params": {"top_k": 0, "min_p": 0.1, "repetition_penalty": 1.05}}},
+                    {"replicas": 1},
+                ]
+            },
+            "rollout.engine_groups.sglang.preferred-sampling-params: repetition_penalty = 1.05: this run",
+        ),
     ],
 )
 def test_a_run_that_samples_otherwise_than_it_trains_is_told_so(tmp_path: Path, rollout: dict[str, Any], words: str) -> None:
@@ -220,6 +233,8 @@ def test_a_run_that_samples_otherwise_than_it_trains_is_told_so(tmp_path: Path, 
         {"rollout_temperature": 0.7},
         {"rollout_top_p": 0.95, "rollout_top_k": 20, "sglang": {"preferred-sampling-params": '{"min_p": 0.1}'}},
         {"sglang": {"preferred-sampling-params": '{"min_p": 0, "top_p": 0.9}', "speculative-accept-threshold-acc": 1.0}},
+        {"engine_groups": [{"replicas": 1}, {"replicas": 1, "sglang": {"preferred-sampling-params": '{"min_p": 0.1}'}}]},
+        {"sglang": {"enable-strict-thinking": True}, "engine_groups": [{"replicas": 1, "sglang": {"enable-strict-thinking": False}}]},
     ],
 )
 def test_a_run_that_samples_what_it_trains_is_not(tmp_path: Path, rollout: dict[str, Any]) -> None:

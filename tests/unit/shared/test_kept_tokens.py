@@ -206,6 +206,12 @@ def test_what_cannot_be_replayed_is_refused_and_left_by_auto(sections: dict[str,
 def test_auto_replays_what_is_known_of_all_samples(tmp_path: Path) -> None:
     assert run_config(tmp_path, rollout=TRUNCATES).kept_top_k == 2048
     assert run_config(tmp_path, rollout={**TRUNCATES, "sglang": {"sampling-mask-max-tokens": 100}}).kept_top_k == 50
+    small = [
+        {"replicas": 1, "sglang": {"sampling-mask-max-tokens": 100}},
+        {"replicas": 1, "sglang": {"sampling-mask-max-tokens": 9000}},
+        {"replicas": 1},
+    ]
+    assert run_config(tmp_path, rollout={**TRUNCATES, "engine_groups": small}).kept_top_k == 50, "the smallest of its groups"
     min_p = {"sglang": {"preferred-sampling-params": '{"min_p": 0.05}'}}
     assert run_config(tmp_path, rollout=min_p).kept_top_k == 2048 and run_config(tmp_path, rollout=min_p).support_mismatch == []
     assert run_config(tmp_path, rollout={**TRUNCATES, "agent": "package.module:play"}).kept_top_k == 2048
