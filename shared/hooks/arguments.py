@@ -52,6 +52,8 @@ def _dataset(view: EvalView) -> EvalDatasetConfig:
         "top_p": rollout.rollout_top_p,
         "top_k": rollout.rollout_top_k,
         "max_response_len": rollout.rollout_max_response_len,
+        "max_prompt_len": rollout.rollout_max_prompt_len,
+        "max_context_len": view.max_context_len,
         "stop": rollout.rollout_stop or None,
         "stop_token_ids": rollout.rollout_stop_token_ids or None,
         "min_new_tokens": view.min_new_tokens or None,

@@ -7,12 +7,15 @@ groups that are under way then are not aborted but go into the next batch.
 
 import asyncio
 import inspect
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
+from shared.data.tokenizer import Tokenizer
 from shared.hooks import reward_values
 from shared.hooks.filters import BUILT_IN, MetricGatherer, call_dynamic_filter, should_drop_dynamic_filter_output
 from shared.hooks.hook_sample import HookSample, Status, status_of
@@ -103,6 +106,7 @@ async def generate(args: Any, sample: HookSample, sampling_params: dict[str, Any
         sample.status = Status.TRUNCATED
         return sample
     body = {"input_ids": sample.tokens, "sampling_params": sampling_params, "return_logprob": True}
+    body |= {"return_routed_experts": True} if args.use_rollout_routing_replay else {}
     routed = sample.session_id and getattr(args, "router_policy", None) == "consistent_hashing"
     headers = {"X-SMG-Routing-Key": str(sample.session_id)} if routed else None
     output = await http_requests.post(get_model_url(args, ""), body, headers=headers)
@@ -295,7 +299,7 @@ async def eval_rollout_single_dataset(args: Any, rollout_id: int, dataset_cfg: A
     prompts = Dataset(
         dataset_cfg.path,
         tokenizer,
-        max_length=args.eval_max_prompt_len,
+        max_length=dataset_cfg.max_prompt_len,
         prompt_key=dataset_cfg.input_key,
         label_key=dataset_cfg.label_key,
         tool_key=dataset_cfg.tool_key,
@@ -317,8 +321,13 @@ async def eval_rollout_single_dataset(args: Any, rollout_id: int, dataset_cfg: A
         "min_new_tokens": dataset_cfg.min_new_tokens,
     }
     count, parameters = dataset_cfg.n_samples_per_eval_prompt, {**run, **{name: value for name, value in own.items() if value is not None}}
+    encode, begin = Tokenizer(Path(args.hf_checkpoint)).encode, args.add_special_tokens and not dataset_cfg.apply_chat_template
+    for prompt in prompts.samples:
+        prompt.tokens = encode(prompt.prompt, begin).tolist() if isinstance(prompt.prompt, str) else []
     fresh = [_held_out(dataset_cfg, prompt, row * count + index) for row, prompt in enumerate(prompts.samples) for index in range(count)]
-    given = await asyncio.gather(*(generate_and_rm(args, sample, {**parameters}, evaluation=True) for sample in fresh))
+    longest, most = dataset_cfg.max_context_len or sys.maxsize, parameters["max_new_tokens"]
+    bounds = [{**parameters, "max_new_tokens": min(most, longest - len(sample.tokens))} for sample in fresh]
+    given = await asyncio.gather(*(generate_and_rm(args, *one, evaluation=True) for one in zip(fresh, bounds, strict=True)))
     samples = [sample for one in given for sample in _samples(one)]
     truncated = [status_of(sample.status) is Status.TRUNCATED for sample in samples]
     rewards = [_reward(args, dataset_cfg, sample) for sample in samples]

@@ -201,15 +201,22 @@ def test_arguments_follow_the_run(tmp_path: Path) -> None:
 
 def test_arguments_have_the_evaluation_sets_as_slime_has_them(tmp_path: Path) -> None:
     own = {"rm_type": "exact", "metadata_overrides": {"level": 2}, "n_samples_per_eval_prompt": 4, "label_key": "answer"}
+    own |= {"max_context_len": 20}
     args = Arguments(
         run_config(
             tmp_path,
             rollout={"rollout_top_p": 0.9, "rollout_max_context_len": 100},
-            eval={"eval_prompt_data": ["a", "/a.jsonl"], "sets": [{"name": "b", "path": "/b.jsonl", **own}], "eval_temperature": 0.5},
+            eval={
+                "eval_prompt_data": ["a", "/a.jsonl"],
+                "sets": [{"name": "b", "path": "/b.jsonl", **own}],
+                "eval_temperature": 0.5,
+                "eval_max_prompt_len": 30,
+            },
         )
     )
     assert (args.eval_prompt_data, args.eval_max_context_len) == (["a", "/a.jsonl", "b", "/b.jsonl"], 100)
     first, second = args.eval_datasets
+    assert (first.max_prompt_len, first.max_context_len, second.max_prompt_len, second.max_context_len) == (30, None, 19, 20)
     assert (first.name, first.path, first.temperature, first.top_p, first.n_samples_per_eval_prompt) == ("a", "/a.jsonl", 0.5, 0.9, 1)
     assert (second.n_samples_per_eval_prompt, second.label_key, second.input_key, second.stop) == (4, "answer", "prompt", None)
     assert second.inject_metadata({"level": 1, "x": 1}) == {"level": 2, "x": 1, "rm_type": "exact"}

@@ -12,17 +12,19 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from tokenizers.processors import TemplateProcessing
 
 from shared.hooks import HookSample, import_names
 from shared.hooks.arguments import Arguments
 from shared.hooks.filters import check_reward_nonzero_std, check_reward_nonzero_std_with_fallback
 from shared.hooks.loading import SingletonMeta, load_function
 from shared.hooks.returned_output import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
-from shared.hooks.slime import http_requests, model_processors, reward_dispatch
+from shared.hooks.slime import http_requests, model_processors, reward_dispatch, rollout_loop
 from shared.hooks.slime import http_requests as background_loop
 from shared.hooks.slime.http_requests import HTTPStatusError
 from shared.hooks.slime.turn_masks import MultiTurnLossMaskGenerator
-from tests.support.run_config import run_config
+from tests.support.http_server import http_server
+from tests.support.run_config import run_config, write_jsonl
 from tests.support.tiny_model import character_tokenizer
 
 TEMPLATE = Path("tests/support/qwen3_chat_template.jinja")
@@ -228,6 +230,38 @@ def test_masks_of_a_conversation(kind: str) -> None:
 def test_a_conversations_mask_of_no_such_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="tokenizer_type is 'llama'; expected qwen, qwen3"):
         MultiTurnLossMaskGenerator(character_tokenizer(), "llama").get_loss_mask(CHAT)
+
+
+async def test_held_out_prompts_are_read_and_bounded_as_their_sets_say_and_experts_are_asked_for(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer()
+    begin = ("<|im_start|>", 2)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{begin[0]} $A", special_tokens=[begin])
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = write_jsonl(tmp_path / "held.jsonl", [{"prompt": "1+1=", "label": "2"}, {"prompt": "100+100=", "label": "200"}])
+    bounds = {"plain": {}, "short": {"max_prompt_len": 6}, "close": {"max_context_len": 12}, "chat": {"apply_chat_template": True}}
+    sets = [{"name": name, "path": str(rows), **more} for name, more in bounds.items()]
+    rollout, replay = {"rollout_max_response_len": 5}, {"use_routing_replay": True, "use_rollout_routing_replay": True}
+    config = run_config(tmp_path, rollout=rollout, eval={"sets": sets}, reward={"rm_type": "exact"}, trainer=replay)
+    chosen = {"output_token_logprobs": [[-0.5, 54, None]], "finish_reason": {"type": "stop"}}
+
+    def answer(asked: dict[str, Any], number: int) -> Any:
+        return {"text": "2", "meta_info": {**chosen, "routed_experts": [1, 0] * len(asked["input_ids"])}}
+
+    rollout_loop.GenerateState.clear_instances()
+    async with http_server(answer) as engine:
+        args = Arguments(config, num_layers=1, moe_router_topk=2)
+        host, port = engine.url.removeprefix("http://").split(":")
+        args.point_at(host, int(port))
+        for name, asked in {"plain": [(5, 5), (9, 5)], "short": [(5, 5)], "close": [(5, 5), (9, 3)], "chat": [(23, 5), (27, 5)]}.items():
+            engine.asked.clear()
+            [one] = [one for one in args.eval_datasets if one.name == name]
+            found = (await rollout_loop.eval_rollout_single_dataset(args, 0, one))[name]
+            bodies = sorted(engine.asked, key=lambda body: len(body["input_ids"]))
+            assert [(len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]) for body in bodies] == asked, name
+            assert all(body["input_ids"][:1] == [2] and body["return_routed_experts"] for body in bodies)
+            assert found["rewards"] == [1.0, 0.0][: len(asked)]
+            assert [len(sample.rollout_routed_experts) for sample in found["samples"]] == [count for count, _ in asked]
+    rollout_loop.GenerateState.clear_instances()
 
 
 def test_one_name_is_enough() -> None:
