@@ -320,10 +320,9 @@ class DrawnGroups(PositionlessSource):
 
 
 def _continue(sample: HookSample, stored: StoredSample) -> None:
-    earlier = from_stored(stored)
-    for name in ("tokens", "response", "response_length", "loss_mask", "rollout_log_probs", "weight_versions", "reward", "metadata"):
-        setattr(sample, name, getattr(earlier, name))
-    sample.status = earlier.status if stored.finish != "abort" or len(stored.response) else Status.PENDING
+    earlier, own = vars(from_stored(stored)), ("group_index", "index", "rollout_id", "session_id", "turns")
+    vars(sample).update({name: value for name, value in earlier.items() if name not in own})
+    sample.status = sample.status if stored.finish != "abort" or len(stored.response) else Status.PENDING
 
 
 def _flat(group: Sequence[Any]) -> list[HookSample]:

@@ -420,7 +420,7 @@ class Rollout:
             metrics.set("generated_tokens", tokens)
             metrics.set("running_groups", len(self.running) + (0 if producer is None else producer.held))
             metrics.set("running_samples", sum(task.n for task in self.running.values()))
-            metrics.set("lost_rollouts", self._custom.lost + self._agents.lost)
+            metrics.set("lost_rollouts", sum(player.lost for player in self._players))
             load = None if self.replica.client is None else self.replica.client.load
             self._slots.note(load, tokens, time.monotonic())
             if self._pace is not None:

@@ -102,6 +102,7 @@ def gives_one_back(args: Any, rollout_id: int, data_source: Any, evaluation: boo
         generate(args, sample)
     for group in others:
         generate(args, group[0], 2)
+        group[0].searches = ["kim"]
         group[0].status = Sample.Status.ABORTED
     data_source.add_samples(others)
     return [first]

@@ -106,6 +106,7 @@ async def test_what_is_given_back_goes_on_with_its_tokens(bench: NewBench) -> No
     if back.group in found:
         group, samples = found[back.group]
         assert group.attempt == 1 and [len(one.response) for one in samples] == [2 + TOKENS, TOKENS]
+        assert [one.attributes.get("searches") for one in samples] == [["kim"], None], "what the function keeps on a sample comes again"
 
 
 async def test_a_killed_function_loses_no_group(bench: NewBench, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

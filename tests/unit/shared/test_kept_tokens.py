@@ -14,7 +14,9 @@ from services.rollout.engine.generation import GenerationRequest, first_tokens, 
 from services.rollout.engine.public_requests import GenerateRequest, engine_body, parse_request
 from services.rollout.engine.transport import EngineError, InvalidRequest
 from services.rollout.in_flight import Partial
+from services.rollout.producer_process import _continue
 from shared.config.engine_limits import Capabilities
+from shared.hooks import HookSample
 from shared.hooks.sample_conversion import Served, from_stored, packed, to_stored, unpacked
 from shared.runtime.errors import BadMessage
 from shared.schema import sample as samples
@@ -38,8 +40,9 @@ def sample(**changes: Any) -> Sample:
         "mask": np.ones(3, np.uint8),
         "segments": [(0, 3, 0)],
         "kept": Kept.of(ROWS),
+        "finish": "stop",
     }
-    return Sample("g00000001", 0, **{**fields, **changes}, finish="stop", text="abc")
+    return Sample("g00000001", 0, **{**fields, **changes}, text="abc")
 
 
 def rows_of(kept: Kept | None) -> list[list[int]]:
@@ -94,6 +97,13 @@ def test_hooks_see_and_give_them_and_may_not_change_the_tokens_under_them() -> N
     seen.rollout_top_p_token_ids = seen.rollout_top_p_token_offsets = None
     with pytest.raises(BadMessage, match="kept is missing"):
         to_stored(seen, "g00000001", 0, 0, Served(0, 0), LIMITS)
+
+
+def test_a_function_gets_them_again_with_a_sample_that_it_gave_back() -> None:
+    again = HookSample(index=7, session_id="new", tokens=[1, 2])
+    _continue(again, sample(attributes={"state": {"a": 1}, "session_id": "old"}, finish="abort"))
+    assert (again.index, again.session_id, getattr(again, "state", None), again.status) == (7, "new", {"a": 1}, HookSample.Status.ABORTED)
+    assert again.rollout_top_p_token_offsets is not None and len(again.rollout_top_p_token_offsets) == again.response_length + 1
 
 
 ENGINE = Capabilities("0.5.20", 20, 100, False, False)
