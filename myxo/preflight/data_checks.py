@@ -224,7 +224,7 @@ def _check(
         return notes, prompts.longest, "" if prompts.longest_row is None else prompts.rows.where(prompts.longest_row)
 
     rollout, reward = config.rollout, config.reward
-    limits = [rollout.rollout_max_prompt_len, config.may_give_rewards, reward.rm_type, reward.environment_names()]
+    limits = [rollout.rollout_max_prompt_len, config.may_give_rewards, reward.rm_type, reward.environment_names(), config.algorithm.use_opd]
     notes, longest, place = _once(inspection, named, [field, limits, metadata, config.data.model_dump(mode="json")], read)
     inspection.longest_prompts[field], inspection.longest_places[field] = longest, place
     yield from map(Note, notes)

@@ -394,7 +394,8 @@ class ChatTokens:
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Returns the ids of a client's text: int32 [T], behind what the checkpoint puts before texts; control tokens as in messages."""
-        return np.asarray([*self.tokenizer.text_prefix, *self._control.encode(self._control.guarded(text))], np.int32)
+        ids = self._control.encode(self._control.guarded(text)).tolist()
+        return np.asarray([*self.tokenizer.lacks(ids, begin=True), *ids], np.int32)
 
     def text(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens, special ones included."""

@@ -219,13 +219,14 @@ class TurnAnswers:
         ends = written(turn.completion, stops if turn.finish == "stop" else (), self._chat.text)
         content, stopped = _cut(parsed.content + "".join(call.text for call in malformed), ends)
         versions = [version for _, _, version in turn.spans] or [0]
+        prompt, thought = len(turn.prompt), len(self._chat.tokenizer.encode(parsed.reasoning))
         return wire.TurnResult(
             request_id=turn.request,
             model=self._model,
             created=int(time.time()),
             content=content,
             finish="tool_calls" if called and turn.finish == "stop" else turn.finish,
-            usage=wire.TurnUsage(prompt=len(turn.prompt), completion=len(turn.completion), cached=min(turn.cached, len(turn.prompt))),
+            usage=wire.TurnUsage(prompt=prompt, completion=len(turn.completion), cached=min(turn.cached, prompt), reasoning=thought),
             versions=(min(versions), max(versions)),
             reasoning=parsed.reasoning,
             tool_calls=_called(called, turn.request),

@@ -29,6 +29,7 @@ import aiohttp
 import structlog
 
 from services.reward.scorer import Scorer
+from shared.config.eval_views import eval_views, group_config
 from shared.config.reward_section import JUDGE, REMOTE, TOURNAMENT, RewardSection
 from shared.config.run_config import RunConfig
 from shared.environment.environment_url import without_credentials
@@ -130,12 +131,17 @@ class RemoteScorer(Scorer):
 def prompt_text(config: RunConfig) -> Callable[[Sample], object]:
     """Returns what gives a sample's prompt as slime has it: as it stands in the file, or as the chat template rendered it. Raises
     ConfigError where that takes the model's tokenizer and there is none."""
-    if not config.data.apply_chat_template:
+    if not any(one.data.apply_chat_template for one in (config, *(view.config for view in eval_views(config)))):
         return lambda sample: sample.prompt_text
     from shared.data.tokenizer import Tokenizer  # tokenizers and jinja2 are for runs that need them
 
     tokenizer = Tokenizer(config.model.hf_checkpoint)
-    return lambda sample: tokenizer.decode(sample.prompt, skip_special_tokens=False)
+
+    def text(sample: Sample) -> object:
+        rendered = group_config(config, sample.group).data.apply_chat_template
+        return tokenizer.decode(sample.prompt, skip_special_tokens=False) if rendered else sample.prompt_text
+
+    return text
 
 
 MOST_VERDICTS = 100_000  # The most verdicts that a reward service keeps in memory
@@ -194,8 +200,11 @@ class VerdictCache:
 class JudgeCalls:
     """Asks the judge; the same question is asked once. Raises ConfigError where its key or its cache cannot be had."""
 
-    def __init__(self, config: RewardSection) -> None:
+    def __init__(self, run: RunConfig) -> None:
+        config = run.reward
         assert config.judge_url is not None  # the run has this environment
+        frozen = run.rollout.models.get(config.judge_url)
+        self._identity = () if frozen is None else (str(frozen.hf_checkpoint or run.model.hf_checkpoint), frozen.sglang)
         model = model_addresses().get(config.judge_url)
         url = (f"http://{model[0]}:{model[1]}/v1" if model else config.judge_url.rstrip("/")) + "/chat/completions"
         headers = {}
@@ -217,7 +226,7 @@ class JudgeCalls:
         """
         messages = [{"role": "user", "content": question}]
         body = {"model": self._config.judge_model or self._config.judge_url, "messages": messages, **self._config.judge_sampling}
-        asked = hashlib.sha256(json.dumps([self._config.judge_url, body], sort_keys=True).encode()).hexdigest()
+        asked = hashlib.sha256(json.dumps([self._config.judge_url, *self._identity, body], sort_keys=True).encode()).hexdigest()
         if (known := await asyncio.to_thread(self._verdicts.get, asked)) is not None:
             return known
         if asked not in self._asked:

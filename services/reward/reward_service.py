@@ -312,7 +312,7 @@ async def serve(service: Service) -> None:
             opened.push_async_callback(remote.close)
             scorers.append(remote)
         if JUDGE in queues:
-            calls = JudgeCalls(config)
+            calls = JudgeCalls(service.config)
             opened.push_async_callback(calls.close)
             scorers += [Judge(config, calls), GroupJudge(config, calls)]
         if WEIGHTED in queues:

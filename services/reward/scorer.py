@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from services.reward.custom_functions import FilterResult, is_scoring
 from shared.bus.connection import TRANSIENT
 from shared.bus.registry import ENVIRONMENT
-from shared.config.eval_views import reward_field, reward_key, reward_section
+from shared.config.eval_views import group_config, reward_field, reward_key
 from shared.config.reward_section import CUSTOM, WEIGHTED, RewardSection
 from shared.config.run_config import RunConfig
 from shared.config.service_sections import SandboxSection
@@ -342,7 +342,7 @@ class RewardRouter:
         return [scores[position] for position in range(len(samples))]
 
     def _environment(self, group: Generated, sample: Sample) -> str:
-        named, reward = sample.metadata.get("rm_type"), reward_section(self._config, group.group)
+        named, reward = sample.metadata.get("rm_type"), group_config(self._config, group.group).reward
         name, names = reward.environment_of(named) if named else group.environment, reward.environment_names()
         if name not in names:
             expected = nearest(name, names)

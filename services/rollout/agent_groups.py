@@ -279,7 +279,7 @@ class _AgentRollout(PlayedRollout):
             rollout=self.index,
             given_reward=reward,
             role=role,
-            attributes={"session_id": log.session.id} | ({"role": role} if role else {}),
+            attributes={"session_id": log.session.id},
             turns=turns_of(conversation.sampled, conversation.response, decode),
             turn_rewards=[(*span, log.rewards.get(turn, 0.0)) for turn, span in zip(conversation.turns, conversation.spans, strict=True)],
         )
@@ -346,7 +346,9 @@ class CallSession:
             "output_token_logprobs": [[log_prob, token, None] for log_prob, token in zip(log_probs, ids, strict=True)],
         }
         text = self._groups.tokenizer.decode(np.asarray(ids, np.int32), skip_special_tokens=plain)
-        return orjson.dumps({"text": text, "output_ids": ids, "meta_info": meta})
+        stop, trimmed = asked.sampling[0].stop, choice["finish_reason"] == "stop" and not asked.sampling[0].no_stop_trim
+        ends = [text.find(one) for one in ([stop] if isinstance(stop, str) else stop) if trimmed and one in text]
+        return orjson.dumps({"text": text[: min(ends, default=len(text))], "output_ids": ids, "meta_info": meta})
 
     async def recorded(self, samples: Sequence[HookSample]) -> tuple[int, bool]:
         """Ends it, and gives the call's samples what it recorded of them. Returns the newest version in them, -1 for none, and whether it

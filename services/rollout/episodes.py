@@ -19,7 +19,7 @@ from services.rollout.custom_generate import CustomGenerate, parameters
 from services.rollout.in_flight import Requests
 from services.rollout.played_group import RETRY_PAUSE
 from services.rollout.replica import Replica
-from shared.config.eval_views import eval_view
+from shared.config.eval_views import eval_view, group_config
 from shared.data.call_form import in_call_form
 from shared.data.stop_strings import end_across
 from shared.data.tokenizer import Tokenizer
@@ -184,8 +184,7 @@ class EpisodeGenerate(CustomGenerate):
 
     def tokens(self, task: Task, tools: list[dict[str, Any]]) -> EpisodeTokens:
         """Returns what makes the ids of an episode, as the run renders its prompts."""
-        view = eval_view(self._config, task.group)
-        data = self._config.data if view is None else view.config.data
+        data = group_config(self._config, task.group).data
         variables = {**data.apply_chat_template_kwargs, **({"tools": tools} if tools else {})}
         as_chat = data.apply_chat_template or not isinstance(task.prompt, str)
         return EpisodeTokens(self.tokenizer, as_chat, variables, self.settings.episode_control_tokens)

@@ -25,7 +25,7 @@ from services.rollout.in_flight import UNROUTED, InFlight, Partial, Requests, St
 from services.rollout.replica import Replica
 from services.rollout.replica_command import SampleSeeds
 from services.rollout.request_slots import GroupSlots
-from shared.config.eval_views import eval_view
+from shared.config.eval_views import group_config
 from shared.config.rollout_section import RolloutSection
 from shared.data.media import MediaRule, ShownPictures
 from shared.data.stop_strings import end_across
@@ -213,9 +213,7 @@ class GroupPlayer:
 
     def prompt(self, task: Task) -> Any:
         """Returns the rendered text where the chat template is applied, as slime has it, else the prompt as it stands in the file."""
-        view = eval_view(self._config, task.group)
-        data = self._config.data if view is None else view.config.data
-        if not data.apply_chat_template:
+        if not group_config(self._config, task.group).data.apply_chat_template:
             return task.prompt
         return self.tokenizer.decode(task.prompt_tokens, skip_special_tokens=False)
 

@@ -150,8 +150,8 @@ declare_metrics("""
     accept_rate | | share of drafted tokens that were accepted, under the newest version | with [speculation](speculation.md)
     accept_length_of{tokens} | tokens | the same as accept_length, of responses of at most so many tokens | with
         [speculation](speculation.md)
-    lost_rollouts | rollouts | that were given up since it started, since their function ([hooks](hooks.md#generating)) or agent failed too
-        often or was late
+    lost_rollouts | rollouts | that were given up since it started, since their function ([hooks](hooks.md#generating)), agent or
+        environment failed too often or was late
     aborted_rollouts_total | rollouts | [surplus rollouts](agents.md#surplus-rollouts) that were aborted, or ended too late, since the
         others had ended
 """)

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from shared.config.eval_section import EvalSet
-from shared.config.reward_section import CUSTOM, RewardSection
+from shared.config.reward_section import CUSTOM
 from shared.config.rollout_section import GENERATORS
 from shared.config.run_config import RunConfig
 from shared.data.data_files import DataFile
@@ -114,15 +114,15 @@ def eval_view(config: RunConfig, group: str) -> EvalView | None:
     return None if parts is None else next((view for view in eval_views(config) if view.name == parts[0]), None)
 
 
-def reward_section(config: RunConfig, group: str) -> RewardSection:
-    """Returns what scores a group: the run's section, or that of its set."""
+def group_config(config: RunConfig, group: str) -> RunConfig:
+    """Returns the run's config as a group sees it: with the values of its set of held-out prompts, where it is of one."""
     view = eval_view(config, group)
-    return config.reward if view is None else view.config.reward
+    return config if view is None else view.config
 
 
 def reward_key(config: RunConfig, group: str) -> str | None:
     """Returns which of several named rewards of a group counts; None: the one that is called reward."""
-    return reward_section(config, group).reward_key
+    return group_config(config, group).reward.reward_key
 
 
 def reward_field(config: RunConfig, group: str) -> str:

@@ -299,7 +299,7 @@ class Tokenizer:
         # the call for several leaves out what is not asked for here: where in the text each token lies
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         ids = encoding.ids
-        return np.frombuffer(array("i", [*self._lacks(ids, begin), *ids] if begin else ids), dtype=np.int32)
+        return np.frombuffer(array("i", [*self.lacks(ids, begin), *ids] if begin else ids), dtype=np.int32)
 
     def encode_behind(self, before: str, text: str) -> NDArray[np.int32]:
         """Returns the token ids of a text that stands behind another: some tokenizers put a space before what begins (Llama 2's)."""
@@ -317,9 +317,10 @@ class Tokenizer:
         """Returns how many tokens `encode` makes of each text; all processor cores share the work."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         begins = begin or [False] * len(texts)
-        return [len(one) + (len(self._lacks(one.ids, True)) if begun else 0) for one, begun in zip(encodings, begins, strict=True)]
+        return [len(one) + (len(self.lacks(one.ids, True)) if begun else 0) for one, begun in zip(encodings, begins, strict=True)]
 
-    def _lacks(self, ids: Sequence[int], begin: bool) -> list[int]:
+    def lacks(self, ids: Sequence[int], begin: bool) -> list[int]:
+        """Returns what is to be put before the ids of a text that begins: the ``text_prefix``, unless they begin with it."""
         return self.text_prefix if begin and list(ids[: len(self.text_prefix)]) != self.text_prefix else []
 
     def decode(self, tokens: Sequence[int] | NDArray[np.int32], skip_special_tokens: bool = True) -> str:

@@ -282,11 +282,13 @@ class MalformedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnUsage:
-    """Tokens of a turn: of its prompt, ``cached`` of them taken from the engine's prefix cache, and of its completion."""
+    """Tokens of a turn: of its prompt, ``cached`` of them taken from the engine's prefix cache; and of its completion, of whose reasoning's
+    text there are ``reasoning``."""
 
     prompt: int
     completion: int
     cached: int = 0
+    reasoning: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

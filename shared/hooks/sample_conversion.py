@@ -101,6 +101,8 @@ def from_stored(stored: StoredSample, score: Score | None = None, reward_key: st
         metadata=stored.metadata,
     )
     setattr(seen, "turns", list(stored.turns or [stored.text]))  # noqa: B010  # no field of slime's
+    if stored.role:
+        setattr(seen, "role", stored.role)  # noqa: B010
     if stored.turn_rewards:
         setattr(seen, "turn_rewards", list(stored.turn_rewards))  # noqa: B010
     if stored.routed_experts is not None:

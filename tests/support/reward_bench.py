@@ -15,7 +15,7 @@ from shared.bus.registry import ENVIRONMENT, Registry
 from shared.bus.streams import scored_consumer
 from shared.bus.subjects import Subjects
 from shared.bus.work_queue import WorkQueue
-from shared.config.eval_views import reward_section
+from shared.config.eval_views import group_config
 from shared.config.run_config import RunConfig
 from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema import sample
@@ -137,7 +137,7 @@ class Bench:
             samples=[one.meta() for one in samples],
             rollouts=rollouts or [],
             replica="replica-1",
-            environment=environment or reward_section(self.config, group).environment_of(None),
+            environment=environment or group_config(self.config, group).reward.environment_of(None),
             started=1.0,
             ended=2.0,
         ).model_copy(update=changes)

@@ -50,6 +50,7 @@ CALLS = replace(
     PLAIN,
     content="I shall see.",
     finish="tool_calls",
+    usage=TurnUsage(prompt=5, completion=3, cached=2, reasoning=1),
     reasoning="Two sums, so two calls.",
     tool_calls=[
         CalledTool(id="call_1", name="add", arguments='{"a": 1, "b": "zwölf"}'),

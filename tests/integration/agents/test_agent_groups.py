@@ -114,7 +114,7 @@ async def test_each_role_has_a_key_and_a_reward_of_its_own(bench: NewAgentBench)
         {"left": -1.0, "reward": -1.0},
         {"right": 1.0, "reward": 1.0, "moves": 1.0},
     ]
-    assert [sample.attributes["role"] for sample in samples] == ["left", "right"] * 2
+    assert [sample.role for sample in samples] == ["left", "right"] * 2
     assert len({key for call in desk.calls() for key in call["roles"].values()}) == 4
     assert len({sample.attributes["session_id"] for sample in samples}) == 4
     assert await desk.left_open() == []

@@ -239,6 +239,15 @@ def test_answers_that_math_can_match_are_not_complained_of(given: Input, capsys:
     assert dry_run(capsys, given, *MATH) == (0, "")
 
 
+def test_what_was_read_beside_a_teacher_is_read_again_without_one(given: Input) -> None:
+    write_jsonl(given.directory / "prompts.jsonl", [{"prompt": f"{number}+0=", "label": None} for number in range(9)])
+    given.sections["algorithm"] = {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": str(given.directory)}
+    assert list(data_checks.check_training_prompts(Inspection(load(given.write())))) == []
+    del given.sections["algorithm"]
+    with pytest.raises(ConfigError, match="label"):
+        list(data_checks.check_training_prompts(Inspection(load(given.write()))))
+
+
 def test_long_files_are_read_in_part_and_the_same_files_once(
     given: Input, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

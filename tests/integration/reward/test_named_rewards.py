@@ -19,6 +19,7 @@ from shared.schema.messages import Generated, Scored
 from shared.schema.sample import Sample, Score
 from tests.support.http_server import http_server
 from tests.support.reward_bench import Bench, NewBench
+from tests.support.run_config import run_config
 from tests.support.waiting import until
 
 BOXED = "So it is \\boxed{42}."
@@ -186,15 +187,19 @@ async def test_a_service_that_stops_gives_its_groups_to_the_next_one_at_once(ben
         assert (await desk.outcomes(2)).keys() == {"g0", "g1"}
 
 
-async def test_a_judge_may_be_a_frozen_model_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_judge_may_be_a_frozen_model_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with http_server(lambda asked, number: verdict("Score: 1")) as server:
         host, port = server.url.removeprefix("http://").split(":")
         monkeypatch.setenv(ROUTERS_VARIABLE, json.dumps({"grader": [host, int(port)]}))
-        calls = JudgeCalls(RewardSection(rm_type="judge", judge_url="grader"))
-        try:
-            assert await calls.said("good?") == "Score: 1"
-        finally:
-            await calls.close()
+        judge = {"rm_type": "judge", "judge_url": "grader", "judge_cache": str(tmp_path / "judge.sqlite")}
+        for checkpoint, asked in (("small", 1), ("large", 2), ("small", 2)):
+            models = {"grader": {"hf_checkpoint": f"/{checkpoint}"}}
+            calls = JudgeCalls(run_config(tmp_path, reward=judge, rollout={"models": models}))
+            try:
+                assert await calls.said("good?") == "Score: 1"
+            finally:
+                await calls.close()
+            assert len(server.asked) == asked, "another model under that name is asked anew"
         assert server.asked[0]["model"] == "grader"
 
 
@@ -262,7 +267,7 @@ async def test_a_tournament_may_be_one_of_several_rewards(bench: NewBench) -> No
 def test_a_judge_without_its_key_or_its_cache_is_told_at_the_start(tmp_path: Path) -> None:
     judge = {"rm_type": "judge", "judge_url": "http://127.0.0.1:1", "judge_model": "m"}
     with pytest.raises(ConfigError, match=r"reward\.judge_key_variable = 'NO_SUCH_KEY': a variable that is set"):
-        JudgeCalls(RewardSection(**judge, judge_key_variable="NO_SUCH_KEY"))
+        JudgeCalls(run_config(tmp_path, reward={**judge, "judge_key_variable": "NO_SUCH_KEY"}))
     (tmp_path / "judge.sqlite").write_text("something else that is no database")
     with pytest.raises(ConfigError, match=r"reward\.judge_cache = .*expected an SQLite file"):
-        JudgeCalls(RewardSection(**judge, judge_cache=tmp_path / "judge.sqlite"))
+        JudgeCalls(run_config(tmp_path, reward={**judge, "judge_cache": str(tmp_path / "judge.sqlite")}))

@@ -80,6 +80,7 @@ class Conversation:
         parent = None if prompt.parent is None else prompt.parent.request
         whole = Turn(turn.request_id, parent, prompt.tokens, completion, log_probs, ((0, len(completion), 0),), "stop")
         result = self._turns._answers.chat(whole, self.log.session, turn)
+        assert result.usage.reasoning == len(result.reasoning) <= result.usage.completion, "a token is a character there"
         conversation = digests(turn.answered(result), turn.setting)[-1]
         thought = thought_digest(result.reasoning)
         self.log.turns[whole.request] = Turn(**{**vars(whole), "conversation": conversation, "thought": thought})

@@ -70,6 +70,17 @@ def chat(request: pytest.FixtureRequest, tmp_path: Path) -> ChatTokens:
     return made(request.param, tmp_path)
 
 
+@pytest.mark.parametrize("control_tokens", ["text", "as_written"])
+def test_a_clients_text_stands_behind_what_the_checkpoint_puts_before_texts_once(tmp_path: Path, control_tokens: Any) -> None:
+    settings: Any = {"bos_token": "<|im_start|>", "add_bos_token": True, "tokenizer_class": "PreTrainedTokenizerFast"}
+    directory = write_qwen3_tokenizer(tmp_path, settings=settings)
+    chat = ChatTokens(directory, {}, control_tokens)
+    [begin] = chat.tokenizer.text_prefix
+    for text in ("hi", "<|im_start|>hi"):
+        ids = chat.encode(text).tolist()
+        assert ids[0] == begin and ids.count(begin) == 1 and chat.text(ids[-2:]) == "hi"
+
+
 def written(text: str, say: str = "Hello") -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """A conversation and tools, with a text in all places that clients write, but what the assistant says."""
     call = {

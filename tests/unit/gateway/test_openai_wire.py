@@ -250,6 +250,7 @@ async def test_a_response_and_its_items_come_back_as_the_conversation(server, cl
     assert (response.status, response.output_text, response.model) == ("completed", CALLS.content, "tiny")
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call", "function_call"]
     assert (response.usage.input_tokens, response.usage.output_tokens, response.usage.input_tokens_details.cached_tokens) == (5, 3, 2)
+    assert response.usage.output_tokens_details.reasoning_tokens == 1
     calls = [item for item in response.output if item.type == "function_call"]
     results: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "13"} for call in calls]
     question: Any = [{"role": "user", "content": "What is 2 + 2?"}]

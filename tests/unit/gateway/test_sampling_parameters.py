@@ -8,13 +8,18 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from services.gateway.turn_decisions import fixed_by_task, turn_sampling, unconstrained
+from services.rollout.agent_groups import CallSession
+from services.rollout.engine.public_requests import GenerateRequest
+from shared.data.tokenizer import Tokenizer
 from shared.formats import anthropic_messages, openai_chat, openai_responses, token_generate
 from shared.formats.request import TurnRefused, split
 from shared.schema.messages import Sampling
 from shared.sessions.session import Session
+from tests.support.qwen3_tokenizer import write_qwen3_tokenizer
 from tests.support.tables import table
 
 POLICY: dict[str, Any] = {
@@ -120,6 +125,28 @@ def test_ids_that_end_a_turn_are_never_forbidden_with_it(form: str) -> None:
     taken = turn_sampling(longer, both.sampling, 20, 512, [1])
     assert (taken.min_new_tokens, taken.stop_token_ids) == (30, [7, 1])
     assert fixed_by_task(longer, both.sampling) == ("min_tokens", "stop_token_ids")
+
+
+@table(
+    ("given", "text"),
+    [
+        ({}, "4.#"),
+        ({"stop": "#"}, "4."),
+        ({"stop": [".", "#"]}, "4"),
+        ({"stop": ["?"]}, "4.#"),
+        ({"stop": "#", "no_stop_trim": True}, "4.#"),
+    ],
+)
+def test_a_turn_in_a_samples_name_is_trimmed_as_the_engines_own_answer(given: dict[str, Any], text: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_qwen3_tokenizer(tmp_path))
+    ids = tokenizer.encode("4.#").tolist()
+    choice = {"token_ids": ids, "finish_reason": "stop", "logprobs": {"content": [{"logprob": -1.0}] * 3}}
+    answer = {"choices": [choice], "usage": {"prompt_tokens": 1}, "request_id": "r", "weight_versions": {"oldest": 0}}
+    asked = GenerateRequest.model_validate({"input_ids": [1], "sampling_params": given}, context=100)
+    call: Any = SimpleNamespace(_groups=SimpleNamespace(tokenizer=tokenizer))
+    assert json.loads(CallSession._converted(call, asked, answer))["text"] == text
+    cut = {**answer, "choices": [{**choice, "finish_reason": "length"}]}
+    assert json.loads(CallSession._converted(call, asked, cut))["text"] == "4.#"
 
 
 def test_in_an_evaluation_the_clients_values_stand() -> None:

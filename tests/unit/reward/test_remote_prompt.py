@@ -22,3 +22,8 @@ def test_a_prompt_is_rendered_where_the_run_does_so(tmp_path: Path, tiny_model: 
     as_rendered = prompt_text(run_config(tmp_path, model=model, data={"apply_chat_template": True}))
     assert as_rendered(sample) == as_rendered(replace(sample, prompt_text=MESSAGES)) == rendered
     assert prompt_text(run_config(tmp_path, model=model))(sample) == "1+1="
+    held_out = replace(sample, group="eval.other.0.0")
+    for run in (True, False):
+        sets = [{"name": "other", "path": "p", "apply_chat_template": not run}]
+        text = prompt_text(run_config(tmp_path, model=model, data={"apply_chat_template": run}, eval={"sets": sets}))
+        assert (text(sample), text(held_out)) == ((rendered, "1+1=") if run else ("1+1=", rendered))

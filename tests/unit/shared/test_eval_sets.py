@@ -11,7 +11,7 @@ import yaml
 from myxo.run import config_toml
 from shared.config import flags
 from shared.config.config_reading import load, parse, read
-from shared.config.eval_views import agents, eval_view, eval_views, reward_field, reward_key, reward_section
+from shared.config.eval_views import agents, eval_view, eval_views, group_config, reward_field, reward_key
 from shared.config.rollout_section import GENERATORS
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import BadInput, ConfigError
@@ -132,7 +132,7 @@ def test_a_set_wins_over_eval_and_that_over_the_run(tmp_path: Path) -> None:
     assert eval_view(config, "eval.gone.3.0") is None
     assert "custom_rm" in config.queues() and "custom_rm" not in config.reward.queues()
     config.reward.rm_type, config.reward.reward_weights = "weighted", {"exact": 1.0}
-    assert [reward_section(config, group).environment_of(None) for group in groups[:2]] == ["weighted", "custom_rm"]
+    assert [group_config(config, group).reward.environment_of(None) for group in groups[:2]] == ["weighted", "custom_rm"]
     assert config.rollout.rollout_temperature == 0.8  # nothing of the run's own has changed
 
 

@@ -1,5 +1,6 @@
 """Samples between store and hooks: nothing is lost on the way, and what does not fit together is refused by field."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -169,6 +170,7 @@ def test_the_reward_of_a_stored_sample() -> None:
     one = stored(hook_sample())
     assert from_stored(one).reward is None
     assert from_stored(one, Score(reward=0.5)).reward == 0.5
+    assert getattr(from_stored(replace(one, role="solver")), "role", None) == "solver", "rewards are compared within it"
     assert from_stored(one, Score(reward=0.5, parts={"format": 1.0})).reward == {"reward": 0.5, "format": 1.0}
     named = Score(reward=1.0, parts={"format": 1.0, "match": 0.0}, removed=True)
     seen = from_stored(one, named, "format")
