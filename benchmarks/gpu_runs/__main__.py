@@ -1,9 +1,9 @@
 """Whole runs of the arithmetic example in layouts of several GPUs, watched from outside, each with figures that show that it is right.
 
-``python -m benchmarks.gpu_runs [--case ppo lora tp2 pp2-tp2 engine-pp2 colocated-pp2 eight-bits death] [--device cuda] [--at-once] [--json FILE]
-[--write]`` makes the example's model and data for each case and runs it under ``myxo up``, one after another, or with ``--at-once`` as many
-beside each other as the GPUs of ``CUDA_VISIBLE_DEVICES`` suffice for. FILE is rewritten while runs continue, so that a command that is cut
-off leaves what it has.
+``python -m benchmarks.gpu_runs [--case ppo lora tp2 pp2-tp2 engine-pp2 colocated-pp2 eight-bits death] [--device cuda] [--at-once]
+[--json FILE] [--write]`` makes the example's model and data for each case and runs it under ``myxo up``, one after another, or with
+``--at-once`` as many beside each other as the GPUs of ``CUDA_VISIBLE_DEVICES`` suffice for. FILE is rewritten while runs continue, so that
+a command that is cut off leaves what it has.
 
 - *ppo*: actor, critic and engine on a GPU each. *lora*: pushes carry adapters alone. *tp2*: a trainer over two GPUs, two engines.
   *pp2-tp2*: a trainer in two stages, an engine over two GPUs. *engine-pp2*: an engine in two stages. *colocated-pp2*: one that
