@@ -1,7 +1,7 @@
 """Samples with seeds of their own: drawn alike by every engine, in every company, and across an interruption."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from services.rollout.engine.generation import GenerationRequest
 from services.rollout.replica_command import SampleSeeds
 from shared.schema.messages import Sampling
 from tests.integration.engine.conftest import Checkpoints, running_engine
+from tests.integration.engine.hall import NewHall
 from tests.support.run_config import run_config
 
 SAMPLING = Sampling(temperature=1.0, top_p=0.95, max_new_tokens=24)
@@ -63,6 +64,26 @@ def test_seeds_draw_the_same_samples_in_two_engines(checkpoint: Checkpoints, tmp
             found.append(asyncio.run(drawn_by(engine, draw)))
     assert found[0] == found[1]
     assert all(len({tuple(tokens) for tokens in samples}) == N for samples in found[0])  # the samples of a group differ
+
+
+@pytest.fixture(scope="session")
+def seeded_engine(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    with running_engine(checkpoint(0).path, tmp_path_factory.mktemp("seeded"), {"enable-deterministic-inference": True}) as process:
+        yield process
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("engine_name", ["seeded_engine"])
+async def test_a_session_that_asks_again_gets_another_answer_and_an_evaluations_client_by_its_seed(hall: NewHall) -> None:
+    room, texts = await hall(), {}
+    for name, fields, seed in (("trained", {}, 5), ("again", {}, None), ("evaluated", {"evaluation": True}, 5)):
+        played = await room.session(seed=7, **fields)
+        asked: dict[str, Any] = {"model": "0", "messages": [{"role": "user", "content": "x"}], "seed": seed}
+        async with played.client(room.urls[0]) as client:
+            answers = [await client.chat.completions.create(**asked) for _ in range(3)]
+        texts[name] = [one.choices[0].message.content for one in answers]
+    assert len(set(texts["trained"])) == 3 and texts["again"] == texts["trained"], "a session's own seeds, the same in each life"
+    assert len(set(texts["evaluated"])) == 1 and texts["evaluated"][0] not in texts["trained"]
 
 
 async def test_without_the_flag_samples_have_no_seed(client: EngineClient) -> None:
