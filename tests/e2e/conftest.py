@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fork_server import forked_python
+from tests.support.fork_server import forked_engines, forked_python
 
-__all__ = ["forked_python"]
+__all__ = ["forked_engines", "forked_python"]
 
 SUMS = [(left, right) for left in range(10) for right in range(10)]
 

@@ -27,6 +27,7 @@ RISING = ("--level-groups", "2", "--passrate-threshold", "0")
 
 
 @pytest.mark.timeout(2 * RUN_SECONDS + 300)
+@pytest.mark.usefixtures("forked_engines")
 @pytest.mark.parametrize(
     ("steps", "killed_after"), [pytest.param(3, None, id="short"), pytest.param(60, 3, id="a trainer's death", marks=pytest.mark.extra)]
 )

@@ -32,7 +32,7 @@ FLAGS = (
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def live(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> AsyncIterator[LiveConsole]:
+async def live(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, forked_engines: None) -> AsyncIterator[LiveConsole]:
     """A run that has trained some steps and evaluated, and the console that `myxo up` started beside it."""
     async with chromium() as browser:
         directory = tmp_path_factory.mktemp("console")

@@ -17,6 +17,7 @@ ONE_BY_ONE = tuple((victim,) for pair in PAIRS for victim in pair)
 
 
 @pytest.mark.timeout(2400)
+@pytest.mark.usefixtures("forked_engines")
 @pytest.mark.parametrize(
     ("rounds", "steps"),
     [

@@ -31,6 +31,8 @@ FORKED = (
 PATCHING = ("--enable-deterministic", "--enable-dp", "--ep", "--expert", "--speculative")
 """How flags begin for which an engine's launcher patches modules of SGLang before others take names from them."""
 
+ENGINES = "MYXO_TEST_ENGINES"  # the variable with the address at which services have engines forked
+
 _LEAST_DESCRIPTOR = 400  # above those that a process gets in its place
 
 _server = get_context("forkserver")
@@ -55,13 +57,14 @@ def _copied(duplicate: Any) -> _Passed:
 class ForkServerPopen(subprocess.Popen):  # type: ignore[type-arg]
     """``subprocess.Popen``; see the module."""
 
+    modules = FORKED
     _forked: context.ForkServerProcess | None = None
 
     def _execute_child(self, *positional: Any, **named: Any) -> None:
         given = dict(forking.SIGNATURE.bind(self, *positional, **named).arguments)
         # what is forked does not import `tests.support.kill_points`
-        engine = is_plain_engine(given["args"], given["env"])
-        if not (engine or is_forked(given["args"])) or given["preexec_fn"] is not None or "KILL_POINTS" in os.environ:
+        engine = bool(self.modules or _engine_server.address) and is_plain_engine(given["args"], given["env"])
+        if not (engine or is_forked(given["args"], self.modules)) or given["preexec_fn"] is not None or "KILL_POINTS" in os.environ:
             return super()._execute_child(*positional, **named)  # type: ignore[misc]
         ends = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         passed = [_Passed(number if end == -1 else end) for number, end in enumerate(ends)]
@@ -110,10 +113,24 @@ def forked_python() -> Iterator[None]:
         yield
 
 
-def is_forked(command: Any) -> bool:
+class ServicePopen(ForkServerPopen, forking.ForkedPopen):
+    """The same in a process that was forked: what it starts are forks of its own, but for engines where a test has `forked_engines`."""
+
+    modules = ()
+
+
+@pytest.fixture(scope="module")
+def forked_engines() -> Iterator[None]:
+    """Has services fork their plain engines, too: these are no children of theirs then."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ENGINES, _engine_server.listen())
+        yield
+
+
+def is_forked(command: Any, modules: tuple[str, ...] = FORKED) -> bool:
     """Returns whether a command line is one of those that are forked: maybe below a watchdog."""
     words = _watched(command)
-    return words[:2] == [sys.executable, "-m"] and words[2].startswith(FORKED)
+    return words[:2] == [sys.executable, "-m"] and words[2].startswith(modules)
 
 
 def is_plain_engine(command: Any, environment: Mapping[str, str] | None) -> bool:
@@ -142,7 +159,8 @@ def _become(command: list[str], given: dict[str, Any], ends: list[_Passed], kept
         ctypes.CDLL(None, use_errno=True).setns(mounts.number, 0)
     for number, passed in kept.items():
         os.dup2(passed.number, number)
-    forking.install(places={str(CPU_LAUNCHER): "tests.support.preloaded_engine"})
+    _engine_server.address = given["env"].get(ENGINES, "")
+    forking.install(places={str(CPU_LAUNCHER): "tests.support.preloaded_engine"}, popen=ServicePopen)
     work = forking.python_work(command)
     assert work is not None
     forking.become(command, work, given, [end.number for end in ends], list(kept))

@@ -15,13 +15,14 @@ import random
 import runpy
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import forkserver
+from multiprocessing import forkserver, reduction
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
@@ -42,16 +43,36 @@ FORKS, FORK_SECONDS = 3, 30.0  # forks of one process, and the time by which it 
 
 
 class OwnForkServer:
-    """A fork server with modules of its own: that of `multiprocessing`, one for all, holds those of whoever was the first to start it."""
+    """A fork server with modules of its own: that of `multiprocessing`, one for all, holds those of whoever was the first to start it.
+
+    ``address``: where one listens that another process has started; this one asks it then. Empty: this one's own.
+    """
 
     def __init__(self, *modules: str) -> None:
+        self.address = ""
         self._server = forkserver.ForkServer()
         self._server.set_forkserver_preload(list(modules))
 
+    def listen(self) -> str:
+        """Has the server begin to import; returns its address."""
+        self._server.ensure_running()
+        return str(vars(self._server)["_forkserver_address"])
+
     def start(self, process: BaseProcess) -> None:
         """Starts a process of the context "forkserver"."""
-        with mock.patch.object(forkserver, "connect_to_new_process", self._server.connect_to_new_process):
+        connect = self._ask if self.address else self._server.connect_to_new_process
+        with mock.patch.object(forkserver, "connect_to_new_process", connect):
             process.start()
+
+    def _ask(self, descriptors: list[int]) -> tuple[int, int]:
+        """Does what ``connect_to_new_process`` does, which would start a tracker of resources for this process."""
+        (status, theirs), (read, data), nothing = os.pipe(), os.pipe(), os.open(os.devnull, os.O_RDWR)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(self.address)
+            reduction.sendfds(client, [read, theirs, nothing, nothing, *descriptors])
+        for descriptor in (read, theirs, nothing):
+            os.close(descriptor)
+        return status, data
 
 
 def python_work(command: Sequence[str]) -> Callable[[], object] | None:
@@ -85,16 +106,16 @@ def _dying_with_parent(work: Callable[[], object] | None) -> Callable[[], object
     return dying if work else None
 
 
-def install(register: Path | None = None, places: Mapping[str, str] | None = None) -> None:
+def install(register: Path | None = None, places: Mapping[str, str] | None = None, popen: "type[ForkedPopen] | None" = None) -> None:
     """Has this process, and all that it starts, fork Python's processes.
 
     Args:
         register: a directory in which each writes its name under its pid.
-        places: scripts by whose path a process is started → the module that runs in their place.
+        places: scripts by whose path a process is started → the module that runs in their place. popen: another class for it.
     """
     global _register, _places
     _register, _places = register, places or {}
-    subprocess.Popen = ForkedPopen  # type: ignore[misc]
+    subprocess.Popen = popen or ForkedPopen  # type: ignore[misc]
 
 
 def named(command: Sequence[str], environment: Mapping[str, str], starter: str) -> str:
