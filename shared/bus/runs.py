@@ -224,10 +224,12 @@ def copy_instead(directory: Path, error: UnreadableRun) -> RunConfig:
 
 def frozen(directory: Path) -> RunConfig | None:
     """Returns the config in a run's directory, whole where this user may read it; None if there is none, or one of other fields."""
-    for name in (PRIVATE, FROZEN):
+    found = list[RunConfig]()
+    for name in (FROZEN, PRIVATE):
         with contextlib.suppress(OSError, ValueError):
-            return RunConfig.model_validate_json((directory / name).read_text())
-    return None
+            found.append(RunConfig.model_validate_json((directory / name).read_text()))
+    whole = [config for config in found[1:] if config.shown() == found[0]]  # else another release has written the other one since
+    return next(iter([*whole, *found]), None)
 
 
 async def store_url(bus: Bus, run: str) -> str | None:

@@ -40,6 +40,11 @@ def test_neither_the_directorys_config_nor_what_is_printed_holds_what_was_plante
     whole = RunDirectory(tmp_path).freeze(config)
     assert runs.frozen(tmp_path) == config == RunConfig.model_validate_json(whole.read_text()), "the run continues with what it had"
     assert whole.stat().st_mode & 0o777 == 0o600
+    other = json.loads((tmp_path / runs.FROZEN).read_text())
+    (tmp_path / runs.FROZEN).write_text(json.dumps(other | {"rollout": {**other["rollout"], "num_rollout": 9}}))
+    newer = runs.frozen(tmp_path)
+    assert newer is not None and newer.rollout.num_rollout == 9, "an older release writes that file alone"
+    RunDirectory(tmp_path).freeze(config)
     whole.unlink()  # as for anybody but its owner
     written = (tmp_path / runs.FROZEN).read_text()
     assert "hush" not in written and "hush" not in config_toml.dump(config.shown())
