@@ -91,7 +91,7 @@ def bisect(parsed: argparse.Namespace, console: Console) -> int:
     widest = max(architecture.hidden_size, architecture.ffn_hidden_size, architecture.num_attention_heads * architecture.head_dim)
     r = comparison.rounding(precisions(config, engine_model), widest)
     request = {
-        "config": config.model_copy(update={"model": config.model.model_copy(update={"hf_checkpoint": model})}).model_dump(mode="json"),
+        "config": config.with_fields(model={"hf_checkpoint": model}).model_dump(mode="json"),
         "tokens": tokens,
         "engine_model": str(engine_model),
         "trainer_model": str(model),

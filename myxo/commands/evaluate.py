@@ -150,17 +150,16 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
 
 def evaluating(config: RunConfig, version: int, model: Path) -> RunConfig:
     """Returns the config of the run that evaluates a version of another run, whose weights lie in ``model``."""
-    changes: dict[str, dict[str, Any]] = {
-        "run": {"name": f"{config.run.name}-eval-v{version}"},
-        "model": {"hf_checkpoint": model},
-        "rollout": {"num_rollout": 0, "num_epoch": None, "num_rollout_per_epoch": None},
-        "sft": {"sft_data": None},
-        "trainer": {"critic_load": None, "save_hf": None},
-        "weights": {"update_weight_transport": "nccl", "join_from": "auto"}
-        | dict.fromkeys(("update_weight_disk_dir", "update_weight_engine_dir", "object_store_url")),
-        "debug": {"save_debug_rollout_data": None, "save_debug_train_data": None, "dump_details": None},
-    }
-    return config.model_copy(update={name: getattr(config, name).model_copy(update=given) for name, given in changes.items()})
+    unset = dict.fromkeys(("update_weight_disk_dir", "update_weight_engine_dir", "object_store_url"))
+    return config.with_fields(
+        run={"name": f"{config.run.name}-eval-v{version}"},
+        model={"hf_checkpoint": model},
+        rollout={"num_rollout": 0, "num_epoch": None, "num_rollout_per_epoch": None},
+        sft={"sft_data": None},
+        trainer={"critic_load": None, "save_hf": None},
+        weights={"update_weight_transport": "nccl", "join_from": "auto", **unset},
+        debug={"save_debug_rollout_data": None, "save_debug_train_data": None, "dump_details": None},
+    )
 
 
 def _figures(config: RunConfig, own: RunConfig, version: int) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def config_of(name: str, directory: Path, given: CommandLine) -> RunConfig:
     config = reading.config
     assert config is not None  # or there was a problem
     if path is not None and (known := runs.frozen(config.run.root)) is not None:  # by its steps versions are numbered
-        config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"num_rollout": known.rollout.num_rollout})})
+        config = config.with_fields(rollout={"num_rollout": known.rollout.num_rollout})
     return hub_resolve.local(config, hub_resolve.MODELS) if hub_resolve.pins(config) else config
 
 

@@ -4,7 +4,6 @@ import argparse
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -48,10 +47,9 @@ def move(run: str, directory: Path, target: Path, console: Console, *, keep: boo
             raise ConfigError("DIR", str(target), f"a disk with room for {needed >> 20} MB; {free >> 20} MB are free there")
         _copy(source, goal)
         if (config := runs.frozen(goal)) is not None:
-            sections: dict[str, Any] = {"run": config.run.model_copy(update={"dir": target.absolute()})}
-            if config.trainer.save is not None and config.trained.resolve() == source:  # its checkpoints have come along
-                sections["trainer"] = config.trainer.model_copy(update={"save": target.absolute()})
-            RunDirectory(goal).freeze(config.model_copy(update=sections))
+            comes_along = config.trainer.save is not None and config.trained.resolve() == source  # with its checkpoints
+            saved = {"save": target.absolute()} if comes_along else {}
+            RunDirectory(goal).freeze(config.with_fields(run={"dir": target.absolute()}, trainer=saved))
         if not keep:
             shutil.rmtree(source)
     console.print(f"Run {name} lies in {goal}. It continues there: `myxo up CONFIG --dir {target.absolute()}`.", soft_wrap=True)

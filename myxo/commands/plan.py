@@ -67,7 +67,7 @@ def planned(source: Source, gpu_bytes: int) -> PlannedConfig:
         gpus = fewest_gpus(architecture, config.rollout, gpu_bytes)
         if gpus is not None:
             notes.append(f"no run's config: the engine is planned on {gpus} GPU{'s' if gpus > 1 else ''}, the fewest that hold the model")
-            config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"rollout_num_gpus_per_engine": gpus})})
+            config = config.with_fields(rollout={"rollout_num_gpus_per_engine": gpus})
     config, engines = filled(config, 0, 0, trains=True)
     models = dict[str, Architecture]()
     for name in config.rollout.models:

@@ -94,8 +94,7 @@ def _next_gpus(free: Iterator[str], share: int, field: str, rank: int) -> str:
 
 def with_engines_of(config: RunConfig, frozen: RunConfig) -> RunConfig:
     """Returns a node's config with as many engines as the run has: the first node may have counted them by its GPUs."""
-    replicas = {"rollout_replicas": frozen.rollout.rollout_replicas}
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update=replicas)})
+    return config.with_fields(rollout={"rollout_replicas": frozen.rollout.rollout_replicas})
 
 
 class NodeLaunch:

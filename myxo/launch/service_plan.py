@@ -174,6 +174,5 @@ def filled(config: RunConfig, nodes: int, gpus_per_node: int, *, trains: bool) -
     if given or config.debug.trains_only or not (nodes or shares_trainer(config)):
         return config, ""
     found = filling(config, left_gpus(config, nodes, gpus_per_node, on_gpus=trains))
-    update = {"rollout": rollout.model_copy(update={"rollout_replicas": found.engines})}
     size = rollout.rollout_num_gpus_per_engine
-    return config.model_copy(update=update), found.note(size) if found.engines > 1 or found.idle else ""
+    return config.with_fields(rollout={"rollout_replicas": found.engines}), found.note(size) if found.engines > 1 or found.idle else ""

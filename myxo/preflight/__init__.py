@@ -165,10 +165,7 @@ def _settled(config: RunConfig, starts: bool, fresh: bool, cluster: tuple[int, i
         trainer, tokens = run_plan.settle_trainer(inspection)
         sizes = {name: getattr(trainer, name) for name in ("max_tokens_per_gpu", "log_probs_chunk_size")}
         inspection.config, inspection.frozen = (
-            known.model_copy(
-                update={"rollout": rollout, "sft": known.sft.model_copy(update=steps), "trainer": known.trainer.model_copy(update=sizes)}
-            )
-            for known in (inspection.config, pinned)
+            known.with_fields(sft=steps, trainer=sizes).model_copy(update={"rollout": rollout}) for known in (inspection.config, pinned)
         )
         inspection.guesses += filter(None, [tokens])
         return inspection, engines, []

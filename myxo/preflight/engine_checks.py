@@ -161,7 +161,7 @@ def check_models(inspection: Inspection) -> Findings:
             if own.rollout.nodes_per_engine > 1:
                 expected = f"at most gpus_per_node = {rollout.gpus_per_node or GPUS_OF_MACHINE}: such an engine is on one machine"
                 yield ConfigError(f"{field}.num_gpus_per_engine", group.num_gpus_per_engine, expected)
-            alone = own.model_copy(update={"debug": own.debug.model_copy(update={"debug_rollout_only": True})})
+            alone = own.with_fields(debug={"debug_rollout_only": True})
             known = [check_engines] if not model or model in inspection.frozen_models else []
             yield from _of_group(Inspection(alone, inspection.starts), field, [*ENGINE_CHECKS, *([check_files] if model else []), *known])
         yield from _check_apart(inspection, model)

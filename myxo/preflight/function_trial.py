@@ -130,9 +130,7 @@ class FunctionTrial(CheckSuite):
             os.environ |= {TERMINAL: os.ttyname(sys.stdin.fileno()), DEBUGGED: str(scratch / "debugged")}
             variables += ["PYTHONBREAKPOINT", TERMINAL, DEBUGGED]
             limits = {"generate_timeout": DAY, "agent_timeout": DAY}
-        own: dict[str, Any] = {"run": config.run.model_copy(update={"dir": scratch})}
-        own |= {"reward": config.reward.model_copy(update={"worker_environment": variables})}
-        self._config = config.model_copy(update={**own, "rollout": config.rollout.model_copy(update=limits)})
+        self._config = config.with_fields(run={"dir": scratch}, reward={"worker_environment": variables}, rollout=limits)
         self._named = paths(config)
         # agents of `shared` need services
         self._own = {name for name, path in self._named.items() if name in SIGNATURES and not path.startswith("shared.")}
@@ -216,9 +214,9 @@ class FunctionTrial(CheckSuite):
         with contextlib.closing(SourceProcess(config)) as source:
             for number in range(PROMPTS):
                 row, _ = source.draw()
-                data = config.data.model_copy(update={"apply_chat_template": False, "add_special_tokens": False} if RENDERED in row else {})
+                as_it_is = {"apply_chat_template": False, "add_special_tokens": False} if RENDERED in row else {}
                 entry = RowEntry(row, SOURCE, lambda number=number: f"{config.data.data_source}: prompt {number}")  # type: ignore[misc]
-                prompts.append(PromptReader(config.model_copy(update={"data": data}), tokenizer).read(entry))
+                prompts.append(PromptReader(config.with_fields(data=as_it_is), tokenizer).read(entry))
         return prompts
 
     def _right(self, group: int) -> object:

@@ -234,8 +234,7 @@ def settled_tokens(plan: RunPlan) -> tuple[TrainerSection, str]:
 
 
 def _with_tokens(plan: RunPlan, tokens: int, chunk: int) -> RunPlan:
-    trainer = plan.config.trainer.model_copy(update={"max_tokens_per_gpu": tokens, "log_probs_chunk_size": chunk})
-    return replace(plan, config=plan.config.model_copy(update={"trainer": trainer}))
+    return replace(plan, config=plan.config.with_fields(trainer={"max_tokens_per_gpu": tokens, "log_probs_chunk_size": chunk}))
 
 
 def _has_room(plan: RunPlan) -> bool:
@@ -276,10 +275,9 @@ def remedies(plan: RunPlan, need: MemoryNeed) -> list[Remedy]:
     if need.role == "group":  # its own table says what to change
         return found
     for flags, update in _engine_flags(plan) if need.role == "engine" else _trainer_flags(trainer, need.role):
-        section = getattr(plan.config, name).model_copy(update=update)
-        if name == "trainer" and not _divides(plan.architecture, section, need.role):
+        changed = replace(plan, config=plan.config.with_fields(**{name: update}))
+        if name == "trainer" and not _divides(plan.architecture, changed.config.trainer, need.role):
             continue
-        changed = replace(plan, config=plan.config.model_copy(update={name: section}))
         after = max((other for other in changed.needs if other.role == need.role), key=lambda other: other.total - other.available)
         saved = (need.total - need.available) - (after.total - after.available)
         if saved > WORTH * need.total:

@@ -112,13 +112,11 @@ def replayed(config: RunConfig, template: str, steps: list[int]) -> RunConfig:
         raise ConfigError(DUMPS, f"no file of step {missing[0]}", f"every step from 0 to {steps[-1]}")
     directory, updates = config.run.root.with_name(f"{config.run.name}-replay"), rollout.num_rollout * trainer.num_steps_per_rollout
     unset = {"save_debug_rollout_data": None, "dump_details": None, "debug_rollout_only": False}
-    return config.model_copy(
-        update={
-            "run": config.run.model_copy(update={"dir": directory.parent, "name": directory.name}),
-            "rollout": rollout.model_copy(update={"num_rollout": len(steps)}),
-            "trainer": trainer.model_copy(update={"lr_decay_iters": trainer.decay_steps(updates) or None, "save": None}),
-            "debug": config.debug.model_copy(update={**unset, "load_debug_rollout_data": template}),
-        }
+    return config.with_fields(
+        run={"dir": directory.parent, "name": directory.name},
+        rollout={"num_rollout": len(steps)},
+        trainer={"lr_decay_iters": trainer.decay_steps(updates) or None, "save": None},
+        debug={**unset, "load_debug_rollout_data": template},
     )
 
 
@@ -127,7 +125,7 @@ def offline(config: RunConfig) -> RunConfig:
     if config.algorithm.has_critic:
         raise ConfigError("algorithm.advantage_estimator", "ppo", "an estimator without a critic; its values are not in the dumps")
     unused = {"update_weight_transport": "nccl", "object_store_url": None, "snapshot_interval": 0, "join_from": "trainer"}
-    return config.model_copy(update={"weights": config.weights.model_copy(update=unused)})
+    return config.with_fields(weights=unused)
 
 
 def launch(arguments: list[str]) -> None:

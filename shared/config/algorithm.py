@@ -125,14 +125,8 @@ EFFECTS: tuple[Rule, ...] = (
     *_where(
         lambda a: a.opd_teachers,
         "needs opd_teachers",
-        *(
-            "opd_teacher_weights",
-            "opd_teacher_key",
-            "opd_teacher_timeout",
-            "opd_teacher_concurrency",
-            "opd_teacher_key_variable",
-            "opd_top_k",
-        ),
+        *("opd_teacher_weights", "opd_teacher_key", "opd_teacher_timeout", "opd_teacher_concurrency", "opd_teacher_key_variable"),
+        "opd_top_k",
     ),
     *_where(lambda a: a.opd_top_k, "needs opd_top_k", "opd_top_k_coef"),
     *_where(lambda a: a.loss_type == "policy_loss", "is part of loss_type = policy_loss", "opd_top_k"),

@@ -74,19 +74,16 @@ def _without_steps(config: RunConfig) -> RunConfig:
     if config.has_steps or config.debug.trains_only or config.tinker.tinker_endpoint:
         return config
     half = {"debug_rollout_only": True} if config.sft.sft_data is None else {} if config.eval.named else {"debug_train_only": True}
-    trainer = config.trainer.model_copy(update={"lr_decay_style": "constant"})  # over no steps nothing decays
-    rollout = config.rollout.model_copy(update={"rollout_function_path": None})  # nothing is drawn, but it may be what evaluates
     evaluates = (config.eval.eval_function_path or config.rollout.rollout_function_path) if config.eval.named else None
-    changed = {"trainer": trainer, "rollout": rollout, "eval": config.eval.model_copy(update={"eval_function_path": evaluates})}
-    return config.model_copy(update={"debug": config.debug.model_copy(update=half), **changed})
+    drawn, constant = {"rollout_function_path": None}, {"lr_decay_style": "constant"}  # over no steps nothing is drawn, or decays
+    return config.with_fields(debug=half, trainer=constant, rollout=drawn, eval={"eval_function_path": evaluates})
 
 
 def _with_own_gpus(config: RunConfig) -> RunConfig:
     """Returns the config of one half of a run without colocation: it shares its GPUs with no one."""
     if not (config.debug.debug_rollout_only or config.debug.trains_only):
         return config
-    alone = {"colocate": False, "offload_train": None, "offload_rollout": None}
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update=alone)})
+    return config.with_fields(trainer={"colocate": False, "offload_train": None, "offload_rollout": None})
 
 
 def _with_presets(known: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -6,12 +6,11 @@ import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shared.config.environment_variables import GROUP_VARIABLE, MODEL_VARIABLE
 from shared.config.rollout_section import flags_over
 from shared.config.run_config import RunConfig
-from shared.config.section import Section
 from shared.runtime.errors import ConfigError, nearest
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # The variable with the devices that a process may use; the launcher shares out those of its own
@@ -135,12 +134,11 @@ def as_lent(config: RunConfig) -> RunConfig:
     """Returns the config of lent engines, and of what the trainer does with them: colocated, but the trainer keeps its memory."""
     trainer, rollout, weights = config.trainer, config.rollout, config.weights
     share = {"mem_fraction_static": trainer.lent_mem_fraction_static} if rollout.rollout_device != "cpu" else {}
-    changed: dict[str, tuple[Section, dict[str, Any]]] = {
-        "trainer": (trainer, {"colocate": True, "offload_train": False, "offload_rollout": None}),
-        "rollout": (rollout, {"sglang": flags_over(rollout.sglang, share)}),
-        "weights": (weights, {"push_timeout": min(weights.push_timeout, LENT_PUSH_SECONDS)}),
-    }
-    return config.model_copy(update={name: section.model_copy(update=update) for name, (section, update) in changed.items()})
+    return config.with_fields(
+        trainer={"colocate": True, "offload_train": False, "offload_rollout": None},
+        rollout={"sglang": flags_over(rollout.sglang, share)},
+        weights={"push_timeout": min(weights.push_timeout, LENT_PUSH_SECONDS)},
+    )
 
 
 def shared_gpus(config: RunConfig, own: Sequence[str], index: int) -> list[str]:

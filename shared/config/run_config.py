@@ -504,18 +504,21 @@ class RunConfig(Section):
         hidden = without_credentials(values)
         return self if hidden == values else RunConfig.model_validate_json(json.dumps(hidden))
 
+    def with_fields(self, **sections: Mapping[str, Any]) -> "RunConfig":
+        """Returns the config with other values of some fields: section → field → value."""
+        return self.model_copy(update={name: getattr(self, name).model_copy(update=fields) for name, fields in sections.items()})
+
     def absolute(self, base: Path) -> "RunConfig":
         """Returns the config with every path absolute, relative ones resolved from ``base``; other models become names on the hub."""
         resolved = {}
-        for section in type(self).model_fields:
-            value: Section = getattr(self, section)
+        for section, value in self:
             paths = {
                 field: hub_names.model_path(item, base) if field in MODEL_FIELDS and item is not None else data_files.absolute(item, base)
                 for field, item in value
             }
             # fields that stay as they are must not count as given
-            resolved[section] = value.model_copy(update={field: path for field, path in paths.items() if path is not getattr(value, field)})
-        absolute = self.model_copy(update=resolved)
+            resolved[section] = {field: path for field, path in paths.items() if path is not getattr(value, field)}
+        absolute = self.with_fields(**resolved)
         rollout = absolute.rollout.with_checkpoints(lambda _, path: hub_names.model_path(path, base))
         return absolute.model_copy(update={"eval": absolute.eval.absolute(base), "rollout": rollout})
 
@@ -533,8 +536,7 @@ class RunConfig(Section):
         }
         alone = {"engine_groups": [shape]} if shape.worker_type in APART else {}
         if own is None:
-            engines |= alone
-            return self.model_copy(update={"rollout": self.rollout.model_copy(update=engines)})
+            return self.with_fields(rollout=engines | alone)
         unlimited = {"rollout_max_prompt_len": None, "rollout_max_context_len": None, "rollout_max_response_len": 1}
         unused: dict[str, Any] = {
             "rollout_device": own.device or self.rollout.rollout_device,
@@ -544,14 +546,13 @@ class RunConfig(Section):
             "engine_groups": [],
             **alone,
         }
-        changed: dict[str, tuple[Section, dict[str, Any]]] = {
-            "model": (self.model, {"hf_checkpoint": own.hf_checkpoint or self.model.hf_checkpoint}),
-            "rollout": (self.rollout, {**engines, **unlimited, **unused}),
-            "trainer": (self.trainer, {"colocate": False, "use_rollout_routing_replay": False, "support_replay": "off"}),
-            "debug": (self.debug, {"debug_rollout_only": True}),
-            "data": (self.data, {"multimodal_keys": None}),  # the gateway shows it no pictures
-        }
-        return self.model_copy(update={name: section.model_copy(update=update) for name, (section, update) in changed.items()})
+        return self.with_fields(
+            model={"hf_checkpoint": own.hf_checkpoint or self.model.hf_checkpoint},
+            rollout={**engines, **unlimited, **unused},
+            trainer={"colocate": False, "use_rollout_routing_replay": False, "support_replay": "off"},
+            debug={"debug_rollout_only": True},
+            data={"multimodal_keys": None},  # the gateway shows it no pictures
+        )
 
     def queues(self) -> list[str]:
         """Returns the queues of the environments that prompts of this run may name, those of its evaluation sets among them."""

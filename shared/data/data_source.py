@@ -183,8 +183,7 @@ class DrawnPrompts:
         assert config.data.data_source is not None  # only made for runs that have one
         self._config, self._report = config, report
         self._reader = PromptReader(config, tokenizer)
-        rendered = {"apply_chat_template": False, "add_special_tokens": False}
-        as_they_are = config.model_copy(update={"data": config.data.model_copy(update=rendered)})
+        as_they_are = config.with_fields(data={"apply_chat_template": False, "add_special_tokens": False})
         self._rendered_reader = PromptReader(as_they_are, tokenizer)
         self._drawn = DrawnFile(config)
         self._drawn.catch_up()

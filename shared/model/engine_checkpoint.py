@@ -39,7 +39,7 @@ def with_engine_checkpoint(config: RunConfig) -> RunConfig:
     with _alone(cache / "lock"):
         if not target.exists():
             _convert(source, target, precision)
-    return config.model_copy(update={"model": config.model.model_copy(update={"hf_checkpoint": target})})
+    return config.with_fields(model={"hf_checkpoint": target})
 
 
 @contextlib.contextmanager

@@ -296,6 +296,6 @@ async def model_routers(service: Service) -> AsyncIterator[None]:
         await router.open()
     os.environ[ROUTERS_VARIABLE] = json.dumps({name: router.address for name, router in routers.items()})
     teachers = {name: routers[given].url if given in routers else given for name, given in config.algorithm.opd_teachers.items()}
-    service.config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"opd_teachers": teachers})})
+    service.config = config.with_fields(algorithm={"opd_teachers": teachers})
     async with service.background(*(router.keep() for router in routers.values())):
         yield

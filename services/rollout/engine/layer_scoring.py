@@ -38,10 +38,8 @@ def capturing(config: RunConfig, request: dict[str, Any], directory: Path) -> Ru
     spec = {"name": "bisect", "target_modules": TARGETS, "hook_factory": HOOK}
     hooks = [{**spec, "config": {"tokens": request["tokens"], "directory": str(directory.absolute())}}]
     flags = {**config.rollout.sglang, **PLAIN, "forward-hooks": json.dumps(hooks)}
-    rollout = config.rollout.model_copy(update={"sglang": flags, "speculation": None})
-    model = config.model.model_copy(update={"hf_checkpoint": Path(request["engine_model"])})
-    trainer = config.trainer.model_copy(update={"colocate": False})
-    return config.model_copy(update={"rollout": rollout, "model": model, "trainer": trainer})
+    model, rollout = {"hf_checkpoint": Path(request["engine_model"])}, {"sglang": flags, "speculation": None}
+    return config.with_fields(rollout=rollout, model=model, trainer={"colocate": False})
 
 
 async def _score(request: dict[str, Any], directory: Path) -> None:
