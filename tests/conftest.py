@@ -19,6 +19,9 @@ from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime.telemetry import STRICT
 from shared.store.payload_store import Store
 
+# workers share few cores, on which torch's threads would spin while they wait for each other; torch reads it when it is imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # a slow machine is no failure of the code
 settings.register_profile("myxo", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("myxo")

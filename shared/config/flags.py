@@ -98,7 +98,7 @@ def read(arguments: list[str]) -> CommandLine:
     return given
 
 
-def _read_flag(rest: list[str], owners: dict[str, str], given: CommandLine) -> None:
+def _read_flag(rest: list[str], owners: Mapping[str, str], given: CommandLine) -> None:
     """Takes one flag and its values off ``rest``. Raises ConfigError."""
     word = rest.pop(0)
     if not word.startswith("--"):

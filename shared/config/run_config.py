@@ -5,6 +5,7 @@ sections, so that every field is also a flag (`shared.config.flags`). The resolv
 services read it from there.
 """
 
+import functools
 import json
 import math
 import os
@@ -567,7 +568,8 @@ def section_model(section: str) -> type[Section]:
     return model
 
 
-def field_sections() -> dict[str, str]:
+@functools.cache
+def field_sections() -> Mapping[str, str]:
     """Returns the section of every field. The names of fields are unique over all sections (a test holds that)."""
     return {field: section for section in RunConfig.model_fields for field in section_model(section).model_fields}
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import Qwen3ForCausalLM
 
 from services.rollout.engine.engine_client import EngineClient
@@ -44,12 +43,6 @@ class Checkpoint:
 
 
 Checkpoints = Callable[[int], Checkpoint]
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_torch_thread() -> None:
-    """The references run beside the engines, on the same few cores."""
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
