@@ -100,11 +100,8 @@ def from_stored(stored: StoredSample, score: Score | None = None, reward_key: st
         status=FINISHED[stored.finish],
         metadata=stored.metadata,
     )
-    setattr(seen, "turns", list(stored.turns or [stored.text]))  # noqa: B010  # no field of slime's
-    if stored.role:
-        setattr(seen, "role", stored.role)  # noqa: B010
-    if stored.turn_rewards:
-        setattr(seen, "turn_rewards", list(stored.turn_rewards))  # noqa: B010
+    no_fields = {"turns": list(stored.turns or [stored.text]), "role": stored.role, "turn_rewards": list(stored.turn_rewards)}  # of slime's
+    vars(seen).update({name: value for name, value in no_fields.items() if value})
     if stored.routed_experts is not None:
         seen.rollout_routed_experts = stored.routed_experts.astype(np.int32)
     if stored.kept is not None:

@@ -290,6 +290,9 @@ async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput,
     return RolloutFnEvalOutput({name: one for result in results for name, one in result.items()}), []
 
 
+OF_SETS = "temperature top_p top_k stop stop_token_ids skip_special_tokens no_stop_trim repetition_penalty min_new_tokens"
+
+
 async def eval_rollout_single_dataset(args: Any, rollout_id: int, dataset_cfg: Any) -> dict[str, dict[str, Any]]:
     """Returns the results of one set by its name: ``rewards``, ``truncated`` and ``samples``, in the order of its prompts.
 
@@ -307,20 +310,7 @@ async def eval_rollout_single_dataset(args: Any, rollout_id: int, dataset_cfg: A
         apply_chat_template=dataset_cfg.apply_chat_template,
         apply_chat_template_kwargs=dataset_cfg.apply_chat_template_kwargs,
     )
-    run = sampling_params(args)
-    own = {
-        "temperature": dataset_cfg.temperature,
-        "top_p": dataset_cfg.top_p,
-        "top_k": dataset_cfg.top_k,
-        "max_new_tokens": dataset_cfg.max_response_len,
-        "stop": dataset_cfg.stop,
-        "stop_token_ids": dataset_cfg.stop_token_ids,
-        "skip_special_tokens": dataset_cfg.skip_special_tokens,
-        "no_stop_trim": dataset_cfg.no_stop_trim,
-        "repetition_penalty": dataset_cfg.repetition_penalty,
-        "min_new_tokens": dataset_cfg.min_new_tokens,
-    }
-    count, parameters = dataset_cfg.n_samples_per_eval_prompt, {**run, **{name: value for name, value in own.items() if value is not None}}
+    parameters, count = sampling_params(args) | _own_sampling(dataset_cfg), dataset_cfg.n_samples_per_eval_prompt
     encode, begin = Tokenizer(Path(args.hf_checkpoint)).encode, args.add_special_tokens and not dataset_cfg.apply_chat_template
     for prompt in prompts.samples:
         prompt.tokens = encode(prompt.prompt, begin).tolist() if isinstance(prompt.prompt, str) else []
@@ -332,6 +322,11 @@ async def eval_rollout_single_dataset(args: Any, rollout_id: int, dataset_cfg: A
     truncated = [status_of(sample.status) is Status.TRUNCATED for sample in samples]
     rewards = [_reward(args, dataset_cfg, sample) for sample in samples]
     return {dataset_cfg.name: {"rewards": rewards, "truncated": truncated, "samples": samples}}
+
+
+def _own_sampling(dataset: Any) -> dict[str, Any]:
+    own = {name: getattr(dataset, name) for name in OF_SETS.split()} | {"max_new_tokens": dataset.max_response_len}
+    return {name: value for name, value in own.items() if value is not None}
 
 
 def _held_out(dataset: Any, prompt: HookSample, index: int) -> HookSample:
@@ -346,8 +341,8 @@ def _reward(args: Any, dataset: Any, sample: HookSample) -> Any:
         raise ValueError(
             f"set {dataset.name}: {args.rm_type} is a reward that the reward service alone can ask; leave its sets to Myxo's loop"
         )
-    key = dataset.reward_key or args.eval_reward_key or args.reward_key
-    return reward_values.read(sample.reward, key).reward
+    key = dataset.reward_key or args.eval_reward_key or args.reward_key or reward_values.REWARD
+    return sample.reward.get(key, sample.reward) if isinstance(sample.reward, dict) else sample.reward
 
 
 def _samples(group: Any) -> list[HookSample]:

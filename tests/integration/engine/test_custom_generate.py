@@ -85,7 +85,7 @@ async def test_sample_hooks_see_what_was_generated_one_after_another(new_bench: 
     for one in samples:
         ended = "truncated" if one.finish == "length" else "completed"
         assert one.metadata["seen"] == [step, False, ended]
-        assert not one.mask[0] and one.mask[1] and len(one.log_probs) == len(one.response)
+        assert not one.mask[0] and one.mask[1:2].all() and len(one.log_probs) == len(one.response)
 
 
 REFUSED = {

@@ -240,8 +240,9 @@ async def test_held_out_prompts_are_read_and_bounded_as_their_sets_say_and_exper
     rows = write_jsonl(tmp_path / "held.jsonl", [{"prompt": "1+1=", "label": "2"}, {"prompt": "100+100=", "label": "200"}])
     bounds = {"plain": {}, "short": {"max_prompt_len": 6}, "close": {"max_context_len": 12}, "chat": {"apply_chat_template": True}}
     sets = [{"name": name, "path": str(rows), **more} for name, more in bounds.items()]
+    reward = {"rm_type": "weighted", "reward_weights": {"exact": 1.0}}
     rollout, replay = {"rollout_max_response_len": 5}, {"use_routing_replay": True, "use_rollout_routing_replay": True}
-    config = run_config(tmp_path, rollout=rollout, eval={"sets": sets}, reward={"rm_type": "exact"}, trainer=replay)
+    config = run_config(tmp_path, rollout=rollout, eval={"sets": sets}, reward=reward, trainer=replay)
     chosen = {"output_token_logprobs": [[-0.5, 54, None]], "finish_reason": {"type": "stop"}}
 
     def answer(asked: dict[str, Any], number: int) -> Any:
