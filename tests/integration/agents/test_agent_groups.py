@@ -42,6 +42,15 @@ async def test_each_rollout_is_a_session_and_its_turns_are_a_sample(bench: NewAg
     assert not await opens(called[0]["base_url"], called[0]["api_key"]), "the session is over and its key opens it"
 
 
+async def test_the_sessions_of_a_set_have_its_own_variables_for_the_chat_template(bench: NewAgentBench) -> None:
+    own, run = {"enable_thinking": True}, {"enable_thinking": False, "date": "today"}
+    sets = {"sets": [{"name": "own", "path": "p", "apply_chat_template_kwargs": own}, {"name": "runs", "path": "p"}]}
+    desk = await bench("two_turns", data={"apply_chat_template_kwargs": run}, eval=sets)
+    for group, variables in (("eval.own.0.0", {**own, "date": None}), ("eval.runs.0.0", {}), ("g00000007", {})):
+        session, _ = desk.groups.new_session(desk.task(group=group), 0, 0)
+        assert session.variables == variables
+
+
 async def test_plain_functions_play_too(bench: NewAgentBench) -> None:
     desk = await bench("plain")
     samples, _ = await desk.play()
