@@ -9,9 +9,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from services.trainer.batch_metrics import StatColumn, Sum, Table, empty_table, metrics_of_batch, stats_row
@@ -19,7 +21,7 @@ from services.trainer.objective.distillation import top_k_fields
 from services.trainer.objective.reduce import denominator, passing, sample_weights
 from services.trainer.packing import NO_VERSION, PARTIAL, BadSample, PackedBatch, collect, pack, spread
 from services.trainer.partition import Partition, Placement, RefusedSample, Untrainable, balance
-from shared.config.algorithm import AlgorithmSection
+from shared.config.algorithm import AlgorithmSection, Reducer
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.runtime.tasks import describe, run_in_thread
 from shared.schema import sample
@@ -290,7 +292,8 @@ def demonstration_micro_batches(
     """
     most = max_tokens if alone else NO_LIMIT
     trained = [int(np.count_nonzero(sample.mask)) for sample in samples]
-    weights = sample_weights(trained, [sample.group for sample in samples], objective.reducer, objective.loss_divisor).tolist()
+    reducer: Reducer = "token_mean" if objective.calculate_per_token_loss else "rollout_mean"  # a divisor is RL's alone
+    weights = sample_weights(trained, [sample.group for sample in samples], reducer).tolist()
     placement = balance([min(sample.length, most) for sample in samples], dp_size, max_tokens)
     return [pack([samples[index] for index in indices], [weights[index] for index in indices]) for indices in placement[dp_rank]]
 
@@ -368,11 +371,12 @@ def _teacher_log_probs(sample: Sample) -> Tensor:
 _HALF = 1 << 32  # a digest goes into the table in two halves, each exact in float64
 
 
-def attestation_of(batch: TrainBatch, total: Sum) -> Attestation:
+def attestation_of(batch: TrainBatch, total: Sum, read: Mapping[int, Sample] = {}) -> Attestation:
     """Returns the attestation of the whole batch, the same on every rank.
 
     Args:
-        total: the sum of a table over the data-parallel ranks; a collective.
+        total: the sum of a table over the data-parallel ranks; a collective. read: this rank's samples as they were scored, where a convert
+            function may have masked tokens since.
     """
     items, groups = batch.partition.items, batch.partition.batch.groups
     table = np.zeros((len(items), 4))  # of each sample: trained tokens, the oldest one's version, both halves of the digest
@@ -380,11 +384,15 @@ def attestation_of(batch: TrainBatch, total: Sum) -> Attestation:
         packed = micro_batch.packed
         tokens, mask, versions = packed.tokens.numpy(), packed.loss_mask.numpy() > 0, packed.fields["versions"].numpy()
         for index, (start, end) in zip(micro_batch.indices, pairwise(packed.cu_seqlens.tolist()), strict=False):
-            trained = versions[start:end][mask[start:end]]
-            digest = token_digest(tokens[start:end])
-            table[index] = len(trained), trained.min() if len(trained) else 0, digest // _HALF, digest % _HALF
+            table[index] = _attested(versions[start:end][mask[start:end]], token_digest(tokens[start:end]))
+    for index, scored in read.items():
+        table[index] = _attested(scored.versions()[scored.mask != 0], scored.token_digest())
     rows = zip(items, total(table).astype(np.int64).tolist(), strict=True)
     return attest(
         TrainedSample(groups[item.group].group, item.position, trained, oldest, high * _HALF + low)
         for item, (trained, oldest, high, low) in rows
     )
+
+
+def _attested(trained: NDArray[Any], digest: int) -> tuple[int, ...]:
+    return len(trained), trained.min() if len(trained) else 0, digest // _HALF, digest % _HALF

@@ -70,9 +70,8 @@ class Trainer(RoleWorker):
         self._recorded: list[dict[int, Tensor]] = []
         self._reference: ReferencePolicy | None = None
         if needs(self._objective).reference:
-            keep = config.trainer.keep_checkpoints * config.trainer.save_interval
             first, interval = config.trained / "reference", config.algorithm.ref_update_interval
-            self._reference = ReferencePolicy(self._actor, first, interval, keep, config.model.own_reference)
+            self._reference = ReferencePolicy(self._actor, first, interval, config.trained / "checkpoints", config.model.own_reference)
         self._durable = 0
         kind: ChannelKind = "memory" if config.trainer.colocate else "group"
         model, quantization = self._actor.model, self._actor.quantization
@@ -151,7 +150,7 @@ class Trainer(RoleWorker):
             prepared = self._prepared(batch, ahead)
             if self._control is not None and (template := self._config.debug.rollout_dump) is not None:
                 dumps.write_batch(template, batch, self._store)
-            attestation = attestation_of(prepared, runtime.sum_over_data_parallel)
+            attestation = attestation_of(prepared, runtime.sum_over_data_parallel, self._as_scored)
             if POSTPROCESS in self._custom:
                 with runtime.together(f"the data of step {batch.step}, postprocessed"):
                     prepared = postprocessed(self._custom, prepared)

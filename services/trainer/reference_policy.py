@@ -11,6 +11,7 @@ import torch
 
 from services.trainer.actor import Actor
 from services.trainer.parallel import DEVICE_TYPE
+from services.trainer.parallel.checkpoint import checkpoints
 from services.trainer.parallel.export import ADAPTER_DIRECTORY
 from services.trainer.parallel.runtime import host_copy
 from services.trainer.parallel.trained_model import TrainedModel
@@ -92,12 +93,12 @@ class ReferencePolicy:
 
     Args:
         first: where HF weights of version 0 lie; later ones are stored beside it. interval: steps between references; None: there is one.
-        keep_steps: the most steps between the oldest checkpoint that is kept and the newest. own: a HF checkpoint that the reference starts
-            from, in the place of version 0.
+        root: of the run's checkpoints, the oldest of which a resume may need. own: a HF checkpoint that the reference starts from, in the
+            place of version 0.
     """
 
-    def __init__(self, actor: Actor, first: Path, interval: int | None, keep_steps: int, own: Path | None = None) -> None:
-        self._actor, self._first, self._interval, self._keep_steps, self._own = actor, first, interval, keep_steps, own
+    def __init__(self, actor: Actor, first: Path, interval: int | None, root: Path, own: Path | None = None) -> None:
+        self._actor, self._first, self._interval, self._root, self._own = actor, first, interval, root, own
         self._weights: FrozenWeights | None = None
         self._made = 0  # the multiple of the interval that the one in use is of
 
@@ -122,7 +123,7 @@ class ReferencePolicy:
         self._made = made
         self._actor.save_hf(self._directory(made))
         self._weights = FrozenWeights.of_policy(self._actor.model)
-        needed = made_at(max(steps - self._keep_steps, 0), self._interval)
+        needed = made_at(min(checkpoints(self._root), default=0), self._interval)
         for directory in self._first.parent.glob(f"{self._first.name}-*"):
             if directory.name.rpartition("-")[2].isdigit() and int(directory.name.rpartition("-")[2]) < needed:
                 shutil.rmtree(directory, ignore_errors=True)  # every rank may try

@@ -223,6 +223,7 @@ class RoleWorker:
         """Returns this rank's part of a batch; that of the next batch is read while this one trains. Raises Untrainable on all ranks."""
         with agreed(batch, f"reading the samples of step {batch.step}"):
             shard = self._reader.take(partition := self._partition(batch))
+        self._as_scored = shard.samples if CONVERT in self._custom else {}
         if CONVERT in self._custom:
             with runtime.together(f"the train data of step {batch.step}"):
                 shard = converted(self._custom, partition, scored(partition, self._store, self._custom.args.reward_key)).applied(shard)

@@ -21,7 +21,7 @@ from torch import Tensor
 from services.trainer import loss_inputs
 from services.trainer.actor import Actor
 from services.trainer.backend import ScheduledOptimizer
-from services.trainer.batch_metrics import stats_row
+from services.trainer.batch_metrics import StatColumn, stats_row
 from services.trainer.batches import TEACHER, Shard, TrainBatch
 from services.trainer.loss_inputs import scored
 from services.trainer.objective.custom_objective import CustomFunctions
@@ -61,6 +61,7 @@ class TrainData:
         for index, sample in samples.items():
             samples[index] = made = self._sample(index, sample)
             stats[index] = stats_row(made, int(np.count_nonzero(made.mask)))
+            stats[index, StatColumn.MASKED] = shard.stats[index, StatColumn.MASKED]
         return replace(shard, samples=samples, stats=stats, rewards=self.rewards, raw=self.raw)
 
     def _sample(self, index: int, sample: Sample) -> Sample:
@@ -170,6 +171,8 @@ def postprocessed(custom: CustomFunctions, batch: TrainBatch) -> TrainBatch:
     kept = [values != 0 for values in _tensors(custom, "loss_masks", data.get("loss_masks"), masks)]
     for name, field in fields.items():
         if not _equal(changed[name], before[name]):
+            if name in ("returns", "values"):
+                raise custom.refused(POSTPROCESS, f"{name} changed: the critic makes its own")
             batch = batch.with_values(field, changed[name])
     for index, new, old in zip(batch.indices, kept, masks, strict=True):
         if (new & ~old).any():

@@ -65,7 +65,7 @@ EFFECTS: tuple[Rule, ...] = (
         "disable_rewards_normalization",
     ),
     *_where(
-        lambda a: a.compares_rewards and a.advantage_estimator in BY_DEVIATION,
+        lambda a: a.replaces_rewards or (a.compares_rewards and a.advantage_estimator in BY_DEVIATION),
         "no rewards are divided by their group's deviation: {0.advantage_estimator}, disable_rewards_normalization = "
         "{0.disable_rewards_normalization}",
         "disable_grpo_std_normalization",
@@ -331,9 +331,13 @@ class AlgorithmSection(Section):
     @property
     def compares_rewards(self) -> bool:
         """Returns whether advantages compare rewards within their group; a custom function replaces that, too."""
-        custom = self.custom_reward_post_process_path or self.custom_convert_samples_to_train_data_path
         compares = self.advantage_estimator not in ("ppo", "reinforce_plus_plus")
-        return compares and not (self.disable_rewards_normalization or custom)
+        return compares and not (self.disable_rewards_normalization or self.replaces_rewards)
+
+    @property
+    def replaces_rewards(self) -> bool:
+        """Returns whether a function of the user's makes what advantages are made of."""
+        return bool(self.custom_reward_post_process_path or self.custom_convert_samples_to_train_data_path)
 
     @property
     def needs_groups(self) -> bool:

@@ -50,6 +50,7 @@ CORES_OF_GATEWAY, MOST_GATEWAYS = 8, 8
 """How many cores of the machine there are for each gateway, and the most gateways, where the run does not say how many."""
 
 
+_BALANCES = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate")
 _REPLAYS = ("trainer.use_rollout_routing_replay", "trainer.use_routing_replay")
 
 
@@ -147,9 +148,18 @@ class RunConfig(Section):
             "1 where commands come from outside (myxo serve)",
         ),
         Rule(
-            ("trainer.colocate", "rollout.external_engines", "rollout.models", "rollout.num_rollout"),
+            (
+                *("trainer.colocate", "rollout.external_engines", "rollout.models", "rollout.num_rollout", "sft.sft_data"),
+                *("trainer.custom_megatron_init_path", "trainer.custom_megatron_before_log_prob_hook_path"),
+                "trainer.custom_megatron_before_train_step_hook_path",
+            ),
             lambda run, given: run.tinker.tinker_endpoint and given,
             "left out where commands come from outside (myxo serve)",
+        ),
+        Rule(
+            "trainer.megatron",
+            lambda run, given: run.tinker.tinker_endpoint and [name for name in _BALANCES if str(given.get(name, 0)) not in ("0", "0.0")],
+            "without {2} where commands come from outside (myxo serve)",
         ),
         Rule("trainer.lend_gpus", lambda run, given: run.lending_obstacles if given else (), "true, but {2}; leave one of them out"),
         Rule("algorithm.opd_teachers", lambda run, given: _unknown_models(given, list(run.rollout.models))),

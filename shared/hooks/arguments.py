@@ -82,7 +82,7 @@ OFF = """
 """
 
 ON = """
-    balance_data compute_advantages_and_returns grpo_std_normalization rewards_normalization rollout_global_dataset
+    balance_data compute_advantages_and_returns rollout_global_dataset
     use_dynamic_batch_size wandb_random_suffix
 """
 
@@ -105,6 +105,8 @@ FOLLOWING: dict[str, Callable[[RunConfig], Any]] = {
     "num_gpus_per_node": lambda config: config.rollout.gpus_per_node or 8,
     "partial_rollout": lambda config: config.rollout.staleness_policy in ("continue", "mask"),
     "mask_offpolicy_in_partial_rollout": lambda config: config.rollout.staleness_policy == "mask",
+    "rewards_normalization": lambda config: not config.algorithm.disable_rewards_normalization,
+    "grpo_std_normalization": lambda config: not config.algorithm.disable_grpo_std_normalization,
     "rollout_num_gpus": lambda config: config.rollout.all_gpus,
     "kept_top_k": lambda config: config.kept_top_k,
     "sglang_model_routers": lambda config: model_addresses() or None,

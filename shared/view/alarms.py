@@ -197,7 +197,7 @@ def mismatch_remedy(config: RunConfig, bisection: str) -> str:
         FORMATS.get(config.rollout.rollout_precision) or entry_format(config.model.hf_checkpoint),
         config.rollout.engine_flags.get("kv-cache-dtype", "auto"),
     )
-    limited = "use_tis, which is on, limits the harm" if config.algorithm.use_tis else "use_tis limits the harm"
+    limited = "use_tis, which is on, limits the harm" if config.algorithm.correction == "decoupled" else "use_tis limits the harm"
     if form is not None and form.bits == 4 and not config.trainer.rounds_weights:
         return f"engines sample by 4-bit weights: quantization_aware has the trainer compute with the same ones; {limited} meanwhile."
     if str(cache).startswith("fp8"):

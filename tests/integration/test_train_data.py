@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from services.trainer import batches
-from services.trainer.batches import ShardReader, TrainBatch
+from services.trainer.batch_metrics import StatColumn
+from services.trainer.batches import ShardReader, TrainBatch, attestation_of
 from services.trainer.loss_inputs import scored
 from services.trainer.objective.custom_objective import CustomFunctions
 from services.trainer.partition import partition_batch
@@ -86,6 +87,18 @@ def test_rewards_masks_and_log_probs_are_those_that_a_convert_function_makes(
     whole = convert(valkey.url, run_name, functions)
     weights = sum(float(micro.packed.fields["weights"].sum()) for rank in whole for step in rank.steps for micro in step)
     assert weights == pytest.approx(len([1 for group in REWARDS for at, _ in enumerate(group) if at]) / 5), "as by the masks it gave"
+
+
+def test_the_trainer_attests_what_was_scored_whatever_a_convert_function_masks(
+    valkey: EmbeddedValkey, run_name: str, custom: Callable[..., CustomFunctions]
+) -> None:
+    partition = partition_batch(asyncio.run(stored(valkey.url, run_name, REWARDS)), 1, 1, 100)
+    read = ShardReader(store := BlockingStore(valkey.url), 0, SampleLimits(100)).take(partition)
+    read.stats[0, StatColumn.MASKED] = 3.0  # for their age
+    made = converted(custom(**{CONVERT: as_slime_does}), partition, scored(partition, store)).applied(read)
+    plain, masked = (batches.assemble(shard, shard.stats, AlgorithmSection(), rank=0) for shard in (read, made))
+    assert attestation_of(masked, np.array, read.samples) == attestation_of(plain, np.array) != attestation_of(masked, np.array)
+    assert made.stats[0, StatColumn.MASKED] == 3.0
 
 
 def test_what_passes_is_decided_by_the_rewards_that_it_makes(
@@ -169,6 +182,9 @@ def test_a_postprocess_function_may_not_train_what_was_left_out(
     objective = run_config(tmp_path).algorithm
     (item,) = assemble_all(asyncio.run(stored(valkey.url, run_name, REWARDS)), valkey.url, 1, 1, objective)
     item = inputs(objective, valkey.url).with_advantages(item)
+    with pytest.raises(HookFailed, match="returns changed: the critic makes its own"):
+        shown = item.with_values("returns", [torch.ones_like(mask, dtype=torch.float64) for _, mask in sorted(item.masks().items())])
+        postprocessed(custom(**{POSTPROCESS: lambda args, rollout_id, data: data["returns"][0].add_(1.0)}), shown)
     untouched = postprocessed(custom(**{POSTPROCESS: lambda args, rollout_id, data: None}), item)
     assert untouched is item
     less = item.with_masks([torch.zeros_like(mask) for _, mask in sorted(item.masks().items())])

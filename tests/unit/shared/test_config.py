@@ -54,6 +54,9 @@ def refused(nested: dict[str, Any]) -> ConfigError:
     return caught.value
 
 
+SERVED: dict[str, Any] = {"tinker": {"tinker_endpoint": True}, "rollout": {"num_rollout": 0}, "data": {"prompt_data": None}}
+
+
 def test_field_names_are_unique_over_all_sections() -> None:
     counts = Counter(field for model in SECTIONS.values() for field in model.model_fields)
     assert [field for field, count in counts.items() if count > 1] == []
@@ -287,6 +290,9 @@ def test_a_value_out_of_range_is_refused_by_name_and_value(tmp_path: Path, secti
             "colocated engines share the trainer's memory",
         ),
         ({"trainer": {"colocate": True}, "weights": {"join_from": "disk"}}, "weights.join_from", "get all weights from the trainer"),
+        ({**SERVED, "sft": {"sft_data": "d.jsonl"}}, "sft.sft_data", "left out where commands come from outside (myxo serve)"),
+        ({**SERVED, "trainer": {"custom_megatron_init_path": "m:f"}}, "trainer.custom_megatron_init_path", "(myxo serve)"),
+        ({**SERVED, "trainer": {"megatron": {"moe-aux-loss-coeff": 0.01}}}, "trainer.megatron", "without moe_aux_loss_coeff where"),
     ],
 )
 def test_fields_that_do_not_fit_together_are_refused(tmp_path: Path, sections: dict[str, Any], field: str, words: str) -> None:

@@ -190,6 +190,10 @@ def test_arguments_follow_the_run(tmp_path: Path) -> None:
     args = Arguments(run_config(tmp_path, rollout={"staleness_policy": "continue", "rollout_stop": ["x"], "rollout_concurrency": 3}))
     assert (args.partial_rollout, args.mask_offpolicy_in_partial_rollout, args.rollout_stop) == (True, False, ["x"])
     assert args.sglang_server_concurrency == 3
+    assert args.rewards_normalization and args.grpo_std_normalization
+    plain = {"custom_reward_post_process_path": "some:f", "disable_rewards_normalization": True, "disable_grpo_std_normalization": True}
+    apart = Arguments(run_config(tmp_path, algorithm=plain))
+    assert not (apart.rewards_normalization or apart.grpo_std_normalization)
     assert not hasattr(args, "num_layers"), "there is no model"
     (tmp_path / "model").mkdir()
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

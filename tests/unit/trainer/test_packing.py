@@ -160,6 +160,6 @@ def test_the_lines_of_a_split_chat_weigh_as_one_demonstration():
     lines = [
         train_sample([1], [2] * tokens, 0, group=group, index=index) for group, index, tokens in (("a", 0, 3), ("a", 1, 1), ("b", 0, 2))
     ]
-    [packed] = demonstration_micro_batches(lines, AlgorithmSection(), dp_rank=0, dp_size=1, max_tokens=100)
+    [packed] = demonstration_micro_batches(lines, AlgorithmSection(loss_divisor=1000), dp_rank=0, dp_size=1, max_tokens=100)
     weights = {len(tokens) - 1: fields["weights"][mask > 0].tolist() for tokens, mask, fields in unpack(packed)}
     assert weights == {3: [1 / 8] * 3, 1: [1 / 8], 2: [1 / 4] * 2}, "half of the loss each, and each token of a chat as much"

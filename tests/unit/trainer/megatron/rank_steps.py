@@ -158,7 +158,7 @@ def reinforce(hf_dir: Path, config: dict[str, Any]) -> dict[str, Any]:
 def demonstrated(hf_dir: Path, config: dict[str, Any], teacher: Path, root: Path) -> dict[str, Any]:
     """A step on demonstrations, and the log-probs behind it of policy, reference and teacher."""
     model, whole = actor(hf_dir, **config), pack(sequences(6, seed=9))
-    reference = ReferencePolicy(model, root, None, 10)
+    reference = ReferencePolicy(model, root, None, root)
     reference.save_first()
     reference.load(0)
     step = model.train_step(rl_batches(model, 0, per_token=False), SftLoss())
