@@ -171,14 +171,18 @@ def postprocessed(custom: CustomFunctions, batch: TrainBatch) -> TrainBatch:
     kept = [values != 0 for values in _tensors(custom, "loss_masks", data.get("loss_masks"), masks)]
     for name, field in fields.items():
         if not _equal(changed[name], before[name]):
-            if name in ("returns", "values"):
-                raise custom.refused(POSTPROCESS, f"{name} changed: the critic makes its own")
-            batch = batch.with_values(field, changed[name])
+            batch = _changed(custom, batch, field, changed[name])
     for index, new, old in zip(batch.indices, kept, masks, strict=True):
         if (new & ~old).any():
             where = f"loss_masks of sample {batch.partition.name(index)}"
             raise custom.refused(POSTPROCESS, f"{where} trains token {int(torch.nonzero(new & ~old)[0])}, which was left out before")
     return batch if _equal(kept, masks) else batch.with_masks(kept)
+
+
+def _changed(custom: CustomFunctions, batch: TrainBatch, field: str, values: Sequence[Tensor]) -> TrainBatch:
+    if field in ("returns", "values"):
+        raise custom.refused(POSTPROCESS, f"{field} changed: the critic makes its own")
+    return batch.with_values(field, values)
 
 
 def _rollout_data(batch: TrainBatch) -> dict[str, Any]:
