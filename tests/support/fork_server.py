@@ -62,9 +62,8 @@ class ForkServerPopen(subprocess.Popen):  # type: ignore[type-arg]
 
     def _execute_child(self, *positional: Any, **named: Any) -> None:
         given = dict(forking.SIGNATURE.bind(self, *positional, **named).arguments)
-        # what is forked does not import `tests.support.kill_points`
         engine = bool(self.modules or _engine_server.address) and is_plain_engine(given["args"], given["env"])
-        if not (engine or is_forked(given["args"], self.modules)) or given["preexec_fn"] is not None or "KILL_POINTS" in os.environ:
+        if not (engine or is_forked(given["args"], self.modules)) or given["preexec_fn"] is not None:
             return super()._execute_child(*positional, **named)  # type: ignore[misc]
         ends = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         passed = [_Passed(number if end == -1 else end) for number, end in enumerate(ends)]
@@ -160,7 +159,8 @@ def _become(command: list[str], given: dict[str, Any], ends: list[_Passed], kept
     for number, passed in kept.items():
         os.dup2(passed.number, number)
     _engine_server.address = given["env"].get(ENGINES, "")
-    forking.install(places={str(CPU_LAUNCHER): "tests.support.preloaded_engine"}, popen=ServicePopen)
+    launchers = {str(CPU_LAUNCHER): "tests.support.preloaded_engine"} if is_plain_engine(command, given["env"]) else None
+    forking.install(places=launchers, popen=ServicePopen)
     work = forking.python_work(command)
     assert work is not None
     forking.become(command, work, given, [end.number for end in ends], list(kept))

@@ -39,6 +39,7 @@ _register: Path | None = None
 _name = ""
 
 SIGNATURE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
+KILLABLE = "services.gateway"  # it imports anew where `tests.support.kill_points` puts its points in; ranks of the trainer always do
 FORKS, FORK_SECONDS = 3, 30.0  # forks of one process, and the time by which it must have begun
 
 
@@ -85,7 +86,7 @@ def python_work(command: Sequence[str]) -> Callable[[], object] | None:
     if words[:2] == ["-I", "-S"] and words[2] == str(WATCHDOG):
         lifeline, scratch, *further = words[3:]
         return lambda: sys.exit(parent_watchdog.main(int(lifeline), scratch, further))
-    if words[:1] == ["-m"]:
+    if words[:1] == ["-m"] and not ("KILL_POINTS" in os.environ and words[1] == KILLABLE):
         return lambda: _run_module(words[1], words[2:])
     if words and words[0] in _places:
         return lambda: _run_module(_places[words[0]], words[1:])

@@ -4,7 +4,6 @@ import io
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -99,6 +98,8 @@ def test_a_config_of_parquet_files(hub: HubServer, tmp_path: Path) -> None:
 
 
 def test_pictures_are_kept_and_sound_is_not(hub: HubServer, tmp_path: Path) -> None:
+    import datasets  # a second, which no other test needs
+
     picture = png(20, 20)
     features = datasets.Features(
         {"problem": datasets.Value("string"), "images": [datasets.Image()], "sound": {"bytes": datasets.Value("binary")}}
