@@ -1,13 +1,14 @@
 """Whole runs of the arithmetic example in layouts of several GPUs, watched from outside, each with figures that show that it is right.
 
-``python -m benchmarks.gpu_runs [--case ppo lora tp2 pp2-tp2 engine-pp2 colocated-pp2 eight-bits death] [--device cuda] [--at-once]
-[--json FILE] [--write]`` makes the example's model and data for each case and runs it under ``myxo up``, one after another, or with
-``--at-once`` as many beside each other as the GPUs of ``CUDA_VISIBLE_DEVICES`` suffice for. FILE is rewritten while runs continue, so that
-a command that is cut off leaves what it has.
+``python -m benchmarks.gpu_runs [--case ppo lora tp2 pp2-tp2 engine-pp2 colocated-pp2 eight-bits offload death] [--device cuda]
+[--at-once] [--json FILE] [--write]`` makes the example's model and data for each case and runs it under ``myxo up``, one after another, or
+with ``--at-once`` as many beside each other as the GPUs of ``CUDA_VISIBLE_DEVICES`` suffice for. FILE is rewritten while runs continue, so
+that a command that is cut off leaves what it has.
 
 - *ppo*: actor, critic and engine on a GPU each. *lora*: pushes carry adapters alone. *tp2*: a trainer over two GPUs, two engines.
   *pp2-tp2*: a trainer in two stages, an engine over two GPUs. *engine-pp2*: an engine in two stages. *colocated-pp2*: one that
   takes turns with the trainer on its GPUs. *eight-bits*: an engine whose weights are blocks of 8-bit floats.
+  *offload*: the PyTorch backend's weights in the CPU's memory, copied anew for each push.
 - *death*: a trainer and two engines, of which one is killed, up to ``--kills`` times, 0 to 6 ms after it has been asked to receive a push.
   Its replica starts another, which has its weights from the other replica or by the trainer's next push, whichever comes first. The run
   trains on until then, and is told to end (its exit code is 130); its model is larger (0.1 GB), so that a push takes longer than the kill.

@@ -74,9 +74,10 @@ LAYOUT_CASES: Mapping[str, LayoutCase] = {
         2,
         (),
         prepared=("--layers", "4", "--hidden-size", "512"),  # whole blocks of keys and values
-        on_gpus=("--sft-steps", "150", "--sft-lr", "5e-4", "--lr", "2e-5", "--sglang-dtype", "bfloat16"),
+        on_gpus=("--sft-steps", "600", "--sft-lr", "5e-4", "--lr", "2e-5", "--sglang-dtype", "bfloat16"),
         block=128,
     ),
+    "offload": LayoutCase("PyTorch backend with CPU offload, engine 1", 2, ("--trainer-backend", "torch", "--fsdp-cpu-offload")),
     "death": LayoutCase(
         "trainer 1, two engines of 1; one is killed inside pushes",
         3,
