@@ -554,7 +554,7 @@ def replayed_steps(hf_dir: Path, layout: dict[str, Any]) -> dict[str, Any]:
         given = torch.rand(batch.tokens.numel(), 2, 4, generator=generator).argsort(-1)[..., :2].to(torch.int16)
         batches.append(replace(batch, experts=given))
     found, recorded = model.log_probs_and_routing(batches)
-    again = [replace(batch.routed_freely(), routing=routing) for batch, routing in zip(batches, recorded, strict=True)]
+    again = [replace(batch, experts=None, routing=routing) for batch, routing in zip(batches, recorded, strict=True)]
     repeated = model.log_probs(again)
     step = model.train_step(batches, weighted_loss, need_entropy=True)
     return {"loss": step.loss, "grad_norm": step.grad_norm, "log_probs": found, "recorded": repeated}
