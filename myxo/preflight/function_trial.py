@@ -38,7 +38,7 @@ from shared.hooks.sample_conversion import Served, packed, to_stored, unpacked
 from shared.hooks.slime.rollout_loop import sampling_params
 from shared.process.call_server import DEBUGGED, TERMINAL, debug
 from shared.process.worker_pool import WorkerPool
-from shared.rewards.names import RUNS_CODE, VERIFIERS, base
+from shared.rewards.names import RUNS_CODE, VERIFIERS, base, pattern_of
 from shared.rewards.reference import Reference
 from shared.runtime.errors import ConfigError, DeadlineExceeded
 from shared.schema.ledger import group_id
@@ -312,7 +312,7 @@ class FunctionTrial(CheckSuite):
         for group, samples in enumerate(self._samples):
             if verifier:
                 texts, references = [sample.text for sample in samples], [asdict(samples[0].reference)]
-                request = {"name": path, "responses": texts, "references": references, "pattern": self._config.reward.answer_pattern}
+                request = {"name": path, "responses": texts, "references": references, "pattern": pattern_of(self._config.reward, path)}
                 answer = await self._ask(REWARD_SERVICE, {**request, "seconds": self._seconds, "key": key}, verifiers=[path])
             elif self._prompts[group].environment != CUSTOM:
                 continue
