@@ -4,6 +4,7 @@ import os
 import sys
 
 import setproctitle
+from prometheus_client import values
 
 from services.rollout.engine.engine_process import COMMON_VARIABLES, CPU_VARIABLES, engine_site
 from services.rollout.engine.private_endpoints import close_sockets, serve_on_socket
@@ -28,6 +29,7 @@ MODULES = (tests, sglang)
 """What is held."""
 
 if __name__ == "__main__":
+    values.ValueClass = values.MultiProcessValue()  # chosen as it is imported: by a directory that the engine sets before
     die_with_parent()
     serve_on_socket()
     close_sockets()
