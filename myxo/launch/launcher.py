@@ -366,7 +366,7 @@ class Launch:
         if self._disk.look(now, self._servers.full()):
             self._servers.write_again(f"no space was left on the device at {self._directory.root}")
         self._servers.tick(now)
-        held_back = any(status.held_back for status in self._statuses)
+        held_back = any(status.held_back for status in self._statuses if status.service != "buffer")  # which ends nobody
         if self._disk.text or held_back or not bus.connection.is_connected:
             self._away = now
 

@@ -205,6 +205,7 @@ class Rollout:
         self._last_generated = (0.0, time.time())  # tokens of the engine, and when there were more the last time
         service.activities.watch(self.doing)
         self.tokens = 0
+        self._lagged, self._lag_end = 0, 0.0  # The version that did not become a task's in time; when it fetches again all the same
 
     async def run(self) -> None:
         """Generates until asked to stop; the groups in progress are then handed on, or go back to the queue."""
@@ -267,7 +268,8 @@ class Rollout:
             room = min(self._slots.room(task_class), FETCHED_GROUPS)
             if self._pace is not None and task_class == TRAIN:
                 room = self._pace.room(room, self.replica.version, len(self.running))
-            if not self.replica.serving or room <= 0 or service.held_back or self.in_flight.leaving:
+            lags = self.replica.version == self._lagged and time.monotonic() < self._lag_end  # others serve what tasks are for
+            if not self.replica.serving or room <= 0 or service.held_back or self.in_flight.leaving or lags:
                 await asyncio.sleep(POLL_INTERVAL_S)
                 continue
             for lease in await queue.fetch(room):
@@ -311,6 +313,8 @@ class Rollout:
             raise
         except (DeadlineExceeded, EngineError, Stopped) as error:
             log.warning("group_handed_back", error=str(error))
+            if self.replica.version < task.min_version:
+                self._lagged, self._lag_end = self.replica.version, time.monotonic() + self._config.rollout.generate_timeout
             service.traces.add(handed_back(task, error, service.instance, started, time.time()))
             await lease.hand_back(delay=1.0)
         # these would fail again: a prompt that does not fit the model, a broken hook, more samples than a reference may list

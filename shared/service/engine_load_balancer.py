@@ -190,7 +190,7 @@ class EngineSpread(EndpointServer):
     def _choice(self, but: set[str]) -> str | None:
         """Returns the proxy with the fewest requests in hand, those that have just failed last, for they have none; this replica's own only
         while it serves or nothing else is there."""
-        replica, others = self._replica, [other.engine for other in self._others if other.engine not in but]
+        replica, others = self._replica, [one.engine for one in self._others if one.engine not in but and one.version >= self.least]
         own = [replica.proxy.url] if replica is not None and replica.proxy.url and (replica.serving or not others) else []
         there = others + [url for url in own if url not in but]
         return min(there, key=lambda url: (url in self._failed, self._in_hand[url]), default=None)

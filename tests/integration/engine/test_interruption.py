@@ -96,6 +96,17 @@ async def no_load(desk: Bench) -> bool:
     return (await load(desk.client)).running == 0
 
 
+async def test_a_replica_that_lags_leaves_tasks_to_others(new_bench: NewBench) -> None:
+    desk = await new_bench(rollout={"generate_timeout": 8.0})
+    await desk.task("g00000007", min_version=2)
+    await until(lambda: desk.rollout._lag_end > time.monotonic(), "the end of its patience", 60)
+    await desk.task("g00000008", min_version=2)
+    await asyncio.sleep(0.5)
+    assert not desk.rollout.running, "it fetches nothing while it has no newer version"
+    await desk.serve(2)
+    assert {(await desk.generated())[0].group for _ in range(2)} == {"g00000007", "g00000008"}
+
+
 async def test_what_is_within_the_bound_goes_on(new_bench: NewBench) -> None:
     desk = await new_bench(rollout={"max_staleness": 1})
     await caught(desk)

@@ -163,7 +163,8 @@ def test_a_case_takes_the_gpus_that_it_says(case: str, device: str, tmp_path: Pa
         return int(words[len(words) - words[::-1].index(flag)]) if flag in words else default
 
     trainer = last("--actor-num-gpus-per-node", 1) * (1 + LAYOUT_CASES[case].critic)
-    assert trainer + last("--rollout-replicas", 1) * last("--rollout-num-gpus-per-engine", 1) == LAYOUT_CASES[case].gpus
+    engines = last("--rollout-replicas", 1) * last("--rollout-num-gpus-per-engine", 1)
+    assert (max(trainer, engines) if "--colocate" in words else trainer + engines) == LAYOUT_CASES[case].gpus
     assert words[-2:] == ["--lr", "1e-9"] and ("--sglang-attention-backend" in words) == (device == "cuda")
 
 

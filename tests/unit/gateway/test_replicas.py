@@ -137,6 +137,9 @@ async def test_an_address_of_several_engines_asks_one_that_has_failed_last(tmp_p
         finally:
             await spread.close()
         assert (len(dead.asked), len(there.asked)) == (1, 8)
+    spread._others = [status(number, version=version, engine=f"http://{number}") for number, version in ((1, 1), (2, 2))]
+    spread.least = 2  # of an evaluation that begins, before the registry is read again
+    assert {spread._choice(set()) for _ in range(4)} == {"http://2"}
 
 
 def test_a_replica_without_verified_weights_or_a_door_is_none() -> None:
