@@ -62,7 +62,9 @@ def _copy(source: Path, goal: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(source, partial, symlinks=True, ignore=lambda path, names: LEFT_BEHIND if Path(path) == source else ())
+        partial.mkdir(mode=0o700)  # until all is copied, and the modes with it
+        ignored = {str(source): LEFT_BEHIND}
+        shutil.copytree(source, partial, symlinks=True, ignore=lambda path, _: ignored.get(str(path), ()), dirs_exist_ok=True)
         os.sync()
         partial.rename(goal)
     except (OSError, shutil.Error) as error:

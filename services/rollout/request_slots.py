@@ -181,7 +181,8 @@ def evaluates(config: RunConfig) -> bool | None:
         return False
     if not (apart := config.rollout.eval_replicas):
         return None
-    last = range(config.rollout.rollout_replicas - apart, config.rollout.rollout_replicas)
+    replicas = sum(group.replicas for group in config.rollout.engines())  # `rollout_replicas` is this replica's group alone
+    last = range(replicas - apart, replicas)
     return given == "1" if given else default_instance("rollout") in [f"rollout-{number}" for number in last]
 
 
@@ -245,7 +246,8 @@ class RequestSlots:
         once that the engine is made for, the bound of slots that the run does not name; None: there is none."""
         rollout = config.rollout
         samples = rollout.n_samples_per_prompt + rollout.surplus_rollouts
-        share = -(-rollout.rollout_batch_size // (rollout.rollout_replicas - rollout.eval_replicas)) * samples
+        replicas = sum(group.replicas for group in rollout.engines()) - rollout.eval_replicas
+        share = -(-rollout.rollout_batch_size // replicas) * samples
         return cls(
             SlotLimit(rollout.rollout_concurrency, samples, share, captured or MOST), samples, config.has_steps and not evaluates(config)
         )

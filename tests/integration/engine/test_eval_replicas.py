@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from myxo.launch.service_plan import plan
-from services.rollout.request_slots import evaluates
+from services.rollout.request_slots import RequestSlots, evaluates
+from shared.config.devices import engine_of
 from shared.config.environment_variables import EVAL_VARIABLE
 from shared.runtime.errors import ConfigError
 from tests.integration.engine.bench import NewBench
@@ -31,10 +32,12 @@ async def test_each_fleet_leaves_the_others_prompts_alone(new_bench: NewBench, m
 
 
 def test_the_last_replicas_evaluate_and_a_variable_that_nothing_reads_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = run_config(tmp_path, rollout={"rollout_replicas": 3, "eval_replicas": 1}, eval=SETS)
-    for spec in [spec for spec in plan(config, "nats://host:1") if spec.service == "rollout"]:
-        monkeypatch.setenv("MYXO_INSTANCE", spec.environment["MYXO_INSTANCE"])
-        assert evaluates(config) is (spec.instance == "rollout-2")
+    for own in ({"rollout_replicas": 3}, {"engine_groups": [{"replicas": 2}, {"replicas": 1}]}):
+        config = run_config(tmp_path, rollout={**own, "eval_replicas": 1}, eval=SETS)
+        for spec in [spec for spec in plan(config, "nats://host:1") if spec.service == "rollout"]:
+            monkeypatch.setenv("MYXO_INSTANCE", spec.instance)
+            of_group = engine_of(config, spec.instance)[1]
+            assert evaluates(of_group) is (spec.instance == "rollout-2") and RequestSlots.of(of_group).slots
     monkeypatch.setenv(EVAL_VARIABLE, "0")
     assert evaluates(config) is False
     monkeypatch.setenv(EVAL_VARIABLE, "1")

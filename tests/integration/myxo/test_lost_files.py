@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from myxo.commands.move import move
 from myxo.run.run_directory import RunDirectory
 from shared.bus import runs
 from shared.config.config_reading import load
@@ -69,6 +71,14 @@ def test_a_copied_run_is_known_as_one_and_move_is_named(myxo: Myxo, at_rest: tup
     shutil.copytree(config.run.root, elsewhere)
     code, _, err = myxo.run("status", elsewhere)
     assert code == 0 and f"{elsewhere} is a copy of {config.run.root}" in err and "`myxo move`" in err
+
+
+def test_nobody_but_its_owner_reads_a_run_while_it_is_copied(at_rest: tuple[Path, RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    run, copy, modes = at_rest[1].run, shutil.copystat, set[int]()
+    partial = run.dir / "there" / f".{run.name}.partial"
+    monkeypatch.setattr(shutil, "copystat", lambda *paths, **how: (modes.add(partial.stat().st_mode & 0o77), copy(*paths, **how))[1])
+    move(str(run.root), run.dir, run.dir / "there", Console(quiet=True))
+    assert modes == {0}
 
 
 def test_a_run_whose_checkpoints_lie_in_its_directory_by_save_moves_with_them(myxo: Myxo, at_rest: tuple[Path, RunConfig]) -> None:
