@@ -196,6 +196,7 @@ SHOW_SECONDS = 0.5
 
 # The time that the trainer has to stop after SIGTERM, while the others still serve it: it writes a checkpoint and tells the buffer.
 TRAINER_STOP_SECONDS = 8.0
+SAVE_SECONDS = 180.0  # the time beyond it to end a step, where somebody stops a run: another signal ends it at once
 STOP_SECONDS = 6.0  # time that the other services then have before everything is killed; they cancel their own work after 4 s
 LEAVE_SECONDS = 60.0  # time that the trainer of a finished run may take to end by itself: it may still be writing the final weights
 TROUBLES_SECONDS = 20.0  # deadline for the summary of failures where the run ends unfinished
@@ -450,7 +451,10 @@ class Launch:
         signals = len(self._signals)
         for service in TRAINERS:
             supervisor.terminate(service)
-        await self._wait(lambda: not any(map(supervisor.running, TRAINERS)), TRAINER_STOP_SECONDS)
+        await self._wait(gone := lambda: not any(map(supervisor.running, TRAINERS)), TRAINER_STOP_SECONDS)
+        if signals and len(self._signals) == signals and not gone():
+            self._say("The trainer ends its step and saves; another Ctrl-C ends it at once.")
+            await self._wait(gone, SAVE_SECONDS)
         if len(self._signals) == signals:
             supervisor.terminate()
             await self._wait(lambda: not supervisor.running(), STOP_SECONDS)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import structlog
 from rich.console import Console
 
-from myxo.launch.launcher import LEAVE_SECONDS, POLL_SECONDS, STOP_SECONDS, TICK_SECONDS, TRAINER_STOP_SECONDS, publish_events
+from myxo.launch.launcher import LEAVE_SECONDS, POLL_SECONDS, SAVE_SECONDS, STOP_SECONDS, TICK_SECONDS, TRAINER_STOP_SECONDS, publish_events
 from myxo.launch.service_plan import ServiceSpec, run_service
 from myxo.launch.supervisor import FrozenServices, StopReason, Supervisor
 from myxo.run.run_access import GivenServers
@@ -133,7 +133,7 @@ class NodeLaunch:
                     await self._wait(supervisor, LEAVE_SECONDS)
             finally:
                 supervisor.terminate()
-                await self._wait(supervisor, TRAINER_STOP_SECONDS + STOP_SECONDS)
+                await self._wait(supervisor, SAVE_SECONDS if self._signals else TRAINER_STOP_SECONDS + STOP_SECONDS)
                 supervisor.kill()
             if stopped is not None:
                 say(f"myxo: {stopped.lines[-1] if stopped.bad_input and stopped.lines else stopped.reason}")
@@ -175,6 +175,6 @@ class NodeLaunch:
             return runs.RUNNING, 0
 
     async def _wait(self, supervisor: Supervisor, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while supervisor.running() and time.monotonic() < end:
+        signals, end = len(self._signals), time.monotonic() + seconds
+        while supervisor.running() and time.monotonic() < end and len(self._signals) == signals:
             await asyncio.sleep(TICK_SECONDS)
