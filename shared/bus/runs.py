@@ -174,7 +174,8 @@ def differences(frozen: RunConfig, config: RunConfig) -> list[ConfigError]:
     """Returns a refusal for each field that differs from a run's frozen config and may not change; one alone for another run's config."""
     if frozen.run.name != config.run.name:
         return [ConfigError("run.name", config.run.name, files_of_another(config.run.root, frozen))]
-    old, new, run = frozen.shown(), config.shown(), config.run.name
+    bare = [one.shown().model_dump_json().replace("://…@", "://") for one in (frozen, config)]  # as earlier releases wrote URLs
+    (old, new), run = map(RunConfig.model_validate_json, bare), config.run.name
     ways = f"use --fresh to start it anew, or another run.name; `myxo up CONFIG --from {run} --name NAME` begins one from its weights"
     together = old.trained == old.run.root and new.trained == new.run.root  # checkpoints lie in the run's directory, and move with it
     fixed = [change for change in changes(old, new) if not (together and change.startswith("trainer.save: "))]

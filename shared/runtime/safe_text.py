@@ -95,15 +95,17 @@ def names_credential(name: str) -> bool:
     return bool(_CREDENTIAL.search(name.replace("-", "_")))
 
 
-_KEY = re.compile(r"\b(?:sk|hf|gh[op]|glpat|xox[bap])[-_][\w-]{16,}")  # keys of well-known services
+_SERVICE = r"\b((?:sk|hf|gh[op]|glpat|xox[bap])[-_])"  # how keys of well-known services begin
+_KEY, _MARK = re.compile(_SERVICE + r"[\w-]{16,}"), re.compile(f"://…@|{_SERVICE}…")
 _USER, _SECRET_QUERY = re.compile(r"(\w+://)[^/\s?#]*@"), re.compile(r"([?&]([^=&\s]+)=)[^&\s#]+")
 _FREE = ("custom_args", "agent_options", "judge_sampling", "sglang")
 """Fields whose keys are the user's own, so that a key says whether its value is a secret; elsewhere ``label_key`` names a column."""
 
 
 def without_credentials(value: Any, free: bool = False) -> Any:
-    """Returns plain values as files, people and other programs get them: URLs without user, password and the parts of a query that are
-    named as credentials, and ``…`` for keys of well-known services and, in maps of the user's own (``free``), for what is named as one."""
+    """Returns plain values as files, people and other programs get them, with ``…`` for the user and password of URLs and the parts of a
+    query that are named as credentials, for keys of well-known services and, in maps of the user's own (``free``), for what is named so.
+    """
     if isinstance(value, dict):
         secret = {key for key, item in value.items() if free and not isinstance(item, int | float | None) and names_credential(str(key))}
         return {key: "…" if key in secret else without_credentials(item, free or key in _FREE) for key, item in value.items()}
@@ -111,14 +113,17 @@ def without_credentials(value: Any, free: bool = False) -> Any:
         return [without_credentials(item, free) for item in value]
     if not isinstance(value, str):
         return value
-    text = _KEY.sub("…", _USER.sub(r"\1", value))
+    text = _KEY.sub(r"\1…", _USER.sub(r"\1…@", value))
     return _SECRET_QUERY.sub(lambda found: f"{found[1]}…" if names_credential(found[2]) else found[0], text)
 
 
 def is_masked(value: Any, free: bool = False) -> bool:
     """Returns whether plain values hold a ``…`` that `without_credentials` has put in a credential's place."""
     if isinstance(value, dict):
-        return any((free and item == "…") or is_masked(item, free or key in _FREE) for key, item in value.items())
+        secret = any(free and item == "…" and names_credential(str(key)) for key, item in value.items())
+        return secret or any(is_masked(item, free or key in _FREE) for key, item in value.items())
     if isinstance(value, list | tuple):
         return any(is_masked(item, free) for item in value)
-    return isinstance(value, str) and any(found[0].endswith("=…") for found in _SECRET_QUERY.finditer(value))
+    if not isinstance(value, str) or _MARK.search(value):
+        return isinstance(value, str)
+    return any(found[0].endswith("=…") and names_credential(found[2]) for found in _SECRET_QUERY.finditer(value))

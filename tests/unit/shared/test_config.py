@@ -362,7 +362,7 @@ def test_environments_are_named_by_type_url_and_table(tmp_path: Path) -> None:
         ({"rm_type": "weighted", "reward_weights": {"custom_rm": 1.0}}, "reward.custom_rm_path", None, "package.module:function"),
         ({"rm_type": "graderr", "environments": {"grader": "nats:grader"}}, "reward.rm_type", "graderr", "did you mean grader?"),
         ({"environments": {"grader": "http://"}}, "reward.environments.grader", "http://", "names no host"),
-        ({"environment_url": "http://me:hush@grader?x"}, "reward.environment_url", "http://grader?x", "query"),
+        ({"environment_url": "http://me:hush@grader?x"}, "reward.environment_url", "http://…@grader?x", "query"),
     ],
 )
 def test_an_environment_that_cannot_be_is_refused_by_field(

@@ -15,7 +15,7 @@ from shared.config.config_reading import parse
 from shared.config.run_config import RunConfig
 from shared.runtime import telemetry
 from shared.runtime.errors import ConfigError, Problems
-from shared.runtime.safe_text import without_credentials
+from shared.runtime.safe_text import is_masked, without_credentials
 from tests.support.run_config import run_config
 
 PLANTED = {
@@ -49,7 +49,7 @@ def test_neither_the_directorys_config_nor_what_is_printed_holds_what_was_plante
     written = (tmp_path / runs.FROZEN).read_text()
     assert "hush" not in written and "hush" not in config_toml.dump(config.shown())
     copy = runs.frozen(tmp_path)
-    assert copy is not None and copy.reward.rm_url == "https://rm.example.org/score?token=…&level=3"
+    assert copy is not None and copy.reward.rm_url == "https://…@rm.example.org/score?token=…&level=3"
     assert (copy.reward.reward_key, copy.reward.judge_key_variable, copy.data.label_key) == ("score", "JUDGE_KEY", "answer")
     assert copy.run.custom_args["steps"] == 3
     assert runs.differences(copy, config) == [] == runs.differences(config, copy)
@@ -59,7 +59,24 @@ def test_neither_the_directorys_config_nor_what_is_printed_holds_what_was_plante
     with pytest.raises(Problems) as refused:
         parse(copy.model_dump(mode="json"))
     fields = [problem.field for problem in refused.value.problems if isinstance(problem, ConfigError)]
-    assert sorted(fields) == ["reward.judge_sampling", "reward.rm_url", "rollout.agent_options", "run.custom_args"]
+    reward = [f"reward.{name}" for name in ("environments", "judge_sampling", "judge_url", "rm_url")]
+    assert sorted(fields) == [*reward, "rollout.agent_options", "run.custom_args"]
+    earlier = RunConfig.model_validate_json(written.replace("…@", ""))
+    assert runs.differences(earlier, config) == [], "an earlier release left no mark of a URL's user"
+
+
+def test_each_mark_of_a_credential_is_known_and_no_other_ellipsis(tmp_path: Path) -> None:
+    for words in (
+        "http://me:hush@h/",
+        "http://hush@h",
+        "http://h/sk-hushhushhushhush0/v1",
+        "key hf_hushhushhushhushh",
+        "http://h?api_key=hush",
+    ):
+        masked = without_credentials(words)
+        assert "hush" not in masked and is_masked(masked) and not is_masked(words) and without_credentials(masked) == masked
+    free = {"truncation_mark": "…", "url": "http://h?after=…"}
+    assert run_config(tmp_path, rollout={"agent_options": free}, run={"custom_args": free}).run.custom_args == free
 
 
 def test_a_config_without_credentials_is_written_as_it_is(tmp_path: Path) -> None:
@@ -74,7 +91,7 @@ def test_text_keeps_what_is_no_credential() -> None:
     kept = ["me@example.org", "http://host/a@b", "http://h?level=3&key_column=x", "a:b", "keys", "sk-short", "nats:grader", "x?y=z"]
     assert without_credentials(kept) == [*kept[:2], "http://h?level=3&key_column=…", *kept[3:]]
     urls = "nats://u:p@one:4222,redis://:p@two/0?password=p ws://t@h"
-    assert without_credentials(urls) == "nats://one:4222,redis://two/0?password=… ws://h"
+    assert without_credentials(urls) == "nats://…@one:4222,redis://…@two/0?password=… ws://…@h"
 
 
 def test_no_log_line_holds_what_was_planted_but_the_consoles_own_address_is_whole() -> None:
@@ -91,8 +108,8 @@ def test_no_log_line_holds_what_was_planted_but_the_consoles_own_address_is_whol
             raise ValueError("Authorization of sk-hushhushhushhushhush at http://me:hush@judge/v1 was refused")
         except ValueError:
             log.exception("died")
-        assert "hush" not in telemetry.last_error.text and "http://judge/v1" in telemetry.last_error.text
-        assert "hush" not in stream.getvalue() and "http://rm/score?token=…" in json.loads(stream.getvalue().splitlines()[0])["error"]
+        assert "hush" not in telemetry.last_error.text and "http://…@judge/v1" in telemetry.last_error.text
+        assert "hush" not in stream.getvalue() and "http://…@rm/score?token=…" in json.loads(stream.getvalue().splitlines()[0])["error"]
         log.info(telemetry.CONSOLE_SERVES, url="http://127.0.0.1:1/?token=shown")
         assert "token=shown" in stream.getvalue()
     finally:
