@@ -67,8 +67,8 @@ def came_back(state: BufferState, message: Scored | Failed, now: float) -> list[
             rollouts=message.rollouts,
             lengths=tuple(sample.tokens for sample in samples),
             truncated=tuple(index for index, sample in enumerate(samples) if sample.finish == "length"),
-            oldest=min((sample.oldest for sample in samples), default=current.version),
-            newest=max((sample.newest for sample in samples), default=current.version),
+            oldest=min((sample.oldest for sample in samples if sample.tokens), default=current.version),
+            newest=max((sample.newest for sample in samples if sample.tokens), default=current.version),
             **known,
         )
     ]

@@ -225,6 +225,7 @@ class ChatTokens:
         self.shows_tools = self.has_template and self._differs_with_tools()
         self.shows_system = self.has_template and _rendered(by_template, [_BRIEF, _ASKED], ()) is not None
         self.added_ids, self.byte_ids = self.tokenizer.added_ids, self.tokenizer.byte_ids
+        self.readable = self.tokenizer.template_variables - RESERVED  # variables that a request may give
         self.letter = self.tokenizer.encode(self.LETTER).tolist()
         self.plain_markers = self.family == "default"
         self._strips = False
@@ -238,7 +239,7 @@ class ChatTokens:
             return self
         for name, value in variables.items():
             spelled = json.dumps(value, ensure_ascii=False)
-            message = "" if name in self.tokenizer.template_variables - RESERVED else "the model's chat template reads no such variable"
+            message = "" if name in self.readable else "the model's chat template reads no such variable"
             if message or any(text in spelled for text in self._control.texts.values()):
                 message = message or "expected no control tokens in it"
                 raise TurnRefused(400, message, field=f"chat_template_kwargs.{name[:80]}", code="invalid_value")

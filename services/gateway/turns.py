@@ -266,7 +266,9 @@ class Turns:
         TurnRefused for constraints that are not served."""
         if isinstance(asked, TokenTurn):
             return asked
-        asked = recalled(log, replace(asked, variables={**log.session.variables, **asked.variables}))
+        # what the template does not read changes nothing where it is the set's, and is refused where it is a client's
+        own = {name: value for name, value in log.session.variables.items() if name in self._chat.readable}
+        asked = recalled(log, replace(asked, variables={**own, **asked.variables}))
         if asked.tools and not self._chat.shows_tools:
             asked = replace(asked, ignored=(*asked.ignored, "tools"))
         mode, fields = self._limits.constraints, {one.field for one in asked.constraints}

@@ -43,6 +43,7 @@ from shared.schema.sample import Sample, turns_of
 from shared.service.service_base import Service
 from shared.sessions.session import Session, SessionEnded, SessionLog, Trajectory, new_key, trajectories
 from shared.sessions.session_store import SessionStore
+from shared.store.payload_store import AWAY_SECONDS
 
 GATEWAY = "gateway"
 WAIT_SECONDS = 60.0  # the time that a session waits for a gateway: one that died is being restarted
@@ -97,7 +98,8 @@ class AgentGroups(GroupPlayer):
         self.settings, self.gateways = service.config.rollout, gateways
         self.runner = AgentRunner(service.config, service.instance, lambda: replica.served.asleep)
         self.model = service.config.model.hf_checkpoint.name
-        self.store, self.sessions = service.store, SessionStore(service.store, service.run)
+        self.store, self.sessions = service.store, SessionStore(service.store, service.run, AWAY_SECONDS)
+        self._hasty = SessionStore(service.store, service.run)  # for what can be left out
         self.shows = service.config.data.multimodal_keys is not None
 
     async def start(self) -> None:
@@ -149,15 +151,15 @@ class AgentGroups(GroupPlayer):
                 slept += PROLONG_SECONDS
                 for session in sessions:
                     with contextlib.suppress(MyxoError):  # the next time will do
-                        await self.sessions.prolong(session.id, session.deadline + slept + PROLONG_SECONDS)
+                        await self._hasty.prolong(session.id, session.deadline + slept + PROLONG_SECONDS)
             await asyncio.sleep(PROLONG_SECONDS)
 
     async def forget(self, session: Session, ended: SessionLog | None) -> None:
         """Ends a session, where that has not been done, and lets go of its record."""
         try:
             if ended is None:
-                await self.sessions.end(session.id, SessionEnded(at=time.time(), reason="its rollout was given up"))
-            await self.sessions.let_go(session.id)
+                await self._hasty.end(session.id, SessionEnded(at=time.time(), reason="its rollout was given up"))
+            await self._hasty.let_go(session.id)
         except MyxoError as error:  # it goes by itself in time
             self._service.log.warning("session_not_ended", session=session.id, error=str(error))
 
@@ -205,7 +207,7 @@ class _AgentRollout(PlayedRollout):
             for session, _ in opened.values():
                 await groups.sessions.open(session, shows)
             if task.pictures is not None:
-                pictures = await groups.store.read(task.pictures)
+                pictures = await groups.store.read(task.pictures, AWAY_SECONDS)
                 task = task.model_copy(update={"prompt": with_pictures(task.prompt, pictures)})
             data = agent_data(task, self.index, groups.model, self._program.options, {role: keys[role] for role in keys if role})
             alone = self._alone or self.failures.alone
@@ -345,8 +347,10 @@ class CallSession:
             "weight_version": str(given["weight_versions"]["oldest"]),
             "output_token_logprobs": [[log_prob, token, None] for log_prob, token in zip(log_probs, ids, strict=True)],
         }
-        text = self._groups.tokenizer.decode(np.asarray(ids, np.int32), skip_special_tokens=plain)
         stop, trimmed = asked.sampling[0].stop, choice["finish_reason"] == "stop" and not asked.sampling[0].no_stop_trim
+        tokenizer = self._groups.tokenizer
+        ended = trimmed and not {*tokenizer.stop_ids, *asked.sampling[0].stop_token_ids}.isdisjoint(ids[-1:])
+        text = tokenizer.decode(np.asarray(ids[:-1] if ended else ids, np.int32), skip_special_tokens=plain)
         ends = [text.find(one) for one in ([stop] if isinstance(stop, str) else stop) if trimmed and one in text]
         return orjson.dumps({"text": text[: min(ends, default=len(text))], "output_ids": ids, "meta_info": meta})
 

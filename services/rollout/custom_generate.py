@@ -169,6 +169,8 @@ class _Rollout(PlayedRollout):
 
     def note(self, error: HookFailed) -> None:
         self._functions.warn(self.task, self.index, error)
+        if self._functions.field != GENERATE:  # an episode plays in this process, and may have changed it
+            self._sample = None
 
     async def try_once(self, in_flight: InFlight | None) -> None:
         if self._end is None:
@@ -178,8 +180,7 @@ class _Rollout(PlayedRollout):
     async def attempt(self, client: EngineClient, version: int, life: int) -> None:
         replica, oldest = self.replica, self.oldest(version)
         self._limits = replace(self._limits, vocabulary=client.capabilities.vocab_size)
-        begun, self._sample = self._sample or self._functions.begun(self.task, self.index), None  # a failed call may have changed it
-        given, (newest, recorded) = await self._called(begun, version)
+        given, (newest, recorded) = await self._called(self._sample or self._functions.begun(self.task, self.index), version)
         trusted, aborted = recorded or replica.incarnation == life, any(one.status is Status.ABORTED for one in given)
         if trusted:
             late = frozenset() if recorded else client.late_versions  # a record has the version of each token

@@ -126,6 +126,16 @@ class DrawnGroup:
         return all(status_of(sample.status) in _ENDED for sample in living)
 
 
+def _done(samples: Sequence[HookSample]) -> bool:
+    """Takes those samples of a returned group as done of which its function says nothing, as with slime. Returns False where it has done
+    nothing to any."""
+    statuses = {status_of(sample.status) for sample in samples}
+    for sample in samples:
+        if status_of(sample.status) is Status.PENDING and (sample.response_length or Status.ABORTED not in statuses):
+            sample.status = Status.COMPLETED
+    return statuses != {Status.PENDING} or any(sample.response_length or sample.remove_sample for sample in samples)
+
+
 class PositionlessSource(DataSource):
     """A data source whose position is the buffer's. ``prompts``: how many the run has."""
 
@@ -216,9 +226,9 @@ class DrawnGroups(PositionlessSource):
         drawn = self._drawn.get(returned.number)
         if drawn is None:
             return f"group_index {returned.number} is no group that get_samples gave and that is still out"
-        for sample in returned.samples:
-            if status_of(sample.status) is Status.PENDING and sample.response_length:
-                sample.status = Status.COMPLETED  # one of which a function says nothing is done, as with slime
+        if not _done(returned.samples):
+            self._leave(drawn, "fail", reason=(reason := "it came back without a token or a status"))
+            return reason
         if any(status_of(sample.status) not in _ENDED for sample in returned.samples):
             self.give_back(drawn, returned.samples)
             return None

@@ -40,14 +40,14 @@ GATEWAY_KEY = ".gateway-key"  # In the place of a session's id, of which none be
 OPENED_KEY, OPENED_SECONDS = ".opened-{}", 600
 LATE_SECONDS = 30  # The time for which a session that nobody needs any more is still there, so that late turns are told that it has ended
 _DIGEST = 32  # Bytes of a picture's name, before the picture
-STORE_SECONDS = 30.0  # The deadline of one command, with its repetitions while the store is away
+STORE_SECONDS = 30.0  # The default deadline of one command, with its repetitions while the store is away
 
 
 class SessionStore:
-    """The sessions of a run. Every call raises as `Store`'s do: DeadlineExceeded, StoreRefused, StoreFull."""
+    """The sessions of a run. Every call raises as `Store`'s do: DeadlineExceeded, StoreRefused, StoreFull. ``seconds``: its deadline."""
 
-    def __init__(self, store: Store, run: str) -> None:
-        self._store, self._names = store, Subjects(run)
+    def __init__(self, store: Store, run: str, seconds: float = STORE_SECONDS) -> None:
+        self._store, self._names, self._seconds = store, Subjects(run), seconds
 
     async def open(self, session: Session, shows: bool = False) -> None:
         """Opens a session. Its record goes by itself `KEPT_SECONDS` after its deadline. ``shows``: its turns may show pictures."""
@@ -235,4 +235,4 @@ class SessionStore:
         log.apply(map(Message.decode, found[log.length - start :]))  # another task may have folded some of them meanwhile
 
     async def _command(self, what: str, *commands: tuple[Any, ...]) -> list[Any]:
-        return await self._store.commands(what, commands, STORE_SECONDS)
+        return await self._store.commands(what, commands, self._seconds)

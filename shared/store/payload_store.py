@@ -187,7 +187,7 @@ class Store:
                     if not (reason := full_reason(error)):
                         raise
                     write.refused(f"{what}: {reason}")
-                    if time.monotonic() - start > (limit := max(min(deadline, SECONDS), write.patience_s)):
+                    if write.seconds > (limit := max(min(deadline, SECONDS), write.patience_s)):  # an outage before counts not
                         raise StoreFull(f"{write.reason}; no room within {limit:g} s, given up") from error
                 await asyncio.sleep(RETRY_PAUSE_S if write.reason else RETRY_PAUSE)
 

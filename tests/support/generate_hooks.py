@@ -304,6 +304,18 @@ async def failing_once(args: Arguments, sample: HookSample, sampling_params: dic
     return written(sample)
 
 
+async def failing_later(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
+    """Has each rollout's first call aborted, and fails its second."""
+    match noted(sample):
+        case 1:
+            sample.append_response_tokens(tokens=[9], log_probs=[-1.0])
+            sample.status = Status.ABORTED
+            return sample
+        case 2:
+            raise ValueError("the tool is broken")
+    return written(sample)
+
+
 async def without_log_probs(args: Arguments, sample: HookSample, sampling_params: dict[str, Any]) -> HookSample:
     sample = written(sample)
     sample.rollout_log_probs = None

@@ -56,6 +56,13 @@ def older_form(args: Any, rollout_id: int, data_buffer: Any, evaluation: bool = 
     return groups
 
 
+def skips(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    """Generates one sample of the first group, and nothing of the second."""
+    first, second = data_source.get_samples(args.rollout_batch_size)
+    generate(args, first[0])
+    return [first, second]
+
+
 def particular(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
     """As many groups as a rollout has, of those with an even number."""
     accepted: list[Any] = []

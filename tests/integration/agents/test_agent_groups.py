@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from shared.hooks import HookFailed
+from shared.process.embedded_servers import EmbeddedValkey
 from shared.runtime.errors import ConfigError
 from shared.schema.sample import Sample
+from shared.sessions.session_store import SessionStore
 from tests.integration.agents.conftest import AgentBench, NewAgentBench
 from tests.support.agents import ASKED, SAID, SAID_THEN, TOOL, opens
 from tests.support.waiting import until
@@ -49,6 +51,16 @@ async def test_the_sessions_of_a_set_have_its_own_variables_for_the_chat_templat
     for group, variables in (("eval.own.0.0", {**own, "date": None}), ("eval.runs.0.0", {}), ("g00000007", {})):
         session, _ = desk.groups.new_session(desk.task(group=group), 0, 0)
         assert session.variables == variables
+
+
+async def test_a_store_that_is_away_ends_no_group(bench: NewAgentBench, valkey: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SessionStore.__init__, "__defaults__", (0.1,))
+    desk = await bench("plain")
+    valkey.stop()
+    playing = asyncio.create_task(desk.play())
+    await asyncio.sleep(1.0)
+    valkey.start()
+    assert len((await playing)[0]) == 2
 
 
 async def test_plain_functions_play_too(bench: NewAgentBench) -> None:

@@ -16,6 +16,7 @@ from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.digests import reference
 from shared.schema.messages import Failed
 from shared.schema.service_messages import ServiceEvent
+from shared.store import payload_store
 from shared.store.payload_store import Store, StoreFull
 from tests.support.run_config import run_config
 from tests.support.waiting import until
@@ -133,3 +134,20 @@ async def test_a_full_store_is_a_named_error_and_writes_wait_for_room(small_stor
     await asyncio.wait_for(waiting, 30)
     assert not str(small_store.full)
     assert await small_store.read(reference("", {"r:group:late": BLOB})) == [BLOB]
+
+
+async def test_an_outage_before_a_store_is_full_is_no_wait_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payload_store, "SECONDS", 1.0)
+    server = EmbeddedValkey(tmp_path / "valkey", max_bytes=1)
+    server.start()
+    store = Store(server.url)
+    server.stop()
+    store.full.patience_s = 2.0
+    waiting = asyncio.create_task(store.write({"r:group:0": BLOB}, deadline=60.0))
+    await asyncio.sleep(3.0)
+    server.start()
+    await until(lambda: str(store.full), "the wait to be told")
+    await store.commands("more room", [("CONFIG", "SET", "maxmemory", 0)])
+    await asyncio.wait_for(waiting, 30)
+    await store.close()
+    server.stop()

@@ -79,13 +79,13 @@ async def test_sample_hooks_see_what_was_generated_one_after_another(new_bench: 
     rollout: dict[str, Any] = {"rollout_sample_hook_path": [f"{here}:noting_hook", f"{here}.masking_hook"], "generate_workers": 1}
     rollout |= {"custom_generate_function_path": f"{here}:{function}"} if function else {}
     desk = await new_bench(rollout=rollout, reward={"worker_environment": [generate_hooks.DIRECTORY]})
-    await desk.task()
+    await desk.task(sampling=Sampling(temperature=1.0, max_new_tokens=8, stop_token_ids=[]))
     _, samples = await desk.generated()
     step = 7 // desk.service.config.rollout.rollout_batch_size
     for one in samples:
         ended = "truncated" if one.finish == "length" else "completed"
         assert one.metadata["seen"] == [step, False, ended]
-        assert not one.mask[0] and one.mask[1:2].all() and len(one.log_probs) == len(one.response)
+        assert not one.mask[0] and one.mask[1] and len(one.log_probs) == len(one.response)
 
 
 REFUSED = {
@@ -147,6 +147,13 @@ async def test_failures_and_aborts_are_tried_again_and_what_users_of_slime_give_
     assert (one.finish, one.given_reward, one.response.tolist()) == ("length", {"score": 0.5}, [7, 8])
     kept = {"tool_call_count": 3, "payload_text": "a payload", "train_metadata": {"loss": "own"}, "non_generation_time": 1.5}
     assert kept.items() <= one.attributes.items() and "lock" not in one.attributes
+
+
+async def test_a_failed_call_costs_no_tokens_of_those_before(bench: NewBench) -> None:
+    desk = await bench("failing_later", rollout={"staleness_policy": "continue"})
+    await desk.task(n=1)
+    await desk.generated()
+    assert [call["response_length"] for call in calls()] == [0, 1, 1]
 
 
 async def test_the_example_tells_a_wrong_answer_so(bench: NewBench, checkpoint: Checkpoints) -> None:

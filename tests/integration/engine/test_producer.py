@@ -78,6 +78,15 @@ async def test_the_older_form_and_samples_that_are_scored_later(bench: NewBench)
     assert all(one.given_reward is None for _, samples in found.values() for one in samples)
 
 
+async def test_what_comes_back_without_a_token_does_not_turn_for_ever(bench: NewBench) -> None:
+    desk = await bench("skips")
+    await given(desk, 0, 1)
+    [(group, _)] = (await generated(desk, 1)).values()
+    assert [meta.tokens for meta in group.samples] == [TOKENS, 0]
+    failed = await desk.outcome()
+    assert isinstance(failed, Failed) and failed.group != group.group and "without a token or a status" in failed.reason
+
+
 @pytest.mark.parametrize("function", ["particular", "particular_on_a_loop"])
 async def test_what_a_function_filters_out_is_dropped_and_replaced(bench: NewBench, function: str) -> None:
     desk = await bench(function)

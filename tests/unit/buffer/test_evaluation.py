@@ -10,7 +10,7 @@ from services.buffer import policy
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState
 from shared.data import pass_rates
-from shared.schema.ledger import EvalEnded, EvalStarted, LedgerRecord, RunFinished
+from shared.schema.ledger import EvalEnded, EvalScored, EvalStarted, LedgerRecord, RunFinished
 from shared.schema.messages import Payload, SampleMeta, Scored
 from tests.support.buffer_config import buffer_config
 from tests.support.tables import table
@@ -102,6 +102,13 @@ def test_a_due_version_is_evaluated_though_the_one_before_it_is_not_done() -> No
     state = BufferState()
     begun(FOURTH, [0, 7, 9, 12], state)
     assert [version for version, name in state.evaluations if name == "sums"] == [0, 7, 9, 12]
+
+
+def test_an_empty_response_is_of_no_version() -> None:
+    state, came = started(), scored("eval.words.0.0", [0.0, 1.0], [0, 4], versions=(3, 3))
+    came.samples[0] = replace(came.samples[0], oldest=0, newest=0)
+    [record] = policy.scored(state, LIMITS, [came], 1.0)
+    assert isinstance(record, EvalScored) and (record.oldest, record.newest) == (3, 3)
 
 
 def test_figures_are_those_of_the_samples_that_came_back() -> None:

@@ -178,6 +178,7 @@ QUIET = "<think>\n\n</think>\n\n"
         ({"enable_thinking": False}, {}, {}, QUIET),
         ({"enable_thinking": False}, {"enable_thinking": True}, {}, ""),
         ({"enable_thinking": False}, {"enable_thinking": None}, {}, ""),
+        ({"date": 1}, {"date": None, "chat_template": "", "enable_thinking": False}, {}, QUIET),
     ],
 )
 def test_a_sessions_variables_go_over_the_runs_and_a_requests_over_these(

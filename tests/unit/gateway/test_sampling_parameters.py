@@ -19,7 +19,7 @@ from shared.formats import anthropic_messages, openai_chat, openai_responses, to
 from shared.formats.request import TurnRefused, split
 from shared.schema.messages import Sampling
 from shared.sessions.session import Session
-from tests.support.qwen3_tokenizer import write_qwen3_tokenizer
+from tests.support.qwen3_tokenizer import ALPHABET, write_qwen3_tokenizer
 from tests.support.tables import table
 
 POLICY: dict[str, Any] = {
@@ -128,25 +128,28 @@ def test_ids_that_end_a_turn_are_never_forbidden_with_it(form: str) -> None:
 
 
 @table(
-    ("given", "text"),
+    ("given", "text", "end"),
     [
-        ({}, "4.#"),
-        ({"stop": "#"}, "4."),
-        ({"stop": [".", "#"]}, "4"),
-        ({"stop": ["?"]}, "4.#"),
-        ({"stop": "#", "no_stop_trim": True}, "4.#"),
+        ({}, "4.#", ""),
+        ({"stop": "#"}, "4.", ""),
+        ({"stop": [".", "#"]}, "4", ""),
+        ({"stop": ["?"]}, "4.#", ""),
+        ({"stop": "#", "no_stop_trim": True}, "4.#", ""),
+        ({"skip_special_tokens": False}, "4.#", "<|im_end|>"),
+        ({"skip_special_tokens": False, "no_stop_trim": True}, "4.#<|im_end|>", "<|im_end|>"),
+        ({"stop_token_ids": [ALPHABET.index("#")]}, "4.", ""),
     ],
 )
-def test_a_turn_in_a_samples_name_is_trimmed_as_the_engines_own_answer(given: dict[str, Any], text: str, tmp_path: Path) -> None:
+def test_a_turn_in_a_samples_name_is_trimmed_as_the_engines_own_answer(given: dict[str, Any], text: str, end: str, tmp_path: Path) -> None:
     tokenizer = Tokenizer(write_qwen3_tokenizer(tmp_path))
-    ids = tokenizer.encode("4.#").tolist()
-    choice = {"token_ids": ids, "finish_reason": "stop", "logprobs": {"content": [{"logprob": -1.0}] * 3}}
+    ids = tokenizer.encode(f"4.#{end}").tolist()
+    choice = {"token_ids": ids, "finish_reason": "stop", "logprobs": {"content": [{"logprob": -1.0}] * len(ids)}}
     answer = {"choices": [choice], "usage": {"prompt_tokens": 1}, "request_id": "r", "weight_versions": {"oldest": 0}}
     asked = GenerateRequest.model_validate({"input_ids": [1], "sampling_params": given}, context=100)
     call: Any = SimpleNamespace(_groups=SimpleNamespace(tokenizer=tokenizer))
     assert json.loads(CallSession._converted(call, asked, answer))["text"] == text
     cut = {**answer, "choices": [{**choice, "finish_reason": "length"}]}
-    assert json.loads(CallSession._converted(call, asked, cut))["text"] == "4.#"
+    assert json.loads(CallSession._converted(call, asked, cut))["text"].removesuffix("<|im_end|>") == "4.#"
 
 
 def test_in_an_evaluation_the_clients_values_stand() -> None:
