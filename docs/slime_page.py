@@ -60,7 +60,7 @@ twice the last counts, and that is reported. A switch that is on by default is t
 | slime | here |
 |---|---|
 | `--hf-checkpoint` | The policy and its reference start from it, as it is. |
-| `--megatron-config-path FILE` | The actor's values stand over all flags; of its own the critic has `lr` and `load`, an HF checkpoint. |
+| `--megatron-config-path FILE` | The actor's values stand over all others; of its own the critic has `lr` and `load`, an HF checkpoint. |
 | `--eval-prompt-data PATH` | A single path is a set called `heldout`; slime calls it `aime`. |
 | `--ref-load` | An HF checkpoint is the reference policy's; the policy starts from `--hf-checkpoint`, where slime starts both from it. |
 | `--ref-load …_torch_dist` | It is taken for a conversion of `--hf-checkpoint` and not read. |

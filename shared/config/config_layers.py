@@ -244,7 +244,8 @@ def lay_megatron_config(layers: Layers) -> None:
                 sections.setdefault(section, {})[name] = value
             else:
                 sections["trainer"]["megatron"][name] = value
-    trainer, critic = layers.values["trainer"], layers.values.get("algorithm", {}).get("advantage_estimator") == "ppo"
+    trainer, algorithm = layers.values["trainer"], layers.values.get("algorithm", {})
+    critic = "'ppo'" in repr([algorithm.get("advantage_estimator", algorithm.get("preset"))])  # one preset, or a list of them
     if critic and "lr" in roles.get("actor", {}) and trainer.get("critic_lr") is None:  # the critic's is that of the flags
         sections["trainer"].setdefault("critic_lr", trainer.get("lr", section_model("trainer").model_fields["lr"].default))
     sections, problems, notes = known_fields(sections)

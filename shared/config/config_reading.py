@@ -144,8 +144,8 @@ def read(path: Path | None, overrides: dict[str, dict[str, Any]] | None = None, 
     if path is not None:
         layers.read(path)
     layers.lay(overrides or {}, origin)
-    lay_megatron_config(layers)
     lay_custom_config(layers)
+    lay_megatron_config(layers)  # roles have theirs over everybody's
     layers.notes += settle_functions(layers.values)
     problems = layers.problems
     try:

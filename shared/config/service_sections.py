@@ -42,7 +42,7 @@ class RunSection(Section):
 
     custom_config_path: Path | None = Field(
         default=None,
-        description="YAML file of values that stand over all others: fields of any section, the rest goes into custom_args",
+        description="YAML file of values that stand over all but the roles' own: fields of any section, the rest goes into custom_args",
         **MUTABLE,
     )
     custom_args: Annotated[dict[str, Any], BeforeValidator(lambda given: json.loads(given) if isinstance(given, str) else given)] = Field(

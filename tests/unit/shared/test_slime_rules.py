@@ -128,6 +128,13 @@ megatron:
     assert any("stands over what is given elsewhere: lr, load of the critic; lr, lr_warmup_iters" in note for note in notes)
     alone = "megatron: [{role: actor, overrides: {lr: 1e-6, distributed_timeout_minutes: 2, deterministic_mode: true}}]"
     words = "--advantage-estimator ppo --collective-timeout 300"
+    (own := tmp_path / "own.yaml").write_text("advantage_estimator: ppo\nlr: 1e-5")
+    laid = of_roles(tmp_path, alone, f"--custom-config-path {own}").config
+    plain = read(
+        None, {**flags.parse(f"{LEAST} --name r --custom-config-path {own} --megatron-config-path {tmp_path}/roles.yaml".split())}
+    ).config
+    for config in (laid, plain, of_roles(tmp_path, alone, "--preset ppo --lr 1e-5").config):
+        assert config is not None and (config.trainer.lr, config.trainer.critic_lr) == (1e-6, 1e-5), "roles stand over everybody's values"
     for more, rate in (("", 1e-6), ("--lr 1e-5", 1e-5), ("--lr 1e-5 --critic-lr 2e-5", 2e-5)):
         config = of_roles(tmp_path, alone.replace("1e-6", "1e-7"), f"{words} {more}").config
         assert config is not None and (config.trainer.lr, config.trainer.critic_lr) == (1e-7, rate), "the critic's is the flags'"

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from services.trainer.client_states import ClientStates
+from services.trainer.client_states import ClientRefused, ClientStates
 from services.trainer.megatron import optimizer as precision_adam
 from services.trainer.megatron.optimizer import PrecisionAdam
 from shared.config.trainer_section import OptimizerState
@@ -111,7 +112,7 @@ def test_what_is_kept_in_fewer_bits_is_read_and_set_without_a_change():
         assert torch.equal(adam.get_unscaled_state(shard, name), before), name
 
 
-def test_a_client_that_comes_back_has_its_scales(hf):
+def test_a_client_that_comes_back_has_its_scales(hf, tmp_path):
     model = rank_steps.actor(hf("qwen3"), **PLAIN, megatron={**NARROW, "exp_avg_dtype": "fp8"})
     states, inner = ClientStates(model), model.optimizer.parts()["dense"].optimizer
 
@@ -127,6 +128,11 @@ def test_a_client_that_comes_back_has_its_scales(hf):
     model.train_step(rank_steps.share(model, 5), lambda *given: (1e3 * rank_steps.weighted_loss(*given)[0], {}), need_entropy=True)
     states.enter("a")
     after = kept()
+    states.write("a", tmp_path / "saved", 1)
+    saved = load_file(file := tmp_path / "saved" / "rank-0.safetensors")
+    save_file(dict(list(saved.items())[:-1]), file)
+    with pytest.raises(ClientRefused, match="saved: lacks tensors"):
+        states.read("a", tmp_path / "saved")
     model.close()
     assert all(map(torch.equal, after, before))
 
