@@ -46,13 +46,15 @@ def move(run: str, directory: Path, target: Path, console: Console, *, keep: boo
         if (free := shutil.disk_usage(there).free) < needed:
             raise ConfigError("DIR", str(target), f"a disk with room for {needed >> 20} MB; {free >> 20} MB are free there")
         _copy(source, goal)
+        comes_along = False
         if (config := runs.frozen(goal)) is not None:
             comes_along = config.trainer.save is not None and config.trained.resolve() == source  # with its checkpoints
             saved = {"save": target.absolute()} if comes_along else {}
             RunDirectory(goal).freeze(config.with_fields(run={"dir": target.absolute()}, trainer=saved))
         if not keep:
             shutil.rmtree(source)
-    console.print(f"Run {name} lies in {goal}. It continues there: `myxo up CONFIG --dir {target.absolute()}`.", soft_wrap=True)
+    words = f"--dir {target.absolute()}" + (f" --save {target.absolute()}" if comes_along else "")
+    console.print(f"Run {name} lies in {goal}. It continues there: `myxo up CONFIG {words}`.", soft_wrap=True)
     return exit_codes.DONE
 
 

@@ -158,7 +158,7 @@ class RunConfig(Section):
         ),
         Rule(
             "trainer.megatron",
-            lambda run, given: run.tinker.tinker_endpoint and ", ".join(n for n in _BALANCES if str(given.get(n, 0)) not in ("0", "0.0")),
+            lambda run, given: run.tinker.tinker_endpoint and ", ".join(n for n in _BALANCES if str(given.get(n) or 0) not in ("0", "0.0")),
             "without {2} where commands come from outside (myxo serve)",
         ),
         Rule("trainer.lend_gpus", lambda run, given: run.lending_obstacles if given else (), "true, but {2}; leave one of them out"),

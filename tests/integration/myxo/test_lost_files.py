@@ -13,6 +13,7 @@ from rich.console import Console
 from myxo.commands.move import move
 from myxo.run.run_directory import RunDirectory
 from shared.bus import runs
+from shared.config import flags
 from shared.config.config_reading import load
 from shared.config.run_config import RunConfig
 from shared.process.embedded_servers import EmbeddedNats
@@ -82,14 +83,17 @@ def test_nobody_but_its_owner_reads_a_run_while_it_is_copied(at_rest: tuple[Path
 
 
 def test_a_run_whose_checkpoints_lie_in_its_directory_by_save_moves_with_them(myxo: Myxo, at_rest: tuple[Path, RunConfig]) -> None:
-    _, config = at_rest
+    path, config = at_rest
     saved = config.model_copy(update={"trainer": config.trainer.model_copy(update={"save": config.run.dir})})
     RunDirectory(config.run.root).freeze(saved)
     elsewhere = config.run.dir / "elsewhere"
-    assert myxo.run("move", config.run.root, elsewhere)[0] == 0
+    code, out, _ = myxo.run("move", config.run.root, elsewhere)
+    words = out.partition("`myxo up CONFIG ")[2].partition("`")[0].split()
+    again = load(path, flags.parse(words))
+    assert code == 0 and words == ["--dir", str(elsewhere), "--save", str(elsewhere)]
     moved = runs.frozen(elsewhere / config.run.name)
     assert moved is not None and moved.trained == moved.run.root == elsewhere / config.run.name
-    assert runs.differences(saved, moved) == []
+    assert runs.differences(saved, moved) == [] == runs.differences(moved, again), "the command that is printed continues it"
     [refused] = runs.differences(saved, moved.model_copy(update={"trainer": moved.trainer.model_copy(update={"save": Path("/other")})}))
     assert refused.field == "trainer.save"
 

@@ -292,7 +292,11 @@ def test_a_value_out_of_range_is_refused_by_name_and_value(tmp_path: Path, secti
         ({"trainer": {"colocate": True}, "weights": {"join_from": "disk"}}, "weights.join_from", "get all weights from the trainer"),
         ({**SERVED, "sft": {"sft_data": "d.jsonl"}}, "sft.sft_data", "left out where commands come from outside (myxo serve)"),
         ({**SERVED, "trainer": {"custom_megatron_init_path": "m:f"}}, "trainer.custom_megatron_init_path", "(myxo serve)"),
-        ({**SERVED, "trainer": {"megatron": {"moe-aux-loss-coeff": 0.01}}}, "trainer.megatron", "without moe_aux_loss_coeff where"),
+        (
+            {**SERVED, "trainer": {"megatron": {"moe-aux-loss-coeff": 0.01, "moe-z-loss-coeff": None}}},
+            "trainer.megatron",
+            "without moe_aux_loss_coeff where",
+        ),
     ],
 )
 def test_fields_that_do_not_fit_together_are_refused(tmp_path: Path, sections: dict[str, Any], field: str, words: str) -> None:
