@@ -1,13 +1,17 @@
 """Groups whose samples the store has lost, wherever they are by then: the real buffer has them generated anew."""
 
 import time
+from pathlib import Path
 from typing import Any
 
+from services.buffer.run_failure import DeadGroups
+from shared.bus.subjects import EVAL
 from shared.runtime.errors import INFRASTRUCTURE
-from shared.schema.ledger import PAYLOAD_LOST, BatchAmended, GroupDead, GroupRequeued
+from shared.schema.ledger import PAYLOAD_LOST, BatchAmended, EvalScored, GroupDead, GroupRequeued
 from shared.schema.messages import Accepted, BatchPending, BatchRefused, Failed
 from tests.integration.buffer.conftest import Served
 from tests.integration.buffer.player import Player
+from tests.support.run_config import PROMPTS, write_jsonl
 from tests.support.waiting import until
 
 
@@ -58,3 +62,27 @@ async def test_a_group_that_was_lost_before_it_was_scored_is_no_dead_one(served:
     assert decided[0].reason == PAYLOAD_LOST
     assert lost[1].group in [group.group for group in (await player.batch(0, working=True)).groups]
     assert (await player.audit()).violations == []
+
+
+async def test_a_held_out_prompt_that_was_lost_before_it_was_scored_is_nobodys_fault(served: Served, tmp_path: Path) -> None:
+    heldout = write_jsonl(tmp_path / "heldout.jsonl", PROMPTS[:2])
+    player = await served(rollout={"num_rollout": 1}, eval={"eval_prompt_data": str(heldout)})
+    await player.live(0)
+    lost, there = [(lease, await player.generate(lease.message)) for lease in await player.all_tasks(2, EVAL)]
+    await player.store.free(lost[1].payload.keys)
+    for lease, scored in (lost, there):
+        await player.say(
+            Failed(reason="no blob", by="reward-0", group=scored.group, attempt=0, payload=scored.payload, fault=INFRASTRUCTURE)
+        )
+        await lease.ack()
+
+    async def decided() -> dict[str, str] | None:
+        found = {record.group: record.reason for record in await player.records() if isinstance(record, EvalScored)}
+        return found if len(found) == 2 else None
+
+    reasons = await until(decided, "what becomes of both prompts")
+    assert reasons[there[1].group].endswith("no blob") and reasons[lost[1].group].endswith(PAYLOAD_LOST)
+    failures = DeadGroups()
+    for record in await player.records():
+        failures.see(record)
+    assert (failures.in_a_row, failures.eval_failed) == (1, 2)

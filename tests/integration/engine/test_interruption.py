@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from shared.bus.bus_errors import RequestRefused
+from shared.process.embedded_servers import EmbeddedValkey
 from shared.runtime.addresses import LOOPBACK
 from shared.schema import sample
 from shared.schema.digests import reference
 from shared.schema.messages import Interrupted, Payload, Sampling
 from shared.schema.sample import Sample
 from shared.schema.weight_messages import WeightsCommit, WeightsOffer, WeightsReady
+from shared.store.payload_store import Store
 from tests.integration.engine.bench import PROMPT, Bench, NewBench
 from tests.integration.engine.conftest import Checkpoints
 from tests.integration.engine.load import LONG, load
@@ -204,3 +206,18 @@ async def test_what_two_replicas_made_of_one_attempt_lies_side_by_side(new_bench
     for generated, _ in made:
         samples = sample.decode(await desk.service.store.read(generated.payload))
         assert [one.meta() for one in samples] == generated.samples
+
+
+async def test_a_store_that_is_away_costs_no_group(new_bench: NewBench, valkey: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one whose samples wait to be written, nor one that waits for those that it continues."""
+    monkeypatch.setattr(Store.read, "__defaults__", (0.1,))  # the deadline of requests that have not said another
+    monkeypatch.setattr(Store.write, "__defaults__", (0.1,))
+    desk = await new_bench(bus={"max_deliver": 1})
+    await desk.task("g00000007")
+    group, _ = await desk.generated()
+    valkey.stop()
+    await desk.task("g00000008")
+    await desk.task("g00000009", attempt=1, partial=group.payload)
+    await asyncio.sleep(3.0)
+    valkey.start()
+    assert {(await desk.generated())[0].group for _ in range(2)} == {"g00000008", "g00000009"}
