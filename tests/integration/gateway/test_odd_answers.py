@@ -79,5 +79,6 @@ async def test_whatever_is_sampled_is_answered_and_recorded(new_run: NewRun, tin
             np.testing.assert_array_equal(recorded, sampled)
     assert sum(int(one.mask.sum()) for one in trajectories(log.turns.values())) == sum(len(turn.completion) for turn in log.turns.values())
     seeds = [replica.given[first + choice][0].seed for choice in ("", "n1", "n2")]
-    assert seeds == [7, 7 + MAX_SAMPLES, 7 + 2 * MAX_SAMPLES], "none that another rollout of the group may have"
+    before = (seeds[0] - 7) // MAX_SAMPLES  # requests for the same prompt, each of which has a seed of its own
+    assert before and seeds == [7 + (before + number) * MAX_SAMPLES for number in range(3)], "none of another rollout of the group"
     assert json.loads(process.words().splitlines()[-1]) and "Traceback" not in process.words()
