@@ -300,11 +300,10 @@ def up(source: Source, console: Console, *, fresh: bool = False, dry_run: DryRun
         return train_on_dumps(config, directory, console, fresh=fresh, again=continuing(config, source))
     given = given_servers()
     if (rank := settle_node_rank(config, given, node_rank)) > 0:
-        assert given.nats_url is not None  # or the rank would not be settled
         asyncio.run(check_servers(given, config.run.name))
         directory.make(config)  # nodes may share it: it is the first node's to hold
         with logged(config, directory, f"node-{rank}"):
-            return asyncio.run(NodeLaunch(config, directory, given.nats_url, rank, console).run())
+            return asyncio.run(NodeLaunch(config, directory, given, rank, console).run())
     with claimed(config, directory, fresh, given), logged(config, directory, LAUNCHER):
         return asyncio.run(Launch(config, directory, given, console, fresh=fresh, again=continuing(config, source)).run())
 

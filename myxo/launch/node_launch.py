@@ -9,12 +9,13 @@ import time
 from collections.abc import Iterator
 
 import structlog
+from redis.exceptions import RedisError
 from rich.console import Console
 
 from myxo.launch.launcher import LEAVE_SECONDS, POLL_SECONDS, SAVE_SECONDS, STOP_SECONDS, TICK_SECONDS, TRAINER_STOP_SECONDS, publish_events
 from myxo.launch.service_plan import ServiceSpec, run_service
 from myxo.launch.supervisor import FrozenServices, StopReason, Supervisor
-from myxo.run.run_access import GivenServers
+from myxo.run.run_access import ANSWER_SECONDS, GivenServers
 from myxo.run.run_directory import RunDirectory
 from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
@@ -27,6 +28,7 @@ from shared.runtime import exit_codes
 from shared.runtime.addresses import NODE_RANK, RANK_VARIABLES, node_rank
 from shared.runtime.errors import ConfigError, DeadlineExceeded
 from shared.runtime.safe_text import say
+from shared.store.payload_store import Store
 
 
 def settle_node_rank(config: RunConfig, given: GivenServers, rank: int | None) -> int:
@@ -98,10 +100,11 @@ def with_engines_of(config: RunConfig, frozen: RunConfig) -> RunConfig:
 
 
 class NodeLaunch:
-    """One launch on one node. ``nats_url``: of the bus that the run is on, or will be."""
+    """One launch on one node. ``given``: the servers of all nodes, which `settle_node_rank` has asked for."""
 
-    def __init__(self, config: RunConfig, directory: RunDirectory, nats_url: str, rank: int, console: Console) -> None:
-        self._config, self._directory, self._nats_url, self._rank, self._console = config, directory, nats_url, rank, console
+    def __init__(self, config: RunConfig, directory: RunDirectory, given: GivenServers, rank: int, console: Console) -> None:
+        self._config, self._directory, self._rank, self._console = config, directory, rank, console
+        self._nats_url, self._redis_url = given.nats_url or "", given.redis_url or ""
         self._signals: list[signal.Signals] = []
         self._away = float("-inf")
         self._frozen = FrozenServices(config.bus.frozen_timeout)
@@ -114,7 +117,8 @@ class NodeLaunch:
             loop.add_signal_handler(signum, self._signals.append, signum)
         run = self._config.run.name
         name, inbox = f"{run}/node-{self._rank}", Subjects(run).inbox("operator")
-        async with contextlib.aclosing(await Bus.connect(self._nats_url, name, inbox=inbox)) as bus:
+        bus, store = await Bus.connect(self._nats_url, name, inbox=inbox), Store(self._redis_url)
+        async with contextlib.aclosing(bus), contextlib.aclosing(store):
             if not await self._run_is_there(bus):
                 return 128 + self._signals[0]
             await runs.refuse_differences(bus, self._config)
@@ -126,7 +130,7 @@ class NodeLaunch:
             stopped: StopReason | None = None
             try:
                 while not self._signals and phase not in runs.ENDS and stopped is None:
-                    phase, steps = await self._look(bus, supervisor)
+                    phase, steps = await self._look(bus, store, supervisor)
                     stopped = supervisor.tick(time.monotonic(), steps)
                     await asyncio.sleep(POLL_SECONDS)
                 if phase == runs.FINISHED:
@@ -158,9 +162,13 @@ class NodeLaunch:
             await asyncio.sleep(POLL_SECONDS)
         return False
 
-    async def _look(self, bus: Bus, supervisor: Supervisor) -> tuple[str | None, int]:
+    async def _look(self, bus: Bus, store: Store, supervisor: Supervisor) -> tuple[str | None, int]:
         """Returns the run's phase and its trained steps; while the bus is away, that it runs."""
         run = self._config.run.name
+        try:
+            await store.ping(deadline=ANSWER_SECONDS)
+        except (RedisError, *BUS_ERRORS) as error:
+            self._note_away(error)
         try:
             registry = Registry(bus, run)
             statuses = [status for kind in (NODE, ENGINE_NODE, "rollout") for status in await registry.alive(kind)]
@@ -169,10 +177,13 @@ class NodeLaunch:
             await publish_events(bus, run, supervisor.restarted)
             return await runs.phase(bus, run), await runs.trained_steps(bus, run)
         except BUS_ERRORS as error:
-            self._away = time.monotonic()
             self._frozen.heartbeats.pause()
-            self._log.warning("servers_away", error=str(error) or type(error).__name__)
+            self._note_away(error)
             return runs.RUNNING, 0
+
+    def _note_away(self, error: BaseException) -> None:
+        self._away = time.monotonic()
+        self._log.warning("servers_away", error=str(error) or type(error).__name__)
 
     async def _wait(self, supervisor: Supervisor, seconds: float) -> None:
         signals, end = len(self._signals), time.monotonic() + seconds

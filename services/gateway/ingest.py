@@ -247,6 +247,8 @@ declare_metrics("groups_ingested_total | groups | [made elsewhere](ingest.md) an
 BINDING_SECONDS = 7 * 24 * 3600  # For as long the producer's id of a group is known
 PUBLISH_SECONDS = 30.0
 
+OWNED_SECONDS = 60.0  # For as long a task waits whose group's producer has not come again
+
 RETRY_S = 2.0  # After how many seconds a producer may try again that finds no room
 
 
@@ -324,32 +326,48 @@ class GroupIntake:
     async def _handed_in(self, group: FinishedGroup, digest: str) -> dict[str, object]:
         key = self._service.subjects.ingest_key(group.id)
         if (known := await self._binding(key)) is not None:
-            return await self._again(group, known, digest)
-        lease = await self._task()
-        async with lease.held():
-            binding = Binding(lease.message.group, lease.message.attempt, digest)
-            try:
-                report = await asyncio.to_thread(self._report, group, binding)
-                wanted = ("SET", key, json.dumps(vars(binding)), "NX", "EX", BINDING_SECONDS)
-                await self._service.store.commands("the binding of a group", [wanted])
-                if await self._binding(key) != binding:
-                    raise _in_hand(group.id)
-            except TurnRefused:
-                await lease.hand_back()
-                raise
-            await self._publish(key, report)
-        await lease.ack()
-        return {"id": group.id, "group": binding.group, "repeated": False}
+            if known.digest != digest:
+                raise TurnRefused(409, f"another group came as {group.id}, and became {known.group}", field="id", code="id_taken")
+            if await self._owner(group.id, known) == group.id:
+                return await self._again(group, known)
+        while True:
+            lease = await self._task()
+            async with lease.held():
+                binding = Binding(lease.message.group, lease.message.attempt, digest)
+                try:
+                    report = await asyncio.to_thread(self._report, group, binding)
+                    new = () if known is not None else ("NX",)
+                    wanted = ("SET", key, json.dumps(vars(binding)), *new, "EX", BINDING_SECONDS)
+                    await self._service.store.commands("the binding of a group", [wanted])
+                    if await self._binding(key) != binding:
+                        raise _in_hand(group.id)
+                except TurnRefused:
+                    await lease.hand_back()
+                    raise
+                known = binding
+                if (owner := await self._owner(group.id, binding)) != group.id:  # its gateway could not end it: it was delivered once more
+                    await (lease.ack() if await self._is_in(owner) else lease.hand_back(delay=OWNED_SECONDS))
+                    continue
+                await self._publish(key, report)
+            await lease.ack()
+            return {"id": group.id, "group": binding.group, "repeated": False}
 
-    async def _again(self, group: FinishedGroup, known: Binding, digest: str) -> dict[str, object]:
+    async def _again(self, group: FinishedGroup, known: Binding) -> dict[str, object]:
         """Answers for a group that came before; publishes it once more where no one knows whether that was done."""
-        if known.digest != digest:
-            raise TurnRefused(409, f"another group came as {group.id}, and became {known.group}", field="id", code="id_taken")
-        key = self._service.subjects.ingest_key(group.id)
-        [done] = await self._service.store.commands("whether a group is in", [("GET", f"{key}:in")])
-        if done is None:
-            await self._publish(key, await asyncio.to_thread(self._report, group, known))
+        if not await self._is_in(group.id):
+            report = await asyncio.to_thread(self._report, group, known)
+            await self._publish(self._service.subjects.ingest_key(group.id), report)
         return {"id": group.id, "group": known.group, "repeated": True}
+
+    async def _owner(self, name: str, binding: Binding) -> str:
+        """Returns the producers' id of the group that a task is for: the first one that was bound to it, which may be ``name``."""
+        key = f"{self._service.subjects.ingest_key(binding.group)}:attempt-{binding.attempt}"
+        wanted = [("SET", key, name, "NX", "EX", BINDING_SECONDS), ("GET", key)]
+        return str((await self._service.store.commands("the group of a task", wanted))[1].decode())
+
+    async def _is_in(self, name: str) -> bool:
+        wanted = [("GET", f"{self._service.subjects.ingest_key(name)}:in")]
+        return (await self._service.store.commands("whether a group is in", wanted))[0] is not None
 
     async def _task(self) -> MessageLease[Task]:
         """Returns the lease of a task whose place a group takes. Raises TurnRefused where the run admits none in time."""

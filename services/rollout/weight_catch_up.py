@@ -7,6 +7,7 @@ ready for a push, and another source is tried.
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
@@ -57,6 +58,7 @@ ASK_SECONDS = 10.0  # the deadline for a source replica's answer to a request fo
 
 # The variable that names a directory on this machine in which deltas are assembled; it takes the size of one model.
 CACHE_VARIABLE = "MYXO_WEIGHTS_CACHE"
+TEMPORARY = "myxo-weights-"  # how the name of a directory begins that nobody has named
 
 # The variable that names a directory, for instance on a file system of the site, in which replicas share what they download.
 SITE_VARIABLE = "MYXO_SITE_CACHE"
@@ -94,6 +96,17 @@ def choose(join_from: Literal["auto", "peer", "disk", "trainer"], now: Situation
     return None
 
 
+def temporary_directory() -> Path:
+    """Returns a directory for a model's copy that is this process's until it ends, and removes those of processes that have ended."""
+    for left in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*"):
+        with contextlib.suppress(OSError), (left / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel's: a container's next life knows no process of the one before
+            shutil.rmtree(left, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(prefix=f".{TEMPORARY}"))
+    fcntl.flock(os.open(made / "lock", os.O_CREAT | os.O_RDWR, 0o600), fcntl.LOCK_EX)
+    return made.rename(made.with_name(made.name[1:]))  # which shows it to others
+
+
 class WeightCatchUp:
     """Loads the weights that a replica lacks, and sends its own to replicas that lack them. ``busy``: returns whether a push has been
     agreed upon or is in progress."""
@@ -105,6 +118,7 @@ class WeightCatchUp:
         self._pushes, self._external = not service.config.engines_read_snapshots, bool(service.config.rollout.external_engines)
         self._checkpoints = WeightCheckpoints.of_run(service.config)
         self._cache: LocalCheckpoint | None = None
+        self._temporary: Path | None = None  # which goes with this process
         self._pulling: asyncio.Future[WeightCheckpoint] | None = None
         self._mirror: ObjectMirror | None = None
         self._discarded = -1  # the version of a damaged checkpoint that was removed from the mirror, to be downloaded once more
@@ -131,9 +145,8 @@ class WeightCatchUp:
                     logged = str(error)
                 await asyncio.sleep(POLL_INTERVAL_S)
         finally:
-            if self._cache is not None and CACHE_VARIABLE not in os.environ:
-                shutil.rmtree(self._cache.directory, ignore_errors=True)
-                shutil.rmtree(self._cache.directory.with_name(f"{self._cache.directory.name}.objects"), ignore_errors=True)
+            if self._temporary is not None:
+                shutil.rmtree(self._temporary, ignore_errors=True)
 
     # --- looking for weights
 
@@ -320,9 +333,13 @@ class WeightCatchUp:
     def _local_copy(self) -> LocalCheckpoint:
         if self._cache is None:
             given, instance, run = os.environ.get(CACHE_VARIABLE), self._service.instance, self._service.run
-            made = Path(given) / run / instance if given else Path(tempfile.mkdtemp(prefix=f"myxo-{instance}-weights-"))
-            if self._external and not given and self._config.update_weight_transport == "disk":  # the engine's machine reads it, too
-                made = self._checkpoints.directory / f".{instance}"
+            if given:
+                made = Path(given) / run / instance
+            elif self._external and self._config.update_weight_transport == "disk":  # the engine's machine reads it, too
+                made = self._temporary = self._checkpoints.directory / f".{instance}"
+            else:
+                self._temporary = temporary_directory()
+                made = self._temporary / instance
             self._cache = LocalCheckpoint(made)
             if self._by_objects:
                 site, loop = os.environ.get(SITE_VARIABLE), asyncio.get_running_loop()

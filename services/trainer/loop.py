@@ -277,8 +277,6 @@ class Trainer(RoleWorker):
         if not done and self._begun_save < self._progress.steps:
             self._colocation.onload()
         self._save_before_leaving(done)
-        if done:
-            self._exporter.finish()
 
     def _report_pushes(self) -> None:
         for result in self._pusher.results():

@@ -33,7 +33,10 @@ class PolicyExporter:
         self._log: Any = structlog.get_logger()
 
     def begin(self, steps: int) -> None:
-        """Exports the policy after ``steps`` steps; waits for the export before it. A collective. Raises DeadlineExceeded."""
+        """Exports the policy after ``steps`` steps; waits for the export before it, and for the last one, since the run ends behind it.
+
+        A collective. Raises DeadlineExceeded.
+        """
         if (path := self._target(steps)) is None:
             return
         self.finish()
@@ -42,7 +45,7 @@ class PolicyExporter:
             self._writing = self._actor.start_export(path, steps)
         except (OSError, runtime.PeerFailed) as error:  # on all ranks: they prepare the directory together
             self._tell(error)
-        if not self._config.trainer.async_save:
+        if not self._config.trainer.async_save or steps == self._config.rollout.num_rollout:
             self.finish()
 
     def write_missing(self, steps: int) -> None:

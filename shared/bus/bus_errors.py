@@ -10,7 +10,7 @@ import nats.js.errors
 import structlog
 
 from shared.runtime import addresses
-from shared.runtime.errors import MyxoError
+from shared.runtime.errors import MyxoError, ServerUnreachable
 
 ATTEMPT_SECONDS = 3.0  # The seconds that one attempt at a publish or request may take before the next one, within the caller's deadline
 UNCONFIRMED_ATTEMPTS = 3  # A publish that so many attempts in a row of a connected client have not brought to its stream waits for room
@@ -45,7 +45,7 @@ class Unconfirmed(nats.errors.TimeoutError):
     again, and says nothing to those who publish."""
 
 
-class BusUnreachable(MyxoError):
+class BusUnreachable(ServerUnreachable):
     """No NATS server with JetStream answers at the URL, or it does not let this client in."""
 
 

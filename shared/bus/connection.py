@@ -88,7 +88,7 @@ class NatsClient:
         try:
             await asyncio.wait(either, timeout=deadline, return_when=asyncio.FIRST_COMPLETED)
             if self._hopeless.done():
-                raise BusUnreachable(f"the NATS server at {redacted(self.url)}: {self._hopeless.result()}")
+                raise BusUnreachable(f"the NATS server at {redacted(self.url)}: {self._hopeless.result()}", refused=True)
             if opened.done():
                 return opened.result()
         except (OSError, nats.errors.Error, ValueError) as error:  # what the library does not try again, such as a URL that is none
@@ -249,7 +249,8 @@ class Bus(NatsClient):
         except (MyxoError, nats.js.errors.Error) as error:
             await bus.close()
             refused = isinstance(error, NotPermitted)
-            raise BusUnreachable(str(error) if refused else f"the NATS server at {redacted(url)} has no JetStream ({error})") from error
+            words = str(error) if refused else f"the NATS server at {redacted(url)} has no JetStream ({error})"
+            raise BusUnreachable(words, refused=refused) from error
         await bus._acks.open()
         return bus
 

@@ -54,6 +54,16 @@ class ConfigError(BadInput):
         super().__init__(f"{field} = {shown(value)}: {expected}")
 
 
+class ServerUnreachable(MyxoError):
+    """NATS or the store does not answer. ``refused``: it does, and takes neither this client nor another attempt."""
+
+    fault = INFRASTRUCTURE
+
+    def __init__(self, message: str, *, refused: bool = False) -> None:
+        self.refused = refused
+        super().__init__(message)
+
+
 class Problems(BadInput):
     """Several errors in one input. ``problems``: at least two, in the order in which they are reported."""
 

@@ -23,7 +23,7 @@ import structlog
 
 from shared import __version__
 from shared.bus import runs, streams
-from shared.bus.bus_errors import TRANSIENT, BusUnreachable
+from shared.bus.bus_errors import TRANSIENT
 from shared.bus.connection import Bus
 from shared.bus.registry import MODEL, Registry
 from shared.bus.subjects import RUN_ID, Subjects
@@ -32,7 +32,7 @@ from shared.config.run_config import RunConfig
 from shared.hub import hub_resolve
 from shared.runtime import addresses, exit_codes, failure_summary, http_endpoints, tasks
 from shared.runtime.addresses import http_address, own_address
-from shared.runtime.errors import BadInput, ConfigError, MyxoError
+from shared.runtime.errors import BadInput, ConfigError, MyxoError, ServerUnreachable
 from shared.runtime.safe_files import private_directory
 from shared.runtime.safe_text import say
 from shared.runtime.telemetry import Metrics, configure_logs, declare_metrics, last_error
@@ -40,7 +40,7 @@ from shared.runtime.traces import Traces, trace_settings
 from shared.schema.messages import Message
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.service.activities import Activities
-from shared.store.payload_store import Store, StoreUnreachable
+from shared.store.payload_store import Store
 
 declare_metrics("misplaced_statuses_total | | statuses in the registry that named another service than their key, and were ignored")
 
@@ -298,10 +298,10 @@ def exit_code(name: str, work: Callable[[], None]) -> int:
     log = structlog.get_logger()
     try:
         work()
-    except (BadInput, runs.NoSuchRun, BusUnreachable, StoreUnreachable) as error:
-        say(f"{name}: {error}")
-        return exit_codes.BAD_INPUT
     except MyxoError as error:
+        if isinstance(error, (BadInput, runs.NoSuchRun)) or (isinstance(error, ServerUnreachable) and error.refused):
+            say(f"{name}: {error}")
+            return exit_codes.BAD_INPUT
         log.error("failed", error=str(error), kind=type(error).__name__)
         return exit_codes.FAILED
     except Exception:

@@ -29,7 +29,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from shared.runtime import addresses
 from shared.runtime.back_pressure import RETRY_PAUSE_S, BackPressure
-from shared.runtime.errors import DeadlineExceeded, MyxoError, PayloadMissing
+from shared.runtime.errors import DeadlineExceeded, MyxoError, PayloadMissing, ServerUnreachable
 from shared.schema.digests import blob_limits, check_payload
 from shared.schema.messages import Payload
 from shared.store.blobs import SOCKET_SECONDS, Answer, BlobConnection, Reader, options
@@ -45,7 +45,7 @@ _REFUSED = (AuthenticationError, AuthorizationError, NoPermissionError)  # the f
 _IN_PIPELINE = re.compile(r"^Command # \d+ .* of pipeline caused error: ", re.DOTALL)
 
 
-class StoreUnreachable(MyxoError):
+class StoreUnreachable(ServerUnreachable):
     """No Redis or Valkey answers at the URL, or it does not let this client in."""
 
 
@@ -94,7 +94,7 @@ class Store:
         try:
             await self._retry(deadline, lambda: self._client.ping(), "an answer")
         except StoreRefused as error:
-            raise StoreUnreachable(str(error)) from error
+            raise StoreUnreachable(str(error), refused=True) from error
         except (DeadlineExceeded, RedisError) as error:
             raise StoreUnreachable(f"the store does not answer: {error}") from error
 

@@ -18,7 +18,7 @@ from shared.config.service_sections import KEY_VARIABLE, ingest_key
 from shared.data.tokenizer import Tokenizer
 from shared.process.embedded_servers import EmbeddedValkey
 from shared.runtime.addresses import HttpAddress
-from shared.runtime.errors import ConfigError
+from shared.runtime.errors import ConfigError, DeadlineExceeded
 from shared.runtime.http_endpoints import serving
 from shared.schema import sample
 from shared.schema.ledger import GroupsScored
@@ -222,6 +222,26 @@ async def test_a_group_whose_gateway_died_before_it_was_published_is_in_once_its
     batch = await player.batch(0)
     assert taken in {one.group for one in batch.groups}
     assert (await player.audit()).ok, "the second outcome of the attempt counts for nothing"
+
+
+async def test_a_task_whose_group_was_published_late_is_given_to_no_other(door: NewDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes again once its lease has run out; a second group would count as the same attempt's and be lost."""
+    publish, away = GroupIntake._publish, [DeadlineExceeded("an answer", "the bus", 0.0, "it is tried again")]
+
+    async def published(*given: Any) -> None:
+        if away:
+            raise away.pop()
+        await publish(*given)
+
+    monkeypatch.setattr(GroupIntake, "_publish", published)
+    player, client = await door(rollout={"num_rollout": 1, "max_staleness": 0}, ingest={"ingest_wait": 10.0})
+    assert (await post(client, group("first"))).status_code == 503
+    assert (await post(client, group("first"))).json()["repeated"]
+    answers = [await post(client, group(name)) for name in ("second", "third")]
+    assert [answer.status_code for answer in answers] == [200, 429], "the run admitted two groups"
+    batch = await player.batch(0)
+    stored = [sample.decode(await player.store.read(one.payload))[0].metadata["ingested"] for one in batch.groups]
+    assert sorted(stored) == ["first", "second"]
 
 
 async def test_what_does_not_fit_is_refused_by_its_field_and_takes_no_task(door: NewDoor) -> None:

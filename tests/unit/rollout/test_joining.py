@@ -1,6 +1,13 @@
 """Where a replica takes weights from, situation by situation."""
 
-from services.rollout.weight_catch_up import Situation, choose
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from services.rollout.weight_catch_up import Situation, choose, temporary_directory
 from tests.support.tables import table
 
 NEW, PUSHES, PULLS = -1, True, False
@@ -33,3 +40,15 @@ CASES = {
 def test_where_weights_come_from(case: str) -> None:
     join_from, held, live, snapshot, peers, pushes, choice = CASES[case]
     assert choose(join_from, Situation(held, live, snapshot, peers, pushes)) == choice  # type: ignore[arg-type]
+
+
+def test_the_copies_of_processes_that_were_killed_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = temporary_directory()
+    if (child := os.fork()) == 0:
+        (temporary_directory() / "model.safetensors").write_bytes(b"x")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert len(list(tmp_path.iterdir())) == 2
+    (tmp_path / "myxo-weights-of-nobody").mkdir()
+    assert set(tmp_path.iterdir()) == {own, temporary_directory(), tmp_path / "myxo-weights-of-nobody"}
