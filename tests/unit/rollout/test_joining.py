@@ -51,4 +51,5 @@ def test_the_copies_of_processes_that_were_killed_go(tmp_path: Path, monkeypatch
     os.waitpid(child, 0)
     assert len(list(tmp_path.iterdir())) == 2
     (tmp_path / "myxo-weights-of-nobody").mkdir()
-    assert set(tmp_path.iterdir()) == {own, temporary_directory(), tmp_path / "myxo-weights-of-nobody"}
+    other = temporary_directory()
+    assert set(tmp_path.iterdir()) == {own, other, tmp_path / "myxo-weights-of-nobody"}
