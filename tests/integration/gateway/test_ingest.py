@@ -25,7 +25,7 @@ from shared.schema.ledger import GroupsScored
 from shared.schema.messages import Batch
 from shared.service import service_base
 from shared.service.service_base import Service
-from tests.integration.buffer.conftest import Served, new_run, served
+from tests.integration.buffer.conftest import SHORT, Served, new_run, served
 from tests.integration.buffer.player import Player
 from tests.support.gateways import ready_gateway, started_gateway
 from tests.support.waiting import until
@@ -234,7 +234,7 @@ async def test_a_task_whose_group_was_published_late_is_given_to_no_other(door: 
         await publish(*given)
 
     monkeypatch.setattr(GroupIntake, "_publish", published)
-    player, client = await door(rollout={"num_rollout": 1, "max_staleness": 0}, ingest={"ingest_wait": 10.0})
+    player, client = await door(rollout={"num_rollout": 1, "max_staleness": 0}, ingest={"ingest_wait": 10.0}, bus=SHORT)
     assert (await post(client, group("first"))).status_code == 503
     assert (await post(client, group("first"))).json()["repeated"]
     answers = [await post(client, group(name)) for name in ("second", "third")]

@@ -1,5 +1,6 @@
 """The supervisor with real processes: kill -9, restarts, exit codes, and what a dead service leaves running."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from rich.console import Console
 from myxo.launch.node_launch import NodeLaunch
 from myxo.launch.service_plan import ServiceSpec
 from myxo.launch.supervisor import BackOff, FrozenServices, StopReason, Supervisor
+from myxo.run.run_access import GivenServers
 from myxo.run.run_directory import RunDirectory
 from shared.bus import runs
 from shared.bus.connection import Bus
@@ -20,6 +22,7 @@ from shared.bus.subjects import Subjects
 from shared.process.child_process import ChildProcess
 from shared.process.embedded_servers import EmbeddedNats
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
+from shared.store.payload_store import Store
 from shared.view.run_view import RESTARTED
 from tests.integration.myxo.command import wait_for
 from tests.support.run_config import run_config
@@ -72,14 +75,18 @@ def ticks_until(supervisor: Supervisor, condition: Callable[[], object]) -> Stop
 
 
 async def test_restarts_on_a_further_node_are_published(
-    supervise: Callable[..., Supervisor], bus: Bus, nats: EmbeddedNats, run_name: str, tmp_path: Path
+    supervise: Callable[..., Supervisor], bus: Bus, store: Store, nats: EmbeddedNats, run_name: str, tmp_path: Path
 ) -> None:
+    """Deaths while the store is away are excused there, as on the first node."""
     config = run_config(tmp_path, run={"name": run_name})
     await runs.create(bus, config, None)
     supervisor = supervise(spec(BRIEF, "trainer-node-1"))
     assert ticks_until(supervisor, lambda: supervisor.restarted) is None
-    launch = NodeLaunch(config, RunDirectory(config.run.root), nats.url, 1, Console())
-    assert await launch._look(bus, supervisor) == (runs.RUNNING, 0) and supervisor.restarted == []
+    launch = NodeLaunch(config, RunDirectory(config.run.root), GivenServers(nats.url, "redis://127.0.0.1:1"), 1, Console())
+    assert await launch._look(bus, store, supervisor) == (runs.RUNNING, 0) and supervisor.restarted == []
+    assert launch._away < 0
+    async with contextlib.aclosing(Store("redis://127.0.0.1:1")) as away:
+        assert await launch._look(bus, away, supervisor) == (runs.RUNNING, 0) and launch._away > 0
     names = Subjects(run_name)
     told = await bus.js.get_last_msg(names.events_stream, names.event("service", RESTARTED))
     assert ServiceEvent.decode(told.data or b"").instance == "trainer-node-1"
