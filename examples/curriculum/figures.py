@@ -7,7 +7,7 @@ import argparse
 from collections import defaultdict
 from pathlib import Path
 
-from shared.data.adaptive_level import LEVEL
+from shared.data.reasoning_gym_source import LEVEL
 from shared.data.rollout_files import DIRECTORY, RolloutReader
 from shared.schema.ledger import group_number
 

@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 from shared.config.run_config import RunConfig
-from shared.data.adaptive_level import LEVEL, AdaptiveLevel
+from shared.data.reasoning_gym_source import LEVEL, AdaptiveLevel
 
 MOST_DIGITS = 3
 

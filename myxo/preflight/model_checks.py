@@ -19,10 +19,9 @@ from shared.data.chat_template import read_variables
 from shared.data.tokenizer import Tokenizer
 from shared.model import architecture_flags, hf_checkpoint
 from shared.model.architecture import Architecture
-from shared.model.architecture_flags import contradictions, described_shape
+from shared.model.architecture_flags import contradictions, described_shape, is_own_module
 from shared.model.engine_plan import EngineLayout
 from shared.model.families import read_architecture
-from shared.model.named_layers import is_own_module
 from shared.model.parallel_layout import ParallelLayout, division_problems
 from shared.model.quantization import Quantization, quantization_in_engines, quantization_of, split_problems
 from shared.model.tensor_table import hf_tensors, megatron_parameters

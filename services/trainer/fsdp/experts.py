@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate, _grouped_linear
 
-from services.trainer.fsdp.exchanges import copied, gathered, own_sum, rows_of_all, summed
+from services.trainer.fsdp.all_ranks import copied, gathered, own_sum, rows_of_all, summed
 from services.trainer.fsdp.fused_layers import weighted_gate
 from services.trainer.packing import PackedBatch
 from services.trainer.parallel.expert_rows import rows_of_tokens, sums_of_rows

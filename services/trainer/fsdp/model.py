@@ -24,11 +24,10 @@ from services.trainer.fsdp import all_ranks, experts, packed_attention
 from services.trainer.fsdp.adapters import MARK, adapters_of, attach, peft_name
 from services.trainer.fsdp.experts import RoutingReplay
 from services.trainer.fsdp.fused_layers import compile_layers, compute_in_float8, fuse
-from services.trainer.fsdp.packed_attention import Sequences
+from services.trainer.fsdp.packed_attention import ContextPart, Sequences, TokenRows, mapped
 from services.trainer.fsdp.picture_inputs import MediaInputs
 from services.trainer.fsdp.shards import box_of, is_first_copy, local, mark, shard_of, whole_shape
 from services.trainer.fsdp.split_layers import SplitLayers, split
-from services.trainer.fsdp.token_rows import ContextPart, TokenRows, mapped
 from services.trainer.fsdp.weight_loading import attention, fill, materialize, skeleton
 from services.trainer.packing import PackedBatch
 from services.trainer.parallel import DEVICE_TYPE

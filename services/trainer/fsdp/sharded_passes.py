@@ -14,7 +14,7 @@ from torch import Tensor
 
 from services.trainer.fsdp import all_ranks
 from services.trainer.fsdp.model import FsdpModel, Read
-from services.trainer.fsdp.token_rows import TokenRows
+from services.trainer.fsdp.packed_attention import TokenRows
 from services.trainer.packing import PackedBatch
 from services.trainer.parallel.loss_function import BadLoss, LossFunction, MicroBatchesFailed, applied, asked_ids, read_head, reduce_reports
 from services.trainer.parallel.runtime import anywhere, device

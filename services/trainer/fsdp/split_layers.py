@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from services.trainer.fsdp import all_ranks
-from services.trainer.fsdp.exchanges import copied, own_part, share, summed
+from services.trainer.fsdp.all_ranks import copied, own_part, share, summed
 from services.trainer.fsdp.experts import Exchange, experts_of
 from services.trainer.fsdp.shards import Split
 from shared.model.parallel_layout import ParallelLayout

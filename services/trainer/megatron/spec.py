@@ -43,17 +43,15 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from services.trainer.megatron.attention import PackedCausalAttention
+from services.trainer.megatron.attention import ChosenKeysAttention, PackedCausalAttention, SparseLatentAttention
 from services.trainer.megatron.expert_balance import BalancedRouter
 from services.trainer.megatron.hf_weights import numbered_chunks, weights_of
 from services.trainer.megatron.linear_attention import PackedGatedDeltaNet
 from services.trainer.megatron.moe import GroupedExperts, ReplayedLayer, ReplayedMoELayer
-from services.trainer.megatron.sparse_attention import ChosenKeysAttention, SparseLatentAttention
 from services.trainer.parallel.runtime import device
 from shared.hooks.loading import load_object
 from shared.model.architecture import Architecture
-from shared.model.architecture_flags import flags_of
-from shared.model.named_layers import FIELD
+from shared.model.architecture_flags import FIELD, flags_of
 from shared.model.tensor_table import layer_rows
 from shared.runtime.errors import ConfigError
 

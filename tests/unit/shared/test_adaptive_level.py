@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shared.config.data_sections import CurriculumSection
-from shared.data.adaptive_level import LEVEL, MOVES, AdaptiveLevel
+from shared.data.reasoning_gym_source import LEVEL, MOVES, AdaptiveLevel
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 from tests.support.tables import table

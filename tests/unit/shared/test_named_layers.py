@@ -2,8 +2,8 @@
 
 import pytest
 
-from shared.model import named_layers
-from shared.model.named_layers import is_own_module
+from shared.model import architecture_flags
+from shared.model.architecture_flags import is_own_module
 from shared.runtime.errors import ConfigError
 from tests.support.tables import table
 
@@ -37,13 +37,13 @@ def test_a_users_module_is_told_from_what_the_family_has(spec: tuple[str, ...], 
     ],
 )
 def test_layers_that_are_not_here_are_refused(spec: tuple[str, ...], model_type: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(named_layers, "has_engine", lambda: False)
+    monkeypatch.setattr(architecture_flags, "has_engine", lambda: False)
     with pytest.raises(ConfigError, match=f"trainer.spec.*{words}"):
         is_own_module(spec, model_type, {})
 
 
 def test_layers_of_transformer_engine_go_with_its_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(named_layers, "has_engine", lambda: True)
+    monkeypatch.setattr(architecture_flags, "has_engine", lambda: True)
     assert not is_own_module(ENGINE_SPEC, "qwen3", {"transformer_impl": "transformer_engine"})
     with pytest.raises(ConfigError, match="transformer_engine for trainer.megatron.transformer_impl"):
         is_own_module(ENGINE_SPEC, "qwen3", {})

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.trainer.megatron import sparse_attention
+from services.trainer.megatron import attention
 from services.trainer.megatron.packed_sequences import least_saved
 from shared.config.engine_limits import unequal_context_problem
 from shared.config.trainer_section import TrainerSection
@@ -45,8 +45,8 @@ def log_probs(directory, seqs):
 
 
 def test_a_pack_in_chunks_has_the_gradients_of_its_sequences(make_actor, monkeypatch):
-    monkeypatch.setattr(sparse_attention, "QUERIES", 5)
-    monkeypatch.setattr(sparse_attention, "SCORES", 1000)  # a few queries of 16 heads
+    monkeypatch.setattr(attention, "QUERIES", 5)
+    monkeypatch.setattr(attention, "SCORES", 1000)  # a few queries of 16 heads
     model, seqs = make_actor(KIND), [torch.arange(5), *sequences(6, longest=40), torch.arange(6)]
     packed = gradients(model, pack(seqs), rank_steps.weighted_loss, need_entropy=True)
     monkeypatch.undo()
