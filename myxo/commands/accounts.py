@@ -13,11 +13,11 @@ import nats
 import redis
 from rich.console import Console
 
-from shared.accounts.credentials import AUTHORITY, NATS, REDIS, REDIS_URL, Deployment, ServerAddress, admit, make, revoke
+from shared.accounts.credentials import AUTHORITY, NATS, REDIS, REDIS_URL, Deployment, admit, make, revoke
 from shared.accounts.permissions import ADMISSION, MEMORY, OPERATOR, NatsSettings, RedisSettings, redis_user, replica_rights
 from shared.bus.subjects import RUN_ID
 from shared.runtime import exit_codes
-from shared.runtime.addresses import trusted
+from shared.runtime.addresses import HttpAddress, trusted
 from shared.runtime.errors import ConfigError
 
 SERVER_SECONDS = 15.0  # time in which a running server has to take a change
@@ -130,7 +130,7 @@ async def _reload(url: str, authority: str | None) -> None:
         raise ValueError(answer["error"].get("description", answer["error"]))
 
 
-def address(flag: str, text: str) -> ServerAddress:
+def address(flag: str, text: str) -> HttpAddress:
     """Reads ``host:port``, or with brackets ``[IPv6]:port``. Raises ConfigError for the flag."""
     try:
         parts = urlsplit(f"//{text}")
@@ -139,4 +139,4 @@ def address(flag: str, text: str) -> ServerAddress:
         host, port = None, None
     if not host or not port or "@" in text or parts.path or parts.query:
         raise ConfigError(flag, text, "expected HOST:PORT, for example nats:4222")
-    return ServerAddress(host, port)
+    return HttpAddress(host, port)

@@ -18,9 +18,8 @@ from rich.console import Console
 from yarl import URL
 
 from myxo.commands.accounts import address
-from shared.accounts.credentials import ServerAddress
 from shared.runtime import exit_codes
-from shared.runtime.addresses import CA_VARIABLE, authorities, trusted
+from shared.runtime.addresses import CA_VARIABLE, HttpAddress, authorities, trusted
 from shared.runtime.errors import ConfigError
 from shared.runtime.tasks import until_one_ends
 
@@ -76,7 +75,7 @@ def link(parsed: argparse.Namespace, console: Console) -> int:
 
 
 async def _serve(
-    at: ServerAddress, servers: Mapping[str, ServerAddress], objects: ServerAddress | None, context: ssl.SSLContext, console: Console
+    at: HttpAddress, servers: Mapping[str, HttpAddress], objects: HttpAddress | None, context: ssl.SSLContext, console: Console
 ) -> None:
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=60.0)
     async with aiohttp.ClientSession(auto_decompress=False, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
@@ -94,7 +93,7 @@ async def _serve(
             await runner.cleanup()
 
 
-async def _tunnel(servers: Mapping[str, ServerAddress], open_: set[object], request: web.Request) -> web.StreamResponse:
+async def _tunnel(servers: Mapping[str, HttpAddress], open_: set[object], request: web.Request) -> web.StreamResponse:
     if (server := servers.get(request.match_info["server"])) is None:
         raise web.HTTPNotFound
     if len(open_) >= MOST_CONNECTIONS:
@@ -116,7 +115,7 @@ async def _tunnel(servers: Mapping[str, ServerAddress], open_: set[object], requ
     return frames
 
 
-async def _forward(session: aiohttp.ClientSession, objects: ServerAddress, request: web.Request) -> web.StreamResponse:
+async def _forward(session: aiohttp.ClientSession, objects: HttpAddress, request: web.Request) -> web.StreamResponse:
     headers = [(name, value) for name, value in request.headers.items() if name.lower() not in _HOP]
     url = URL(f"http://{objects}{request.raw_path}", encoded=True)
     answer: web.StreamResponse | None = None
@@ -137,7 +136,7 @@ async def _forward(session: aiohttp.ClientSession, objects: ServerAddress, reque
         raise web.HTTPBadGateway from error
 
 
-async def _attach(hub: URL, servers: Mapping[str, ServerAddress], context: ssl.SSLContext, console: Console) -> None:
+async def _attach(hub: URL, servers: Mapping[str, HttpAddress], context: ssl.SSLContext, console: Console) -> None:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         connect = partial(session.ws_connect, ssl=context, heartbeat=HEARTBEAT_S, max_msg_size=4 * PIECE_BYTES)
         try:

@@ -34,6 +34,7 @@ from shared.accounts.permissions import (
     replica_rights,
     rights,
 )
+from shared.runtime.addresses import HttpAddress
 from shared.runtime.errors import ConfigError, MyxoError
 from shared.runtime.safe_files import replace_file
 
@@ -51,17 +52,6 @@ PASSWORD_BYTES = 32
 
 
 @dataclass(frozen=True)
-class ServerAddress:
-    """The address at which services reach a server."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-@dataclass(frozen=True)
 class Deployment:
     """The servers and the run that accounts are made for.
 
@@ -71,8 +61,8 @@ class Deployment:
     """
 
     run: str
-    nats: ServerAddress
-    redis: ServerAddress
+    nats: HttpAddress
+    redis: HttpAddress
     tls: bool = False
     nats_settings: NatsSettings | None = None
     redis_settings: RedisSettings | None = None

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
+from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, model_validator
 
-from shared.config.rollout_section import GENERATORS, Command, Roles
+from shared.config.rollout_section import GENERATORS, Command, ConfigTable, Roles
 from shared.config.section import MUTABLE, Rule, Section, hook
 from shared.data import data_files
 from shared.data.data_files import DataFile
-from shared.runtime.errors import nearest
 from shared.schema.message import MAX_SAMPLES
 
 NAME = r"^[A-Za-z0-9_-]{1,64}$"  # The pattern of a set's name: it is part of its groups' ids, whose parts dots divide
@@ -29,10 +28,8 @@ _FileList = Annotated[
 ]
 
 
-class EvalSet(BaseModel):
+class EvalSet(ConfigTable):
     """One set of held-out prompts."""
-
-    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
 
     name: str = Field(pattern=NAME, description="name in figures and group ids: letters, digits, '-' and '_'")
     path: _FileList = Field(description="its files, JSONL or Parquet, or parts PATH@[start:stop] of them")
@@ -102,14 +99,9 @@ def _tables(value: Any) -> Any:
     """Reads ``sets``: tables, or JSON text of them, as a flag gives it. Raises ValueError."""
     items = value if isinstance(value, list) else [value]
     try:
-        tables = [json.loads(item) if isinstance(item, str) else item for item in items]
+        return [json.loads(item) if isinstance(item, str) else item for item in items]
     except json.JSONDecodeError as error:
         raise ValueError(f"expected tables [[eval.sets]], or JSON objects as words of a flag: {error}") from None
-    valid = list(EvalSet.model_fields)
-    for index, table in enumerate(tables):
-        if isinstance(table, dict) and (unknown := [name for name in table if name not in valid]):
-            raise ValueError(f"set {table.get('name', index)!r}: unknown key {unknown[0]}; {nearest(unknown[0], valid)}")
-    return tables
 
 
 _AsPairs = PlainSerializer(

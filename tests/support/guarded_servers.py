@@ -3,9 +3,10 @@
 import tempfile
 from pathlib import Path
 
-from shared.accounts.credentials import NATS_URL, REDIS_URL, Deployment, ServerAddress, make
+from shared.accounts.credentials import NATS_URL, REDIS_URL, Deployment, make
 from shared.accounts.permissions import NatsSettings, RedisSettings
 from shared.process.embedded_servers import EmbeddedServer, free_port, nats_binary, valkey_binary
+from shared.runtime.addresses import HttpAddress
 
 
 class GuardedNats(EmbeddedServer):
@@ -54,8 +55,8 @@ class GuardedServers:
         nats_port, redis_port = free_port(), free_port()
         self.deployment = Deployment(
             run,
-            ServerAddress(host, nats_port),
-            ServerAddress(host, redis_port),
+            HttpAddress(host, nats_port),
+            HttpAddress(host, redis_port),
             tls=tls,
             nats_settings=NatsSettings(f"0.0.0.0:{nats_port}", f"127.0.0.1:{free_port()}", str(directory / "nats")),
             redis_settings=RedisSettings(host, redis_port, str(self.socket), str(directory / "valkey")),

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from shared.accounts.credentials import Deployment, ServerAddress, make, write
+from shared.accounts.credentials import Deployment, make, write
 from shared.accounts.permissions import ROLES
+from shared.runtime.addresses import HttpAddress
 from shared.runtime.errors import ConfigError
 from tests.support.tables import table
 
-PLACE = (ServerAddress("nats", 4222), ServerAddress("redis", 6379))
+PLACE = (HttpAddress("nats", 4222), HttpAddress("redis", 6379))
 PLAIN, ENCRYPTED = Deployment("demo", *PLACE), Deployment("demo", *PLACE, tls=True)
 
 
@@ -62,7 +63,7 @@ def test_a_second_call_changes_nothing_and_says_so(tmp_path: Path) -> None:
 def test_another_run_and_encryption_take_effect_and_passwords_stay(tmp_path: Path) -> None:
     make(tmp_path, PLAIN)
     before = passwords(tmp_path)
-    make(tmp_path, Deployment("other", ServerAddress("10.0.0.1", 4333), ServerAddress("::1", 6380), tls=True))
+    make(tmp_path, Deployment("other", HttpAddress("10.0.0.1", 4333), HttpAddress("::1", 6380), tls=True))
     found = files(tmp_path)
     assert passwords(tmp_path) == before
     assert found["trainer/nats_url"].startswith("tls://trainer.other:") and found["trainer/nats_url"].endswith("@10.0.0.1:4333\n")

@@ -142,7 +142,7 @@ def test_a_set_wins_over_eval_and_that_over_the_run(tmp_path: Path) -> None:
         ({"eval_prompt_data": ["a.jsonl", "b.jsonl"]}, "eval.eval_prompt_data", "'a.jsonl' stands where a set's name should"),
         ({"eval_prompt_data": ["a", "b", "c"]}, "eval.eval_prompt_data", "3 words are no pairs"),
         ({"eval_prompt_data": "a.jsonl*2"}, "eval.eval_prompt_data", "has a weight"),
-        ({"sets": [{"name": "a", "path": "p", "temprature": 1}]}, "eval.sets", "did you mean temperature"),
+        ({"sets": [{"name": "a", "path": "p", "temprature": 1}]}, "eval.sets.a", "did you mean temperature"),
         ({"sets": [{"name": "a", "path": "p", "temperature": -1}]}, "eval.sets.a.temperature", "greater than or equal to 0"),
         ({"sets": [{"name": "a.b", "path": "p"}]}, "eval.sets.0.name", "pattern"),
         ({"sets": [{"path": "p"}]}, "eval.sets.0.name", "required"),
