@@ -92,7 +92,13 @@ def history(groups: int) -> Iterator[LedgerRecord]:
 
 def _scored(chance: random.Random, name: str, version: int, at: float) -> ScoredGroup:
     metas = [
-        SampleMeta(tokens=chance.randrange(20, 1024), oldest=max(0, version - 1), newest=version, finish=chance.choice(("stop", "length")))
+        SampleMeta(
+            tokens=(length := chance.randrange(20, 1024)),
+            trained=length,
+            oldest=max(0, version - 1),
+            newest=version,
+            finish=chance.choice(("stop", "length")),
+        )
         for _ in range(SAMPLES)
     ]
     return ScoredGroup(

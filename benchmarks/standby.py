@@ -111,7 +111,7 @@ def ledger(records: int) -> Iterator[LedgerRecord]:
     for step in range(last + 1):
         names = [group_id_of(step * GROUPS + number) for number in range(GROUPS)]
         now = time.time()
-        samples, rewards = [SampleMeta(tokens=16, oldest=step, newest=step, finish="stop")] * SAMPLES, [0.0] * SAMPLES
+        samples, rewards = [SampleMeta(tokens=16, trained=16, oldest=step, newest=step, finish="stop")] * SAMPLES, [0.0] * SAMPLES
         for name in names:
             payload = Payload(keys=[f"test:group:{name}:0:0"], bytes=1000)
             scored = ScoredGroup(

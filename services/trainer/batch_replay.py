@@ -40,6 +40,13 @@ laid over the config as by `myxo up`, --deterministic among them."""
 CONFIG_VARIABLE = "MYXO_REPLAY_CONFIG"  # the environment variable with the path of the config that the launcher has written for its ranks
 TRAIN_ONLY = "--train-only"  # the first word where the config is that of a run, checked, and not of a replay
 
+OTHERS: dict[str, dict[str, Any]] = {
+    "trainer": {"save": None, "save_hf": None},
+    "debug": dict.fromkeys(["save_debug_rollout_data", "save_debug_train_data", "dump_details", "memory_snapshot_dir"]),
+    "monitoring": {"use_wandb": False, "wandb_dir": None},
+}
+"""What a run writes besides its directory, as it stands in a replay that has no such flag of its own."""
+
 
 class ReplayClient:
     """A stand-in for rank 0's `ControlClient`: batches come from files, and reports are printed.
@@ -111,12 +118,11 @@ def replayed(config: RunConfig, template: str, steps: list[int]) -> RunConfig:
     if missing:
         raise ConfigError(DUMPS, f"no file of step {missing[0]}", f"every step from 0 to {steps[-1]}")
     directory, updates = config.run.root.with_name(f"{config.run.name}-replay"), rollout.num_rollout * trainer.num_steps_per_rollout
-    unset = {"save_debug_rollout_data": None, "dump_details": None, "debug_rollout_only": False}
     return config.with_fields(
         run={"dir": directory.parent, "name": directory.name},
         rollout={"num_rollout": len(steps)},
-        trainer={"lr_decay_iters": trainer.decay_steps(updates) or None, "save": None},
-        debug={**unset, "load_debug_rollout_data": template},
+        trainer={"lr_decay_iters": trainer.decay_steps(updates) or None},
+        debug={"debug_rollout_only": False, "load_debug_rollout_data": template},
     )
 
 
@@ -162,13 +168,17 @@ def _replay(arguments: list[str]) -> RunConfig:
 def replay_config(path: Path, given: dict[str, dict[str, Any]]) -> RunConfig:
     """Returns the config of a file, or the one that a run's directory keeps, with flags over it. It writes nowhere but in its directory
     unless a flag says so. Raises ConfigError, or Problems."""
-    given = over({"trainer": {"save_hf": None}, "debug": {"save_debug_train_data": None}}, given)
+    if save := given.get("trainer", {}).get("save"):
+        raise ConfigError("--save", save, "none: each replay begins anew, and keeps its checkpoints in its directory")
     if not path.is_dir():
-        return config_reading.load(path, given)
-    frozen = runs.frozen(path)
-    if frozen is None:
+        config = config_reading.load(path, given)
+    elif (frozen := runs.frozen(path)) is not None:
+        config = config_reading.parse(over(frozen.model_dump(mode="json", exclude_unset=True), given))
+    else:
         raise ConfigError("CONFIG", str(path), f"a config, or a run's directory with its {runs.FROZEN}")
-    return config_reading.parse(over(frozen.model_dump(mode="json", exclude_unset=True), given))
+    for section, fields in OTHERS.items():
+        config = config.with_fields(**{section: {name: fields[name] for name in fields.keys() - given.get(section, {}).keys()}})
+    return config
 
 
 def rank() -> None:

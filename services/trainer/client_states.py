@@ -190,10 +190,8 @@ class ClientStates:
             raise ClientRefused(f"{directory.name}: has rank and parts {saved}, and {client} {own}; begin a client from that state")
         with runtime.together(f"reading {directory}"):
             tensors = load_file(directory / f"rank-{runtime.rank()}.safetensors")
-        if len(tensors) != len(self._live()):
-            raise ClientRefused(
-                f"{directory.name}: lacks tensors; an earlier release saved no scales of an optimizer's 8 and 16-bit states"
-            )
+        if runtime.anywhere(len(tensors) != len(self._live())):
+            raise ClientRefused(f"{directory.name}: lacks tensors; an earlier release saved no scales of moments in 8 and 16 bits")
         self._leave()
         state = ClientState(marker["seed"], marker["rank"], marker["parts"], marker["updates"], number=marker["number"])
         self._lay([tensors[name] for name in sorted(tensors)], state.updates)

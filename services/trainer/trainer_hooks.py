@@ -180,7 +180,7 @@ def postprocessed(custom: CustomFunctions, batch: TrainBatch) -> TrainBatch:
 
 
 def _changed(custom: CustomFunctions, batch: TrainBatch, field: str, values: Sequence[Tensor]) -> TrainBatch:
-    if field in ("returns", "values"):
+    if field in ("returns", "values") and "values" in batch.packed[0].fields:
         raise custom.refused(POSTPROCESS, f"{field} changed: the critic makes its own")
     return batch.with_values(field, values)
 

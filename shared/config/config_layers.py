@@ -13,8 +13,10 @@ and what is no field for the user's functions. Its ``eval_config`` holds the tab
 what neither gives, the flags.
 """
 
+import json
 import re
 import tomllib
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -54,6 +56,10 @@ def known_fields(values: dict[str, Any]) -> Known:
             others = _without_slimes(section, fields, found, renamed)
             found.values[section] = {key: value for key, value in others.items() if key in section_model(section).model_fields}
             found.problems.extend(_unknown(section, key, value) for key, value in others.items() if key not in found.values[section])
+    run = found.values.get("run", {})
+    if isinstance(text := run.get("custom_args"), str):  # a table with a null, which TOML has not
+        with suppress(ValueError):  # its field's own check refuses it
+            run["custom_args"] = json.loads(text)
     megatron = found.values.get("trainer", {}).pop("megatron", None)
     if isinstance(megatron, dict):
         try:

@@ -3,13 +3,13 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from shared.config.environment_variables import VARIABLE
 from shared.config.rollout_section import MODEL_NAME
-from shared.config.section import MUTABLE, Rule, Section, hook
+from shared.config.section import MUTABLE, FreeTable, Rule, Section, hook
 from shared.environment import environment_url as address
 from shared.rewards.names import GIVEN, QUEUES, VERIFIERS, queue_of
 from shared.runtime.errors import nearest
@@ -110,7 +110,7 @@ class RewardSection(Section):
     )
     judge_model: str | None = Field(default=None, description="the judge's model, as its endpoint calls it; of a frozen model its own name")
     judge_prompt: str = Field(default=JUDGE_PROMPT, description="what the judge is asked, with {prompt}, {response} and {label} in it")
-    judge_sampling: dict[str, Any] = Field(
+    judge_sampling: FreeTable = Field(
         default={"temperature": 0.0, "max_tokens": 1024}, description="more fields of the request to the judge"
     )
     judge_pattern: str = Field(

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
-from shared.config.section import HOOK, MUTABLE, RECORDED, Rule, Section, Words, hook
+from shared.config.section import HOOK, MUTABLE, RECORDED, FreeTable, Rule, Section, Words, hook
 from shared.config.sglang_flags import plain_name
 from shared.config.speculation import Speculation, speculates
 from shared.environment import environment_url as address
@@ -209,9 +209,7 @@ class RolloutSection(Section):
         ),
         Rule(
             ("agent", "agent_command"),
-            lambda rollout, given: (
-                given and any(getattr(rollout, name) for name in ("custom_generate_function_path", "rollout_function_path"))
-            ),
+            lambda rollout, given: given and (rollout.custom_generate_function_path or rollout.rollout_function_path),
             "only one of agent, agent_command, custom_generate_function_path and rollout_function_path can generate",
         ),
         Rule(
@@ -332,7 +330,7 @@ class RolloutSection(Section):
     )
     agent_cpus: float = Field(default=1.0, gt=0, description="processors of each of these containers", **MUTABLE)
     agent_processes: int = Field(default=256, ge=4, description="processes and threads of each of these containers at once", **MUTABLE)
-    agent_options: dict[str, Any] = Field(default={}, description="what an agent is told besides its task, as options of its data")
+    agent_options: FreeTable = Field(default={}, description="what an agent is told besides its task, as options of its data")
     agent_service: Command = Field(
         default=[],
         description="command line of a server that agents speak to, such as one at agent_options.url: `myxo up` starts it beside the run, "
@@ -501,14 +499,8 @@ class RolloutSection(Section):
         if own is not None:
             groups = own.groups or [EngineGroup(replicas=own.replicas, num_gpus_per_engine=own.num_gpus_per_engine)]
             return [group.model_copy(update={"sglang": flags_over(own.sglang, group.sglang)}) for group in groups]
-        alike = EngineGroup.model_construct(
-            worker_type="regular",
-            num_gpus=self.rollout_replicas * self.rollout_num_gpus_per_engine,
-            replicas=self.rollout_replicas,
-            num_gpus_per_engine=self.rollout_num_gpus_per_engine,
-            sglang={},
-        )
-        return self.engine_groups or [alike]
+        alike = {"replicas": self.rollout_replicas, "num_gpus_per_engine": self.rollout_num_gpus_per_engine}
+        return self.engine_groups or [EngineGroup(**alike)]
 
     def engines(self, model: str = "") -> list[EngineGroup]:
         """Returns those of `groups_of` that have engines."""

@@ -1,10 +1,11 @@
 """The base of the sections of a run's config: fields, and rules about combinations of them."""
 
+import json
 from collections.abc import Callable, Iterator
 from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
 MUTABLE: dict[str, Any] = {"json_schema_extra": {"mutable": True}}  # Marks fields that may change when a run is resumed
 
@@ -20,6 +21,12 @@ LARGEST_SEED = 2**31 - 1  # The largest seed: random generators take 32 bits, an
 def hook(purpose: str) -> Any:
     """Returns the field of a path to a custom function. ``purpose``: what the function does, as a relative clause."""
     return Field(default=None, pattern=HOOK, description=f"package.module:function, or with a dot before it, {purpose}")
+
+
+FreeTable = Annotated[
+    dict[str, Any], AfterValidator(lambda table: json.dumps(table, default=str, skipkeys=True, allow_nan=False) and table)
+]
+"""A table of the user's own keys, without NaN and infinities: services get the config as JSON, where these are null."""
 
 
 class Words(NamedTuple):

@@ -1,17 +1,16 @@
 """The run's place, its services and their limits, and its halves alone: [run], [bus], [store], [gateway], [ingest], [console],
 [monitoring], [sandbox], [tinker] and [debug]."""
 
-import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from shared.bus.subjects import RUN_ID
-from shared.config.section import MUTABLE, Rule, Section, hook
+from shared.config.section import MUTABLE, FreeTable, Rule, Section, hook
 from shared.runtime.errors import ConfigError
 from shared.sandbox.program import SandboxKind, SandboxLimits, SandboxSettings
 
@@ -45,9 +44,7 @@ class RunSection(Section):
         description="YAML file of values that stand over all but the roles' own: fields of any section, the rest goes into custom_args",
         **MUTABLE,
     )
-    custom_args: Annotated[dict[str, Any], BeforeValidator(lambda given: json.loads(given) if isinstance(given, str) else given)] = Field(
-        default={}, description="attributes that your own functions find in args, besides the config's fields"
-    )
+    custom_args: FreeTable = Field(default={}, description="attributes that your own functions find in args, besides the config's fields")
 
     @property
     def root(self) -> Path:

@@ -193,10 +193,8 @@ def _bisection(found: Symptoms, config: RunConfig) -> str:
 
 def mismatch_remedy(config: RunConfig, bisection: str) -> str:
     """Returns what to do where engine and trainer differ, by the engines' precision. ``bisection``: the command that finds the cause."""
-    form, cache = (
-        FORMATS.get(config.rollout.rollout_precision) or entry_format(config.model.hf_checkpoint),
-        config.rollout.engine_flags.get("kv-cache-dtype", "auto"),
-    )
+    form = FORMATS.get(config.rollout.rollout_precision) or entry_format(config.model.hf_checkpoint)
+    cache = config.rollout.engine_flags.get("kv-cache-dtype", "auto")
     limited = "use_tis, which is on, limits the harm" if config.algorithm.correction == "decoupled" else "use_tis limits the harm"
     if form is not None and form.bits == 4 and not config.trainer.rounds_weights:
         return f"engines sample by 4-bit weights: quantization_aware has the trainer compute with the same ones; {limited} meanwhile."
@@ -258,17 +256,19 @@ def _entropy(metrics: Sequence[Mapping[str, float]]) -> Iterator[Alarm]:
 
 
 def _rewards(found: Symptoms, config: RunConfig) -> Iterator[Alarm]:
-    """A reward that teaches nothing over the whole run; where teachers do instead, none is raised."""
-    if any((config.algorithm.use_opd, config.algorithm.loss_type == "sft_loss")):
+    """A reward that teaches nothing over the whole run; where something else does instead, none is raised."""
+    algorithm, same = config.algorithm, len({reward for step in found.steps for reward in (step.lowest, step.highest)}) == 1
+    others = algorithm.turn_advantage_coef, algorithm.custom_advantage_function_path, algorithm.replaces_rewards
+    if algorithm.use_opd or algorithm.loss_type == "sft_loss" or (same and any(others)):
         return
     run, steps, own, kind = config.run.argument, found.steps, config.reward.custom_rm_path, config.reward.rm_type
     by = f"reward.custom_rm_path = {own}" if own else f"reward.rm_type = {kind or 'that of each prompt'}"
     rewards = [step.reward for step in steps if math.isfinite(step.reward)]
-    if len(steps) >= LEAST_STEPS and len({reward for step in steps for reward in (step.lowest, step.highest)}) == 1 and rewards:
+    if len(steps) >= LEAST_STEPS and same and rewards:
         yield Alarm(
             AlarmKind.SAME_REWARD,
             f"every reward of {len(steps)} steps is {number(steps[0].lowest, '.3g')}",
-            "All advantages are 0: nothing is learned, however long the run continues.",
+            "Nothing is learned from rewards that never differ, however long the run continues.",
             f"Compare responses and labels: forms may differ, or prompts are too hard. `myxo try CONFIG` calls {by}.",
             f"myxo samples {run} --status trained --responses",
         )

@@ -182,9 +182,15 @@ def test_a_postprocess_function_may_not_train_what_was_left_out(
     objective = run_config(tmp_path).algorithm
     (item,) = assemble_all(asyncio.run(stored(valkey.url, run_name, REWARDS)), valkey.url, 1, 1, objective)
     item = inputs(objective, valkey.url).with_advantages(item)
+    ones = [torch.ones_like(mask, dtype=torch.float64) for _, mask in sorted(item.masks().items())]
+    functions, shown = (
+        custom(**{POSTPROCESS: lambda args, rollout_id, data: data["returns"][0].add_(1.0)}),
+        item.with_values("returns", ones),
+    )
+    changed = postprocessed(functions, shown).per_sample("returns")
+    assert changed[0].max() == 2.0 and changed[1].max() == 1.0, "an advantage function's own"
     with pytest.raises(HookFailed, match="returns changed: the critic makes its own"):
-        shown = item.with_values("returns", [torch.ones_like(mask, dtype=torch.float64) for _, mask in sorted(item.masks().items())])
-        postprocessed(custom(**{POSTPROCESS: lambda args, rollout_id, data: data["returns"][0].add_(1.0)}), shown)
+        postprocessed(functions, shown.with_values("values", ones))
     untouched = postprocessed(custom(**{POSTPROCESS: lambda args, rollout_id, data: None}), item)
     assert untouched is item
     less = item.with_masks([torch.zeros_like(mask) for _, mask in sorted(item.masks().items())])

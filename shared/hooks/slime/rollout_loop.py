@@ -302,7 +302,6 @@ async def eval_rollout_single_dataset(args: Any, rollout_id: int, dataset_cfg: A
     prompts = Dataset(
         dataset_cfg.path,
         tokenizer,
-        max_length=dataset_cfg.max_prompt_len,
         prompt_key=dataset_cfg.input_key,
         label_key=dataset_cfg.label_key,
         tool_key=dataset_cfg.tool_key,
@@ -314,7 +313,8 @@ async def eval_rollout_single_dataset(args: Any, rollout_id: int, dataset_cfg: A
     encode, begin = Tokenizer(Path(args.hf_checkpoint)).encode, args.add_special_tokens and not dataset_cfg.apply_chat_template
     for prompt in prompts.samples:
         prompt.tokens = encode(prompt.prompt, begin).tolist() if isinstance(prompt.prompt, str) else []
-    fresh = [_held_out(dataset_cfg, prompt, row * count + index) for row, prompt in enumerate(prompts.samples) for index in range(count)]
+    short = [prompt for prompt in prompts.samples if len(prompt.tokens) <= (dataset_cfg.max_prompt_len or sys.maxsize)]
+    fresh = [_held_out(dataset_cfg, prompt, row * count + index) for row, prompt in enumerate(short) for index in range(count)]
     longest, most = dataset_cfg.max_context_len or sys.maxsize, parameters["max_new_tokens"]
     bounds = [{**parameters, "max_new_tokens": min(most, longest - len(sample.tokens))} for sample in fresh]
     given = await asyncio.gather(*(generate_and_rm(args, *one, evaluation=True) for one in zip(fresh, bounds, strict=True)))

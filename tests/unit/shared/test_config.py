@@ -163,6 +163,8 @@ def test_a_missing_section_is_named(tmp_path: Path) -> None:
         ("rollout", "in_flight_on_push", "drop"),
         ("rollout", "generate_timeout", 0),
         ("rollout", "generate_timeout", math.inf),
+        ("run", "custom_args", {"limits": [1.0, math.inf]}),
+        ("rollout", "agent_options", {"limit": math.nan}),
         ("rollout", "rollout_stop", "text"),
         ("rollout", "sglang", 3),
         ("reward", "rm_type", "deep_scaler"),

@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,15 @@ def test_neither_the_directorys_config_nor_what_is_printed_holds_what_was_plante
     assert sorted(fields) == [*reward, "rollout.agent_options", "run.custom_args"]
     earlier = RunConfig.model_validate_json(written.replace("…@", ""))
     assert runs.differences(earlier, config) == [], "an earlier release left no mark of a URL's user"
+
+
+def test_a_printed_table_with_a_null_is_refused_like_others(tmp_path: Path) -> None:
+    config = run_config(tmp_path, run={"custom_args": {"api_key": "hush", "notes": None}})
+    assert parse(tomllib.loads(config_toml.dump(config))) == config
+    with pytest.raises(ConfigError, match=r"run\.custom_args.*stands for a credential"):
+        parse(tomllib.loads(config_toml.dump(config.shown())))
+    with pytest.raises(ConfigError, match=r"run\.custom_args.*valid dictionary"):
+        parse(config.model_dump(mode="json") | {"run": {"name": "r", "custom_args": "{"}})
 
 
 def test_each_mark_of_a_credential_is_known_and_no_other_ellipsis(tmp_path: Path) -> None:

@@ -183,6 +183,8 @@ def test_a_custom_config_file_stands_over_all_and_its_other_keys_go_to_the_users
     printed.write_text(config_toml.dump(evaluating(config, 3, weights)))
     again = read(printed).config
     assert again is not None and again.run.custom_args == {"max_turns": None}
+    more = read(printed, {"run": {"custom_args": {"other": 2}}}).config
+    assert more is not None and more.run.custom_args == {"max_turns": None, "other": 2}, "as over any table"
     assert (again.rollout.num_rollout, again.model.hf_checkpoint, again.run.name) == (0, weights, "mine-eval-v3"), "it is laid once"
     own.write_text("partial_rollout: true\nmoe_router_dtype: fp32\nmax_turns: 7\n")  # slime's and Megatron's flags too
     config, problems, notes, *_ = read(None, given)

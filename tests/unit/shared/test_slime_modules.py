@@ -239,6 +239,7 @@ async def test_held_out_prompts_are_read_and_bounded_as_their_sets_say_and_exper
     tokenizer.save_pretrained(tmp_path / "model")
     rows = write_jsonl(tmp_path / "held.jsonl", [{"prompt": "1+1=", "label": "2"}, {"prompt": "100+100=", "label": "200"}])
     bounds = {"plain": {}, "short": {"max_prompt_len": 6}, "close": {"max_context_len": 12}, "chat": {"apply_chat_template": True}}
+    bounds["full"] = {"max_context_len": 9}  # 100+100= has 9 tokens with the BOS: there is no room for a response
     sets = [{"name": name, "path": str(rows), **more} for name, more in bounds.items()]
     reward = {"rm_type": "weighted", "reward_weights": {"exact": 1.0}}
     rollout, replay = {"rollout_max_response_len": 5}, {"use_routing_replay": True, "use_rollout_routing_replay": True}
@@ -253,7 +254,8 @@ async def test_held_out_prompts_are_read_and_bounded_as_their_sets_say_and_exper
         args = Arguments(config, num_layers=1, moe_router_topk=2)
         host, port = engine.url.removeprefix("http://").split(":")
         args.point_at(host, int(port))
-        for name, asked in {"plain": [(5, 5), (9, 5)], "short": [(5, 5)], "close": [(5, 5), (9, 3)], "chat": [(23, 5), (27, 5)]}.items():
+        wanted = {"plain": [(5, 5), (9, 5)], "short": [(5, 5)], "close": [(5, 5), (9, 3)], "chat": [(23, 5), (27, 5)], "full": [(5, 4)]}
+        for name, asked in wanted.items():
             engine.asked.clear()
             [one] = [one for one in args.eval_datasets if one.name == name]
             found = (await rollout_loop.eval_rollout_single_dataset(args, 0, one))[name]

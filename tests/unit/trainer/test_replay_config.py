@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 
+from myxo.run import config_toml
 from services.trainer.batch_replay import replay_config, replayed
 from services.trainer.trainer_settings import TrainerSettings
 from shared.bus import runs
 from shared.config import flags
+from shared.config.config_reading import load, parse
+from shared.config.run_config import RunConfig
 from shared.runtime.errors import ConfigError
-from tests.support.run_config import run_config
+from tests.support.run_config import run_config, values
 
 
 def test_a_runs_directory_gives_the_config_that_it_ran_with(tmp_path: Path) -> None:
@@ -30,13 +33,25 @@ def test_a_runs_directory_gives_the_config_that_it_ran_with(tmp_path: Path) -> N
 
 
 def test_a_replay_writes_where_its_run_does_not(tmp_path: Path) -> None:
-    trainer, debug = {"save": "/saved", "save_hf": "/exports/{rollout_id}"}, {"save_debug_train_data": "/train/{rollout_id}.pt"}
-    config = run_config(tmp_path, trainer=trainer, debug=debug)
+    debug = {"save_debug_train_data": "/train/{rollout_id}.pt", "memory_snapshot_dir": "/memory", "dump_details": "/details"}
+    laid = tmp_path / "over.yaml"
+    laid.write_text("save_hf: /exports/{rollout_id}\n")
+    given = values(tmp_path, trainer={"save": "/saved"}, debug=debug, monitoring={"use_wandb": True, "wandb_dir": "/wandb"})
+    (tmp_path / "run.toml").write_text(config_toml.dump(parse(given)))
+    config = load(tmp_path / "run.toml", {"run": {"custom_config_path": laid}})
     config.run.root.mkdir(parents=True)
     (config.run.root / runs.FROZEN).write_text(config.model_dump_json())
-    again = replayed(replay_config(config.run.root, {}), "{rollout_id}.pt", [0])
-    assert (again.trained, again.trainer.save_hf, again.debug.save_debug_train_data) == (again.run.root, None, None)
-    assert replay_config(config.run.root, flags.parse(["--save-hf", "/other"])).trainer.save_hf == Path("/other")
+    by_file = replay_config(tmp_path / "run.toml", {"run": {"custom_config_path": laid}})
+    for found in (by_file, replay_config(config.run.root, {})):
+        again = replayed(found, "{rollout_id}.pt", [0])
+        assert (again.trained, again.trainer.save_hf, again.debug.train_dump) == (again.run.root, None, None)
+        assert (again.debug.memory_snapshot_dir, again.monitoring.use_wandb, again.monitoring.wandb_dir) == (None, False, None)
+        assert RunConfig.model_validate_json(again.model_dump_json()) == again
+    own = replay_config(config.run.root, flags.parse(["--save-hf", "/other", "--dump-details", "/own", "--use-wandb"]))
+    again = replayed(own, "{rollout_id}.pt", [0])
+    assert (again.trainer.save_hf, again.debug.dump_details, again.monitoring.use_wandb) == (Path("/other"), Path("/own"), True)
+    with pytest.raises(ConfigError, match="--save = ./other.: none"):
+        replay_config(config.run.root, flags.parse(["--save", "/other"]))
 
 
 def test_what_is_no_runs_directory_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from safetensors.torch import load_file, save_file
 from services.trainer.client_states import ClientRefused, ClientStates
 from services.trainer.megatron import optimizer as precision_adam
 from services.trainer.megatron.optimizer import PrecisionAdam
+from services.trainer.parallel import runtime
 from shared.config.trainer_section import OptimizerState
 from shared.runtime.errors import ConfigError
 from tests.support.tables import table
@@ -112,7 +113,7 @@ def test_what_is_kept_in_fewer_bits_is_read_and_set_without_a_change():
         assert torch.equal(adam.get_unscaled_state(shard, name), before), name
 
 
-def test_a_client_that_comes_back_has_its_scales(hf, tmp_path):
+def test_a_client_that_comes_back_has_its_scales(hf, tmp_path, monkeypatch):
     model = rank_steps.actor(hf("qwen3"), **PLAIN, megatron={**NARROW, "exp_avg_dtype": "fp8"})
     states, inner = ClientStates(model), model.optimizer.parts()["dense"].optimizer
 
@@ -132,6 +133,11 @@ def test_a_client_that_comes_back_has_its_scales(hf, tmp_path):
     saved = load_file(file := tmp_path / "saved" / "rank-0.safetensors")
     save_file(dict(list(saved.items())[:-1]), file)
     with pytest.raises(ClientRefused, match="saved: lacks tensors"):
+        states.read("a", tmp_path / "saved")
+    save_file(saved, file)
+    with monkeypatch.context() as patch, pytest.raises(ClientRefused, match="saved: lacks tensors"):
+        elsewhere = iter([False, False, True])  # another rank finds the state, reads it, and lacks tensors
+        patch.setattr(runtime, "anywhere", lambda own: own or next(elsewhere))
         states.read("a", tmp_path / "saved")
     model.close()
     assert all(map(torch.equal, after, before))
