@@ -19,7 +19,7 @@ import tomllib
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, get_origin
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -53,13 +53,9 @@ def known_fields(values: dict[str, Any]) -> Known:
         elif not isinstance(fields, dict):
             found.problems.append(ConfigError(section, fields, f"expected a section [{section}] with fields"))
         else:
-            others = _without_slimes(section, fields, found, renamed)
-            found.values[section] = {key: value for key, value in others.items() if key in section_model(section).model_fields}
-            found.problems.extend(_unknown(section, key, value) for key, value in others.items() if key not in found.values[section])
-    run = found.values.get("run", {})
-    if isinstance(text := run.get("custom_args"), str):  # a table with a null, which TOML has not
-        with suppress(ValueError):  # its field's own check refuses it
-            run["custom_args"] = json.loads(text)
+            others, known = _without_slimes(section, fields, found, renamed), section_model(section).model_fields
+            found.values[section] = {key: _table(value, known[key].annotation) for key, value in others.items() if key in known}
+            found.problems.extend(_unknown(section, key, value) for key, value in others.items() if key not in known)
     megatron = found.values.get("trainer", {}).pop("megatron", None)
     if isinstance(megatron, dict):
         try:
@@ -72,6 +68,14 @@ def known_fields(values: dict[str, Any]) -> Known:
     for name, value in renamed.items():
         found.values.setdefault(owners[name], {}).setdefault(name, value)
     return found
+
+
+def _table(value: Any, annotation: Any) -> Any:
+    """Returns the table of a field whose value is its JSON text, as TOML has no null; else the value, which its own check judges."""
+    if isinstance(value, str) and get_origin(annotation) is dict:
+        with suppress(ValueError):
+            return json.loads(value)
+    return value
 
 
 def _unknown_section(section: str, fields: Any) -> list[BadInput]:

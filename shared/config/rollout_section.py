@@ -499,8 +499,7 @@ class RolloutSection(Section):
         if own is not None:
             groups = own.groups or [EngineGroup(replicas=own.replicas, num_gpus_per_engine=own.num_gpus_per_engine)]
             return [group.model_copy(update={"sglang": flags_over(own.sglang, group.sglang)}) for group in groups]
-        alike = {"replicas": self.rollout_replicas, "num_gpus_per_engine": self.rollout_num_gpus_per_engine}
-        return self.engine_groups or [EngineGroup(**alike)]
+        return self.engine_groups or [EngineGroup(replicas=self.rollout_replicas, num_gpus_per_engine=self.rollout_num_gpus_per_engine)]
 
     def engines(self, model: str = "") -> list[EngineGroup]:
         """Returns those of `groups_of` that have engines."""

@@ -5,6 +5,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -119,6 +120,8 @@ def without_credentials(value: Any, free: bool = False) -> Any:
 
 def is_masked(value: Any, free: bool = False) -> bool:
     """Returns whether plain values hold a ``…`` that `without_credentials` has put in a credential's place."""
+    with suppress(TypeError, ValueError):  # else it is no table's JSON text
+        value = json.loads(value)
     if isinstance(value, dict):
         secret = any(free and item == "…" and names_credential(str(key)) for key, item in value.items())
         return secret or any(is_masked(item, free or key in _FREE) for key, item in value.items())

@@ -258,12 +258,12 @@ def _entropy(metrics: Sequence[Mapping[str, float]]) -> Iterator[Alarm]:
 def _rewards(found: Symptoms, config: RunConfig) -> Iterator[Alarm]:
     """A reward that teaches nothing over the whole run; where something else does instead, none is raised."""
     algorithm, same = config.algorithm, len({reward for step in found.steps for reward in (step.lowest, step.highest)}) == 1
-    others = algorithm.turn_advantage_coef, algorithm.custom_advantage_function_path, algorithm.replaces_rewards
-    if algorithm.use_opd or algorithm.loss_type == "sft_loss" or (same and any(others)):
+    others = algorithm.turn_advantage_coef, algorithm.custom_advantage_function_path
+    if any((algorithm.use_opd, algorithm.loss_type == "sft_loss", same and any(others))):
         return
     run, steps, own, kind = config.run.argument, found.steps, config.reward.custom_rm_path, config.reward.rm_type
     by = f"reward.custom_rm_path = {own}" if own else f"reward.rm_type = {kind or 'that of each prompt'}"
-    rewards = [step.reward for step in steps if math.isfinite(step.reward)]
+    rewards = list(filter(math.isfinite, (step.reward for step in steps)))
     if len(steps) >= LEAST_STEPS and same and rewards:
         yield Alarm(
             AlarmKind.SAME_REWARD,

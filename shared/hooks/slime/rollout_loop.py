@@ -316,8 +316,8 @@ async def eval_rollout_single_dataset(args: Any, rollout_id: int, dataset_cfg: A
     short = [prompt for prompt in prompts.samples if len(prompt.tokens) <= (dataset_cfg.max_prompt_len or sys.maxsize)]
     fresh = [_held_out(dataset_cfg, prompt, row * count + index) for row, prompt in enumerate(short) for index in range(count)]
     longest, most = dataset_cfg.max_context_len or sys.maxsize, parameters["max_new_tokens"]
-    bounds = [{**parameters, "max_new_tokens": min(most, longest - len(sample.tokens))} for sample in fresh]
-    given = await asyncio.gather(*(generate_and_rm(args, *one, evaluation=True) for one in zip(fresh, bounds, strict=True)))
+    calls = [generate_and_rm(args, one, {**parameters, "max_new_tokens": min(most, longest - len(one.tokens))}, True) for one in fresh]
+    given = await asyncio.gather(*calls)
     samples = [sample for one in given for sample in _samples(one)]
     truncated = [status_of(sample.status) is Status.TRUNCATED for sample in samples]
     rewards = [_reward(args, dataset_cfg, sample) for sample in samples]

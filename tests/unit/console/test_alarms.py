@@ -136,7 +136,6 @@ def test_an_alarm_is_raised_by_its_symptom_alone(kind: AlarmKind, found: Symptom
         (AlarmKind.SAME_REWARD, {"loss_type": "sft_loss"}),
         (AlarmKind.SAME_REWARD, {"turn_advantage_coef": 0.5}),
         (AlarmKind.SAME_REWARD, {"custom_advantage_function_path": "own:advantages"}),
-        (AlarmKind.SAME_REWARD, {"custom_reward_post_process_path": "own:rewards"}),
     ],
 )
 def test_equal_rewards_are_no_trouble_where_something_else_teaches(kind: AlarmKind, changes: dict[str, Any], run_config: RunConfig) -> None:

@@ -84,6 +84,7 @@ def test_each_mark_of_a_credential_is_known_and_no_other_ellipsis(tmp_path: Path
         "http://h?api_key=hush",
     ):
         masked = without_credentials(words)
+        assert is_masked({"agent_options": json.dumps({"notes": [None, masked]})}), "a table as JSON text, where it holds a null"
         assert "hush" not in masked and is_masked(masked) and not is_masked(words) and without_credentials(masked) == masked
     free = {"truncation_mark": "…", "url": "http://h?after=…"}
     assert run_config(tmp_path, rollout={"agent_options": free}, run={"custom_args": free}).run.custom_args == free
