@@ -15,6 +15,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from shared.config.reward_section import WEIGHTED
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import reward_values
 from shared.hooks.filters import BUILT_IN, MetricGatherer, call_dynamic_filter, should_drop_dynamic_filter_output
@@ -172,7 +173,7 @@ async def generate_and_rm_group(args: Any, group: list[HookSample], sampling_par
         seed = {"sampling_seed": state.group_sampling_seeds[index]} if args.sglang_enable_deterministic_inference else {}
         rollouts.append(generate_and_rm(args, sample, {**sampling_params, **seed}, evaluation=evaluation))
     given: list[Any] = list(await asyncio.gather(*rollouts))
-    if args.group_rm and not state.aborted:
+    if args.group_rm and args.rm_type != WEIGHTED and not state.aborted:  # the reward service weighs what a function says of whole groups
         rewards = await reward_dispatch.batched_async_rm(args, given)
         for scored, reward in zip(given, rewards, strict=True):
             scored.reward = reward

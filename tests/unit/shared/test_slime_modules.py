@@ -182,6 +182,21 @@ async def test_rewards_by_functions_and_by_no_name() -> None:
         await reward_dispatch.async_rm(SimpleNamespace(custom_rm_path=None, rm_type="good"), HookSample())
 
 
+async def test_groups_that_a_function_scores_as_a_whole_among_weights_are_left_to_the_reward_service(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rollout_loop, "GenerateState", lambda args: SimpleNamespace(aborted=False))
+    args = SimpleNamespace(group_rm=True, custom_rm_path=f"{__name__}:lengths", reward_weights={"custom_rm": 0.5, "exact": 0.5})
+    args.partial_rollout = args.sglang_enable_deterministic_inference = False
+    for args.rm_type, rewards in (("exact", [1, 2]), ("weighted", [None, None])):
+        group = [HookSample(response=response, status=HookSample.Status.COMPLETED) for response in ("a", "ab")]
+        assert [sample.reward for sample in await rollout_loop.generate_and_rm_group(args, group, {})] == rewards
+
+
+async def lengths(args: Any, samples: list[HookSample]) -> list[int]:
+    return [len(sample.response) for sample in samples]
+
+
 async def twice_its_length(args: Any, given: Any, times: int) -> Any:
     return [len(one.response) * times for one in given] if isinstance(given, list) else len(given.response) * times
 
