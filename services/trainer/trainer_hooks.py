@@ -46,14 +46,14 @@ class TrainData:
     """What a convert function makes of a batch's samples, by their indices.
 
     rewards: what advantages are made of. raw: as they are shown. masks: uint8 [R]. log_probs: float32 [R] of the rollout, teacher:
-    float64 [R]; None: those of the samples.
+    float32 [R]; None: those of the samples.
     """
 
     rewards: list[float]
     raw: list[float]
     masks: list[NDArray[np.uint8]]
     log_probs: list[NDArray[np.float32] | None] | None = None
-    teacher: list[list[float]] | None = None
+    teacher: list[NDArray[np.float32] | None] | None = None
 
     def applied(self, shard: Shard) -> Shard:
         """Returns a shard whose samples have these masks and log-probs."""
@@ -65,7 +65,7 @@ class TrainData:
         return replace(shard, samples=samples, stats=stats, rewards=self.rewards, raw=self.raw)
 
     def _sample(self, index: int, sample: Sample) -> Sample:
-        metadata = sample.metadata if self.teacher is None else {**sample.metadata, TEACHER: self.teacher[index]}
+        metadata = sample.metadata if self.teacher is None else {**sample.metadata, TEACHER: np.asarray(self.teacher[index]).tolist()}
         given = None if self.log_probs is None else self.log_probs[index]
         log_probs = sample.log_probs if given is None else given
         return replace(sample, mask=sample.mask & self.masks[index], log_probs=log_probs, metadata=metadata)
@@ -94,9 +94,7 @@ def converted(custom: CustomFunctions, partition: Partition, samples: Sequence[H
         raw=reader.numbers("raw_reward") if "raw_reward" in reader.given else rewards,
         masks=reader.masks("loss_masks", masks),
         log_probs=reader.arrays("rollout_log_probs", masks, gaps=True) if reader.given.get("rollout_log_probs") is not None else None,
-        teacher=[values.tolist() for values in reader.arrays(TEACHER, masks) if values is not None]
-        if reader.given.get(TEACHER) is not None
-        else None,
+        teacher=reader.arrays(TEACHER, masks) if reader.given.get(TEACHER) is not None else None,
     )
 
 

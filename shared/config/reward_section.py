@@ -9,7 +9,7 @@ from pydantic import Field
 
 from shared.config.environment_variables import VARIABLE
 from shared.config.rollout_section import MODEL_NAME
-from shared.config.section import MUTABLE, FreeTable, Rule, Section, hook
+from shared.config.section import MUTABLE, Rule, Section, Table, hook
 from shared.environment import environment_url as address
 from shared.rewards.names import GIVEN, QUEUES, VERIFIERS, queue_of
 from shared.runtime.errors import nearest
@@ -110,9 +110,7 @@ class RewardSection(Section):
     )
     judge_model: str | None = Field(default=None, description="the judge's model, as its endpoint calls it; of a frozen model its own name")
     judge_prompt: str = Field(default=JUDGE_PROMPT, description="what the judge is asked, with {prompt}, {response} and {label} in it")
-    judge_sampling: FreeTable = Field(
-        default={"temperature": 0.0, "max_tokens": 1024}, description="more fields of the request to the judge"
-    )
+    judge_sampling: Table = Field(default={"temperature": 0.0, "max_tokens": 1024}, description="more fields of the request to the judge")
     judge_pattern: str = Field(
         default=r"(?i)score:\s*(-?\d+(?:\.\d+)?)", description="a regular expression: its last match in the judge's words is the score"
     )

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
-from shared.config.section import HOOK, MUTABLE, RECORDED, FreeTable, Rule, Section, Words, hook
+from shared.config.section import HOOK, MUTABLE, RECORDED, Rule, Section, Table, Words, hook
 from shared.config.sglang_flags import plain_name
 from shared.config.speculation import Speculation, speculates
 from shared.environment import environment_url as address
@@ -330,7 +330,7 @@ class RolloutSection(Section):
     )
     agent_cpus: float = Field(default=1.0, gt=0, description="processors of each of these containers", **MUTABLE)
     agent_processes: int = Field(default=256, ge=4, description="processes and threads of each of these containers at once", **MUTABLE)
-    agent_options: FreeTable = Field(default={}, description="what an agent is told besides its task, as options of its data")
+    agent_options: Table = Field(default={}, description="what an agent is told besides its task, as options of its data")
     agent_service: Command = Field(
         default=[],
         description="command line of a server that agents speak to, such as one at agent_options.url: `myxo up` starts it beside the run, "

@@ -23,9 +23,7 @@ def hook(purpose: str) -> Any:
     return Field(default=None, pattern=HOOK, description=f"package.module:function, or with a dot before it, {purpose}")
 
 
-FreeTable = Annotated[
-    dict[str, Any], AfterValidator(lambda table: json.dumps(table, default=str, skipkeys=True, allow_nan=False) and table)
-]
+Table = Annotated[dict[str, Any], AfterValidator(lambda table: json.dumps(table, default=str, skipkeys=True, allow_nan=False) and table)]
 """A table of the user's own keys, without NaN and infinities: services get the config as JSON, where these are null."""
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from shared.bus.subjects import RUN_ID
-from shared.config.section import MUTABLE, FreeTable, Rule, Section, hook
+from shared.config.section import MUTABLE, Rule, Section, Table, hook
 from shared.runtime.errors import ConfigError
 from shared.sandbox.program import SandboxKind, SandboxLimits, SandboxSettings
 
@@ -44,7 +44,7 @@ class RunSection(Section):
         description="YAML file of values that stand over all but the roles' own: fields of any section, the rest goes into custom_args",
         **MUTABLE,
     )
-    custom_args: FreeTable = Field(default={}, description="attributes that your own functions find in args, besides the config's fields")
+    custom_args: Table = Field(default={}, description="attributes that your own functions find in args, besides the config's fields")
 
     @property
     def root(self) -> Path:

@@ -299,10 +299,9 @@ async def eval_rollout_single_dataset(args: Any, rollout_id: int, dataset_cfg: A
 
     Raises ValueError where a sample's reward is one that the reward service alone can ask for.
     """
-    tokenizer = GenerateState(args).tokenizer
     prompts = Dataset(
         dataset_cfg.path,
-        tokenizer,
+        GenerateState(args).tokenizer,
         prompt_key=dataset_cfg.input_key,
         label_key=dataset_cfg.label_key,
         tool_key=dataset_cfg.tool_key,
