@@ -6,7 +6,6 @@ trained.
 
 import asyncio
 import contextlib
-import inspect
 import itertools
 import json
 import os
@@ -26,7 +25,7 @@ from shared.hooks import reward_values
 from shared.hooks.loading import load_agent
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.runtime.safe_files import parse_json
-from shared.runtime.tasks import error_text
+from shared.runtime.tasks import called, error_text
 
 # Plays a rollout of (data, base_url, api_key); returns what the agent gave for a reward.
 Played = Callable[[Mapping[str, Any], str, str], Awaitable[object]]
@@ -41,9 +40,7 @@ def function_agent(path: str) -> Played:
     function = load_agent("AGENT", path)
 
     async def play(data: Mapping[str, Any], base_url: str, api_key: str) -> object:
-        if inspect.iscoroutinefunction(function):
-            return await function(dict(data), base_url, api_key)
-        return await asyncio.to_thread(function, dict(data), base_url, api_key)
+        return await called(function, dict(data), base_url, api_key)
 
     return play
 

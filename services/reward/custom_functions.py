@@ -6,7 +6,6 @@ The order is slime's: score; keep or drop (``dynamic_sampling_filter_path``); of
 """
 
 import copy
-import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -19,7 +18,7 @@ from shared.hooks.filters import BUILT_IN
 from shared.hooks.loading import split_path
 from shared.hooks.sample_conversion import from_stored
 from shared.process.call_server import Calls
-from shared.runtime.tasks import defined_at, error_text, gathered, is_async, print_traceback
+from shared.runtime.tasks import defined_at, error_text, gathered, is_async, print_traceback, settled
 from shared.schema.sample import Sample as StoredSample
 from shared.schema.sample import Score, decode
 
@@ -132,8 +131,7 @@ class Functions(Calls):
     async def _call(self, field: str, *given: Any) -> Any:
         function: Callable[..., Any] = self._functions[field]
         try:
-            result = function(self._args, *given)
-            return await result if inspect.isawaitable(result) else result
+            return await settled(function(self._args, *given))
         except (Exception, SystemExit) as error:  # an exception of the user's function fails its group, not this process
             print_traceback()
             raise HookFailed(field, self._paths[field], error_text(error, function)) from error

@@ -204,8 +204,10 @@ class GroupConsumer:
             await asyncio.sleep(FETCH_SECONDS)
             return False
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._scorer.open.wait(), FETCH_SECONDS)
-        return self._scorer.open.is_set()
+            async with asyncio.timeout(FETCH_SECONDS):
+                for event in self._scorer.opens:
+                    await event.wait()
+        return all(event.is_set() for event in self._scorer.opens)
 
     async def _handle(self, lease: MessageLease[Generated]) -> None:
         started = time.time()

@@ -198,14 +198,11 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0  # Seconds between tries while an environm
 
 
 class Scorer(ABC):
-    """Scores whole groups. ``name``: of the environment. ``limit``: groups in hand at once. ``open_``: set while groups may be taken from
-    the queue; ``None``: always."""
+    """Scores whole groups. ``name``: of the environment. ``limit``: groups in hand at once. ``opens``: while all are set, groups are taken
+    from the queue."""
 
-    def __init__(self, name: str, limit: int, open_: asyncio.Event | None = None) -> None:
-        self.name, self.limit = name, limit
-        self.open = open_ or asyncio.Event()
-        if open_ is None:
-            self.open.set()
+    def __init__(self, name: str, limit: int, *opens: asyncio.Event) -> None:
+        self.name, self.limit, self.opens = name, limit, opens
 
     @abstractmethod
     async def score(self, group: Generated, samples: list[Sample], environment: str, key: str | None) -> list[Score]:
@@ -279,8 +276,7 @@ class ExternalScorer(Scorer):
 
     async def score(self, group: Generated, samples: list[Sample], environment: str, key: str | None) -> list[Score]:
         request = _request(self._config.run.name, group, samples)
-        end, pauses = time.monotonic() + self._timeout, doubling(FIRST_PAUSE, LONGEST_PAUSE)
-        reason = ""
+        end, pauses, reason = time.monotonic() + self._timeout, doubling(FIRST_PAUSE, LONGEST_PAUSE), ""
         while (left := end - time.monotonic()) > 0:
             try:
                 return self._counted(await self._environment.score(request, left), key)
@@ -361,7 +357,8 @@ class WeightedScorer(Scorer):
     """Scores by all of ``reward_weights``. ``scorers``: those of the run, by queue."""
 
     def __init__(self, config: RewardSection, scorers: Mapping[str, Scorer]) -> None:
-        super().__init__(WEIGHTED, config.environment_concurrency)
+        opens = [event for name in config.reward_weights for event in scorers[queue_of(name)].opens]
+        super().__init__(WEIGHTED, config.environment_concurrency, *opens)
         self._config, self._weights, self._scorers = config, config.reward_weights, scorers
 
     async def score(self, group: Generated, samples: list[Sample], environment: str, key: str | None) -> list[Score]:

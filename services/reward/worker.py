@@ -3,7 +3,7 @@
 ``python -m services.reward.worker``; it speaks as `shared.process.call_server` says. Its setup: ``{"verifiers": [name, …], "sandbox": the
 fields of [sandbox] or None}``, or ``{"config": JSON}`` for the user's own functions. A request: what `VerifierCalls.answer` or
 `services.reward.custom_functions.Functions.answer` takes; an answer: ``{"scores": [score, …]}``, for functions with ``"filtered"``, or
-``{"error": text}``.
+``{"error": text}``, with ``"unable"`` where the fault is the machine's.
 
 A computation ends in the main thread at its deadline, wherever it is: in Python, in sympy, in a regular expression. The alarm's exception
 may come in the middle of a destructor or a callback, where Python drops it; so it is raised again until it is heeded. What holds up the
@@ -25,6 +25,7 @@ from shared.rewards.reference import Reference
 from shared.rewards.verifiers import Value, load, open_sandboxes, pattern_answer, read_label, verify
 from shared.runtime.errors import ConfigError
 from shared.runtime.tasks import error_words
+from shared.sandbox.sandbox import SandboxUnavailable
 
 Result = TypeVar("Result")
 
@@ -115,6 +116,8 @@ class VerifierCalls(Calls):
             try:
                 value = within(seconds, partial(_verified, name, text, pattern, reference))
                 scores.append(asdict(reward_values.read(value, request.get("key") or NAMED.get(base(name)))))
+            except SandboxUnavailable as error:  # no response has brought it about
+                return {"error": f"verifier {name}: {error}", "unable": True}
             except (Exception, OutOfTime) as error:
                 problem = _problem(error, f"a response of {len(text)} characters was not verified", seconds)
                 scores.append({"reward": wrong(name, request.get("key")), "unread": f"verifier {name}: {problem}"})

@@ -40,7 +40,7 @@ from shared.hooks.slime.http_requests import CallContext, current_call
 from shared.hooks.slime.rollout_loop import apply_rollout_sample_hooks
 from shared.process.call_server import Calls, serve_calls
 from shared.process.running_call import is_blocked
-from shared.runtime.tasks import defined_at, error_text, is_async, print_traceback, run_in_thread
+from shared.runtime.tasks import called, defined_at, error_text, print_traceback, run_in_thread, settled
 
 BLOCKED_SHARE = 0.25  # the share of a rollout's time for which it may block its process: those beside it then still have the rest
 
@@ -64,7 +64,7 @@ class GenerateCalls(Calls):
         async def samples(function: Any) -> dict[str, object]:
             evaluation = {"evaluation": request["evaluation"]} if "evaluation" in inspect.signature(function).parameters else {}
             sample = sample_conversion.unpacked(request["sample"])
-            given = _samples(await called(functools.partial(function, self._args, sample, request["sampling_params"], **evaluation)))
+            given = _samples(await called(function, self._args, sample, request["sampling_params"], **evaluation))
             given = _samples(await apply_rollout_sample_hooks(self._args, given, evaluation=request["evaluation"]))
             await self._score(given)
             return {"samples": [sample_conversion.packed(one) for one in given], "defined_at": defined_at(function)}
@@ -76,8 +76,7 @@ class GenerateCalls(Calls):
         for sample in samples:
             named = sample.custom_rm_path if sample.reward is None and not self._args.group_rm else None
             if named is not None and status_of(sample.status) is not Status.ABORTED:
-                result = load("sample.custom_rm_path", named)(self._args, sample)
-                sample.reward = await result if inspect.isawaitable(result) else result
+                sample.reward = await settled(load("sample.custom_rm_path", named)(self._args, sample))
 
 
 class UnusableResult(Exception):
@@ -99,14 +98,6 @@ async def answered(loading: Callable[[], Any], answer: Callable[[Any], Awaitable
         print_traceback()
         said = f"{error}{defined_at(function)}" if isinstance(error, UnusableResult) else error_text(error, function)
         return {"error": said, "blocked": is_blocked(error)}
-
-
-async def called(call: Callable[[], Any]) -> Any:
-    """Returns the result of a function, async or plain; a plain one has a thread of its own."""
-    if is_async(call):
-        return await call()
-    result = await asyncio.to_thread(call)
-    return await result if inspect.isawaitable(result) else result
 
 
 def _samples(given: object) -> list[HookSample]:
@@ -133,7 +124,7 @@ class AgentCalls(Calls):
         """Returns the reward of one rollout, or why there is none."""
 
         async def reward(agent: Any) -> dict[str, object]:
-            result = await called(functools.partial(agent, request["data"], request["base_url"], request["api_key"]))
+            result = await called(agent, request["data"], request["base_url"], request["api_key"])
             given = {role: None if one is None else reward_values.plain(one) for role, one in by_role(result, request["of"]).items()}
             return {"reward": given.get("") if "" in given else given}
 

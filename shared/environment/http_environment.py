@@ -184,4 +184,5 @@ async def served_over_http(environment: ServedEnvironment, host: str, port: int)
 
 
 def _answer(status: int, value: dict[str, Any]) -> web.Response:
-    return web.Response(status=status, body=json.dumps(value, allow_nan=False, default=str).encode(), content_type="application/json")
+    body = json.dumps(value, allow_nan=False, default=lambda other: other.item() if hasattr(other, "item") else str(other))
+    return web.Response(status=status, body=body.encode(), content_type="application/json")

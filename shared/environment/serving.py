@@ -6,7 +6,7 @@ in order, no step after the end.
 """
 
 import asyncio
-import inspect
+import contextlib
 import secrets
 import time
 from collections import OrderedDict
@@ -15,10 +15,12 @@ from typing import Any
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.errors import NoRespondersError
 
 from shared.bus.subjects import Subjects
 from shared.environment.protocol import CLOSE, DESCRIBE, OF_PROMPT, PROTOCOL, RESET, SCORE, STEP
-from shared.runtime.errors import BadMessage
+from shared.runtime.errors import BadMessage, ConfigError
+from shared.runtime.tasks import called
 from shared.schema import codec
 
 # Seconds after which a session that no one steps is forgotten, and the most sessions at once; of more, the oldest go
@@ -67,7 +69,7 @@ class ServedEnvironment:
             case "score":
                 shared = {name: request[name] for name in OF_PROMPT if name in request}
                 samples = [{**shared, **sample} for sample in request["samples"]]
-                return {"rewards": await _called(self._made.score, {**request, "samples": samples})}
+                return {"rewards": await called(self._made.score, {**request, "samples": samples})}
             case "reset":
                 return await self._reset(request)
             case "step":
@@ -88,7 +90,7 @@ class ServedEnvironment:
         return session.opened
 
     async def _opened(self, request: dict[str, Any]) -> _Session:
-        state, messages, *tools = await _called(self._made.reset, request)
+        state, messages, *tools = await called(self._made.reset, request)
         name = secrets.token_urlsafe(16)
         opened = {"session": name, "messages": messages, **({"tools": tools[0]} if tools else {})}
         session = self._sessions[name] = _Session(name, state, opened, time.monotonic())
@@ -103,7 +105,7 @@ class ServedEnvironment:
                 raise EpisodeRefused(f"session {session.id} is done: its last turn was {session.turns - 1}")
             if turn != session.turns:
                 raise EpisodeRefused(f"turn is {turn!r}; expected {session.turns}, the next one, or the one before it again")
-            messages, reward, done = await _called(self._made.step, session.state, request.get("message") or {}, request)
+            messages, reward, done = await called(self._made.step, session.state, request.get("message") or {}, request)
             session.answer = {"messages": messages, "done": bool(done), **({} if reward is None else {"reward": reward})}
             session.turns, session.done, session.touched = session.turns + 1, bool(done), time.monotonic()
             self._sessions.move_to_end(session.id)
@@ -138,14 +140,14 @@ def _text(request: dict[str, Any], name: str) -> str:
     return value
 
 
-async def _called(function: Any, *arguments: Any) -> Any:
-    if inspect.iscoroutinefunction(function):
-        return await function(*arguments)
-    return await asyncio.to_thread(function, *arguments)
-
-
 async def serve_on_bus(environment: ServedEnvironment, connection: Client, run: str, name: str) -> None:
-    """Subscribes to the environment's subjects, in a queue group of its name: instances share the work."""
+    """Subscribes to the environment's subjects, in a queue group of its name: instances share the work. Raises ConfigError where it steps
+    and another answers already: sessions are in one process."""
+    subjects = Subjects(run)
+    with contextlib.suppress(NoRespondersError, TimeoutError):
+        if RESET in environment.verbs:
+            await connection.request(subjects.environment(name, DESCRIBE), codec.pack({}), timeout=5.0)
+            raise ConfigError("--nats", name, "answers already, and sessions of what steps are in one process: use another name for each")
     running: set[asyncio.Task[None]] = set()
     for verb in (DESCRIBE, *environment.verbs):
 
@@ -154,16 +156,14 @@ async def serve_on_bus(environment: ServedEnvironment, connection: Client, run: 
             running.add(task)
             task.add_done_callback(running.discard)
 
-        await connection.subscribe(Subjects(run).environment(name, verb), queue=name, cb=on_request)
+        await connection.subscribe(subjects.environment(name, verb), queue=name, cb=on_request)
 
 
 async def _respond(environment: ServedEnvironment, verb: str, message: Msg) -> None:
-    answer: dict[str, Any]
     try:
         question = codec.unpack(message.data)
         if not isinstance(question, dict):
             raise BadMessage("expected a map")
-        answer = await environment.answer(verb, question)
-    except Exception as error:  # of the user's code, too
-        answer = {"error": f"{type(error).__name__}: {error}"}
-    await message.respond(codec.pack(answer))
+        await message.respond(codec.pack(await environment.answer(verb, question)))
+    except Exception as error:  # of the user's code, too, and where its answer does not go into a message
+        await message.respond(codec.pack({"error": f"{type(error).__name__}: {error}"}))

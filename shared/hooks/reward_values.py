@@ -48,8 +48,8 @@ def _counted(named: dict[str, float], key: str | None) -> Score:
     if wanted not in named:
         there = f"there are {', '.join(named)}" if named else "there are none"
         raise ValueError(f"no reward is named {wanted}; {there} (reward.reward_key says which counts)")
-    parts = named if wanted != REWARD else {name: number for name, number in named.items() if name != REWARD}
-    return Score(reward=named[wanted], parts=parts)
+    parts = [(name, number) for name, number in named.items() if name != REWARD or wanted != REWARD]
+    return Score(reward=named[wanted], parts=dict(parts[:MAX_PARTS]))
 
 
 def _plain(value: Any) -> float | None:

@@ -15,7 +15,7 @@ from typing import Any
 from shared.config.environment_variables import ROUTERS_VARIABLE
 from shared.process import frames, running_call
 from shared.process.child_process import STOPPED_STATE, ChildProcess, seen
-from shared.runtime.errors import TASK, BadMessage, ConfigError, DeadlineExceeded, MyxoError
+from shared.runtime.errors import INFRASTRUCTURE, TASK, BadMessage, ConfigError, DeadlineExceeded, MyxoError
 from shared.runtime.tasks import awake_timeout, cancelled
 
 START_SECONDS = 120.0  # The deadline for a fresh process to load its libraries; a call's own deadline begins after that
@@ -293,6 +293,12 @@ class CallBlocked(WorkerFailed):
     """A call held up its process for too long and was interrupted."""
 
 
+class WorkerUnable(WorkerFailed):
+    """A worker lacks what it needs of its machine to answer: the same call may do well another time."""
+
+    fault = INFRASTRUCTURE
+
+
 class WorkerPool:
     """A pool of ``size`` processes, at most as many retired ones that only finish their calls, and as many for one call each.
 
@@ -356,7 +362,8 @@ class WorkerPool:
         except TimeoutError as late:
             raise CallLate(awaited, awaited_from, deadline, f"{late}, the group is given up") from None
         if "error" in answer:
-            raise (CallBlocked if answer.get("blocked") else WorkerFailed)(str(answer["error"]))
+            kind = CallBlocked if answer.get("blocked") else WorkerUnable if answer.get("unable") else WorkerFailed
+            raise kind(str(answer["error"]))
         return answer
 
     async def close(self) -> None:

@@ -361,6 +361,7 @@ def run(code: str, entry: str) -> None:
         libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
         peer = Peer(asked_read, answered_write, tests=False)
         _OWNERS["load"] = _load
+        sys.path.insert(0, work)
         try:
             peer.serve()
         finally:

@@ -10,9 +10,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 from shared.rewards import code_process
@@ -21,6 +19,7 @@ from shared.sandbox.program import REPORT, Program, ProgramResult
 _FENCE = re.compile(r"^```[ \t]*([\w+.-]*)[^\n]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
 _THOUGHT = "</think>"
+_HARNESS = Path(code_process.__file__).read_text()
 
 EXPECTED = (
     "expected tests: Python text with assertions, a list of them, a list of {input, output}, an object {inputs, outputs}, with fn_name for "
@@ -96,17 +95,11 @@ class ScriptCase:
     def program(self, code: str) -> Program:
         if self.together:
             return Program(sources=(_AS_MODULE, code, self.code, f"__import__('os').write({REPORT}, {code_process.PASSED!r})"))
-        return Program(sources=(_code_process(), f"run({code!r}, {self.entry!r})"), stdin=self.code.encode(errors="replace"))
+        return Program((), (f"run({code!r}, {self.entry!r})",), self.code.encode(errors="replace"), _HARNESS)
 
     def passed(self, result: ProgramResult) -> bool:
         """Returns whether it did."""
         return result.ok and result.report == code_process.PASSED
-
-
-@cache
-def _code_process() -> CodeType:
-    source = Path(code_process.__file__).read_text()
-    return compile(source, "tests.py", "exec", dont_inherit=True)
 
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
@@ -137,7 +130,7 @@ def cases_of(label: Any) -> list[Case]:
         if label.lstrip()[:1] in ("{", "["):
             try:
                 return cases_of(json.loads(label))
-            except json.JSONDecodeError:
+            except (json.JSONDecodeError, RecursionError):
                 pass  # Python may begin so, too
         found = list(_python_cases(label, ""))
     elif isinstance(label, list):
@@ -208,8 +201,7 @@ def _python_cases(text: str, setup: str) -> Iterator[Case]:
 def _script_cases(text: str, statements: list[ast.stmt]) -> Iterator[Case]:
     """Yields a case for each test function and test class, which somebody has to call; of a text without such, one for all of it."""
     run = [node for node in statements if not isinstance(node, _DEFINITIONS) and not _runs_all(node)]
-    called = [call for node in statements if (call := _test_call(node)) is not None]
-    if called:
+    if called := list(_test_calls(statements)):
         plain = "\n".join(ast.unparse(node) for node in statements if not _runs_all(node))
         yield from (ScriptCase(f"{plain}\n{call}") for call in called)
     elif any(isinstance(node, ast.Assert | ast.Raise | ast.Call) for statement in run for node in ast.walk(statement)):
@@ -218,15 +210,31 @@ def _script_cases(text: str, statements: list[ast.stmt]) -> Iterator[Case]:
         raise ValueError(f"{EXPECTED}; found Python that tests nothing when it is run: {text.strip()[:80]!r}")
 
 
-def _test_call(node: ast.stmt) -> str | None:
-    """Returns how a test function or a test class is run, in the manners of pytest and unittest; None of anything else."""
-    if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
-        if node.args.args or node.args.posonlyargs:
-            raise ValueError(f"the test function {node.name} takes arguments, and there are no fixtures")
-        return f"{node.name}()"
-    if isinstance(node, ast.ClassDef) and any("TestCase" in ast.unparse(base) for base in node.bases):
-        return _RUN_CLASS.format(node.name)
-    return None
+def _test_calls(statements: list[ast.stmt]) -> Iterator[str]:
+    """Yields how each test function and test class is run, in the manners of pytest and unittest. Raises ValueError for one that is not."""
+    for test in _tests(statements):
+        if test.args.args or test.args.posonlyargs:
+            raise ValueError(f"the test function {test.name} takes arguments, and there are no fixtures")
+        yield f"{test.name}()" if isinstance(test, ast.FunctionDef) else f"__import__('asyncio').run({test.name}())"
+    classes = {node: {ast.unparse(base) for base in node.bases} for node in statements if isinstance(node, ast.ClassDef)}
+    yield from _class_calls(classes, set[str]().union(*classes.values()))
+
+
+def _class_calls(classes: dict[ast.ClassDef, set[str]], inherited: set[str]) -> Iterator[str]:
+    cases, tested = set[str](), set[str]()
+    for node, bases in classes.items():  # those that one inherits from stand before it
+        if bases & tested or _tests(node.body):
+            tested.add(node.name)
+        if bases & cases or "TestCase" in " ".join(bases):
+            cases.add(node.name)
+            if node.name in tested or node.name not in inherited:
+                yield _RUN_CLASS.format(node.name)
+        elif node.name in tested - inherited and node.name.startswith("Test"):
+            raise ValueError(f"the test class {node.name} is none of unittest.TestCase, and its tests would not be run")
+
+
+def _tests(body: list[ast.stmt]) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test")]
 
 
 def _runs_all(node: ast.stmt) -> bool:
@@ -263,12 +271,12 @@ def _listed(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Returns standard input or output as text; a list holds its lines."""
-    if isinstance(value, list):
-        return "\n".join(map(str, value))
-    if isinstance(value, str | int | float):
-        return str(value)
-    raise ValueError(f"expected text as input and output, found {str(value)[:80]!r}")
+    """Returns standard input or output as text; a list holds its lines. Raises ValueError, also for halves of characters."""
+    if not isinstance(value, list | str | int | float):
+        raise ValueError(f"expected text as input and output, found {str(value)[:80]!r}")
+    text = "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+    text.encode()
+    return text
 
 
 def _lines(text: str) -> list[str]:

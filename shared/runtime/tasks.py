@@ -64,6 +64,18 @@ async def gathered(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await cancelled(tasks)
 
 
+async def settled(given: Any) -> Any:
+    """Returns what a function gave that is plain or async."""
+    return await given if inspect.isawaitable(given) else given
+
+
+async def called(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """Returns the result of a function, async or plain; a plain one has a thread of its own."""
+    if is_async(function):
+        return await function(*given, **named)
+    return await settled(await asyncio.to_thread(function, *given, **named))
+
+
 async def until_one_ends(*work: Coroutine[Any, Any, None]) -> None:
     """Runs several things until one of them ends, and the others then no longer."""
     tasks = [asyncio.ensure_future(one) for one in work]

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType
 from typing import Literal, get_args
 
 # How a program ended: by itself with exit code 0, with another one, or by a signal; or because it reached the limit that is named
@@ -54,13 +53,15 @@ class SandboxSettings:
 
 @dataclass(frozen=True)
 class Program:
-    """A program to run. command: a program and its arguments; or else sources: Python, as text or compiled, executed one after the other in
-    one namespace, in a fork of an interpreter that has started already. They may write to descriptor `REPORT`. stdin: all of its standard
-    input; it is nowhere in a program's memory before that reads it."""
+    """A program to run. command: a program and its arguments; or else sources: Python, executed one after the other in one namespace, in a
+    fork of an interpreter that has started already. They may write to descriptor `REPORT`. stdin: all of its standard input; it is nowhere
+    in a program's memory before that reads it. harness: Python that is executed before the sources; it and they import nothing of the work
+    folder, where programs before this one may have written."""
 
     command: tuple[str, ...] = ()
-    sources: tuple[str | CodeType, ...] = ()
+    sources: tuple[str, ...] = ()
     stdin: bytes = b""
+    harness: str = ""
 
 
 REPORT = 3  # The descriptor for a verdict beside the standard output, of `Program.sources`

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import CodeType
 from typing import Any, Self
 
 from shared.runtime.errors import DeadlineExceeded, MyxoError
@@ -103,11 +104,13 @@ class SandboxGone(MyxoError):
 class Sandbox:
     """One sandbox, for one program after the other. Each finds the files of those before it, and none of their processes. It is there some
     20 ms after it was made; the first `run` waits for the rest of them. It may be used by several threads, one at a time. Raises
-    SandboxUnavailable."""
+    SandboxUnavailable. ``separate``: it is not known yet that users cannot be mapped here."""
+
+    separate = True
 
     def __init__(self, settings: SandboxSettings) -> None:
         self.settings = settings
-        self._lock, self._child, self._pid, self._ready = threading.Lock(), -1, -1, False
+        self._lock, self._child, self._pid, self._ready, self.closed = threading.RLock(), -1, -1, False, False
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._information = -1
         self._container = ""
@@ -121,10 +124,6 @@ class Sandbox:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def closed(self) -> bool:
-        return self._process.stdin is None or self._process.stdin.closed
 
     def wait_ready(self) -> Self:
         """Returns once the sandbox has started. Raises SandboxUnavailable."""
@@ -171,9 +170,10 @@ class Sandbox:
         """Has the sandbox end with all that is in it, and does not wait for that."""
         if self.closed:
             return
-        for stream in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):
-                stream and stream.close()
+        self.closed = True
+        with open(os.devnull, "r+b", 0) as nowhere:
+            for descriptor in (self._requests, self._answers):  # which a thread that waits for a result may still read from
+                os.dup2(nowhere.fileno(), descriptor, inheritable=False)
         self._kill_first()
 
     def close(self) -> None:
@@ -186,11 +186,12 @@ class Sandbox:
             self._process.wait()
             if self._container:
                 remove_container(self.settings.kind, self._container)
-        if self._process.stderr is not None:
-            self._process.stderr.close()
-        if self._information >= 0:
-            os.close(self._information)
-            self._information = -1
+        with self._lock:  # such a thread knows of the end now
+            self._kill_first()
+            _close_streams(self._process)
+            if self._information >= 0:
+                os.close(self._information)
+                self._information = -1
         if self._folder is not None:
             self._folder.cleanup()
 
@@ -201,7 +202,7 @@ class Sandbox:
         if may_separate():
             with contextlib.suppress(_NotMapped):
                 return self._spawned(program, apart=True)
-            may_not_separate()
+            Sandbox.separate = False
         return self._spawned(program, apart=False)
 
     def _spawned(self, program: str, apart: bool) -> "subprocess.Popen[bytes]":
@@ -222,12 +223,8 @@ class Sandbox:
         try:
             self._map_users(says)
         except BaseException:
-            os.close(
-                says
-            )  # bubblewrap continues, and the supervisor finds its input closed; if it were killed, its child would wait for ever
-            for stream in (process.stdin, process.stdout, process.stderr):
-                if stream is not None:
-                    stream.close()
+            os.close(says)
+            _close_streams(process)  # bubblewrap ends by itself then; if it were killed, its child would wait for ever
             process.wait()
             raise
         os.close(says)
@@ -263,11 +260,11 @@ class Sandbox:
 
     def _kill_first(self) -> None:
         """Kills the sandbox's first process, and with it all others."""
-        if self._pid >= 0:
+        pid, self._pid = self._pid, -1
+        if pid >= 0:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pid, signal.SIGKILL)
-            os.close(self._pid)
-            self._pid = -1
+                signal.pidfd_send_signal(pid, signal.SIGKILL)
+            os.close(pid)
 
     def _bare(self) -> "subprocess.Popen[bytes]":
         self._folder = tempfile.TemporaryDirectory(prefix="myxo-unsandboxed-", ignore_cleanup_errors=True)
@@ -282,7 +279,11 @@ class Sandbox:
         return _started(container_command(self.settings, self._container, user, _supervisor_source()), client_environment(), ())
 
     def _asked(self, program: Program, limits: SandboxLimits) -> ProgramResult:
-        request = {"command": list(program.command), "sources": list(program.sources), "stdin": len(program.stdin), "limits": vars(limits)}
+        sources: list[str | CodeType] = list(program.sources)
+        if program.harness:  # an image may have another interpreter, with another bytecode
+            text = f"exec(compile({program.harness!r}, {_HARNESS!r}, 'exec', dont_inherit=True))"
+            sources[:0] = ["import sys; del sys.path[0]", text if self._container else _compiled(program.harness, _HARNESS)]
+        request = {"command": list(program.command), "sources": sources, "stdin": len(program.stdin), "limits": vars(limits)}
         request["syscalls"] = syscall_filter() if self._container else b""  # bubblewrap has set it for all
         data = marshal.dumps(request)
         end = time.monotonic() + limits.wall_s + GRACE_S
@@ -333,6 +334,7 @@ class Sandbox:
         return lines[-1][:400] if lines else ""
 
 
+_HARNESS = "tests.py"  # Its file name in errors
 _WRITE = """
 import os, sys
 os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
@@ -343,10 +345,11 @@ except OSError as error:
     sys.exit(f"{path}: {error.strerror}")
 """
 _READ = """
-import shutil, sys
+import sys
 try:
     with open(path, "rb") as file:
-        shutil.copyfileobj(file, sys.stdout.buffer)
+        while data := file.read(1 << 16):
+            sys.stdout.buffer.write(data)
 except OSError as error:
     sys.exit(f"{path}: {error.strerror}")
 """
@@ -356,31 +359,32 @@ class _NotMapped(Exception):
     """This root may not give programs another user: it is none outside of its own container."""
 
 
-_separate = True
-
-
 def may_separate() -> bool:
     """Returns whether programs can be another user than the supervisor: root starts them, and others can read the interpreter."""
-    return _separate and os.geteuid() == 0 and all(os.stat(path).st_mode & 0o004 for path in (interpreter(), os.__file__))
-
-
-def may_not_separate() -> None:
-    """Takes note that this process's users cannot be mapped, so that it is not tried again."""
-    global _separate
-    _separate = False
+    return Sandbox.separate and os.geteuid() == 0 and all(os.stat(path).st_mode & 0o004 for path in (interpreter(), os.__file__))
 
 
 @cache
 def supervisor_code() -> bytes:
     """Returns the supervisor as a ``.pyc``, which is there sooner than its source. Both interpreters are the same."""
-    code = compile(_supervisor_source(), program_supervisor.__name__, "exec", dont_inherit=True)
-    return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(code)
+    return importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(_compiled(_supervisor_source(), program_supervisor.__name__))
+
+
+@cache
+def _compiled(source: str, file: str) -> CodeType:
+    return compile(source, file, "exec", dont_inherit=True)
 
 
 @cache
 def _supervisor_source() -> str:
     """Returns the supervisor's source, for the interpreter of an image, which may be another."""
     return Path(program_supervisor.__file__).read_text()
+
+
+def _close_streams(process: "subprocess.Popen[bytes]") -> None:
+    for stream in (process.stdin, process.stdout, process.stderr):
+        if stream is not None:
+            stream.close()
 
 
 def _readable(descriptor: int, seconds: float, event: int = select.POLLIN) -> bool:
@@ -427,7 +431,8 @@ class SandboxPool:
         finally:
             found.kill()
             self._ending.append(found)
-            self.fill()  # the next one starts while its caller looks at the results
+            with contextlib.suppress(SandboxUnavailable):  # the next caller's, who tries again
+                self.fill()  # the next one starts while its caller looks at the results
             while len(self._ending) > self._warm:
                 self._ending.popleft().close()
 

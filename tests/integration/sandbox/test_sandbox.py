@@ -1,16 +1,19 @@
 """A sandbox as its users see it: programs, files, limits, several at once, none at all, and machines that allow none."""
 
+import ast
 import json
 import os
 import pwd
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from shared.rewards.unit_test_cases import ScriptCase
 from shared.sandbox import sandbox as sandbox_remedy
 from shared.sandbox import sandbox_command
 from shared.sandbox.program import Program, SandboxSettings
@@ -102,6 +105,21 @@ def test_a_closed_sandbox_says_so() -> None:
         sandbox.run(Program(command=("true",)))
 
 
+def test_one_that_is_ended_in_the_middle_of_a_call_keeps_its_numbers_until_the_call_knows_of_it() -> None:
+    sandbox = Sandbox(SETTINGS).wait_ready()
+    with ThreadPoolExecutor(1) as threads:
+        called = threads.submit(sandbox.run, Program(command=("sleep", "60")))
+        time.sleep(0.1)
+        sandbox.kill()
+        for descriptor in (sandbox._requests, sandbox._answers):
+            assert os.path.samestat(os.fstat(descriptor), os.stat(os.devnull)) or called.done()
+        with pytest.raises(SandboxGone):
+            called.result(30)
+    sandbox.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(sandbox._answers)
+
+
 def test_a_pool_gives_each_caller_an_unused_sandbox() -> None:
     pool = SandboxPool(SETTINGS, 1)
     pool.fill()
@@ -136,6 +154,28 @@ def test_without_isolation_limits_and_ends_hold_all_the_same() -> None:
         assert bare.run(Program(command=("sh", "-c", "setsid sleep 4218 & exit 3"))).exit_code == 3
         assert subprocess.run(["pgrep", "-f", "sleep 4218"], capture_output=True).stdout == b""
     assert not Path(folder).exists()
+
+
+RUNTIME = f"""#!{sys.executable}
+import marshal, os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from shared.sandbox.program_supervisor import HEAD, READY
+os.write(1, READY)
+said = repr(marshal.loads(os.read(0, int.from_bytes(os.read(0, 4), "big")))["sources"]).encode()
+os.write(1, HEAD.pack(0, 0, -1, 0, 0, 0, False, len(said), 0, 0) + said)
+"""
+
+
+def test_a_container_gets_text_and_no_bytecode_which_is_another_in_another_python(
+    box: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "docker").write_text(RUNTIME)
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    program = ScriptCase("assert f(1)").program("def f(x): return x")
+    with Sandbox(SandboxSettings("docker", "an-image")) as contained:
+        text = ast.literal_eval(contained.run(program).stdout.decode())
+    assert box.run(Program(sources=tuple(text), stdin=program.stdin)).report == b"passed"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run without rights, then")
@@ -182,7 +222,7 @@ def test_a_start_that_is_interrupted_leaves_nothing(monkeypatch: pytest.MonkeyPa
 def test_a_root_that_may_not_map_users_gives_programs_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container whose root is none outside. What is then not refused by the kernel, the supervisor sees."""
     monkeypatch.setattr("shared.sandbox.sandbox.OUTSIDE", 1 << 40)
-    monkeypatch.setattr("shared.sandbox.sandbox._separate", True)
+    monkeypatch.setattr("shared.sandbox.sandbox.Sandbox.separate", True)
     with Sandbox(SETTINGS) as sandbox:
         assert b"2000000000" not in sandbox.run(Program(command=("cat", "/proc/self/uid_map"))).stdout
         for path in ("/proc/sys/kernel/core_pattern", "/proc/sys/vm/swappiness", "/proc/1/mem", "/usr/bin/env"):

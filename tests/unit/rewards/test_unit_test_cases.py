@@ -60,6 +60,28 @@ def test_test_functions_and_classes_are_run() -> None:
     assert codes[0].endswith("\ntest_a()") and "loadTestsFromTestCase(B)" in codes[1] and "unittest.main()" not in "".join(codes)
 
 
+CLASSES = """
+import unittest
+class Base(unittest.TestCase):
+    def setUp(self): self.x = 1
+class TestA(Base):
+    def test_a(self): assert f(1)
+class TestB(TestA): pass
+class TestMixin:
+    def test_c(self): assert f(1)
+class TestC(TestMixin, Base): pass
+class TestD(unittest.TestCase): pass
+async def test_e(): assert f(1)
+"""
+
+
+def test_of_test_classes_those_are_run_that_have_tests_or_may_get_them() -> None:
+    found = [case.code.rsplit("loadTestsFromTestCase(")[-1][:7] for case in cases_of(CLASSES) if isinstance(case, ScriptCase)]
+    assert found[1:] == ["TestA))", "TestB))", "TestC))", "TestD))"]
+    [first, *_] = cases_of(CLASSES)
+    assert isinstance(first, ScriptCase) and first.code.endswith("\n__import__('asyncio').run(test_e())")
+
+
 def test_a_test_function_is_called_with_the_entry_point() -> None:
     [case] = cases_of({"test": "def check(candidate):\n    assert candidate(1) == 2\n", "entry_point": "f"})
     assert isinstance(case, ScriptCase) and case.code.endswith("\ncheck(f)")
@@ -81,6 +103,10 @@ def test_a_test_function_is_called_with_the_entry_point() -> None:
         ("def check(candidate):\n    assert candidate(1) == 2", "tests nothing"),
         ("def helper(): assert f(1)\nclass Other:\n    def test_f(self): assert f(1)", "tests nothing"),
         ("def test_f(tmp_path): assert f(1)", "test_f takes arguments"),
+        ("def test_a(): assert f(1)\nclass TestB:\n    def test_b(self): assert f(1)", "the test class TestB"),
+        ("async def test_f(tmp_path): assert f(1)", "test_f takes arguments"),
+        ('{"inputs": ["\\ud800"], "outputs": ["1"]}', "surrogates not allowed"),
+        ("[" * 100_000, "no Python"),
         ("\0", "no Python"),
         ("(" * 5000, "no Python"),
     ],

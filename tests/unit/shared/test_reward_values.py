@@ -59,5 +59,7 @@ def test_an_environments_named_rewards() -> None:
     assert reward_values.counted(score, None) is score
     assert reward_values.counted(Score(reward=1.0), "format") == Score(reward=1.0), "a single reward counts"
     assert reward_values.counted(score, "format") == Score(reward=0.5, parts={"reward": 1.0, "format": 0.5})
+    many = {f"p{number}": float(number) for number in range(64)}
+    assert reward_values.counted(Score(reward=9.0, parts=many), "p1").reward == 1.0
     with pytest.raises(ValueError, match="no reward is named length; there are reward, format"):
         reward_values.counted(score, "length")

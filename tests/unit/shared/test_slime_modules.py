@@ -121,9 +121,13 @@ def test_outputs_of_rollout_functions() -> None:
         ("boxed_exact", r"it is \boxed{42}.", 42, 1.0),
         ("math_verify", "I guess 42.", "42", 1.0),
         ("boxed_math_verify", r"\boxed{\frac{1}{2}} 42", "0.5", 1.0),
+        ("math", r"\boxed{0}", 0, 1.0),
+        ("math", r"\boxed{5}", "5 km/h", 1.0),
+        ("math", r"\boxed{21/2}", "2 1/2", 0.0),
+        ("f1", "42", 42, 1.0),
     ],
 )
-async def test_rewards_by_name(name: str, response: str, label: str, reward: float) -> None:
+async def test_rewards_by_name(name: str, response: str, label: Any, reward: float) -> None:
     args = SimpleNamespace(custom_rm_path=None, rm_type=name, rm_url=None)
     sample = HookSample(response=response, label=label)
     assert await reward_dispatch.async_rm(args, sample) == reward
@@ -159,14 +163,18 @@ async def half_of_it(args: Any, sample: HookSample) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("name", "later"),
-    [*dict.fromkeys(("judge", "tournament", "environment", "mine", "weighted"), True).items(), ("exact", False), ("nobody", False)],
+    [
+        *dict.fromkeys(("judge", "tournament", "environment", "mine", "weighted", "unit_tests", "boxed_unit_tests"), True).items(),
+        ("exact", False),
+        ("nobody", False),
+    ],
 )
 async def test_what_the_reward_service_alone_can_ask_is_left_to_it(name: str, later: bool) -> None:
     weights = {"exact": 1.0, "mine": 1.0}
     args = SimpleNamespace(custom_rm_path=None, rm_type=name, reward_weights=weights, environments={"mine": "http://127.0.0.1:1"})
     assert reward_dispatch.scored_later(args, HookSample()) is later
     assert not reward_dispatch.scored_later(args, HookSample(metadata={"rm_type": "exact"}))
-    if name in ("judge", "tournament", "environment", "mine"):
+    if later and name != "weighted":
         with pytest.raises(NotImplementedError, match=f"no reward is named '{name}' outside of the reward service"):
             await reward_dispatch.async_rm(args, HookSample(response="x"))
 
@@ -178,6 +186,14 @@ async def test_rewards_by_functions_and_by_no_name() -> None:
     assert await reward_dispatch.batched_async_rm(args, [sample], times=3) == [12]
     sample.custom_rm_path = own
     assert await reward_dispatch.async_rm(SimpleNamespace(custom_rm_path=None, rm_type="math"), sample, times=1) == 4
+    plain = SimpleNamespace(custom_rm_path=f"{__name__}.plain_length", rm_type="weighted", reward_weights={"custom_rm": 2.0})
+    assert (await reward_dispatch.async_rm(plain, HookSample(response="four")))["reward"] == 8
+    plain.rm_type = "math"
+    assert await reward_dispatch.batched_async_rm(plain, [sample]) == [4]
+    with pytest.raises(ValueError, match=r"the label '12\.5' is no integer"):
+        await reward_dispatch.async_rm(
+            SimpleNamespace(custom_rm_path=None, rm_type="dapo"), HookSample(response="Answer: 12", label="12.5")
+        )
     with pytest.raises(NotImplementedError, match="no reward is named 'good'"):
         await reward_dispatch.async_rm(SimpleNamespace(custom_rm_path=None, rm_type="good"), HookSample())
 
@@ -195,6 +211,10 @@ async def test_groups_that_a_function_scores_as_a_whole_among_weights_are_left_t
 
 async def lengths(args: Any, samples: list[HookSample]) -> list[int]:
     return [len(sample.response) for sample in samples]
+
+
+def plain_length(args: Any, given: Any) -> Any:
+    return [len(one.response) for one in given] if isinstance(given, list) else len(given.response)
 
 
 async def twice_its_length(args: Any, given: Any, times: int) -> Any:
