@@ -46,9 +46,8 @@ def declare(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--data", metavar="PATH", help="the servers' data lie in PATH/nats and PATH/redis (default: /data of either's container)"
     )
-    command.add_argument(
-        "--nats-monitor", metavar="HOST:PORT", help="where NATS serves its health page, to anybody (default 127.0.0.1:8222)"
-    )
+    page = f"where NATS serves its health page, to anybody (default {NatsSettings.monitor})"
+    command.add_argument("--nats-monitor", metavar="HOST:PORT", default=NatsSettings.monitor, help=page)
     single = command.add_mutually_exclusive_group()
     single.add_argument(
         "--join", metavar="REPLICA", help="give one remote replica its own accounts, in DIR/replicas/REPLICA, while the servers run"
@@ -68,11 +67,10 @@ def accounts(parsed: argparse.Namespace, console: Console) -> int:
     if not _SIZE.fullmatch(parsed.redis_memory):
         raise ConfigError("--redis-memory", parsed.redis_memory, "expected bytes, or a size as 512mb or 4gb; 0 would be without a bound")
     nats, redis = address("--nats", parsed.nats), address("--redis", parsed.redis)
-    bus, store = NatsSettings(listen=f"0.0.0.0:{nats.port}"), RedisSettings(port=redis.port, memory=parsed.redis_memory)
+    bus = NatsSettings(listen=f"0.0.0.0:{nats.port}", monitor=str(address("--nats-monitor", parsed.nats_monitor)))
+    store = RedisSettings(port=redis.port, memory=parsed.redis_memory)
     if parsed.listen is not None:
         bus, store = replace(bus, listen=f"{parsed.listen}:{nats.port}"), replace(store, bind=parsed.listen)
-    if parsed.nats_monitor is not None:
-        bus = replace(bus, monitor=str(address("--nats-monitor", parsed.nats_monitor)))
     if parsed.data is not None:
         data = Path(parsed.data).absolute()
         bus, store = replace(bus, store=str(data / "nats")), replace(store, data=str(data / "redis"))

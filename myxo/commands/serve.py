@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from myxo.commands.up import LAUNCHER, claimed, logged, with_flags
+from myxo.commands.up import LAUNCHER, claimed, continuing, logged, with_flags
 from myxo.display.progress_display import Display
 from myxo.launch.launcher import TICK_SECONDS, Launch
 from myxo.launch.supervisor import AT_WORK, StopReason, Supervisor
@@ -79,6 +79,6 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
     source = Source.of(parsed.config, parsed.flags)
     source.given.overrides = over(DEFAULTS, source.given.overrides)
     config, given = checked_config(source, starts=True, fresh=parsed.fresh), given_servers()
-    directory, again = RunDirectory(config.run.root), f"myxo serve {parsed.config}"
+    directory, again = RunDirectory(config.run.root), continuing(config, source, "serve")
     with claimed(config, directory, parsed.fresh, given), logged(config, directory, LAUNCHER):
         return asyncio.run(Serving(config, directory, given, console, fresh=parsed.fresh, again=again).run())

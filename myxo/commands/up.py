@@ -308,11 +308,11 @@ def up(source: Source, console: Console, *, fresh: bool = False, dry_run: DryRun
         return asyncio.run(Launch(config, directory, given, console, fresh=fresh, again=continuing(config, source)).run())
 
 
-def continuing(config: RunConfig, source: Source) -> str:
-    """Returns the command that continues a run: of one from flags alone, by the config in its directory."""
+def continuing(config: RunConfig, source: Source, command: str = "up") -> str:
+    """Returns the ``command`` that continues a run: of one from flags alone, by the config in its directory."""
     if source.path is not None:
         there = "" if Path(os.environ.get("PWD", ".")).resolve() == Path.cwd() else f"cd {shlex.quote(str(Path.cwd()))} && "
-        return there + shlex.join(["myxo", "up", str(source.path), *source.given.words])
+        return there + shlex.join(["myxo", command, str(source.path), *source.given.words])
     return shlex.join(["myxo", "train", "--run-name", config.run.name, "--dir", str(config.run.dir.absolute())])
 
 
@@ -339,7 +339,8 @@ def submit(path: Path, arguments: list[str], console: Console) -> int:
     asyncio.run(_submit(config, given.nats_url, given.redis_url, vocabulary(config), asked))
     own = "its own NATS_URL and REDIS_URL (or the files of NATS_URL_FILE and REDIS_URL_FILE)"
     what = own if addresses.has_credentials(given.redis_url) else "NATS_URL"
-    services = ", ".join(f"python -m {module}" for module in SERVICE_MODULES.values())
+    lent = [f"MYXO_INSTANCE={instance} python -m services.rollout (lend_gpus)" for instance in devices.lent_instances(config)]
+    services = ", ".join([*(f"python -m {module}" for module in SERVICE_MODULES.values()), *lent])
     started = f"Start its services, each with {what} and MYXO_RUN={run}: {services}"
     console.print(f"Run {run} is on {redacted(given.nats_url)}. {started}", soft_wrap=True)
     return exit_codes.DONE

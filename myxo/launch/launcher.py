@@ -31,7 +31,7 @@ from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.model.final_exports import missing_exports
 from shared.runtime import exit_codes
-from shared.runtime.addresses import HTTP_VARIABLE, own_address
+from shared.runtime.addresses import own_address
 from shared.runtime.errors import BadInput, ConfigError, MyxoError, no_room
 from shared.runtime.safe_text import duration, say
 from shared.runtime.tasks import cancelled
@@ -273,7 +273,7 @@ class Launch:
 
     async def _with_bus(self, bus: Bus) -> int:
         run, config = self._run, self._config
-        specs = plan(config, self._servers.nats_url, os.environ.get(HTTP_VARIABLE, ""))
+        specs = plan(config, self._servers.nats_url)
         if self._given.nats_url is not None and await streams.exists(bus, run):
             await self._refuse_others(bus, None if self._fresh else {spec.instance for spec in specs})
         if self._signals:

@@ -6,14 +6,14 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import structlog
 from redis.exceptions import RedisError
 from rich.console import Console
 
 from myxo.launch.launcher import LEAVE_SECONDS, POLL_SECONDS, SAVE_SECONDS, STOP_SECONDS, TICK_SECONDS, TRAINER_STOP_SECONDS, publish_events
-from myxo.launch.service_plan import ServiceSpec, run_service
+from myxo.launch.service_plan import ServiceSpec, at_ports, run_service
 from myxo.launch.supervisor import FrozenServices, StopReason, Supervisor
 from myxo.run.run_access import ANSWER_SECONDS, GivenServers
 from myxo.run.run_directory import RunDirectory
@@ -24,6 +24,7 @@ from shared.bus.registry import ENGINE_NODE, NODE, Registry
 from shared.bus.subjects import Subjects
 from shared.config import devices
 from shared.config.run_config import RunConfig
+from shared.model.final_exports import missing_exports
 from shared.runtime import exit_codes
 from shared.runtime.addresses import NODE_RANK, RANK_VARIABLES, node_rank
 from shared.runtime.errors import ConfigError, DeadlineExceeded
@@ -76,13 +77,13 @@ def node_plan(config: RunConfig, nats_url: str, rank: int) -> list[ServiceSpec]:
             own = {devices.VISIBLE: ",".join(devices.shared_gpus(config, shared, place))} if on_gpus else {}
             engine, further = f"rollout-{index}", {"service": ENGINE_NODE, "name": f"rollout-{index}-node-{part}"} if part else {}
             specs.append(run_service(config, nats_url, "rollout", engine, {**own, NODE_RANK: str(part)}, **further))
-        return specs
+        return at_ports(specs)
     for index in range(rollout.rollout_replicas if rank < rollout.nodes_per_engine else 0):
         engine, share, own = f"rollout-{index}", rollout.rollout_num_gpus_per_engine // rollout.nodes_per_engine, {}
         if devices.resolve(rollout.rollout_device) == "cuda":
             own[devices.VISIBLE] = _next_gpus(free, share, "rollout.rollout_num_gpus_per_engine", rank)
         specs.append(run_service(config, nats_url, "rollout", engine, own, service=ENGINE_NODE, name=f"{engine}-node-{rank}"))
-    return specs
+    return at_ports(specs)
 
 
 def _next_gpus(free: Iterator[str], share: int, field: str, rank: int) -> str:
@@ -133,11 +134,12 @@ class NodeLaunch:
                     phase, steps = await self._look(bus, store, supervisor)
                     stopped = supervisor.tick(time.monotonic(), steps)
                     await asyncio.sleep(POLL_SECONDS)
-                if phase == runs.FINISHED:
-                    await self._wait(supervisor, LEAVE_SECONDS)
+                if phase == runs.FINISHED:  # the trainer may be writing the final weights
+                    await self._wait(lambda: supervisor.running(NODE), self._config.trainer.collective_timeout + LEAVE_SECONDS)
+                    await self._wait(supervisor.running, LEAVE_SECONDS)
             finally:
                 supervisor.terminate()
-                await self._wait(supervisor, SAVE_SECONDS if self._signals else TRAINER_STOP_SECONDS + STOP_SECONDS)
+                await self._wait(supervisor.running, SAVE_SECONDS if self._signals else TRAINER_STOP_SECONDS + STOP_SECONDS)
                 supervisor.kill()
             if stopped is not None:
                 say(f"myxo: {stopped.lines[-1] if stopped.bad_input and stopped.lines else stopped.reason}")
@@ -147,16 +149,15 @@ class NodeLaunch:
             return exit_codes.DONE if phase == runs.FINISHED else exit_codes.RUN_FAILED
 
     async def _run_is_there(self, bus: Bus) -> bool:
-        """Waits until the first node has put the run on the bus. Returns False where this node was asked to stop meanwhile."""
+        """Waits until the run is on the bus, with something to do: final weights, too. Returns False where this node was asked to stop."""
         run, patience = self._config.run.name, self._config.trainer.node_timeout
         end = time.monotonic() + patience
         self._console.print(f"Node {self._rank} of run {run} waits for the first node.", soft_wrap=True)
         while not self._signals:
-            try:
-                if await runs.load(bus, run) and await runs.phase(bus, run) == runs.RUNNING:
+            with contextlib.suppress(runs.NoSuchRun):
+                lacks = bool(missing_exports(self._config)) and await runs.is_finished(bus, self._config)
+                if await runs.load(bus, run) and (lacks or await runs.phase(bus, run) == runs.RUNNING):
                     return True
-            except runs.NoSuchRun:
-                pass
             if time.monotonic() > end:
                 raise DeadlineExceeded(f"run {run}", "node 0 (`myxo up` there)", patience, "this node stops")
             await asyncio.sleep(POLL_SECONDS)
@@ -185,7 +186,7 @@ class NodeLaunch:
         self._away = time.monotonic()
         self._log.warning("servers_away", error=str(error) or type(error).__name__)
 
-    async def _wait(self, supervisor: Supervisor, seconds: float) -> None:
+    async def _wait(self, awaited: Callable[[], bool], seconds: float) -> None:
         signals, end = len(self._signals), time.monotonic() + seconds
-        while supervisor.running() and time.monotonic() < end and len(self._signals) == signals:
+        while awaited() and time.monotonic() < end and len(self._signals) == signals:
             await asyncio.sleep(TICK_SECONDS)

@@ -59,13 +59,12 @@ def place(config: RunConfig, nodes: int, gpus_per_node: int) -> list[PlacedServi
 
 
 def _policy(config: RunConfig, placed: Sequence[PlacedService], free: list[list[int]]) -> Iterator[PlacedService]:
-    """Yields the engines of the policy."""
+    """Yields the engines of the policy, last those on GPUs that the trainer lends."""
+    trainers = [service for service in placed if service.instance.startswith("trainer-")]
     if config.trainer.colocate:
-        trainers = [service for service in placed if service.instance.startswith("trainer-")]
         for trainer in trainers:
-            own = list(map(str, trainer.gpus))
             for place, (index, part) in enumerate(devices.colocated_engines(config, trainer.rank)):
-                yield _engine(trainer.node, f"rollout-{index}", [int(gpu) for gpu in devices.shared_gpus(config, own, place)], part)
+                yield _engine(trainer.node, f"rollout-{index}", devices.shared_gpus(config, trainer.gpus, place), part)
     elif devices.resolve(config.rollout.rollout_device) == "cuda":
         yield from _engines(config, [engine for engine in devices.engine_instances(config) if not engine.model], free)
     else:
@@ -77,6 +76,8 @@ def _policy(config: RunConfig, placed: Sequence[PlacedService], free: list[list[
         for index in range(rollout.rollout_replicas):
             for rank, node in enumerate(sorted(itertools.islice(turns, spans))):
                 yield _engine(node, f"rollout-{index}", rank=rank)
+    for place, instance in enumerate(devices.lent_instances(config)):
+        yield _engine(trainers[0].node, instance, devices.shared_gpus(config, trainers[0].gpus, place))
 
 
 def _trainer_nodes(config: RunConfig, role: str, free: list[list[int]], share: int) -> Iterator[PlacedService]:

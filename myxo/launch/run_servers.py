@@ -22,7 +22,7 @@ from shared.accounts.permissions import Rights
 from shared.config.service_sections import ConsoleSection, StoreSection
 from shared.process.child_process import ChildProcess, ProcessEnded, cause
 from shared.process.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey, free_port
-from shared.runtime.addresses import CONSOLE_TOKEN, LAST_PORT, HttpAddress, new_console_token
+from shared.runtime.addresses import CONSOLE_TOKEN, HTTP_VARIABLE, LAST_PORT, HttpAddress, new_console_token
 from shared.runtime.errors import MyxoError
 from shared.runtime.safe_text import say
 from shared.schema.service_messages import ServiceEvent
@@ -281,6 +281,7 @@ class ConsoleProcess(KeptAlive):
                 say(f"The console has moved, since {before} is taken: {self.url}")
         hosts = ",".join(self._section.console_hosts)
         own = {CONSOLE_TOKEN: self._token, "MYXO_CONSOLE": str(self._address), "MYXO_CONSOLE_HOSTS": hosts, "PYTHONUNBUFFERED": "1"}
+        own[HTTP_VARIABLE] = ""  # the services' ports follow from the launcher's
         command = (sys.executable, "-m", CONSOLE_MODULE)
         self._child = ChildProcess(CONSOLE_INSTANCE, command, self._log_path, {**os.environ, **self._environment, **own})
         self.due = None

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shared.bus.registry import MODEL
 from shared.config import devices
@@ -59,20 +59,16 @@ def run_service(
     return ServiceSpec(service or role, name or instance, (sys.executable, "-m", *module), environment)
 
 
-def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
+def plan(config: RunConfig, nats_url: str) -> list[ServiceSpec]:
     """Returns one trainer, its critic where there is one, as many buffers, reward and rollout services and gateways as the config asks for,
     those of frozen models among them, and the agents' server, where there is one.
 
-    Where nothing is trained (`debug_rollout_only`), the trainer's service records what comes in; it has neither model nor GPU.
-
-    ``http``: the launcher's own ``MYXO_HTTP``, ``host:port``: the first service serves its metrics there, each other one port further on.
-    Empty, or port 0: any free ports. Raises ConfigError where it is no such address.
+    Where nothing is trained (`debug_rollout_only`), the trainer's service records what comes in; it has neither model nor GPU. Raises
+    ConfigError.
     """
     shares, instances, specs = devices.assign_gpus(config), _instances(config), list[ServiceSpec]()
     for kind, instance in instances:
         environment = {devices.VISIBLE: shares[instance]} if instance in shares else {}
-        if http:
-            environment[HTTP_VARIABLE] = str(addresses.parsed(http).next(len(specs)))
         if kind == "gateway" and not config.gateway.gateway_port and GATEWAY_VARIABLE not in os.environ:
             # each of its lives listens there: clients that repeat a request know no other address
             _HELD.append(held := hold_port())
@@ -80,7 +76,16 @@ def plan(config: RunConfig, nats_url: str, http: str = "") -> list[ServiceSpec]:
         specs.append(run_service(config, nats_url, "rollout" if kind == MODEL else kind, instance, environment, service=kind))
     if config.rollout.agent_service:
         specs.append(ServiceSpec(AGENTS, f"{AGENTS}-0", tuple(config.rollout.agent_service), {"PYTHONUNBUFFERED": "1"}, foreign=True))
-    return specs
+    return at_ports(specs)
+
+
+def at_ports(specs: list[ServiceSpec]) -> list[ServiceSpec]:
+    """Returns a launcher's services with addresses for their metrics: the first has the launcher's ``MYXO_HTTP``, ``host:port``, each other
+    one port further on. Without it, or with port 0: any free ports. Raises ConfigError where it is no such address."""
+    if not (http := os.environ.get(HTTP_VARIABLE)):
+        return specs
+    first = addresses.parsed(http)
+    return [replace(spec, environment={**spec.environment, HTTP_VARIABLE: str(first.next(index))}) for index, spec in enumerate(specs)]
 
 
 def _instances(config: RunConfig) -> list[tuple[str, str]]:

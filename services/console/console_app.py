@@ -292,7 +292,7 @@ async def serve() -> None:
         names.append(address.host)
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(background(source.keep()))
-        if HTTP_VARIABLE in os.environ:
+        if os.environ.get(HTTP_VARIABLE):
             app = http_endpoints.health_app(lambda: {"ok": True, "service": "console", "away": sorted(source.away)}, CollectorRegistry())
             await stack.enter_async_context(http_endpoints.serving(app, addresses.http_address("127.0.0.1")))
         at = await stack.enter_async_context(http_endpoints.serving(console_app(source, token, names), address))

@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -56,16 +56,16 @@ class Deployment:
     """The servers and the run that accounts are made for.
 
     ``run``: the run's id. ``nats``, redis: the addresses at which services reach them. ``tls``: whether both are encrypted.
-    ``nats_settings``, redis_settings: the servers' settings; by default those of compose, on the ports of the addresses. ``mounted``: the
-    path at which a server sees its own directory; empty: where it is made.
+    ``nats_settings``, redis_settings: the servers' settings; by default those of compose. ``mounted``: the path at which a server sees its
+    own directory; empty: where it is made.
     """
 
     run: str
     nats: HttpAddress
     redis: HttpAddress
     tls: bool = False
-    nats_settings: NatsSettings | None = None
-    redis_settings: RedisSettings | None = None
+    nats_settings: NatsSettings = field(default_factory=NatsSettings)
+    redis_settings: RedisSettings = field(default_factory=RedisSettings)
     mounted: str = "/credentials"
 
 
@@ -145,10 +145,8 @@ def _texts(directory: Path, deployment: Deployment, roles: tuple[Rights, ...], p
             store[role.home] = passwords[home / REDIS_URL]
             texts[home / REDIS_URL] = f"{store_scheme}://{role.user}:{store[role.home]}@{deployment.redis}/0\n"
     tls = {name: deployment.mounted or str((directory / name).absolute()) if deployment.tls else None for name in (NATS, REDIS)}
-    nats_settings = deployment.nats_settings or NatsSettings(listen=f"0.0.0.0:{deployment.nats.port}")
-    redis_settings = deployment.redis_settings or RedisSettings(port=deployment.redis.port)
-    texts[directory / NATS / "nats.conf"] = nats_conf(roles, bus, replace(nats_settings, tls=tls[NATS]))
-    texts[directory / REDIS / "redis.conf"] = redis_conf(roles, store, replace(redis_settings, tls=tls[REDIS]))
+    texts[directory / NATS / "nats.conf"] = nats_conf(roles, bus, replace(deployment.nats_settings, tls=tls[NATS]))
+    texts[directory / REDIS / "redis.conf"] = redis_conf(roles, store, replace(deployment.redis_settings, tls=tls[REDIS]))
     texts[directory / REDIS / HEALTH] = store[HEALTH]
     texts |= {directory / home / ROUTER_KEY: passwords[directory / ROUTER / ROUTER_KEY] for home in (ROUTER, ROLLOUT)}
     texts[directory / CONSOLE / TOKEN] = passwords[directory / CONSOLE / TOKEN]

@@ -96,7 +96,7 @@ def rights(run: str) -> tuple[Rights, ...]:
             (
                 StoreRights(("setnx",), (), payloads),
                 StoreRights(("get", "set"), ingested, ingested),
-                StoreRights(("expire", "getrange", "setnx"), commands, commands),
+                StoreRights(("expire", "getrange", "setnx", "unlink"), commands, commands),
             ),
         ),
         CONSOLE: StoreRights((*_CONNECTION, "getrange", "info"), payloads, (), (StoreRights(("llen", "lrange"), sessions),)),
@@ -445,6 +445,7 @@ def redis_conf(rights: Iterable[Rights], passwords: Mapping[str, str], settings:
         "appendonly yes",
         f"appendfsync {settings.appendfsync}",
         'save ""',
+        "auto-aof-rewrite-min-size 1gb",  # as the embedded one has it, whose file says why
         f"maxmemory {settings.memory}",
         "maxmemory-policy noeviction",  # an evicted payload would lose its group; services hold their work back instead
         "daemonize no",

@@ -6,13 +6,14 @@ import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from shared.config.environment_variables import GROUP_VARIABLE, MODEL_VARIABLE
 from shared.config.rollout_section import flags_over
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import ConfigError, nearest
 
+Gpu = TypeVar("Gpu")
 VISIBLE = "CUDA_VISIBLE_DEVICES"  # The variable with the devices that a process may use; the launcher shares out those of its own
 QUERY_SECONDS = 30.0  # The seconds that nvidia-smi may take: on a machine whose driver sleeps, some
 
@@ -141,7 +142,7 @@ def as_lent(config: RunConfig) -> RunConfig:
     )
 
 
-def shared_gpus(config: RunConfig, own: Sequence[str], index: int) -> list[str]:
+def shared_gpus(config: RunConfig, own: Sequence[Gpu], index: int) -> list[Gpu]:
     """Returns the GPUs of a colocated engine: all of the trainer's on its node, each those first that it computes on.
 
     The buffers of a memory channel lie on the GPU of the trainer's rank that fills them, and are read from there.

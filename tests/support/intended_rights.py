@@ -212,7 +212,7 @@ SESSIONS = {
 INGESTED = {"GET", "SET"}
 """Those that a gateway may run on what became of groups from outside."""
 
-COMMANDED = {TRAINER: {"GETRANGE", "SETNX", "UNLINK"}, GATEWAY: {"EXPIRE", "GETRANGE", "SETNX"}}
+COMMANDED = {TRAINER: {"GETRANGE", "SETNX", "UNLINK"}, GATEWAY: {"EXPIRE", "GETRANGE", "SETNX", "UNLINK"}}
 """Those that it may run on the payloads and results of commands from outside."""
 
 PAYLOADS, EXCHANGED, SESSION, ALL = "group:*", "exchange:*", "session:*", "*"

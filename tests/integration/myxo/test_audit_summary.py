@@ -356,6 +356,10 @@ async def test_submit_puts_the_run_on_the_bus(
     prompts.rename(config.parent / "prompts.jsonl")
     assert (await asyncio.to_thread(myxo.run, *again, environment=given))[0] == 0
     assert await runs.phase(bus, run_name) == runs.RUNNING
+    assert (
+        "MYXO_INSTANCE=rollout-1 python -m services.rollout (lend_gpus)"
+        in (await asyncio.to_thread(myxo.run, *again, "--lend-gpus", environment=given))[1]
+    )
     code, _, err = await asyncio.to_thread(myxo.run, "submit", config, "--rollout-batch-size", "4", environment=given)
     assert code == 2
     assert "rollout.rollout_batch_size" in err

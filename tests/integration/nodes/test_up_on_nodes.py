@@ -1,5 +1,6 @@
 """`myxo up` on each of two nodes: the first starts everything else, the other its part of the trainer alone; both end with the run."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +42,9 @@ async def test_a_run_on_two_nodes(
     servers = {"NATS_URL": head.url, "REDIS_URL": valkey.url}
     summary = await summary_of_run(network, servers, config, [*flags, *NODES], run, RUN_SECONDS)
     assert (summary["audit"], summary["steps"]) == ("ok", STEPS)
+    shutil.rmtree(run / "hf")  # the same commands write it anew
+    await summary_of_run(network, servers, config, [*flags, *NODES], run, RUN_SECONDS)
+    assert (run / "hf").is_dir()
     for role in roles:
         first, second = ((run / "logs" / f"{role}-{name}.log").read_text() for name in ("0", "node-1"))
         assert "attempt 1 of 2 nodes" in first and "node 1 of 2, attempt 1" in second, (first, second)

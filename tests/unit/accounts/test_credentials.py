@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shared.accounts.credentials import Deployment, make, write
-from shared.accounts.permissions import ROLES
+from shared.accounts.permissions import ROLES, NatsSettings, RedisSettings
 from shared.runtime.addresses import HttpAddress
 from shared.runtime.errors import ConfigError
 from tests.support.tables import table
@@ -63,7 +63,8 @@ def test_a_second_call_changes_nothing_and_says_so(tmp_path: Path) -> None:
 def test_another_run_and_encryption_take_effect_and_passwords_stay(tmp_path: Path) -> None:
     make(tmp_path, PLAIN)
     before = passwords(tmp_path)
-    make(tmp_path, Deployment("other", HttpAddress("10.0.0.1", 4333), HttpAddress("::1", 6380), tls=True))
+    settings = {"nats_settings": NatsSettings(listen="0.0.0.0:4333"), "redis_settings": RedisSettings(port=6380)}
+    make(tmp_path, Deployment("other", HttpAddress("10.0.0.1", 4333), HttpAddress("::1", 6380), tls=True, **settings))
     found = files(tmp_path)
     assert passwords(tmp_path) == before
     assert found["trainer/nats_url"].startswith("tls://trainer.other:") and found["trainer/nats_url"].endswith("@10.0.0.1:4333\n")

@@ -72,7 +72,7 @@ def test_redis_has_no_user_without_a_password_and_no_password_in_the_clear() -> 
             "%RW~demo:session:*",
             [
                 *("+ping +get +llen +lrange +rpushx", "(%W~demo:group:* -@all +setnx)", "(%RW~demo:ingest:* -@all +get +set)"),
-                "(%RW~demo:command:* -@all +expire +getrange +setnx)",
+                "(%RW~demo:command:* -@all +expire +getrange +setnx +unlink)",
             ],
         ),
         ("reward", "%R~demo:group:*", ["+ping", "+getrange"]),
@@ -96,6 +96,7 @@ def test_the_health_account_may_ping() -> None:
 
 def test_redis_keeps_what_it_is_given_and_encrypts_when_asked() -> None:
     text = redis()
+    assert directive(text, "auto-aof-rewrite-min-size") == ["1gb"]
     for name, value in {"appendonly": "yes", "dir": '"/data"', "unixsocket": '"/tmp/redis.sock"', "maxmemory-policy": "noeviction"}.items():
         assert directive(text, name) == [value]
     assert directive(text, "port") == ["6379"] and not directive(text, "tls-port")

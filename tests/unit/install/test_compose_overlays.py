@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from myxo.launch.launcher import SAVE_SECONDS
+from myxo.launch.service_plan import TRAINERS
 from shared.config import devices
 from shared.sandbox.sandbox_command import REFUSED
 from tests.support.tables import table
@@ -31,8 +33,9 @@ def test_tls_changes_nothing_else_and_whoever_speaks_to_the_bus_trusts_its_autho
 
 def test_amds_gpus_are_given_to_the_torch_backend_and_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     services = read("compose.rocm.yaml")["services"]
-    for name in ("trainer", "rollout"):
-        assert services[name]["devices"] == ["/dev/kfd", "/dev/dri"] and "ROCM_IMAGE" in str(services[name]["build"])
+    for name in ("trainer", "critic", "rollout"):
+        assert services[name]["devices"] == ["/dev/kfd", "/dev/dri"] and "-rocm:" in str(services[name]["image"])
+        assert name == "critic" or "ROCM_IMAGE" in str(services[name]["build"])
     assert "--trainer-backend torch" in str(services["submit"]["command"]) and "nvidia" not in str(services).lower()
     for node, (simd, size) in enumerate([(0, 0), (256, 64 << 30), (256, 48 << 30)]):
         (bank := tmp_path / str(node) / "mem_banks" / "0").mkdir(parents=True)
@@ -43,6 +46,11 @@ def test_amds_gpus_are_given_to_the_torch_backend_and_planned_for(tmp_path: Path
     assert devices.amd_gpus() == [64 << 30, 48 << 30] and devices.gpu_bytes() == 48 << 30
     if not list(Path("/dev").glob("nvidia[0-9]*")):
         assert devices.gpus() == 2 and devices.resolve("auto") == "cuda"
+
+
+def test_a_stop_gives_trainers_as_long_as_a_stop_of_myxo_up() -> None:
+    services = read("compose.yaml")["services"]
+    assert {services[name]["stop_grace_period"] for name in TRAINERS} == {f"{SAVE_SECONDS:.0f}s"}
 
 
 def test_sandboxes_are_allowed_to_the_reward_service_alone_and_without_rights() -> None:

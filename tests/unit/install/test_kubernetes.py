@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from services.rollout.replica_command import INSTANCE
-from shared.accounts.permissions import ROLES
+from shared.accounts.permissions import ROLES, RUN_ACCOUNT
 from shared.bus.streams import task_consumer
 from shared.bus.subjects import TRAIN
 from shared.config.service_sections import BusSection, RunSection
@@ -156,7 +156,7 @@ def test_the_scaler_looks_at_the_runs_own_queue(objects: list[Object]) -> None:
     scaled = named(objects, "ScaledObject", "myxo-rollout")["spec"]
     run = named(objects, "ConfigMap", "myxo-environment")["data"]["MYXO_RUN"]
     consumer, asked = task_consumer(run, BusSection(), TRAIN), scaled["triggers"][0]["metadata"]
-    assert (asked["stream"], asked["consumer"]) == (consumer.stream, consumer.name)
+    assert (asked["account"], asked["stream"], asked["consumer"]) == (RUN_ACCOUNT, consumer.stream, consumer.name)
     target = scaled["scaleTargetRef"]
     assert scaled["minReplicaCount"] >= 1 and named(objects, target.get("kind", "Deployment"), target["name"]) == of_engines(objects)
     assert target.get("apiVersion", "apps/v1") == of_engines(objects)["apiVersion"]
@@ -175,7 +175,8 @@ def test_every_pod_has_no_rights_and_its_own_account(objects: list[Object]) -> N
 
 
 def test_networks_are_the_planes_and_nothing_else(objects: list[Object]) -> None:
-    """Everything is shut first; only trainer and engines reach each other at any port, and only agents' pods come to a gateway."""
+    """Everything is shut first; only trainer and engines reach each other at any port, and only agents come to a gateway: those of pods of
+    their own, and those that rollout services play."""
     policies = {found["metadata"]["name"]: found["spec"] for found in objects if found["kind"] == "NetworkPolicy"}
     shut = policies.pop("myxo-nothing-else")
     assert shut["policyTypes"] == ["Ingress", "Egress"] and shut.keys() == {"podSelector", "policyTypes"}
@@ -184,6 +185,11 @@ def test_networks_are_the_planes_and_nothing_else(objects: list[Object]) -> None
     [expression] = policies["myxo-weights"]["podSelector"]["matchExpressions"]
     assert expression["values"] == ["trainer", "rollout"]
     assert all("from" in rule for spec in policies.values() for rule in spec.get("ingress", []))
+    agents, (came,) = {"matchLabels": {"myxo/agent": "true"}}, policies["myxo-gateway"]["ingress"]
+    assert came["from"] == [{"podSelector": agents}, {"podSelector": policies["myxo-agents"]["podSelector"]}]
+    assert policies["myxo-agents"]["podSelector"]["matchExpressions"][0]["values"] == ["rollout"]
+    gone = [rule["to"][0]["podSelector"] for rule in policies["myxo-agents"]["egress"]]
+    assert gone == [agents, policies["myxo-gateway"]["podSelector"]]
 
 
 @pytest.mark.parametrize("chart", ["nats", "valkey"])

@@ -1,7 +1,9 @@
 """`deploy/slurm/run.sbatch` by those who can read it without a cluster; tests/integration/cluster runs it."""
 
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,3 +24,21 @@ def test_sbatch_reads_its_options_before_the_first_command() -> None:
     options = [index for index, line in enumerate(lines) if line.startswith("#SBATCH")]
     first = next(index for index, line in enumerate(lines) if line and not line.startswith("#"))
     assert options and max(options) < first
+
+
+def ran(words: str, **environment: object) -> subprocess.CompletedProcess[str]:
+    """Runs words of bash with the script's functions."""
+    functions = SCRIPT.read_text().rpartition("export MYXO_PYTHON=")[0]
+    given = {**os.environ, "MYXO_PYTHON": sys.executable, **{name: str(value) for name, value in environment.items()}}
+    return subprocess.run(["bash", "-c", f"{functions}\n{words}"], capture_output=True, text=True, env=given, timeout=120, check=False)
+
+
+def test_services_of_a_node_share_no_port(tmp_path: Path) -> None:
+    words = 'keep() { echo "$MYXO_HTTP"; }; service 0 buffer buffer-0 - services.buffer; service 0 reward reward-0 - services.reward'
+    assert ran(words, MYXO_HTTP="0.0.0.0:9464", MYXO_STATE=tmp_path).stdout.split() == ["0.0.0.0:0"] * 2
+
+
+def test_servers_that_were_given_up_are_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "url").write_text("redis://127.0.0.1:1")
+    (tmp_path / "stop").write_text("nats-server ended 6 times in a row")
+    assert ran(f"answers 127.0.0.1:1 {tmp_path}/url", MYXO_STATE=tmp_path).returncode == 3

@@ -95,6 +95,12 @@ def test_colocated_engines_are_on_each_of_the_trainers_nodes(tmp_path: Path) -> 
     assert on(services, "rollout") == engines
 
 
+def test_lent_gpus_have_their_engines_on_the_trainers_node(tmp_path: Path) -> None:
+    services = placed(tmp_path, 2, 2, {"actor_num_gpus_per_node": 2, "lend_gpus": True}, rollout_replicas=2)
+    own = [(1, "rollout-0", (0,)), (1, "rollout-1", (1,))]
+    assert on(services, "rollout") == [(0, "rollout-2", (0, 1)), (0, "rollout-3", (1, 0)), *own]
+
+
 @pytest.mark.parametrize(
     ("nodes", "trainer", "rollout", "field", "why"),
     [

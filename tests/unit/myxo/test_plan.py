@@ -1,9 +1,11 @@
 """Which processes a config asks for."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from myxo.launch import run_servers
 from myxo.launch.node_launch import node_plan, with_engines_of
 from myxo.launch.service_plan import plan
 from shared.config import devices
@@ -29,12 +31,25 @@ def test_one_of_each_where_it_says_nothing(tmp_path: Path) -> None:
     assert [spec.service for spec in plan(run_config(tmp_path), "nats://host")] == ["buffer", "reward", "rollout", "trainer"]
 
 
-def test_metrics_ports_follow_one_another_from_the_launchers_own(tmp_path: Path) -> None:
+def test_metrics_ports_follow_one_another_from_the_launchers_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = run_config(tmp_path, rollout={"rollout_replicas": 2})
-    given = [spec.environment.get("MYXO_HTTP") for spec in plan(config, "nats://host", "0.0.0.0:9464")]
-    assert given == [f"0.0.0.0:{port}" for port in range(9464, 9469)]
-    assert {spec.environment["MYXO_HTTP"] for spec in plan(config, "nats://host", "0.0.0.0:0")} == {"0.0.0.0:0"}
     assert not any("MYXO_HTTP" in spec.environment for spec in plan(config, "nats://host"))
+    monkeypatch.setenv("MYXO_HTTP", "0.0.0.0:9464")
+    given = [spec.environment.get("MYXO_HTTP") for spec in plan(config, "nats://host")]
+    assert given == [f"0.0.0.0:{port}" for port in range(9464, 9469)]
+    monkeypatch.setenv("MYXO_HTTP", "0.0.0.0:0")
+    assert {spec.environment["MYXO_HTTP"] for spec in plan(config, "nats://host")} == {"0.0.0.0:0"}
+
+
+def test_a_further_node_has_a_port_for_each_service_and_the_console_takes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run_config(tmp_path, trainer={"actor_num_nodes": 2, "colocate": True}, rollout={"rollout_replicas": 2})
+    monkeypatch.setenv("MYXO_HTTP", "0.0.0.0:9464")
+    addresses = [spec.environment["MYXO_HTTP"] for spec in node_plan(config, "nats://host", 1)]
+    assert addresses == ["0.0.0.0:9464", "0.0.0.0:9465"]
+    given = list[Mapping[str, str]]()
+    monkeypatch.setattr(run_servers, "ChildProcess", lambda *words: given.append(words[-1]))
+    run_servers.ConsoleProcess(config.console, tmp_path / "log", {})
+    assert given[0]["MYXO_CONSOLE"] and not given[0]["MYXO_HTTP"]
 
 
 def test_each_life_of_a_gateway_has_the_same_address(tmp_path: Path) -> None:
@@ -45,9 +60,10 @@ def test_each_life_of_a_gateway_has_the_same_address(tmp_path: Path) -> None:
 
 
 @table("http", ["9464", "host:port", "host:65533", "host:-1"])
-def test_an_address_that_is_none_is_refused(tmp_path: Path, http: str) -> None:
+def test_an_address_that_is_none_is_refused(tmp_path: Path, http: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MYXO_HTTP", http)
     with pytest.raises(ConfigError, match="MYXO_HTTP = "):
-        plan(run_config(tmp_path), "nats://host", http)
+        plan(run_config(tmp_path), "nats://host")
 
 
 def test_where_nothing_is_trained_there_is_no_critic_and_no_gpu_of_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

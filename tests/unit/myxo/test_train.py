@@ -1,14 +1,18 @@
 """``myxo train``: what a command line without a config stands for."""
 
+import argparse
+import contextlib
 import random
 import shlex
 import tomllib
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
-from myxo.commands import up
+from myxo.commands import serve, up
 from myxo.preflight import engine_checks, inspect, objective_checks
 from myxo.preflight.inspection import Inspection, Note
 from myxo.run import config_toml
@@ -358,3 +362,22 @@ def test_the_script_with_pictures_runs_on_the_torch_backend() -> None:
         config_of([*SCRIPTS[GEO3K], "--trainer-backend", "megatron"])
     words = [word for word in SCRIPTS[GEO3K] if word not in ("--multimodal-keys", '{"image":"images"}')]
     assert config_of(words).trainer.trainer_backend == "megatron"
+
+
+def test_the_command_that_continues_a_serve_has_its_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = list[str]()
+
+    async def run() -> int:
+        return 0
+
+    def serving(*_: object, again: str, **__: object) -> SimpleNamespace:
+        printed.append(again)
+        return SimpleNamespace(run=run)
+
+    monkeypatch.setattr(serve, "Serving", serving)
+    monkeypatch.setattr(serve, "checked_config", lambda *_, **__: run_config(tmp_path))
+    for name in ("claimed", "logged"):
+        monkeypatch.setattr(serve, name, lambda *_: contextlib.nullcontext())
+    given = argparse.Namespace(config=tmp_path / "my serve.toml", flags=["--lora-rank", "16"], fresh=False)
+    assert serve._run(given, Console()) == 0
+    assert printed[0].endswith(f"myxo serve '{tmp_path}/my serve.toml' --lora-rank 16")
