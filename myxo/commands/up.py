@@ -49,7 +49,6 @@ from shared.model.memory_plan import total_parameters
 from shared.model.parallel_layout import ParallelLayout
 from shared.process.child_process import with_parent
 from shared.runtime import addresses, exit_codes, telemetry
-from shared.runtime.addresses import NODE_RANK
 from shared.runtime.errors import ConfigError, MyxoError, raise_problems
 from shared.runtime.host import host_memory
 from shared.runtime.safe_text import printable_line, say
@@ -289,7 +288,7 @@ def up(source: Source, console: Console, *, fresh: bool = False, dry_run: DryRun
     ``node_rank``: which of the trainer's nodes this machine is; on all but the first, its part of the trainer is all that starts. Raises
     ConfigError for bad input, MyxoError for what keeps the run from starting.
     """
-    further = node_rank or os.environ.get(NODE_RANK, "0") != "0"  # not all services start there
+    further = node_rank or os.environ.get(addresses.NODE_RANK, "0") != "0"  # not all services start there
     inspection = checked(source, starts=not further, fresh=fresh)
     if dry_run is not None:
         return _run_dry(inspection, dry_run, console)

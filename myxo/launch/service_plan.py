@@ -14,8 +14,7 @@ from shared.bus.registry import MODEL
 from shared.config import devices
 from shared.config.run_config import RunConfig
 from shared.process.embedded_servers import hold_port
-from shared.runtime import addresses
-from shared.runtime.addresses import GATEWAY_VARIABLE, HTTP_VARIABLE, HttpAddress
+from shared.runtime.addresses import GATEWAY_VARIABLE, HTTP_VARIABLE, HttpAddress, parsed
 
 # Ports that gateways of this process's launches listen at: no other process gets them, before a gateway runs and between its lives.
 _HELD: list[socket.socket] = []
@@ -84,7 +83,7 @@ def at_ports(specs: list[ServiceSpec]) -> list[ServiceSpec]:
     one port further on. Without it, or with port 0: any free ports. Raises ConfigError where it is no such address."""
     if not (http := os.environ.get(HTTP_VARIABLE)):
         return specs
-    first = addresses.parsed(http)
+    first = parsed(http)
     return [replace(spec, environment={**spec.environment, HTTP_VARIABLE: str(first.next(index))}) for index, spec in enumerate(specs)]
 
 
