@@ -48,6 +48,7 @@ class Serving(Launch):
             supervisor.note_ready(self._statuses)
             if now >= look_at:
                 look_at = now + LOOK_SECONDS
+                self._waits.see(self._situation(bus, supervisor.statuses(now), self._disk.text), time.time())
                 with contextlib.suppress(*BUS_ERRORS):  # what clients get done counts as steps: what dies without any is given up
                     done = await streams.last_sequence(bus, Subjects(self._run).commands_stream, LOOK_SECONDS)
             if (reason := supervisor.tick(now, done, hold=bool(self._disk.text))) is not None:

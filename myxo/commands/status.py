@@ -150,13 +150,17 @@ def _at_rest(access: Access, phase: str | None, tally: SummaryTally, console: Co
     line = f"Run {run} is finished: {summary.steps} of {of} steps. `myxo summary {run}` tells more."
     if phase != runs.FINISHED:
         line = f"Run {run} is not running: {summary.steps} of {of} steps trained, {groups.in_flight} groups in flight. "
-        line += "It failed; the reason is below." if phase == runs.FAILED else "`myxo up` with its config continues."
+        line += "It failed; the reason is below." if phase == runs.FAILED else f"{_continued(access)}."
     console.print(line, soft_wrap=True)
     for text in alarm_lines(tally.alarms()):
         console.print(text, soft_wrap=True)
     for name, value in exit_report.troubles_of(summary):
         console.print(f"  {name} {value}", soft_wrap=True)
     return {}
+
+
+def _continued(access: Access) -> str:
+    return f"`myxo {'serve' if access.config.tinker.tinker_endpoint else 'up'}` with its config continues"
 
 
 async def watch(run: str, directory: Path, console: Console) -> int:
@@ -167,7 +171,7 @@ async def watch(run: str, directory: Path, console: Console) -> int:
     async with reach(run, directory) as access:
         if (await _phase(access))[0] not in runs.ENDS:
             if not access.live:
-                raise NotAtWork(f"run {access.run} is not running; `myxo up` with its config continues")
+                raise NotAtWork(f"run {access.run} is not running; {_continued(access)}")
             await _until_end(access, console)
         code = await exit_report.report_in_time(access.bus, access.config, access.directory, console)
         phase, reason = await runs.phase_and_reason(access.bus, access.run)

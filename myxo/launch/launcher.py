@@ -113,7 +113,7 @@ class WaitReport:
 
     def _worth_telling(self, found: Stall, now: float) -> bool:
         """Returns whether a wait is reported: one that lasts, or the first late one of several without a step between them."""
-        limit = LONG_STEP_S if found.cause is Cause.TRAINING else TOLD_AFTER_S
+        limit = {Cause.TRAINING: LONG_STEP_S, Cause.CLIENTS: float("inf")}.get(found.cause, TOLD_AFTER_S)
         still = found.still(now) if found.still_since > self._told_still else 0.0
         return found.cause in TROUBLES or max(found.lasted(now), still) >= limit
 

@@ -5,7 +5,7 @@ import contextlib
 import functools
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -28,7 +28,7 @@ from shared.runtime.errors import ConfigError, MyxoError
 from shared.runtime.safe_text import say
 from shared.schema.service_messages import ServiceStatus
 from shared.store.payload_store import Store, StoreUnreachable
-from shared.view.alarms import Alarm, alarms, disk_room, memory_room, symptoms
+from shared.view.alarms import Alarm, alarms, standing
 from shared.view.flow_history import FlowHistory
 from shared.view.flow_view import FlowReader
 from shared.view.stall import NATS, Away, RunSituation, Stall, StallWatch, reported_wait, watched_stall
@@ -288,11 +288,8 @@ class RunWatch:
             self.history = self._reader.history
         if not away:
             await self._reader.catch_up()
-        now = time.time() if live else self.history.newest
-        self._reader.observe(statuses, now)
-        machine = (disk_room(self._directory), memory_room()) if live else (None, None)
-        found = symptoms(self.history, statuses, now, {NATS: away} if away else {}, *machine)
-        return alarms(found if live else replace(found, restarts={}), self._config)
+        self._reader.observe(statuses, time.time() if live else self.history.newest)
+        return alarms(standing(self.history, statuses, {NATS: away} if away else {}, self._directory, live=live), self._config)
 
 
 def vocabulary(config: RunConfig) -> int:

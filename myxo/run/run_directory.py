@@ -139,7 +139,7 @@ class RunDirectory:
         """Returns whether another process holds the directory now."""
         if not self._lock.is_file():
             return False
-        with self._lock.open("a+") as file:
+        with self._lock.open() as file:  # which who may only read the run's files may, too
             return not _locked(file, fcntl.LOCK_SH)
 
     def at_rest_without_streams(self) -> bool:
@@ -205,7 +205,7 @@ class RunDirectory:
             return None
         try:
             return ServerUrls(**json.loads(self._servers.read_text()))
-        except (FileNotFoundError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError):  # they are for the owner alone
             return None
 
 

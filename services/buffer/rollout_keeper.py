@@ -26,7 +26,7 @@ from services.buffer.prompt_supply import PromptSupply
 from services.buffer.state import BatchRecord, BufferState, GroupState
 from shared.data import rollout_files
 from shared.data.prompts import Prompt
-from shared.data.rollout_files import DEAD, DROPPED, EVALUATED, FAILED, TRAINED, RolloutReader, RolloutRecord
+from shared.data.rollout_files import DEAD, DROPPED, EVALUATED, FAILED, TRAINED, RolloutRecord
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError, PayloadMissing
 from shared.runtime.tasks import run_in_thread
 from shared.runtime.telemetry import Metrics, declare_metrics
@@ -179,7 +179,7 @@ class RolloutWriter:
 
     def _is_written(self, group: EndedGroup) -> bool:
         if self._known is None:
-            self._known = {(head.group, head.attempt) for head in RolloutReader(self._directory).heads()}
+            self._known = {(head.group, head.attempt) for head in rollout_files.heads(self._directory)}
         return (group.record.group, group.record.attempt) in self._known
 
     def _append(self, group: EndedGroup, line: bytes) -> None:

@@ -35,6 +35,7 @@ from shared.runtime.errors import ConfigError
 from shared.runtime.tasks import background
 from shared.view.alarms import HealthView
 from shared.view.flow_view import WINDOWS, FlowView
+from shared.view.live_services import trained_steps
 from shared.view.stall import TROUBLES, Stall
 
 LEAST_TOKEN = 16  # Characters of the shortest token that is taken
@@ -184,8 +185,7 @@ class Overview(BaseModel):
 
 def overview(source: RunSource, wait: Stall | None) -> Overview:
     """Returns what stands above all pages."""
-    gauges = [status.gauges for status in source.statuses]
-    steps = [int(gauge[name]) for gauge in gauges for name in ("trained_steps", "step") if name in gauge and gauge[name] >= 0]
+    steps = trained_steps(source.statuses)
     away = [AwayPart(name=name, since=it.since, why=it.why) for name, it in sorted(source.away.items())]
     return Overview(
         run=source.run,
@@ -194,7 +194,7 @@ def overview(source: RunSource, wait: Stall | None) -> Overview:
         at_rest=source.at_rest,
         phase=source.phase,
         failure=source.failure,
-        steps=max(steps, default=source.trained),
+        steps=steps if steps >= 0 else source.trained,
         of=source.config.rollout.num_rollout if source.config is not None else None,
         away=away,
         waiting=None

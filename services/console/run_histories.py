@@ -35,7 +35,7 @@ from shared.schema.ledger import LedgerRecord
 from shared.schema.message import Message
 from shared.schema.service_messages import MetricsWritten, ServiceEvent, ServiceStatus
 from shared.schema.weight_messages import WeightsLive, WeightsPushed
-from shared.view.alarms import HealthView, Symptoms, alarms, disk_room, health_view, memory_room, symptoms
+from shared.view.alarms import HealthView, Symptoms, alarms, health_view, standing
 from shared.view.flow_history import FlowHistory
 from shared.view.flow_view import FlowReader, FlowView, flow_view
 from shared.view.group_history import GroupRecord
@@ -221,9 +221,9 @@ class RunPipeline:
         if self._reader is None or self._source.config is None or not self._read.is_set():
             self._source.bus()
             raise SourceAway("the ledger has not been read yet")
-        history, now, away = self._reader.history, time.time(), {name: away.why for name, away in self._away().items()}
-        found = symptoms(history, self._statuses(), now, away, disk_room(self._source.directory), memory_room())
-        return history, self._source.config, now, found
+        source, history, away = self._source, self._reader.history, {name: away.why for name, away in self._away().items()}
+        found = standing(history, self._statuses(), away, source.directory, live=not source.over)
+        return history, self._source.config, history.newest if source.over else time.time(), found
 
     def _statuses(self) -> list[ServiceStatus]:
         """Returns the statuses of services; those of a bus that is away are of the past."""
@@ -236,7 +236,7 @@ class RunPipeline:
     def _wait(self, config: RunConfig, now: float) -> Stall | None:
         """Returns what a run that is under way waits for."""
         source, statuses, away = self._source, self._statuses(), self._away()
-        if source.at_rest or source.phase not in (None, runs.RUNNING) or not (statuses or SERVERS & away.keys()):
+        if source.over or not (statuses or SERVERS & away.keys()):
             return None
         silent = {name: gone.since for name, gone in away.items() if gone.why == SILENT}
         errors = self._reader.history.failures.errors if self._reader is not None else {}
@@ -249,14 +249,14 @@ class RunPipeline:
         source = self._source
         last = await source.ledger_end()
         if self._reader is None or last < self._reader.sequence or self._life != source.life:
-            self._reader, self._life = FlowReader(source.run, source.read, last), source.life
+            self._reader, self._life, self._waits = FlowReader(source.run, source.read, last), source.life, StallWatch()
             self._read.clear()
         changed = await self._reader.catch_up()
         self._read.set()
         return (FLOW, HEALTH) if changed else ()
 
     def _look(self, statuses: Sequence[ServiceStatus]) -> None:
-        if self._reader is not None:
+        if self._reader is not None and not self._source.over:
             self._reader.observe(statuses, time.time())
         if (wait := self.wait()) != self._told:  # its beginning is known before it is asked for
             self._told = wait

@@ -178,6 +178,11 @@ class RunSource:
         """Whether the bus is there."""
         return self._bus is not None and self._bus.connection.is_connected and NATS not in self.away
 
+    @property
+    def over(self) -> bool:
+        """Whether the run has ended, or is at rest."""
+        return self.at_rest or self.phase in runs.ENDS
+
     def bus(self) -> Bus:
         """Returns the bus. Raises SourceAway while it is not connected."""
         if self._bus is None or not self._bus.connection.is_connected:
@@ -281,6 +286,8 @@ class RunSource:
             self.feed.touch(OVERVIEW, HEALTH)
         for looker in self.lookers:
             looker(statuses)
+        if [one.state_since for one in statuses] != [one.state_since for one in self.statuses]:
+            await self._load(bus)  # services that begin may have another config; those that ended report no steps any more
         if statuses != self.statuses:
             self.statuses = statuses
             self.feed.touch(OVERVIEW, FLOW, HEALTH, WEIGHTS)
@@ -292,8 +299,10 @@ class RunSource:
             self._note(name, away.why, away.since)
 
     async def _look_at_life(self, bus: Bus) -> None:
-        """Learns whether the run is still the one that was read; of one that was begun anew under its name everything is read anew."""
-        life = await streams.created(bus, self.run, deadline=LOOK_SECONDS)
+        """Learns whether the run is still the one that was read; of one that was begun anew under its name, or repaired, everything is
+        read anew."""
+        ledger = await streams.info(bus, self.names.ledger_stream, LOOK_SECONDS)
+        life = f"{ledger.created} without {ledger.state.last_seq - ledger.state.messages} records"
         if life == self.life:
             return
         if self.life is not None:
@@ -339,7 +348,7 @@ class RunSource:
 
     async def _look_at_store(self) -> None:
         if self._redis_url is None:
-            if self.at_rest or self.phase in runs.ENDS:  # what is kept of a run that is over lies in its directory
+            if self.over:  # what is kept of a run that is over lies in its directory
                 return
             raise SourceAway("its address is not known yet")
         if self._store is None:

@@ -181,14 +181,14 @@ async def _add_consumer(bus: Bus, consumer: Consumer) -> None:
     )
 
 
-async def _info(bus: Bus, stream: str, deadline: float) -> StreamInfo:
+async def info(bus: Bus, stream: str, deadline: float) -> StreamInfo:
     attempt = functools.partial(bus.js.stream_info, stream)
     return await bus.retry(attempt, f"the state of stream {stream}", f"$JS.API.STREAM.INFO.{stream}", deadline=deadline)
 
 
 async def created(bus: Bus, run: str, deadline: float = 15.0) -> str:
     """Returns when the run began, which no other run of its name has in common with it. Raises DeadlineExceeded."""
-    return str((await _info(bus, Subjects(run).ledger_stream, deadline)).created)
+    return str((await info(bus, Subjects(run).ledger_stream, deadline)).created)
 
 
 async def exists(bus: Bus, run: str, deadline: float = 15.0) -> bool:
@@ -199,7 +199,7 @@ async def exists(bus: Bus, run: str, deadline: float = 15.0) -> bool:
     subjects = Subjects(run)
     for stream in (subjects.ledger_stream, f"KV_{subjects.config_bucket}"):
         try:
-            await _info(bus, stream, deadline)
+            await info(bus, stream, deadline)
         except NotFoundError:
             return False
     return True
@@ -213,7 +213,7 @@ NO_RESPONDERS = "503"
 
 async def last_sequence(bus: Bus, stream: str, deadline: float = 30.0) -> int:
     """Returns the sequence of the stream's newest message; 0 where it is empty."""
-    return (await _info(bus, stream, deadline)).state.last_seq
+    return (await info(bus, stream, deadline)).state.last_seq
 
 
 async def read(

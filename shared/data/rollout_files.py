@@ -7,7 +7,7 @@ group that was written by two buffers is told by its id and attempt.
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -146,39 +146,10 @@ def read_record(path: Path, start: int, size: int) -> RolloutRecord | None:
         return None
 
 
-class RolloutReader:
-    """Reads the files in ``rollouts/`` of a run, which need not exist. ``torn``: lines that were cut off or are no record, so far."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self.torn = 0
-
-    def heads(self) -> Iterator[RolloutRecord]:
-        """Yields all records, oldest first, repeats included; of each only what comes before `_AFTER_HEAD` is read."""
-        for _, head in self._lines():
-            yield head
-
-    def records(self, wanted: Callable[[RolloutRecord], bool] = lambda head: True) -> Iterator[RolloutRecord]:
-        """Yields the wanted records, oldest first, each group's attempt once."""
-        seen: set[tuple[str, int]] = set()
-        for line, head in self._lines():
-            if not wanted(head) or (head.group, head.attempt) in seen:
-                continue
-            try:
-                record = RolloutRecord.model_validate_json(line)
-            except ValidationError:
-                self.torn += 1
-                continue
-            seen.add((head.group, head.attempt))
-            yield record
-
-    def _lines(self) -> Iterator[tuple[bytes, RolloutRecord]]:
-        for path in files(self._directory):
-            for _, line, head in kept_lines(path):
-                if head is None:
-                    self.torn += 1
-                else:
-                    yield line, head
+def heads(directory: Path) -> Iterator[RolloutRecord]:
+    """Yields a run's records, oldest first, repeats included; of each only what comes before `_AFTER_HEAD` is read. There need be none."""
+    for path in files(directory):
+        yield from (line.head for line in kept_lines(path) if line.head is not None)
 
 
 def _head(line: bytes) -> RolloutRecord | None:
@@ -200,7 +171,7 @@ def trained_groups(directory: Path) -> int | None:
     paths = files(directory)
     if not paths or int(paths[0].stem):
         return None
-    last = {head.group: head.status for head in RolloutReader(directory).heads()}
+    last = {head.group: head.status for head in heads(directory)}
     return sum(status == TRAINED for status in last.values())
 
 

@@ -3,6 +3,7 @@
 import math
 import shutil
 import statistics
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -19,7 +20,6 @@ from shared.runtime.safe_text import number, shortened_line
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.view.flow_history import DEAD, DROPPED, STALE, TRAINED, DeadGroup, FlowHistory, StepRecord
 from shared.view.live_services import newest_gauges, shown
-from shared.view.run_view import RESTARTED
 
 
 class AlarmKind(Enum):
@@ -145,7 +145,7 @@ def alarms(found: Symptoms, config: RunConfig) -> list[Alarm]:
         *_services(found),
         *_numbers(found, config.monitoring.logprob_alarm, mismatch_remedy(config, _bisection(found, config))),
         *_rewards(found, config),
-        *_batches(found.steps[-LATELY_STEPS:], config),
+        *_batches(found.steps[-LATELY_STEPS:], found.metrics, config),
         *_ends(found, config),
         *_pushes(found.push_seconds),
         *_speculation(found),
@@ -287,13 +287,15 @@ def _rewards(found: Symptoms, config: RunConfig) -> Iterator[Alarm]:
             )
 
 
-def _batches(steps: Sequence[StepRecord], config: RunConfig) -> Iterator[Alarm]:
+def _batches(steps: Sequence[StepRecord], metrics: Mapping[int, Mapping[str, float]], config: RunConfig) -> Iterator[Alarm]:
     if len(steps) < LEAST_STEPS:
         return
     run, compares = config.run.argument, config.algorithm.needs_groups and not config.algorithm.turn_advantage_coef
     shown_by = f"myxo samples {run} --step {steps[-1].step}"
     groups, samples = sum(step.groups for step in steps), sum(step.samples for step in steps)
     equal = _share(sum(step.equal_rewards for step in steps), groups)
+    if config.rollout.agent_roles:  # rewards are compared within a role, which the ledger does not tell
+        equal = statistics.fmean(metrics.get(step.step, {}).get("rollout/zero_std_groups", 0.0) for step in steps)
     if equal > EQUAL_SHARE and compares:
         yield Alarm(
             AlarmKind.NO_SIGNAL,
@@ -455,17 +457,14 @@ def symptoms(
 ) -> Symptoms:
     """Returns what alarms are judged by at ``now`` (seconds since the epoch)."""
     window = (now - LATELY_S, now)
-    restarts: dict[str, tuple[int, str]] = {}
-    for event in history.events:
-        if event.what == RESTARTED and event.at >= window[0]:
-            restarts[event.instance] = restarts.get(event.instance, (0, ""))[0] + 1, event.detail
+    failed = history.failures_since(window[0])
     ended = sum(history.per_minute(end, window) for end in (DROPPED, TRAINED, DEAD))
     return Symptoms(
         steps=list(history.steps),
         metrics=history.metrics,
         push_seconds=[push.seconds for push in history.pushes if not push.failure],
         statuses=[status for status in statuses if status.service != ENVIRONMENT],
-        restarts=restarts,
+        restarts={name: (times, failed.errors.get(name, "")) for name, times in failed.restarts.items()},
         dead=[group for group in history.dead if group.at >= window[0]],
         stale_share=history.per_minute(STALE, window) / ended if ended else 0.0,
         speculation_off=_speculation_off(history),
@@ -481,9 +480,14 @@ def _speculation_off(history: FlowHistory) -> dict[str, str]:
     return {name: event.detail for name, event in newest.items() if event.what == SPECULATION_OFF and event.detail.startswith(COSTS)}
 
 
-def last_alarms(history: FlowHistory, config: RunConfig) -> list[Alarm]:
-    """Returns the alarms of a run that is not at work, as they stood at its last record."""
-    return alarms(replace(symptoms(history, (), history.newest, {}, None, None), restarts={}), config)
+def standing(
+    history: FlowHistory, statuses: Sequence[ServiceStatus], away: Mapping[str, str], directory: Path | None, *, live: bool
+) -> Symptoms:
+    """Returns what alarms are judged by now, those of a run that is not ``live`` as they stood at its last record: without restarts, and
+    without the room of whoever looks. ``directory``: the run's."""
+    if not live:
+        return replace(symptoms(history, statuses, history.newest, away, None, None), restarts={})
+    return symptoms(history, statuses, time.time(), away, disk_room(directory), memory_room())
 
 
 def health_view(

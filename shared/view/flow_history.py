@@ -29,7 +29,7 @@ from shared.schema.ledger import (
 from shared.schema.messages import SampleMeta, ScoredGroup
 from shared.schema.service_messages import MetricsWritten, ServiceEvent
 from shared.schema.weight_messages import WeightsPushed
-from shared.view.run_view import RESTARTED, ServiceFailures
+from shared.view.run_view import FAILED, RESTARTED, ServiceFailures
 
 Interval = tuple[float, float]  # (start, end) in seconds; one that ends before it starts holds nothing
 
@@ -158,9 +158,11 @@ STALE = "stale"  # Why a group is dropped for its age (`services.buffer.policy`)
 
 PAUSED = "paused for a push"  # What a replica does while it takes new weights
 ABSENT = "not there"
-JOINED, GONE = "joined", ("failed", "left", RESTARTED)  # The event of a service that begins, and those of one that ends
+JOINED, LEFT = "joined", "left"
+GONE = (FAILED, LEFT, RESTARTED)  # The event of a service that begins, and those of one that ends
 MOST_STEPS = 2000
 MOST_TOLD = 500  # The most steps, and the most dead groups and events of services, that are remembered
+OF_STEPS = ("train/", "rollout/", "perf/train_")  # The metrics that are kept, by how their names begin
 LOOK_GAP_S = 15.0  # Two looks at a service that lie further apart than this say nothing about the time between them
 
 
@@ -243,11 +245,10 @@ class FlowHistory:
     newest: float = 0.0
     oldest: float = 0.0  # The times of the last and of the first that was taken
     finished: bool = False
+    trained_until: float | None = None  # The end of the newest step
     _open: dict[str, _OpenGroup] = field(default_factory=dict)
     _batches: dict[int, BatchFormed] = field(default_factory=dict)
     _counted: dict[str, deque[tuple[float, int]]] = field(default_factory=dict)
-    _trained_until: float | None = None
-    _trainer_joins: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=MOST_TOLD))
 
     # --- what it takes
 
@@ -284,9 +285,10 @@ class FlowHistory:
                 self.finished = True
 
     def metric(self, written: MetricsWritten) -> None:
-        """Takes what a trainer process has measured of a step."""
-        if written.role == "actor":
-            self.metrics.setdefault(written.step, {}).update(written.values)
+        """Takes what a trainer process has measured of a step; warm starts, pushes and evaluations count steps of their own."""
+        own = {name: value for name, value in written.values.items() if name.startswith(OF_STEPS)}
+        if written.role == "actor" and own:
+            self.metrics.setdefault(written.step, {}).update(own)
             if len(self.metrics) > MOST_STEPS:
                 del self.metrics[min(self.metrics)]
 
@@ -298,13 +300,13 @@ class FlowHistory:
                 self.pauses.setdefault(part.replica, deque()).append(ActivitySpan(PAUSED, pushed.at - part.paused, pushed.at))
 
     def service_event(self, event: ServiceEvent) -> None:
-        """Takes an event of a service."""
+        """Takes an event of a service. One that begins again was restarted, where no launcher tells of it, too."""
+        if event.what == JOINED and self._died(event.instance):
+            self.service_event(event.model_copy(update={"what": RESTARTED, "detail": ""}))
         self.events.append(event)
         if math.isfinite(event.at):
             self._saw(event.at)
         self.failures.take(event)
-        if event.service == "trainer" and event.what == JOINED:
-            self._trainer_joins.append((event.at, event.instance))
 
     def observe(self, service: str, instance: str, activity: str, at: float) -> None:
         """Takes what a service does at ``at``, and has done since it was last observed."""
@@ -365,6 +367,11 @@ class FlowHistory:
         """Returns when the batch was formed that is in training now; None while there is none."""
         return min((batch.at for batch in self._batches.values()), default=None)
 
+    def _died(self, instance: str) -> bool:
+        """Returns whether a service has begun, and neither left in order since nor was restarted."""
+        told = [event.what for event in self.events if event.instance == instance and event.what in (JOINED, *GONE)]
+        return told[-1:] in ([JOINED], [FAILED]) or told[-2:] == [FAILED, LEFT]
+
     def absences(self, instance: str) -> list[ActivitySpan]:
         """Returns when a service was not there, by what was told of it: from its failure, leave or restart until it joined again."""
         found, since = [], None
@@ -380,15 +387,11 @@ class FlowHistory:
 
     def back_at(self, wait: Interval) -> float:
         """Returns when a trainer that died within ``wait`` was ready again; 0 where none did."""
-        names = {instance for at, instance in self._trainer_joins if wait[0] < at <= wait[1]}
+        joined = (event for event in self.events if event.service == "trainer" and event.what == JOINED)
+        names = {event.instance for event in joined if wait[0] < event.at <= wait[1]}
         absent = [span.end for name in names for span in self.absences(name)]
         loading = [span.end for name in names for span in self.looks.get(name, ()) if span.activity != "ready"]
         return max((end for end in (*absent, *loading) if wait[0] < end <= wait[1]), default=0.0)
-
-    @property
-    def trained_until(self) -> float | None:
-        """Returns the end of the newest step."""
-        return self._trained_until
 
     def per_minute(self, what: str, window: Interval) -> float:
         """Returns how many groups a minute were, for example, `ADMITTED` within a window."""
@@ -451,7 +454,7 @@ class FlowHistory:
         groups = [way.group for way in ways if way.group is not None]
         ages, masked = self._ages(record.version, batch.mask_below if batch is not None else 0, groups)
         last = max(passages, key=lambda passage: passage.scored, default=None)
-        wait_from, self._trained_until = self._trained_until, record.ended
+        wait_from, self.trained_until = self.trained_until, record.ended
         times = (record.step, record.version, wait_from, record.started, record.ended)
         self.steps.append(StepRecord(*times, last, ages, masked, **_signal(groups)))
 

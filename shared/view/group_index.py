@@ -306,11 +306,11 @@ class GroupIndex:
             self.revision += 1
 
     def keep(self, places: Sequence[KeptPlace]) -> None:
-        """Takes the places of kept responses. Of two of the same attempt the first counts."""
+        """Takes the places of kept responses. Of two of the same attempt the last counts: `myxo repair` may have cut the first."""
         rows = [(place.group, place.attempt, place.file, place.start, place.size) for place in places]
         with self._lock:
             self._database.execute("BEGIN")
-            self._database.executemany("INSERT OR IGNORE INTO kept VALUES (?,?,?,?,?)", rows)
+            self._database.executemany("INSERT OR REPLACE INTO kept VALUES (?,?,?,?,?)", rows)
             self._database.execute("COMMIT")
             self.revision += 1
 

@@ -70,6 +70,8 @@ def present(services: Sequence[ServiceStatus], instances: Sequence[InstanceStatu
 
 def needed(config: RunConfig) -> tuple[str, ...]:
     """Returns the kinds of services that a run cannot do without."""
+    if config.tinker.tinker_endpoint:
+        return ("rollout", "trainer", "gateway")
     critic = config.algorithm.has_critic and not config.debug.debug_rollout_only  # then nothing is trained
     models = (MODEL,) if config.rollout.models else ()
     return ("buffer", "reward", "rollout", *models, "trainer", *(("critic",) if critic else ()), *(("gateway",) if config.gateways else ()))

@@ -252,12 +252,10 @@ class RunMarks:
         The launcher's word that it started a service again says more than the service's own that it failed, and takes its place.
         """
         instance, known = event.instance, self._last.get(event.instance)
-        if event.what in (FAILED, TOOK_OVER, VALUES_CHANGED):
-            self._mark(event, event.what, event.detail)
-        elif event.what == RESTARTED and known is not None and known.what == FAILED:
+        if event.what == RESTARTED and known is not None and known.what == FAILED:
             known.at, known.what, known.text = event.at, RESTARTED, event.detail or known.text
-        elif event.what == RESTARTED:
-            self._mark(event, RESTARTED, event.detail)
+        elif event.what in (FAILED, RESTARTED, TOOK_OVER, VALUES_CHANGED):
+            self._mark(event, event.what, event.detail)
         elif event.what == JOINED:
             again = instance in self._last and known is None
             if again:
@@ -271,4 +269,5 @@ class RunMarks:
     def _mark(self, event: ServiceEvent, what: str, text: str) -> None:
         mark = RunMark(event.at, what, event.instance, text)
         self.marks.append(mark)
-        self._last[event.instance] = mark
+        if what in (FAILED, RESTARTED):  # what the next joining follows from
+            self._last[event.instance] = mark

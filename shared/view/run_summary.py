@@ -16,7 +16,7 @@ from shared.schema.ledger import BatchTrained, EvalEnded, EvalScored, GroupsScor
 from shared.schema.ledger_audit import Audit
 from shared.schema.messages import Trained
 from shared.schema.service_messages import WarmStartEnded
-from shared.view.alarms import Alarm, last_alarms
+from shared.view.alarms import Alarm, alarms, standing
 from shared.view.flow_history import FlowHistory, Interval, measure, overlap
 from shared.view.flow_view import FlowReader
 from shared.view.group_history import GroupHistory, GroupRecord
@@ -78,7 +78,7 @@ class Summary:
     ``evaluations`` has every set by its name.
     max_staleness: the run's bound; the other staleness figures are over the samples of all batches.
     overlap_seconds: how long some group was generated while some step was trained, of generation_seconds and training_seconds, in
-    which at least one was. trained_tokens: response tokens of the trained samples.
+    which at least one was. trained_tokens: by the trainer's attestations, else of responses.
     eval_failed: held-out prompts that failed, by reason. errors: what each service that failed or was restarted last ended with. waits:
     the newest waits out of the ordinary, how long and what for. alarms: as `shared.view.alarms.Alarm` has them, where they are known.
     version: of Myxo, at the run's end. changes: of the training's values, from which step on, and as `shared.schema.ledger.ValuesChanged`.
@@ -143,8 +143,9 @@ class SummaryTally:
         match record:
             case GroupsScored():
                 self._generation.extend((group.started, group.ended) for group in changed)
-            case BatchTrained(step=step, started=started, ended=ended):
+            case BatchTrained(step=step, started=started, ended=ended, attestation=attested):
                 self._training.append((started, ended))
+                self._tokens += sum(sum(group.tokens) for group in changed) if attested is None else attested.tokens
                 self._trained(step, changed)
             case ValuesChanged():
                 self._changes.append(record)
@@ -208,14 +209,13 @@ class SummaryTally:
 
     def alarms(self) -> list[Alarm]:
         """Returns the alarms that stand at the last record."""
-        return last_alarms(self.flow, self.config)
+        return alarms(standing(self.flow, (), {}, None, live=False), self.config)
 
     def _trained(self, step: int, groups: Sequence[GroupRecord]) -> None:
         rewards = [reward for group in groups for reward in group.rewards]
         self.rewards.extend([math.nan] * (step - len(self.rewards)))
         if step == len(self.rewards):  # the audit reports one that was trained twice
             self.rewards.append(sum(rewards) / len(rewards) if rewards else math.nan)
-        self._tokens += sum(sum(group.tokens) for group in groups)
 
     def _warm_start(self) -> WarmStart | None:
         if self.warm_start is None:

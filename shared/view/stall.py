@@ -45,6 +45,7 @@ class Cause(Enum):
     BATCH = "a batch is not complete"
     EVALUATION = "an evaluation is not complete"
     STEP = "a step begins"
+    CLIENTS = "clients train"
 
 
 # Causes that are worth a line at once: no healthy run has them
@@ -103,7 +104,7 @@ class Stall:
 
     def worth_a_line(self, now: float) -> bool:
         """Returns whether it is out of the ordinary, or one of several that have followed each other for long."""
-        return self.cause in TROUBLES or max(self.lasted(now), self.still(now)) >= LONG_S
+        return self.cause in TROUBLES or (self.cause is not Cause.CLIENTS and max(self.lasted(now), self.still(now)) >= LONG_S)
 
 
 @dataclass(frozen=True)
@@ -340,6 +341,14 @@ def _room(now: RunSituation) -> Stall | None:
     return None
 
 
+def _clients(now: RunSituation) -> Stall | None:
+    """A run of `myxo serve` has no steps of its own."""
+    if not now.config.tinker.tinker_endpoint:
+        return None
+    waiting = newest_gauges(now.statuses, "gateway").get("commands_waiting", 0)
+    return Stall(Cause.CLIENTS, f"{number(waiting)} commands of clients to be carried out" if waiting else "commands of clients")
+
+
 def _weights(now: RunSituation) -> Stall | None:
     """No replica serves: one that is updated by a push is the push's matter, one that the trainer has put to sleep the trainer's."""
     served = any(status.service == "rollout" and status.version >= 0 for status in now.statuses)
@@ -471,6 +480,7 @@ IN_ORDER: Sequence[Look] = (
     _training,
     _other_role,
     _push,
+    _clients,
     _weights,
     _environments,
     _batch,

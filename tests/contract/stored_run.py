@@ -6,11 +6,11 @@ from pathlib import Path
 from shared.bus import streams
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
-from shared.data.rollout_files import RolloutReader
 from shared.process.embedded_servers import EmbeddedNats
 from shared.schema.ledger import GroupsScored, LedgerRecord
 from shared.schema.messages import Trained
 from shared.schema.weight_messages import WeightsLive
+from tests.support.rollout_reader import RolloutReader
 
 SHOWN_METRICS = {"agreement_abs_diff", "agreement_tokens"}
 """Metrics of a step that the report of a run is made of."""

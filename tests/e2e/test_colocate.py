@@ -13,10 +13,11 @@ import pytest
 from shared.bus import streams
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
-from shared.data.rollout_files import DIRECTORY, RolloutReader
+from shared.data.rollout_files import DIRECTORY
 from shared.process.embedded_servers import EmbeddedNats
 from shared.schema.ledger import BatchTrained, LedgerRecord
 from tests.e2e.launched import LaunchedRun, gauge
+from tests.support.rollout_reader import RolloutReader
 
 RUN_SECONDS = 900
 MARGIN = 0.05

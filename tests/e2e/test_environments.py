@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from shared.data.rollout_files import RolloutReader
 from shared.process.embedded_servers import free_port
 from tests.e2e.conftest import write_small_run
 from tests.e2e.launched import ROOT, LaunchedRun
+from tests.support.rollout_reader import RolloutReader
 from tests.support.tiny_model import TinyModelShape, write_tiny_model
 
 RUN_SECONDS = 900.0

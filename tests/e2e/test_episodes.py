@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from examples.environments.guessing.guessing import MOST_GUESSES
-from shared.data.rollout_files import DIRECTORY, RolloutReader
+from shared.data.rollout_files import DIRECTORY
 from shared.process.embedded_servers import free_port
 from tests.e2e.launched import LaunchedRun
 from tests.integration.environments.live import EnvironmentProcess
+from tests.support.rollout_reader import RolloutReader
 
 RUN_SECONDS = 900
 TURN_TOKENS = 2

@@ -10,8 +10,9 @@ import httpx
 import pytest
 
 from shared.config.service_sections import KEY_VARIABLE
-from shared.data.rollout_files import DIRECTORY, RolloutReader
+from shared.data.rollout_files import DIRECTORY
 from tests.e2e.launched import LaunchedRun
+from tests.support.rollout_reader import RolloutReader
 
 RUN_SECONDS = 900
 KEY = "the key of this test's producer"

@@ -21,7 +21,6 @@ from services.rollout.engine.transport import EngineError
 from shared.config import config_reading, flags
 from shared.data.data_files import DataFile
 from shared.data.data_files import parse as parse_data_file
-from shared.data.rollout_files import RolloutReader
 from shared.data.rows import open_rows
 from shared.environment import environment_url, protocol
 from shared.model.families import read_architecture
@@ -47,6 +46,7 @@ from shared.transfer.weight_checkpoint import (
 )
 from tests.fuzz.mutations import as_json, as_msgpack, spoiled_bytes, spoiled_text
 from tests.fuzz.valid_messages import every_message
+from tests.support.rollout_reader import RolloutReader
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,6 +15,10 @@ HELDOUT = [{"prompt": f"{left}+3=", "label": str(left + 3)} for left in range(3,
 """Four more."""
 
 
+SERVED: dict[str, Any] = {"tinker": {"tinker_endpoint": True}, "rollout": {"num_rollout": 0}, "data": {"prompt_data": None}}
+"""Sections of a config for `myxo serve`."""
+
+
 def values(directory: Path, **sections: dict[str, Any]) -> dict[str, Any]:
     """The plain values of `run_config`, section by section."""
     base: dict[str, dict[str, Any]] = {

@@ -8,6 +8,8 @@ export class ApiError extends Error {
   }
 }
 
+export const NO_ACCESS = "This browser has no access any more: open the address with the token again.";
+
 const TIMEOUT_MS = 20000;
 
 /** Returns the path with its parameters; those that are null, undefined or "" are left out. */
@@ -35,7 +37,7 @@ export async function get(path, params = {}, signal = undefined) {
   }
   const body = await answer.json().catch(() => null);
   if (answer.ok && body !== null) return body;
-  if (answer.status === 401) throw new ApiError("This browser has no access any more: open the address with the token again.", 401);
+  if (answer.status === 401) throw new ApiError(NO_ACCESS, 401);
   throw new ApiError(words(body?.detail) ?? `The console answered ${answer.status}.`, answer.status, body?.away ?? []);
 }
 

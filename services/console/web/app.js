@@ -1,6 +1,6 @@
 // The frame: pages by the address's hash, the feed, the banner that says what is away.
 
-import { get as ask } from "./api.js";
+import { NO_ACCESS, get as ask } from "./api.js";
 import { el, fill, shown } from "./dom.js";
 import { follow } from "./live.js";
 
@@ -130,12 +130,14 @@ function progress({ phase, steps, of, live, at_rest: atRest }) {
 /** Says what is away, and what could not be asked; hidden where all is well. */
 function showBanner() {
   const lines = [];
-  if (!connected) lines.push(["The console itself does not answer; what is shown is from before. It is asked again."]);
+  const texts = new Set(failed.values());
+  if (texts.delete(NO_ACCESS)) lines.push([NO_ACCESS]);
+  else if (!connected) lines.push(["The console itself does not answer; what is shown is from before. It is asked again."]);
   if (overview?.phase === "failed") lines.push([`The run has failed: ${overview.failure}`]);
   const { waiting } = overview ?? {};
   if (waiting?.trouble) lines.push([`Waiting for ${waiting.awaited}${since(waiting)}${waiting.next_action ? `; ${waiting.next_action}` : ""}`]);
   for (const part of overview?.away ?? []) lines.push([el("strong", {}, part.name), `: ${part.why} (since ${clock(part.since)})`]);
-  if (connected) for (const text of new Set(failed.values())) lines.push([text]);
+  if (connected) for (const text of texts) lines.push([text]);
   const words = lines.map((line) => line.map((part) => part.textContent ?? part).join("")).join("\n");
   if (words !== banner.dataset.words) {
     banner.dataset.words = words;
@@ -160,6 +162,7 @@ function onChange(pages) {
 }
 
 function onState(state) {
+  if (!state) refreshOverview(); // which learns why: a console that was started anew has another token
   if (state === connected) return;
   connected = state;
   showBanner();

@@ -10,12 +10,13 @@ from structlog.testing import capture_logs
 from shared.bus import runs
 from shared.bus.registry import Registry
 from shared.bus.subjects import EVAL, TRAIN
-from shared.data.rollout_files import DIRECTORY, RolloutReader, RolloutRecord
+from shared.data.rollout_files import DIRECTORY, RolloutRecord
 from shared.schema.messages import Accepted, Failed, Trained
 from shared.schema.sample import decode
 from tests.integration.buffer.conftest import Launched, Served
 from tests.integration.buffer.player import Player
 from tests.support.attesting import attested
+from tests.support.rollout_reader import RolloutReader
 from tests.support.run_config import PROMPTS
 from tests.support.waiting import until
 

@@ -5,14 +5,16 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from services.console.console_app import console_app
-from services.console.run_source import RunSource
-from shared.bus import runs
+from services.console.run_histories import RunPipeline
+from services.console.run_source import ChangeFeed, RunSource
+from shared.bus import runs, streams
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
@@ -20,7 +22,7 @@ from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime import http_endpoints
 from shared.runtime.addresses import HttpAddress
 from shared.runtime.tasks import background
-from shared.schema.ledger import BatchFormed, BatchTrained, GroupDead, GroupsAdmitted, GroupsScored, LedgerRecord, group_id
+from shared.schema.ledger import BatchFormed, BatchTrained, GroupDead, GroupsAdmitted, GroupsScored, LedgerRecord, LedgerRepaired, group_id
 from shared.schema.messages import Payload, SampleMeta, ScoredGroup
 from shared.schema.service_messages import MetricsWritten, ServiceEvent, ServiceStatus
 from tests.support.run_config import run_config
@@ -123,6 +125,10 @@ async def test_the_pages_follow_the_run(bus: Bus, run_name: str, nats: EmbeddedN
         assert [(line["instance"], line["state"], line["restarts"]) for line in health["services"]] == [("rollout-3", "", 1)]
         flow = (await console.get("flow", window=300)).json()
         assert "engine and trainer differ" in flow["bottleneck"]["advice"][0]["withheld"], "a larger bound presumes that both agree"
+        cut = await streams.last_sequence(bus, Subjects(run_name).ledger_stream)
+        await bus.js.delete_msg(Subjects(run_name).ledger_stream, cut)
+        await append(bus, run_name, LedgerRepaired(resume=0, cut_after=cut - 1, cut_last=cut, at=time.time()))
+        assert (await console.until("health", lambda health: not health["reasons"]))["events"], "the record of the dead group was cut off"
 
         registry = Registry(bus, run_name)
         await registry.renew(status(run_name, "rollout", "rollout-3", gauges={"running_groups": 2}))
@@ -135,6 +141,50 @@ async def test_the_pages_follow_the_run(bus: Bus, run_name: str, nats: EmbeddedN
         for wrong in ("nan", "inf", "-1", "5", "1e9", "x"):
             refused = await console.get("flow", window=wrong)
             assert refused.status_code == 422 and "window" in refused.text
+
+
+async def test_a_continued_run_is_shown_with_its_new_config_and_judged_at_its_end(
+    bus: Bus, run_name: str, nats: EmbeddedNats, valkey: EmbeddedValkey, tmp_path: Path
+) -> None:
+    config = run_config(tmp_path, run={"name": run_name}, rollout={"num_rollout": 2})
+    await runs.create(bus, config, valkey.url)
+    async with console_of(run_name, nats.url, valkey.url, tmp_path) as console:
+        await console.until("overview", lambda found: (found["steps"], found["of"]) == (0, 2))
+        longer = config.model_copy(update={"rollout": config.rollout.model_copy(update={"num_rollout": 3})})
+        await runs.create(bus, longer, valkey.url)
+        registry, trainer = Registry(bus, run_name), status(run_name, "trainer", "trainer-0", gauges={"step": 1})
+        await registry.renew(trainer)
+        await console.until("overview", lambda found: (found["steps"], found["of"]) == (1, 3))
+        began = time.time() - 7200
+        for number in range(3):
+            await append(bus, run_name, *step(number, began + 10 * number))
+        await registry.leave(trainer)
+        await runs.set_phase(bus, run_name, runs.FINISHED)
+        await console.until("overview", lambda found: (found["phase"], found["steps"]) == ("finished", 3))
+        health = await console.until("health", lambda health: not health["services"])
+        assert health["disk"] is None and health["memory"] is None, "whoever looks may be on another machine"
+
+
+async def test_a_run_that_begins_anew_makes_new_steps(tmp_path: Path) -> None:
+    async def read(*_given: object, **_named: object) -> AsyncIterator[tuple[int, Any]]:
+        for entry in ():
+            yield entry
+
+    async def ledger_end() -> int:
+        return 0
+
+    known: dict[str, Any] = {"directory": None, "away": {}, "reported": None, "connected": True, "over": False}
+    known |= {"config": run_config(tmp_path), "read": read, "ledger_end": ledger_end, "feed": ChangeFeed(), "followers": [], "lookers": []}
+    source: Any = SimpleNamespace(run="r", **known)
+    pipeline, since = RunPipeline(source), []
+    for source.life, steps in (("old", 50), ("new", 0)):
+        source.statuses = [status("r", "trainer", "trainer-0", gauges={"step": steps})]
+        await source.followers[0]()
+        source.lookers[0](source.statuses)
+        wait = pipeline.wait()
+        assert wait is not None
+        since.append(wait.still_since)
+    assert 0 < since[0] < since[1], "the new life's first step is a step, however many the old one had"
 
 
 async def test_a_run_of_which_only_the_directory_is_left_says_so(run_name: str, valkey: EmbeddedValkey, tmp_path: Path) -> None:

@@ -16,12 +16,13 @@ from services.buffer import rollout_keeper
 from services.buffer.rollout_keeper import EndedGroup, RolloutKeeper, RolloutNotKept, RolloutWriter
 from shared.data import rollout_files
 from shared.data.prompts import Prompt
-from shared.data.rollout_files import RolloutReader, RolloutRecord
+from shared.data.rollout_files import RolloutRecord
 from shared.runtime.errors import DeadlineExceeded, PayloadMissing
 from shared.schema import sample
 from shared.schema.ledger import group_id
 from shared.schema.messages import Payload
 from shared.schema.sample import Sample
+from tests.support.rollout_reader import RolloutReader
 from tests.support.run_config import run_config
 from tests.support.waiting import until
 

@@ -7,7 +7,7 @@ import pytest
 from services.console.run_source import AbsentServices
 from shared.config.run_config import RunConfig
 from shared.schema.service_messages import ServiceStatus
-from tests.support.run_config import run_config
+from tests.support.run_config import SERVED, run_config
 
 KINDS = ("buffer", "reward", "rollout", "trainer")
 
@@ -68,6 +68,11 @@ def test_nothing_is_expected_of_a_run_that_is_over() -> None:
 def test_a_critic_and_a_gateway_are_needed_where_the_run_has_them(tmp_path: Path) -> None:
     config = run_config(tmp_path, algorithm={"advantage_estimator": "ppo"}, gateway={"gateway_replicas": 1})
     assert set(AbsentServices().look(config, statuses(0), 0, 0)) == {"critic", "gateway"}
+
+
+def test_a_run_of_myxo_serve_needs_neither_buffer_nor_rewards(tmp_path: Path) -> None:
+    config = run_config(tmp_path, **SERVED)
+    assert set(AbsentServices().look(config, [], 0, 0)) == {"rollout", "trainer", "gateway"}
 
 
 def test_a_looker_that_was_held_up_calls_nobody_silent(config: RunConfig) -> None:

@@ -10,7 +10,7 @@ from myxo.main import parse
 from shared.config.run_config import RunConfig
 from shared.config.service_sections import MonitoringSection
 from shared.schema.ledger import GroupDead, GroupsDropped
-from shared.schema.service_messages import ServiceEvent, ServiceStatus
+from shared.schema.service_messages import MetricsWritten, ServiceEvent, ServiceStatus
 from shared.view.alarms import (
     COMPARED_STEPS,
     DISK_BYTES,
@@ -34,6 +34,7 @@ from shared.view.alarms import (
     Symptoms,
     alarms,
     health_view,
+    standing,
     symptoms,
 )
 from shared.view.flow_history import DeadGroup, FlowHistory, StepRecord
@@ -143,6 +144,12 @@ def test_equal_rewards_are_no_trouble_where_something_else_teaches(kind: AlarmKi
     assert alarms(dict(RAISED)[kind], run_config.model_copy(update={"algorithm": algorithm})) == []
 
 
+def test_groups_whose_roles_have_equal_rewards_each_teach_nothing(run_config: RunConfig) -> None:
+    roles = run_config.model_copy(update={"rollout": run_config.rollout.model_copy(update={"agent_roles": {"a": "policy", "b": "policy"}})})
+    found = Symptoms(steps=[step(index) for index in range(5)], metrics=metrics(5, rollout__zero_std_groups=0.7))
+    assert [alarm.kind for alarm in alarms(found, roles)] == [AlarmKind.NO_SIGNAL] and alarms(found, run_config) == []
+
+
 def test_groups_dropped_for_their_age_under_mask_are_not_answered_with_mask(run_config: RunConfig) -> None:
     rollout = run_config.rollout.model_copy(update={"staleness_policy": "mask"})
     [alarm] = alarms(Symptoms(stale_share=0.3), run_config.model_copy(update={"rollout": rollout}))
@@ -206,6 +213,44 @@ def test_symptoms_are_of_lately(run_config: RunConfig) -> None:
     assert (gone.state, gone.restarts, gone.error) == ("", 3, "after exit 1"), "all restarts count, since the run began"
     assert view.dead == 7 and view.reasons[0].reason == "old"
     assert [line.at for line in view.events] == [9_950.0, 9_900.0, 100.0]
+
+
+def test_steps_of_a_warm_start_and_of_pushes_hide_no_trouble_of_the_training(run_config: RunConfig) -> None:
+    history = FlowHistory()
+    broken = {"train/loss": math.nan, "rollout/raw_reward": 1.0, "perf/train_push_time": 1.0}
+    warm = [(number, {"sft/loss": 1.0}) for number in range(1, 2501)]
+    pushes = [(number, {"perf/update_weights_time": 1.0, "eval/held_out": 0.5}) for number in range(1, 9)]
+    for number, values in [*warm, *((number, broken) for number in range(3)), *pushes]:
+        history.metric(MetricsWritten(role="actor", step=number, values=values, at=1.0))
+    assert list(history.metrics) == [0, 1, 2] and history.metrics[0] == broken
+    assert [alarm.kind for alarm in alarms(symptoms(history, [], 1.0, {}, None, None), run_config)] == [AlarmKind.NOT_FINITE]
+
+
+@table(
+    ("told", "times"),
+    [
+        (["joined", "joined", "failed", "left", "joined"], 2),
+        (["joined", "left", "joined"], 0),
+        (["joined", "failed", "left", "restarted", "joined", "restarted", "joined"], 2),
+    ],
+)
+def test_restarts_count_where_no_launcher_tells_of_them(told: list[str], times: int) -> None:
+    history = FlowHistory()
+    for index, what in enumerate(told):
+        history.service_event(event(what, 9_900.0 + index, "OSError" * (what == "failed")))
+    assert history.failures.restarts["rollout-0"] == times
+    reason = "OSError" if "failed" in told else ""
+    assert symptoms(history, [], 9_950.0, {}, None, None).restarts == ({"rollout-0": (times, reason)} if times else {})
+
+
+def test_a_run_that_is_not_at_work_is_judged_at_its_last_record(tmp_path: Path) -> None:
+    history = FlowHistory()
+    history.service_event(event("restarted", 90.0))
+    history.apply(GroupDead(group="g00000001", reason="old", at=100.0))
+    found = standing(history, [], {}, tmp_path, live=False)
+    assert len(found.dead) == 1 and (found.restarts, found.disk, found.memory) == ({}, None, None)
+    found = standing(history, [], {}, tmp_path, live=True)
+    assert found.dead == [] and found.disk is not None and found.memory is not None
 
 
 def test_foreign_text_and_times_are_made_fit(run_config: RunConfig) -> None:

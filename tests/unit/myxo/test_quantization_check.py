@@ -18,7 +18,7 @@ from shared.model.quantization import engine_bytes, quantization_in_engines, qua
 from shared.runtime.errors import ConfigError
 from shared.view.alarms import mismatch_remedy
 from tests.support.converting import quantized_checkpoint, to_8_bits
-from tests.support.run_config import run_config
+from tests.support.run_config import SERVED, run_config
 from tests.support.tables import table
 
 
@@ -43,9 +43,6 @@ def test_a_run_with_them_says_so_and_is_taken(eight_bits: Path, tiny_model: Path
     (note,) = said(tmp_path, eight_bits)
     assert note.startswith("note: engines get each version in blocks of 8-bit floats")
     assert said(tmp_path, tiny_model) == []
-
-
-SERVED: dict[str, Any] = {"tinker": {"tinker_endpoint": True}, "rollout": {"num_rollout": 0}, "data": {"prompt_data": None}}
 
 
 @table(

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,6 +110,20 @@ def test_two_holders_refuse_each_other(tmp_path: Path, holder: subprocess.Popen[
     assert not directory.is_held()
     with directory.held():
         pass
+
+
+def test_who_may_only_read_a_run_sees_it_held(tmp_path: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `run.dir_mode = 750` has it: the lock is the owner's to write, and the servers' addresses the owner's alone."""
+    directory, opened = RunDirectory(tmp_path / "run"), Path.open
+
+    def refused(path: Path, mode: str = "r", *given: Any, **named: Any) -> Any:
+        if mode != "r" or path.name == "servers.json":
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, mode, *given, **named)
+
+    monkeypatch.setattr(Path, "open", refused)
+    monkeypatch.setattr(Path, "read_text", lambda path, *given: refused(path).read())
+    assert directory.is_held() and directory.servers() is None
 
 
 def test_looking_at_the_lock_does_not_take_it(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_a_list_of_runs_knows_what_is_finished(
 
 
 def scored(number: int, rewards: tuple[float, float], oldest: int, started: float, ended: float, tokens: int = 5) -> ScoredGroup:
-    samples = [SampleMeta(tokens=tokens, trained=tokens, oldest=oldest, newest=oldest, finish="stop") for _ in rewards]
+    samples = [SampleMeta(tokens=tokens, trained=tokens - 1, oldest=oldest, newest=oldest, finish="stop") for _ in rewards]
     payload = Payload(keys=[f"k{number}"], bytes=1)
     return ScoredGroup(
         group=group_id(number),
@@ -155,7 +155,7 @@ def test_every_figure(config: RunConfig) -> None:
     assert summary.overlap_seconds == pytest.approx(4.0)
     assert (summary.reward_first, summary.reward_last) == (0.25, 0.75)
     assert summary.mean_abs_logprob_diff is None
-    assert summary.trained_tokens == 2 * 2 * 2 * 5
+    assert summary.trained_tokens == 2 * 2 * 2 * 4, "as attested: one token of each response is a tool's"
     assert summary.wall_seconds == pytest.approx(16.0)
     assert (summary.groups.admitted, summary.groups.trained, summary.groups.in_flight) == (7, 4, 1)
     assert summary.groups.dropped == {"stale": 1}

@@ -11,7 +11,7 @@ from shared.config.run_config import RunConfig
 from shared.schema.service_messages import ServiceStatus
 from shared.view.run_view import WAITED, WENT_ON, ServiceFailures
 from shared.view.stall import NATS, Away, RunSituation
-from tests.support.run_config import run_config
+from tests.support.run_config import SERVED, run_config
 
 NOW = 1_000_000.0
 
@@ -40,6 +40,16 @@ def test_of_waits_that_follow_each_other_without_a_step_one_is_told(config: RunC
         for second in range(40, 80):
             report.see(RunSituation.of(config, statuses(4 + second, starting=second % 2 == 0)), NOW + second)
         assert [entry for entry in logs if entry["event"] == "run_waits"] == told, "a run that makes steps is told of no more"
+
+
+def test_a_run_of_myxo_serve_tells_of_no_wait_for_its_clients(tmp_path: Path) -> None:
+    config, report = run_config(tmp_path, **SERVED), launcher.WaitReport()
+    common = {"host": "h", "pid": 1, "http": "", "at": NOW, "state": "ready"}
+    services = [ServiceStatus(service=kind, instance=f"{kind}-0", **common) for kind in ("rollout", "trainer", "gateway")]
+    with capture_logs() as logs:
+        for second in range(0, 9000, 100):
+            report.see(RunSituation.of(config, services), NOW + second)
+    assert (logs, report.events) == ([], []) and report.status().doing[0].what == "commands of clients"
 
 
 @pytest.mark.parametrize(("away", "seconds", "what"), [(True, 2, WENT_ON), (False, 20, WAITED)])

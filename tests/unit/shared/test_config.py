@@ -19,7 +19,7 @@ from shared.config.section import Section
 from shared.data.data_files import DataFile
 from shared.rewards.names import VERIFIERS
 from shared.runtime.errors import ConfigError, Problems
-from tests.support.run_config import run_config, values
+from tests.support.run_config import SERVED, run_config, values
 from tests.support.tables import table
 
 SECTIONS: dict[str, type[Section]] = {section: section_model(section) for section in RunConfig.model_fields}
@@ -52,9 +52,6 @@ def refused(nested: dict[str, Any]) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         parse(nested)
     return caught.value
-
-
-SERVED: dict[str, Any] = {"tinker": {"tinker_endpoint": True}, "rollout": {"num_rollout": 0}, "data": {"prompt_data": None}}
 
 
 def test_field_names_are_unique_over_all_sections() -> None:

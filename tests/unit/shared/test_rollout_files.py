@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from shared.data import rollout_files
-from shared.data.rollout_files import RolloutReader, RolloutRecord
+from shared.data.rollout_files import RolloutRecord
 from shared.schema.sample import Sample
+from tests.support.rollout_reader import RolloutReader
 
 
 def sample(index: int = 0, **changes: Any) -> Sample:

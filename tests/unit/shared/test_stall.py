@@ -11,7 +11,7 @@ from shared.config.run_config import RunConfig
 from shared.schema.service_messages import Doing, ServiceStatus
 from shared.view.live_services import Heartbeats, InstanceStatus
 from shared.view.stall import Away, Cause, PendingWork, RunSituation, Stall, StallWatch, as_doing, reported_wait, run_stall
-from tests.support.run_config import run_config
+from tests.support.run_config import SERVED, run_config
 from tests.support.tables import table
 
 NOW = 1_700_000_000.0
@@ -239,6 +239,17 @@ def test_a_missing_environment_is_named(config: RunConfig) -> None:
 def test_a_missing_gateway_is_named(tmp_path: Path) -> None:
     found = run_stall(RunSituation.of(run_config(tmp_path, gateway={"gateway_replicas": 1}), everybody()))
     assert (found.cause, found.awaited) == (Cause.ABSENT, "a gateway service")
+
+
+def test_a_run_of_myxo_serve_waits_for_its_clients(tmp_path: Path) -> None:
+    config = run_config(tmp_path, **SERVED)
+    serving = [service("rollout", version=-1), service("trainer"), service("gateway")]
+    found = run_stall(RunSituation.of(config, serving))
+    assert found.awaited == "commands of clients" and not StallWatch().follow(found, NOW).worth_a_line(NOW + 9000)
+    busy = service("gateway", gauges={"commands_waiting": 2})
+    assert run_stall(RunSituation.of(config, [*serving[:2], busy])).awaited == "2 commands of clients to be carried out"
+    assert run_stall(RunSituation.of(config, serving, silent={"trainer-0": NOW})).cause is Cause.SILENT
+    assert run_stall(RunSituation.of(config, serving[:2])).awaited == "a gateway service"
 
 
 def test_the_launchers_words_are_everybodys(config: RunConfig) -> None:

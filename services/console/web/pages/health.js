@@ -50,7 +50,7 @@ function alarms({ alarms: raised, disk, memory }) {
       alarm.shown_by ? el("p", {}, el("strong", {}, "See it: "), el("code", {}, alarm.shown_by)) : null));
   return el("section", { "aria-labelledby": "health-alarms" },
     el("h2", { id: "health-alarms" }, raised.length ? `Alarms: ${raised.length}` : "Alarms"),
-    raised.length ? el("ul", { class: "alarms" }, items) : el("p", { class: "good" }, "✓ None. Looked at: services, log-probs, entropy, rewards, groups without a signal, truncation, pushes, drops, disk, memory."),
+    raised.length ? el("ul", { class: "alarms" }, items) : el("p", { class: "good" }, "✓ None. Looked at: services, log-probs, entropy, rewards, groups without a signal, truncation, pushes, drops" + (rooms.length ? ", disk, memory." : ".")),
     rooms.length ? el("p", { class: "quiet" }, rooms.join(" · ")) : null);
 }
 
@@ -82,7 +82,7 @@ function dead({ dead: count, reasons }) {
       el("td", { class: "when" }, time(item.at))));
   return section("health-dead", `Dead groups${count ? `: ${shown(count)}` : ""}`, rows.length
     ? table(["Groups", "Fault", "Reason", "Newest", "At"], rows, [0])
-    : el("p", { class: "quiet" }, count ? "None of them died lately." : "None: every group that was admitted could be generated and scored."));
+    : el("p", { class: "quiet" }, count !== 0 ? "None among the newest records of the ledger." : "None: every group that was admitted could be generated and scored."));
 }
 
 function events({ events: told }) {

@@ -208,7 +208,7 @@ export function mount(root, context) {
     const legend = el(
       "p",
       { class: "quiet marks" },
-      happened.length ? "▼ with a dashed line: a service failed or was restarted. " : "",
+      happened.length ? "▼ with a dashed line: a service failed, was restarted or took over, or values of the training changed. " : "",
       pushes ? "╷ at the bottom: weights were pushed; × there: a replica did not take them. " : "",
       "Drag over a chart to zoom; click on a point to see its batch.",
     );
@@ -224,8 +224,8 @@ export function mount(root, context) {
     return fill(
       events,
       legend,
-      happened.length ? el("h2", {}, `Failures and restarts (${shown(happened.length)})`) : null,
-      happened.length ? el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Failures and restarts" }, table) : null,
+      happened.length ? el("h2", {}, `Failures, restarts and changes (${shown(happened.length)})`) : null,
+      happened.length ? el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Failures, restarts and changes" }, table) : null,
     );
   }
 
