@@ -144,6 +144,17 @@ def test_refusals_name_the_field_and_leave_the_client_at_work(loop: Loop) -> Non
     assert all("user" in text.partition(":")[0] for name, text in found.items() if name != "key"), found
 
 
+def test_a_server_that_no_client_asks_waits_for_commands(served: tuple[LaunchedRun, str]) -> None:
+    """It has no buffer, and lacks none."""
+    run, _ = served
+    end, found = time.monotonic() + 60, ""
+    while found != "commands of clients" and time.monotonic() < end:
+        done = subprocess.run([sys.executable, "-m", "myxo", "status", str(run.root), "--json"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = json.loads(done.stdout)["waiting_for"].partition(",")[0]
+    assert found == "commands of clients"
+
+
 def test_tenants_stay_apart_and_no_request_stops_the_server(served: tuple[LaunchedRun, str], loop: Loop) -> None:
     run, _ = served
     found = result(loop("attacked", 1))
