@@ -11,11 +11,10 @@ import signal
 from collections.abc import Collection, Iterable
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
-from typing import Annotated
 from urllib.parse import parse_qs
 
 import structlog
-from fastapi import APIRouter, FastAPI, Query, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CollectorRegistry
@@ -33,8 +32,6 @@ from shared.runtime import addresses, http_endpoints, telemetry
 from shared.runtime.addresses import HTTP_VARIABLE, HttpAddress
 from shared.runtime.errors import ConfigError
 from shared.runtime.tasks import background
-from shared.view.alarms import HealthView
-from shared.view.flow_view import WINDOWS, FlowView
 from shared.view.live_services import trained_steps
 from shared.view.stall import TROUBLES, Stall
 
@@ -225,19 +222,8 @@ def frame_router(source: RunSource, pipeline: RunPipeline) -> APIRouter:
 def pipeline_router(pipeline: RunPipeline) -> APIRouter:
     """Returns the routes of the pages *Flow* and *Health*."""
     router = APIRouter()
-
-    @router.get("/flow", tags=["flow"])
-    async def read_flow(
-        window: Annotated[float, Query(ge=10, le=WINDOWS[-1], description="seconds to look back")] = WINDOWS[1],
-    ) -> FlowView:
-        """The pipeline over the last ``window`` seconds: where groups are, what services do, who waits for whom and what would help."""
-        return await pipeline.flow(window)
-
-    @router.get("/health", tags=["health"])
-    async def read_health() -> HealthView:
-        """Alarms with what they mean and what to do, services with their restarts and errors, groups that died, what services told."""
-        return await pipeline.health()
-
+    router.get("/flow", tags=["flow"])(pipeline.flow)
+    router.get("/health", tags=["health"])(pipeline.health)
     return router
 
 

@@ -8,7 +8,9 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
+from fastapi import Query
 from pydantic import BaseModel
 
 from services.console.run_source import (
@@ -37,7 +39,7 @@ from shared.schema.service_messages import MetricsWritten, ServiceEvent, Service
 from shared.schema.weight_messages import WeightsLive, WeightsPushed
 from shared.view.alarms import HealthView, Symptoms, alarms, health_view, standing
 from shared.view.flow_history import FlowHistory
-from shared.view.flow_view import FlowReader, FlowView, flow_view
+from shared.view.flow_view import WINDOWS, FlowReader, FlowView, flow_view
 from shared.view.group_history import GroupRecord
 from shared.view.group_index import GroupIndex, KeptResponses
 from shared.view.metric_history import MetricHistory, PushHistory, RunMarks, pushes_in
@@ -198,14 +200,18 @@ class RunPipeline:
         source.followers.append(self._follow)
         source.lookers.append(self._look)
 
-    async def flow(self, window_s: float) -> FlowView:
-        """Returns the pipeline, looking back ``window_s`` seconds. Raises SourceAway where nothing is known of it."""
+    async def flow(
+        self, window: Annotated[float, Query(ge=10, le=WINDOWS[-1], description="seconds to look back")] = WINDOWS[1]
+    ) -> FlowView:
+        """Returns the pipeline over the last ``window`` seconds: where groups are, what services do, who waits for whom and what would
+        help. Raises SourceAway where nothing is known of it."""
         history, config, now, found = await self._known()
         alarmed = {alarm.kind for alarm in alarms(found, config)}
-        return flow_view(history, config, self._statuses(), now, window_s, alarmed, self._wait(config, now), cores_awaited())
+        return flow_view(history, config, self._statuses(), now, window, alarmed, self._wait(config, now), cores_awaited())
 
     async def health(self) -> HealthView:
-        """Returns the health. Raises SourceAway where nothing is known of it."""
+        """Returns alarms with what they mean and what to do, services with their restarts and errors, groups that died, what services told.
+        Raises SourceAway where nothing is known of it."""
         history, config, now, found = await self._known()
         wait = None if history.finished else self._wait(config, now)
         return health_view(history, config, self._statuses(), found, wait.words(now) if wait is not None else "")

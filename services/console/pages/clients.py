@@ -66,18 +66,13 @@ class ClientHistory:
             if "loss:sum" in figures:
                 row.losses = [*row.losses[1 - MOST_LOSSES :], figures["loss:sum"] / max(1.0, figures.get("tokens", 1.0))]
 
-    def newest(self, limit: int) -> list[ClientRow]:
-        """Returns the clients with the newest entries, the newest first."""
+    async def newest(self, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> list[ClientRow]:
+        """Returns the clients of `myxo serve`, those with the newest entries first: steps, losses, samples, failures."""
         return sorted(self.rows.values(), key=lambda row: row.at, reverse=True)[:limit]
 
 
 def router(source: RunSource) -> APIRouter:
     """Returns the routes."""
-    api, history = APIRouter(), source.shared(ClientHistory)
-
-    @api.get("")
-    async def read_clients(limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> list[ClientRow]:
-        """The clients of `myxo serve`, the newest first: steps, losses, samples, failures."""
-        return history.newest(limit)
-
+    api = APIRouter()
+    api.get("")(source.shared(ClientHistory).newest)
     return api

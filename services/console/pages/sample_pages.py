@@ -363,20 +363,25 @@ NO_TOKENIZER = "the run's tokenizer is not on this machine"
 
 @dataclass
 class SamplePages:
-    """Answers what the page asks of a run."""
+    """Answers what the page asks of a run: each route is a method."""
 
     source: RunSource
     index: RunIndex
 
-    def page(self, query: GroupQuery) -> GroupList:
-        """Returns a page of groups."""
+    def page(self, query: Annotated[GroupQuery, Query()]) -> GroupList:
+        """Returns a page of groups: filtered, sorted, ``offset`` and ``limit``."""
         groups, total = self.index.groups.page(query)
         history = self.index.groups.history
         rows = [group_row(group, history.durable(group)) for group in groups]
         return GroupList(groups=rows, total=total, offset=query.offset, limit=query.limit, reading=self.index.reading())
 
-    def batch(self, step: int) -> StepBatch:
-        """Returns the batch of a step."""
+    def facets(self) -> Facets:
+        """Returns what lists can be filtered by, and how many groups there are of each."""
+        found = self.index.groups.facets()
+        return Facets(training=kind_counts(found, evaluation=False), evaluation=kind_counts(found, evaluation=True))
+
+    def batch(self, step: Count) -> StepBatch:
+        """Returns the batch of a step; its groups are the list with ``step``."""
         config = self.source.config
         found = self.index.groups.batch(step)
         if found is None or config is None:
@@ -384,37 +389,40 @@ class SamplePages:
         replay = batch_command(self.source.directory, config, step)
         return StepBatch(**{**asdict(found), "groups": len(found.groups)}, replay=replay)
 
-    async def group(self, name: str) -> GroupAnswer:
-        """Returns a group with its samples in short."""
-        group, found = await self._found(name)
-        advantages, unknown = self._advantages(group, found)
-        provenance = await asyncio.to_thread(self.index.groups.provenance, group)
+    async def group(self, group: GroupId) -> GroupAnswer:
+        """Returns a group: its prompt, its samples in short, what became of it, the commands that show and train it again."""
+        record, found = await self._found(group)
+        advantages, unknown = self._advantages(record, found)
+        provenance = await asyncio.to_thread(self.index.groups.provenance, record)
         first = found.samples[0] if found.samples else None
         return GroupAnswer(
-            row=group_row(group, self.index.groups.history.durable(group)),
+            row=group_row(record, self.index.groups.history.durable(record)),
             source=found.source,
             absent=safe(found.absent),
             prompt=[] if first is None else prompt_messages(first.prompt_text),
             label=None if first is None else _label(first),
             metadata={} if first is None else metadata_of(first),
-            samples=[sample_line(group, index, found, advantages) for index in range(max(len(group.rewards), len(found.samples)))],
+            samples=[sample_line(record, index, found, advantages) for index in range(max(len(record.rewards), len(found.samples)))],
             advantage_unknown=unknown,
             provenance=[replace(step, what=safe(step.what)) for step in provenance],
-            commands=replay_commands(self.source.run, self.source.directory, self.source.config, group),
+            commands=replay_commands(self.source.run, self.source.directory, self.source.config, record),
         )
 
-    async def sample(self, name: str, position: int, first: int, count: int) -> SampleAnswer:
-        """Returns one sample, with ``count`` tokens from ``first`` on."""
-        group, found = await self._present(name, position)
-        return await asyncio.to_thread(self._sample, group, found, position, first, count)
+    async def sample(
+        self, group: GroupId, sample: Count, first: Count = 0, count: Annotated[int, Query(ge=0, le=MOST_TOKENS)] = MOST_TOKENS
+    ) -> SampleAnswer:
+        """Returns a sample: its turns, and ``count`` of its tokens from ``first`` on with version, log-probs, difference and advantage."""
+        record, found = await self._present(group, sample)
+        return await asyncio.to_thread(self._sample, record, found, sample, first, count)
 
-    async def picture(self, name: str, position: int, digest: str) -> bytes:
-        """Returns a picture that a sample shows: a PNG. ``digest``: its SHA-256."""
-        _, found = await self._present(name, position)
-        pictures = {named(one): one for one in found.samples[position].pictures}
-        if digest not in pictures:
-            raise HTTPException(404, f"sample {position} of group {name} shows no such picture, or the store has freed it")
-        return pictures[digest]
+    async def picture(self, group: GroupId, sample: Count, digest: str) -> Response:
+        """Returns a picture that a sample shows, by the SHA-256 of its PNG, or a sound, of its WAV."""
+        _, found = await self._present(group, sample)
+        picture = {named(one): one for one in found.samples[sample].pictures}.get(digest)
+        if picture is None:
+            raise HTTPException(404, f"sample {sample} of group {group} shows no such picture, or the store has freed it")
+        headers = {"Cache-Control": "private, max-age=3600, immutable"}
+        return Response(picture, media_type="audio/wav" if picture[:4] == b"RIFF" else "image/png", headers=headers)
 
     async def _present(self, name: str, position: int) -> tuple[GroupRecord, FoundSamples]:
         group, found = await self._found(name)
@@ -500,40 +508,10 @@ def _label(sample: Sample) -> str | None:
 def router(source: RunSource) -> APIRouter:
     """Returns the routes."""
     router, pages = APIRouter(), SamplePages(source, source.shared(RunIndex))
-
-    @router.get("")
-    def read_groups(query: Annotated[GroupQuery, Query()]) -> GroupList:
-        """A page of groups: filtered, sorted, ``offset`` and ``limit``."""
-        return pages.page(query)
-
-    @router.get("/facets")
-    def read_facets() -> Facets:
-        """What lists can be filtered by, and how many groups there are of each."""
-        found = pages.index.groups.facets()
-        return Facets(training=kind_counts(found, evaluation=False), evaluation=kind_counts(found, evaluation=True))
-
-    @router.get("/batches/{step}")
-    def read_batch(step: Count) -> StepBatch:
-        """The batch of a step; its groups are the list with ``step``."""
-        return pages.batch(step)
-
-    @router.get("/groups/{group}")
-    async def read_group(group: GroupId) -> GroupAnswer:
-        """A group: its prompt, its samples in short, what became of it, the commands that show and train it again."""
-        return await pages.group(group)
-
-    @router.get("/groups/{group}/{sample}/pictures/{digest}")
-    async def read_picture(group: GroupId, sample: Count, digest: str) -> Response:
-        """A picture that a sample shows, by the SHA-256 of its PNG, or a sound, of its WAV."""
-        headers = {"Cache-Control": "private, max-age=3600, immutable"}
-        found = await pages.picture(group, sample, digest)
-        return Response(found, media_type="audio/wav" if found[:4] == b"RIFF" else "image/png", headers=headers)
-
-    @router.get("/groups/{group}/{sample}")
-    async def read_sample(
-        group: GroupId, sample: Count, first: Count = 0, count: Annotated[int, Query(ge=0, le=MOST_TOKENS)] = MOST_TOKENS
-    ) -> SampleAnswer:
-        """A sample: its turns, and ``count`` of its tokens from ``first`` on with version, log-probs, difference and advantage."""
-        return await pages.sample(group, sample, first, count)
-
+    router.get("")(pages.page)
+    router.get("/facets")(pages.facets)
+    router.get("/batches/{step}")(pages.batch)
+    router.get("/groups/{group}")(pages.group)
+    router.get("/groups/{group}/{sample}/pictures/{digest}")(pages.picture)
+    router.get("/groups/{group}/{sample}")(pages.sample)
     return router

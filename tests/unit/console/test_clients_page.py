@@ -7,7 +7,7 @@ from shared.schema.client_commands import Command, CommandOutcome
 TRAINED, SAMPLED = "a-0123456789abcdef:train:0", "a-0123456789abcdef:sample:0"
 
 
-def test_steps_losses_samples_and_failures() -> None:
+async def test_steps_losses_samples_and_failures() -> None:
     history = ClientHistory(RunSource("run", None, None, None))
     for number in range(MOST_LOSSES + 2):
         history.take(Command(client=TRAINED, number=number, at=1.0, verb="forward_backward"))
@@ -17,9 +17,10 @@ def test_steps_losses_samples_and_failures() -> None:
     history.take(Command(client=TRAINED, number=901, at=5.0, verb="save_weights"))
     history.take(CommandOutcome(client=TRAINED, number=901, at=6.0, error="the name is taken", category="user"))
     history.take(Command(client=SAMPLED, number=1, at=7.0, verb="sample"))
-    sampled, trained = history.newest(10)
+    sampled, trained = await history.newest(10)
     assert (sampled.client, sampled.waiting, sampled.losses) == (SAMPLED, 1, [])
     assert (trained.steps, trained.waiting, trained.failed, trained.error) == (1, 0, 1, "the name is taken")
     assert (len(trained.losses), trained.losses[-1], trained.tokens) == (MOST_LOSSES, (MOST_LOSSES + 1) / 2, 2 * (MOST_LOSSES + 2))
     history.take(CommandOutcome(client=SAMPLED, number=1, at=8.0, figures={"tokens": 5.0, "sequences": 2.0}))
-    assert (history.newest(1)[0].sequences, history.newest(1)[0].waiting) == (2, 0)
+    [first] = await history.newest(1)
+    assert (first.sequences, first.waiting) == (2, 0)
