@@ -127,7 +127,7 @@ function lengths({ lengths: classes, dropped }) {
   const reasons = Object.entries(dropped).map(([reason, count]) => `${shown(count)} ${reason}`);
   return el("section", { "aria-labelledby": "flow-lengths" },
     el("h2", { id: "flow-lengths" }, "What became of tokens, by length of the response"),
-    reasons.length ? el("p", { class: "quiet" }, `Groups dropped: ${reasons.join(" · ")}.`) : null,
+    el("p", { class: "quiet" }, ["Of the ledger's newest records, whatever the window.", ...(reasons.length ? [`Groups dropped: ${reasons.join(" · ")}.`] : [])].join(" ")),
     rows.length
       ? [activityKey([["training"], ["masked"], ["dropped"]], { training: "trained" }), table(["Length", "Responses", "Trained", "Masked", "Dropped", ""], rows)]
       : empty("Responses appear here once their groups are trained or dropped."));
