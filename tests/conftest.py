@@ -72,6 +72,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Forks the workers of a run of all tests: each would import for seconds what the others do, and so would what they start."""
+    if config.args == config.getini("testpaths"):
+        from tests.support.fork_server import fork_workers
+
+        fork_workers()
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Gives several workers whole runs and light tests side by side."""
     from tests.support.work_order import FewRunsAtOnce  # it needs xdist, which may be switched off

@@ -35,9 +35,13 @@ ENGINES = "MYXO_TEST_ENGINES"  # the variable with the address at which services
 
 _LEAST_DESCRIPTOR = 400  # above those that a process gets in its place
 
-_server = get_context("forkserver")
-_server.set_forkserver_preload(["tests.support.preloaded"])
-_engine_server = forking.OwnForkServer("tests.support.preloaded_engine")
+SHARED = "MYXO_TEST_FORK_SERVERS"  # the variable with the addresses of servers that a run's workers share
+
+_service_address, _engine_address = (os.environ.get(SHARED) or ",").split(",")
+_context = get_context("forkserver")
+_server = forking.OwnForkServer("tests.support.preloaded", address=_service_address)
+_engine_server = forking.OwnForkServer("tests.support.preloaded_engine", address=_engine_address)
+_worker_server = forking.OwnForkServer("tests.support.preloaded_worker")
 
 
 class _Passed:
@@ -60,10 +64,16 @@ class ForkServerPopen(subprocess.Popen):  # type: ignore[type-arg]
     modules = FORKED
     _forked: context.ForkServerProcess | None = None
 
+    def server(self, given: dict[str, Any]) -> forking.OwnForkServer | None:
+        """Returns what forks the process; None where it is started as ever. ``given``: arguments of the start."""
+        if (self.modules or _engine_server.address) and is_plain_engine(given["args"], given["env"]):
+            return _engine_server
+        return _server if is_forked(given["args"], self.modules) else None
+
     def _execute_child(self, *positional: Any, **named: Any) -> None:
         given = dict(forking.SIGNATURE.bind(self, *positional, **named).arguments)
-        engine = bool(self.modules or _engine_server.address) and is_plain_engine(given["args"], given["env"])
-        if not (engine or is_forked(given["args"], self.modules)) or given["preexec_fn"] is not None:
+        server = self.server(given)
+        if server is None or given["preexec_fn"] is not None:
             return super()._execute_child(*positional, **named)  # type: ignore[misc]
         ends = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         passed = [_Passed(number if end == -1 else end) for number, end in enumerate(ends)]
@@ -75,11 +85,8 @@ class ForkServerPopen(subprocess.Popen):  # type: ignore[type-arg]
             "cwd": given["cwd"] or os.getcwd(),
         }
         arguments = (list(map(os.fspath, given["args"])), words, passed, kept, _Passed(mounts))
-        self._forked = _server.Process(target=_become, args=arguments, daemon=True)
-        if engine:
-            _engine_server.start(self._forked)
-        else:
-            self._forked.start()
+        self._forked = _context.Process(target=_become, args=arguments, daemon=True)
+        server.start(self._forked)
         os.close(mounts)
         assert self._forked.pid is not None
         self.pid = self._forked.pid
@@ -110,6 +117,21 @@ def forked_python() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", ForkServerPopen)
         yield
+
+
+class WorkerPopen(ForkServerPopen):
+    """The same for xdist's workers, which import much that tests need."""
+
+    def server(self, given: dict[str, Any]) -> forking.OwnForkServer | None:
+        """Returns what forks a worker, None for anything else."""
+        return _worker_server if forking.python_work(given["args"]) is not None and given["args"][-2] == "-c" else None
+
+
+def fork_workers() -> None:
+    """Has this process fork xdist's workers, which share the servers of services and engines."""
+    os.environ[SHARED] = f"{_server.listen()},{_engine_server.listen()}"
+    _worker_server.listen()
+    subprocess.Popen = WorkerPopen  # type: ignore[misc]
 
 
 class ServicePopen(ForkServerPopen, forking.ForkedPopen):
@@ -158,6 +180,10 @@ def _become(command: list[str], given: dict[str, Any], ends: list[_Passed], kept
         ctypes.CDLL(None, use_errno=True).setns(mounts.number, 0)
     for number, passed in kept.items():
         os.dup2(passed.number, number)
+    work = forking.python_work(command)
+    if command[-2] == "-c":  # a worker of the tests; only what these start is forked
+        assert work is not None
+        forking.become(command, work, given, [end.number for end in ends], list(kept))
     _engine_server.address = given["env"].get(ENGINES, "")
     launchers = {str(CPU_LAUNCHER): "tests.support.preloaded_engine"} if is_plain_engine(command, given["env"]) else None
     forking.install(places=launchers, popen=ServicePopen)

@@ -5,6 +5,7 @@ is a process like any other: it has its parent, its group, its exit code, and di
 """
 
 import asyncio
+import atexit
 import contextlib
 import contextvars
 import gc
@@ -20,8 +21,9 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import types
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver, reduction
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -49,14 +51,17 @@ class OwnForkServer:
     ``address``: where one listens that another process has started; this one asks it then. Empty: this one's own.
     """
 
-    def __init__(self, *modules: str) -> None:
-        self.address = ""
+    def __init__(self, *modules: str, address: str = "") -> None:
+        self.address = address
         self._server = forkserver.ForkServer()
         self._server.set_forkserver_preload(list(modules))
 
     def listen(self) -> str:
         """Has the server begin to import; returns its address."""
-        self._server.ensure_running()
+        if self.address:
+            return self.address
+        with _silenced():  # what modules say as they are imported
+            self._server.ensure_running()
         return str(vars(self._server)["_forkserver_address"])
 
     def start(self, process: BaseProcess) -> None:
@@ -76,6 +81,20 @@ class OwnForkServer:
         return status, data
 
 
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    kept, nothing = [os.dup(number) for number in (1, 2)], os.open(os.devnull, os.O_WRONLY)
+    try:
+        for number in (1, 2):
+            os.dup2(nothing, number)
+        yield
+    finally:
+        for number, end in zip((1, 2), kept, strict=True):
+            os.dup2(end, number)
+        for end in (*kept, nothing):
+            os.close(end)
+
+
 def python_work(command: Sequence[str]) -> Callable[[], object] | None:
     """Returns what a command line has Python do, to be called in a process of its own; None where it is no line of this interpreter."""
     program, *words = map(str, command)
@@ -88,6 +107,8 @@ def python_work(command: Sequence[str]) -> Callable[[], object] | None:
         return lambda: sys.exit(parent_watchdog.main(int(lifeline), scratch, further))
     if words[:1] == ["-m"] and not ("KILL_POINTS" in os.environ and words[1] == KILLABLE):
         return lambda: _run_module(words[1], words[2:])
+    if words[-2:-1] == ["-c"]:
+        return lambda: _run_code(words[-1])
     if words and words[0] in _places:
         return lambda: _run_module(_places[words[0]], words[1:])
     return None
@@ -251,6 +272,13 @@ def _move_descriptors(ends: list[int], kept: Sequence[int]) -> None:
         for target, mode in enumerate(("r", "w", "w"))
     )
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
+
+
+def _run_code(code: str) -> None:
+    main, sys.argv = types.ModuleType("__main__"), ["-c"]
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)
+    atexit._run_exitfuncs()
 
 
 def _run_module(module: str, words: Sequence[str]) -> None:
