@@ -30,14 +30,17 @@ PLAIN: dict[str, Any] = {
     "pipeline-parallel-size": None,
     "disable-radix-cache": True,
     "disable-cuda-graph": True,
+    "max-running-requests": 1,
 }
+LEAST_CAPACITY = 4096  # tokens of keys and values: with all of a GPU's memory for them a small model's other buffers have no room
 
 
 def capturing(config: RunConfig, request: dict[str, Any], directory: Path) -> RunConfig:
     """Returns the run's config for an engine that writes what its layers compute. ``request``: its ``tokens``, and the ``engine_model``."""
     spec = {"name": "bisect", "target_modules": TARGETS, "hook_factory": HOOK}
     hooks = [{**spec, "config": {"tokens": request["tokens"], "directory": str(directory.absolute())}}]
-    flags = {**config.rollout.sglang, **PLAIN, "forward-hooks": json.dumps(hooks)}
+    capacity = max(LEAST_CAPACITY, 2 * len(request["tokens"]))
+    flags = {**config.rollout.sglang, **PLAIN, "max-total-tokens": capacity, "forward-hooks": json.dumps(hooks)}
     model, rollout = {"hf_checkpoint": Path(request["engine_model"])}, {"sglang": flags, "speculation": None}
     return config.with_fields(rollout=rollout, model=model, trainer={"colocate": False})
 
