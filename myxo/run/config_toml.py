@@ -25,8 +25,6 @@ def dump(config: RunConfig) -> str:
             if isinstance(value, list) and value and isinstance(value[0], dict):
                 tables += [_table(f"[[{section}.{field}]]", item) for item in value]
                 continue
-            if field == "custom_args" and ": null" in (text := json.dumps(value)):
-                value = text
             none = f"# {field} = none" if section_model(section).model_fields[field].default is None else f'{field} = ""'
             lines.append(none if value is None else f"{field} = {_value(value)}")
         blocks += ["\n".join(lines), *tables]
@@ -48,13 +46,19 @@ def _value(value: Any) -> str:
             return _value(str(value))
         case list():
             return "[" + ", ".join(_value(item) for item in value) + "]"
+        case dict() if _holds_null(value):
+            return _value(json.dumps(value))
         case dict():
-            items = (f"{_key(key)} = {_value(item)}" for key, item in value.items() if item is not None)
+            items = (f"{_key(key)} = {_value(item)}" for key, item in value.items())
             return "{ " + ", ".join(items) + " }" if value else "{}"
         case BaseModel():
-            return _value(value.model_dump(mode="json"))
+            return _value(value.model_dump(mode="json", exclude_none=True))
         case _:
             raise TypeError(f"{type(value).__name__} has no form in TOML")
+
+
+def _holds_null(value: Any) -> bool:
+    return value is None or any(map(_holds_null, value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()))
 
 
 def _key(key: str) -> str:

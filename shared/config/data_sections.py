@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PlainValidator
 
-from shared.config.section import LARGEST_SEED, MUTABLE, Rule, Section, hook
+from shared.config.section import FROM_TEXT, LARGEST_SEED, MUTABLE, Rule, Section, Table, hook
 from shared.config.trainer_section import DecayStyle, LearningRateSchedule
 from shared.data import data_files
 from shared.data.data_files import DataFile
@@ -82,7 +82,7 @@ class DataSection(Section):
     metadata_key: str = Field(default="metadata", description="key of an object handed on to the environment")
     tool_key: str = Field(default="tools", description="key of a list of tools, handed to the chat template; a prompt may have none")
     apply_chat_template: bool = Field(default=False, description="render the prompt through the model's chat template")
-    apply_chat_template_kwargs: dict[str, Any] = Field(default={}, description="extra variables for the chat template")
+    apply_chat_template_kwargs: Table = Field(default={}, description="extra variables for the chat template")
     multimodal_keys: dict[str, str] | None = Field(
         default=None,
         description='kind of what a prompt shows → key of it in the row, as `{image = "images"}`: a picture or a list of them, each of '
@@ -140,7 +140,7 @@ class CurriculumSection(Section):
         description="generators of the package reasoning-gym that prompts come from, in place of prompt_data: NAME, or NAME*WEIGHT to draw "
         "from it more or less often; its own verifier scores",
     )
-    reasoning_gym_parameters: dict[str, dict[str, Any]] = Field(
+    reasoning_gym_parameters: Annotated[dict[str, dict[str, Any]], FROM_TEXT] = Field(
         default={}, description="fixed parameters of a generator, over those of its level: NAME = {parameter = value}"
     )
     reasoning_gym_instruction: str = Field(

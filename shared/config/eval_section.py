@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, model_validator
 
 from shared.config.rollout_section import GENERATORS, Command, ConfigTable, Roles
-from shared.config.section import MUTABLE, Rule, Section, hook
+from shared.config.section import MUTABLE, Rule, Section, Table, hook
 from shared.data import data_files
 from shared.data.data_files import DataFile
 from shared.schema.message import MAX_SAMPLES
@@ -38,7 +38,7 @@ class EvalSet(ConfigTable):
     reward_key: str | None = Field(default=None, description="which of several named rewards counts; default: eval_reward_key")
     custom_generate_function_path: str | None = hook("that generates its samples; default: rollout.custom_generate_function_path")
     agent: str | None = hook("that plays its rollouts; default: rollout.agent")
-    agent_options: dict[str, Any] | None = Field(default=None, description="what its agent is told; default: rollout.agent_options")
+    agent_options: Table | None = Field(default=None, description="what its agent is told; default: rollout.agent_options")
     agent_roles: Roles | None = Field(default=None, description="who plays its rollouts; default: rollout.agent_roles, with its agent")
     agent_command: Command | None = Field(default=None, description="command line that plays its rollouts; default: rollout.agent_command")
     n_samples_per_eval_prompt: int | None = Field(default=None, gt=0, le=MAX_SAMPLES, description="samples a prompt")
@@ -59,8 +59,8 @@ class EvalSet(ConfigTable):
     tool_key: str | None = Field(default=None, description="default: eval_tool_key")
     metadata_key: str | None = Field(default=None, description="default: data.metadata_key")
     apply_chat_template: bool | None = Field(default=None, description="default: data.apply_chat_template")
-    apply_chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="default: data.apply_chat_template_kwargs")
-    metadata_overrides: dict[str, Any] | None = Field(default=None, description="put into the metadata of each prompt, over what it has")
+    apply_chat_template_kwargs: Table | None = Field(default=None, description="default: data.apply_chat_template_kwargs")
+    metadata_overrides: Table | None = Field(default=None, description="put into the metadata of each prompt, over what it has")
 
     @property
     def generators(self) -> list[str]:

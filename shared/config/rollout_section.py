@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
-from shared.config.section import HOOK, MUTABLE, RECORDED, Rule, Section, Table, Words, hook
+from shared.config.section import FROM_TEXT, HOOK, MUTABLE, RECORDED, Rule, Section, Table, Words, hook
 from shared.config.sglang_flags import plain_name
 from shared.config.speculation import Speculation, speculates
 from shared.environment import environment_url as address
@@ -109,7 +109,7 @@ class EngineGroup(ConfigTable):
     num_gpus: int = Field(default=0, ge=0)
     replicas: int = Field(default=0, ge=0)
     num_gpus_per_engine: int = Field(default=1, gt=0)
-    sglang: dict[str, Any] = {}
+    sglang: Table = {}
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:
@@ -130,7 +130,7 @@ class FrozenModel(ConfigTable):
     device: Literal["auto", "cpu", "cuda"] | None = None
     replicas: int = Field(default=1, gt=0)
     num_gpus_per_engine: int = Field(default=1, gt=0)
-    sglang: dict[str, Any] = {}
+    sglang: Table = {}
     groups: list[EngineGroup] = []
 
     @model_validator(mode="after")
@@ -430,7 +430,7 @@ class RolloutSection(Section):
         "replicas, num_gpus_per_engine, and sglang, flags over the run's (docs/several-models.md)",
         **MUTABLE,
     )
-    models: dict[str, FrozenModel] = Field(
+    models: dict[str, Annotated[FrozenModel, FROM_TEXT]] = Field(
         default={},
         description="tables [rollout.models.NAME]: models that are never trained and serve functions, rewards and agents by their names "
         "(docs/several-models.md)",
@@ -468,7 +468,7 @@ class RolloutSection(Section):
     )
     engine_start_timeout: float = Field(default=600, gt=0, description="seconds for an engine to answer its first request", **MUTABLE)
     generate_timeout: float = Field(default=600, gt=0, description="seconds for one group's generation", **MUTABLE)
-    sglang: dict[str, Any] = Field(default={}, description="SGLang's own flags without their dashes, passed through verbatim")
+    sglang: Table = Field(default={}, description="SGLang's own flags without their dashes, passed through verbatim")
 
     @property
     def fewest_rollouts(self) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
 MUTABLE: dict[str, Any] = {"json_schema_extra": {"mutable": True}}  # Marks fields that may change when a run is resumed
 
@@ -23,8 +23,11 @@ def hook(purpose: str) -> Any:
     return Field(default=None, pattern=HOOK, description=f"package.module:function, or with a dot before it, {purpose}")
 
 
-Table = Annotated[dict[str, Any], AfterValidator(lambda table: json.dumps(table, default=str, skipkeys=True, allow_nan=False) and table)]
-"""A table of the user's own keys, without NaN and infinities: services get the config as JSON, where these are null."""
+FROM_TEXT = BeforeValidator(lambda given: json.loads(given) if isinstance(given, str) and given.startswith("{") else given)
+NO_NANS = AfterValidator(lambda table: json.dumps(table, default=str, skipkeys=True, allow_nan=False) and table)
+Table = Annotated[dict[str, Any], FROM_TEXT, NO_NANS]
+"""A table of the user's own keys, or its JSON text, since TOML has no null; without NaN and infinities: services get the config as JSON,
+where these are null."""
 
 
 class Words(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 
 from shared.config import environment_variables
-from shared.config.section import LARGEST_SEED, MUTABLE, RECORDED, Rule, Section, hook
+from shared.config.section import LARGEST_SEED, MUTABLE, RECORDED, Rule, Section, Table, hook
 from shared.hub import hub_names
 from shared.runtime.errors import ConfigError, nearest
 from shared.store.s3 import ObjectStoreLocation
@@ -410,7 +410,7 @@ class TrainerSection(Section):
     megatron_config_path: Path | None = Field(
         default=None, description="slime's YAML file of what actor and critic have of their own; becomes their fields"
     )
-    megatron: dict[str, Any] = Field(
+    megatron: Table = Field(
         default={}, description="Megatron's own flags, as moe_router_dtype = 'fp32'; `myxo flags` lists them, see docs/megatron-flags.md"
     )
 

@@ -38,6 +38,19 @@ def test_reads_back_the_same(tmp_path: Path) -> None:
     assert parse(tomllib.loads(config_toml.dump(config))) == config
 
 
+def test_null_of_the_users_own_tables_reads_back(tmp_path: Path) -> None:
+    own, inner = {"stages": [None, 3], "limit": None, "more": {"text": 'a: null {"b": 1}'}}, {"leg_counting": {"seed": None}}
+    config = run_config(
+        tmp_path,
+        run={"name": "run", "custom_args": own},
+        data={"prompt_data": None, "apply_chat_template_kwargs": own},
+        curriculum={"reasoning_gym": ["leg_counting"], "reasoning_gym_parameters": inner},
+        eval={"sets": [{"name": "own", "path": "p", "agent_options": own, "metadata_overrides": own}]},
+        rollout={"agent_options": own, "models": {"other": {"hf_checkpoint": str(tmp_path), "sglang": {"dtype": None}}}},
+    )
+    assert parse(tomllib.loads(config_toml.dump(config))) == config
+
+
 @given(PLAIN)
 def test_any_value_survives(value: Any) -> None:
     config = run_config(Path("/x"), rollout={"sglang": {"value": value}})
