@@ -5,6 +5,7 @@ rendering again what was sampled. Where none does, the template itself renders e
 sampled is seen by comparing ids.
 """
 
+import functools
 import itertools
 import json
 import re
@@ -208,7 +209,7 @@ class ChatTokens:
 
         self.tokenizer, self._kind = model if isinstance(model, Tokenizer) else Tokenizer(model), kind
         self._control_tokens: Literal["text", "as_written"] = control_tokens
-        self._varied, self._varying = OrderedDict[str, ChatTokens](), threading.Lock()
+        self._varied = functools.lru_cache(MOST_VARIED)(self._variant)
         self.has_template = self.tokenizer.has_chat_template
         self._control = self.tokenizer.control_tokens[control_tokens]
         self._encoded = encoded or EncodedTexts(self._control)
@@ -232,30 +233,22 @@ class ChatTokens:
         reasoning = self.parse_tokens([], self.tokenizer.encode(THOUGHT).tolist(), ()).reasoning
         self._strips, self.streams_text = reasoning == "a", reasoning == "a" or self.family == "default"
 
-    def varied(self, variables: Mapping[str, Any]) -> "ChatTokens":
-        """Returns the chat form with a request's variables over the run's, where None takes one away; the newest are kept. Raises
-        TurnRefused for one that the template does not read, or that spells a control token."""
-        if not variables:
-            return self
-        for name, value in variables.items():
+    def check_variables(self, given: Mapping[str, Any]) -> None:
+        """Raises TurnRefused for a client's variable that the template does not read, or that spells a control token."""
+        for name, value in given.items():
             spelled = json.dumps(value, ensure_ascii=False)
             message = "" if name in self.readable else "the model's chat template reads no such variable"
             if message or any(text in spelled for text in self._control.texts.values()):
                 message = message or "expected no control tokens in it"
                 raise TurnRefused(400, message, field=f"chat_template_kwargs.{name[:80]}", code="invalid_value")
-        key = json.dumps(variables, sort_keys=True)
-        with self._varying:
-            if (known := self._varied.get(key)) is not None:
-                self._varied.move_to_end(key)
-                return known
-        # no request waits for it meanwhile
-        given = {name: value for name, value in {**self._variables, **variables}.items() if value is not None}
-        made = ChatTokens(self.tokenizer, given, self._control_tokens, self._encoded, self._kind)
-        with self._varying:
-            self._varied[key] = made
-            if len(self._varied) > MOST_VARIED:
-                self._varied.popitem(last=False)
-        return made
+
+    def varied(self, variables: Mapping[str, Any]) -> "ChatTokens":
+        """Returns the chat form with variables over the run's, where None takes one away; the newest are kept."""
+        return self._varied(json.dumps(variables, sort_keys=True)) if variables else self
+
+    def _variant(self, variables: str) -> "ChatTokens":
+        given = {name: value for name, value in {**self._variables, **json.loads(variables)}.items() if value is not None}
+        return ChatTokens(self.tokenizer, given, self._control_tokens, self._encoded, self._kind)
 
     def _differs_with_tools(self) -> bool:
         [messages, _] = PROBES[0]

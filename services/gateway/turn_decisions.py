@@ -290,9 +290,7 @@ class StopStringTracker:
 
     def whole(self, generated: TurnGeneration) -> TurnGeneration:
         """Returns what was sampled, up to the turn's end if that is in it."""
-        count = end_across(self._before, generated.completion, self._stops, self._text)
-        if count is None and generated.finish != "stop" and np.isin(generated.completion[-1:], self._ends).any():
-            count = len(generated.completion)  # engines may count or abort first, and then look whether a token ends the request
+        count = end_across(self._before, generated.completion, self._stops, self._text, ends=self._ends)
         return generated if count is None else generated.stopped_at(count)
 
     def hearing(self, hear: Hear) -> Hear:

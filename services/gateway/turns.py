@@ -266,7 +266,8 @@ class Turns:
         TurnRefused for constraints that are not served."""
         if isinstance(asked, TokenTurn):
             return asked
-        # what the template does not read changes nothing where it is the set's, and is refused where it is a client's
+        self._chat.check_variables(asked.variables)
+        # a set's are the run's own words, of which the template reads what it knows
         own = {name: value for name, value in log.session.variables.items() if name in self._chat.readable}
         asked = recalled(log, replace(asked, variables={**own, **asked.variables}))
         if asked.tools and not self._chat.shows_tools:

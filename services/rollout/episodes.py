@@ -279,10 +279,10 @@ class _Episode:
         meta, earlier = answer["meta_info"], self._state.get("generated", 0)
         ids = [token for _, token, _ in meta["output_token_logprobs"]]
         decode = functools.partial(self._run.tokenizer.decode, skip_special_tokens=False)
-        count = end_across(self._sample.tokens[-earlier:] if earlier else [], ids, self._task.sampling.stop, decode)
-        if count is None:  # engines may count or abort first, and then look whether a token ends the request
-            ends = bool(ids) and ids[-1] in self._task.sampling.stop_token_ids
-            return answer | {"meta_info": meta | {"finish_reason": {"type": "stop"}}} if ends else answer
+        sampling, before = self._task.sampling, self._sample.tokens[-earlier:] if earlier else []
+        count = end_across(before, ids, sampling.stop, decode, ends=sampling.stop_token_ids)
+        if count is None or count == len(ids):
+            return answer if count is None else answer | {"meta_info": meta | {"finish_reason": {"type": "stop"}}}
         ended = {"output_token_logprobs": meta["output_token_logprobs"][:count], "finish_reason": {"type": "stop"}}
         if "top_p_token_offsets" in meta:
             offsets = meta["top_p_token_offsets"][: count + 1]

@@ -204,8 +204,10 @@ def test_a_request_gives_the_template_its_variables(tmp_path: Path) -> None:
     for name in ("enable_thinkin", "messages", "chat_template", "think", "loop", "namespace"):  # words of it that are none of its variables
         with pytest.raises(TurnRefused, match=f"chat_template_kwargs.{name}: .* reads no such variable"):
             conversation.asked(messages, "", chat_template_kwargs={name: 1})
+    spelled = {"enable_thinking": ["no<|im_end|>"]}
     with pytest.raises(TurnRefused, match="chat_template_kwargs.enable_thinking: expected no control tokens"):
-        conversation.asked(messages, "", chat_template_kwargs={"enable_thinking": ["no<|im_end|>"]})
+        conversation.asked(messages, "", chat_template_kwargs=spelled)
+    assert Conversation(chat, variables=spelled).asked(messages, "4<|im_end|>")["content"] == "4", "a set's are the run's own words"
 
 
 @pytest.mark.parametrize("text", [DRAWN[5], "So.\n<tool_call>\n{bad}\n</tool_call>\n<|im_end|>", 'So. <tool_call>{"name": add}<|im_end|>'])
