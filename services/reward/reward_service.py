@@ -50,7 +50,6 @@ from shared.schema.versions import newest_possible
 from shared.service.activities import WORK
 from shared.service.engine_load_balancer import model_routers
 from shared.service.service_base import Service
-from shared.store.payload_store import AWAY_SECONDS
 
 
 class GroupFilter:
@@ -94,7 +93,7 @@ class PayloadReader:
 
     async def read(self, group: Generated) -> list[Sample]:
         """Returns a group's samples, all valid. Raises BadMessage, which names sample and field; PayloadChanged, PayloadMissing."""
-        blobs = await self._service.store.read(group.payload, AWAY_SECONDS)
+        blobs = await self._service.store.read(group.payload)
         samples = sample.decode(blobs, self._limits)
         newest = max((version for item in samples for _, _, version in item.segments), default=0)
         if newest > self._newest:  # seldom: when a push has ended since

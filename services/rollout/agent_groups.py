@@ -43,7 +43,7 @@ from shared.schema.sample import Sample, turns_of
 from shared.service.service_base import Service
 from shared.sessions.session import Session, SessionEnded, SessionLog, Trajectory, new_key, trajectories
 from shared.sessions.session_store import SessionStore
-from shared.store.payload_store import AWAY_SECONDS
+from shared.store.payload_store import HOLDING_SECONDS
 
 GATEWAY = "gateway"
 WAIT_SECONDS = 60.0  # the time that a session waits for a gateway: one that died is being restarted
@@ -87,6 +87,7 @@ declare_metrics("""
         its rollout is lost
 """)
 
+LATE_SECONDS = 1.0  # the wait before an agent begins from which on its sessions' deadlines are put off
 PROLONG_SECONDS = 5.0  # the interval at which sessions' deadlines are put off while the engine sleeps
 
 
@@ -98,7 +99,7 @@ class AgentGroups(GroupPlayer):
         self.settings, self.gateways = service.config.rollout, gateways
         self.runner = AgentRunner(service.config, service.instance, lambda: replica.served.asleep)
         self.model = service.config.model.hf_checkpoint.name
-        self.store, self.sessions = service.store, SessionStore(service.store, service.run, AWAY_SECONDS)
+        self.store, self.sessions = service.store, SessionStore(service.store, service.run, HOLDING_SECONDS)
         self._hasty = SessionStore(service.store, service.run)  # for what can be left out
         self.shows = service.config.data.multimodal_keys is not None
 
@@ -199,7 +200,7 @@ class _AgentRollout(PlayedRollout):
     async def _played(self, opened: Mapping[str, tuple[Session, str]]) -> list[Sample]:
         """Returns the sessions' samples. Raises Stopped, HookFailed, AgentDisturbed; without gateway or store DeadlineExceeded. ``opened``:
         session and key of each role."""
-        groups, ended = self._groups, dict[str, SessionLog]()
+        groups, ended, began = self._groups, dict[str, SessionLog](), time.time()
         base_url = await groups.gateways.base_url()
         keys = {role: key for role, (_, key) in opened.items()}
         task, shows = self.task, groups.shows
@@ -207,8 +208,12 @@ class _AgentRollout(PlayedRollout):
             for session, _ in opened.values():
                 await groups.sessions.open(session, shows)
             if task.pictures is not None:
-                pictures = await groups.store.read(task.pictures, AWAY_SECONDS)
+                pictures = await groups.store.read(task.pictures)
                 task = task.model_copy(update={"prompt": with_pictures(task.prompt, pictures)})
+            if (waited := time.time() - began) > LATE_SECONDS:  # for gateway or store: it is not the agent's time
+                for session, _ in opened.values():
+                    session.deadline += waited
+                    await groups.sessions.prolong(session.id, session.deadline)
             data = agent_data(task, self.index, groups.model, self._program.options, {role: keys[role] for role in keys if role})
             alone = self._alone or self.failures.alone
             running = groups.runner.run(self._program, data, base_url, next(iter(keys.values())), alone=alone)

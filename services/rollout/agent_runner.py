@@ -372,10 +372,8 @@ class AgentRunner:
             return await self._called(program, {"data": data, "base_url": base_url, "api_key": api_key}, alone)
         except (TimeoutError, DeadlineExceeded):
             raise program.failed(f"it did not end within agent_timeout = {self._timeout_s:g} s") from None
-        except (CallBlocked, WorkerDied) as error:
-            raise program.failed(str(error), disruptive=True) from None
         except (CommandFailed, WorkerFailed, BadMessage) as error:
-            raise program.failed(str(error)) from None
+            raise program.failed(str(error), disruptive=isinstance(error, CallBlocked | WorkerDied)) from None
 
     async def _called(self, program: AgentProgram, given: dict[str, Any], alone: bool) -> object:
         assert self._pool is not None

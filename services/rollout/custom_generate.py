@@ -112,13 +112,15 @@ class CustomGenerate(GroupPlayer):
         if session is not None:
             proxy.sessions[name] = session.answer
         try:
-            answer = await self._pool.ask(request, "a rollout", f"{GENERATE} = {path}", seconds, alone=alone)
+            # a call that comes late into a process has its deadline late, too; the rollout's stays
+            async with asyncio.timeout(seconds + GRACE_SECONDS):
+                answer = await self._pool.ask(request, "a rollout", f"{GENERATE} = {path}", seconds, alone=alone)
             given = [_checked(fields, path) for fields in answer["samples"]]
             return given, UNRECORDED if session is None else await session.recorded(given)
-        except (CallBlocked, WorkerDied) as error:
-            raise HookFailed(GENERATE, path, str(error), disruptive=True) from None
+        except TimeoutError:
+            raise self.late(task, index) from None
         except WorkerFailed as error:
-            raise HookFailed(GENERATE, path, str(error)) from None
+            raise HookFailed(GENERATE, path, str(error), disruptive=isinstance(error, CallBlocked | WorkerDied)) from None
         except (KeyError, TypeError, ValueError) as error:
             raise HookFailed(GENERATE, path, f"its process gave an answer that cannot be read ({type(error).__name__}: {error})") from None
         finally:
@@ -141,6 +143,9 @@ class CustomGenerate(GroupPlayer):
             label=Reference(task.label, task.label_json).value,
             metadata=task.metadata,
         )
+
+    def late(self, task: Task, rollout: int) -> DeadlineExceeded:
+        return DeadlineExceeded(f"rollout {rollout} of {task.group}", f"{GENERATE} = {self.path(task)}", self.seconds, "it is lost")
 
     def warn(self, task: Task, rollout: int, error: Exception) -> None:
         """Logs a call that is made again."""
@@ -213,10 +218,7 @@ class _Rollout(PlayedRollout):
         call = asyncio.create_task(self._functions.call(self.task, self.index, sample, self.requests, seconds, alone))
         stopping = asyncio.create_task(self.requests.stopped.wait())
         try:
-            # a call that comes late into a process has its deadline late, too; the rollout's stays
-            done, _ = await asyncio.wait((call, stopping), timeout=seconds + GRACE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                raise self._late()
+            await asyncio.wait((call, stopping), return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
                 await asyncio.wait((call,), timeout=STOP_SECONDS)
             if not call.done():
@@ -233,12 +235,8 @@ class _Rollout(PlayedRollout):
         if self._end is None:
             return self._functions.seconds
         if (left := self._end - asyncio.get_running_loop().time()) <= 0:
-            raise self._late()
+            raise self._functions.late(self.task, self.index)
         return left
-
-    def _late(self) -> DeadlineExceeded:
-        called, seconds = self._functions.path(self.task), self._functions.seconds
-        return DeadlineExceeded(f"rollout {self.index} of {self.task.group}", f"{GENERATE} = {called}", seconds, "it is lost")
 
     def stored(self) -> list[Sample]:
         if self.samples is not None or self.stopped is None:

@@ -39,7 +39,6 @@ from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Task
 from shared.schema.sample import Sample
 from shared.service.service_base import Service
-from shared.store.payload_store import AWAY_SECONDS
 
 RETRY_PAUSE = 0.5
 TRIES = 5  # the number of failed calls in a row after which a rollout is lost
@@ -298,7 +297,7 @@ class EngineGroups(GroupPlayer):
         for index, partial in enumerate(partials):
             partial.seed = self.seeds.of_sample(index)
         progress, requests = GroupProgress(task.n, task.n), Requests()
-        pictures = () if task.pictures is None else tuple(await self._service.store.read(task.pictures, AWAY_SECONDS))
+        pictures = () if task.pictures is None else tuple(await self._service.store.read(task.pictures))
         shown = None if self._rule is None else ShownPictures(self._rule, pictures)
         rollouts = [_EngineRollout(self, task, index, partials, requests, slots, progress, shown) for index in progress.begun]
         stopped = await self.until_complete(rollouts, progress, in_flight)

@@ -37,7 +37,6 @@ from shared.schema.sample import Sample, fitted
 from shared.schema.versions import last_live
 from shared.schema.weight_messages import WeightsLive
 from shared.service.service_base import Service
-from shared.store.payload_store import AWAY_SECONDS
 
 declare_metrics("""
     spooled_groups | groups | finished, whose samples wait on disk for the link | with MYXO_SAMPLE_SPOOL
@@ -258,7 +257,7 @@ class TaskOutcomes:
         if task.partial is None:
             return []
         try:
-            return sample_codec.decode(await self._service.store.read(task.partial, AWAY_SECONDS))
+            return sample_codec.decode(await self._service.store.read(task.partial))
         except (PayloadMissing, BadMessage) as error:
             self._service.log.warning("partial_lost", group=task.group, attempt=task.attempt, error=str(error))
             return []
@@ -298,7 +297,7 @@ class TaskOutcomes:
                     self._service.metrics.add("too_old_at_source")
                     self._service.log.warning("group_too_old_at_source", group=task.group, attempt=task.attempt, live=live, last=group.last)
                     return Interrupted(group=task.group, attempt=task.attempt, stale=True, replica=self._service.instance)
-                await self._service.store.write(group.blobs, deadline=LINK_SECONDS if self._spool is not None else AWAY_SECONDS)
+                await self._service.store.write(group.blobs, None if self._spool is None else LINK_SECONDS)
                 return group.message
             except (DeadlineExceeded, *TRANSIENT) as error:
                 if self._spool is None:

@@ -26,7 +26,7 @@ from shared.bus import runs, streams
 from shared.bus.bus_errors import TRANSIENT
 from shared.bus.connection import Bus
 from shared.bus.registry import MODEL, Registry
-from shared.bus.subjects import RUN_ID, Subjects
+from shared.bus.subjects import REWARD, ROLLOUT, RUN_ID, Subjects
 from shared.config import devices
 from shared.config.run_config import RunConfig
 from shared.hub import hub_resolve
@@ -40,7 +40,7 @@ from shared.runtime.traces import Traces, trace_settings
 from shared.schema.messages import Message
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.service.activities import Activities
-from shared.store.payload_store import Store
+from shared.store.payload_store import HOLDING_SECONDS, SECONDS, Store
 
 declare_metrics("misplaced_statuses_total | | statuses in the registry that named another service than their key, and were ignored")
 
@@ -55,7 +55,7 @@ class Service:
     def __init__(self, name: str, instance: str, run: str, bus: Bus, config: RunConfig, redis_url: str) -> None:
         self.name, self.instance, self.run, self.bus, self.config = name, instance, run, bus, config
         self.redis_url = redis_url
-        self.store = Store(redis_url, run)
+        self.store = Store(redis_url, run, HOLDING_SECONDS if name in (ROLLOUT, REWARD) else SECONDS)
         bus.full.patience_s = self.store.full.patience_s = config.bus.full_timeout
         self.subjects = Subjects(run)
         self.metrics = Metrics(run, instance)

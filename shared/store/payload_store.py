@@ -36,7 +36,7 @@ from shared.store.blobs import SOCKET_SECONDS, Answer, BlobConnection, Reader, o
 
 RETRY_PAUSE = 0.2
 SECONDS = 60.0  # The deadline of most requests
-AWAY_SECONDS = 3600.0  # That of who holds a group: it waits for a store that is away, since a task that goes back too often is given up
+HOLDING_SECONDS = 3600.0  # Of who holds groups: it waits for a store that is away, since a task that goes back too often is given up
 _AWAY = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, OSError)
 _REFUSED = (AuthenticationError, AuthorizationError, NoPermissionError)  # the first two are connection errors to the library
 
@@ -72,13 +72,14 @@ class Store:
 
     Args:
         url: ``redis://…``, ``rediss://…`` (trusts ``MYXO_CA_FILE``) or ``unix:///path/to/socket``. run: whose payloads are read.
+        seconds: the deadline of reading and writing blobs, where none is given.
 
     Every call raises DeadlineExceeded where the store stays away, StoreRefused where the account may not do this, StoreFull where it had no
     room for longer than `BackPressure.patience_s`. ``full``: the writes that wait for room.
     """
 
-    def __init__(self, url: str, run: str = "") -> None:
-        self._url, self._run, self._encrypted = url, run, url.startswith("rediss:")
+    def __init__(self, url: str, run: str = "", seconds: float = SECONDS) -> None:
+        self._url, self._run, self._encrypted, self._seconds = url, run, url.startswith("rediss:"), seconds
         self._client: Any = redis.asyncio.Redis.from_url(
             url,
             socket_timeout=SOCKET_SECONDS,
@@ -98,7 +99,7 @@ class Store:
         except (DeadlineExceeded, RedisError) as error:
             raise StoreUnreachable(f"the store does not answer: {error}") from error
 
-    async def write(self, blobs: Mapping[str, bytes], deadline: float = SECONDS) -> None:
+    async def write(self, blobs: Mapping[str, bytes], deadline: float | None = None) -> None:
         """Writes all blobs, or raises. A key that is there stays as it is: after a retry with the same content, otherwise for its readers
         to find out by the digest."""
 
@@ -107,11 +108,11 @@ class Store:
 
         what = f"write of {len(blobs)} blobs"
         if self._encrypted:
-            await self.commands(what, [("SETNX", key, blob) for key, blob in blobs.items()], deadline)
+            await self.commands(what, [("SETNX", key, blob) for key, blob in blobs.items()], deadline or self._seconds)
         elif blobs:
-            await self._retry(deadline, attempt, what)
+            await self._retry(deadline or self._seconds, attempt, what)
 
-    async def read(self, payload: Payload, deadline: float = SECONDS) -> list[bytes]:
+    async def read(self, payload: Payload, deadline: float | None = None) -> list[bytes]:
         """Returns the blobs of a payload in order, read no further than it says.
 
         Raises PayloadMissing naming the first absent key, PayloadChanged where they are not those that were announced, BadMessage for a
@@ -124,7 +125,7 @@ class Store:
                 return [await self._client.getrange(key, 0, most) for key, most in wanted]
             return _checked(await (await self._blob_connection()).get(wanted))
 
-        found = await self._retry(deadline, attempt, f"read of {len(wanted)} blobs ({payload.keys[0]}, …)")
+        found = await self._retry(deadline or self._seconds, attempt, f"read of {len(wanted)} blobs ({payload.keys[0]}, …)")
         blobs = [_present(key, blob) for key, blob in zip(payload.keys, found, strict=True)]
         check_payload(self._run, payload, blobs)
         return blobs

@@ -36,7 +36,7 @@ from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.manifest import Manifest
 from shared.transfer.weight_checkpoint import WeightCheckpoint
 
-AWAY_SECONDS = 2.0  # the interval at which an external engine that is away is asked for
+RETRY_SECONDS = 2.0  # the interval at which an external engine that is away is asked for
 WATCH_SECONDS = 5.0  # the deadline for its answers while it is watched: one that is only late is `until_hung`'s matter
 TRY_SECONDS = 30.0  # the deadline for its first token
 HALF_LOADED = "the engine may be half-loaded"
@@ -72,7 +72,7 @@ class ExternalEngine:
                 if str(error) != reported or times > late:
                     await self._report(str(error), times > late)
                 reported, late = str(error), times
-            await asyncio.sleep(AWAY_SECONDS)
+            await asyncio.sleep(RETRY_SECONDS)
 
     def _try(self) -> bool:
         """Returns whether an answer names the version of each token. Raises ConfigError where it lacks what samples need."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -208,6 +209,23 @@ async def test_no_time_of_an_agent_runs_while_its_engine_sleeps(bench: NewAgentB
     (desk.directory / "go-on").touch()
     samples, stopped = await playing
     assert stopped is None and [one.rollout for one in samples] == [0, 1]
+
+
+async def test_an_agents_time_begins_once_its_sessions_are_open(bench: NewAgentBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = await bench("until_told", rollout={"agent_timeout": SHORT_S, "agent_tries": 1})
+    begun, base_url = time.time(), desk.groups.gateways.base_url
+
+    async def late() -> str:
+        await asyncio.sleep(1.5)
+        return await base_url()
+
+    monkeypatch.setattr(desk.groups.gateways, "base_url", late)
+    playing = asyncio.create_task(desk.play(n=1, metadata={"bad": ["until_told", [0]]}))
+    await until(lambda: desk.calls(), "a call")
+    [call] = desk.calls()
+    assert (await desk.groups.sessions.find(call["api_key"])).deadline > begun + SHORT_S + 1.5
+    (desk.directory / "go-on").touch()
+    assert len((await playing)[0]) == 1
 
 
 async def opened(desk: AgentBench, count: int) -> bool:

@@ -1,5 +1,6 @@
 """The rollout service with a function of the user's own, over real servers and a real engine."""
 
+import asyncio
 import os
 import re
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from examples.hooks import arithmetic
+from services.rollout import custom_generate
+from services.rollout.agent_groups import UNRECORDED, CallSession
 from shared.runtime.errors import ConfigError
 from shared.schema import sample
 from shared.schema.messages import Failed, Generated, Interrupted, Sampling
@@ -296,6 +299,18 @@ async def test_a_function_that_hangs_loses_its_group_at_its_deadline(bench: NewB
     await desk.task(n=1)
     assert await desk.failure() == "given up after 2 deliveries"
     assert len(calls()) == 2
+
+
+async def test_a_call_that_has_ended_waits_for_its_record(bench: NewBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def recorded(_session: CallSession, _samples: object) -> tuple[int, bool]:
+        await asyncio.sleep(9.0)
+        return UNRECORDED
+
+    monkeypatch.setattr(CallSession, "recorded", recorded)
+    monkeypatch.setattr(custom_generate, "GRACE_SECONDS", 0.5)
+    desk = await bench("two_turns", rollout={"generate_timeout": 8.0}, gateway={"gateway_replicas": 1})
+    await desk.task()
+    assert (await desk.generated())[0].group == "g00000007", "the store was away for longer than a call may take"
 
 
 async def test_the_prompt_is_the_rendered_text_where_the_template_is_applied(bench: NewBench) -> None:

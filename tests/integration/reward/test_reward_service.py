@@ -21,7 +21,7 @@ from shared.schema.digests import reference
 from shared.schema.messages import Failed, Generated, Outcome, SampleMeta, Scored
 from shared.schema.sample import token_digest
 from shared.schema.weight_messages import WeightsLive
-from shared.store.payload_store import Store
+from shared.service import service_base
 from tests.support.poison import POISON
 from tests.support.reward_bench import LIVE, NewBench
 from tests.support.run_config import run_config
@@ -143,7 +143,7 @@ async def test_a_payload_that_was_overwritten_is_not_scored(bench: NewBench, val
 
 
 async def test_a_store_that_is_away_costs_no_group(bench: NewBench, valkey: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Store.read, "__defaults__", (0.1,))  # the deadline of requests that have not said another
+    monkeypatch.setattr(service_base, "SECONDS", 0.1)  # of services that hold no groups
     desk = await bench(reward={"rm_type": "exact"})
     await desk.serve()
     await desk.generated("g0", "42")
