@@ -11,7 +11,7 @@ import hmac
 import json
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
@@ -47,10 +47,11 @@ MOST_TOKENS, ANSWER_TOKENS = 1 << 22, 64  # sampled tokens that are remembered, 
 
 
 class EngineAnswers:
-    """The newest answers of `/generate`, by the prompt they were given to. ``whole``: all requests were of one prompt's token ids."""
+    """The newest answers of `/generate`, by the prompt they were given to. ``ends``: ids that end the model's turns. ``whole``: all
+    requests were of one prompt's token ids."""
 
-    def __init__(self) -> None:
-        self.whole, self._tokens = True, 0
+    def __init__(self, ends: Sequence[int] = ()) -> None:
+        self.ends, self.whole, self._tokens = ends, True, 0
         self._answers: dict[tuple[int, int], list[Answer]] = {}
 
     def add(self, request: PublicRequest, body: bytes) -> None:
@@ -86,7 +87,7 @@ class SampleCheck:
     def __init__(self, service: Service, tokenizer: Tokenizer) -> None:
         self._log, self._tokenizer, self._special = service.log, tokenizer, tokenizer.special_tokens
         self._skipped = tokenizer.skipped_tokens
-        self.answers = EngineAnswers()
+        self.answers = EngineAnswers(tokenizer.stop_ids)
         self._doubted: set[tuple[str, str]] = set()
 
     def checked(self, sample: Sample, task: Task, prompt: object, called: str | None, mask: Sequence[int] | None = None) -> Sample:
@@ -347,8 +348,8 @@ class EngineProxy(EndpointServer):
         parsed = parse_request(kind, body, engine.vocab_size, engine.speculates)
         response: web.StreamResponse | None = None
         kept = min(self.most_kept, client.capabilities.vocab_size)
-        call = self.calls.get(request.headers.get(CALL_HEADER, ""))
-        if call is not None and call.stopped.is_set() and kind is GenerateRequest:
+        call = self.calls.get(request.headers.get(CALL_HEADER, ""), Requests())
+        if call.stopped.is_set() and kind is GenerateRequest:
             return web.json_response(ABORTED)
         try:
             async with (
@@ -385,6 +386,7 @@ class EngineProxy(EndpointServer):
         if isinstance(request, GenerateRequest) and request.returns_kept:
             answer = with_nuclei(answer, where)
         if self.answers is not None:
+            answer = _ended(request, answer, self.answers.ends)
             self.answers.add(request, answer)
         return answer
 
@@ -438,11 +440,21 @@ def _generation_of(found: Generation, pauses: int) -> TurnGeneration:
     )
 
 
+def _ended(request: PublicRequest, answer: bytes, ends: Sequence[int]) -> bytes:
+    """Returns an answer to a function in which what was aborted at its end has stopped there, or it would be continued behind it: stock
+    engines abort without a look at the last token. ``ends``: ids that end the model's turns."""
+    if isinstance(request, GenerateRequest) and b'"abort"' in answer and not any(one.ignore_eos for one in request.sampling):
+        with suppress(LookupError, TypeError, ValueError):  # what cannot be read is refused where it is used
+            found, stops = orjson.loads(answer), {*ends, *(token for one in request.sampling for token in one.stop_token_ids)}
+            for one in found if isinstance(found, list) else [found]:
+                if one["meta_info"]["finish_reason"]["type"] == "abort" and one["output_ids"] and one["output_ids"][-1] in stops:
+                    one["meta_info"]["finish_reason"] = {"type": "stop"}
+            return orjson.dumps(found)
+    return answer
+
+
 @asynccontextmanager
-async def _counted(call: Requests | None, rid: str) -> AsyncIterator[None]:
-    if call is None:
-        yield
-        return
+async def _counted(call: Requests, rid: str) -> AsyncIterator[None]:
     own = rid.removesuffix("$")
     call.rids.add(own)
     try:

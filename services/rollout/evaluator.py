@@ -52,7 +52,7 @@ class Evaluator:
         following = asyncio.create_task(self._spread.keep())
         try:
             while True:
-                if not self._replica.serving or self._service.held_back:
+                if not self._replica.serving or self._replica.lags(EVAL) or self._service.held_back:
                     await asyncio.sleep(POLL_INTERVAL_S)
                     continue
                 for lease in await self._queue.fetch(1):
@@ -87,6 +87,7 @@ class Evaluator:
                 raise WorkerFailed("the replica's weights became untrusted meanwhile")
         except (DeadlineExceeded, Stopped) as error:  # no such weights here, or the process does not start
             self._service.log.warning("evaluation_handed_back", version=task.version, error=str(error))
+            self._replica.miss(EVAL, task.version)
             return await lease.hand_back(delay=RETRY_SECONDS)
         except WorkerFailed as error:
             return await self._failed(lease, str(error))
@@ -116,7 +117,8 @@ class Evaluator:
         named = [item.name for item in self._config.eval.named.values()]
         results = {result.dataset: result for result in self._results(task, answer)}
         why = str(answer.get("unfit") or f"it gave no set of this name; it gave {', '.join(results) or 'none'}")
-        missing = {name: self._nothing(task, name, f"{self._named}: {why}") for name in named if name not in results}
+        nothing = {"oldest": task.version, "newest": task.version, "prompts": 0, "failed": 0, "samples": 0, "mean_reward": 0.0}
+        missing = {name: EvalResult(dataset=name, reason=f"{self._named}: {why}", **nothing) for name in named if name not in results}
         for name, result in sorted({**results, **missing}.items(), key=lambda item: item[0] in named):
             group = eval_group_id(name, task.version, 0)
             message = Evaluated(group=group, attempt=0, result=result, by=self._service.instance)
@@ -131,8 +133,3 @@ class Evaluator:
         except (ValidationError, TypeError, KeyError) as error:  # the user's code shares the process
             answer["unfit"] = f"its process gave an answer that cannot be read ({type(error).__name__}: {error})"
             return []
-
-    def _nothing(self, task: Evaluate, name: str, reason: str) -> EvalResult:
-        return EvalResult(
-            dataset=name, oldest=task.version, newest=task.version, prompts=0, failed=0, samples=0, mean_reward=0.0, reason=reason
-        )

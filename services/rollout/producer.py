@@ -18,7 +18,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine_proxy import SampleCheck
+from services.rollout.in_flight import Stopped
+from services.rollout.played_group import GroupPlayer
 from services.rollout.producer_process import FIELD
 from services.rollout.replica import Replica
 from services.rollout.task_outcomes import TaskOutcomes
@@ -48,28 +51,15 @@ from shared.service.service_base import Service
 
 @dataclass
 class HeldTask:
-    """A task that the function has. ``begun``: seconds since the epoch. ``ended``: set when its lease ends."""
+    """A task that the function has. ``begun``: seconds since the epoch. ``holding``: extends its lease until it is closed."""
 
     lease: MessageLease[Task]
     begun: float
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    holding: asyncio.Task[None] | None = None
+    holding: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
 
     @property
     def task(self) -> Task:
         return self.lease.message
-
-    def hold(self) -> None:
-        """Extends the lease until `release`."""
-
-        async def held() -> None:
-            async with self.lease.held():
-                await self.ended.wait()
-
-        self.holding = asyncio.create_task(held())
-
-    def release(self) -> None:
-        self.ended.set()
 
     def check(self, samples: list[Sample]) -> None:
         """Raises BadMessage for samples that are not of this task, or that train nothing."""
@@ -111,7 +101,7 @@ class Producer:
         self.allowed: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
         self._path = hooks.paths(service.config, "rollout")[FIELD]
         self._queue = WorkQueue(service.bus, task_consumer(service.run, service.config.bus, TRAIN), Task)
-        self._tokenizer, self.tokens = tokenizer, 0
+        self._rendered, self.tokens = GroupPlayer(service, replica, tokenizer).prompt, 0
         self._check = SampleCheck(service, tokenizer)
         replica.proxy.answers = self._check.answers
         self._waiting: list[HeldTask] = []  # fetched, and not yet taken by the function
@@ -157,10 +147,10 @@ class Producer:
         try:
             requests, answers = await process_streams(process)
             await self._set_up(requests, answers)
-            watching = asyncio.create_task(self._watch(process))
+            watching = asyncio.create_task(self._watch(process, answering))
             while True:
                 call_id, request = await frames.read(requests)
-                answer = asyncio.create_task(self._answered(call_id, request, answers))
+                answer = asyncio.create_task(self._answered(call_id, request, answers), name=str(request["verb"]))
                 answering.add(answer)
                 answer.add_done_callback(partial(self._answer_ended, process, answering))
         except (EOFError, ConnectionError, BadMessage) as error:
@@ -195,14 +185,15 @@ class Producer:
         if isinstance(refused := ready.get("refused"), list):
             raise ConfigError(*refused)
 
-    async def _watch(self, process: ChildProcess) -> None:
+    async def _watch(self, process: ChildProcess, answering: set[asyncio.Task[None]]) -> None:
         """Kills the process where the function neither ends, nor generates, nor hands anything in for `generate_timeout`. No time runs
-        while the replica does not serve, or the store or a stream is full."""
+        while the replica does not serve, the store or a stream is full, or the service is at work for the function."""
         limit = self._config.rollout.generate_timeout
         self._moved = time.monotonic()
         while True:
             await asyncio.sleep(1.0)
-            if not self._calling or not self._drawn or not self._replica.serving or self._service.held_back:
+            at_work = any(answer.get_name() != "draw" for answer in answering)  # a draw waits for prompts
+            if not self._calling or not self._drawn or at_work or not self._replica.serving or self._service.held_back:
                 self._moved = time.monotonic()
             if time.monotonic() - self._moved > limit:
                 process.kill()
@@ -246,12 +237,15 @@ class Producer:
                 while len(self._waiting) < n and await self._fetch(n - len(self._waiting), max(0.0, min(end - time.monotonic(), seconds))):
                     pass
                 while self._waiting and len(taken) < n:
-                    if await self._usable(drawn := self._waiting.pop(0)):
+                    if await self._usable(drawn := self._waiting[0]):  # it stays in hand until then
                         taken.append(drawn)
+                        self._drawn[drawn.task.group] = drawn
+                    self._waiting.remove(drawn)
                 if time.monotonic() >= end:
                     break
         if taken:
             self._moved = time.monotonic()
+            asyncio.current_task().set_name("taken")  # type: ignore[union-attr]  # nothing is waited for but what is at work
         elif starving:
             await self._want(n)
         entries = [await self._entry(drawn) for drawn in taken]
@@ -260,7 +254,7 @@ class Producer:
     async def _on_served(self, begun: int) -> dict[str, Any]:
         """Returns what bounds the versions of a group that was begun under ``begun``. Of other replicas no one knows here which versions'
         first token the one before still generated: it is assumed of all."""
-        client = await self._replica.wait_serving(0, self._config.rollout.generate_timeout)
+        client = await self._client()
         late, newest = sorted(client.late_versions), self._replica.version
         if self._spread.engines > 1:
             await self._spread.look()
@@ -270,7 +264,7 @@ class Producer:
 
     async def _on_hand_in(self, group: str, attempt: int, samples: list[bytes]) -> None:
         drawn = self._of(group, attempt)
-        client = await self._replica.wait_serving(0, self._config.rollout.generate_timeout)
+        client = await self._client()
         try:
             replays = self._choices, self._config.kept_top_k > 0
             newest = max(self._replica.version, self._spread.versions()[1])
@@ -312,14 +306,20 @@ class Producer:
 
     # --- tasks
 
+    async def _client(self) -> EngineClient:
+        """Returns the replica's engine once it serves: what is finished waits for it as long as it takes, and needs no newer version."""
+        while not self._replica.serving or self._replica.client is None:
+            await asyncio.sleep(POLL_INTERVAL_S)
+        return self._replica.client
+
     async def _fetch(self, most: int, seconds: float = 1.0) -> bool:
-        if not self._replica.serving or self._service.held_back:
+        if not self._replica.serving or self._replica.lags(TRAIN) or self._service.held_back:
             await asyncio.sleep(min(POLL_INTERVAL_S, seconds))
             return False
         leases = await self._queue.fetch(most, seconds)
         for lease in leases:
             drawn = HeldTask(lease, time.time())
-            drawn.hold()
+            await drawn.holding.enter_async_context(lease.held())
             self._waiting.append(drawn)
         return bool(leases)
 
@@ -332,16 +332,16 @@ class Producer:
             return False
         try:
             await self._replica.wait_serving(task.min_version, self._config.rollout.generate_timeout)
-        except DeadlineExceeded as error:  # no weights
+        except (DeadlineExceeded, Stopped) as error:  # no weights, or no engine
             self._service.log.warning("group_handed_back", group=task.group, error=str(error))
-            drawn.release()
+            self._replica.miss(TRAIN, task.min_version)
+            await drawn.holding.aclose()
             await drawn.lease.hand_back(delay=1.0)
             return False
         return True
 
     async def _entry(self, drawn: HeldTask) -> dict[str, Any]:
         task = drawn.task
-        self._drawn[task.group] = drawn
         earlier = await self._outcomes.earlier(task)
         rollout = self._config.rollout
         oldest = min((version for sample in earlier for _, _, version in sample.segments), default=self._replica.version)
@@ -356,11 +356,6 @@ class Producer:
             "metadata": task.metadata,
             "partial": sample_codec.encode(kept, self._config.store.blob_bytes) if kept else [],
         }
-
-    def _rendered(self, task: Task) -> object:
-        if not self._config.data.apply_chat_template:
-            return task.prompt
-        return self._tokenizer.decode(task.prompt_tokens, skip_special_tokens=False)
 
     async def _want(self, count: int) -> None:
         if time.monotonic() - self._wanted_at < REPEAT_SECONDS or not self._drawn:
@@ -381,7 +376,7 @@ class Producer:
         await self._outcomes.publish(drawn.task, message, drawn.begun)
         self._moved = time.monotonic()
         self._drawn.pop(drawn.task.group, None)
-        drawn.release()
+        await drawn.holding.aclose()
         await drawn.lease.ack()
 
     async def _return_all(self, drawn_only: bool = False) -> None:
@@ -390,7 +385,7 @@ class Producer:
         if not drawn_only:
             self._waiting.clear()
         for drawn in tasks:
-            drawn.release()
+            await drawn.holding.aclose()
         await asyncio.gather(*(drawn.lease.hand_back() for drawn in tasks))
 
 

@@ -7,6 +7,7 @@ engine's death it stays closed (the replica is fenced) until a version has been 
 import asyncio
 import contextlib
 import functools
+import time
 from collections.abc import Awaitable, Callable
 
 from services.rollout.client_adapters import Adapters
@@ -96,6 +97,7 @@ class Replica:
         self._killed = ""  # why this service has killed its engine, if it has
         self._speculates, self.start_seconds = True, 0.0  # as its flags have it; what the engine's start took
         self._last: EngineProcess | None = None  # of several nodes: the part that was begun last
+        self._missed: dict[tuple[str, int], float] = {}  # (class of tasks, version too old for one) → until when none is taken
 
     # --- the served version
 
@@ -135,6 +137,15 @@ class Replica:
                 async with asyncio.timeout(min(remaining, WATCH_SECONDS)):
                     await self._shown.wait()
         return self.client
+
+    def miss(self, task_class: str, min_version: int) -> None:
+        """Notes a task of a class that was given up here, if it is for a newer version than the one that is served."""
+        if self.version < min_version:
+            self._missed[task_class, self.version] = time.monotonic() + self._rollout.generate_timeout
+
+    def lags(self, task_class: str) -> bool:
+        """Returns whether the tasks of a class are left to others, since those serve what they are for."""
+        return time.monotonic() < self._missed.get((task_class, self.version), 0.0)
 
     def show(self) -> None:
         """Shows the service's status as `served` has it, and lets those look who wait for a version."""

@@ -192,10 +192,9 @@ class Rollout:
         self._pace = DeliveryPace(service.config.rollout.max_staleness) if by_objects else None
         self._players: list[GroupPlayer] = [self._custom, self._agents, *([self._episodes] if self._episodes is not None else [])]
         self._outcomes = TaskOutcomes(service)
-        function = self._config.rollout.rollout_function_path
         self.spread = EngineSpread(service, self.replica, fleet=bool(evaluates(service.config)))
-        parts = (self.replica, self.spread, self._outcomes, self._tokenizer)
-        self.producer = None if function is None else Producer(service, *parts)
+        parts = (service, self.replica, self.spread, self._outcomes, self._tokenizer)
+        self.producer = Producer(*parts) if self._config.rollout.rollout_function_path else None
         self.evaluator = None if eval_function(self._config) is None else Evaluator(service, self.replica)
         self.running: dict[asyncio.Task[None], Task] = {}
         self._taken: dict[asyncio.Task[None], tuple[float, GroupSlots]] = {}  # when each was taken, seconds since the epoch, oldest first
@@ -205,7 +204,6 @@ class Rollout:
         self._last_generated = (0.0, time.time())  # tokens of the engine, and when there were more the last time
         service.activities.watch(self.doing)
         self.tokens = 0
-        self._lagged, self._lag_end = 0, 0.0  # The version that did not become a task's in time; when it fetches again all the same
 
     async def run(self) -> None:
         """Generates until asked to stop; the groups in progress are then handed on, or go back to the queue."""
@@ -268,8 +266,8 @@ class Rollout:
             room = min(self._slots.room(task_class), FETCHED_GROUPS)
             if self._pace is not None and task_class == TRAIN:
                 room = self._pace.room(room, self.replica.version, len(self.running))
-            lags = self.replica.version == self._lagged and time.monotonic() < self._lag_end  # others serve what tasks are for
-            if not self.replica.serving or room <= 0 or service.held_back or self.in_flight.leaving or lags:
+            ready = self.replica.serving and not self.replica.lags(task_class)
+            if not ready or room <= 0 or service.held_back or self.in_flight.leaving:
                 await asyncio.sleep(POLL_INTERVAL_S)
                 continue
             for lease in await queue.fetch(room):
@@ -313,8 +311,7 @@ class Rollout:
             raise
         except (DeadlineExceeded, EngineError, Stopped) as error:
             log.warning("group_handed_back", error=str(error))
-            if self.replica.version < task.min_version:
-                self._lagged, self._lag_end = self.replica.version, time.monotonic() + self._config.rollout.generate_timeout
+            self.replica.miss(EVAL if is_evaluation(task.group) else TRAIN, task.min_version)
             service.traces.add(handed_back(task, error, service.instance, started, time.time()))
             await lease.hand_back(delay=1.0)
         # these would fail again: a prompt that does not fit the model, a broken hook, more samples than a reference may list

@@ -1,5 +1,6 @@
 """The user's own function evaluates, over real servers and a real engine: what the buffer is told, and what becomes of one that fails."""
 
+import asyncio
 import json
 import os
 import re
@@ -9,10 +10,10 @@ from typing import Any
 import pytest
 
 from services.rollout.engine.engine_client import EngineClient
-from services.rollout.evaluator import VERSION_SECONDS
+from services.rollout.evaluator import RETRY_SECONDS, VERSION_SECONDS
 from shared.bus.streams import task_consumer
 from shared.bus.subjects import EVAL
-from shared.bus.work_queue import WorkQueue
+from shared.bus.work_queue import FETCH_SECONDS, WorkQueue
 from shared.schema.messages import EvalResult, Evaluate, Evaluated
 from tests.integration.engine.bench import Bench, NewBench
 from tests.support.rollout_functions import TOKENS
@@ -101,9 +102,14 @@ async def test_what_does_not_fit_is_said_of_every_set_of_the_run(bench: NewBench
     await nothing_is_left(desk)
 
 
-async def test_the_last_replica_that_gets_a_version_waits_for_it(bench: NewBench, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("others", [False, True])
+async def test_a_replica_that_gets_a_version_late_leaves_it_to_others_or_is_the_last(
+    bench: NewBench, monkeypatch: pytest.MonkeyPatch, others: bool
+) -> None:
     desk = await bench("evaluates", bus={"max_deliver": 2})
     waited, wait = list[float](), desk.rollout.replica.wait_serving
+    if others:  # which were as late
+        monkeypatch.setattr(desk.replica, "lags", lambda _: False)
 
     async def wait_serving(version: int, seconds: float) -> EngineClient:
         waited.append(seconds)
@@ -111,8 +117,13 @@ async def test_the_last_replica_that_gets_a_version_waits_for_it(bench: NewBench
 
     monkeypatch.setattr(desk.rollout.replica, "wait_serving", wait_serving)
     await desk.evaluation(2)
-    await until(lambda: len(waited) == 3, "its last delivery", 60)
-    assert waited[0] == waited[1] == VERSION_SECONDS < waited[2]
+    if others:
+        await until(lambda: len(waited) == 3, "its last delivery", 60)
+        assert waited[0] == waited[1] == VERSION_SECONDS < waited[2]
+    else:
+        await until(lambda: desk.replica.lags(EVAL), "the end of its patience", 60)
+        await asyncio.sleep(RETRY_SECONDS + FETCH_SECONDS + 0.5)
+        assert waited == [VERSION_SECONDS], "no delivery is spent"
     await desk.serve(2)
     assert (await results(desk, 3))["eval.heldout.2.0"].samples == 4
     await nothing_is_left(desk)

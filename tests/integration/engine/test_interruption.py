@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from shared.bus.bus_errors import RequestRefused
+from shared.bus.subjects import EVAL, TRAIN
 from shared.bus.work_queue import FETCH_SECONDS
 from shared.process.embedded_servers import EmbeddedValkey
 from shared.runtime.addresses import LOOPBACK
@@ -16,7 +17,7 @@ from shared.schema.digests import reference
 from shared.schema.messages import Interrupted, Payload, Sampling
 from shared.schema.sample import Sample
 from shared.schema.weight_messages import WeightsCommit, WeightsOffer, WeightsReady
-from shared.store.payload_store import Store
+from shared.service import service_base
 from tests.integration.engine.bench import PROMPT, Bench, NewBench
 from tests.integration.engine.conftest import Checkpoints
 from tests.integration.engine.load import LONG, load
@@ -101,14 +102,18 @@ async def no_load(desk: Bench) -> bool:
 
 async def test_a_replica_that_lags_leaves_tasks_to_others(new_bench: NewBench) -> None:
     desk = await new_bench(rollout={"generate_timeout": 8.0})
+    await desk.task("eval.heldout.0.0", min_version=2)
+    await until(lambda: desk.replica.lags(EVAL), "the end of its patience", 60)
+    await desk.task("g00000006")
+    assert (await desk.generated())[0].group == "g00000006", "training prompts are for older versions"
     await desk.task("g00000007", min_version=2)
-    await until(lambda: desk.rollout._lag_end > time.monotonic(), "the end of its patience", 60)
+    await until(lambda: desk.replica.lags(TRAIN), "the end of its patience", 60)
     await asyncio.sleep(FETCH_SECONDS + 0.5)  # a fetch that had begun before is over
     await desk.task("g00000008", min_version=2)
     await asyncio.sleep(0.5)
     assert "g00000008" not in {task.group for task in desk.rollout.running.values()}, "it fetches nothing while it has no newer version"
     await desk.serve(2)
-    assert {(await desk.generated())[0].group for _ in range(2)} == {"g00000007", "g00000008"}
+    assert {(await desk.generated())[0].group for _ in range(3)} == {"eval.heldout.0.0", "g00000007", "g00000008"}
 
 
 async def test_what_is_within_the_bound_goes_on(new_bench: NewBench) -> None:
@@ -212,8 +217,7 @@ async def test_what_two_replicas_made_of_one_attempt_lies_side_by_side(new_bench
 
 async def test_a_store_that_is_away_costs_no_group(new_bench: NewBench, valkey: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither one whose samples wait to be written, nor one that waits for those that it continues."""
-    monkeypatch.setattr(Store.read, "__defaults__", (0.1,))  # the deadline of requests that have not said another
-    monkeypatch.setattr(Store.write, "__defaults__", (0.1,))
+    monkeypatch.setattr(service_base, "SECONDS", 0.1)  # of services that hold no groups
     desk = await new_bench(bus={"max_deliver": 1})
     await desk.task("g00000007")
     group, _ = await desk.generated()

@@ -2,12 +2,15 @@
 
 import asyncio
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 from prometheus_client import generate_latest
 
+from services.rollout.in_flight import Stopped
+from shared.bus.subjects import TRAIN
 from shared.hooks import HookFailed
 from shared.runtime.errors import ConfigError
 from shared.schema.messages import Discarded, Failed, Generated, Interrupted, Wanted
@@ -169,3 +172,37 @@ async def test_a_pool_in_the_background_goes_on_between_rollouts(bench: NewBench
     found = await generated(desk, 6)
     assert len(found) == 6, "three rollouts"
     assert desk.rollout.producer.held == 1, "the seventh group waits for the next rollout, and is not taken for discarded"
+
+
+async def test_a_function_outlives_its_engine_and_a_store_that_is_away_for_long(bench: NewBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = await bench("rewarded", rollout={"generate_timeout": 8.0})
+    replica, store, written, away = desk.replica, desk.service.store, list[bool](), [True]
+    wait, write = replica.wait_serving, store.write
+
+    async def engine(min_version: int, deadline: float) -> Any:
+        if away and away.pop():
+            raise Stopped("work on an external engine that is away", stale=False)
+        return await wait(min_version, deadline)
+
+    async def slow(blobs: Mapping[str, bytes], deadline: float | None = None) -> None:
+        await asyncio.sleep(0 if written else 11.0)
+        await write(blobs, deadline)
+        written.append(True)
+
+    monkeypatch.setattr(replica, "wait_serving", engine)
+    monkeypatch.setattr(store, "write", slow)
+    await given(desk, 0, 1)
+    assert set(await generated(desk, 2)) == {"g00000000", "g00000001"}
+    assert len(written) == 2 and not desk.producing.done() and not desk.rollout.producer._failures
+
+
+async def test_a_function_gets_nothing_where_its_replica_lags(bench: NewBench) -> None:
+    desk = await bench("rewarded", rollout={"generate_timeout": 8.0})
+    await given(desk, 0, min_version=2)
+    await until(lambda: desk.replica.lags(TRAIN), "the end of its patience", 120)
+    await asyncio.sleep(1.5)  # a fetch that had begun before is over
+    await given(desk, 1, min_version=2)
+    await asyncio.sleep(0.5)
+    assert desk.rollout.producer.held == 0
+    await desk.serve(2)
+    assert set(await generated(desk, 2)) == {"g00000000", "g00000001"}

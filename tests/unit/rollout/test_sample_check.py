@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,6 +70,26 @@ def test_the_oldest_answers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> No
         answers.add(request([prompt]), body(5))
     assert [found(answers, prompt, 5) for prompt in (1, 2, 4)] == [[], [(1, [5])], [(1, [5])]]
     assert answers.whole
+
+
+@table(
+    ("tokens", "more", "finish", "told"),
+    [
+        ((3, 7), {}, "abort", "stop"),
+        ((3, 9), {"stop_token_ids": [9]}, "abort", "stop"),
+        ((3, 4), {}, "abort", "abort"),
+        ((), {}, "abort", "abort"),
+        ((3, 7), {"ignore_eos": True}, "abort", "abort"),
+        ((3, 7), {}, "length", "length"),
+    ],
+)
+def test_what_a_stock_engine_aborts_at_its_end_has_ended(tokens: tuple[int, ...], more: dict[str, Any], finish: str, told: str) -> None:
+    answer = json.loads(body(*tokens))
+    answer["meta_info"]["finish_reason"] = {"type": finish}
+    asked = parse_request(GenerateRequest, json.dumps({"input_ids": [1], "sampling_params": more}).encode(), 100)
+    for whole in (answer, [answer]):
+        [found] = np.ravel(json.loads(engine_proxy._ended(asked, json.dumps(whole).encode(), [7])))
+        assert found == answer | {"meta_info": answer["meta_info"] | {"finish_reason": {"type": told}}}
 
 
 def two_turns(tokenizer: Tokenizer, text: str, log_prob_of_tool: float | None = None, answered: bool = False) -> list[str]:
