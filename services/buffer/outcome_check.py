@@ -7,7 +7,7 @@ reads it.
 
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState
-from shared.bus.subjects import REWARD, ROLLOUT, Subjects
+from shared.bus.subjects import GATEWAY, REWARD, ROLLOUT, Subjects
 from shared.runtime.errors import INFRASTRUCTURE, TASK
 from shared.schema.messages import Discarded, Evaluated, Failed, GroupOutcome, Interrupted, Outcome, Scored, Wanted
 from shared.schema.sample import too_long
@@ -83,6 +83,7 @@ def _alignment_problem(message: Scored) -> str | None:
 ROLE_OUTCOMES: dict[str, tuple[type[Outcome], ...]] = {
     ROLLOUT: (Failed, Interrupted, Discarded, Wanted, Evaluated),
     REWARD: (Scored, Failed),
+    GATEWAY: (Failed,),
 }
 
 

@@ -28,7 +28,7 @@ from services.gateway.routes import bounded_body
 from shared.bus import runs
 from shared.bus.bus_errors import StreamFull
 from shared.bus.streams import task_consumer
-from shared.bus.subjects import TRAIN
+from shared.bus.subjects import GATEWAY, TRAIN
 from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.config.run_config import RunConfig
 from shared.data.tokenizer import Tokenizer
@@ -36,12 +36,12 @@ from shared.formats.request import TurnRefused
 from shared.formats.request_body import AnyObject, RequestFields, read_body
 from shared.hooks import reward_values
 from shared.hooks.sample_agreement import compared
-from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
+from shared.runtime.errors import INFRASTRUCTURE, BadMessage, DeadlineExceeded, MyxoError
 from shared.runtime.telemetry import declare_metrics
 from shared.schema import sample as sample_codec
 from shared.schema.digests import reference
 from shared.schema.message import LARGEST, MAX_PARTS, MAX_SAMPLES, ROLE, PartName, Reward
-from shared.schema.messages import Generated, Task
+from shared.schema.messages import Failed, Generated, Task
 from shared.schema.sample import LOG_PROBS, Sample, SampleLimits, fitted, segments_of, turns_of
 from shared.schema.versions import is_lost
 from shared.service.service_base import Service
@@ -324,8 +324,8 @@ class GroupIntake:
             raise TurnRefused(503, "this gateway stops; another continues", code="gateway_stopping", retry_after_s=RETRY_S)
 
     async def _handed_in(self, group: FinishedGroup, digest: str) -> dict[str, object]:
-        key = self._service.subjects.ingest_key(group.id)
-        if (known := await self._binding(key)) is not None:
+        key, known = await self._bound(group.id)
+        if known is not None:
             if known.digest != digest:
                 raise TurnRefused(409, f"another group came as {group.id}, and became {known.group}", field="id", code="id_taken")
             if await self._owner(group.id, known) == group.id:
@@ -336,19 +336,18 @@ class GroupIntake:
                 binding = Binding(lease.message.group, lease.message.attempt, digest)
                 try:
                     report = await asyncio.to_thread(self._report, group, binding)
-                    new = () if known is not None else ("NX",)
-                    wanted = ("SET", key, json.dumps(vars(binding)), *new, "EX", BINDING_SECONDS)
+                    wanted = ("SET", key, json.dumps(vars(binding)), "NX", "EX", BINDING_SECONDS)
                     await self._service.store.commands("the binding of a group", [wanted])
                     if await self._binding(key) != binding:
                         raise _in_hand(group.id)
                 except TurnRefused:
                     await lease.hand_back()
                     raise
-                known = binding
                 if (owner := await self._owner(group.id, binding)) != group.id:  # its gateway could not end it: it was delivered once more
                     await (lease.ack() if await self._is_in(owner) else lease.hand_back(delay=OWNED_SECONDS))
+                    key = self._next_key(group.id, binding)
                     continue
-                await self._publish(key, report)
+                await self._publish(group.id, report)
             await lease.ack()
             return {"id": group.id, "group": binding.group, "repeated": False}
 
@@ -356,7 +355,7 @@ class GroupIntake:
         """Answers for a group that came before; publishes it once more where no one knows whether that was done."""
         if not await self._is_in(group.id):
             report = await asyncio.to_thread(self._report, group, known)
-            await self._publish(self._service.subjects.ingest_key(group.id), report)
+            await self._publish(group.id, report)
         return {"id": group.id, "group": known.group, "repeated": True}
 
     async def _owner(self, name: str, binding: Binding) -> str:
@@ -375,8 +374,13 @@ class GroupIntake:
         end = time.monotonic() + patience
         while (seconds := end - time.monotonic()) > 0:
             self._check_stopping()
-            if leases := await self._queue.fetch(1, min(seconds, 1.0)):
-                return leases[0]
+            for lease in await self._queue.fetch(1, min(seconds, 1.0)):
+                if not lease.exhausted:
+                    return lease
+                task, reason = lease.message, f"given up after {lease.deliveries - 1} deliveries"
+                failed = Failed(group=task.group, attempt=task.attempt, reason=reason, by=self._service.instance, fault=INFRASTRUCTURE)
+                await self._send(self._service.subjects.scored(GATEWAY), failed)
+                await lease.ack()
         if await runs.phase(self._service.bus, self._service.run) in runs.ENDS:
             raise TurnRefused(410, "the run has ended", code="run_ended")
         raise _no_room(f"the run admitted none within {patience:g} s")
@@ -401,14 +405,27 @@ class GroupIntake:
         except BadMessage as error:
             raise TurnRefused(413, str(error), field="tokens", code="too_large") from None
 
-    async def _publish(self, key: str, report: tuple[dict[str, bytes], Generated]) -> None:
+    async def _publish(self, name: str, report: tuple[dict[str, bytes], Generated]) -> None:
         (blobs, message), service = report, self._service
         await service.store.write(blobs)
-        subject = service.subjects.generated(message.environment)
-        await service.bus.publish(subject, message, msg_id=uuid.uuid4().hex, deadline=PUBLISH_SECONDS)
-        await service.store.commands("that a group is in", [("SET", f"{key}:in", "1", "EX", BINDING_SECONDS)])
+        await self._send(service.subjects.generated(message.environment), message)
+        wanted = ("SET", f"{service.subjects.ingest_key(name)}:in", "1", "EX", BINDING_SECONDS)
+        await service.store.commands("that a group is in", [wanted])
         service.metrics.add("groups_ingested")
         service.log.info("group_ingested", group=message.group, attempt=message.attempt, samples=len(message.samples))
+
+    async def _send(self, subject: str, message: Generated | Failed) -> None:
+        await self._service.bus.publish(subject, message, msg_id=uuid.uuid4().hex, deadline=PUBLISH_SECONDS)
+
+    async def _bound(self, name: str) -> tuple[str, Binding | None]:
+        """Returns what a producers' id stands for, and the key of its next binding: each is made once, by the first gateway."""
+        key, known = self._service.subjects.ingest_key(name), None
+        while (found := await self._binding(key)) is not None:
+            key, known = self._next_key(name, found), found
+        return key, known
+
+    def _next_key(self, name: str, binding: Binding) -> str:
+        return f"{self._service.subjects.ingest_key(name)}:after-{binding.group}-{binding.attempt}"
 
     async def _binding(self, key: str) -> Binding | None:
         [found] = await self._service.store.commands("the binding of a group", [("GET", key)])

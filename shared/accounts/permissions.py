@@ -260,6 +260,7 @@ def _gateway(names: Subjects) -> BusRights:
         f"{API}.STREAM.MSG.GET.KV_{names.services_bucket}",  # to choose among the replicas
         *_take(names.task_stream, task_consumer(names.run, BusSection(), TRAIN).name),  # groups from outside take the place of tasks
         names.generated(ANY),
+        names.scored(GATEWAY),  # that a task was given up
         *_read(names.weights_bucket),  # to learn the live version
     )
     return BusRights((*publish, *_commands(names, "command", "outcome")), (_inbox(names, GATEWAY), names.command(REST)))

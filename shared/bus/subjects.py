@@ -9,7 +9,7 @@ from shared.rewards.names import queue_of
 RUN_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}\Z")  # The form of a run's id, which becomes part of subject, stream and key names
 TRAIN = "train"
 EVAL = "eval"  # The task classes: training and held-out prompts
-ROLLOUT, REWARD = "rollout", "reward"  # The roles that report what became of a group, each on a subject of its own
+ROLLOUT, REWARD, GATEWAY = "rollout", "reward", "gateway"  # The roles that report what became of a group, each on a subject of its own
 PRODUCER = "producer"  # The lease of the replica that runs the user's rollout function
 
 
@@ -56,7 +56,7 @@ class Subjects:
         return f"{self.run}.generated.{queue_of(environment)}"
 
     def scored(self, role: str) -> str:
-        """Returns the subject on which the services of ``role`` (`ROLLOUT`, `REWARD`) report outcomes to the buffer."""
+        """Returns the subject on which the services of ``role`` (`ROLLOUT`, `REWARD`, `GATEWAY`) report outcomes to the buffer."""
         return f"{self.run}.scored.{role}"
 
     def ledger(self, event: str) -> str:

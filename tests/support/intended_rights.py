@@ -35,6 +35,7 @@ def subjects(run: str) -> Table:
         names.generated("math"): ({ROLLOUT, GATEWAY} | PEOPLE, PEOPLE),
         names.scored("rollout"): ({ROLLOUT} | PEOPLE, PEOPLE),
         names.scored("reward"): ({REWARD} | PEOPLE, PEOPLE),
+        names.scored("gateway"): ({GATEWAY} | PEOPLE, PEOPLE),
         names.scored("buffer"): (PEOPLE, PEOPLE),
         names.ledger("groups_admitted"): ({BUFFER} | PEOPLE, READERS),
         names.event("weights", "live"): ({TRAINER} | PEOPLE, {BUFFER} | READERS),

@@ -244,6 +244,30 @@ async def test_a_task_whose_group_was_published_late_is_given_to_no_other(door: 
     assert sorted(stored) == ["first", "second"]
 
 
+async def test_a_task_whose_producer_does_not_come_again_is_given_up(door: NewDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its group is bound and never published; the run goes on with another in its place, and the late producer has that of a later task."""
+    publish = GroupIntake._publish
+
+    async def published(intake: GroupIntake, name: str, *given: Any) -> None:
+        if name == "gone" and not answers:
+            raise DeadlineExceeded("an answer", "the bus", 0.0, "it is tried again")
+        await publish(intake, name, *given)
+
+    monkeypatch.setattr(GroupIntake, "_publish", published)
+    monkeypatch.setattr("services.gateway.ingest.OWNED_SECONDS", 0.1)
+    answers: list[httpx.Response] = []
+    player, client = await door(
+        rollout={"num_rollout": 1, "max_staleness": 0}, ingest={"ingest_wait": 30.0}, bus={**SHORT, "max_deliver": 2}
+    )
+    assert (await post(client, group("gone"))).status_code == 503
+    answers += [await post(client, group(name)) for name in ("second", "third")]
+    assert [answer.status_code for answer in answers] == [200, 200], [answer.text for answer in answers]
+    batch = await player.batch(0)
+    assert {one.group for one in batch.groups} == {answer.json()["group"] for answer in answers}
+    audit = await player.audit()
+    assert (audit.dead.total(), audit.ok) == (1, True)
+
+
 async def test_what_does_not_fit_is_refused_by_its_field_and_takes_no_task(door: NewDoor) -> None:
     player, client = await door(rollout={"num_rollout": 4, "max_staleness": 3}, trainer={"max_tokens_per_gpu": 64})
     wrong: dict[str, dict[str, Any]] = {

@@ -71,7 +71,7 @@ def test_a_printed_table_with_a_null_is_refused_like_others(tmp_path: Path) -> N
     assert parse(tomllib.loads(config_toml.dump(config))) == config
     with pytest.raises(ConfigError, match=r"run\.custom_args.*stands for a credential"):
         parse(tomllib.loads(config_toml.dump(config.shown())))
-    with pytest.raises(ConfigError, match=r"run\.custom_args.*valid dictionary"):
+    with pytest.raises(ConfigError, match=r"run\.custom_args.*expecting property name"):
         parse(config.model_dump(mode="json") | {"run": {"name": "r", "custom_args": "{"}})
 
 
