@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from shared.data.reasoning_gym_source import LEVEL
-from shared.data.rollout_files import DIRECTORY, RolloutReader
+from shared.data.rollout_files import DIRECTORY, files, kept_lines, read_record
 from shared.schema.ledger import group_number
 
 WINDOW = 32
@@ -17,8 +17,12 @@ WINDOW = 32
 
 def levels(run: Path) -> list[tuple[int, int, float]]:
     """Returns (number, level, pass rate) of each scored training group with a level, in the order of admission."""
-    found = []
-    for record in RolloutReader(run / DIRECTORY).records(lambda head: head.dataset is None):
+    found, kept = [], {}
+    for path in files(run / DIRECTORY):
+        for start, line, head in kept_lines(path):
+            if head is not None and head.dataset is None and (record := read_record(path, start, len(line))) is not None:
+                kept[record.group, record.attempt] = record
+    for record in kept.values():
         rewards = [sample.reward for sample in record.samples if sample.reward is not None]
         if rewards and LEVEL in record.metadata:
             found.append((group_number(record.group), record.metadata[LEVEL], sum(reward >= 1 for reward in rewards) / len(rewards)))
