@@ -13,7 +13,7 @@ import nats.errors
 from redis.exceptions import RedisError
 
 from myxo.run.run_directory import RunDirectory, ServerUrls, find, no_such_run
-from shared.accounts.permissions import CONSOLE, rights_of
+from shared.accounts.permissions import CONSOLE, OPERATOR, rights_of
 from shared.bus import runs, streams
 from shared.bus.connection import TRANSIENT, Bus, BusUnreachable, redacted
 from shared.bus.registry import Registry
@@ -60,19 +60,19 @@ async def check_servers(given: GivenServers, run: str) -> None:
 async def connect(
     url: str, run: str, expected: str = "give nats://[user:password@]host:port of a server with JetStream, or unset it for an embedded one"
 ) -> Bus:
-    """Connects to the NATS server that a person named, as the run's operator.
+    """Connects to the NATS server that a person named, as the run's operator, or by another of its accounts that the URL has.
 
     Raises ConfigError for field NATS_URL, the value without credentials.
     """
-    try:
-        return await Bus.connect(url, name="myxo", deadline=ANSWER_SECONDS, inbox=Subjects(run).inbox("operator"))
-    except BusUnreachable as error:
-        raise ConfigError("NATS_URL", redacted(url), f"{error}; {_of_other_run(url, run) or expected}") from error
-
-
-def _of_other_run(url: str, run: str) -> str:
-    """Returns whose account a URL has, and how to get that of ``run``; empty where it is that run's, or of no run."""
     role, _, owner = (urlsplit(url).username or "").partition(".")
+    try:
+        return await Bus.connect(url, name="myxo", deadline=ANSWER_SECONDS, inbox=Subjects(run).inbox(role if owner == run else OPERATOR))
+    except BusUnreachable as error:
+        raise ConfigError("NATS_URL", redacted(url), f"{error}; {_of_other_run(role, owner, run) or expected}") from error
+
+
+def _of_other_run(role: str, owner: str, run: str) -> str:
+    """Returns whose account a URL has, and how to get that of ``run``; empty where it is that run's, or of no run."""
     if not owner or owner == run:
         return ""
     switch = f"`MYXO_RUN={run} docker compose up --detach` (elsewhere `myxo accounts DIR --run {run}`) brings up those of {run}"

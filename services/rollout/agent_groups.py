@@ -352,11 +352,11 @@ class CallSession:
             "weight_version": str(given["weight_versions"]["oldest"]),
             "output_token_logprobs": [[log_prob, token, None] for log_prob, token in zip(log_probs, ids, strict=True)],
         }
-        stop, trimmed = asked.sampling[0].stop, choice["finish_reason"] == "stop" and not asked.sampling[0].no_stop_trim
+        stops, trimmed = asked.sampling[0].stop, choice["finish_reason"] == "stop" and not asked.sampling[0].no_stop_trim
         tokenizer = self._groups.tokenizer
         ended = trimmed and not {*tokenizer.stop_ids, *asked.sampling[0].stop_token_ids}.isdisjoint(ids[-1:])
         text = tokenizer.decode(np.asarray(ids[:-1] if ended else ids, np.int32), skip_special_tokens=plain)
-        ends = [text.find(one) for one in ([stop] if isinstance(stop, str) else stop) if trimmed and one in text]
+        ends = [text.find(one) for one in stops if trimmed and one in text]
         return orjson.dumps({"text": text[: min(ends, default=len(text))], "output_ids": ids, "meta_info": meta})
 
     async def recorded(self, samples: Sequence[HookSample]) -> tuple[int, bool]:

@@ -442,12 +442,14 @@ def _generation_of(found: Generation, pauses: int) -> TurnGeneration:
 
 def _ended(request: PublicRequest, answer: bytes, ends: Sequence[int]) -> bytes:
     """Returns an answer to a function in which what was aborted at its end has stopped there, or it would be continued behind it: stock
-    engines abort without a look at the last token. ``ends``: ids that end the model's turns."""
+    engines abort without a look at the last tokens. ``ends``: ids that end the model's turns."""
     if isinstance(request, GenerateRequest) and b'"abort"' in answer and not any(one.ignore_eos for one in request.sampling):
         with suppress(LookupError, TypeError, ValueError):  # what cannot be read is refused where it is used
-            found, stops = orjson.loads(answer), {*ends, *(token for one in request.sampling for token in one.stop_token_ids)}
+            found, tokens = orjson.loads(answer), {*ends, *(token for one in request.sampling for token in one.stop_token_ids)}
+            texts = [text for one in request.sampling for text in one.stop]
             for one in found if isinstance(found, list) else [found]:
-                if one["meta_info"]["finish_reason"]["type"] == "abort" and one["output_ids"] and one["output_ids"][-1] in stops:
+                over = not tokens.isdisjoint(one["output_ids"][-1:]) or any(map(one.get("text", "").__contains__, texts))
+                if over and one["meta_info"]["finish_reason"]["type"] == "abort":
                     one["meta_info"]["finish_reason"] = {"type": "stop"}
             return orjson.dumps(found)
     return answer

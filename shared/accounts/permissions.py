@@ -117,10 +117,9 @@ def replica_rights(run: str, replica: str) -> Rights:
 
 def answering_role(subject: str) -> str | None:
     """Returns the role whose services answer requests on a subject of a run; None for what the server itself takes, streams among it."""
-    plane = subject.split(".")[1:2]
-    if plane == ["objects"] and not subject.startswith(("$", "_")):
-        return TRAINER
-    return plane[0] if plane in ([BUFFER], [ROLLOUT], [ENVIRONMENT]) and not subject.startswith(("$", "_")) else None
+    first, plane = f"{subject}.".split(".")[:2]
+    answering = {role: role for role in (BUFFER, ROLLOUT, ENVIRONMENT)} | {"objects": TRAINER}
+    return None if first.startswith(("$", "_")) else answering.get(plane)
 
 
 # --- rights that several roles have
@@ -323,7 +322,8 @@ def _buckets(names: Subjects) -> tuple[str, ...]:
 
 
 def _environment(names: Subjects) -> BusRights:
-    return BusRights((), (f"{names.run}.environment.{REST}",), _LONG_ANSWER)
+    publish = (f"{API}.INFO", names.environment(ANY, "describe"))  # to learn whether another instance is there
+    return BusRights(publish, (_inbox(names, ENVIRONMENT), f"{names.run}.environment.{REST}"), _LONG_ANSWER)
 
 
 RUN_ACCOUNT = "run"  # the NATS account of the streams, where whoever made the server or operates the run connects
@@ -424,9 +424,7 @@ def nats_user(role: Rights, password: str) -> dict[str, Any]:
 
 
 def _permissions(bus: BusRights) -> dict[str, Any]:
-    found: dict[str, Any] = {"subscribe": _allowed(bus.subscribe)}
-    if bus.publish or bus.answer_seconds is None:  # allow_responses alone allows only answers
-        found["publish"] = _allowed(bus.publish)
+    found: dict[str, Any] = {"subscribe": _allowed(bus.subscribe), "publish": _allowed(bus.publish)}
     if bus.answer_seconds is not None:
         found["allow_responses"] = {"max": 1, "expires": f"{bus.answer_seconds}s"}
     return found

@@ -1,9 +1,10 @@
-"""Finds which stop strings may have ended a text, and its end where one begins in one request and is completed in the next. Pure.
+"""Finds which stop strings may have ended a text, and its end where the engine has passed it over. Pure.
 
-An engine looks for stop strings in what the request at hand has generated. Where it aborts one, or a turn is generated in parts, the tokens
-before are input to the next request, and a stop string that lies across the edge would be passed over.
+An engine looks for stop strings in what the request at hand has generated, once it has counted the tokens or aborted. Where a turn is
+generated in parts, one that lies across the edge between two requests, or that the last tokens of a part complete, would be passed over.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,28 +18,30 @@ Decode = Callable[[list[int]], str]
 
 
 def end_across(
-    before: Tokens, generated: Tokens, stops: Sequence[str], decode: Decode, since: int = 0, ends: Sequence[int] = ()
+    before: Tokens, generated: Tokens, stops: Sequence[str], decode: Decode, since: int = 0, ends: Sequence[int] | None = None
 ) -> int | None:
-    """Returns how many tokens of ``generated`` the text ends with: the last one completes a stop string that begins in ``before``.
+    """Returns how many tokens of ``generated`` the text ends with: the last one completes a stop string, or is an end.
 
     Args:
         before, generated: int32 [B], [T]; of earlier requests, and of the last one. decode: tokens to text, special tokens included.
         since: tokens of ``generated`` that are known not to end it. ends: ids that end it where they are the last one, whatever the engine
-            said: it may count or abort first, and look then.
+            said; None: it has looked itself, and only what begins in ``before`` is found.
 
-    Returns None where no stop string lies across the edge.
+    Returns None where nothing ends it.
     """
-    whole = len(generated) if len(generated) and int(generated[-1]) in ends else None
+    whole = len(generated) if len(generated) and int(generated[-1]) in (ends or ()) else None
     reach = max((len(stop) for stop in stops), default=0) * CHARACTER_TOKENS
-    if not reach or not len(before):
+    most = len(generated) if ends is not None else min(len(generated), reach if len(before) else 0)
+    if not reach or most <= since:
         return whole
     context = [int(token) for token in before[-(reach + CONTEXT) :]]
     known = len(decode(context).rstrip("\ufffd"))  # the edge may lie in a character
-    for count in range(since + 1, min(len(generated), reach) + 1):
+
+    def ended(count: int) -> bool:
         text = decode([*context, *(int(token) for token in generated[:count])])
-        if any(text.find(stop, max(0, known - len(stop) + 1)) >= 0 for stop in stops if stop):
-            return count
-    return whole
+        return any(text.find(stop, max(0, known - len(stop) + 1)) >= 0 for stop in stops if stop)
+
+    return bisect_left(range(most), True, since + 1, key=ended) if ended(most) else whole
 
 
 def written(tokens: Tokens, stops: Sequence[str], decode: Decode) -> list[str]:

@@ -19,7 +19,7 @@ from yarl import URL
 
 from shared.environment.environment_url import EnvironmentUrl, blocked
 from shared.environment.protocol import DESCRIBE, MAX_ANSWER, Environment, EnvironmentAway, EnvironmentFailed, words
-from shared.environment.serving import EpisodeRefused, ServedEnvironment
+from shared.environment.serving import EpisodeRefused, ServedEnvironment, plain
 from shared.runtime.errors import DeadlineExceeded
 from shared.runtime.safe_files import parse_json
 
@@ -184,5 +184,5 @@ async def served_over_http(environment: ServedEnvironment, host: str, port: int)
 
 
 def _answer(status: int, value: dict[str, Any]) -> web.Response:
-    body = json.dumps(value, allow_nan=False, default=lambda other: other.item() if hasattr(other, "item") else str(other))
+    body = json.dumps(value, allow_nan=False, default=plain)
     return web.Response(status=status, body=body.encode(), content_type="application/json")

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgpack
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import NoRespondersError
@@ -140,14 +141,20 @@ def _text(request: dict[str, Any], name: str) -> str:
     return value
 
 
+def plain(value: Any) -> Any:
+    """Returns what stands in an answer for what does not travel: plain numbers for a library's and its arrays, else text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
 async def serve_on_bus(environment: ServedEnvironment, connection: Client, run: str, name: str) -> None:
     """Subscribes to the environment's subjects, in a queue group of its name: instances share the work. Raises ConfigError where it steps
-    and another answers already: sessions are in one process."""
+    and another is there already: sessions are in one process."""
     subjects = Subjects(run)
-    with contextlib.suppress(NoRespondersError, TimeoutError):
+    with contextlib.suppress(NoRespondersError):
         if RESET in environment.verbs:
-            await connection.request(subjects.environment(name, DESCRIBE), codec.pack({}), timeout=5.0)
-            raise ConfigError("--nats", name, "answers already, and sessions of what steps are in one process: use another name for each")
+            with contextlib.suppress(TimeoutError):  # it is slow, but there
+                await connection.request(subjects.environment(name, DESCRIBE), codec.pack({}), timeout=5.0)
+            raise ConfigError("--nats", name, "is there already, and sessions of what steps are in one process: use another name for each")
     running: set[asyncio.Task[None]] = set()
     for verb in (DESCRIBE, *environment.verbs):
 
@@ -164,6 +171,6 @@ async def _respond(environment: ServedEnvironment, verb: str, message: Msg) -> N
         question = codec.unpack(message.data)
         if not isinstance(question, dict):
             raise BadMessage("expected a map")
-        await message.respond(codec.pack(await environment.answer(verb, question)))
+        await message.respond(msgpack.packb(await environment.answer(verb, question), default=plain))
     except Exception as error:  # of the user's code, too, and where its answer does not go into a message
         await message.respond(codec.pack({"error": f"{type(error).__name__}: {error}"}))

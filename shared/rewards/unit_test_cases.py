@@ -193,34 +193,37 @@ def _python_cases(text: str, setup: str) -> Iterator[Case]:
     before = "\n".join([setup, *map(ast.unparse, imports)]).strip()
     compared = [_comparison(node, before) for node in statements if node not in imports]
     if None in compared:
-        yield from _script_cases(f"{setup}\n{text}" if setup else text, statements)
+        yield from _script_cases(text, f"{setup}\n" if setup else "", statements)
     else:
         yield from (case for case in compared if case is not None)
 
 
-def _script_cases(text: str, statements: list[ast.stmt]) -> Iterator[Case]:
+def _script_cases(text: str, setup: str, statements: list[ast.stmt]) -> Iterator[Case]:
     """Yields a case for each test function and test class, which somebody has to call; of a text without such, one for all of it."""
     run = [node for node in statements if not isinstance(node, _DEFINITIONS) and not _runs_all(node)]
-    if called := list(_test_calls(statements)):
+    if called := list(_test_calls(statements, run)):
         plain = "\n".join(ast.unparse(node) for node in statements if not _runs_all(node))
-        yield from (ScriptCase(f"{plain}\n{call}") for call in called)
+        yield from (ScriptCase(f"{setup}{plain}\n{call}") for call in called)
     elif any(isinstance(node, ast.Assert | ast.Raise | ast.Call) for statement in run for node in ast.walk(statement)):
-        yield ScriptCase(text)
+        yield ScriptCase(setup + text)
     else:
         raise ValueError(f"{EXPECTED}; found Python that tests nothing when it is run: {text.strip()[:80]!r}")
 
 
-def _test_calls(statements: list[ast.stmt]) -> Iterator[str]:
-    """Yields how each test function and test class is run, in the manners of pytest and unittest. Raises ValueError for one that is not."""
+def _test_calls(statements: list[ast.stmt], run: list[ast.stmt]) -> Iterator[str]:
+    """Yields how each test function and test class is run, as pytest and unittest do. Raises ValueError for one that nothing runs."""
+    own = [node for statement in run if not isinstance(statement, ast.If) for node in ast.walk(statement)]  # not under ``__main__``
+    used = {node.id for node in own if isinstance(node, ast.Name)}
     for test in _tests(statements):
-        if test.args.args or test.args.posonlyargs:
+        if not test.args.args and not test.args.posonlyargs:
+            yield f"{test.name}()" if isinstance(test, ast.FunctionDef) else f"__import__('asyncio').run({test.name}())"
+        elif test.name not in used:
             raise ValueError(f"the test function {test.name} takes arguments, and there are no fixtures")
-        yield f"{test.name}()" if isinstance(test, ast.FunctionDef) else f"__import__('asyncio').run({test.name}())"
     classes = {node: {ast.unparse(base) for base in node.bases} for node in statements if isinstance(node, ast.ClassDef)}
-    yield from _class_calls(classes, set[str]().union(*classes.values()))
+    yield from _class_calls(classes, set[str]().union(*classes.values()), used)
 
 
-def _class_calls(classes: dict[ast.ClassDef, set[str]], inherited: set[str]) -> Iterator[str]:
+def _class_calls(classes: dict[ast.ClassDef, set[str]], inherited: set[str], used: set[str]) -> Iterator[str]:
     cases, tested = set[str](), set[str]()
     for node, bases in classes.items():  # those that one inherits from stand before it
         if bases & tested or _tests(node.body):
@@ -229,7 +232,7 @@ def _class_calls(classes: dict[ast.ClassDef, set[str]], inherited: set[str]) -> 
             cases.add(node.name)
             if node.name in tested or node.name not in inherited:
                 yield _RUN_CLASS.format(node.name)
-        elif node.name in tested - inherited and node.name.startswith("Test"):
+        elif node.name in tested - inherited - used and node.name.startswith("Test"):
             raise ValueError(f"the test class {node.name} is none of unittest.TestCase, and its tests would not be run")
 
 

@@ -86,6 +86,7 @@ def remedy(words: str, setting: Setting = kernel_setting, program: str | None = 
 START_S = 30.0  # The deadline for the start of a sandbox, which takes some 20 ms
 GRACE_S = 10.0  # The seconds beyond a program's own limit that its result may take, on a machine that is busy with other things
 _CHUNK = 1 << 16
+_NOWHERE = os.open(os.devnull, os.O_RDWR)  # where descriptors may have run out, a sandbox can still be ended
 _HINT = re.compile("(Run|See) 'docker ")
 
 
@@ -171,9 +172,8 @@ class Sandbox:
         if self.closed:
             return
         self.closed = True
-        with open(os.devnull, "r+b", 0) as nowhere:
-            for descriptor in (self._requests, self._answers):  # which a thread that waits for a result may still read from
-                os.dup2(nowhere.fileno(), descriptor, inheritable=False)
+        for descriptor in (self._requests, self._answers):  # which a thread that waits for a result may still read from
+            os.dup2(_NOWHERE, descriptor, inheritable=False)
         self._kill_first()
 
     def close(self) -> None:

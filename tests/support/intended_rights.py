@@ -49,7 +49,7 @@ def subjects(run: str) -> Table:
         names.durable: ({TRAINER} | PEOPLE, {BUFFER}),
         names.refused: ({TRAINER} | PEOPLE, {BUFFER}),
         names.evaluations: ({TRAINER} | PEOPLE, {BUFFER}),
-        names.environment("math", "describe"): ({REWARD, ROLLOUT} | PEOPLE, {ENVIRONMENT}),
+        names.environment("math", "describe"): ({REWARD, ROLLOUT, ENVIRONMENT} | PEOPLE, {ENVIRONMENT}),
         names.environment("math", "step"): ({ROLLOUT} | PEOPLE, {ENVIRONMENT}),
         names.environment("math", "score"): ({REWARD} | PEOPLE, {ENVIRONMENT}),
         names.command("command", "a", 1): ({GATEWAY} | PEOPLE, {TRAINER, GATEWAY}),
@@ -62,7 +62,7 @@ def subjects(run: str) -> Table:
         table[names.replica_weights("rollout-0", verb)] = ({TRAINER} | PEOPLE, {ROLLOUT})
     table[names.replica_weights("rollout-0", "transfer")] = ({TRAINER, ROLLOUT} | PEOPLE, {ROLLOUT})
     for role in ROLES:
-        table[f"{names.inbox(role)}.x.y"] = (NOBODY, {role} - {ENVIRONMENT})
+        table[f"{names.inbox(role)}.x.y"] = (NOBODY, {role})
     return table
 
 
@@ -159,7 +159,7 @@ def server() -> Table:
         "$SYS.REQ.USER.INFO": (NOBODY, NOBODY),
         "$JS.>": (NOBODY, NOBODY),
         "$KV.>": (NOBODY, NOBODY),
-        "$JS.API.INFO": (SERVICES | READERS, NOBODY),
+        "$JS.API.INFO": (SERVICES | READERS | {ENVIRONMENT}, NOBODY),
         "$JS.API.STREAM.NAMES": (PEOPLE, NOBODY),
         "$JS.API.STREAM.CREATE.anything": (NOBODY, NOBODY),
         "_INBOX.>": (NOBODY, NOBODY),

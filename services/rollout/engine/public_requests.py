@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from services.rollout.engine.transport import InvalidRequest
 from shared.config.speculation import reshaped
+from shared.formats.request_body import Stops
 
 MAX_SAMPLES = 128  # the most generations that one request may ask for
 MAX_FIELDS = 128  # the most fields of one object
@@ -55,8 +56,6 @@ class _Request(BaseModel):
 
 Count = Annotated[int, Field(ge=0, le=UNBOUNDED)]
 TokenIds = Annotated[list[int], Field(max_length=2**22, fail_fast=True)]  # or a million wrong elements would make a million errors
-StopText = Annotated[str, Field(min_length=1, max_length=1024)]
-Stop = StopText | Annotated[list[StopText], Field(max_length=32, fail_fast=True)]
 Temperature = Annotated[float, Field(ge=0, le=1000)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -75,7 +74,7 @@ class _Drawing(_Request):
     presence_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
     n: Annotated[int, Field(ge=1, le=128)] = 1
-    stop: Stop = []
+    stop: Stops = []
     stop_token_ids: Annotated[TokenIds, Field(max_length=256)] = []
     ignore_eos: bool = False
     skip_special_tokens: bool = True

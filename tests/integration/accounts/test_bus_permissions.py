@@ -3,16 +3,22 @@
 import asyncio
 import re
 import socket
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
 from nats.aio.client import Client
 
+from examples.environments.guessing.guessing import GuessingGame
+from myxo.run.run_access import connect
 from shared.bus.connection import Bus, BusUnreachable, NotPermitted
 from shared.bus.streams import generated_consumer
 from shared.bus.subjects import Subjects
 from shared.bus.work_queue import WorkQueue
 from shared.config.service_sections import BusSection
+from shared.environment.serving import ServedEnvironment, serve_on_bus
+from shared.runtime.errors import ConfigError
 from shared.schema.messages import Accepted, Durable, Generated
 from shared.schema.weight_messages import WeightsLive
 from tests.support import intended_rights as intended
@@ -111,6 +117,21 @@ async def test_our_own_client_ends_with_the_refused_subject_and_does_not_wait_fo
 async def test_a_client_with_another_roles_inbox_is_told_so_at_once(guarded: GuardedServers) -> None:
     with pytest.raises(BusUnreachable, match='subscription to "_inbox.guarded.buffer'):
         await Bus.connect(guarded.nats_url("reward"), "test", deadline=1000, inbox=Subjects(RUN).inbox("buffer"))
+
+
+async def test_an_environment_that_steps_finds_by_its_own_account_that_another_instance_is_there(guarded: GuardedServers) -> None:
+    for served in (serving(guarded), serving(guarded)):
+        async with served:
+            with pytest.raises(ConfigError, match="is there already"):
+                async with serving(guarded):
+                    pass
+
+
+@asynccontextmanager
+async def serving(guarded: GuardedServers) -> AsyncIterator[None]:
+    async with aclosing(await connect(guarded.nats_url("environment"), RUN)) as bus:
+        await serve_on_bus(ServedEnvironment("game", GuessingGame()), bus.connection, RUN, "game")
+        yield
 
 
 async def test_work_that_an_account_may_not_fetch_is_an_error_and_no_empty_queue(guarded: GuardedServers) -> None:

@@ -222,14 +222,16 @@ async def test_a_second_instance_that_steps_is_refused_on_the_bus_since_sessions
     for _ in range(2):
         await serve_on_bus(ServedEnvironment("scores", Odd()), bus.connection, run_name, "scores")
     await serve_on_bus(ServedEnvironment("game", Both()), bus.connection, run_name, "game")
-    with pytest.raises(ConfigError, match="--nats = 'game': answers already"):
+    with pytest.raises(ConfigError, match="--nats = 'game': is there already"):
         await serve_on_bus(ServedEnvironment("game", Both()), bus.connection, run_name, "game")
 
 
 class Odd:
     """Answers what may not travel."""
 
-    def score(self, request: dict[str, Any]) -> list[Any]:
+    def score(self, request: dict[str, Any]) -> Any:
+        if request["samples"][0]["response"] == "array":
+            return np.array([0.5])
         return [{"much": "x" * (2 << 20), "set": {1}}.get(sample["response"], np.float32(0.5)) for sample in request["samples"]]
 
 
@@ -243,10 +245,11 @@ async def test_numbers_of_numpy_are_taken_and_an_answer_that_does_not_travel_is_
     await serve_on_bus(served, bus.connection, run_name, "odd")
     async with served_over_http(served, "127.0.0.1", 0) as url:
         for environment in (open_environment("odd", url), open_environment("odd", "nats:odd", bus, run_name)):
-            [score] = await environment.score(asked("fine"), 30)
-            assert score.reward == 0.5
-            for response in ("much", "set"):
-                with pytest.raises(EnvironmentFailed):
+            for response in ("fine", "array"):
+                [score] = await environment.score(asked(response), 30)
+                assert score.reward == 0.5
+            for response, words in (("much", "odd"), ("set", r"rewards\[0\] is '\{1\}'")):
+                with pytest.raises(EnvironmentFailed, match=words):
                     await environment.score(asked(response), 30)
             await environment.close()
 

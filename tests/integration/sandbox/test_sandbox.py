@@ -1,9 +1,11 @@
 """A sandbox as its users see it: programs, files, limits, several at once, none at all, and machines that allow none."""
 
 import ast
+import contextlib
 import json
 import os
 import pwd
+import resource
 import subprocess
 import sys
 import time
@@ -118,6 +120,22 @@ def test_one_that_is_ended_in_the_middle_of_a_call_keeps_its_numbers_until_the_c
     sandbox.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(sandbox._answers)
+
+
+def test_one_is_ended_also_where_descriptors_have_run_out() -> None:
+    pool, limits, held = SandboxPool(SETTINGS, 0), resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
+    try:
+        with pool.sandbox() as sandbox:
+            sandbox.wait_ready()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, limits[1]))
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(os.dup(0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in held:
+            os.close(descriptor)
+    assert not sandbox.alive and sandbox._process.returncode is not None
 
 
 def test_a_pool_gives_each_caller_an_unused_sandbox() -> None:

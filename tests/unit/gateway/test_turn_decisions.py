@@ -67,6 +67,9 @@ def test_a_turn_that_an_engine_cut_on_its_end_token_has_ended() -> None:
         tokens: dict[str, Any] = {"completion": np.array([5, last]), "log_probs": np.zeros(2, np.float32), "spans": ((0, 2, 0),)}
         found = StopStringTracker(np.empty(0, np.int32), TASK, str).whole(TurnGeneration(**tokens, finish=finish))
         assert (found.finish, found.completion.tolist()) == (expected, [5, last])
+        stops = TASK.model_copy(update={"stop": ["END"], "stop_token_ids": []})
+        tracker = StopStringTracker(np.empty(0, np.int32), stops, lambda tokens: "".join("EN" if one == 5 else "D" for one in tokens))
+        assert tracker.whole(TurnGeneration(**tokens, finish=finish)).finish == "stop"
 
 
 def test_a_turn_is_no_longer_than_the_task_and_the_context_let_it() -> None:

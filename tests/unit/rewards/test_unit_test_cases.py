@@ -82,6 +82,24 @@ def test_of_test_classes_those_are_run_that_have_tests_or_may_get_them() -> None
     assert isinstance(first, ScriptCase) and first.code.endswith("\n__import__('asyncio').run(test_e())")
 
 
+def test_functions_and_classes_run_behind_the_setup() -> None:
+    unit = "class B(unittest.TestCase):\n    def test_b(self): assert f(X)"
+    label = {"tests": ["def test_a(): assert f(X)", unit, "assert f(X)"], "setup": "import unittest\nX = 3"}
+    codes = [case.code for case in cases_of(label) if isinstance(case, ScriptCase)]
+    assert len(codes) == 3 and all(code.startswith("import unittest\nX = 3\n") for code in codes)
+
+
+@table(
+    "label",
+    [
+        "class TestB:\n    def test_b(self): assert f(1)\nTestB().test_b()",
+        "def test_f(a, b): assert f(a) == b\nfor a in range(3):\n    test_f(a, 2 * a)",
+    ],
+)
+def test_a_text_may_run_its_tests_itself(label: str) -> None:
+    assert cases_of(label) == [ScriptCase(label)]
+
+
 def test_a_test_function_is_called_with_the_entry_point() -> None:
     [case] = cases_of({"test": "def check(candidate):\n    assert candidate(1) == 2\n", "entry_point": "f"})
     assert isinstance(case, ScriptCase) and case.code.endswith("\ncheck(f)")
@@ -105,6 +123,7 @@ def test_a_test_function_is_called_with_the_entry_point() -> None:
         ("def test_f(tmp_path): assert f(1)", "test_f takes arguments"),
         ("def test_a(): assert f(1)\nclass TestB:\n    def test_b(self): assert f(1)", "the test class TestB"),
         ("async def test_f(tmp_path): assert f(1)", "test_f takes arguments"),
+        ("def test_f(a): assert f(a)\nif __name__ == '__main__':\n    test_f(1)", "test_f takes arguments"),
         ('{"inputs": ["\\ud800"], "outputs": ["1"]}', "surrogates not allowed"),
         ("[" * 100_000, "no Python"),
         ("\0", "no Python"),

@@ -78,13 +78,15 @@ def test_the_oldest_answers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> No
         ((3, 7), {}, "abort", "stop"),
         ((3, 9), {"stop_token_ids": [9]}, "abort", "stop"),
         ((3, 4), {}, "abort", "abort"),
+        ((3, 4), {"stop": "</x>"}, "abort", "stop"),
+        ((3, 4), {"stop": ["</y>"]}, "abort", "abort"),
         ((), {}, "abort", "abort"),
         ((3, 7), {"ignore_eos": True}, "abort", "abort"),
         ((3, 7), {}, "length", "length"),
     ],
 )
 def test_what_a_stock_engine_aborts_at_its_end_has_ended(tokens: tuple[int, ...], more: dict[str, Any], finish: str, told: str) -> None:
-    answer = json.loads(body(*tokens))
+    answer = json.loads(body(*tokens)) | {"text": "hello</x>\n"}
     answer["meta_info"]["finish_reason"] = {"type": finish}
     asked = parse_request(GenerateRequest, json.dumps({"input_ids": [1], "sampling_params": more}).encode(), 100)
     for whole in (answer, [answer]):

@@ -1,4 +1,4 @@
-"""Stop strings that lie across the edge of two draws are found where an engine that saw the whole text would have stopped."""
+"""Stop strings that an engine passed over are found where one that saw the whole text, and looked first, would have stopped."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,6 +45,14 @@ def test_a_text_drawn_in_two_parts_ends_where_it_ends_as_a_whole(before: str, dr
 )
 def test_the_edge(before: str, drawn: str, count: int | None) -> None:
     assert end_across(before.encode(), drawn.encode(), ["abc"], decode) == count
+
+
+@table(
+    ("before", "drawn", "count"),
+    [("", "xabc", 4), ("x" * 99, "xabcd", 4), ("abc", "xx", None), ("ab", "c" + "x" * 99, 1), ("", "x" * 99 + "abc", 102), ("", "", None)],
+)
+def test_one_that_the_last_tokens_complete_ends_a_part_that_the_engine_cut_before_it_looked(before: str, drawn: str, count: int) -> None:
+    assert end_across(before.encode(), drawn.encode(), ["abc"], decode, ends=()) == count
 
 
 def test_an_edge_in_the_middle_of_a_character() -> None:
