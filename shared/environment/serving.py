@@ -66,16 +66,12 @@ class ServedEnvironment:
             return {"protocol": PROTOCOL, "name": self.name, "verbs": self.verbs, "timeout": self._timeout, **own}
         if verb not in self.verbs:
             raise EpisodeRefused(f"no such verb: {verb}; there are describe, {', '.join(self.verbs)}")
-        match verb:
-            case "score":
-                shared = {name: request[name] for name in OF_PROMPT if name in request}
-                samples = [{**shared, **sample} for sample in request["samples"]]
-                return {"rewards": await called(self._made.score, {**request, "samples": samples})}
-            case "reset":
-                return await self._reset(request)
-            case "step":
-                return await self._step(request)
-        return self._close(request)
+        return await {SCORE: self._score, RESET: self._reset, STEP: self._step, CLOSE: self._close}[verb](request)
+
+    async def _score(self, request: dict[str, Any]) -> dict[str, Any]:
+        shared = {name: request[name] for name in OF_PROMPT if name in request}
+        samples = [{**shared, **sample} for sample in request["samples"]]
+        return {"rewards": await called(self._made.score, {**request, "samples": samples})}
 
     async def _reset(self, request: dict[str, Any]) -> dict[str, Any]:
         self._forget()
@@ -112,7 +108,7 @@ class ServedEnvironment:
             self._sessions.move_to_end(session.id)
             return session.answer
 
-    def _close(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def _close(self, request: dict[str, Any]) -> dict[str, Any]:
         self._sessions.pop(_text(request, "session"), None)
         return {}
 

@@ -6,6 +6,7 @@ one comparison (a test function, several statements) runs inside too, in a proce
 """
 
 import ast
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -126,21 +127,13 @@ def fenced_code(response: str) -> str | None:
 
 def cases_of(label: Any) -> list[Case]:
     """Returns the tests of a label: a JSON value, or text, which may be JSON itself. Raises ValueError for what is none."""
-    if isinstance(label, str):
-        if label.lstrip()[:1] in ("{", "["):
-            try:
-                return cases_of(json.loads(label))
-            except (json.JSONDecodeError, RecursionError):
-                pass  # Python may begin so, too
-        found = list(_python_cases(label, ""))
-    elif isinstance(label, list):
-        found = [case for item in label for case in _item_cases(item, "")]
-    elif isinstance(label, dict):
-        entry, together = str(label.get("entry_point") or ""), bool(label.get("together"))
-        cases = _object_cases(label)
-        found = [replace(case, entry=entry, together=together) if isinstance(case, ScriptCase) else case for case in cases]
-    else:
-        raise ValueError(f"{EXPECTED}; found {str(label)[:80]!r}")
+    if isinstance(label, str) and label.lstrip()[:1] in ("{", "["):
+        with contextlib.suppress(json.JSONDecodeError, RecursionError):  # Python may begin so, too
+            return cases_of(json.loads(label))
+    fields = label if isinstance(label, dict) else {"tests": label}
+    entry, together = str(fields.get("entry_point") or ""), bool(fields.get("together"))
+    cases = _object_cases(fields)
+    found = [replace(case, entry=entry, together=together) if isinstance(case, ScriptCase) else case for case in cases]
     if not found:
         raise ValueError(f"{EXPECTED}; found none")
     return found
@@ -180,7 +173,7 @@ def _item_cases(item: Any, setup: str) -> Iterator[Case]:
     elif isinstance(item, dict) and "input" in item and "output" in item:
         yield OutputCase(_text(item["input"]), _text(item["output"]))
     else:
-        raise ValueError(f"{EXPECTED}; found {str(item)[:80]!r} in the list")
+        raise ValueError(f"{EXPECTED}; found {str(item)[:80]!r}")
 
 
 def _python_cases(text: str, setup: str) -> Iterator[Case]:
@@ -253,10 +246,8 @@ def _comparison(node: ast.stmt, setup: str) -> ValueCase | None:
     if len(sides) != 2:
         return None
     for expression, literal in (sides, sides[::-1]):
-        try:
+        with contextlib.suppress(ValueError, TypeError):
             return ValueCase(ast.unparse(expression), ast.literal_eval(literal), setup)
-        except (ValueError, TypeError):
-            continue
     return None
 
 

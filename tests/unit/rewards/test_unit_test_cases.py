@@ -112,7 +112,7 @@ def test_a_test_function_is_called_with_the_entry_point() -> None:
         ("", "found none"),
         ([], "found none"),
         ("what is 1 + 1?", "found text that is no Python"),
-        ([{"input": "a"}], "in the list"),
+        ([{"input": "a"}], "found \"{'input': 'a'}"),
         ({"inputs": ["a"], "outputs": []}, "lists of one length"),
         ({"inputs": ["a"], "outputs": [{}]}, "expected text as input and output"),
         ({"inputs": [[1]], "outputs": [1], "fn_name": "f(); import os"}, "the name of a function"),
