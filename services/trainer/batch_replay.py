@@ -131,7 +131,7 @@ def offline(config: RunConfig) -> RunConfig:
     if config.algorithm.has_critic:
         raise ConfigError("algorithm.advantage_estimator", "ppo", "an estimator without a critic; its values are not in the dumps")
     unused = {"update_weight_transport": "nccl", "object_store_url": None, "snapshot_interval": 0, "join_from": "trainer"}
-    return config.with_fields(weights=unused)
+    return config_reading.with_own_gpus(config.with_fields(weights=unused))
 
 
 def launch(arguments: list[str]) -> None:

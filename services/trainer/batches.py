@@ -22,6 +22,9 @@ from services.trainer.objective.reduce import denominator, passing, sample_weigh
 from services.trainer.packing import NO_VERSION, PARTIAL, BadSample, PackedBatch, collect, pack, spread
 from services.trainer.partition import Partition, Placement, RefusedSample, Untrainable, balance
 from shared.config.algorithm import AlgorithmSection, Reducer
+from shared.config.run_config import RunConfig
+from shared.data.media import picture_check
+from shared.model.families import replayed_choices
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
 from shared.runtime.tasks import describe, run_in_thread
 from shared.schema import sample
@@ -49,6 +52,12 @@ class Shard:
     stats: Table
     rewards: list[float] | None = None
     raw: list[float] | None = None
+
+
+def sample_limits(config: RunConfig, vocabulary: int) -> SampleLimits:
+    """Returns what every sample is held to that the run trains, or records to be trained. Raises ConfigError."""
+    reader, shown, kept = config.log_probs_reader, picture_check(config), config.kept_top_k > 0
+    return SampleLimits(vocabulary, log_probs_reader=reader, choices=replayed_choices(config), kept=kept, pictures=shown)
 
 
 class ShardReader:

@@ -8,6 +8,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -158,9 +159,9 @@ class Trainer(RoleWorker):
             shared = Work(*runtime.sum_over_data_parallel(np.array(self._actor.shared_work(prepared.packed))).tolist())
         optimizing, results = time.monotonic(), []
         if batch.step >= self._config.algorithm.num_critic_only_steps:
-            need_entropy = self._objective.entropy_coef != 0.0
+            loss = partial(self._loss_inputs.loss, prepared, self._config.weights.update_weights_interval)
             with self._profiler.part("train_actor"), self._actor.clock.part("gradient"):
-                results = self._optimized(prepared, lambda index: self._loss_inputs.loss(prepared, index), need_entropy=need_entropy)
+                results = self._optimized(prepared, loss, need_entropy=self._objective.entropy_coef != 0.0)
         optimized, ended, parts = time.monotonic() - optimizing, time.time(), self._actor.clock.ended()
         self._inspect(prepared, results)
         if self._metrics is not None:
@@ -277,6 +278,7 @@ class Trainer(RoleWorker):
         if not done and self._begun_save < self._progress.steps:
             self._colocation.onload()
         self._save_before_leaving(done)
+        self._exporter.finish()
 
     def _report_pushes(self) -> None:
         for result in self._pusher.results():
@@ -285,6 +287,7 @@ class Trainer(RoleWorker):
                 self._metrics.push(result)
 
     def _save(self) -> None:
+        self._exporter.finish()  # a resume makes up for the export of its own checkpoint alone
         super()._save()
         if self._begun_save == self._config.rollout.num_rollout and self._config.trainer.save_final_hf:
             self._save_final_hf()

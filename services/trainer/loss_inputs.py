@@ -16,6 +16,7 @@ from services.trainer.objective.correction import Statistics, batch_statistics
 from services.trainer.objective.custom_objective import ADVANTAGE, REWARDS, CustomFunctions
 from services.trainer.objective.distillation import DistillationLoss
 from services.trainer.objective.loss import ActorLoss, PolicyLoss, loss_of
+from services.trainer.packing import NO_VERSION
 from services.trainer.parallel import runtime
 from services.trainer.parallel.loss_function import LossFunction
 from services.trainer.partition import Partition
@@ -75,13 +76,17 @@ class LossInputs:
         batch = batch.with_values("advantages", advantages)
         return batch if found.returns is None else batch.with_values("returns", found.returns)
 
-    def loss(self, batch: TrainBatch, step: int) -> LossFunction:
-        """Returns the loss of the batch's optimizer step ``step``, from 0. A collective where it needs statistics of all ranks' tokens."""
+    def loss(self, batch: TrainBatch, interval: int, step: int) -> LossFunction:
+        """Returns the loss of the batch's optimizer step ``step``, from 0. A collective where it needs statistics of all ranks' tokens.
+
+        ``interval``: the training steps from one version to the next; behind the first of them the weights are of no version.
+        """
         statistics = Statistics()
         if needs(self._objective).statistics:
             packed = [item.packed for item in batch.steps[step]]
             statistics = batch_statistics(self._objective, packed, lambda own: gathered(own, *runtime.data_parallel(), self._total))
-        found: ActorLoss | DistillationLoss = loss_of(self._objective, self._custom, batch.version, statistics, batch.denominators[step])
+        version = NO_VERSION if batch.step % interval else batch.version
+        found: ActorLoss | DistillationLoss = loss_of(self._objective, self._custom, version, statistics, batch.denominators[step])
         if self._objective.opd_top_k and isinstance(found, PolicyLoss):
             found = DistillationLoss(found)
         return cast(LossFunction, found)  # some take more than log-probs, and have an attribute for that

@@ -16,7 +16,7 @@ from torch import Tensor
 from services.trainer import batches, flops
 from services.trainer.actor import Actor, StepResult
 from services.trainer.actor_critic_exchange import ActorCriticExchange, Kind, Role
-from services.trainer.batches import BadBatch, MicroBatch, ShardReader, TrainBatch
+from services.trainer.batches import BadBatch, MicroBatch, ShardReader, TrainBatch, sample_limits
 from services.trainer.commands import Command, CommandBroadcast
 from services.trainer.control_client import ControlClient, StopAsked
 from services.trainer.loss_inputs import scored
@@ -32,12 +32,9 @@ from services.trainer.step_scheduler import CriticStepScheduler, StepScheduler
 from services.trainer.trainer_hooks import CONVERT, MegatronHooks, RolloutLog, converted
 from services.trainer.trainer_settings import TrainerSettings, model_directory
 from shared.config.run_config import RunConfig
-from shared.data.media import picture_check
-from shared.model.families import replayed_choices
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import describe
 from shared.schema.messages import Batch
-from shared.schema.sample import SampleLimits
 from shared.schema.versions import crossed, version_after
 from shared.store.payload_store import BlockingStore
 
@@ -80,7 +77,7 @@ def attributed(partition: Partition, micro_batches: Sequence[MicroBatch]) -> Ite
                 found = []
                 for index in failed.errors:
                     item = micro_batches[index]
-                    for sample, alone in zip(item.indices, separate(item.packed), strict=True):
+                    for sample, alone in zip(item.indices, separate(item.packed), strict=False):  # a filler is of no sample
                         try:
                             failed.attempt(alone)
                         except Exception as error:
@@ -101,7 +98,7 @@ def refuse_infinite(partition: Partition, micro_batches: Sequence[MicroBatch], l
     """
     step, found, finite = partition.batch.step, [], 0
     for item in micro_batches:
-        for sample, alone in zip(item.indices, separate(item.packed), strict=True):
+        for sample, alone in zip(item.indices, separate(item.packed), strict=False):  # a filler is of no sample
             loss = loss_of(alone)
             if loss is not None and not math.isfinite(loss):
                 found.append(_refused(partition, sample, f"its loss is {loss}"))
@@ -171,10 +168,8 @@ class RoleWorker:
             self._log.info("prefix_sharing_off", reason=reason)
         self._broadcast = CommandBroadcast(config.trainer.collective_timeout)
         self._store, self._exchange = store, exchange
-        self._choices = replayed_choices(config) if role == "actor" else None
-        vocabulary, kept = self._actor.architecture.vocab_size, config.kept_top_k > 0
-        reader, shown = config.log_probs_reader, picture_check(config)
-        limits = SampleLimits(vocabulary, log_probs_reader=reader, choices=self._choices, kept=kept, pictures=shown)
+        limits = sample_limits(config, self._actor.architecture.vocab_size)
+        self._choices = limits.choices if role == "actor" else None
         self._reader = ShardReader(store, self._actor.data_parallel_rank, limits)
         self._scheduler: StepScheduler | CriticStepScheduler | None = None
         self._metrics: MetricsLogger | None = None

@@ -14,7 +14,7 @@ from typing import Any
 import structlog
 
 from services.trainer import dumps
-from services.trainer.batches import ShardReader
+from services.trainer.batches import ShardReader, sample_limits
 from services.trainer.commands import Leave
 from services.trainer.control_client import ControlClient, StopAsked
 from services.trainer.metrics_logger import MetricsLogger
@@ -26,7 +26,6 @@ from shared.process.child_process import die_with_parent
 from shared.runtime.safe_files import replace_file
 from shared.schema.digests import TrainedSample, attest
 from shared.schema.messages import Attestation, Batch, Trained
-from shared.schema.sample import SampleLimits
 from shared.schema.weight_messages import WeightsLive
 from shared.service.service_base import exit_code
 from shared.store.payload_store import BlockingStore
@@ -39,8 +38,7 @@ class RolloutRecorder:
 
     def __init__(self, config: RunConfig, store: BlockingStore, control: ControlClient) -> None:
         self._config, self._store, self._control = config, store, control
-        limits = SampleLimits(architecture_of(config).vocab_size, log_probs_reader=config.log_probs_reader, kept=config.kept_top_k > 0)
-        self._reader = ShardReader(store, 0, limits)
+        self._reader = ShardReader(store, 0, sample_limits(config, architecture_of(config).vocab_size))
         self._metrics = MetricsLogger(control, config, None)
         self._requests = BatchRequester(control, None, config.trainer.batch_timeout, config.eval.eval_timeout)
         self._progress: Path = config.trained / "checkpoints" / "recorded.json"
@@ -53,6 +51,7 @@ class RolloutRecorder:
         self._metrics.resume(step)
         self._control.set_state("ready")
         with contextlib.suppress(StopAsked):
+            self._control.durable(step)  # an earlier life may have died before that
             while not self._control.stopping:
                 serving = frozenset(status.instance for status in self._control.replicas if status.version == VERSION)
                 if serving and serving != self._serving:
@@ -90,17 +89,11 @@ class RolloutRecorder:
         if (template := self._config.debug.rollout_dump) is not None:
             dumps.write_batch(template, batch, self._store)
         attestation = attest(
-            TrainedSample(
-                group=batch.groups[item.group].group,
-                position=item.position,
-                trained=int(sample.mask.sum()),
-                oldest=VERSION,
-                digest=sample.token_digest(),
-            )
+            TrainedSample(batch.groups[item.group].group, item.position, int(sample.mask.sum()), VERSION, sample.token_digest())
             for item, sample in ((partition.items[index], shard.samples[index]) for index in sorted(shard.samples))
         )
-        self._finish(batch, started, attestation)
         self._metrics.recorded(partition, shard.stats, started, time.time())
+        self._finish(batch, started, attestation)
         return True
 
     def _finish(self, batch: Batch, started: float, attestation: Attestation) -> None:

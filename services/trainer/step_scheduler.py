@@ -58,6 +58,8 @@ class BatchRequester:
         except StopAsked:
             return Leave(done=False)
         if isinstance(answer, Batch):
+            if self._awaited == f"the batch of step {step}":
+                self._awaited = ""  # what is refused of it is another wait
             return answer
         if isinstance(answer, RunDone):
             if answer.reason:
@@ -194,21 +196,17 @@ class CriticStepScheduler:
         """Returns the next command. ``step``: the next to train. ``version``: that of the actor's weights. Raises DeadlineExceeded."""
         if self._control.stopping:
             return Leave(done=False)
-        if self._valued is None or self._valued.step != step:
-            batch = self._batches.next(step, version)
-            if isinstance(batch, Batch):
-                self._valued = batch
-                return Value(batch)
-            return batch
-        if self._with_kl and self._valued.groups and not self._batches.has("kl", step, "the actor"):
+        valued = self._valued
+        lacks_kl = self._with_kl and valued is not None and valued.step == step and valued.groups
+        if lacks_kl and not self._batches.has("kl", step, "the actor"):
             return Wait()
         batch = self._batches.next(step, version)
         if not isinstance(batch, Batch):
             return batch
-        if batch != self._valued:  # the actor has refused groups of it, which have no KL
-            self._valued = batch
-            return Value(batch)
-        return Train(batch)
+        if batch == valued:
+            return Train(batch)
+        self._valued = batch  # the next one; or the actor has refused groups of it, which have no KL
+        return Value(batch)
 
     def forget(self) -> None:
         """Has the next command ask for the batch again: this one was refused."""

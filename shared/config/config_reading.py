@@ -60,7 +60,7 @@ def parse(values: dict[str, Any]) -> RunConfig:
     ]
     known, preset = _with_presets(known)
     try:
-        config = _with_own_gpus(_without_steps(RunConfig.model_validate(known)))
+        config = with_own_gpus(_without_steps(RunConfig.model_validate(known)))
     except ValidationError as error:
         problems += _without_consequences(_config_errors(error, {**values, **known}), problems)
         problems += _misfits_of_others(known, error, values)
@@ -79,7 +79,7 @@ def _without_steps(config: RunConfig) -> RunConfig:
     return config.with_fields(debug=half, trainer=constant, rollout=drawn, eval={"eval_function_path": evaluates})
 
 
-def _with_own_gpus(config: RunConfig) -> RunConfig:
+def with_own_gpus(config: RunConfig) -> RunConfig:
     """Returns the config of one half of a run without colocation: it shares its GPUs with no one."""
     if not (config.debug.debug_rollout_only or config.debug.trains_only):
         return config
@@ -175,7 +175,7 @@ def _remaining(values: dict[str, Any], names: set[str]) -> RunConfig | None:
         config = RunConfig.model_validate(given, context=WITHOUT_RULES)
     except ValidationError:
         return None
-    return without(_with_own_gpus(_without_steps(config)).absolute(Path.cwd()), names)
+    return without(with_own_gpus(_without_steps(config)).absolute(Path.cwd()), names)
 
 
 def without(config: RunConfig, names: Collection[str]) -> RunConfig:

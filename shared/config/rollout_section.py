@@ -296,7 +296,7 @@ class RolloutSection(Section):
     missing_log_probs: Literal["refuse", "recompute"] | None = Field(
         default=None,
         description="samples of functions that keep no rollout_log_probs: refuse them, or compute the trainer's own in their place; "
-        "default: recompute where these are the same, with max_staleness = 0 or off_policy = none, and no use_tis",
+        "default: recompute where both are the same (max_staleness = 0, update_weights_interval = 1) or off_policy = none, and no use_tis",
     )
     agent: str | None = hook(
         "called with (data, base_url, api_key): an agent that plays one rollout over the gateway; it returns the reward, or None"

@@ -73,7 +73,7 @@ class RunConfig(Section):
         Rule(
             "rollout.missing_log_probs",
             lambda run, given: given == "recompute" and run.log_probs_reader,
-            "recompute, but {2}; the trainer's own stand in for them with max_staleness = 0 or off_policy = none, and no use_tis",
+            "recompute, but {2}; the trainer's own stand in with max_staleness = 0 and update_weights_interval = 1, or off_policy = none",
         ),
         Rule(
             "gateway.gateway_replicas",
@@ -449,8 +449,10 @@ class RunConfig(Section):
         return next((f"{setting} reads them" for setting in self._log_probs_readers()), None)
 
     def _log_probs_readers(self) -> Iterator[str]:
-        algorithm, staleness = self.algorithm, self.rollout.max_staleness
+        algorithm, staleness, interval = self.algorithm, self.rollout.max_staleness, self.weights.update_weights_interval
         if algorithm.loss_type != "policy_loss":
+            if algorithm.correction == "rollout" and (algorithm.kl_coef or algorithm.use_opd):  # measured from them, whatever the loss
+                yield "algorithm.off_policy = rollout"
             return
         for field in ("custom_tis_function_path", "use_m2po", "use_rs", "rs_veto_threshold", "tis_batch_normalize"):
             if value := getattr(algorithm, field):
@@ -458,8 +460,9 @@ class RunConfig(Section):
         yield from (f"algorithm.{field} = true" for field in ("use_rollout_logprobs", "use_tis") if getattr(algorithm, field))
         if algorithm.off_policy in ("decoupled", "rollout"):
             yield f"algorithm.off_policy = {algorithm.off_policy}"
-        if algorithm.correction == "decoupled" and staleness:
-            yield f"algorithm.off_policy = decoupled (the default) with rollout.max_staleness = {staleness}"
+        if algorithm.correction == "decoupled" and (staleness or interval > 1):
+            further = f"rollout.max_staleness = {staleness}" if staleness else f"weights.update_weights_interval = {interval}"
+            yield f"algorithm.off_policy = decoupled (the default) with {further}"
 
     @property
     def has_agents(self) -> bool:
@@ -475,8 +478,8 @@ class RunConfig(Section):
     @property
     def engines_read_snapshots(self) -> bool:
         """Returns whether every version is written to disk and none is pushed: replicas read it there, those of external engines too, or
-        download it from where it was uploaded."""
-        return self.weights.update_weight_transport != "nccl" or bool(self.rollout.external_engines)
+        download it from where it was uploaded. A run that only trains has none."""
+        return not self.debug.trains_only and (self.weights.update_weight_transport != "nccl" or bool(self.rollout.external_engines))
 
     @property
     def gateways(self) -> int:

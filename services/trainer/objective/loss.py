@@ -35,7 +35,8 @@ declare_metrics("""
     train/opsm_clipfrac | share | tokens of sequences that off-policy sequence masking takes out | with `use_opsm`
     train/train_rollout_logprob_abs_diff | nats | mean of the absolute difference between the trainer's and the engine's log-probs | not of
         a batch in which samples [have none](hooks.md#generating)
-    train/agreement_abs_diff | nats | sum of that difference over tokens that both computed under the same weight version
+    train/agreement_abs_diff | nats | sum of that difference over tokens that both computed under the same weights | in steps that begin at
+        a new version
     train/agreement_tokens | tokens | the number of those tokens
     critic/value_loss | reward² | clipped squared distance of values from returns
     critic/value_clipfrac | share | values that were clipped
@@ -234,7 +235,7 @@ def loss_of(config: AlgorithmSection, custom: CustomFunctions, version: int, sta
     """Returns the actor's loss for one optimizer step.
 
     Args:
-        custom: the user's own functions. version: that of the weights at batch start. statistics: where `needs` requires them.
+        custom: the user's own functions. version: that of the weights at batch start, if any. statistics: where `needs` requires them.
         denominator: ``reduce.denominator``, for a reducer of the user's own.
     """
     if config.loss_type == "custom_loss":

@@ -10,6 +10,7 @@ from tests.support.run_config import run_config
 from tests.support.tables import table
 
 SYNCHRONOUS, AHEAD = {"max_staleness": 0}, {"max_staleness": 1}
+OWN_LOSS = {"loss_type": "custom_loss", "custom_loss_function_path": "a:b", "advantage_estimator": "reinforce_plus_plus"}
 
 
 @table(
@@ -32,6 +33,9 @@ SYNCHRONOUS, AHEAD = {"max_staleness": 0}, {"max_staleness": 1}
         ({"custom_tis_function_path": "a:b"}, SYNCHRONOUS, "algorithm.custom_tis_function_path = a:b reads them"),
         ({"loss_type": "sft_loss"}, AHEAD, None),
         ({"loss_type": "custom_loss", "custom_loss_function_path": "a:b"}, AHEAD, None),
+        ({**OWN_LOSS, "off_policy": "rollout"}, SYNCHRONOUS, None),
+        ({**OWN_LOSS, "off_policy": "rollout", "kl_coef": 0.1}, SYNCHRONOUS, "algorithm.off_policy = rollout reads them"),
+        ({**OWN_LOSS, "kl_coef": 0.1}, SYNCHRONOUS, None),
         ({}, {**SYNCHRONOUS, "missing_log_probs": "refuse"}, "rollout.missing_log_probs = refuse"),
         ({}, {**SYNCHRONOUS, "missing_log_probs": "recompute"}, None),
     ],
@@ -42,3 +46,8 @@ def test_who_reads_them(tmp_path: Path, algorithm: dict[str, Any], rollout: dict
     if reader is not None and "missing_log_probs" not in rollout:
         with pytest.raises(ConfigError, match="recompute, but algorithm.* reads them"):
             run_config(tmp_path, algorithm=algorithm, rollout={**batch, "missing_log_probs": "recompute"})
+
+
+def test_weights_between_two_versions_are_not_those_that_sampled(tmp_path: Path) -> None:
+    config = run_config(tmp_path, rollout=SYNCHRONOUS, weights={"update_weights_interval": 2})
+    assert config.log_probs_reader == "algorithm.off_policy = decoupled (the default) with weights.update_weights_interval = 2 reads them"

@@ -10,14 +10,14 @@ from services.trainer.commands import Wait
 from services.trainer.step_scheduler import PUSH_SECONDS, BatchRequester
 from services.trainer.weights.push_schedule import PushRecord
 from shared.runtime.errors import DeadlineExceeded
-from shared.schema.messages import BatchAnswer, BatchPending
+from shared.schema.messages import Batch, BatchAnswer, BatchPending
 
 
 class Pending:
     """A buffer that has no batch yet; at the run's end it needs none."""
 
     def __init__(self, need: int) -> None:
-        self._answer = BatchPending(step=3, have=0, need=need, waiting_for="the evaluation of aime")
+        self._answer: BatchAnswer = BatchPending(step=3, have=0, need=need, waiting_for="the evaluation of aime")
 
     def batch(self, step: int, version: int, hold: bool = True) -> BatchAnswer:
         return self._answer
@@ -45,6 +45,17 @@ def test_a_wait_that_is_too_long_names_what_is_awaited(need: int, evaluation: fl
     time.sleep(0.01)
     with pytest.raises(DeadlineExceeded, match="the evaluation of aime"):
         waiting.next(3, 3)
+
+
+def test_a_wait_for_what_is_refused_of_a_batch_begins_with_it() -> None:
+    waiting = requester(8, 0.0, 0.0)
+    control: Any = waiting._control
+    assert waiting.next(3, 3) == Wait(save=False)
+    pending, control._answer = control._answer, Batch(step=3, version=3, groups=[])
+    assert waiting.next(3, 3) == control._answer
+    time.sleep(0.01)
+    control._answer = pending
+    assert waiting.next(3, 3) == Wait(save=False)
 
 
 def test_a_push_that_holds_up_what_is_awaited_is_named() -> None:

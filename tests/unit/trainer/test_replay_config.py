@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from myxo.run import config_toml
-from services.trainer.batch_replay import replay_config, replayed
+from services.trainer.batch_replay import offline, replay_config, replayed
 from services.trainer.trainer_settings import TrainerSettings
 from shared.bus import runs
 from shared.config import flags
@@ -52,6 +52,22 @@ def test_a_replay_writes_where_its_run_does_not(tmp_path: Path) -> None:
     assert (again.trainer.save_hf, again.debug.dump_details, again.monitoring.use_wandb) == (Path("/other"), Path("/own"), True)
     with pytest.raises(ConfigError, match="--save = ./other.: none"):
         replay_config(config.run.root, flags.parse(["--save", "/other"]))
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"trainer": {"colocate": True}, "rollout": {"rollout_num_gpus": 1}},
+        {
+            "rollout": {"external_engines": ["h1:1"], "external_engine_key_variable": "KEY"},
+            "weights": {"update_weight_disk_dir": "/own", "update_weight_engine_dir": "/shared", "external_group_backend": "gloo"},
+        },
+    ],
+)
+def test_a_trainer_without_engines_waits_for_none_and_writes_for_none(tmp_path: Path, sections: dict[str, Any]) -> None:
+    alone = offline(replayed(run_config(tmp_path, **sections), "{rollout_id}.pt", [0]))
+    assert (alone.trainer.colocate, alone.engines_read_snapshots) == (False, False)
+    assert RunConfig.model_validate_json(alone.model_dump_json()) == alone
 
 
 def test_what_is_no_runs_directory_is_refused(tmp_path: Path) -> None:
