@@ -249,7 +249,7 @@ def test_a_value_out_of_range_is_refused_by_name_and_value(tmp_path: Path, secti
         (
             {"rollout": {"missing_log_probs": "recompute", "max_staleness": 0}, "algorithm": {"use_tis": True}},
             "rollout.missing_log_probs",
-            "algorithm.use_tis = true reads them; the trainer's own stand in for them with max_staleness = 0",
+            "algorithm.use_tis = true reads them; the trainer's own stand in with max_staleness = 0",
         ),
         (
             {"rollout": {"surplus_rollouts": 1}},
