@@ -64,7 +64,7 @@ class Critic(RoleWorker):
                     self._train()
                     self._save_if_due()
                 case Leave(done=done):
-                    self._save_before_leaving(done)
+                    self._finish_saves(done)
                     return self._report_saved()
                 case Wait(save=save):
                     if save and self._room_made < self._progress.steps:

@@ -100,7 +100,6 @@ class Trainer(RoleWorker):
             self._set_state("loading the teacher")
             self._teacher = FrozenWeights.from_hf(self._actor.model, self._config.algorithm.opd_teacher_load)
         self._set_state("ready")
-        control = self._control
         while True:
             match self._next_command():
                 case Push() as push:
@@ -119,13 +118,12 @@ class Trainer(RoleWorker):
                         self._train(batch, ahead)
                         self._save_if_due()
                     self._profiler.end()
-                    if control is not None:
-                        control.report_activity(f"the batch of step {self._progress.steps}", ["buffer"])
+                    if self._control is not None:
+                        self._control.report_activity(f"the batch of step {self._progress.steps}", ["buffer"])
                     if self._version == version:  # no push follows that would give the GPUs to the engines
                         self._colocation.offload()
                 case Wait(save=save):
                     if save and self._room_made < self._progress.steps:
-                        self._colocation.onload()
                         self._save_at_once()
                     self._colocation.offload()
                 case Leave(done=done):
@@ -225,12 +223,11 @@ class Trainer(RoleWorker):
         return kl_estimate(old, reference, self._objective.kl_loss_type or REWARD_KL) * batch.loss_mask
 
     def _inspect(self, batch: TrainBatch, results: list[StepResult]) -> None:
-        monitoring = self._config.monitoring
         if (template := self._config.debug.train_dump) is not None:
             dumps.write_tensors(template, batch, results, runtime.rank())
         tokens = sum(result.metrics.get("agreement_tokens", 0.0) for result in results)
         difference = sum(result.metrics.get("agreement_abs_diff", 0.0) for result in results) / max(tokens, 1.0)
-        if self._control is not None and difference > monitoring.logprob_alarm:
+        if self._control is not None and difference > self._config.monitoring.logprob_alarm:
             self._log.warning("logprobs_differ", step=batch.step, mean_abs_diff=difference, tokens=int(tokens))
             one = batch.partition.name(0) if batch.partition.items else "GROUP/INDEX"
             detail = f"engine and trainer differ by {difference:.3g} on {int(tokens)} tokens of step {batch.step}"
@@ -242,8 +239,7 @@ class Trainer(RoleWorker):
     def _warm_start(self) -> None:
         if self._config.sft.sft_data is not None:
             self._set_state("warm start")
-            results = train_demonstrations(self._actor, self._config, self._objective, self._max_tokens)
-            for index, result in enumerate(results):
+            for index, result in enumerate(train_demonstrations(self._actor, self._config, self._objective, self._max_tokens)):
                 self._watch_divergence(result)
                 if self._metrics is not None:
                     self._metrics.sft(index + 1, self._config.sft.sft_steps, result)
@@ -275,9 +271,7 @@ class Trainer(RoleWorker):
         self._report_activity("leaving")
         self._pusher.wait()
         self._report_pushes()
-        if not done and self._begun_save < self._progress.steps:
-            self._colocation.onload()
-        self._save_before_leaving(done)
+        self._finish_saves(done)
         self._exporter.finish()
 
     def _report_pushes(self) -> None:
@@ -287,6 +281,7 @@ class Trainer(RoleWorker):
                 self._metrics.push(result)
 
     def _save(self) -> None:
+        self._colocation.onload()
         self._exporter.finish()  # a resume makes up for the export of its own checkpoint alone
         super()._save()
         if self._begun_save == self._config.rollout.num_rollout and self._config.trainer.save_final_hf:

@@ -322,17 +322,15 @@ class RoleWorker:
         with self._actor.clock.part("save"):
             self._actor.save_checkpoint(self._checkpoints, steps, asdict(self._progress), keep=trainer.keep_checkpoints, wait=wait)
         self._begun_save = steps
-        seconds = time.monotonic() - started
-        self._log.info("checkpoint_saved" if wait else "checkpoint_begun", steps=steps, seconds=round(seconds, 2))
+        self._log.info("checkpoint_saved" if wait else "checkpoint_begun", steps=steps, seconds=round(time.monotonic() - started, 2))
 
     def _save_at_once(self) -> None:
         """Returns once the present state is on disk, ahead of its interval, since the store is full: what is behind it is freed."""
-        if self._begun_save < self._progress.steps:
-            self._save()
-        self._actor.finish_save()
+        self._finish_saves()
         self._room_made, self._room_needed, self._look = self._progress.steps, True, True
 
-    def _save_before_leaving(self, done: bool) -> None:
+    def _finish_saves(self, done: bool = False) -> None:
+        """Returns once the present state is on disk; of a run that is ``done``, once what was begun is."""
         if not done and self._begun_save < self._progress.steps:
             self._save()
         self._actor.finish_save()
