@@ -162,8 +162,7 @@ def _settled(config: RunConfig, starts: bool, fresh: bool, cluster: tuple[int, i
         pinned, engines = _with_all_engines(run_access.pinned_config(config, hub, fresh=fresh), starts, cluster)
         inspection = Inspection(hub_resolve.local(pinned, hub=hub), starts, whole, fresh)
         rollout, steps = objective_checks.settled(inspection), objective_checks.sft_steps(inspection)
-        trainer, tokens = run_plan.settle_trainer(inspection)
-        sizes = {name: getattr(trainer, name) for name in ("max_tokens_per_gpu", "log_probs_chunk_size")}
+        sizes, tokens = run_plan.settle_trainer(inspection)
         inspection.config, inspection.frozen = (
             known.with_fields(sft=steps, trainer=sizes).model_copy(update={"rollout": rollout}) for known in (inspection.config, pinned)
         )

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from myxo.preflight.inspection import Findings, Inspection, Note
+from shared.bus import runs
 from shared.config import devices
 from shared.config.run_config import RunConfig
 from shared.config.trainer_section import LOG_PROBS_TOKENS, TOKENS_PER_GPU, TrainerSection
@@ -245,15 +246,16 @@ def _has_room(plan: RunPlan) -> bool:
     return all(need.total + beside <= (1 - NEAR) * need.available for need, beside in zip(plan.trainer_needs, kept, strict=True))
 
 
-def settle_trainer(inspection: Inspection) -> tuple[TrainerSection, str]:
-    """Returns ``[trainer]`` without `auto` tokens: by the plan where this machine has the GPUs, else the values of a CPU."""
-    config, trainer = inspection.config, inspection.config.trainer
-    if "auto" not in (trainer.max_tokens_per_gpu, trainer.log_probs_chunk_size):
-        return trainer, ""
-    trains = devices.resolve(trainer.train_device) == "cuda" and not config.debug.debug_rollout_only
-    if trains and (plan := plan_of(inspection)) is not None:
-        return settled_tokens(plan)
-    return trainer.model_copy(update={"max_tokens_per_gpu": trainer.tokens_per_gpu, "log_probs_chunk_size": trainer.log_probs_tokens}), ""
+def settle_trainer(inspection: Inspection) -> tuple[dict[str, int], str]:
+    """Returns the sizes in tokens of ``[trainer]``, and a line about them. Of `auto`: what the run began with, the plan's, a CPU's."""
+    config, trainer, said = inspection.config, inspection.config.trainer, ""
+    if not inspection.fresh and (begun := runs.frozen(config.run.root)) is not None:
+        kept = {name: getattr(begun.trainer, name) for name in ("max_tokens_per_gpu", "log_probs_chunk_size")}
+        trainer = trainer.model_copy(update={name: value for name, value in kept.items() if getattr(trainer, name) == "auto"})
+    auto = "auto" in (trainer.max_tokens_per_gpu, trainer.log_probs_chunk_size) and not config.debug.debug_rollout_only
+    if auto and devices.resolve(trainer.train_device) == "cuda" and (plan := plan_of(inspection)) is not None:
+        trainer, said = settled_tokens(plan)
+    return {"max_tokens_per_gpu": trainer.tokens_per_gpu, "log_probs_chunk_size": trainer.log_probs_tokens}, said
 
 
 WORTH = 0.02  # share of a need that a flag has to take off to be reported

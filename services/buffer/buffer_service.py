@@ -281,7 +281,7 @@ class Buffer:
         """Reads the state from the ledger, and repeats actions that a killed predecessor may have missed: tasks, freeing, the run's end."""
         self._state, released = await self._ledger.recover()
         state = self._state
-        await check_data(self._service, self._prompts.fingerprints, begun=state.admitted > 0)
+        await check_data(self._service, self._prompts.fingerprints, begun=bool(state.admitted or state.evaluations or state.evaluated))
         self._keeper.take(perhaps_not_kept(state, self._recent, time.time()))
         self._keeper.release(reversed(released))  # what was let go last is likeliest to be there
         show_evaluations(self._service, state.evaluated.values())

@@ -17,7 +17,6 @@ from services.gateway.turns import Turns, UnrecordedSessions
 from shared.config.eval_views import reward_key
 from shared.config.service_sections import ingest_key
 from shared.data.media import MediaReader
-from shared.rewards.names import GIVEN
 from shared.runtime import addresses, http_endpoints
 from shared.runtime.addresses import GATEWAY_VARIABLE, HttpAddress
 from shared.runtime.errors import ConfigError
@@ -72,7 +71,6 @@ async def serve(service: Service) -> None:
         )
     api = Api(sessions, turns, replicas, service.metrics, model, names, section.gateway_requests, frozen=frozen)
     api.reward_key = functools.partial(reward_key, config)
-    api.rewards_given = config.reward.rm_type == GIVEN and config.reward.custom_rm_path is None
     service.log.info("gateway_renders", family=chat.family, template=chat.has_template, tools=chat.shows_tools, streams=chat.streams_text)
     app = api.app()
     if config.ingest.ingest_groups != "off":

@@ -188,6 +188,8 @@ def _environment(asked: GroupBody, config: RunConfig) -> str:
     if asked.environment is not None:
         if asked.environment not in names:
             raise _wrong("environment", f"the run has no such environment; it has {', '.join(names)}")
+        if asked.scores is None and (named := asked.metadata.get("rm_type")) and config.reward.environment_of(named) != asked.environment:
+            raise _wrong("metadata", f"rm_type = {str(named)[:80]!r} names another than environment = {asked.environment}")
         return asked.environment
     if asked.scores is None:
         raise _wrong("scores", "required where no environment is named that scores the group")

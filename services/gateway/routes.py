@@ -46,6 +46,7 @@ from shared.formats.request import (
 )
 from shared.formats.request_body import RequestFields, read_body
 from shared.hooks import reward_values
+from shared.rewards.names import GIVEN
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import cancelled
 from shared.runtime.telemetry import Metrics, declare_metrics
@@ -227,9 +228,8 @@ class _TurnRewardFields(RequestFields):
 @dataclass
 class Api:
     """The state that the routes share. ``names``: those that requests may give the model; ``*``: any. ``frozen``: the turns of the run's
-    frozen models by name, which are not recorded. ``most``: requests in hand at once.
-    ``of_session``: how many of each session are being read or answered. ``rewards_given``: nothing else scores sessions. ``reward_key``: by
-    a group's id, the name of the reward that counts."""
+    frozen models by name, which are not recorded. ``most``: requests in hand at once. ``of_session``: how many of each session are being
+    read or answered. ``reward_key``: by a group's id, the name of the reward that counts."""
 
     sessions: SessionStore
     turns: Turns
@@ -241,7 +241,6 @@ class Api:
     started: int = field(default_factory=lambda: int(time.time()))
     in_hand: int = 0
     of_session: Counter[str] = field(default_factory=Counter)
-    rewards_given: bool = False
     frozen: Mapping[str, Turns] = field(default_factory=dict)
     reward_key: Callable[[str], str | None] = lambda _: None
 
@@ -423,9 +422,8 @@ class Api:
 
     async def _end(self, request: Request, log: SessionLog, body: bytes) -> Response:
         asked, _ = read_body(_EndFields, body or b"{}")
-        if asked.reward is None and self.rewards_given:
-            message = "expected a number, or numbers by name: nothing else scores this run (reward.rm_type is given)"
-            raise TurnRefused(400, message, field="reward", code="missing_parameter")
+        if asked.reward is None and log.session.environment == GIVEN:
+            raise TurnRefused(400, "required: nothing else scores this session (rm_type: given)", field="reward", code="missing_parameter")
         try:  # the one that counts is there, or the rollout would fail for it
             reward_values.read(0.0 if asked.reward is None else asked.reward, self.reward_key(log.session.group))
         except ValueError as error:

@@ -139,6 +139,7 @@ class AgentGroups(GroupPlayer):
             evaluation=is_evaluation(task.group),
             kept=0 if is_evaluation(task.group) else self._config.kept_top_k,
             variables={} if view is None else view.template_variables,
+            environment=task.environment,
             opened=time.time(),
             replica=self._service.instance,
         )

@@ -52,7 +52,7 @@ class EvalSet(ConfigTable):
     stop: list[str] | None = Field(default=None, max_length=32, description="stop strings; default: rollout_stop")
     stop_token_ids: list[int] | None = Field(default=None, description="default: rollout_stop_token_ids")
     repetition_penalty: float | None = Field(default=None, gt=0, le=2, description="default: 1, none")
-    skip_special_tokens: bool | None = Field(default=None, description="leave them out of the response's text; default: true")
+    skip_special_tokens: bool | None = Field(default=None, description="leave them out of the text; default: rollout_skip_special_tokens")
     no_stop_trim: bool | None = Field(default=None, description="keep the stop string in the response's text; default: true")
     input_key: str | None = Field(default=None, description="default: eval_input_key")
     label_key: str | None = Field(default=None, description="default: eval_label_key")

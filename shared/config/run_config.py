@@ -328,20 +328,18 @@ class RunConfig(Section):
         yield from self._sizes()
         yield from self._shared_gpus()
         yield from self._engines_over_nodes()
-        for field, item in self.eval.named.items():
-            if item.rm_type is None or item.custom_rm_path is not None:
-                continue
+        sizes = {"rollout.n_samples_per_prompt": (self.reward.rm_type, self.rollout.n_samples_per_prompt if self.has_steps else 2)}
+        scored = {field: item for field, item in self.eval.named.items() if item.custom_rm_path is None}  # as the run's rewards are
+        for field, item in scored.items():
+            sizes[field] = item.rm_type or self.reward.rm_type, item.n_samples_per_eval_prompt or self.eval.n_samples_per_eval_prompt
             try:
-                RewardSection.model_validate(self.reward.model_copy(update={"rm_type": item.rm_type}).model_dump())
+                RewardSection.model_validate(self.reward.model_dump() | {"rm_type": sizes[field][0]})
             except ValidationError as error:
                 reason = error.errors()[0].get("ctx", {}).get("error")
                 yield from (f"{field}.{problem.removeprefix('reward.')}" for problem in getattr(reason, "problems", []))
         if (apart := self.rollout.eval_replicas) and not (self.has_steps and self.eval.named):
             yield f"rollout.eval_replicas: {apart}, but the run does not both train and evaluate (eval_prompt_data); leave it at 0"
-        default = self.eval.n_samples_per_eval_prompt
-        sets = {field: (item.rm_type, item.n_samples_per_eval_prompt or default) for field, item in self.eval.named.items()}
-        training = (self.reward.rm_type, self.rollout.n_samples_per_prompt if self.has_steps else 2)
-        for field, (named, n) in {"rollout.n_samples_per_prompt": training, **sets}.items():
+        for field, (named, n) in sizes.items():
             if self.reward.environment_of(named) == TOURNAMENT and n < 2:
                 yield f"{field}: {n} sample a prompt; rm_type = {TOURNAMENT} compares two at least; a set may have an rm_type of its own"
 
@@ -491,7 +489,7 @@ class RunConfig(Section):
         agents = self.has_agents or any(name.startswith("SLIME_AGENT_") for name in self.reward.worker_environment)  # slime's own, or ours
         if agents and not self.gateway.gateway_port:
             return max(1, min(MOST_GATEWAYS, len(os.sched_getaffinity(0)) // CORES_OF_GATEWAY))
-        return int(agents or self.ingest.ingest_groups != "off")
+        return int(agents or bool(self.gateway.gateway_port) or self.ingest.ingest_groups != "off")
 
     @property
     def saves_at_start(self) -> bool:
@@ -596,6 +594,7 @@ def changes(old: RunConfig, new: RunConfig, mark: str = "") -> list[str]:
             extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
             wanted = extra.get(mark) if mark else not extra.get("mutable")
             wanted = wanted or (mark == "recorded" and field == "num_rollout" and new.trainer.decays_over_the_run)
+            wanted = wanted or (not mark and field == "train_env_vars" and before.rounds_weights != after.rounds_weights)
             if wanted and getattr(before, field) != getattr(after, field):
                 found.append(f"{section}.{field}: {getattr(before, field)!r} → {getattr(after, field)!r}")
     return found

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from shared.bus.subjects import RUN_ID
-from shared.config.section import MUTABLE, Rule, Section, Table, hook
+from shared.config.section import MUTABLE, RECORDED, Rule, Section, Table, hook
 from shared.runtime.errors import ConfigError
 from shared.sandbox.program import SandboxKind, SandboxLimits, SandboxSettings
 
@@ -111,7 +111,7 @@ class GatewaySection(Section):
         ge=0,
         le=64,
         description="gateways that `myxo up` starts; default: with an agent, or a SLIME_AGENT_ variable, one for each 8 cores, "
-        "8 at most; one where gateway_port is given, or the run only takes groups from outside; else none",
+        "8 at most; one where gateway_port is given, or groups come from outside; else none",
         **MUTABLE,
     )
     gateway_host: str = Field(default="127.0.0.1", min_length=1, description="where gateways serve their API", **MUTABLE)
@@ -235,7 +235,7 @@ class MonitoringSection(Section):
         default=False, description="multi_turn/*: response lengths with and without tokens of tools, and rounds of each batch", **MUTABLE
     )
     log_passrate: bool = Field(default=False, description="passrate/pass@k of each batch, for k = 1, 2, 4, ...", **MUTABLE)
-    passrate_threshold: float = Field(default=1.0, description="a sample passes with a reward of at least this", **MUTABLE)
+    passrate_threshold: float = Field(default=1.0, description="a sample passes with a reward of at least this", **RECORDED)
     custom_rollout_log_function_path: str | None = hook("that logs a batch's samples; if it returns true, Myxo does not")
     custom_eval_rollout_log_function_path: str | None = hook("that logs an evaluation; if it returns true, Myxo does not")
     use_wandb: bool = Field(default=False, description="write to W&B, too; needs the extra wandb", **MUTABLE)

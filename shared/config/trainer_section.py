@@ -316,7 +316,7 @@ class TrainerSection(Section):
     adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Adam β1")
     adam_beta2: float = Field(default=0.98, ge=0, lt=1, description="Adam β2")
     adam_eps: float = Field(default=1e-8, gt=0, description="Adam ε")
-    reset_optimizer_states: bool = Field(default=False, description="zero Adam's moments before each rollout batch", **MUTABLE)
+    reset_optimizer_states: bool = Field(default=False, description="zero Adam's moments before each rollout batch", **RECORDED)
     clip_grad: float = Field(default=1.0, ge=0, description="gradient norm clip; 0 = off", **RECORDED)
     only_train_params_name_list: list[str] = Field(
         default=[],

@@ -94,7 +94,7 @@ class Session(Message):
     may not say so; ``seed``: by what, in engines with deterministic inference. ``min_version``: the oldest weight version that may
     generate for it. ``evaluation``: nothing of it is trained. ``opened``: when that was; ``replica``: who looks after its rollout.
     ``kept``: the tokens that samplers keep are asked for, with this ``top_k`` where ``sampling`` has none; 0: they are not. ``variables``:
-    of the chat template, over the run's.
+    of the chat template, over the run's. ``environment``: what scores its sample.
     """
 
     id: SessionId
@@ -109,6 +109,7 @@ class Session(Message):
     evaluation: bool = False
     kept: Count = 0
     variables: dict[str, Any] = {}
+    environment: str = Field(default="", max_length=128)
     opened: Timestamp | None = None
     replica: str = Field(default="", max_length=128)
 

@@ -50,8 +50,9 @@ async def test_the_sessions_of_a_set_have_its_own_variables_for_the_chat_templat
     sets = {"sets": [{"name": "own", "path": "p", "apply_chat_template_kwargs": own}, {"name": "runs", "path": "p"}]}
     desk = await bench("two_turns", data={"apply_chat_template_kwargs": run}, eval=sets)
     for group, variables in (("eval.own.0.0", {**own, "date": None}), ("eval.runs.0.0", {}), ("g00000007", {})):
-        session, _ = desk.groups.new_session(desk.task(group=group), 0, 0)
-        assert session.variables == variables
+        task = desk.task(group=group)
+        session, _ = desk.groups.new_session(task, 0, 0)
+        assert (session.variables, session.environment) == (variables, task.environment)
 
 
 async def test_a_store_that_is_away_ends_no_group(bench: NewAgentBench, valkey: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch) -> None:

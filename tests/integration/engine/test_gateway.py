@@ -352,9 +352,9 @@ async def test_a_schema_is_enforced_in_evaluations_or_changes_the_prompt_alone(h
         assert json.loads(str(text))["sum"] in (4, 5)
 
 
-async def test_a_response_continues_a_stored_one_and_a_run_of_given_rewards_wants_one(hall: NewHall, checkpoint: Checkpoints) -> None:
-    room = await hall(reward={"rm_type": "given"})
-    played = await room.session()
+async def test_a_response_continues_a_stored_one_and_a_given_reward_is_wanted(hall: NewHall, checkpoint: Checkpoints) -> None:
+    room = await hall()
+    played = await room.session(environment="given")
     async with played.client(room.urls[0], max_retries=0) as client:
         ask = functools.partial(client.responses.create, model="0", instructions="be brief")
         first = await ask(input="what is 2+2?")

@@ -2,9 +2,12 @@
 
 import os
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from services.buffer import buffer_service
+from services.buffer.buffer_service import Buffer
 from services.buffer.prompt_supply import (
     BLOCK_BYTES,
     MOST_BLOCKS,
@@ -17,7 +20,9 @@ from services.buffer.prompt_supply import (
     named_files,
     touched_files,
 )
+from services.buffer.state import BufferState
 from shared.runtime.errors import ConfigError
+from shared.schema.ledger import EvalStarted
 from tests.support.run_config import run_config
 from tests.support.tables import table
 
@@ -89,3 +94,22 @@ def test_the_runs_files_are_known_by_path_and_field(tmp_path: Path, file: Path) 
 @table("data", [None, b"", b"nonsense", b"[]", b'{"a": {"size": "many"}}'])
 def test_what_is_no_note_of_files_counts_as_none(data: bytes | None) -> None:
     assert decode_fingerprints(data) == {}
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+async def test_a_run_that_evaluates_alone_has_begun_with_its_first_evaluation(evaluates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, asked = BufferState(), list[bool]()
+    if evaluates:
+        state.apply(EvalStarted(dataset="heldout", version=0, prompts=2, at=0.0))
+
+    async def check(_: object, __: object, *, begun: bool) -> None:
+        asked.append(begun)
+        raise InterruptedError
+
+    monkeypatch.setattr(buffer_service, "check_data", check)
+    buffer = Mock(spec=[])
+    buffer._ledger = Mock(recover=AsyncMock(return_value=(state, [])))
+    buffer._service = buffer._prompts = Mock()
+    with pytest.raises(InterruptedError):
+        await Buffer._recover(buffer)
+    assert asked == [evaluates]

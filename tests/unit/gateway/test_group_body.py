@@ -68,6 +68,7 @@ def test_what_is_scored_is_the_text_of_the_tokens_that_were_sampled(config: RunC
     ("changes", "field", "status"),
     [
         ({"versions": 10}, "versions", 400),
+        ({"scores": None, "environment": "f1", "metadata": {"rm_type": "math"}}, "metadata", 400),
         ({"versions": [[9, 9, 9, 9, 9, 10], [9] * 6]}, "versions", 400),
         ({"versions": 6}, "versions", 409),
         ({"versions": [9, 6]}, "versions", 409),

@@ -9,6 +9,7 @@ import pytest
 
 from myxo.preflight.inspection import Inspection, Note
 from myxo.preflight.run_plan import check_gpu_memory, settle_trainer
+from myxo.run.run_directory import RunDirectory
 from shared.runtime.errors import BadInput, ConfigError
 from tests.support.run_config import run_config
 from tests.unit.myxo.test_memory_plans import SHAPE
@@ -39,9 +40,19 @@ def test_tokens_are_settled_where_the_trainers_gpus_are(
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho {mebibytes}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":" if mebibytes else None)
-    trainer, said = settle_trainer(Inspection(run_config(tmp_path, **sections), starts=True))
-    assert (trainer.max_tokens_per_gpu, trainer.log_probs_chunk_size) == tokens
+    found, said = settle_trainer(Inspection(run_config(tmp_path, **sections), starts=True))
+    assert (found["max_tokens_per_gpu"], found["log_probs_chunk_size"]) == tokens
     assert bool(said) == (8192 in tokens and 2048 not in tokens)
+
+
+@pytest.mark.parametrize(("fresh", "tokens"), [(False, (3000, 512)), (True, (8192, 512))])
+def test_a_run_continues_with_the_tokens_that_it_began_with(fresh: bool, tokens: tuple[int, int], tmp_path: Path) -> None:
+    begun = run_config(tmp_path, trainer={"max_tokens_per_gpu": 3000, "log_probs_chunk_size": 100})
+    begun.run.root.mkdir(parents=True)
+    RunDirectory(begun.run.root).freeze(begun)
+    config = run_config(tmp_path, trainer={"train_device": "cpu", "log_probs_chunk_size": 512})
+    found, _ = settle_trainer(Inspection(config, fresh=fresh))
+    assert (found["max_tokens_per_gpu"], found["log_probs_chunk_size"]) == tokens
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ MUTABLE_FIELDS = """
     save_at_start save_interval async_save keep_checkpoints save_hf save_hf_interval save_final_hf batch_timeout collective_timeout
     torch_threads tinker_tenants tinker_adapters tinker_samples tinker_checkpoint_steps tinker_body_bytes skip_unchanged push_timeout
     update_weight_mode update_weight_delta_encoding update_weight_full_interval snapshot_interval keep_snapshots join_from log_multi_turn
-    log_passrate reset_optimizer_states passrate_threshold keep_rollouts keep_rollouts_bytes keep_rollouts_tokens use_wandb wandb_project
+    log_passrate keep_rollouts keep_rollouts_bytes keep_rollouts_tokens use_wandb wandb_project
     wandb_group wandb_team wandb_mode wandb_dir wandb_host http_host logprob_alarm opd_teacher_concurrency opd_teacher_key_variable
     opd_teacher_timeout opd_teachers save_debug_rollout_data save_debug_train_data dump_details use_pytorch_profiler profile_step_start
     profile_step_end profile_target profile_engine_steps record_memory_history memory_recorder memory_snapshot_num_steps
@@ -432,7 +432,7 @@ def test_overrides_do_not_hide_a_section_that_is_no_section(tmp_path: Path) -> N
 RECORDED = {
     *("lr", "min_lr", "critic_lr", "weight_decay", "clip_grad", "eps_clip", "eps_clip_high", "eps_clip_c", "value_clip", "tis_clip"),
     *("tis_clip_low", "kl_loss_coef", "kl_coef", "entropy_coef", "rollout_temperature", "mtp_loss_scaling_factor"),
-    *("max_tokens_per_gpu", "log_probs_chunk_size"),
+    *("max_tokens_per_gpu", "log_probs_chunk_size", "reset_optimizer_states", "passrate_threshold"),
 }
 
 
@@ -448,6 +448,7 @@ def test_exactly_the_marked_fields_may_change_on_resume() -> None:
 FIXED = "exists with another value"
 NO_REFERENCE = "no reference policy"
 PPO = {"advantage_estimator": "ppo"}
+QAT: dict[str, Any] = {"trainer": {"train_env_vars": {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1"}}}
 
 
 @table(
@@ -467,6 +468,9 @@ PPO = {"advantage_estimator": "ppo"}
         ({}, {"algorithm": {"kl_loss_coef": 0.1}}, NO_REFERENCE),
         ({"algorithm": {"use_kl_loss": True}}, {"algorithm": {"use_kl_loss": True, "kl_loss_coef": 0.1}}, ""),
         ({"algorithm": PPO}, {"algorithm": {**PPO, "kl_coef": 0.1}}, NO_REFERENCE),
+        ({}, {"trainer": {"train_env_vars": {"NCCL_DEBUG": "INFO", "OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "0"}}}, ""),
+        ({}, QAT, FIXED),
+        (QAT, {}, FIXED),
         ({}, {"rollout": {"rollout_batch_size": 8}}, FIXED),
         ({}, {"rollout": {"n_samples_per_prompt": 8}}, FIXED),
         ({}, {"rollout": {"max_staleness": 3}}, FIXED),
@@ -593,6 +597,7 @@ def test_gateways_and_agents_processes_follow_the_cores(
     config = run_config(tmp_path, rollout={"agent": "my.agents:run", "rollout_replicas": 2})
     assert (config.gateways, agent_workers(config.rollout)) == (gateways, workers)
     assert run_config(tmp_path).gateways == 0
+    assert run_config(tmp_path, gateway={"gateway_port": 8000}).gateways == 1
     assert run_config(tmp_path, rollout={"agent": "my.agents:run"}, gateway={"gateway_port": 8000}).gateways == 1
     assert run_config(tmp_path, rollout={"agent": "my.agents:run"}, gateway={"gateway_replicas": 5}).gateways == 5
     assert agent_workers(run_config(tmp_path, rollout={"agent_workers": 3}).rollout) == 3

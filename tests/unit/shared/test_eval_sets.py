@@ -53,6 +53,12 @@ def test_a_config_with_sets_comes_back_from_json_and_toml(tmp_path: Path) -> Non
     assert [str(file) for item in absolute.eval.named.values() for file in item.path] == ["/base/x.jsonl", "/base/a", "/base/b", "/base/c"]
 
 
+def test_a_set_with_a_function_of_its_own_is_not_scored_as_the_run_is(tmp_path: Path) -> None:
+    reward = {"rm_type": "tournament", "judge_url": "http://j/v1", "judge_model": "m"}
+    own = {"name": "held", "path": "held.jsonl", "custom_rm_path": "my.rewards:score"}
+    assert run_config(tmp_path, reward=reward, eval={"sets": [own]}).queues()
+
+
 def test_what_generates_for_a_set_takes_the_place_of_whatever_generates_for_the_run(tmp_path: Path) -> None:
     kinds = {"f": {"custom_generate_function_path": "my.own:f"}, "a": {"agent": "my.own:a"}, "c": {"agent_command": ["./own"]}, "none": {}}
     sets = [{"name": name, "path": "x", **own} for name, own in kinds.items()]
