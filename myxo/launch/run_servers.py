@@ -137,7 +137,7 @@ class RefusedWrites:
             return 0
 
 
-# The deadline for a restarted server to answer. The launcher does nothing else meanwhile, since everything needs the server.
+# A restarted server has so long to answer, beside reading its files. The launcher does nothing else meanwhile: everything needs the server.
 RESTART_SECONDS = 10.0
 PROBE_SECONDS = 2.0  # interval at which an embedded server is asked whether it answers
 LOG_SECONDS = 0.5  # interval at which the log of an embedded NATS is read for writes that found no room

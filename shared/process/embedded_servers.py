@@ -23,11 +23,10 @@ from shared.runtime.host import host_memory
 
 START_SECONDS = 30.0
 STOP_SECONDS = 5.0
+LOAD_BYTES_S = 50e6  # at which a server at least reads its files before its first answer
 FILE_STORE_BYTES = 1 << 50  # What the embedded NATS may store: no bound beside those of its streams
 STORE_SHARE = 4  # The embedded Valkey may use one part of so many of the machine's memory, unless the run's config says otherwise
 PORTS = 12_000  # The number of ports that `free_port` draws from
-
-
 PORT_DRAWS = 5  # How many ports a server tries at its first start, each taken by somebody else between its draw and that
 LAST_LINES = 5  # Lines of a server's log that tell why it has ended
 PORT_TAKEN = "address already in use"  # What a server's log says then
@@ -103,10 +102,11 @@ class EmbeddedServer(ABC):
         """Writes the config files and returns the command line."""
 
     def start(self, deadline: float = START_SECONDS) -> None:
-        """Starts (or, after a death, restarts) the server on the same address and waits until it answers.
+        """Starts or restarts it on the same address and waits until it answers: ``deadline`` seconds, beside those to read its files.
 
         Raises DeadlineExceeded or ProcessEnded with the end of the server's log.
         """
+        deadline += sum(path.stat().st_size for path in self.directory.rglob("*") if path.is_file()) / LOAD_BYTES_S
         self.process = ChildProcess(self.name, self._command(), self.log_path)
         try:
             self.process.wait_ready(self.answers, "a first answer", deadline, pause_s=0.01)

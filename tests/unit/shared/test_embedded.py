@@ -1,9 +1,39 @@
-"""Ports for servers that begin to listen later."""
+"""Ports for servers that begin to listen later, and a server that reads its files first."""
 
 import socket
+import sys
 from pathlib import Path
 
-from shared.process.embedded_servers import free_port
+from shared.process.embedded_servers import LOAD_BYTES_S, EmbeddedServer, free_port
+
+LOADING = """
+import socket, sys, time
+with socket.create_server(("127.0.0.1", int(sys.argv[1]))) as server:
+    ready = time.monotonic() + 1
+    while True:
+        server.accept()[0].sendall(b"+PONG" if time.monotonic() > ready else b"-LOADING")
+"""
+
+
+class Loading(EmbeddedServer):
+    """Says for a second that it reads its log."""
+
+    name, question, answer = "loading", b"PING", b"+PONG"
+
+    def _command(self) -> list[str]:
+        self.address = ("127.0.0.1", port := free_port())
+        return [sys.executable, "-c", LOADING, str(port)]
+
+
+def test_a_server_is_waited_for_while_it_reads_what_it_has_written(tmp_path: Path) -> None:
+    server = Loading(tmp_path)
+    with (tmp_path / "log.aof").open("wb") as log:
+        log.truncate(int(60 * LOAD_BYTES_S))
+    try:
+        server.start(deadline=0.1)
+        assert server.alive()
+    finally:
+        server.stop()
 
 
 def test_a_port_is_free_and_none_that_an_outgoing_connection_may_get() -> None:
