@@ -102,7 +102,7 @@ def materialized(item: VersionOnDisk, target: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         return item.make(target)
-    except BrokenCheckpoint as error:
+    except (BrokenCheckpoint, OSError) as error:
         raise ConfigError("--version", item.version, str(error)) from error
 
 

@@ -317,18 +317,22 @@ class WeightCatchUp:
         await self._service.publish_event("caught_up", f"version {checkpoint.version} from {source} in {time.monotonic() - started:.1f} s")
 
     async def _pulled(self, snapshot: WeightsSnapshot) -> WeightCheckpoint:
-        """Returns the version, verified, in a directory that the engine can read. Raises BrokenCheckpoint, DeadlineExceeded."""
+        """Returns the version, verified, in a directory that the engine can read. Raises BrokenCheckpoint, and MyxoError to try again."""
         seconds, directory = self._config.push_timeout, self._config.object_store_url or str(self._checkpoints.directory)
-        cache = self._local_copy()
         if self._pulling is not None and not self._pulling.done():
             raise DeadlineExceeded("the end of an earlier pull", directory, seconds, "a file system that does not answer")
-        work = self._downloaded if self._by_objects else lambda _: cache.follow(self._checkpoints, snapshot.version)
-        self._pulling = asyncio.ensure_future(asyncio.to_thread(work, snapshot))
         try:  # a download has a deadline for each object
+            cache = self._local_copy()
+            work = self._downloaded if self._by_objects else lambda _: cache.follow(self._checkpoints, snapshot.version)
+            self._pulling = asyncio.ensure_future(asyncio.to_thread(work, snapshot))
             return await asyncio.wait_for(asyncio.shield(self._pulling), None if self._by_objects else seconds)
         except TimeoutError:
-            log_failure(self._pulling, f"a pull of version {snapshot.version}")  # the caller no longer waits for it
+            if self._pulling is not None:
+                log_failure(self._pulling, f"a pull of version {snapshot.version}")  # the caller no longer waits for it
             raise DeadlineExceeded(f"version {snapshot.version}", directory, seconds, "it is tried again") from None
+        except OSError as error:
+            places = f"{CACHE_VARIABLE} and {SITE_VARIABLE} name other directories"
+            raise MyxoError(f"version {snapshot.version} cannot be put together on this machine: {error}; {places}") from error
 
     def _local_copy(self) -> LocalCheckpoint:
         if self._cache is None:
@@ -371,9 +375,8 @@ class WeightCatchUp:
         self._service.metrics.add("object_store_received", self._mirror.received - before)
         try:
             whole = self._cache.follow_chain(chain)
-            if (
-                whole is chain[-1] and self._config.update_weight_mode == "delta"
-            ):  # later deltas lie on a copy of it, and the site's is removed with the store's
+            # later deltas lie on a copy of it, and the site's is removed with the store's
+            if whole is chain[-1] and self._config.update_weight_mode == "delta":
                 self._cache.copy_from(whole)
                 whole = self._cache.held() or whole
             return whole

@@ -31,12 +31,12 @@ from shared.runtime.errors import ConfigError, DeadlineExceeded, MyxoError
 
 FIELD, REGION_FIELD, HTTP_FIELD = "weights.object_store_url", "weights.object_store_region", "weights.object_store_allow_http"
 KEY_VARIABLE, SECRET_VARIABLE, TOKEN_VARIABLE = "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"
-SOCKET_SECONDS = 20.0  # without a byte, after which a connection counts as broken
+SOCKET_SECONDS = 20.0  # without a byte, or for `PIECE_BYTES` to leave, after which a connection counts as broken
 REQUEST_SECONDS = 60.0  # the deadline for a request that carries no object
 PROBE_SECONDS = 15.0  # the same where somebody waits for a run's start
 SIGNED_SECONDS = 900  # for which the client's own URLs hold
 RETRY_PAUSE = 0.25, 5.0  # the first pause before another attempt, and the longest
-READ_BYTES = 1 << 18
+PIECE_BYTES = 1 << 18  # that are read or sent at a time
 MAX_ANSWER = 4 << 20  # bytes of an answer that is no object
 _BROKEN = (OSError, http.client.HTTPException, ssl.SSLError)
 Result = TypeVar("Result")
@@ -211,12 +211,14 @@ class S3Client:
         except (DeadlineExceeded, ObjectCorrupt) as error:
             raise ConfigError(FIELD, self.location.url, f"an object store that answers from here; {error}") from error
 
-    def _request(self, method: str, key: str, deadline: float, data: bytes | None = None, query: Mapping[str, str] | None = None) -> bytes:
+    def _request(self, method: str, key: str, deadline: float, data: bytes = b"", query: Mapping[str, str] | None = None) -> bytes:
         """Returns the answer's body."""
 
         def attempt() -> bytes:
-            request = urllib.request.Request(self.url(key, SIGNED_SECONDS, method=method, query=query), data, method=method)
+            pieces = (data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES))  # each has the socket's time
+            request = urllib.request.Request(self.url(key, SIGNED_SECONDS, method=method, query=query), pieces, method=method)
             request.add_header("Content-Type", "application/octet-stream")
+            request.add_header("Content-Length", str(len(data)))
             with _opened(request, self._note_time) as answer:
                 return answer.read(MAX_ANSWER)
 
@@ -248,7 +250,7 @@ def download(url: Callable[[], str], size: int, digest: str, deadline: float) ->
             if got and answer.status != http.client.PARTIAL_CONTENT:
                 got.clear()  # the server does not continue
             whole = len(got) + int(answer.headers.get("Content-Length") or size - len(got)) == size
-            while whole and (piece := answer.read1(READ_BYTES)):
+            while whole and (piece := answer.read1(PIECE_BYTES)):
                 got.extend(piece)
         if whole and len(got) < size:
             raise http.client.IncompleteRead(b"", size - len(got))
@@ -275,9 +277,8 @@ def _retried(what: str, deadline: float, attempt: Callable[[], Result]) -> Resul
             failure: Exception = error
         except _BROKEN as error:
             if isinstance(getattr(error, "reason", error), ssl.SSLCertVerificationError):
-                raise ObjectStoreRefused(
-                    what, 0, f"its certificate is not trusted; name the authority's file in {CA_VARIABLE}", str(error)
-                ) from None
+                untrusted = f"its certificate is not trusted; name the authority's file in {CA_VARIABLE}"
+                raise ObjectStoreRefused(what, 0, untrusted, str(error)) from None
             failure = error
         if time.monotonic() + pause > end:
             raise DeadlineExceeded(what, "the object store", deadline, f"given up ({failure})") from failure

@@ -31,10 +31,10 @@ from shared.transfer.weight_checkpoint import (
     WeightCheckpoint,
     directory_name,
     load_checkpoint,
-    version_of,
 )
 
 OBJECT_NAME = re.compile(r"[0-9a-f]{64}\Z")
+_KEPT_NAME = re.compile(r"\.?(v(\d{6,15}))(?:\.[0-9a-f]{16}\.partial)?\Z")  # of a mirror's checkpoint, or its draft
 # Bytes of a chunk: a far connection carries so little that even a delta has to be spread over many; a large model has to have few objects.
 LEAST_OBJECT, LARGEST_OBJECT = 1 << 20, 1 << 26
 MAX_INDEX = 256 * 1024**2  # bytes of an index, which has about 70 for each chunk
@@ -211,10 +211,11 @@ class ObjectMirror:
 
     def __init__(self, directory: Path, sign: Callable[[str, str], str], connections: int, deadline: float) -> None:
         self._directory, self._sign, self._connections, self._deadline = directory, sign, connections, deadline
+        self._used = contextlib.ExitStack()  # shared locks of what the last pull returned: no other replica removes it
         self.received = 0  # bytes downloaded by this process
 
     def pull(self, index: str, index_bytes: int, wanted: VersionId, held: VersionId | None) -> list[WeightCheckpoint]:
-        """Returns the checkpoints that make ``wanted`` on ``held``, once all of them lie here.
+        """Returns the checkpoints that make ``wanted`` on ``held``, once all of them lie here. They stay at least until the next pull.
 
         Raises BrokenCheckpoint for what the store lacks, or has under a wrong name; DeadlineExceeded, ObjectStoreRefused, OSError.
         """
@@ -227,6 +228,7 @@ class ObjectMirror:
         chain = found.chain(wanted, held)
         if chain is None:
             raise BrokenCheckpoint(wanted.version, self._directory, "its index has no whole checkpoint below it")
+        self._used.close()
         paths = [self._fetched(index, part) for part in chain]
         self._retain(found)
         return [load_checkpoint(path) for path in paths]
@@ -245,6 +247,7 @@ class ObjectMirror:
         path = self._directory / part.place
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._locked(path):
+            fcntl.flock(self._used.enter_context(path.with_name(f".{path.name}.used").open("a+b")), fcntl.LOCK_SH)
             if _is_there(path, part):
                 return path
             draft = path.with_name(f".{path.name}.{part.digest[:16]}.partial")
@@ -265,33 +268,35 @@ class ObjectMirror:
         start, path = at * object_bytes(size), draft / file
         length = min(object_bytes(size), size - start)
         with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b") as target:
-            if not length:
-                return
-            if os.fstat(target.fileno()).st_size > start and _name(os.pread(target.fileno(), length, start)) == name:
-                return
-            os.pwrite(target.fileno(), self._object(index, name, length), start)
+            there = os.fstat(target.fileno()).st_size > start and _name(os.pread(target.fileno(), length, start)) == name
+            if length and not there:
+                os.pwrite(target.fileno(), self._object(index, name, length), start)
 
     def _retain(self, index: ObjectIndex) -> None:
-        """Removes the versions that the store no longer has: no replica takes a chain of them any more."""
-        listed = {found.place for found in index.checkpoints}
-        for path in [path for kind in ("full", "delta") for path in sorted((self._directory / kind).glob("*"))]:
-            if version_of(path) is not None and f"{path.parent.name}/{path.name}" not in listed:
-                shutil.rmtree(path, ignore_errors=True)
-                path.with_name(f".{path.name}.lock").unlink(missing_ok=True)
+        """Removes older versions, and drafts of them, that the store no longer has and no replica here uses or downloads."""
+        listed, newest = {found.place for found in index.checkpoints}, max((found.version for found in index.checkpoints), default=0)
+        for path in [path for kind in ("full", "delta") for path in (self._directory / kind).glob("*")]:
+            found = _KEPT_NAME.match(path.name)
+            if found is None or int(found[2]) >= newest or f"{path.parent.name}/{found[1]}" in listed:
+                continue
+            with contextlib.suppress(OSError), contextlib.ExitStack() as locks:
+                for lock in (path.with_name(f".{found[1]}.lock"), used := path.with_name(f".{found[1]}.used")):
+                    fcntl.flock(locks.enter_context(lock.open("a+b")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path)
+                used.unlink()  # the other one stays: whoever waits for it would lock a file that nobody else finds
 
     @contextlib.contextmanager
     def _locked(self, path: Path) -> Iterator[None]:
         """Holds the lock of a checkpoint. Raises DeadlineExceeded where another process downloads it for too long."""
-        end = time.monotonic() + 10 * self._deadline
+        seconds = 10 * self._deadline
+        end = time.monotonic() + seconds
         with path.with_name(f".{path.name}.lock").open("ab") as file:
             while True:
                 with contextlib.suppress(BlockingIOError):
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 if time.monotonic() > end:
-                    raise DeadlineExceeded(
-                        f"{path}", "the replica of this site that downloads it", 10 * self._deadline, "it is tried again"
-                    )
+                    raise DeadlineExceeded(f"{path}", "the replica of this site that downloads it", seconds, "it is tried again")
                 time.sleep(LOCK_POLL_S)
             yield
 

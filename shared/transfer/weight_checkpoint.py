@@ -528,7 +528,7 @@ class LocalCheckpoint:
         is the chain's own checkpoint if that is a whole one alone, else the copy here.
 
         Raises:
-            BrokenCheckpoint: it names the checkpoint of the chain that is torn or altered.
+            BrokenCheckpoint: it names the checkpoint of the chain that is torn or altered. OSError: the copy's disk refuses it.
         """
         if len(chain) == 1 and chain[0].base is None:
             _verify(chain[0])
@@ -542,7 +542,7 @@ class LocalCheckpoint:
             _verify(chain[0])
             try:
                 self.copy_from(chain[0])
-            except OSError as error:  # it is gone since it was verified
+            except FileNotFoundError as error:  # it is gone since it was verified; any other error is of the copy's disk
                 raise chain[0].broken(error) from error
             held = chain[0]
         for delta in chain[ids.index(held.id) + 1 :]:
@@ -558,7 +558,7 @@ class LocalCheckpoint:
         try:
             draft, tensors = self.begin_change()
             _change(tensors, before, delta)
-        except (TensorFileBroken, BadMessage, OSError) as error:
+        except (TensorFileBroken, BadMessage, FileNotFoundError) as error:
             self.clear()
             raise delta.broken(error) from error
         except BrokenCheckpoint:

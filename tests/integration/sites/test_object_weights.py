@@ -103,6 +103,48 @@ def test_replicas_of_a_site_take_each_version_once_and_never_a_whole_one_that_th
     late.take(*newest)  # all that the newest needs is there
 
 
+def test_a_replica_removes_what_nobody_of_its_site_uses_any_more(training: Training, tmp_path: Path) -> None:
+    """One that is behind keeps what it reads, and removes nothing newer; a draft that nobody continues goes with its version."""
+    site, client = tmp_path / "site", training.publisher.client
+    ahead, behind = Replica(tmp_path / "ahead", site, client), Replica(tmp_path / "behind", site, client)
+    for _ in range(3):
+        training.step()
+    (written, index), whole = training.published[-1], site / "full" / "v000000"
+    draft = whole.with_name(f".v000001.{'0' * 16}.partial")
+    chain = behind.mirror.pull(index.name, index.bytes, written.id, None)
+    draft.mkdir()
+    for _ in range(2):
+        newest = training.step()
+    ahead.take(*newest)
+    assert all(part.path.is_dir() for part in chain) and not draft.exists()
+    there = {path.name for path in site.glob("*/v*")}
+    assert behind.mirror.pull(index.name, index.bytes, written.id, None) == chain
+    assert {path.name for path in site.glob("*/v*")} == there >= {"v000000", "v000004"}
+    behind.take(*newest)
+    assert not whole.exists() and whole.with_name(".v000000.lock").exists() and not list(site.glob("*/.v000000.used"))
+
+
+def test_an_upload_has_time_as_long_as_it_flows(monkeypatch: pytest.MonkeyPatch) -> None:
+    received = []
+
+    def serve(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        head, _, body = connection.recv(1 << 16).partition(b"\r\n\r\n")
+        size, slow = len(body), time.monotonic() + 1.5
+        while size < 32 << 20:
+            size += len(connection.recv(1 << 16))
+            time.sleep(0.01 if time.monotonic() < slow else 0.0)
+        received.append((b"Content-Length: %d" % size in head, size))
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    monkeypatch.setattr(s3, "SOCKET_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/bucket"
+        S3Client(ObjectStoreLocation.parse(url, "us-east-1"), TRAINER).put("object", bytes(32 << 20), 0.1)
+    assert received == [(True, 32 << 20)]
+
+
 def test_what_is_damaged_in_the_store_is_found_and_mended_by_another_upload(training: Training, tmp_path: Path) -> None:
     client, replica = training.publisher.client, Replica(tmp_path / "copy", tmp_path / "site", training.publisher.client)
     written, index = training.step()

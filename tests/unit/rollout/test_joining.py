@@ -4,11 +4,17 @@ import os
 import signal
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
-from services.rollout.weight_catch_up import Situation, choose, temporary_directory
+from services.rollout.weight_catch_up import CACHE_VARIABLE, Situation, WeightCatchUp, choose, temporary_directory
+from shared.runtime.errors import MyxoError
+from shared.transfer.weight_checkpoint import BrokenCheckpoint, WeightCheckpoints
+from tests.support.run_config import run_config
 from tests.support.tables import table
+from tests.unit.shared.weights.test_weight_checkpoints import history
 
 NEW, PUSHES, PULLS = -1, True, False
 PEER, DISK = "peer", "disk"
@@ -40,6 +46,18 @@ CASES = {
 def test_where_weights_come_from(case: str) -> None:
     join_from, held, live, snapshot, peers, pushes, choice = CASES[case]
     assert choose(join_from, Situation(held, live, snapshot, peers, pushes)) == choice  # type: ignore[arg-type]
+
+
+async def test_a_disk_that_refuses_the_copy_is_named_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run_config(tmp_path, weights={"update_weight_transport": "disk", "update_weight_mode": "delta"})
+    history(WeightCheckpoints.of_run(config).directory, "fd")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file"))
+    service = SimpleNamespace(config=config, instance="rollout-1", run=config.run.name)
+    catch_up = WeightCatchUp(service, Mock(), lambda: False)  # type: ignore[arg-type]
+    with pytest.raises(MyxoError, match=rf"version 1 cannot be put together .* Not a directory: .*{CACHE_VARIABLE}") as raised:
+        await catch_up._pulled(SimpleNamespace(version=1))  # type: ignore[arg-type]
+    assert not isinstance(raised.value, BrokenCheckpoint)
 
 
 def test_the_copies_of_processes_that_were_killed_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,14 @@
 """Versions on disk: chains, what breaks them, what is kept, and that nobody ever sees half of one."""
 
 import datetime
+import errno
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -191,6 +193,14 @@ def test_a_foreign_description_is_named(fields: str, tmp_path: Path) -> None:
     with pytest.raises(BrokenCheckpoint, match=r"version 3 cannot be had from .*v000003: its checkpoint.json cannot be read"):
         snapshots.chain(3)
     assert snapshots.retain(1) == [] and snapshots.path_of(3).is_dir()
+
+
+def test_a_full_disk_of_the_copy_is_no_damage_of_the_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshots, full = history(tmp_path / "w", "fd"), OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(shutil, "copyfileobj", Mock(side_effect=full))
+    with pytest.raises(OSError, match="No space left") as raised:
+        LocalCheckpoint(tmp_path / "cache").follow(snapshots, 1)
+    assert raised.value is full
 
 
 def test_a_damaged_cache_is_made_anew(tmp_path: Path) -> None:
