@@ -81,7 +81,7 @@ def recalled(log: SessionLog, asked: wire.ChatTurn) -> wire.ChatTurn:
         if asked.thread not in log.threads:
             raise wire.unknown_conversation(asked.thread, "conversation")
         name, further = log.threads[asked.thread]
-        history = [message for messages in further for message in json.loads(messages)]
+        history = [message for messages in further.values() for message in json.loads(messages)]
     while name:
         if (turn := turns.get(name)) is None or not turn.messages:
             message = f"no response {name[:200]!r} is stored in this session"

@@ -38,7 +38,8 @@ class CommandLog:
             await self._bus.publish(subject, entry, once=True)
             return entry
         except WrongSequence:  # also where an attempt of this call went through and its confirmation was lost
-            stored = await self._bus.js.get_last_msg(self._names.commands_stream, subject)
+            js, stream = self._bus.js, self._names.commands_stream
+            stored = await self._bus.retry(lambda: js.get_last_msg(stream, subject), f"what {subject} holds", deadline=60.0)
             return type(entry).decode(stored.data or b"")
 
     async def with_payload(self, entry: Entry, blob: bytes, store: Store, name: str = "", seconds: int = KEPT_SECONDS) -> Entry:

@@ -238,16 +238,15 @@ async def read(
             while pending and seen < newest:
                 messages, pending = await _batch(bus, answers, stream, subject, seen + 1)
                 for message in messages:
-                    progress, seen = time.monotonic(), int((message.headers or {})[SEQUENCE])
+                    seen = int((message.headers or {})[SEQUENCE])
                     if seen > newest:
                         return
                     try:
-                        entry = model.decode(message.data)
+                        yield seen, model.decode(message.data)
                     except BadMessage:
                         if strict:
                             raise
-                        continue
-                    yield seen, entry
+                    progress = time.monotonic()  # what the caller did meanwhile was no silence of the bus
                 await asyncio.sleep(0)  # a long history leaves the loop to others
             return
         except (nats.errors.Error, *TRANSIENT) as error:

@@ -42,6 +42,7 @@ SAMPLE_RATES = (4000, 192_000)  # The lowest and the highest of a sound, in Hz
 MOST_PEAK = 1.5  # What is cut off at 1 in silence: lossy formats, and another rate, overshoot a little
 MOST_BYTES = 64 << 20  # The most bytes of one prompt's pictures, as they are stored
 MOST_ASPECT = 200  # The widest picture, by its sides, that the families' processors take
+PROCESSOR_FILES = ("video_preprocessor_config.json", "preprocessor_config.json", "processor_config.json")  # The first: of videos alone
 # Types of parts of messages, by kind
 PARTS = {"image": ("image", "image_url"), "audio": ("audio", "audio_url", "input_audio"), "video": ("video", "video_url")}
 
@@ -95,7 +96,7 @@ class MediaRule:
         config, noun = _json(model / "config.json"), cls.noun
         if (kind := str(config.get("model_type"))) not in cls.families:
             raise ConfigError(_FIELD, kind, f"none for this model; {noun}s are shown to {', '.join(cls.families)} alone")
-        files = (*(["video_preprocessor_config.json"] if noun == "video" else ()), "preprocessor_config.json", "processor_config.json")
+        files = PROCESSOR_FILES if noun == "video" else PROCESSOR_FILES[1:]
         path = next((model / name for name in files if (model / name).is_file()), None)
         if path is None:
             raise ConfigError(_FIELD, str(model), "the checkpoint's preprocessor_config.json beside it; there is none")

@@ -25,7 +25,7 @@ from shared.config.run_config import RunConfig
 from shared.data.call_form import in_call_form
 from shared.data.chat_template import BrokenTemplate
 from shared.data.data_files import DataFile
-from shared.data.media import MOST_BYTES, BadMedia, MediaReader
+from shared.data.media import MOST_BYTES, PROCESSOR_FILES, BadMedia, MediaReader
 from shared.data.read_progress import ReadProgress
 from shared.data.rows import MixedOrder, RowEntry, Rows, open_rows
 from shared.data.tokenizer import Tokenizer
@@ -110,12 +110,12 @@ class FilterCache:
 
 
 def fingerprint(model: Path, files: Sequence[DataFile], settings: object) -> str:
-    """Returns a digest of files by path, size and time, of the model's tokenizer and templates by content, and of settings, a JSON value.
+    """Returns a digest of files by path, size and time, of how the model's folder reads input by content, and of settings, a JSON value.
 
     Raises OSError for a file that is not there.
     """
     stated = [(str(file), file.path.stat().st_size, file.path.stat().st_mtime_ns) for file in files]
-    side = [model / name for name in SIDE_FILES] + sorted((model / TEMPLATE_FOLDER).glob("*.jinja"))
+    side = [model / name for name in (*SIDE_FILES, *PROCESSOR_FILES)] + sorted((model / TEMPLATE_FOLDER).glob("*.jinja"))
     tokenizer = [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in side if path.is_file()]
     return hashlib.sha256(json.dumps([stated, tokenizer, settings], sort_keys=True).encode()).hexdigest()
 

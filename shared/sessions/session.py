@@ -188,8 +188,9 @@ class TurnRewarded(Message):
 
 class ThreadExtended(Message):
     """Messages behind a stored conversation's last turn, as JSON, and the name by which requests continue it: its first record, or further
-    ones."""
+    ones. ``id``: of the record, which may be written twice."""
 
+    id: str = Field(default_factory=lambda: secrets.token_hex(16), max_length=64)
     name: str = Field(min_length=1, max_length=64)
     messages: str
 
@@ -266,7 +267,7 @@ class SessionLog:
 
     turns: by request id, in the order of their ends. pending: those that have begun and not ended. length: records that were read.
     deadline: of its last turn, seconds since the epoch. rewards: those of turns, by request id. threads: by the name of a stored
-    conversation its last turn, if there is one, and the JSON of the messages behind that.
+    conversation its last turn, if there is one, and the JSON of the messages behind that, by their records' ids.
     """
 
     session: Session
@@ -276,7 +277,7 @@ class SessionLog:
     length: int = 1
     deadline: float = 0.0
     rewards: dict[str, float] = field(default_factory=dict)
-    threads: dict[str, tuple[str, list[str]]] = field(default_factory=dict)
+    threads: dict[str, tuple[str, dict[str, str]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.deadline = max(self.deadline, self.session.deadline)
@@ -294,8 +295,8 @@ class SessionLog:
             elif isinstance(record, TurnRewarded):
                 self.rewards.setdefault(record.request, record.reward)
             elif isinstance(record, ThreadExtended):
-                turn, further = self.threads.get(record.name, ("", []))
-                self.threads[record.name] = turn, [*further, record.messages]
+                turn, further = self.threads.get(record.name, ("", {}))
+                self.threads[record.name] = turn, {**further, record.id: record.messages}
             elif isinstance(record, TurnRecord) and record.request not in self.turns:
                 self._apply_turn(record)
 
@@ -314,7 +315,7 @@ class SessionLog:
             own = {name: getattr(record, name) for name in RECORDED}
             self.turns[record.request] = Turn(parent=pending.parent, prompt=pending.prompt, pictures=pending.pictures, **own)
             if record.thread:
-                self.threads[record.thread] = record.request, []
+                self.threads[record.thread] = record.request, {}
 
     def _begin(self, record: TurnBegun, pending: PendingTurn | None) -> None:
         if pending is None:

@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from unittest.mock import AsyncMock
 
+import nats.errors
 import nats.js.errors
 import pytest
 from nats.js.api import StreamConfig
@@ -48,6 +50,19 @@ async def test_reading_changes_nothing_and_can_be_repeated(bus: Bus, stream: str
     await bus.publish(f"{stream}.durable", CheckpointDurable(steps=1, at=0.0))
     for _ in range(3):
         assert await steps(streams.read(bus, stream, LedgerRecord)) == [(1, 1)]
+
+
+async def test_what_the_reader_does_meanwhile_is_no_silence_of_the_bus(bus: Bus, stream: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(4):
+        await bus.publish(f"{stream}.durable", CheckpointDurable(steps=number, at=0.0))
+    monkeypatch.setattr(streams, "FETCH", 2)
+    batches = [streams._batch, AsyncMock(side_effect=nats.errors.TimeoutError), streams._batch]
+    monkeypatch.setattr(streams, "_batch", lambda *asked: (batches.pop(0) if len(batches) > 1 else batches[0])(*asked))
+    found = []
+    async for _, record in streams.read(bus, stream, CheckpointDurable, deadline=0.5):
+        found.append(record.steps)
+        await asyncio.sleep(0.6)
+    assert found == [0, 1, 2, 3]
 
 
 async def test_one_subject_of_many(bus: Bus, stream: str) -> None:

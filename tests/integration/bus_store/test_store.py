@@ -5,15 +5,19 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import AsyncMock
 
+import nats.errors
 import pytest
 import redis
+from nats.js.api import StreamConfig
 
 from shared.bus.command_log import CommandLog
 from shared.bus.connection import Bus
+from shared.bus.subjects import Subjects
 from shared.process.embedded_servers import EmbeddedValkey
 from shared.runtime.errors import BadMessage, DeadlineExceeded, PayloadChanged, PayloadMissing
-from shared.schema.client_commands import CommandOutcome
+from shared.schema.client_commands import Command, CommandOutcome
 from shared.schema.digests import reference
 from shared.store.payload_store import BlockingStore, Store, StoreRefused, StoreUnreachable
 
@@ -39,6 +43,17 @@ async def test_a_result_that_came_out_otherwise_after_a_death_can_be_read(bus: B
     for blob in (b"before the death", b"once more", b"once more"):
         written = await CommandLog(bus, run_name).with_payload(outcome, blob, store)
         assert written.payload is not None and await store.read(written.payload) == [blob]
+
+
+async def test_a_command_that_was_accepted_is_found_over_a_hiccup_of_the_bus(
+    bus: Bus, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, entry = Subjects(run_name), Command(client="a-0123456789abcdef:train:0", number=0, at=0.0, verb="forward_backward")
+    await bus.js.add_stream(StreamConfig(name=names.commands_stream, subjects=[names.command(">")]))
+    await CommandLog(bus, run_name).append(entry)
+    answers = [AsyncMock(side_effect=nats.errors.TimeoutError), bus.js.get_last_msg]
+    monkeypatch.setattr(bus.js, "get_last_msg", lambda *asked: answers.pop(0)(*asked))
+    assert await CommandLog(bus, run_name).append(entry) == entry and not answers
 
 
 async def test_freed_blobs_are_gone_and_freeing_again_is_fine(store: Store, run_name: str) -> None:

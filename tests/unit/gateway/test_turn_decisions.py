@@ -151,7 +151,7 @@ def test_a_stored_response_is_the_beginning_of_what_continues_it() -> None:
     result = {"role": "tool", "tool_call_id": "c9", "content": "4"}
     with pytest.raises(TurnRefused, match="follows no call"):
         recalled(log, replace(asked, messages=[result], head=0))
-    log.threads["c"] = "r2", [json.dumps([further := {"role": "user", "content": "by the way"}])]
+    log.threads["c"] = "r2", {"i1": json.dumps([further := {"role": "user", "content": "by the way"}])}
     named = recalled(log, replace(asked, previous="", thread="c"))
     assert (named.messages, named.kept) == ([head, *history[:-1], further, new], [*history[:-1], further, new])
     repeated = replace(asked, request_id="r2", previous="", thread="c")

@@ -12,6 +12,7 @@ from shared.sessions.session import (
     SessionProgress,
     SessionProlonged,
     SessionUnknown,
+    ThreadExtended,
     TurnBegun,
     TurnEnded,
     TurnExtended,
@@ -72,6 +73,13 @@ def test_the_first_end_of_a_turn_counts_and_a_repeated_record_changes_nothing() 
     assert state.pending["r1"].completion.tolist() == [3, 4] and state.pending["r1"].spans == ((0, 2, 1),)
     state.apply([ended("r1", 3, 4, 5), ended("r1", 3, 4, 6), begun("r1", 1), drawn("r1", 0, 7)])
     assert state.turns["r1"].completion.tolist() == [3, 4, 5] and not state.pending
+
+
+def test_messages_of_a_conversation_that_are_written_twice_count_once() -> None:
+    state = log()
+    written = [ThreadExtended(name="c", messages=text).encode() for text in ("[1]", "[1]")]  # the same words may be said again
+    state.apply([Message.decode(record) for record in (written[0], written[0], written[1], written[0])])
+    assert list(state.threads["c"][1].values()) == ["[1]", "[1]"]
 
 
 def test_a_turn_belongs_to_who_began_it_until_its_lease_runs_out() -> None:

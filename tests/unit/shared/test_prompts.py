@@ -18,6 +18,7 @@ from myxo.preflight.model_checks import check_tokenizer
 from services.reward.scorer import VerifierScorer
 from shared.config.eval_views import eval_views
 from shared.data.chat_template import BrokenTemplate
+from shared.data.media import PROCESSOR_FILES
 from shared.data.prompts import PromptFile, TrainingPrompts, eval_prompts, fingerprint, present
 from shared.data.tokenizer import Tokenizer
 from shared.model.hf_checkpoint import SIDE_FILES, TEMPLATE_FOLDER
@@ -430,7 +431,7 @@ def test_a_broken_template_is_not_the_rows_fault_and_skips_none(tmp_path: Path, 
 
 def test_every_side_file_is_in_the_fingerprint(base_model: Path) -> None:
     found = {fingerprint(base_model, [], None)}
-    for number, name in enumerate((*SIDE_FILES, f"{TEMPLATE_FOLDER}/tool_use.jinja"), start=2):
+    for number, name in enumerate((*SIDE_FILES, *PROCESSOR_FILES, f"{TEMPLATE_FOLDER}/tool_use.jinja"), start=2):
         (base_model / name).parent.mkdir(exist_ok=True)
         with (base_model / name).open("a") as file:
             file.write(" ")
