@@ -331,8 +331,7 @@ class WeightCatchUp:
                 log_failure(self._pulling, f"a pull of version {snapshot.version}")  # the caller no longer waits for it
             raise DeadlineExceeded(f"version {snapshot.version}", directory, seconds, "it is tried again") from None
         except OSError as error:
-            places = f"{CACHE_VARIABLE} and {SITE_VARIABLE} name other directories"
-            raise MyxoError(f"version {snapshot.version} cannot be put together on this machine: {error}; {places}") from error
+            raise MyxoError(f"version {snapshot.version} cannot be put together in {CACHE_VARIABLE} or {SITE_VARIABLE}: {error}") from error
 
     def _local_copy(self) -> LocalCheckpoint:
         if self._cache is None:

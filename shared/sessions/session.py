@@ -334,13 +334,8 @@ class SessionLog:
     def extended(self, prompt: NDArray[np.int32], pictures: tuple[str, ...] | None = None) -> Turn | None:
         """Returns the turn with the most tokens that the prompt begins with, of several the newest; None where there is none. ``pictures``:
         the names of those that the prompt shows; None: those of the turn."""
-        best: Turn | None = None
-        for turn in self.turns.values():
-            length = len(turn.prompt) + len(turn.completion)
-            longest = best is None or length >= len(best.prompt) + len(best.completion)
-            if length <= len(prompt) and longest and extends(prompt, turn, pictures):
-                best = turn
-        return best
+        longest = sorted(reversed(self.turns.values()), key=lambda turn: -len(turn.prompt) - len(turn.completion))
+        return next((turn for turn in longest if extends(prompt, turn, pictures)), None)
 
 
 def appended(before: Any, further: Any) -> dict[str, Any]:
@@ -471,9 +466,8 @@ class SessionProgress:
         self.tokens += tokens
         self.context += tokens
         self.engine, self.gateway = record.replica or self.engine, record.holder
-        versions = [version for _, _, version in record.spans]
-        self.oldest = min((version for version in (self.oldest, *versions) if version is not None), default=None)
-        self.newest = max((version for version in (self.newest, *versions) if version is not None), default=None)
+        known = [one for one in (self.oldest, self.newest, *(version for _, _, version in record.spans)) if one is not None]
+        self.oldest, self.newest = min(known, default=None), max(known, default=None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -102,9 +102,8 @@ class ObjectStoreLocation:
             raise ConfigError(FIELD, url, f"{form} ({error})") from None
         bucket, _, prefix = parts.path.lstrip("/").partition("/")
         if parts.username is not None or parts.password is not None:
-            raise ConfigError(
-                FIELD, f"{parts.scheme}://***@{host}", f"{form}; credentials belong into {KEY_VARIABLE} and {SECRET_VARIABLE}"
-            )
+            expected = f"{form}; credentials belong into {KEY_VARIABLE} and {SECRET_VARIABLE}"
+            raise ConfigError(FIELD, f"{parts.scheme}://***@{host}", expected)
         if parts.scheme not in ("https", "http") or not host or parts.query or parts.fragment or port == 0:
             raise ConfigError(FIELD, url, form)
         if not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", bucket):

@@ -102,11 +102,8 @@ class ObjectIndex(BaseModel):
         except ValidationError as error:
             raise ValueError(f"no index: {error.errors(include_url=False, include_input=False)[0]['msg']}") from None
         for name, file in (item for found in index.checkpoints for item in found.files.items()):
-            if (
-                not is_plain_name(name)
-                or not all(map(OBJECT_NAME.match, file.chunks))
-                or len(file.chunks) != -(-file.bytes // object_bytes(file.bytes))
-            ):
+            count = -(-file.bytes // object_bytes(file.bytes))
+            if not is_plain_name(name) or not all(map(OBJECT_NAME.match, file.chunks)) or len(file.chunks) != count:
                 raise ValueError(f"a file {name!r} of {file.bytes} bytes in {len(file.chunks)} chunks")
         return index
 
@@ -309,9 +306,8 @@ def _chunks(part: StoredCheckpoint) -> Iterator[tuple[str, int, int, str]]:
 
 
 def _is_there(path: Path, part: StoredCheckpoint) -> bool:
-    try:
+    with contextlib.suppress(BrokenCheckpoint):
         found = load_checkpoint(path)
         found.check_files(contents=False)
-    except BrokenCheckpoint:
-        return False
-    return (found.version, found.digest, found.base) == (part.version, part.digest, part.base)
+        return (found.version, found.digest, found.base) == (part.version, part.digest, part.base)
+    return False

@@ -573,12 +573,10 @@ class LocalCheckpoint:
             if version_of(path) is None:
                 shutil.rmtree(path, ignore_errors=True)  # a version that was being made
                 continue
-            try:
+            with contextlib.suppress(BrokenCheckpoint, TensorFileBroken):
                 held = load_checkpoint(path)
                 if version_digest(_tensors(path).digests()) == held.digest:
                     return held
-            except (BrokenCheckpoint, TensorFileBroken):
-                continue
         return None
 
 
