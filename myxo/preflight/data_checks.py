@@ -391,4 +391,6 @@ def check_generators(inspection: Inspection) -> Findings:
     if curriculum.reasoning_gym and (missing := missing_package(REASONING_GYM)) is not None:
         yield ConfigError(reasoning_gym_source.FIELD, ", ".join(curriculum.reasoning_gym), missing)
     elif curriculum.reasoning_gym:
-        reasoning_gym_source.make(inspection.config)  # raises ConfigError
+        for name, (level, *_) in reasoning_gym_source.make(inspection.config).state()["levels"].items():  # raises ConfigError
+            if level < (start := curriculum.start_level):
+                yield Note(f"curriculum.start_level = {start}: {name} does not take it; it begins at level {level}, its highest")

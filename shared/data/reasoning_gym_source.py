@@ -89,9 +89,8 @@ class ReasoningGymSource:
     def __init__(self, config: RunConfig) -> None:
         self._curriculum, self._data = config.curriculum, config.data
         self._seed, start = config.data.rollout_seed, config.curriculum.start_level
-        tasks = self._curriculum.tasks
-        self._generators = {task.name: TaskGenerator(task.name, self._curriculum, self._seed) for task in tasks}
-        self._weights = [task.weight for task in tasks]
+        self._weights = [task.weight for task in self._curriculum.tasks]
+        self._generators = {task.name: TaskGenerator(task.name, self._curriculum, self._seed) for task in self._curriculum.tasks}
         self._levels = {name: AdaptiveLevel(self._curriculum, generator.highest(start)) for name, generator in self._generators.items()}
         for name, level in self._levels.items():
             self._generators[name].task(level.level, 0)  # what a parameter breaks is told at the start

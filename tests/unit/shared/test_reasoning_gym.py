@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from myxo.preflight.data_checks import check_generators
+from myxo.preflight.inspection import Inspection, Note
 from shared.config.run_config import RunConfig
 from shared.data.reasoning_gym_source import ReasoningGymSource, make
 from shared.rewards.names import REASONING_GYM
@@ -91,3 +93,11 @@ def test_a_generator_that_cannot_be_used_is_refused(tmp_path: Path, task: str, f
     with pytest.raises(ConfigError, match=words) as caught:
         make(config_of(tmp_path, task, **fields))
     assert caught.value.field.startswith("curriculum.reasoning_gym")
+
+
+def test_a_task_that_does_not_take_the_start_level_is_noted(tmp_path: Path) -> None:
+    assert list(check_generators(Inspection(config_of(tmp_path, "chain_sum")))) == []
+    [note] = check_generators(Inspection(config_of(tmp_path, "chain_sum", start_level=11)))
+    level = make(config_of(tmp_path, "chain_sum", start_level=11)).state()["levels"]["chain_sum"][0]
+    assert isinstance(note, Note) and level == 10
+    assert note.text.endswith(f"start_level = 11: chain_sum does not take it; it begins at level {level}, its highest")
