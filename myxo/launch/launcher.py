@@ -35,7 +35,6 @@ from shared.runtime.addresses import own_address
 from shared.runtime.errors import BadInput, ConfigError, MyxoError, no_room
 from shared.runtime.safe_text import duration, say
 from shared.runtime.tasks import cancelled
-from shared.schema.ledger import RunFinished
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.service.service_base import HEARTBEATS
 from shared.store.payload_store import Store, options
@@ -283,11 +282,11 @@ class Launch:
         if self._fresh:
             await erase_from_bus(bus, run)
             await erase_from_store(self._servers.redis_url, run)
-        finished = await runs.last_record(bus, run, RunFinished)
-        if finished is not None and finished.steps >= config.rollout.num_rollout:
+        if await runs.is_finished(bus, config):
             await runs.refuse_differences(bus, config)
             if not (lacking := self._final.announced()):
-                self._say(f"Run {run} is finished: {finished.steps} steps. --fresh starts it anew, a larger --num-rollout continues.")
+                done = f"Run {run} is finished: {await runs.trained_steps(bus, run)} steps."
+                self._say(f"{done} --fresh starts it anew, a larger --num-rollout continues.")
                 return await self._report(bus)
             self._say(lacking)
             specs = self._final.makers(specs)

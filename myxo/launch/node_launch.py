@@ -95,11 +95,6 @@ def _next_gpus(free: Iterator[str], share: int, field: str, rank: int) -> str:
     return ",".join(found)
 
 
-def with_engines_of(config: RunConfig, frozen: RunConfig) -> RunConfig:
-    """Returns a node's config with as many engines as the run has: the first node may have counted them by its GPUs."""
-    return config.with_fields(rollout={"rollout_replicas": frozen.rollout.rollout_replicas})
-
-
 class NodeLaunch:
     """One launch on one node. ``given``: the servers of all nodes, which `settle_node_rank` has asked for."""
 
@@ -107,7 +102,8 @@ class NodeLaunch:
         self._config, self._directory, self._rank, self._console = config, directory, rank, console
         self._nats_url, self._redis_url = given.nats_url or "", given.redis_url or ""
         self._signals: list[signal.Signals] = []
-        self._away = float("-inf")
+        self._away, self._steps = float("-inf"), 0
+        self._phase: str | None = runs.RUNNING
         self._frozen = FrozenServices(config.bus.frozen_timeout)
         self._log = structlog.get_logger()
 
@@ -122,20 +118,14 @@ class NodeLaunch:
         async with contextlib.aclosing(bus), contextlib.aclosing(store):
             if not await self._run_is_there(bus):
                 return 128 + self._signals[0]
-            await runs.refuse_differences(bus, self._config)
-            self._config = with_engines_of(self._config, await runs.load(bus, run))
+            frozen = await runs.refuse_differences(bus, self._config) or self._config  # the first node may have counted engines by its GPUs
+            self._config = self._config.with_fields(rollout={"rollout_replicas": frozen.rollout.rollout_replicas})
             specs = node_plan(self._config, self._nats_url, self._rank)
             supervisor = Supervisor(specs, self._directory.log, excused=lambda since: self._away >= since)
             self._console.print(f"Node {self._rank}: {', '.join(spec.instance for spec in specs)} started.", soft_wrap=True)
-            phase: str | None = runs.RUNNING
-            stopped: StopReason | None = None
             try:
-                while not self._signals and phase not in runs.ENDS and stopped is None:
-                    phase, steps = await self._look(bus, store, supervisor)
-                    stopped = supervisor.tick(time.monotonic(), steps)
-                    await asyncio.sleep(POLL_SECONDS)
-                if phase == runs.FINISHED:  # the trainer may be writing the final weights
-                    await self._wait(lambda: supervisor.running(NODE), self._config.trainer.collective_timeout + LEAVE_SECONDS)
+                stopped = await self._until_end(bus, store, supervisor)
+                if self._phase == runs.FINISHED and stopped is None:
                     await self._wait(supervisor.running, LEAVE_SECONDS)
             finally:
                 supervisor.terminate()
@@ -146,7 +136,7 @@ class NodeLaunch:
                 return exit_codes.BAD_INPUT if stopped.bad_input else exit_codes.RUN_FAILED
             if self._signals:
                 return 128 + self._signals[0]
-            return exit_codes.DONE if phase == runs.FINISHED else exit_codes.RUN_FAILED
+            return exit_codes.DONE if self._phase == runs.FINISHED else exit_codes.RUN_FAILED
 
     async def _run_is_there(self, bus: Bus) -> bool:
         """Waits until the run is on the bus, with something to do: final weights, too. Returns False where this node was asked to stop."""
@@ -163,8 +153,26 @@ class NodeLaunch:
             await asyncio.sleep(POLL_SECONDS)
         return False
 
-    async def _look(self, bus: Bus, store: Store, supervisor: Supervisor) -> tuple[str | None, int]:
-        """Returns the run's phase and its trained steps; while the bus is away, that it runs."""
+    async def _until_end(self, bus: Bus, store: Store, supervisor: Supervisor) -> StopReason | None:
+        """Waits until the run has ended, and trainers of a finished one have left; while final weights are missing, a dead one is started
+        again. Returns the reason where one is given up."""
+        end, stopped = float("inf"), None
+        while not self._signals and self._phase != runs.FAILED and time.monotonic() < end:
+            await self._look(bus, store, supervisor)
+            finished = self._phase == runs.FINISHED
+            at_work = not finished or bool(missing_exports(self._config))
+            if at_work:
+                stopped = supervisor.tick(time.monotonic(), self._steps, finished=finished)
+            if stopped or (finished and supervisor.trainers_left()):
+                break
+            if finished:
+                limit = time.monotonic() + self._config.trainer.collective_timeout * at_work + LEAVE_SECONDS
+                end = limit if supervisor.restarted else min(end, limit)
+            await asyncio.sleep(POLL_SECONDS)
+        return stopped
+
+    async def _look(self, bus: Bus, store: Store, supervisor: Supervisor) -> None:
+        """Notes the run's phase and its trained steps; while the bus is away, they are as before."""
         run = self._config.run.name
         try:
             await store.ping(deadline=ANSWER_SECONDS)
@@ -176,11 +184,10 @@ class NodeLaunch:
             supervisor.note_ready(statuses)
             self._frozen.listen(supervisor, statuses)
             await publish_events(bus, run, supervisor.restarted)
-            return await runs.phase(bus, run), await runs.trained_steps(bus, run)
+            self._phase, self._steps = await runs.phase(bus, run), await runs.trained_steps(bus, run)
         except BUS_ERRORS as error:
             self._frozen.heartbeats.pause()
             self._note_away(error)
-            return runs.RUNNING, 0
 
     def _note_away(self, error: BaseException) -> None:
         self._away = time.monotonic()

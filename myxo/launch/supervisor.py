@@ -18,6 +18,7 @@ from pathlib import Path
 import structlog
 
 from myxo.launch.service_plan import TRAINERS, ServiceSpec
+from shared.bus.registry import NODE
 from shared.process import child_process as process_watch
 from shared.process.child_process import STOPPED_STATE, ChildProcess, cause
 from shared.process.parent_watchdog import kill_descendants
@@ -184,11 +185,6 @@ class SupervisedService(KeptAlive):
     killed_for: str = ""
     same: SameDeaths = field(default_factory=SameDeaths)
 
-    @property
-    def left(self) -> bool:
-        """Returns whether it is a trainer that has ended in order."""
-        return self.spec.service in TRAINERS and self.child.exit_code() == 0
-
     def status(self, now: float) -> InstanceStatus:
         """Returns the launcher's view of it at ``now``, monotonic seconds."""
         ready, lived = self.ready and self.due is None, now - self.child.started_s
@@ -202,8 +198,7 @@ class Supervisor:
     """The services of one run.
 
     ``logs``: instance → its log file. ``excused``: (since, `time.monotonic` seconds) → whether bus or store were away since then. An exit
-    with code 2 is then a death like any other, for an unreachable server is bad input only where it never answered. ``backoff``: makes each
-    service's back-off.
+    with code 2 is then a death like any other: a server that comes back may refuse at first. ``backoff``: makes each service's back-off.
     """
 
     def __init__(
@@ -228,11 +223,11 @@ class Supervisor:
     def tick(self, now: float, steps: int = 0, hold: bool = False, finished: bool = False) -> StopReason | None:
         """Checks all services once. Returns the reason where the run has to stop.
 
-        ``steps``: training steps finished until now. ``hold``: start none again now. ``finished``: a trainer that ends in order has nothing
-        more to do, and is not started again.
+        ``steps``: training steps finished until now. ``hold``: start none again now. ``finished``: what ends in order has nothing more
+        to do, and is not started again.
         """
         for service in self._services:
-            if finished and service.left:
+            if finished and service.child.exit_code() == 0:
                 continue
             if service.due is None:
                 code = service.child.exit_code()
@@ -265,8 +260,8 @@ class Supervisor:
         return any(service.child.running() for service in self._services if kind in (None, service.spec.service))
 
     def trainers_left(self) -> bool:
-        """Returns whether every trainer has ended in order."""
-        return all(service.left for service in self._services if service.spec.service in TRAINERS)
+        """Returns whether every trainer, and part of one, has ended in order."""
+        return all(service.child.exit_code() == 0 for service in self._services if service.spec.service in (*TRAINERS, NODE))
 
     def terminate(self, kind: str | None = None) -> None:
         """Asks every service (of that kind) to stop; none is started again unless `tick` is called."""
@@ -309,9 +304,8 @@ class Supervisor:
             same = service.same.count >= MOST_SAME
             deaths = service.same.count if same else service.same.deaths
             return StopReason(instance, False, deaths, child.last_lines(LAST_LINES), self._logs(instance), error, same)
-        if not again:
-            return StopReason(instance, False, service.backoff.deaths_unready, child.last_lines(LAST_LINES), self._logs(instance))
-        return None
+        deaths = service.backoff.deaths_unready
+        return None if again else StopReason(instance, False, deaths, child.last_lines(LAST_LINES), self._logs(instance))
 
 
 def _started(spec: ServiceSpec, log_path: Path) -> ChildProcess:
@@ -372,14 +366,10 @@ class FrozenServices:
         silent = self.heartbeats.silent(self._timeout_s, [item.instance for item in instances])
         stopped = self._stopped({item.pid for item in instances if item.due_in is None}, now)
         for item in instances:
-            if item.instance in silent:
-                self._kill(supervisor, item.instance, "without a heartbeat")
-            elif item.pid in stopped:  # one that a child of its own speaks for, as torchrun's process
-                self._kill(supervisor, item.instance, "stopped by a signal")
-
-    def _kill(self, supervisor: Supervisor, instance: str, how: str) -> None:
-        self.heartbeats.forget(instance)
-        supervisor.kill_frozen(instance, f"it was frozen, {how} for {self._timeout_s:g} s, and was killed")
+            if item.instance in silent or item.pid in stopped:  # a child of its own speaks for a stopped one, as for torchrun's process
+                how = "without a heartbeat" if item.instance in silent else "stopped by a signal"
+                self.heartbeats.forget(item.instance)
+                supervisor.kill_frozen(item.instance, f"it was frozen, {how} for {self._timeout_s:g} s, and was killed")
 
     def _stopped(self, pids: set[int], now: float) -> set[int]:
         there = {process.pid for process in process_watch.seen(pids) if process.state == STOPPED_STATE}

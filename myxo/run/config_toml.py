@@ -48,11 +48,10 @@ def _value(value: Any) -> str:
             return "[" + ", ".join(_value(item) for item in value) + "]"
         case dict() if _holds_null(value):
             return _value(json.dumps(value))
-        case dict():
-            items = (f"{_key(key)} = {_value(item)}" for key, item in value.items())
-            return "{ " + ", ".join(items) + " }" if value else "{}"
-        case BaseModel():
-            return _value(value.model_dump(mode="json", exclude_none=True))
+        case dict() | BaseModel():  # only the innermost table becomes text, for layers above change the others key by key
+            fields = value if isinstance(value, dict) else value.model_dump(mode="json", exclude_none=True)
+            items = (f"{_key(key)} = {_value(item)}" for key, item in fields.items())
+            return "{ " + ", ".join(items) + " }" if fields else "{}"
         case _:
             raise TypeError(f"{type(value).__name__} has no form in TOML")
 

@@ -202,11 +202,9 @@ def _served(server: EmbeddedNats | EmbeddedValkey, stack: contextlib.AsyncExitSt
 async def _settled(files: RunDirectory) -> ServerUrls | None:
     """Returns the live run's servers; None once no launcher holds the directory, or when it takes too long to tell."""
     end = time.monotonic() + SETTLE_SECONDS
-    while True:
-        servers = files.servers()
-        if servers is not None or not files.is_held() or time.monotonic() > end:
-            return servers
+    while (servers := files.servers()) is None and files.is_held() and time.monotonic() < end:
         await asyncio.sleep(0.1)
+    return servers
 
 
 # --- the store

@@ -106,6 +106,8 @@ class RunDirectory:
         try:
             yield
         except OSError as error:
+            if isinstance(error, PermissionError) and os.access(self._lock, os.R_OK) and self.is_held():
+                raise RunHeld(f"{self.root} is of another user's live run: reach it as that user, or by NATS_URL with an account") from None
             raise ConfigError("run.dir", str(self.root), f"cannot be written: {error.strerror}; give another run.dir") from None
 
     # --- the lock

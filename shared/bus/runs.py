@@ -3,6 +3,7 @@
 import contextlib
 import re
 import time
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -10,7 +11,7 @@ from nats.js.errors import NotFoundError
 from pydantic import ValidationError
 
 from shared.bus import streams
-from shared.bus.connection import Bus
+from shared.bus.connection import KV_SECONDS, Bus
 from shared.bus.registry import ENVIRONMENT, LAUNCHER, Registry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig, changes, unsound
@@ -294,8 +295,9 @@ async def set_phase(bus: Bus, run: str, value: str, reason: str = "") -> None:
 async def last_record(bus: Bus, run: str, kind: type[Record]) -> Record | None:
     """Returns the newest ledger record of a kind; None if there is none, or no such run."""
     names = Subjects(run)
+    attempt = partial(bus.js.get_last_msg, names.ledger_stream, names.ledger(kind.event()))
     try:
-        last = await bus.js.get_last_msg(names.ledger_stream, names.ledger(kind.event()))
+        last = await bus.retry(attempt, "the newest record", f"$JS.API.STREAM.MSG.GET.{names.ledger_stream}", deadline=KV_SECONDS)
     except NotFoundError:
         return None
     assert last.data is not None  # every ledger record has a body

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from shared.bus.registry import ENGINE_NODE, NODE
 from shared.runtime.errors import Fault
 from shared.schema.ledger import (
     BatchAmended,
@@ -300,8 +301,8 @@ class FlowHistory:
                 self.pauses.setdefault(part.replica, deque()).append(ActivitySpan(PAUSED, pushed.at - part.paused, pushed.at))
 
     def service_event(self, event: ServiceEvent) -> None:
-        """Takes an event of a service. One that begins again was restarted, where no launcher tells of it, too."""
-        if event.what == JOINED and self._died(event.instance):
+        """Takes an event of a service. One that begins again was restarted, where no launcher tells of it, too; a node's role tells."""
+        if event.what == JOINED and event.service not in (NODE, ENGINE_NODE) and self._died(event.instance):
             self.service_event(event.model_copy(update={"what": RESTARTED, "detail": ""}))
         self.events.append(event)
         if math.isfinite(event.at):

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from shared.schema.message import LARGEST
 from shared.schema.service_messages import VALUES_CHANGED, ServiceEvent
 from shared.schema.weight_messages import WeightsLive, WeightsPushed
+from shared.view.flow_history import JOINED, LEFT
 from shared.view.run_view import FAILED, RESTARTED
 
 Floats = NDArray[np.float64]
@@ -223,9 +224,7 @@ def gb_per_s(pushed: WeightsPushed) -> float | None:
     return pushed.bytes / pushed.transfer / 1e9 if pushed.bytes and pushed.transfer > 0 else None
 
 
-# Events of a service that begins, that ends in order, and of a buffer that takes another's place
-JOINED, TOOK_OVER = "joined", "took_over"
-
+TOOK_OVER = "took_over"  # The event of a buffer that takes another's place
 MOST_MARKS = 2000  # The newest marks that are kept: a service that dies again and again makes many
 
 
@@ -263,6 +262,8 @@ class RunMarks:
             self._last[instance] = None
             return again
         else:
+            if event.what == LEFT and known is None:
+                self._last.pop(instance, None)
             return False
         return True
 

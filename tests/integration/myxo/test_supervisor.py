@@ -1,5 +1,6 @@
 """The supervisor with real processes: kill -9, restarts, exit codes, and what a dead service leaves running."""
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -8,7 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import nats.errors
 import pytest
+from nats.js.api import RawStreamMsg
 from rich.console import Console
 
 from myxo.launch.node_launch import NodeLaunch
@@ -18,9 +21,11 @@ from myxo.run.run_access import GivenServers
 from myxo.run.run_directory import RunDirectory
 from shared.bus import runs
 from shared.bus.connection import Bus
+from shared.bus.registry import ENGINE_NODE, NODE
 from shared.bus.subjects import Subjects
 from shared.process.child_process import ChildProcess
 from shared.process.embedded_servers import EmbeddedNats
+from shared.schema.ledger import BatchTrained
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.store.payload_store import Store
 from shared.view.run_view import RESTARTED
@@ -83,13 +88,45 @@ async def test_restarts_on_a_further_node_are_published(
     supervisor = supervise(spec(BRIEF, "trainer-node-1"))
     assert ticks_until(supervisor, lambda: supervisor.restarted) is None
     launch = NodeLaunch(config, RunDirectory(config.run.root), GivenServers(nats.url, "redis://127.0.0.1:1"), 1, Console())
-    assert await launch._look(bus, store, supervisor) == (runs.RUNNING, 0) and supervisor.restarted == []
-    assert launch._away < 0
+    await launch._look(bus, store, supervisor)
+    assert supervisor.restarted == [] and launch._away < 0
     async with contextlib.aclosing(Store("redis://127.0.0.1:1")) as away:
-        assert await launch._look(bus, away, supervisor) == (runs.RUNNING, 0) and launch._away > 0
+        await launch._look(bus, away, supervisor)
+    assert (launch._phase, launch._steps) == (runs.RUNNING, 0) and launch._away > 0
     names = Subjects(run_name)
     told = await bus.js.get_last_msg(names.events_stream, names.event("service", RESTARTED))
     assert ServiceEvent.decode(told.data or b"").instance == "trainer-node-1"
+
+
+async def test_a_further_node_starts_again_what_writes_the_final_weights(
+    supervise: Callable[..., Supervisor], bus: Bus, store: Store, nats: EmbeddedNats, run_name: str, tmp_path: Path
+) -> None:
+    """It leaves once its part of the trainer has left in order; its part of an engine, which ends with the run, is not started again."""
+    config = run_config(tmp_path, run={"name": run_name}, trainer={"save_final_hf": True})
+    await runs.create(bus, config, None)
+    await runs.set_phase(bus, run_name, runs.FINISHED)
+    once = (
+        f"import pathlib\npath = pathlib.Path({str(tmp_path / 'died')!r})\nif not path.exists():\n    path.touch()\n    raise SystemExit(1)"
+    )
+    parts = [(NODE, "trainer-node-1", once), (ENGINE_NODE, "rollout-0-node-1", "")]
+    supervisor = supervise(*(ServiceSpec(kind, name, (sys.executable, "-c", code)) for kind, name, code in parts))
+    launch = NodeLaunch(config, RunDirectory(config.run.root), GivenServers(nats.url, "redis://127.0.0.1:1"), 1, Console())
+    async with asyncio.timeout(60):
+        assert await launch._until_end(bus, store, supervisor) is None
+    assert restarts(supervisor) == {"trainer-node-1": 1, "rollout-0-node-1": 0} and supervisor.trainers_left()
+
+
+async def test_a_record_is_read_once_the_server_answers(bus: Bus, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    await runs.create(bus, run_config(tmp_path, run={"name": run_name}), None)
+    read, errors = bus.js.get_last_msg, [nats.errors.NoRespondersError(), nats.errors.TimeoutError()]
+
+    async def at_last(stream: str, subject: str) -> RawStreamMsg:
+        if errors:
+            raise errors.pop()
+        return await read(stream, subject)
+
+    monkeypatch.setattr(bus.js, "get_last_msg", at_last)
+    assert await runs.last_record(bus, run_name, BatchTrained) is None and not errors
 
 
 def restarts(supervisor: Supervisor) -> dict[str, int]:

@@ -144,10 +144,10 @@ def test_equal_rewards_are_no_trouble_where_something_else_teaches(kind: AlarmKi
     assert alarms(dict(RAISED)[kind], run_config.model_copy(update={"algorithm": algorithm})) == []
 
 
-def test_groups_whose_roles_have_equal_rewards_each_teach_nothing(run_config: RunConfig) -> None:
-    roles = run_config.model_copy(update={"rollout": run_config.rollout.model_copy(update={"agent_roles": {"a": "policy", "b": "policy"}})})
-    found = Symptoms(steps=[step(index) for index in range(5)], metrics=metrics(5, rollout__zero_std_groups=0.7))
-    assert [alarm.kind for alarm in alarms(found, roles)] == [AlarmKind.NO_SIGNAL] and alarms(found, run_config) == []
+def test_equal_rewards_are_as_the_trainer_compares_them(run_config: RunConfig) -> None:
+    """Within a role, which the ledger does not tell; steps whose metrics are lost say nothing."""
+    found = Symptoms(steps=[step(index) for index in range(5)], metrics=metrics(2, rollout__zero_std_groups=0.7))
+    assert [alarm.kind for alarm in alarms(found, run_config)] == [AlarmKind.NO_SIGNAL]
 
 
 def test_groups_dropped_for_their_age_under_mask_are_not_answered_with_mask(run_config: RunConfig) -> None:
@@ -239,6 +239,10 @@ def test_restarts_count_where_no_launcher_tells_of_them(told: list[str], times: 
     for index, what in enumerate(told):
         history.service_event(event(what, 9_900.0 + index, "OSError" * (what == "failed")))
     assert history.failures.restarts["rollout-0"] == times
+    agent, one = FlowHistory(), {"service": "node", "instance": "trainer-node-0", "detail": "", "at": 9_900.0}
+    for what in told:
+        agent.service_event(ServiceEvent(what=what, **one))
+    assert agent.failures.restarts["trainer-node-0"] == told.count("restarted"), "its trainer tells"
     reason = "OSError" if "failed" in told else ""
     assert symptoms(history, [], 9_950.0, {}, None, None).restarts == ({"rollout-0": (times, reason)} if times else {})
 

@@ -84,7 +84,8 @@ def test_marks_of_a_failure_and_the_launcher_that_says_more_of_it() -> None:
 
 def test_marks_of_a_service_that_nobody_saw_die() -> None:
     assert told(event("joined", 1), event("joined", 5)) == [(5.0, "restarted", "started again")]
-    assert told(event("joined", 1), event("left", 2), event("joined", 5), event("fenced", 6)) == [(5.0, "restarted", "started again")]
+    assert told(event("joined", 1), event("left", 2), event("joined", 5), event("fenced", 6)) == []
+    assert told(event("joined", 1), event("failed", 2), event("left", 2), event("joined", 5)) == [(2.0, "failed", "")]
     assert told(event("joined", 1), event("joined", 2, "trainer-1")) == []
     took_over = (event("joined", 1), event("took_over", 2), event("joined", 5))
     assert told(*took_over) == [(2.0, "took_over", ""), (5.0, "restarted", "started again")], "which ends nobody's life"

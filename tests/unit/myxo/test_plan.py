@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from myxo.launch import run_servers
-from myxo.launch.node_launch import node_plan, with_engines_of
+from myxo.launch.node_launch import node_plan
 from myxo.launch.service_plan import plan
 from shared.config import devices
 from shared.runtime.errors import ConfigError
@@ -99,6 +99,6 @@ def test_a_further_node_has_gpus_of_its_own_for_its_part_of_each(tmp_path: Path,
     config = run_config(tmp_path, rollout=engines, trainer=trainer)
     found = {spec.instance: spec.environment["CUDA_VISIBLE_DEVICES"] for spec in node_plan(config, "nats://host", 1)}
     assert found == {"trainer-node-1": "2,3", "rollout-0-node-1": "6,7"}
-    more = with_engines_of(config, run_config(tmp_path, rollout={**engines, "rollout_replicas": 2}, trainer=trainer))
+    more = config.with_fields(rollout={"rollout_replicas": 2})
     with pytest.raises(ConfigError, match=r"rollout_num_gpus_per_engine = 2: 0 of them at most: node 1 has no more of the 4"):
         node_plan(more, "nats://host", 1)

@@ -124,6 +124,8 @@ def test_who_may_only_read_a_run_sees_it_held(tmp_path: Path, holder: subprocess
     monkeypatch.setattr(Path, "open", refused)
     monkeypatch.setattr(Path, "read_text", lambda path, *given: refused(path).read())
     assert directory.is_held() and directory.servers() is None
+    with pytest.raises(RunHeld, match="another user's live run: reach it as that user, or by NATS_URL"), directory.held():
+        pass
 
 
 def test_looking_at_the_lock_does_not_take_it(tmp_path: Path) -> None:

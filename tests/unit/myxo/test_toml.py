@@ -9,12 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from myxo.run import config_toml
+from shared.config.config_layers import over
 from shared.config.config_reading import parse
 from shared.config.run_config import RunConfig
 from tests.support.run_config import run_config
 
 PLAIN = st.recursive(
-    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(st.characters(exclude_categories=["Cs"])),
+    st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"])),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), inner, max_size=3),
     max_leaves=8,
 )
@@ -48,7 +52,10 @@ def test_null_of_the_users_own_tables_reads_back(tmp_path: Path) -> None:
         eval={"sets": [{"name": "own", "path": "p", "agent_options": own, "metadata_overrides": own}]},
         rollout={"agent_options": own, "models": {"other": {"hf_checkpoint": str(tmp_path), "sglang": {"dtype": None}}}},
     )
-    assert parse(tomllib.loads(config_toml.dump(config))) == config
+    read = tomllib.loads(config_toml.dump(config))
+    assert parse(read) == config
+    above = over(read, {"rollout": {"models": {"other": {"replicas": 3}}}})
+    assert parse(above).rollout.models["other"].hf_checkpoint == config.rollout.models["other"].hf_checkpoint
 
 
 @given(PLAIN)
