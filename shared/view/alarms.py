@@ -293,8 +293,8 @@ def _batches(steps: Sequence[StepRecord], metrics: Mapping[int, Mapping[str, flo
     run, compares = config.run.argument, config.algorithm.needs_groups and not config.algorithm.turn_advantage_coef
     shown_by = f"myxo samples {run} --step {steps[-1].step}"
     groups, samples = sum(step.groups for step in steps), sum(step.samples for step in steps)
-    found = [metrics.get(step.step, {}).get("rollout/zero_std_groups") for step in steps]
-    shares = [share for share in found if share is not None]  # within a role, which the ledger does not tell
+    name = "rollout/zero_std_groups"  # within a role, which the ledger does not tell
+    shares = [metrics[step.step][name] for step in steps if name in metrics.get(step.step, {})]
     equal = statistics.fmean(shares) if shares else _share(sum(step.equal_rewards for step in steps), groups)
     if equal > EQUAL_SHARE and compares:
         yield Alarm(

@@ -184,6 +184,9 @@ def test_networks_are_the_planes_and_nothing_else(objects: list[Object]) -> None
     assert at_any_port == {"myxo-weights", "myxo-engine-doors"}
     [expression] = policies["myxo-weights"]["podSelector"]["matchExpressions"]
     assert expression["values"] == ["trainer", "rollout"]
+    asking = policies["myxo-engine-doors"]["ingress"][0]["from"][0]["podSelector"]["matchExpressions"][0]["values"]
+    assert asking == ["gateway", "reward"], "rewards of frozen models"
+    assert policies["myxo-reward"]["egress"] == [{"to": [{"podSelector": policies["myxo-engine-doors"]["podSelector"]}]}]
     assert all("from" in rule for spec in policies.values() for rule in spec.get("ingress", []))
     agents, (came,) = {"matchLabels": {"myxo/agent": "true"}}, policies["myxo-gateway"]["ingress"]
     assert came["from"] == [{"podSelector": agents}, {"podSelector": policies["myxo-agents"]["podSelector"]}]
