@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = tuple(name for name in ("services", "shared", "myxo") if (ROOT / name).is_dir())
 
 # CONTRIBUTING.md says how these two may move
-MOST_LINES = 105080
-MOST_FILES = 482
+MOST_LINES = 105076
+MOST_FILES = 476
 MOST_COMPLEXITY = 15
 MEDIAN_FUNCTION = 8  # lines, docstring included
 
