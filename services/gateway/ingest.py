@@ -360,9 +360,23 @@ class GroupIntake:
             await self._publish(group.id, report)
         return {"id": group.id, "group": known.group, "repeated": True}
 
+    async def _give_up(self, lease: MessageLease[Task]) -> None:
+        """Ends a task that came too often, unless its group is in. It is for no group then: that one's producer gets another task."""
+        task, key = lease.message, self._owner_key(lease.message)
+        [owner] = await self._service.store.commands("the group of a task", [("GET", key)])
+        if owner is None or not await self._is_in(owner.decode()):
+            await self._service.store.commands("the end of a task", [("SET", key, "", "EX", BINDING_SECONDS)])
+            reason = f"given up after {lease.deliveries - 1} deliveries"
+            failed = Failed(group=task.group, attempt=task.attempt, reason=reason, by=self._service.instance, fault=INFRASTRUCTURE)
+            await self._send(self._service.subjects.scored(GATEWAY), failed)
+        await lease.ack()
+
+    def _owner_key(self, task: Task | Binding) -> str:
+        return f"{self._service.subjects.ingest_key(task.group)}:attempt-{task.attempt}"
+
     async def _owner(self, name: str, binding: Binding) -> str:
         """Returns the producers' id of the group that a task is for: the first one that was bound to it, which may be ``name``."""
-        key = f"{self._service.subjects.ingest_key(binding.group)}:attempt-{binding.attempt}"
+        key = self._owner_key(binding)
         wanted = [("SET", key, name, "NX", "EX", BINDING_SECONDS), ("GET", key)]
         return str((await self._service.store.commands("the group of a task", wanted))[1].decode())
 
@@ -379,10 +393,7 @@ class GroupIntake:
             for lease in await self._queue.fetch(1, min(seconds, 1.0)):
                 if not lease.exhausted:
                     return lease
-                task, reason = lease.message, f"given up after {lease.deliveries - 1} deliveries"
-                failed = Failed(group=task.group, attempt=task.attempt, reason=reason, by=self._service.instance, fault=INFRASTRUCTURE)
-                await self._send(self._service.subjects.scored(GATEWAY), failed)
-                await lease.ack()
+                await self._give_up(lease)
         if await runs.phase(self._service.bus, self._service.run) in runs.ENDS:
             raise TurnRefused(410, "the run has ended", code="run_ended")
         raise _no_room(f"the run admitted none within {patience:g} s")

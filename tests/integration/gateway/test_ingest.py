@@ -264,6 +264,8 @@ async def test_a_task_whose_producer_does_not_come_again_is_given_up(door: NewDo
     assert [answer.status_code for answer in answers] == [200, 200], [answer.text for answer in answers]
     batch = await player.batch(0)
     assert {one.group for one in batch.groups} == {answer.json()["group"] for answer in answers}
+    late = await post(client, group("gone"))
+    assert late.json()["error"]["code"] == "no_room", "it is not taken for one that is in"
     audit = await player.audit()
     assert (audit.dead.total(), audit.ok) == (1, True)
 
