@@ -87,6 +87,7 @@ def _names() -> list[str]:
         (run.task("<class>"), f"work queue `{run.task_stream}`, one consumer a class", f"`Task`; classes `{TRAIN}` and `{EVAL}`"),
         (run.generated("<queue>"), f"work queue `{run.generated_stream}`, one consumer a queue of environments", "`Generated`"),
         (run.scored("rollout"), f"work queue `{run.scored_stream}`", "`Failed` or `Interrupted`, for the buffer"),
+        (run.scored("gateway"), f"work queue `{run.scored_stream}`", "`Failed`, for the buffer"),
         (run.scored("reward"), f"work queue `{run.scored_stream}`", "`Scored` or `Failed`, for the buffer"),
         (run.ledger("<event>"), f"stream `{run.ledger_stream}`, kept whole", "the records below, from one writer"),
         (run.batch, "request and reply", "`BatchRequest` → `Batch`, `BatchPending` or `RunDone`"),

@@ -20,7 +20,7 @@ from shared.config import devices
 from shared.config.config_layers import Layers
 from shared.config.config_reading import load
 from shared.config.run_config import RunConfig
-from shared.hub import hub_download, hub_names
+from shared.hub import hub_client, hub_names
 from shared.hub.hub_client import Hub, HubError
 from shared.model.architecture import Architecture
 from shared.model.architecture_flags import described_shape
@@ -120,7 +120,7 @@ def _read_shape(model: Path, field: str) -> Architecture:
         hub = Hub.of()
         try:
             name = hub_names.model(model)
-            directory = hub_download.model_directory(hub, name if name.commit else name.pinned(hub.commit(name)), weights=False)
+            directory = hub_client.model_directory(hub, name if name.commit else name.pinned(hub.commit(name)), weights=False)
         except (HubError, ValueError) as error:
             expected = f"{error}; a plan needs the model's config.json, which must be downloaded: give a directory that holds it instead"
             raise ConfigError(field, str(model), expected) from error

@@ -247,7 +247,7 @@ def _has_room(plan: RunPlan) -> bool:
 
 
 def settle_trainer(inspection: Inspection) -> tuple[dict[str, int], str]:
-    """Returns the sizes in tokens of ``[trainer]``, and a line about them. Of `auto`: what the run began with, the plan's, a CPU's."""
+    """Returns the sizes in tokens of ``[trainer]``, and a line about them. Of `auto`: what the run had before, the plan's, a CPU's."""
     config, trainer, said = inspection.config, inspection.config.trainer, ""
     if not inspection.fresh and (begun := runs.frozen(config.run.root)) is not None:
         kept = {name: getattr(begun.trainer, name) for name in ("max_tokens_per_gpu", "log_probs_chunk_size")}

@@ -326,7 +326,7 @@ class GroupIntake:
             raise TurnRefused(503, "this gateway stops; another continues", code="gateway_stopping", retry_after_s=RETRY_S)
 
     async def _handed_in(self, group: FinishedGroup, digest: str) -> dict[str, object]:
-        key, known = await self._bound(group.id)
+        number, known = await self._bound(group.id)
         if known is not None:
             if known.digest != digest:
                 raise TurnRefused(409, f"another group came as {group.id}, and became {known.group}", field="id", code="id_taken")
@@ -335,7 +335,7 @@ class GroupIntake:
         while True:
             lease = await self._task()
             async with lease.held():
-                binding = Binding(lease.message.group, lease.message.attempt, digest)
+                binding, key = Binding(lease.message.group, lease.message.attempt, digest), self._key(group.id, number)
                 try:
                     report = await asyncio.to_thread(self._report, group, binding)
                     wanted = ("SET", key, json.dumps(vars(binding)), "NX", "EX", BINDING_SECONDS)
@@ -347,7 +347,7 @@ class GroupIntake:
                     raise
                 if (owner := await self._owner(group.id, binding)) != group.id:  # its gateway could not end it: it was delivered once more
                     await (lease.ack() if await self._is_in(owner) else lease.hand_back(delay=OWNED_SECONDS))
-                    key = self._next_key(group.id, binding)
+                    number += 1
                     continue
                 await self._publish(group.id, report)
             await lease.ack()
@@ -430,15 +430,15 @@ class GroupIntake:
     async def _send(self, subject: str, message: Generated | Failed) -> None:
         await self._service.bus.publish(subject, message, msg_id=uuid.uuid4().hex, deadline=PUBLISH_SECONDS)
 
-    async def _bound(self, name: str) -> tuple[str, Binding | None]:
-        """Returns what a producers' id stands for, and the key of its next binding: each is made once, by the first gateway."""
-        key, known = self._service.subjects.ingest_key(name), None
-        while (found := await self._binding(key)) is not None:
-            key, known = self._next_key(name, found), found
-        return key, known
+    async def _bound(self, name: str) -> tuple[int, Binding | None]:
+        """Returns how many bindings a producers' id has had, and the newest: each is made once, by the first gateway."""
+        number, known = 0, None
+        while (found := await self._binding(self._key(name, number))) is not None:
+            number, known = number + 1, found
+        return number, known
 
-    def _next_key(self, name: str, binding: Binding) -> str:
-        return f"{self._service.subjects.ingest_key(name)}:after-{binding.group}-{binding.attempt}"
+    def _key(self, name: str, number: int) -> str:
+        return self._service.subjects.ingest_key(name) + (f":binding-{number}" if number else "")
 
     async def _binding(self, key: str) -> Binding | None:
         [found] = await self._service.store.commands("the binding of a group", [("GET", key)])

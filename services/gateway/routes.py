@@ -24,8 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from services.gateway.replicas import Replicas
-from services.gateway.turn_decisions import fixed_by_task
-from services.gateway.turn_text import TurnText
+from services.gateway.turn_decisions import TurnText, fixed_by_task
 from services.gateway.turns import LiveTurn, Turns, UnrecordedSessions
 from shared.formats import anthropic_messages, openai_chat, openai_responses, token_generate
 from shared.formats.request import (

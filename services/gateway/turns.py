@@ -23,6 +23,7 @@ from services.gateway.replicas import GenerationClient, Hear, ReplicaFailed, Rep
 from services.gateway.turn_decisions import (
     StopStringTracker,
     TurnAnswers,
+    TurnText,
     check_tokens,
     continued,
     digests,
@@ -34,7 +35,6 @@ from services.gateway.turn_decisions import (
     unconstrained,
 )
 from services.gateway.turn_pictures import TurnPictures
-from services.gateway.turn_text import TurnText
 from shared.config.service_sections import GatewaySection
 from shared.formats.request import ChatTurn, TokenTurn, TurnRefused, TurnResult, overlong_prompt, pictures_in
 from shared.runtime.errors import MyxoError

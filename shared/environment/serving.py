@@ -71,7 +71,8 @@ class ServedEnvironment:
     async def _score(self, request: dict[str, Any]) -> dict[str, Any]:
         shared = {name: request[name] for name in OF_PROMPT if name in request}
         samples = [{**shared, **sample} for sample in request["samples"]]
-        return {"rewards": await called(self._made.score, {**request, "samples": samples})}
+        rewards = await called(self._made.score, {**request, "samples": samples})
+        return {"rewards": [_number(one) for one in rewards] if isinstance(rewards, list | tuple) else rewards}
 
     async def _reset(self, request: dict[str, Any]) -> dict[str, Any]:
         self._forget()
@@ -103,7 +104,7 @@ class ServedEnvironment:
             if turn != session.turns:
                 raise EpisodeRefused(f"turn is {turn!r}; expected {session.turns}, the next one, or the one before it again")
             messages, reward, done = await called(self._made.step, session.state, request.get("message") or {}, request)
-            session.answer = {"messages": messages, "done": bool(done), **({} if reward is None else {"reward": reward})}
+            session.answer = {"messages": messages, "done": bool(done), **({} if reward is None else {"reward": _number(reward)})}
             session.turns, session.done, session.touched = session.turns + 1, bool(done), time.monotonic()
             self._sessions.move_to_end(session.id)
             return session.answer
@@ -137,6 +138,10 @@ def _text(request: dict[str, Any], name: str) -> str:
     return value
 
 
+def _number(reward: Any) -> Any:
+    return reward.item() if getattr(reward, "size", None) == 1 or (hasattr(reward, "numel") and reward.numel() == 1) else reward
+
+
 def plain(value: Any) -> Any:
     """Returns what stands in an answer for what does not travel: plain numbers for a library's and its arrays, else text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
@@ -167,6 +172,6 @@ async def _respond(environment: ServedEnvironment, verb: str, message: Msg) -> N
         question = codec.unpack(message.data)
         if not isinstance(question, dict):
             raise BadMessage("expected a map")
-        await message.respond(msgpack.packb(await environment.answer(verb, question), default=plain))
+        await message.respond(msgpack.packb(await environment.answer(verb, question), default=plain, unicode_errors="backslashreplace"))
     except Exception as error:  # of the user's code, too, and where its answer does not go into a message
         await message.respond(codec.pack({"error": f"{type(error).__name__}: {error}"}))

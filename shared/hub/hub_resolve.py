@@ -18,9 +18,8 @@ from typing import IO, Any
 
 from shared.bus import runs
 from shared.config.run_config import RunConfig
-from shared.hub import hub_download, hub_names
-from shared.hub.hub_client import Hub, HubError, NoSuchRepository, RepositoryListing, Unreachable, one_line, require
-from shared.hub.hub_download import download
+from shared.hub import hub_client, hub_names
+from shared.hub.hub_client import Hub, HubError, NoSuchRepository, RepositoryListing, Unreachable, download, one_line, require
 from shared.hub.hub_names import HubName
 from shared.model.engine_checkpoint import with_engine_checkpoint
 from shared.runtime.errors import BadInput, ConfigError, raise_problems
@@ -215,7 +214,7 @@ def local(
         if name.commit is None:
             raise HubError("has no commit; the config of a run has one with each name")
         is_model = _is_model(field)
-        path = hub_download.model_directory(source, name, weights=weights) if is_model else rows_file(source, name)
+        path = hub_client.model_directory(source, name, weights=weights) if is_model else rows_file(source, name)
         source.remember(name)
         return path
 

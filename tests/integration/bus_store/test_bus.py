@@ -31,14 +31,6 @@ async def count(bus: Bus, stream: str) -> int:
 # --- connecting
 
 
-async def test_the_servers_time_outlives_a_clock_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    bus, real = Bus("nats://127.0.0.1:1", "_INBOX"), time.time()
-    monkeypatch.setattr(time, "time", lambda: real - 100)
-    bus.note_server_time(real)
-    monkeypatch.setattr(time, "time", lambda: real)
-    assert real <= bus.now() < real + 50
-
-
 async def test_no_server_is_told_with_the_address_but_not_the_password() -> None:
     url = f"nats://myxo:secret@127.0.0.1:{free_port()}"
     with pytest.raises(BusUnreachable) as caught:

@@ -257,7 +257,7 @@ async def test_a_task_whose_producer_does_not_come_again_is_given_up(door: NewDo
     monkeypatch.setattr("services.gateway.ingest.OWNED_SECONDS", 0.1)
     answers: list[httpx.Response] = []
     player, client = await door(
-        rollout={"num_rollout": 1, "max_staleness": 0}, ingest={"ingest_wait": 30.0}, bus={**SHORT, "max_deliver": 2}
+        rollout={"num_rollout": 1, "max_staleness": 0}, ingest={"ingest_wait": 30.0}, bus={**SHORT, "max_deliver": 3}
     )
     assert (await post(client, group("gone"))).status_code == 503
     answers += [await post(client, group(name)) for name in ("second", "third")]

@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.config.run_config import RunConfig
-from shared.hub import hub_client, hub_download, hub_resolve
+from shared.hub import hub_client, hub_resolve
 from shared.process.embedded_servers import free_port
 from shared.runtime.errors import ConfigError
 from tests.integration.hub.conftest import MODEL
@@ -199,7 +199,7 @@ def test_a_download_that_breaks_off_goes_on_where_it_was(hub: HubServer, tmp_pat
 
 def test_where_xet_is_blocked_plain_http_is_used(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
-    monkeypatch.setattr(hub_download, "XET_STALL_SECONDS", 0.3)
+    monkeypatch.setattr(hub_client, "XET_STALL_SECONDS", 0.3)
     hub.commit("models", "org/model", MODEL)
     hub.over_xet.add("model.safetensors")
     directory = hub_resolve.local(hub_resolve.pinned(named(tmp_path))).model.hf_checkpoint

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.chat_tokens import TOOL, ChatTokens
-from services.gateway.turn_decisions import TurnAnswers
-from services.gateway.turn_text import TurnText
+from services.gateway.turn_decisions import TurnAnswers, TurnText
 from shared.formats.request import ChatTurn, RequestedSampling, TurnDelta, TurnRefused, TurnResult
 from shared.schema.messages import Sampling
 from shared.sessions.session import Session, Turn
