@@ -8,6 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PagesAccumulator
+from tensorboard.summary.writer import event_file_writer
 from tensorboard.util.tensor_util import make_ndarray
 from torch.utils.tensorboard import SummaryWriter
 
@@ -83,7 +84,12 @@ def test_a_step_that_was_trained_again_stands_once_with_its_newest_value(tmp_pat
     assert [event.value for event in multiplexer.Scalars("moved", "train/loss")][-2:] == [5.0, 6.0]
 
 
-def test_metrics_of_an_earlier_version_of_the_files_are_taken_over_without_their_doubles(tmp_path: Path) -> None:
+def test_metrics_of_an_earlier_version_of_the_files_are_taken_over_without_their_doubles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0)
+    )  # in names of files of one second and one process 10 comes before 9
     for value in (1.0, 2.0):  # two lives, each of which wrote all evaluations
         writer = SummaryWriter(str(tmp_path))
         for step in (0, 4):
