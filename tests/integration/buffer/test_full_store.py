@@ -32,7 +32,7 @@ async def test_a_full_store_holds_admission_back_until_payloads_are_freed(
         [waiting] = await player.all_tasks(1)
         await player.batch(0, working=True)
         junk: list[str] = []
-        while (await store.memory(5.0))[0] < 0.9 * (8 << 20):
+        while (await store.memory(5.0))[0] < 0.93 * (8 << 20):  # more than it is held back for: connections come and go
             await store.write({f"other:{len(junk)}": bytes(128 << 10)})
             junk.append(f"other:{len(junk)}")
         assert "no new group is admitted" in await until(lambda: held_back(player), "a buffer that holds back")
