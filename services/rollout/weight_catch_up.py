@@ -58,7 +58,7 @@ ASK_SECONDS = 10.0  # the deadline for a source replica's answer to a request fo
 
 # The variable that names a directory on this machine in which deltas are assembled; it takes the size of one model.
 CACHE_VARIABLE = "MYXO_WEIGHTS_CACHE"
-TEMPORARY = "myxo-weights-"  # how the name of a directory begins that nobody has named
+TEMPORARY = "myxo-weights-"  # how the name of a directory begins where no variable names one
 
 # The variable that names a directory, for instance on a file system of the site, in which replicas share what they download.
 SITE_VARIABLE = "MYXO_SITE_CACHE"

@@ -14,10 +14,10 @@ from typing import Any
 
 from shared.bus import registry
 from shared.bus.streams import generated_consumer, scored_consumer, task_consumer
-from shared.bus.subjects import EVAL, PRODUCER, REWARD, ROLLOUT, TRAIN, Subjects
+from shared.bus.subjects import EVAL, GATEWAY, PRODUCER, REWARD, ROLLOUT, TRAIN, Subjects
 from shared.config.service_sections import BusSection
 
-BUFFER, TRAINER, GATEWAY, CONSOLE = "buffer", "trainer", "gateway", "console"
+BUFFER, TRAINER, CONSOLE = "buffer", "trainer", "console"
 OPERATOR, ENVIRONMENT = "operator", "environment"
 # The accounts of a run: its services, its operators, and external environments on the bus.
 ROLES = (BUFFER, ROLLOUT, REWARD, TRAINER, GATEWAY, CONSOLE, OPERATOR, ENVIRONMENT)

@@ -280,7 +280,7 @@ class ObjectMirror:
                 for lock in (path.with_name(f".{found[1]}.lock"), used := path.with_name(f".{found[1]}.used")):
                     fcntl.flock(locks.enter_context(lock.open("a+b")), fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path)
-                used.unlink()  # the other one stays: whoever waits for it would lock a file that nobody else finds
+                used.unlink()  # the other one stays: a process that waits for it would lock a file that no other finds
 
     @contextlib.contextmanager
     def _locked(self, path: Path) -> Iterator[None]:
