@@ -249,11 +249,15 @@ def _has_room(plan: RunPlan) -> bool:
 def settle_trainer(inspection: Inspection) -> tuple[dict[str, int], str]:
     """Returns the sizes in tokens of ``[trainer]``, and a line about them. Of `auto`: what the run had before, the plan's, a CPU's."""
     config, trainer, said = inspection.config, inspection.config.trainer, ""
+    on_gpu = devices.resolve(trainer.train_device) == "cuda"
     if not inspection.fresh and (begun := runs.frozen(config.run.root)) is not None:
-        kept = {name: getattr(begun.trainer, name) for name in ("max_tokens_per_gpu", "log_probs_chunk_size")}
-        trainer = trainer.model_copy(update={name: value for name, value in kept.items() if getattr(trainer, name) == "auto"})
+        automatic = [name for name in ("max_tokens_per_gpu", "log_probs_chunk_size") if getattr(trainer, name) == "auto"]
+        kept = {name: getattr(begun.trainer, name) for name in automatic}
+        trainer = trainer.model_copy(update=kept)
+        if kept and on_gpu:
+            said = ", ".join(f"{name} = {value}" for name, value in kept.items()) + ": what `auto` was when the run began"
     auto = "auto" in (trainer.max_tokens_per_gpu, trainer.log_probs_chunk_size) and not config.debug.debug_rollout_only
-    if auto and devices.resolve(trainer.train_device) == "cuda" and (plan := plan_of(inspection)) is not None:
+    if auto and on_gpu and (plan := plan_of(inspection)) is not None:
         trainer, said = settled_tokens(plan)
     return {"max_tokens_per_gpu": trainer.tokens_per_gpu, "log_probs_chunk_size": trainer.log_probs_tokens}, said
 

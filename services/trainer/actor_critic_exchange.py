@@ -11,12 +11,12 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import redis
 import torch
-from redis.exceptions import BusyLoadingError, ConnectionError, ResponseError, TimeoutError
+from redis.exceptions import ResponseError
 from torch import Tensor
 
 from shared.bus.subjects import Subjects
 from shared.runtime.errors import DeadlineExceeded, PayloadMissing
-from shared.store.payload_store import StoreFull, StoreRefused, full_reason, options
+from shared.store.payload_store import AWAY, DEMOTED, StoreFull, StoreRefused, full_reason, options
 
 Kind = Literal["values", "kl"]
 Role = Literal["actor", "critic"]
@@ -87,9 +87,11 @@ class ActorCriticExchange:
         while True:
             try:
                 return call()
-            except (ConnectionError, TimeoutError, BusyLoadingError) as error:
+            except AWAY as error:
                 if time.monotonic() + RETRY_SECONDS > end:
                     raise DeadlineExceeded(what, "the store", CALL_SECONDS, f"given up ({error})") from error
+                if isinstance(error, DEMOTED):
+                    self._client.connection_pool.disconnect()
             except ResponseError as error:
                 if not (reason := full_reason(error)):
                     raise StoreRefused(f"the store refuses {what}: {error}") from error

@@ -1,13 +1,9 @@
 """The checkpoint that engines start from, where `rollout_precision` asks for fewer bits than ``hf_checkpoint`` has."""
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from shared.config.run_config import RunConfig
@@ -16,6 +12,7 @@ from shared.model.quantization import PRECISION, quantization_in_engines
 from shared.process.child_process import with_parent
 from shared.runtime import user_cache
 from shared.runtime.errors import ConfigError, DeadlineExceeded
+from shared.runtime.safe_files import locked
 
 SECONDS = 3600.0  # the longest that a checkpoint may take to be quantized, by this process or by another
 CONVERSIONS = {"fp8": "fp8-block", "int4": "int4"}  # `rollout_precision` → what `myxo convert --to` calls it
@@ -36,28 +33,10 @@ def with_engine_checkpoint(config: RunConfig) -> RunConfig:
     cache = (user_cache.directory() or config.run.root) / "quantized" / hashlib.sha256(text.encode()).hexdigest()[:32]
     target = cache / source.resolve().name
     cache.mkdir(parents=True, exist_ok=True)
-    with _alone(cache / "lock"):
+    with locked(cache / "lock", SECONDS, "the engines' checkpoint"):
         if not target.exists():
             _convert(source, target, precision)
     return config.with_fields(model={"hf_checkpoint": target})
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Waits for what other processes make under this lock, which ends with them."""
-    ends = time.monotonic() + SECONDS
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > ends:
-                    raise DeadlineExceeded(
-                        "the engines' checkpoint", f"the process that holds {path}", SECONDS, "the service ends"
-                    ) from None
-                time.sleep(0.2)
-        yield
 
 
 def _convert(source: Path, target: Path, precision: str) -> None:

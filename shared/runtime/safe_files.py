@@ -6,16 +6,21 @@ renamed to its ``.replaced`` name; a kill between the two renames leaves it ther
 
 import contextlib
 import errno
+import fcntl
 import io
 import json
 import os
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from shared.runtime.errors import DeadlineExceeded
+
+LOCK_POLL_S = 0.1
 _PARTIAL = ".partial"
 _REPLACED = ".replaced"
 
@@ -159,6 +164,21 @@ def read_regular(path: Path, limit: int, *, links: bool = False) -> bytes:
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"more than {limit} bytes", str(path))
     return content
+
+
+@contextlib.contextmanager
+def locked(path: Path, seconds: float, what: str) -> Iterator[None]:
+    """Holds a lock, the kernel's, which ends with its process: for ``what`` only one may make. Raises DeadlineExceeded, OSError."""
+    ends = time.monotonic() + seconds
+    with path.open("ab") as file:
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            if time.monotonic() > ends:
+                raise DeadlineExceeded(what, f"the process that holds {path}", seconds, "given up")
+            time.sleep(LOCK_POLL_S)
+        yield
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ _ERRORS: dict[str, type[Exception]] = {
     "NOPERM": NoPermissionError,
     "LOADING": BusyLoadingError,
 }
+DEMOTED = ("READONLY", "MASTERDOWN")  # what a server says that another one has replaced as the primary: a new connection reaches that one
 
 # The answer to one command: what lies at a key, empty where nothing does; whether a blob was written; or the server's error
 Answer = bytes | int | Exception
@@ -89,7 +90,9 @@ class Answers:
 
 
 def _refusal(text: str) -> Exception:
-    return _ERRORS.get(text.split(" ", 1)[0], ResponseError)(text)
+    if (kind := text.split(" ", 1)[0]) in DEMOTED:
+        raise RedisConnectionError(text)  # of no use any more
+    return _ERRORS.get(kind, ResponseError)(text)
 
 
 class Reader:

@@ -19,8 +19,10 @@ from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
     BusyLoadingError,
+    MasterDownError,
     NoPermissionError,
     OutOfMemoryError,
+    ReadOnlyError,
     RedisError,
     ResponseError,
 )
@@ -37,7 +39,8 @@ from shared.store.blobs import SOCKET_SECONDS, Answer, BlobConnection, Reader, o
 RETRY_PAUSE = 0.2
 SECONDS = 60.0  # The deadline of most requests
 HOLDING_SECONDS = 3600.0  # Of who holds groups: it waits for a store that is away, since a task that goes back too often is given up
-_AWAY = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, OSError)
+DEMOTED = (ReadOnlyError, MasterDownError)
+AWAY = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, OSError, *DEMOTED)
 _REFUSED = (AuthenticationError, AuthorizationError, NoPermissionError)  # the first two are connection errors to the library
 
 
@@ -182,8 +185,10 @@ class Store:
             while True:
                 try:
                     return await attempt()
-                except (*_REFUSED, *_AWAY) as error:
+                except (*_REFUSED, *AWAY) as error:
                     _check_another_attempt(what, error, start + deadline, deadline)
+                    if isinstance(error, DEMOTED):
+                        await self._client.connection_pool.disconnect()
                 except ResponseError as error:
                     if not (reason := full_reason(error)):
                         raise
@@ -237,7 +242,7 @@ class BlockingStore:
                 self.close()
                 self._reader = reader
                 return
-            except (*_REFUSED, *_AWAY) as error:
+            except (*_REFUSED, *AWAY) as error:
                 _check_another_attempt(f"blob {wanted[done][0]}", error, end, deadline)
             finally:
                 if reader is not None and reader is not self._reader:  # answers to what was asked for are still to come on it

@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,8 +20,7 @@ from typing import NamedTuple
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shared.runtime.errors import DeadlineExceeded
-from shared.runtime.safe_files import is_plain_name, open_regular, publish
+from shared.runtime.safe_files import is_plain_name, locked, open_regular, publish
 from shared.store.s3 import ObjectCorrupt, ObjectGone, S3Client, download
 from shared.transfer.weight_checkpoint import (
     CHECKPOINT_FILE,
@@ -38,7 +36,6 @@ _KEPT_NAME = re.compile(r"\.?(v(\d{6,15}))(?:\.[0-9a-f]{16}\.partial)?\Z")  # of
 # Bytes of a chunk: a far connection carries so little that even a delta has to be spread over many; a large model has to have few objects.
 LEAST_OBJECT, LARGEST_OBJECT = 1 << 20, 1 << 26
 MAX_INDEX = 256 * 1024**2  # bytes of an index, which has about 70 for each chunk
-LOCK_POLL_S = 0.1
 
 
 def object_bytes(size: int) -> int:
@@ -243,7 +240,7 @@ class ObjectMirror:
     def _fetched(self, index: str, part: StoredCheckpoint) -> Path:
         path = self._directory / part.place
         path.parent.mkdir(parents=True, exist_ok=True)
-        with self._locked(path):
+        with locked(path.with_name(f".{path.name}.lock"), 10 * self._deadline, "a checkpoint of this site"):
             fcntl.flock(self._used.enter_context(path.with_name(f".{path.name}.used").open("a+b")), fcntl.LOCK_SH)
             if _is_there(path, part):
                 return path
@@ -281,21 +278,6 @@ class ObjectMirror:
                     fcntl.flock(locks.enter_context(lock.open("a+b")), fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path)
                 used.unlink()  # the other one stays: a process that waits for it would lock a file that no other finds
-
-    @contextlib.contextmanager
-    def _locked(self, path: Path) -> Iterator[None]:
-        """Holds the lock of a checkpoint. Raises DeadlineExceeded where another process downloads it for too long."""
-        seconds = 10 * self._deadline
-        end = time.monotonic() + seconds
-        with path.with_name(f".{path.name}.lock").open("ab") as file:
-            while True:
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                if time.monotonic() > end:
-                    raise DeadlineExceeded(f"{path}", "the replica of this site that downloads it", seconds, "it is tried again")
-                time.sleep(LOCK_POLL_S)
-            yield
 
 
 def _chunks(part: StoredCheckpoint) -> Iterator[tuple[str, int, int, str]]:

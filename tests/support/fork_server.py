@@ -163,7 +163,9 @@ def is_plain_engine(command: Any, environment: Mapping[str, str] | None) -> bool
     model = json.loads(config.read_text()) if config.is_file() else {}
     imported = {**COMMON_VARIABLES, **CPU_VARIABLES}
     given = {name: value for name, value in (environment or {}).items() if name in imported or name.startswith(("SGLANG_", "MYXO_BATCH"))}
-    plain = given == imported and not any(word.startswith(PATCHING) for word in words)
+    paths = ((environment or {}).get("PYTHONPATH") or os.environ.get("PYTHONPATH", "")).split(os.pathsep)
+    changed = any(Path(path, "sitecustomize.py").is_file() for path in paths if path)
+    plain = given == imported and not changed and not any(word.startswith(PATCHING) for word in words)
     return plain and model.get("model_type") == "qwen3" and "quantization_config" not in model
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from aiohttp import web
 
 from shared.bus.registry import Registry
+from shared.data.stop_strings import end_across
 from shared.data.tokenizer import Tokenizer
 from shared.runtime.tasks import cancelled
 from shared.schema.service_messages import ServiceStatus
@@ -26,8 +27,8 @@ PIECE = 7
 
 @dataclass
 class ScriptedReplica:
-    """``script``: the text that follows a prompt's text, without the token that ends a turn; ``version``: of all tokens, else of a push
-    in each turn; ``given``: what it sampled, by the request."""
+    """``script``: the text that follows a prompt's text, to a stop string of the request's or without the token that ends a turn;
+    ``version``: of all tokens, else of a push in each turn; ``given``: what it sampled, by the request."""
 
     tokenizer: Tokenizer
     script: Callable[[str], str]
@@ -38,7 +39,8 @@ class ScriptedReplica:
         asked = TurnRequest.decode(await request.read())
         prompt = self.tokenizer.decode(asked.input_ids.tolist(), skip_special_tokens=False)
         ids = [*self.tokenizer.encode(self.script(prompt)).tolist(), self.tokenizer.eos_id][: asked.sampling.max_new_tokens]
-        finish = "stop" if ids[-1] == self.tokenizer.eos_id else "length"
+        stopped = end_across([], ids, asked.sampling.stop, self.tokenizer.decode, ends=[self.tokenizer.eos_id])
+        ids, finish = ids[:stopped], "length" if stopped is None else "stop"
         log_probs = -np.random.default_rng(len(self.given)).random(len(ids), np.float32)
         middle, version = (len(ids) + 1) // 2, len(self.given)
         spans = ((0, middle, version), (middle, len(ids), version + 1))[: 1 + (len(ids) > 1)]

@@ -251,3 +251,37 @@ async def test_a_server_that_wants_a_password_is_told(tmp_path: Path) -> None:
             await Store(server.url).ping(deadline=2.0)
     finally:
         server.stop()
+
+
+async def test_another_primary_at_the_same_address_takes_over(tmp_path: Path) -> None:
+    """As where a managed store fails over: the server that was the primary refuses writes, and reads until it has the new one's blobs."""
+    blobs, link = {"a": b"1", "b": b"2"}, tmp_path / "store.sock"
+    servers = [EmbeddedValkey(tmp_path / name) for name in ("first", "second")]
+    try:
+        for server in servers:
+            server.start()
+        link.symlink_to(servers[0].address)
+        store, reader, payload = Store(f"unix://{link}"), BlockingStore(f"unix://{link}"), reference("", blobs)
+        for server in servers:
+            with redis.Redis.from_url(server.url) as direct:
+                direct.mset(blobs)
+        assert await store.read(payload) == await asyncio.to_thread(reader.read, payload) == [b"1", b"2"]
+        with redis.Redis.from_url(servers[0].url) as direct:
+            direct.config_set("replica-serve-stale-data", "no")
+            direct.replicaof("127.0.0.1", 1)
+        late = [
+            asyncio.create_task(store.write({"c": b"3"})),
+            asyncio.create_task(store.commands("a write", [("SETNX", "d", "4")])),
+            asyncio.create_task(store.read(payload)),
+            asyncio.create_task(asyncio.to_thread(reader.read, payload)),
+        ]
+        assert not (await asyncio.wait(late, timeout=1))[0], "what is refused waits for the other primary"
+        link.unlink()
+        link.symlink_to(servers[1].address)
+        assert await asyncio.wait_for(asyncio.gather(*late), 60) == [None, [1], [b"1", b"2"], [b"1", b"2"]]
+        assert await store.missing(["c", "d"]) == []
+        await store.close()
+        reader.close()
+    finally:
+        for server in servers:
+            server.stop()

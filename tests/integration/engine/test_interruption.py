@@ -175,7 +175,10 @@ async def test_a_group_whose_earlier_samples_are_lost_or_forged_begins_anew(new_
         assert group.attempt == 1 and len(samples) == 2
 
 
-async def test_a_replica_that_stops_keeps_its_word_and_gives_no_other(new_bench: NewBench, checkpoint: Checkpoints) -> None:
+async def test_a_replica_that_stops_keeps_its_word_and_gives_no_other(
+    new_bench: NewBench, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.rollout.weight_receiver.AGREED_SECONDS", 60.0)
     desk = await new_bench()
     weights = desk.rollout.weights
     assert await desk.ask("offer", WeightsOffer(version=1)) == WeightsReady(replica="rollout-1", version=0, address=LOOPBACK)

@@ -50,8 +50,9 @@ def test_a_run_continues_with_the_tokens_that_it_began_with(fresh: bool, tokens:
     begun = run_config(tmp_path, trainer={"max_tokens_per_gpu": 3000, "log_probs_chunk_size": 100})
     begun.run.root.mkdir(parents=True)
     RunDirectory(begun.run.root).freeze(begun)
-    config = run_config(tmp_path, trainer={"train_device": "cpu", "log_probs_chunk_size": 512})
-    found, _ = settle_trainer(Inspection(config, fresh=fresh))
+    config = run_config(tmp_path, trainer={"train_device": "cuda", "log_probs_chunk_size": 512})
+    found, said = settle_trainer(Inspection(config, fresh=fresh))
+    assert said == ("" if fresh else "max_tokens_per_gpu = 3000: what `auto` was when the run began")
     assert (found["max_tokens_per_gpu"], found["log_probs_chunk_size"]) == tokens
 
 
