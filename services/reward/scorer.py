@@ -260,7 +260,7 @@ class CustomScorer(Scorer):
     """The user's own function, in the started processes of the run's functions. If it is async, it may have many groups waiting."""
 
     def __init__(self, pool: HooksPool, config: RewardSection) -> None:
-        super().__init__(CUSTOM, max(config.reward_workers * IN_HAND, pool.scores_at_once or 0))
+        super().__init__(CUSTOM, pool.scores_at_once or config.reward_workers * IN_HAND)
         self._pool = pool
 
     async def score(self, group: Generated, samples: list[Sample], environment: str, key: str | None) -> list[Score]:

@@ -134,7 +134,7 @@ class AgentGroups(GroupPlayer):
             key_digest=digest,
             deadline=time.time() + (self.settings.agent_timeout if seconds is None else seconds),
             sampling=task.sampling,
-            seed=self.seeds.of_sample(seed),
+            seed=self.seed(seed),
             min_version=task.min_version,
             evaluation=is_evaluation(task.group),
             kept=0 if is_evaluation(task.group) else self._config.kept_top_k,

@@ -100,7 +100,7 @@ class CustomGenerate(GroupPlayer):
             "field": GENERATE,
             "path": path,
             "sample": sample_message.packed(sample),
-            "sampling_params": parameters(task.sampling, self.kept and not is_evaluation(task.group)) | self.seeds.parameters(index),
+            "sampling_params": parameters(task.sampling, self.kept and not is_evaluation(task.group), self.seed(index)),
             "evaluation": is_evaluation(task.group),
             "engine": self.replica.proxy.address,
             "token": token,
@@ -260,9 +260,9 @@ class _Rollout(PlayedRollout):
         return stored
 
 
-def parameters(sampling: Sampling, kept: bool = False) -> dict[str, Any]:
+def parameters(sampling: Sampling, kept: bool = False, seed: int | None = None) -> dict[str, Any]:
     """Returns ``sampling_params`` as slime passes them, in SGLang's names. Stop strings stay in the text, as do their tokens.
-    ``kept``: they ask for the tokens that the sampler keeps."""
+    ``kept``: they ask for the tokens that the sampler keeps. ``seed``: None: there is none."""
     text = {
         "skip_special_tokens": sampling.skip_special_tokens is True,
         "no_stop_trim": sampling.no_stop_trim is not False,
@@ -273,6 +273,8 @@ def parameters(sampling: Sampling, kept: bool = False) -> dict[str, Any]:
         values["min_new_tokens"] = sampling.min_new_tokens
     if sampling.repetition_penalty != 1:
         values["repetition_penalty"] = sampling.repetition_penalty
+    if seed is not None:
+        values["sampling_seed"] = seed
     if kept:
         values["custom_params"] = {"return_top_p_token_ids": True}
     return {**values, **text}

@@ -241,8 +241,8 @@ class _Episode:
     async def _said(self) -> tuple[str, int | None]:
         """Has the model say its message. Returns how it ended (stop, length, abort; full: no token is left) and a stop's last token."""
         while (room := self._room()) > 0:
-            sampling = parameters(self._task.sampling, self._run.kept and not is_evaluation(self._task.group))
-            sampling |= self._run.seeds.parameters(self._index) | {"max_new_tokens": room}
+            kept, seed = self._run.kept and not is_evaluation(self._task.group), self._run.seed(self._index)
+            sampling = parameters(self._task.sampling, kept, seed) | {"max_new_tokens": room}
             if (fewest := self._task.sampling.min_new_tokens) > 0:  # of the whole response; the engine takes no more than the turn's room
                 sampling["min_new_tokens"] = max(0, min(fewest - self._sample.response_length, room))
             body = {"input_ids": self._sample.tokens, "sampling_params": sampling, "return_logprob": True} | self._routing()

@@ -23,7 +23,6 @@ from services.rollout.engine.generation import GenerationRequest, first_tokens
 from services.rollout.engine.transport import EngineError
 from services.rollout.in_flight import UNROUTED, InFlight, Partial, Requests, Stopped, restored, samples_of, samples_of_rollout
 from services.rollout.replica import Replica
-from services.rollout.replica_command import SampleSeeds
 from services.rollout.request_slots import GroupSlots
 from shared.config.eval_views import group_config
 from shared.config.rollout_section import RolloutSection
@@ -205,7 +204,7 @@ class GroupPlayer:
 
     def __init__(self, service: Service, replica: Replica, tokenizer: Tokenizer) -> None:
         self._service, self._config, self.replica, self.tokenizer = service, service.config, replica, tokenizer
-        self.seeds, self.lost = SampleSeeds.of(service.config), 0
+        self.seed, self.lost = service.config.sample_seed, 0
 
     def called(self, task: Task) -> str:
         """Returns what plays a task, for errors: a field and its value."""
@@ -295,7 +294,7 @@ class EngineGroups(GroupPlayer):
         EngineError when the engine failed `ENGINE_TRIES` times in a row for one of the samples."""
         partials = restored(earlier, task, None if is_evaluation(task.group) else self._choices)
         for index, partial in enumerate(partials):
-            partial.seed = self.seeds.of_sample(index)
+            partial.seed = self.seed(index)
         progress, requests = GroupProgress(task.n, task.n), Requests()
         pictures = () if task.pictures is None else tuple(await self._service.store.read(task.pictures))
         shown = None if self._rule is None else ShownPictures(self._rule, pictures)

@@ -1,13 +1,13 @@
 """The launch command of a run's engine, the same on all of its nodes, and what the run's config decides about that engine.
 
-The decisions are pure: whether it keeps keys and values of prefixes, by which seeds it samples, and for how many requests at once it
-captures its decode steps as CUDA graphs.
+The decisions are pure: whether it keeps keys and values of prefixes, and for how many requests at once it captures its decode steps as
+CUDA graphs.
 """
 
 import json
 import os
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,36 +30,12 @@ from shared.runtime.errors import ConfigError
 from shared.service.service_base import Service, default_instance
 from shared.transfer import BATCH_INVARIANT
 
-# Flags of SGLang's under which it generates by seeds; without a seed of its own each request would have the same one.
-SEEDED = ("enable-deterministic-inference", "rl-on-policy-target")
-
-
-@dataclass(frozen=True)
-class SampleSeeds:
-    """``first``: the seed of a group's first sample; None: samples have none, and engines sample at random."""
-
-    first: int | None
-
-    @classmethod
-    def of(cls, config: RunConfig) -> "SampleSeeds":
-        given = config.rollout.engine_flags
-        seeded = any(given.get(name) not in (None, False) for name in SEEDED)
-        return cls(config.data.rollout_seed if seeded else None)
-
-    def of_sample(self, index: int) -> int | None:
-        """Returns the seed of a group's sample. ``index``: from 0."""
-        return None if self.first is None else self.first + index
-
-    def parameters(self, index: int) -> dict[str, int]:
-        """Returns what it adds to the sampling parameters of a sample, in SGLang's words."""
-        return {} if self.first is None else {"sampling_seed": self.first + index}
-
 
 def keeps_prefixes(config: RunConfig, device: str, *, answers_are_read: bool) -> bool:
     """Returns whether an engine keeps prefixes, where ``[rollout.sglang] disable-radix-cache`` says nothing. ``device``: the engine's.
     ``answers_are_read``: by this service; not those of a router's clients and of the user's own functions."""
     separable = config.rollout.in_flight_on_push != "retract" and answers_are_read
-    reproducible = SampleSeeds.of(config).first is not None  # a prefix that is there or not may change a last bit
+    reproducible = config.rollout.seeded  # a prefix that is there or not may change a last bit
     # to look a prefix up costs more than to compute it, for a single turn of a model that a CPU can serve
     worth_it = device == "cuda" or config.has_agents
     return separable and worth_it and not reproducible

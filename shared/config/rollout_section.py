@@ -550,6 +550,11 @@ class RolloutSection(Section):
         return {} if self.alignment == "off" else {DETERMINISTIC: True}
 
     @property
+    def seeded(self) -> bool:
+        """Returns whether engines generate by seeds; requests without a seed of their own would then all have the same one."""
+        return any(self.engine_flags.get(name) not in (None, False) for name in (DETERMINISTIC, "rl-on-policy-target"))
+
+    @property
     def worker_type(self) -> WorkerType:
         """Returns the kind of these engines: of a config of one group's (`RunConfig.of_engines`)."""
         return self.engine_groups[0].worker_type if len(self.engine_groups) == 1 else "regular"

@@ -215,6 +215,10 @@ class RunConfig(Section):
         if size is not None and "num_steps_per_rollout" not in trainer.model_fields_set and samples % size == 0:
             trainer.num_steps_per_rollout = samples // size
 
+    def sample_seed(self, index: int) -> int | None:
+        """Returns the seed of a group's sample, which counts from 0; None where engines sample at random."""
+        return self.data.rollout_seed + index if self.rollout.seeded else None
+
     @property
     def may_give_rewards(self) -> bool:
         """Returns whether rollouts may come with their rewards: something of the user's makes them, or an environment plays with them."""
@@ -294,6 +298,7 @@ class RunConfig(Section):
         trains = self.has_steps and not debug.debug_rollout_only
         makers = [f"rollout.{name}" for name in rollout.makers if name not in AGENTS]  # of agents the gateway takes them
         makers += [f"{GENERATOR} of the set {one.name}" for one in self.eval.sets if getattr(one, GENERATOR)]
+        makers += ["rollout.rollout_sample_hook_path"] * bool(rollout.rollout_sample_hook_path)  # slime's `generate` makes them then
         named = "save_debug_rollout_data", "save_debug_train_data", "dump_details", "load_debug_rollout_data"
         dumps = [name for name in named if getattr(debug, name)]
         obstacles = {

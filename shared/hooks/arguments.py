@@ -76,7 +76,7 @@ NOT_SET = """
 
 OFF = """
     allgather_cp balance_by_flops ci_disable_kl_checker ci_test get_mismatch_metrics keep_old_actor
-    log_correct_samples offload release_train sglang_enable_deterministic_inference update_weight_disk_keep_files
+    log_correct_samples offload release_train update_weight_disk_keep_files
     use_distributed_post use_fault_tolerance use_rollout_entropy use_stateless_adam use_tensorboard
     wandb_always_use_train_step
 """
@@ -174,7 +174,8 @@ class Arguments(Namespace):
         fields = {field: getattr(getattr(config, section), field) for field, section in field_sections().items()}
         fields |= {"max_tokens_per_gpu": config.trainer.tokens_per_gpu, "log_probs_chunk_size": config.trainer.log_probs_tokens}  # not auto
         shown = {field: as_given(field, value) for field, value in fields.items()}
-        engine = {f"sglang_{flag.lstrip('-').replace('-', '_')}": value for flag, value in config.rollout.sglang.items()}
+        engine = {f"sglang_{flag.replace('-', '_')}": value for flag, value in config.rollout.engine_flags.items()}
+        engine["sglang_enable_deterministic_inference"] = config.rollout.seeded
         others = attributes(config)
         unset = {name: others[name] for name, value in shown.items() if value is None and name in others}
         model_processors.RUN["trust_remote_code"] = config.model.trust_remote_code

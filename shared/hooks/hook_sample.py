@@ -311,7 +311,7 @@ class HookSample:
             self.rollout_log_probs = [0.0] * before
         set_routed_experts(self, args, meta)
         if update_terminal_info and "finish_reason" in meta:
-            self._end(args, meta)
+            self._end(meta)
         self._check_lengths()
 
     def _checked_log_probs(self, count: int, log_probs: Any, trainable: bool) -> list[float] | None:
@@ -338,9 +338,9 @@ class HookSample:
     def _trained_before(self) -> bool:
         return self.response_length > 0 and (self.loss_mask is None or any(self.loss_mask))
 
-    def _end(self, args: Any, meta: Mapping[str, Any]) -> None:
+    def _end(self, meta: Mapping[str, Any]) -> None:
         """Takes over what the engine says of a whole answer."""
-        if getattr(args, "sglang_speculative_algorithm", None):
+        if meta.get("spec_verify_ct"):
             self.spec_info.add(meta)
         self.prefix_cache_info.add(meta)
         if any(times := engine_times(meta)):

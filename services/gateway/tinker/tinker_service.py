@@ -320,7 +320,7 @@ def served_by(config: RunConfig) -> ServedModel:
     path = config.model.hf_checkpoint
     architecture, device = read_architecture(path), devices.resolve(config.rollout.rollout_device)
     names = (config.tinker.tinker_model_name or str(path), Path(path).name, str(path))
-    seeded = device == "cpu" or bool(config.rollout.engine_flags.get("enable-deterministic-inference"))
+    seeded = device == "cpu" or config.rollout.seeded
     context = int(config.rollout.engine_flags.get("context-length") or architecture.max_positions)
     return ServedModel(names, config.trainer.lora_rank, architecture.vocab_size, context, seeded)
 

@@ -170,14 +170,18 @@ async def generate_and_rm_group(args: Any, group: list[HookSample], sampling_par
     rollouts = []
     for index, sample in enumerate(group):
         sample.session_id = sample.session_id or str(uuid.uuid4())
-        seed = {"sampling_seed": state.group_sampling_seeds[index]} if args.sglang_enable_deterministic_inference else {}
-        rollouts.append(generate_and_rm(args, sample, {**sampling_params, **seed}, evaluation=evaluation))
+        rollouts.append(generate_and_rm(args, sample, sampling_params | _seed(args, index), evaluation=evaluation))
     given: list[Any] = list(await asyncio.gather(*rollouts))
     if args.group_rm and args.rm_type != WEIGHTED and not state.aborted:  # the reward service weighs what a function says of whole groups
         rewards = await reward_dispatch.batched_async_rm(args, given)
         for scored, reward in zip(given, rewards, strict=True):
             scored.reward = reward
     return given
+
+
+def _seed(args: Any, index: int) -> dict[str, int]:
+    """Returns what seeds add to the sampling parameters of a prompt's sample; nothing where engines sample at random."""
+    return {"sampling_seed": args.rollout_seed + index} if args.sglang_enable_deterministic_inference else {}
 
 
 async def _by_function(args: Any, sample: HookSample, sampling_params: dict[str, Any], evaluation: bool) -> Generated:
@@ -311,9 +315,10 @@ async def eval_rollout_single_dataset(args: Any, rollout_id: int, dataset_cfg: A
         prompt.tokens = encode(prompt.prompt, begin).tolist() if isinstance(prompt.prompt, str) else []
     short = [prompt for prompt in prompts.samples if len(prompt.tokens) <= (dataset_cfg.max_prompt_len or sys.maxsize)]
     fresh = [_held_out(dataset_cfg, prompt, row * count + index) for row, prompt in enumerate(short) for index in range(count)]
-    longest, most = dataset_cfg.max_context_len or sys.maxsize, parameters["max_new_tokens"]
-    calls = [generate_and_rm(args, one, {**parameters, "max_new_tokens": min(most, longest - len(one.tokens))}, True) for one in fresh]
-    given = await asyncio.gather(*calls)
+    asked = [(one, parameters | _seed(args, place % count)) for place, one in enumerate(fresh)]
+    for one, own in asked:
+        own["max_new_tokens"] = min(own["max_new_tokens"], (dataset_cfg.max_context_len or sys.maxsize) - len(one.tokens))
+    given = await asyncio.gather(*(generate_and_rm(args, one, own, True) for one, own in asked))
     samples = [sample for one in given for sample in _samples(one)]
     truncated = [status_of(sample.status) is Status.TRUNCATED for sample in samples]
     rewards = [_reward(args, dataset_cfg, sample) for sample in samples]

@@ -12,7 +12,7 @@ import pytest
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.generation import GenerationRequest
-from services.rollout.replica_command import SampleSeeds
+from shared.hooks.arguments import Arguments
 from shared.schema.messages import Sampling
 from tests.integration.engine.conftest import Checkpoints, running_engine
 from tests.integration.engine.hall import NewHall
@@ -99,10 +99,10 @@ async def test_without_the_flag_samples_have_no_seed(client: EngineClient) -> No
         ({"enable-deterministic-inference": True}, 7),
         ({"--enable_deterministic_inference": True}, 7),
         ({"rl-on-policy-target": "fsdp"}, 7),
+        ({"enable-deterministic-inference": False, "rl-on-policy-target": "fsdp"}, 7),
     ],
 )
 def test_seeds_follow_from_the_engines_flags(tmp_path: Path, sglang: dict[str, Any], first: int | None) -> None:
-    seeds = SampleSeeds.of(run_config(tmp_path, data={"rollout_seed": 7}, rollout={"sglang": sglang}))
-    assert seeds.first == first
-    assert [seeds.of_sample(index) for index in range(3)] == ([None] * 3 if first is None else [7, 8, 9])
-    assert seeds.parameters(2) == ({} if first is None else {"sampling_seed": 9})
+    config = run_config(tmp_path, data={"rollout_seed": 7}, rollout={"sglang": sglang})
+    assert [config.sample_seed(index) for index in range(3)] == ([None] * 3 if first is None else [7, 8, 9])
+    assert Arguments(config).sglang_enable_deterministic_inference is (first is not None)

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.reward.scorer import HooksPool
+from services.reward.scorer import CustomScorer, HooksPool
+from shared.config.reward_section import RewardSection
 from shared.process.worker_pool import WorkerFailed
 from shared.runtime.errors import DeadlineExceeded
 from shared.schema.sample import Sample
@@ -62,14 +63,14 @@ def late(done: str, seconds: float) -> str:
 
 async def test_groups_wait_together_in_one_process(started: Started) -> None:
     pool = await started()
-    assert pool.scores_at_once == 16
+    assert CustomScorer(pool, RewardSection(reward_workers=8)).limit == 16, "of a reward service, whatever its workers"
     assert await scored(pool, *["together 40"] * 40) == [40.0] * 40
     assert len(pool.processes) == 1
 
 
 async def test_a_plain_function_has_one_group_at_a_time(started: Started) -> None:
     pool = await started(path="tests.support.reward_hooks:alone")
-    assert pool.scores_at_once is None
+    assert CustomScorer(pool, RewardSection(reward_workers=8)).limit == 32
     assert await scored(pool, *["0.05"] * 6) == [1.0] * 6
 
 

@@ -193,6 +193,7 @@ def test_runs_that_cannot_show_pictures_are_refused(folder):
         ({"data": {"multimodal_keys": {"video": "videos", "image": "images"}}}, "one entry"),
         ({"data": {"apply_chat_template": False}}, "apply_chat_template = true"),
         ({"rollout": {"custom_generate_function_path": "a:b"}}, "makes rollouts of its own"),
+        ({"rollout": {"rollout_sample_hook_path": ["a:b"]}}, "rollout_sample_hook_path makes rollouts of its own"),
         ({"ingest": {"ingest_groups": "beside"}}, "groups from outside"),
         ({"debug": {"save_debug_rollout_data": "/a/{rollout_id}.pt"}}, "stores or reads batches"),
         ({"trainer": {"trainer_backend": "torch", "use_routing_replay": True}}, "routing is replayed"),

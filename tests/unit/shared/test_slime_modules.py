@@ -275,9 +275,13 @@ async def test_held_out_prompts_are_read_and_bounded_as_their_sets_say_and_exper
     rows = write_jsonl(tmp_path / "held.jsonl", [{"prompt": "1+1=", "label": "2"}, {"prompt": "100+100=", "label": "200"}])
     bounds = {"plain": {}, "short": {"max_prompt_len": 6}, "close": {"max_context_len": 12}, "chat": {"apply_chat_template": True}}
     bounds["full"] = {"max_context_len": 9}  # 100+100= has 9 tokens with the BOS: there is no room for a response
+    bounds["seeds"] = {"max_prompt_len": 6, "n_samples_per_eval_prompt": 3}
     sets = [{"name": name, "path": str(rows), **more} for name, more in bounds.items()]
     reward = {"rm_type": "weighted", "reward_weights": {"exact": 1.0}}
-    rollout, replay = {"rollout_max_response_len": 5}, {"use_routing_replay": True, "use_rollout_routing_replay": True}
+    rollout, replay = (
+        {"rollout_max_response_len": 5, "alignment": "close"},
+        {"use_routing_replay": True, "use_rollout_routing_replay": True},
+    )
     config = run_config(tmp_path, rollout=rollout, eval={"sets": sets}, reward=reward, trainer=replay)
     chosen = {"output_token_logprobs": [[-0.5, 54, None]], "finish_reason": {"type": "stop"}}
 
@@ -289,7 +293,14 @@ async def test_held_out_prompts_are_read_and_bounded_as_their_sets_say_and_exper
         args = Arguments(config, num_layers=1, moe_router_topk=2)
         host, port = engine.url.removeprefix("http://").split(":")
         args.point_at(host, int(port))
-        wanted = {"plain": [(5, 5), (9, 5)], "short": [(5, 5)], "close": [(5, 5), (9, 3)], "chat": [(23, 5), (27, 5)], "full": [(5, 4)]}
+        wanted = {
+            "plain": [(5, 5), (9, 5)],
+            "short": [(5, 5)],
+            "close": [(5, 5), (9, 3)],
+            "chat": [(23, 5), (27, 5)],
+            "full": [(5, 4)],
+            "seeds": [(5, 5)] * 3,
+        }
         for name, asked in wanted.items():
             engine.asked.clear()
             [one] = [one for one in args.eval_datasets if one.name == name]
@@ -297,8 +308,15 @@ async def test_held_out_prompts_are_read_and_bounded_as_their_sets_say_and_exper
             bodies = sorted(engine.asked, key=lambda body: len(body["input_ids"]))
             assert [(len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]) for body in bodies] == asked, name
             assert all(body["input_ids"][:1] == [2] and body["return_routed_experts"] for body in bodies)
-            assert found["rewards"] == [1.0, 0.0][: len(asked)]
+            assert found["rewards"] == ([1.0] * 3 if name == "seeds" else [1.0, 0.0])[: len(asked)]
             assert [len(sample.rollout_routed_experts) for sample in found["samples"]] == [count for count, _ in asked]
+        assert sorted(body["sampling_params"]["sampling_seed"] for body in engine.asked) == [42, 43, 44], (
+            "as Myxo's own evaluation has them"
+        )
+        engine.asked.clear()
+        group = [HookSample(prompt="1+1=", label="2", tokens=[5]) for _ in range(2)]
+        await rollout_loop.generate_and_rm_group(args, group, rollout_loop.sampling_params(args))
+        assert sorted(body["sampling_params"]["sampling_seed"] for body in engine.asked) == [42, 43]
     rollout_loop.GenerateState.clear_instances()
 
 
