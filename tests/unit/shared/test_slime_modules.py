@@ -278,10 +278,8 @@ async def test_held_out_prompts_are_read_and_bounded_as_their_sets_say_and_exper
     bounds["seeds"] = {"max_prompt_len": 6, "n_samples_per_eval_prompt": 3}
     sets = [{"name": name, "path": str(rows), **more} for name, more in bounds.items()]
     reward = {"rm_type": "weighted", "reward_weights": {"exact": 1.0}}
-    rollout, replay = (
-        {"rollout_max_response_len": 5, "alignment": "close"},
-        {"use_routing_replay": True, "use_rollout_routing_replay": True},
-    )
+    rollout = {"rollout_max_response_len": 5, "alignment": "close"}
+    replay = {"use_routing_replay": True, "use_rollout_routing_replay": True}
     config = run_config(tmp_path, rollout=rollout, eval={"sets": sets}, reward=reward, trainer=replay)
     chosen = {"output_token_logprobs": [[-0.5, 54, None]], "finish_reason": {"type": "stop"}}
 
@@ -310,9 +308,7 @@ async def test_held_out_prompts_are_read_and_bounded_as_their_sets_say_and_exper
             assert all(body["input_ids"][:1] == [2] and body["return_routed_experts"] for body in bodies)
             assert found["rewards"] == ([1.0] * 3 if name == "seeds" else [1.0, 0.0])[: len(asked)]
             assert [len(sample.rollout_routed_experts) for sample in found["samples"]] == [count for count, _ in asked]
-        assert sorted(body["sampling_params"]["sampling_seed"] for body in engine.asked) == [42, 43, 44], (
-            "as Myxo's own evaluation has them"
-        )
+        assert sorted(body["sampling_params"]["sampling_seed"] for body in engine.asked) == [42, 43, 44], "as in Myxo's own loop"
         engine.asked.clear()
         group = [HookSample(prompt="1+1=", label="2", tokens=[5]) for _ in range(2)]
         await rollout_loop.generate_and_rm_group(args, group, rollout_loop.sampling_params(args))
