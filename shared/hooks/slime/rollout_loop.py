@@ -309,25 +309,25 @@ async def eval_rollout_single_dataset(args: Any, rollout_id: int, dataset_cfg: A
         apply_chat_template=dataset_cfg.apply_chat_template,
         apply_chat_template_kwargs=dataset_cfg.apply_chat_template_kwargs,
     )
-    parameters, count = sampling_params(args) | _own_sampling(dataset_cfg), dataset_cfg.n_samples_per_eval_prompt
     encode, begin = Tokenizer(Path(args.hf_checkpoint)).encode, args.add_special_tokens and not dataset_cfg.apply_chat_template
     for prompt in prompts.samples:
         prompt.tokens = encode(prompt.prompt, begin).tolist() if isinstance(prompt.prompt, str) else []
     short = [prompt for prompt in prompts.samples if len(prompt.tokens) <= (dataset_cfg.max_prompt_len or sys.maxsize)]
+    count = dataset_cfg.n_samples_per_eval_prompt
     fresh = [_held_out(dataset_cfg, prompt, row * count + index) for row, prompt in enumerate(short) for index in range(count)]
-    asked = [(one, parameters | _seed(args, place % count)) for place, one in enumerate(fresh)]
-    for one, own in asked:
-        own["max_new_tokens"] = min(own["max_new_tokens"], (dataset_cfg.max_context_len or sys.maxsize) - len(one.tokens))
-    given = await asyncio.gather(*(generate_and_rm(args, one, own, True) for one, own in asked))
+    given = await asyncio.gather(*(generate_and_rm(args, one, _held_out_sampling(args, dataset_cfg, one), True) for one in fresh))
     samples = [sample for one in given for sample in _samples(one)]
     truncated = [status_of(sample.status) is Status.TRUNCATED for sample in samples]
     rewards = [_reward(args, dataset_cfg, sample) for sample in samples]
     return {dataset_cfg.name: {"rewards": rewards, "truncated": truncated, "samples": samples}}
 
 
-def _own_sampling(dataset: Any) -> dict[str, Any]:
+def _held_out_sampling(args: Any, dataset: Any, sample: HookSample) -> dict[str, Any]:
     own = {name: getattr(dataset, name) for name in OF_SETS.split()} | {"max_new_tokens": dataset.max_response_len}
-    return {name: value for name, value in own.items() if value is not None}
+    asked = sampling_params(args) | {name: value for name, value in own.items() if value is not None}
+    room = (dataset.max_context_len or sys.maxsize) - len(sample.tokens)
+    seed = _seed(args, (sample.index or 0) % dataset.n_samples_per_eval_prompt)
+    return asked | seed | {"max_new_tokens": min(asked["max_new_tokens"], room)}
 
 
 def _held_out(dataset: Any, prompt: HookSample, index: int) -> HookSample:
