@@ -23,16 +23,13 @@ def dump(config: RunConfig) -> str:
             if isinstance(value, list) and value and isinstance(value[0], BaseModel):  # these have the form that the field gives them
                 value = getattr(config, section).model_dump(mode="json", include={field})[field]
             if isinstance(value, list) and value and isinstance(value[0], dict):
-                tables += [_table(f"[[{section}.{field}]]", item) for item in value]
+                rows = [[f"{_key(name)} = {_value(one)}" for name, one in item.items() if one is not None] for item in value]
+                tables += ["\n".join([f"[[{section}.{field}]]", *row]) for row in rows]
                 continue
             none = f"# {field} = none" if section_model(section).model_fields[field].default is None else f'{field} = ""'
             lines.append(none if value is None else f"{field} = {_value(value)}")
         blocks += ["\n".join(lines), *tables]
     return "\n\n".join(blocks) + "\n"
-
-
-def _table(head: str, fields: dict[str, Any]) -> str:
-    return "\n".join([head, *(f"{_key(name)} = {_value(value)}" for name, value in fields.items() if value is not None)])
 
 
 def _value(value: Any) -> str:
@@ -48,10 +45,11 @@ def _value(value: Any) -> str:
             return "[" + ", ".join(_value(item) for item in value) + "]"
         case dict() if _holds_null(value):
             return _value(json.dumps(value))
-        case dict() | BaseModel():  # only the innermost table becomes text, for layers above change the others key by key
-            fields = value if isinstance(value, dict) else value.model_dump(mode="json", exclude_none=True)
-            items = (f"{_key(key)} = {_value(item)}" for key, item in fields.items())
-            return "{ " + ", ".join(items) + " }" if fields else "{}"
+        case dict():
+            items = (f"{_key(key)} = {_value(item)}" for key, item in value.items())
+            return "{ " + ", ".join(items) + " }" if value else "{}"
+        case BaseModel():
+            return _value(value.model_dump(mode="json", exclude_none=True))
         case _:
             raise TypeError(f"{type(value).__name__} has no form in TOML")
 

@@ -249,6 +249,7 @@ declare_metrics("groups_ingested_total | groups | [made elsewhere](ingest.md) an
 BINDING_SECONDS = 7 * 24 * 3600  # For as long the producer's id of a group is known
 PUBLISH_SECONDS = 30.0
 
+COMING, COMING_SECONDS = "coming", 180  # The mark of a group that may be published now, and for how long it stands: no one ends its task
 OWNED_SECONDS = 60.0  # For as long a task waits whose group's producer has not come again
 
 RETRY_S = 2.0  # After how many seconds a producer may try again that finds no room
@@ -366,6 +367,9 @@ class GroupIntake:
         [owner] = await self._service.store.commands("the group of a task", [("GET", key)])
         if owner is None or not await self._is_in(owner.decode()):
             await self._service.store.commands("the end of a task", [("SET", key, "", "EX", BINDING_SECONDS)])
+            if owner is not None and await self._is_in(owner.decode(), COMING):  # its producer read that it is the owner before this
+                await self._service.store.commands("the group of a task", [("SET", key, owner, "EX", BINDING_SECONDS)])
+                return await lease.hand_back(delay=OWNED_SECONDS)
             reason = f"given up after {lease.deliveries - 1} deliveries"
             failed = Failed(group=task.group, attempt=task.attempt, reason=reason, by=self._service.instance, fault=INFRASTRUCTURE)
             await self._send(self._service.subjects.scored(GATEWAY), failed)
@@ -376,12 +380,12 @@ class GroupIntake:
 
     async def _owner(self, name: str, binding: Binding) -> str:
         """Returns the producers' id of the group that a task is for: the first one that was bound to it, which may be ``name``."""
-        key = self._owner_key(binding)
-        wanted = [("SET", key, name, "NX", "EX", BINDING_SECONDS), ("GET", key)]
-        return str((await self._service.store.commands("the group of a task", wanted))[1].decode())
+        key, coming = self._owner_key(binding), f"{self._service.subjects.ingest_key(name)}:{COMING}"
+        wanted = [("SET", coming, "1", "EX", COMING_SECONDS), ("SET", key, name, "NX", "EX", BINDING_SECONDS), ("GET", key)]
+        return str((await self._service.store.commands("the group of a task", wanted))[-1].decode())
 
-    async def _is_in(self, name: str) -> bool:
-        wanted = [("GET", f"{self._service.subjects.ingest_key(name)}:in")]
+    async def _is_in(self, name: str, mark: str = "in") -> bool:
+        wanted = [("GET", f"{self._service.subjects.ingest_key(name)}:{mark}")]
         return (await self._service.store.commands("whether a group is in", wanted))[0] is not None
 
     async def _task(self) -> MessageLease[Task]:

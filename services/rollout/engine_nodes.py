@@ -13,6 +13,7 @@ import hmac
 import json
 import secrets
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.leader_lease import AWAY_SECONDS
 from shared.bus.registry import ENGINE_NODE
+from shared.model.final_exports import missing_exports
 from shared.nodes.node_agent import NodeAgent
 from shared.nodes.node_decisions import HEALTHY_SECONDS, OwnRanks, SeenNode
 from shared.runtime import exit_codes
@@ -302,11 +304,16 @@ async def follow(service: Service) -> None:
 
 
 async def _end_with_run(service: Service) -> None:
-    """Has the service stop once the run has ended: its leader may have left without a word."""
+    """Has the service stop once the run has ended: its leader may have left without a word. A trainer that shares the engine's GPUs may
+    need the engine while final weights are missing."""
+    trainer, ended = service.config.trainer, float("inf")
     while True:
         await asyncio.sleep(PHASE_SECONDS)
         try:
-            if await runs.phase(service.bus, service.run) in runs.ENDS:
-                service.stopping.set()
+            if (phase := await runs.phase(service.bus, service.run)) in runs.ENDS:
+                ended = min(ended, time.monotonic())
+                needed = trainer.colocate and phase == runs.FINISHED and missing_exports(service.config)
+                if not needed or time.monotonic() > ended + trainer.collective_timeout:
+                    service.stopping.set()
         except (MyxoError, *BUS_ERRORS):
             continue  # the bus is away: nothing is known

@@ -282,7 +282,6 @@ class Trainer(RoleWorker):
 
     def _save(self) -> None:
         self._colocation.onload()
-        self._exporter.finish()  # a resume makes up for the export of its own checkpoint alone
         super()._save()
         if self._begun_save == self._config.rollout.num_rollout and self._config.trainer.save_final_hf:
             self._save_final_hf()

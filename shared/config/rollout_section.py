@@ -31,12 +31,11 @@ GENERATORS = (GENERATOR, *AGENTS)
 """The fields that put something of the user's in the place of Myxo's own generation; a set of held-out prompts may have its own."""
 
 
-def _as_text(words: list[str]) -> str:
-    """Returns a flag's words as one text: a command whose own arguments begin with dashes is one word."""
-    return words[0] if len(words) == 1 else shlex.join(words)
-
-
-Command = Annotated[list[str], BeforeValidator(lambda given: shlex.split(given) if isinstance(given, str) else given), Words(_as_text)]
+Command = Annotated[
+    list[str],
+    BeforeValidator(lambda given: shlex.split(given) if isinstance(given, str) else given),
+    Words(lambda words: words[0] if len(words) == 1 else shlex.join(words)),  # one word: a command whose own arguments begin with dashes
+]
 """A command line: a list, or text that is split as a shell would."""
 
 

@@ -280,7 +280,7 @@ class RunConfig(Section):
             "tinker.tinker_endpoint takes commands from outside": self.tinker.tinker_endpoint,
             "algorithm.advantage_estimator = ppo has a critic, which computes while the actor waits": self.algorithm.has_critic,
             "weights.update_weight_transport is not nccl: no push reaches the engines": weights.update_weight_transport != "nccl",
-            "gateways (agents, ingest_groups, gateway_replicas) keep conversations at an engine": self.gateways,
+            "gateways (agents, ingest_groups, gateway_replicas, gateway_port) keep conversations at an engine": self.gateways,
             "episode.episode_url plays rollouts, which do not move": self.episode.episode_url,
             "rollout.rollout_function_path makes rollouts, which do not move": rollout.rollout_function_path,
             f"an engine of {size} GPUs (rollout_num_gpus_per_engine) does not fit on the trainer's {ranks}": size > ranks,

@@ -20,7 +20,7 @@ from nats.errors import NoRespondersError
 
 from shared.bus.subjects import Subjects
 from shared.environment.protocol import CLOSE, DESCRIBE, OF_PROMPT, PROTOCOL, RESET, SCORE, STEP
-from shared.runtime.errors import BadMessage, ConfigError
+from shared.runtime.errors import BadMessage, ConfigError, MyxoError
 from shared.runtime.tasks import called
 from shared.schema import codec
 
@@ -139,6 +139,8 @@ def _text(request: dict[str, Any], name: str) -> str:
 
 
 def _number(reward: Any) -> Any:
+    if isinstance(reward, dict):
+        return {name: _number(value) for name, value in reward.items()}
     return reward.item() if getattr(reward, "size", None) == 1 or (hasattr(reward, "numel") and reward.numel() == 1) else reward
 
 
@@ -153,9 +155,14 @@ async def serve_on_bus(environment: ServedEnvironment, connection: Client, run: 
     subjects = Subjects(run)
     with contextlib.suppress(NoRespondersError):
         if RESET in environment.verbs:
-            with contextlib.suppress(TimeoutError):  # it is slow, but there
+            told = "sessions of what steps are in one process: use another name for each"
+            try:
                 await connection.request(subjects.environment(name, DESCRIBE), codec.pack({}), timeout=5.0)
-            raise ConfigError("--nats", name, "is there already, and sessions of what steps are in one process: use another name for each")
+            except TimeoutError:
+                raise MyxoError(
+                    f"nats:{name} has a subscriber that does not answer, maybe on a host that died minutes ago; {told}"
+                ) from None
+            raise ConfigError("--nats", name, f"is there already, and {told}")
     running: set[asyncio.Task[None]] = set()
     for verb in (DESCRIBE, *environment.verbs):
 

@@ -182,6 +182,9 @@ def _python_cases(text: str, setup: str) -> Iterator[Case]:
         statements = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{EXPECTED}; found text that is no Python: {error}") from None
+    if setup and (first := [node for node in statements if isinstance(node, ast.ImportFrom) and node.module == "__future__"]):
+        statements = [node for node in statements if node not in first]
+        setup, text = "\n".join([*map(ast.unparse, first), setup]), "\n".join(map(ast.unparse, statements))
     imports = [node for node in statements if isinstance(node, ast.Import | ast.ImportFrom)]
     before = "\n".join([setup, *map(ast.unparse, imports)]).strip()
     compared = [_comparison(node, before) for node in statements if node not in imports]

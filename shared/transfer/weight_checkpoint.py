@@ -555,11 +555,14 @@ class LocalCheckpoint:
         delta.check_files()
         assert self._held is not None  # by copy_from, or by the delta before
         before = self._held.tensors
+        draft = None
         try:
             draft, tensors = self.begin_change()
             _change(tensors, before, delta)
         except (TensorFileBroken, BadMessage, FileNotFoundError) as error:
             self.clear()
+            if draft is None and isinstance(error, OSError):  # the copy itself is gone
+                raise
             raise delta.broken(error) from error
         except BrokenCheckpoint:
             self.clear()

@@ -270,7 +270,7 @@ class SnapshotWriter:
                 tensors = on_host(bucket, self._actor.quantization)
                 concurrent.futures.wait([writing])  # one bucket is being written while the next is gathered
                 if writing.exception() is None:
-                    writing = thread.submit(_add, writing.result(), tensors)
+                    writing = thread.submit(lambda writers, part: [one.add(part) for one in writers], writing.result(), tensors)
         try:
             written, *_ = [writer.publish(self._write_beside) for writer in reversed(writing.result())][::-1]
         except _DISK_ERRORS as error:
@@ -358,10 +358,6 @@ class SnapshotWriter:
         self._not_before = time.monotonic() + RETRY_SECONDS
         self._log.error("snapshot_failed", version=version, error=f"{type(error).__name__}: {error}")
         self._client.publish_event("snapshot_failed", f"version {version} was not written to {self._checkpoints.directory}: {error}")
-
-
-def _add(writers: list[WeightCheckpointWriter], tensors: Mapping[str, TensorBytes]) -> list[WeightCheckpointWriter]:
-    return [writer.add(tensors) for writer in writers]
 
 
 def on_host(bucket: Bucket, quantization: Quantization | None = None) -> dict[str, TensorBytes]:

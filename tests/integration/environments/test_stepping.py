@@ -11,7 +11,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
+import nats.errors
 import numpy as np
 import pytest
 from aiohttp import web
@@ -24,7 +26,7 @@ from shared.environment.http_environment import served_over_http
 from shared.environment.protocol import EnvironmentAway, EnvironmentFailed, ResetRequest, ScoreRequest, StepRequest
 from shared.environment.serving import EpisodeRefused, ServedEnvironment, serve_on_bus
 from shared.process.embedded_servers import free_port
-from shared.runtime.errors import ConfigError
+from shared.runtime.errors import ConfigError, MyxoError
 from tests.integration.environments.live import ROOT
 
 EXAMPLE = Example("guess:", "5", ["5", "3", "9"])
@@ -226,12 +228,23 @@ async def test_a_second_instance_that_steps_is_refused_on_the_bus_since_sessions
         await serve_on_bus(ServedEnvironment("game", Both()), bus.connection, run_name, "game")
 
 
+async def test_a_subscription_of_a_dead_host_is_told_from_another_instance(
+    bus: Bus, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bus.connection, "request", AsyncMock(side_effect=nats.errors.TimeoutError))
+    with pytest.raises(MyxoError, match="nats:game has a subscriber that does not answer") as raised:
+        await serve_on_bus(ServedEnvironment("game", Both()), bus.connection, run_name, "game")
+    assert not isinstance(raised.value, ConfigError), "nobody gave bad input"
+
+
 class Odd:
     """Answers what may not travel."""
 
     def score(self, request: dict[str, Any]) -> Any:
         if request["samples"][0]["response"] == "array":
             return np.array([0.5])
+        if request["samples"][0]["response"] == "named":
+            return [{"reward": np.array([0.5]), "format": np.ones(1)}]
         return [{"much": "x" * (2 << 20), "set": {1}}.get(sample["response"], np.float32(0.5)) for sample in request["samples"]]
 
 
@@ -248,6 +261,8 @@ async def test_numbers_of_numpy_are_taken_and_an_answer_that_does_not_travel_is_
             for response in ("fine", "array"):
                 [score] = await environment.score(asked(response), 30)
                 assert score.reward == 0.5
+            [score] = await environment.score(asked("named"), 30)
+            assert (score.reward, score.parts) == (0.5, {"format": 1.0})
             for response, words in (("much", "odd"), ("set", r"rewards\[0\] is '\{1\}'")):
                 with pytest.raises(EnvironmentFailed, match=words):
                     await environment.score(asked(response), 30)

@@ -255,6 +255,7 @@ async def test_a_task_whose_producer_does_not_come_again_is_given_up(door: NewDo
 
     monkeypatch.setattr(GroupIntake, "_publish", published)
     monkeypatch.setattr("services.gateway.ingest.OWNED_SECONDS", 0.1)
+    monkeypatch.setattr("services.gateway.ingest.COMING_SECONDS", 1)
     answers: list[httpx.Response] = []
     player, client = await door(
         rollout={"num_rollout": 1, "max_staleness": 0}, ingest={"ingest_wait": 30.0}, bus={**SHORT, "max_deliver": 3}
@@ -268,6 +269,48 @@ async def test_a_task_whose_producer_does_not_come_again_is_given_up(door: NewDo
     assert late.json()["error"]["code"] == "no_room", "it is not taken for one that is in"
     audit = await player.audit()
     assert (audit.dead.total(), audit.ok) == (1, True)
+
+
+async def test_a_task_whose_producer_comes_while_it_is_given_up_stays_its_own(door: NewDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the group became is the same ever after, and another task is not taken for it."""
+    publish, is_in, give_up = GroupIntake._publish, GroupIntake._is_in, GroupIntake._give_up
+    late: list[httpx.Response] = []
+    moment = False
+
+    async def published(intake: GroupIntake, name: str, *given: Any) -> None:
+        if name == "gone" and not moment:
+            raise DeadlineExceeded("an answer", "the bus", 0.0, "it is tried again")
+        await publish(intake, name, *given)
+
+    async def given_up(intake: GroupIntake, *given: Any) -> None:
+        nonlocal moment
+        moment = True
+        await give_up(intake, *given)
+
+    async def looked(intake: GroupIntake, name: str, *mark: str) -> bool:
+        found = await is_in(intake, name, *mark)
+        if moment and not late:
+            late.append(httpx.Response(0))  # only the first look
+            late.append(await post(client, group("gone")))
+        return found
+
+    for name, instead in {"_publish": published, "_is_in": looked, "_give_up": given_up}.items():
+        monkeypatch.setattr(GroupIntake, name, instead)
+    monkeypatch.setattr("services.gateway.ingest.OWNED_SECONDS", 0.1)
+    monkeypatch.setattr("services.gateway.ingest.COMING_SECONDS", 1)
+    player, client = await door(
+        rollout={"num_rollout": 1, "max_staleness": 0}, ingest={"ingest_wait": 15.0}, bus={**SHORT, "max_deliver": 3}
+    )
+    assert (await post(client, group("gone"))).status_code == 503
+    second = await post(client, group("second"))
+    assert (await post(client, group("third"))).status_code == 429, "the run has no other task"
+    again = await post(client, group("gone"))
+    assert [answer.status_code for answer in (late[1], second, again)] == [200] * 3
+    assert late[1].json()["group"] == again.json()["group"] and again.json()["repeated"]
+    batch = await player.batch(0)
+    assert {one.group for one in batch.groups} == {answer.json()["group"] for answer in (again, second)}
+    audit = await player.audit()
+    assert (audit.dead.total(), audit.ok) == (0, True)
 
 
 async def test_what_does_not_fit_is_refused_by_its_field_and_takes_no_task(door: NewDoor) -> None:

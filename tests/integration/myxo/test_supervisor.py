@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import nats.errors
 import pytest
@@ -19,18 +22,23 @@ from myxo.launch.service_plan import ServiceSpec
 from myxo.launch.supervisor import BackOff, FrozenServices, StopReason, Supervisor
 from myxo.run.run_access import GivenServers
 from myxo.run.run_directory import RunDirectory
+from services.rollout import engine_nodes
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.bus.registry import ENGINE_NODE, NODE
 from shared.bus.subjects import Subjects
+from shared.config.run_config import RunConfig
+from shared.model.final_exports import MARK, final_exports
 from shared.process.child_process import ChildProcess
 from shared.process.embedded_servers import EmbeddedNats
+from shared.runtime.tasks import cancelled
 from shared.schema.ledger import BatchTrained
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.store.payload_store import Store
 from shared.view.run_view import RESTARTED
 from tests.integration.myxo.command import wait_for
 from tests.support.run_config import run_config
+from tests.support.waiting import until
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
 BRIEF = "import time; time.sleep(0.2); raise SystemExit('no such GPU')"
@@ -114,6 +122,32 @@ async def test_a_further_node_starts_again_what_writes_the_final_weights(
     async with asyncio.timeout(60):
         assert await launch._until_end(bus, store, supervisor) is None
     assert restarts(supervisor) == {"trainer-node-1": 1, "rollout-0-node-1": 0} and supervisor.trainers_left()
+
+
+async def test_a_further_node_of_an_engine_stays_while_a_trainer_on_its_gpus_owes_the_final_weights(
+    bus: Bus, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_nodes, "PHASE_SECONDS", 0.01)
+    config = run_config(tmp_path, run={"name": run_name}, trainer={"save_final_hf": True, "colocate": True})
+    looks, missing = 0, engine_nodes.missing_exports
+
+    def looked(asked: RunConfig) -> list[Path]:
+        nonlocal looks
+        looks += 1
+        return missing(asked)
+
+    monkeypatch.setattr(engine_nodes, "missing_exports", looked)
+    await runs.create(bus, config, None)
+    await runs.set_phase(bus, run_name, runs.FINISHED)
+    service: Any = SimpleNamespace(bus=bus, run=run_name, config=config, stopping=asyncio.Event())
+    ending = asyncio.create_task(engine_nodes._end_with_run(service))
+    await until(lambda: looks > 3, "several looks")
+    assert not service.stopping.is_set()
+    for path in final_exports(config):
+        path.mkdir(parents=True)
+        (path / MARK).write_text(json.dumps({"steps": config.rollout.num_rollout}))
+    await asyncio.wait_for(service.stopping.wait(), 60)
+    await cancelled([ending])
 
 
 async def test_a_record_is_read_once_the_server_answers(bus: Bus, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

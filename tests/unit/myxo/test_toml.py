@@ -50,12 +50,14 @@ def test_null_of_the_users_own_tables_reads_back(tmp_path: Path) -> None:
         data={"prompt_data": None, "apply_chat_template_kwargs": own},
         curriculum={"reasoning_gym": ["leg_counting"], "reasoning_gym_parameters": inner},
         eval={"sets": [{"name": "own", "path": "p", "agent_options": own, "metadata_overrides": own}]},
-        rollout={"agent_options": own, "models": {"other": {"hf_checkpoint": str(tmp_path), "sglang": {"dtype": None}}}},
+        rollout={"agent_options": own, "models": {"other": {"hf_checkpoint": str(tmp_path), "sglang": {"dtype": None, "dp-size": 2}}}},
     )
     read = tomllib.loads(config_toml.dump(config))
     assert parse(read) == config
-    above = over(read, {"rollout": {"models": {"other": {"replicas": 3}}}})
-    assert parse(above).rollout.models["other"].hf_checkpoint == config.rollout.models["other"].hf_checkpoint
+    above = over(read, {"rollout": {"models": {"other": {"replicas": 3, "sglang": {"max-running-requests": 8}}}}})
+    other = parse(above).rollout.models["other"]
+    assert other.hf_checkpoint == config.rollout.models["other"].hf_checkpoint
+    assert other.sglang == {"dtype": None, "dp-size": 2, "max-running-requests": 8}
 
 
 @given(PLAIN)

@@ -89,6 +89,14 @@ def test_functions_and_classes_run_behind_the_setup() -> None:
     assert len(codes) == 3 and all(code.startswith("import unittest\nX = 3\n") for code in codes)
 
 
+@table("text", ["def test_a(): assert f(X)", "assert f(X) == f(3)", "assert any(map(f, [X]))"])
+def test_an_import_of_the_future_stands_before_the_setup(text: str) -> None:
+    for case in cases_of({"tests": f"from __future__ import annotations\n{text}", "setup": "X = 3"}):
+        code = case.code if isinstance(case, ScriptCase) else case.setup
+        assert code.startswith("from __future__ import annotations\nX = 3")
+        compile(code, "tests", "exec")
+
+
 @table(
     "label",
     [

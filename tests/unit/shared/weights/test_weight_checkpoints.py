@@ -203,6 +203,14 @@ def test_a_full_disk_of_the_copy_is_no_damage_of_the_snapshot(tmp_path: Path, mo
     assert raised.value is full
 
 
+def test_a_copy_that_somebody_removed_is_no_damage_of_the_snapshot(tmp_path: Path) -> None:
+    snapshots, cache = history(tmp_path / "w", "fdd"), LocalCheckpoint(tmp_path / "cache")
+    shutil.rmtree(cache.follow(snapshots, 1).path)
+    with pytest.raises(FileNotFoundError):
+        cache.follow(snapshots, 2)
+    assert same(loaded(cache.follow(snapshots, 2).path), weights(2))
+
+
 def test_a_damaged_cache_is_made_anew(tmp_path: Path) -> None:
     snapshots = history(tmp_path / "w", "fd")
     flip(min(LocalCheckpoint(tmp_path / "cache").follow(snapshots, 1).path.glob("model*.safetensors")))
