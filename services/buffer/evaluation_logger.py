@@ -4,26 +4,37 @@ log function.
 The function (``custom_eval_rollout_log_function_path``) runs in a process of its own, once a version, when all sets of it have ended; until
 then their payloads stay in the store, their figures with the buffer, and the run does not finish. It has `LOG_SECONDS`; one that fails, or
 is late, or of an evaluation that another buffer began, is as none: Myxo logs. Where the user's own function evaluates, that function's
-process calls it.
+process calls it. The function's process, ``python -m services.buffer.evaluation_logger``, speaks as `shared.process.call_server` says. Its
+setup: ``{"config": JSON}``. Requests: ``{"verb": "take", "group", "dataset", "rewards", "parts", "truncated", "blobs"}`` for each held-out
+prompt that has rewards, answered with ``{}``; then ``{"verb": "log", "rollout_id": number}``, answered with ``{"logged": whether the
+function has logged it in Myxo's place}``.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, takewhile
 from typing import Any
 
 from redis.exceptions import RedisError
 
-from shared.hooks.loading import EVAL_LOG, last_rollout, paths
+from shared.config.eval_views import reward_key
+from shared.config.run_config import RunConfig
+from shared.hooks import Arguments, HookSample
+from shared.hooks.loading import EVAL_LOG, EvaluationLog, last_rollout, paths
+from shared.hooks.sample_conversion import from_stored
+from shared.process.call_server import Calls, serve_calls
 from shared.process.worker_pool import WorkerPool
 from shared.runtime.errors import MyxoError
+from shared.runtime.tasks import run_in_thread
 from shared.runtime.telemetry import declare_metrics
-from shared.schema.ledger import EvalEnded, EvalScored, EvalStarted, LedgerRecord
+from shared.schema import sample as sample_codec
+from shared.schema.ledger import EvalEnded, EvalScored, EvalStarted, LedgerRecord, eval_group_parts
 from shared.schema.messages import EvalFigures, EvaluationsEnded, EvaluationsRequest
+from shared.schema.sample import Score
 from shared.service.service_base import Service
 
-MODULE = "services.buffer.evaluation_log_process"
 LOG_SECONDS = 600.0  # The deadline for reading an evaluation's samples and for the function, together
 
 
@@ -52,7 +63,7 @@ class EvaluationLogger:
         setup = {"config": service.config.model_dump_json()}
         # without a function the buffer needs none of the variables, which may be set where reward services start alone
         variables = service.config.reward.worker_environment if path is not None else []
-        self._pool = WorkerPool("the log function", 1, setup, MODULE, variables)
+        self._pool = WorkerPool("the log function", 1, setup, "services.buffer.evaluation_logger", variables)
         self._open: dict[int, _Version] = {}
         self._held: set[str] = set()
         self._ended: asyncio.Queue[int] = asyncio.Queue()
@@ -164,3 +175,49 @@ def evaluations_after(request: EvaluationsRequest, ended: Mapping[Any, EvalEnded
         figures = EvalFigures(**{name: getattr(record, name) for name in names})
         reported.append(figures.model_copy(update={"logged": figures.logged or log.logged.get(record.version, False)}))
     return EvaluationsEnded(evaluations=reported)
+
+
+# --- in the process of the function
+
+Row = list[tuple[float, bool, HookSample]]  # Of each sample of a prompt: reward, whether it is truncated, the sample
+
+
+class LogCalls(Calls):
+    """Collects an evaluation and calls the function. Raises ConfigError where that cannot be imported."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config, self._log, self._args = config, EvaluationLog(config), Arguments(config)
+        self._rows: dict[str, dict[int, Row]] = {}
+
+    async def answer(self, request: dict[str, Any]) -> dict[str, object]:
+        """Answers one request."""
+        if request["verb"] == "take":
+            self._take(**{name: value for name, value in request.items() if name != "verb"})
+            return {}
+        data, self._rows = {name: _as_returned(rows) for name, rows in sorted(self._rows.items())}, {}
+        call = partial(self._log.wrote, request["rollout_id"], self._args, data, None)
+        return {"logged": await asyncio.wrap_future(run_in_thread(call, "evaluation-log"))}
+
+    def _take(
+        self, group: str, dataset: str, rewards: list[float], parts: list[dict[str, float]], truncated: list[int], blobs: list[bytes]
+    ) -> None:
+        named = eval_group_parts(group)
+        assert named is not None  # the buffer sends held-out prompts
+        scores = [Score(reward=reward, parts=part) for reward, part in zip(rewards, parts or [{}] * len(rewards), strict=True)]
+        stored = zip(sample_codec.decode(blobs), scores, strict=True)
+        samples = [from_stored(one, score, reward_key(self._config, group)) for one, score in stored]
+        row = [(reward, index in truncated, sample) for index, (reward, sample) in enumerate(zip(rewards, samples, strict=True))]
+        self._rows.setdefault(dataset, {})[named[2]] = row
+
+
+def _as_returned(rows: dict[int, Row]) -> dict[str, list[Any]]:
+    """Returns a set in the form in which slime's evaluation returns it, its samples in the order of its prompts and counted through."""
+    found = [entry for number in sorted(rows) for entry in rows[number]]
+    for index, (_, _, sample) in enumerate(found):
+        sample.index = index
+    rewards, truncated, samples = zip(*found, strict=True)
+    return {"rewards": list(rewards), "truncated": list(truncated), "samples": list(samples)}
+
+
+if __name__ == "__main__":
+    serve_calls(lambda setup: LogCalls(RunConfig.model_validate_json(setup["config"])))
