@@ -104,6 +104,7 @@ class ScriptCase:
 
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+_FUTURE = re.compile(r"^from __future__ import .+$", re.MULTILINE)
 _RUN_CLASS = """
 import unittest as _myxo_unittest
 _myxo_ran = _myxo_unittest.TextTestRunner().run(_myxo_unittest.defaultTestLoader.loadTestsFromTestCase({}))
@@ -178,13 +179,11 @@ def _item_cases(item: Any, setup: str) -> Iterator[Case]:
 
 def _python_cases(text: str, setup: str) -> Iterator[Case]:
     """Yields a case for each comparison, where a text consists of imports and comparisons; else one for all of it."""
+    setup, text = "\n".join([*_FUTURE.findall(text), setup]), _FUTURE.sub("", text)  # these stand before all else
     try:
         statements = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"{EXPECTED}; found text that is no Python: {error}") from None
-    if setup and (first := [node for node in statements if isinstance(node, ast.ImportFrom) and node.module == "__future__"]):
-        statements = [node for node in statements if node not in first]
-        setup, text = "\n".join([*map(ast.unparse, first), setup]), "\n".join(map(ast.unparse, statements))
     imports = [node for node in statements if isinstance(node, ast.Import | ast.ImportFrom)]
     before = "\n".join([setup, *map(ast.unparse, imports)]).strip()
     compared = [_comparison(node, before) for node in statements if node not in imports]

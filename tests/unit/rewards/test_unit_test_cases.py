@@ -89,6 +89,13 @@ def test_functions_and_classes_run_behind_the_setup() -> None:
     assert len(codes) == 3 and all(code.startswith("import unittest\nX = 3\n") for code in codes)
 
 
+def test_an_import_of_the_future_of_a_whole_test_stands_before_the_setup() -> None:
+    test = "from __future__ import annotations\ndef check(f): assert f(X)"
+    [case] = cases_of({"test": test, "entry_point": "f", "setup": "X = 3"})
+    assert isinstance(case, ScriptCase)
+    compile(case.code, "tests", "exec")
+
+
 @table("text", ["def test_a(): assert f(X)", "assert f(X) == f(3)", "assert any(map(f, [X]))"])
 def test_an_import_of_the_future_stands_before_the_setup(text: str) -> None:
     for case in cases_of({"tests": f"from __future__ import annotations\n{text}", "setup": "X = 3"}):
