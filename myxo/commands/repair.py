@@ -23,16 +23,17 @@ from myxo.run.run_access import Access, reach
 from myxo.run.run_directory import CHECKPOINTS, checkpoints, complete_checkpoints
 from shared.bus import runs, streams
 from shared.bus.connection import Bus
-from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
+from shared.model.final_exports import exported_steps, final_exports
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
 from shared.runtime.safe_text import json_text
 from shared.schema.ledger import BatchTrained, CheckpointDurable, LedgerRecord, LedgerRepaired
+from shared.schema.versions import version_after
+from shared.transfer.weight_checkpoint import WeightCheckpoints
 
-WRITERS = ("buffer", "trainer")  # services that write the ledger and the checkpoints
-ASIDE = ".set-aside"  # what the name of a checkpoint that is not used any more ends with
+ASIDE = ".set-aside"  # what the name of a checkpoint or an export that is not used any more ends with
 
 
 @dataclass(frozen=True)
@@ -123,12 +124,17 @@ async def ledger_extent(bus: Bus, run: str) -> LedgerExtent:
 
 
 async def carry_out(access: Access, plan: RepairPlan) -> list[Path]:
-    """Cuts the ledger, puts checkpoints aside, and writes down in the ledger that it was done. Returns where those lie now.
+    """Withdraws what is left of the steps that are gone, puts their checkpoints and final exports aside, cuts the ledger, and writes down
+    in it that this was done. Returns where what was put aside lies now.
 
     What it does may be done once more after it was interrupted: the record comes last.
     """
-    moved = [aside for step in plan.set_aside for aside in _put_aside(access.config, step)]
-    bus, names, cut = access.bus, Subjects(access.run), plan.cut or LedgerCut(0, 0, "")
+    bus, config, names, cut = access.bus, access.config, Subjects(access.run), plan.cut or LedgerCut(0, 0, "")
+    await _withdraw(bus, config, plan.resume)
+    found = [path for path in final_exports(config) if (exported_steps(path, config.rollout.num_rollout) or 0) > plan.resume]
+    for name in CHECKPOINTS.values():
+        found += [path for step, path in complete_checkpoints(config.trained / name) if step in plan.set_aside]
+    moved = [path.rename(path.with_name(f"{path.name}{ASIDE}-{time.time_ns()}")) for path in found]
     for sequence in range(cut.last, cut.after, -1):  # from the end: an interrupted one has only shortened it
         with contextlib.suppress(NotFoundError, BadRequestError):  # it is one of those that are gone
             await bus.js.delete_msg(names.ledger_stream, sequence)
@@ -137,11 +143,17 @@ async def carry_out(access: Access, plan: RepairPlan) -> list[Path]:
     return moved
 
 
-def _put_aside(config: RunConfig, step: int) -> Iterable[Path]:
-    for name in CHECKPOINTS.values():
-        for found, path in complete_checkpoints(config.trained / name):
-            if found == step:
-                yield path.rename(path.with_name(path.name + ASIDE + f"-{time.time_ns()}"))
+async def _withdraw(bus: Bus, config: RunConfig, steps: int) -> None:
+    """Takes away what services would still serve or train with of the steps after these: the versions that are announced, their snapshots,
+    and the tasks and samples in the queues. The trainer and the buffer make all of it anew."""
+    names, rollout = Subjects(config.run.name), config.rollout
+    for key in ("live", "snapshot"):
+        await bus.delete(names.weights_bucket, key)
+    WeightCheckpoints.of_run(config).remove_after(version_after(steps, config.weights.update_weights_interval, rollout.num_rollout))
+    for queue in (names.task_stream, names.generated_stream, names.scored_stream):
+        with contextlib.suppress(NotFoundError):  # an interrupted one has removed it
+            await bus.js.delete_stream(queue)  # one that is only purged still takes a group's next task for a repeat of its last
+    await streams.create(bus, config)
 
 
 def declare(command: argparse.ArgumentParser) -> None:
@@ -159,8 +171,8 @@ async def repair(run: str, directory: Path, console: Console, agreed: bool, as_j
     Raises ConfigError where there is no such run, or where it continues at present.
     """
     async with reach(run, directory) as access:
-        if busy := await at_work(access):
-            raise ConfigError("RUN", run, f"{', '.join(busy)} are at work on it; end the run first")
+        if access.live and (busy := await runs.at_work(access.bus, access.config)):
+            raise ConfigError("RUN", run, f"a run that is at rest: {busy}")
         ledger = await ledger_extent(access.bus, access.run)
         held = checkpoints(access.config)
         plan = repair_plan(ledger, held)
@@ -176,12 +188,6 @@ async def repair(run: str, directory: Path, console: Console, agreed: bool, as_j
             for path in moved:
                 console.print(Text(f"put aside: {path}"), soft_wrap=True)
     return exit_codes.FAILED if plan.problem or (plan.needed and not agreed) else exit_codes.DONE
-
-
-async def at_work(access: Access) -> list[str]:
-    """Returns the services that read or write what a repair changes, of those that answer."""
-    registry = Registry(access.bus, access.run)
-    return [status.instance for service in WRITERS if access.live for status in await registry.alive(service)]
 
 
 def lines(ledger: LedgerExtent, held: list[int], plan: RepairPlan, run: str, *, done: bool) -> list[str]:

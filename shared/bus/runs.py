@@ -100,12 +100,12 @@ async def _refuse_steps(bus: Bus, before: RunConfig, config: RunConfig) -> None:
     if why:
         why += f"; `myxo up CONFIG --from {config.run.name} --name NAME` begins another run from its weights"
     elif asked != before.rollout.num_rollout:
-        why = await _at_work(bus, config, "buffer")
+        why = await at_work(bus, config, "buffer")
     if why:
         raise ConfigError("rollout.num_rollout", asked, why)
 
 
-async def _at_work(bus: Bus, config: RunConfig, service: str | None = None) -> str:
+async def at_work(bus: Bus, config: RunConfig, service: str | None = None) -> str:
     """Returns what is said where services are at work, or one kind is, which read a config once; empty where none are."""
     alive = [status.instance for status in await Registry(bus, config.run.name).alive(service) if status.service != ENVIRONMENT]
     killed = f"one that was killed is forgotten after bus.registry_ttl = {config.bus.registry_ttl:g} s"
@@ -118,7 +118,7 @@ async def _record_changes(bus: Bus, before: RunConfig, config: RunConfig, saved:
         return None
     names, durable = Subjects(config.run.name), await last_record(bus, config.run.name, CheckpointDurable)
     step, trained = max(saved, durable.steps if durable is not None else 0), await trained_steps(bus, config.run.name)
-    why = await _at_work(bus, config)
+    why = await at_work(bus, config)
     if not why and trained > step:  # a resumed trainer makes the versions between them again, and they may not be others
         why = f"{trained} steps are trained, and the newest checkpoint is of {step}: continue with the old value to the next one, or begin "
         why += f"another run from it by `myxo up CONFIG --from {config.run.name} --name NAME`"

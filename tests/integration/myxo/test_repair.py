@@ -7,13 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
-from shared.bus.subjects import Subjects
+from shared.bus.subjects import TRAIN, Subjects
 from shared.config.run_config import RunConfig
+from shared.model.final_exports import MARK
 from shared.process.embedded_servers import EmbeddedNats
 from shared.schema.ledger import LedgerRecord
 from shared.schema.service_messages import ServiceStatus
+from shared.schema.weight_messages import WeightsLive
+from shared.transfer.weight_checkpoint import WeightCheckpoints
 from tests.integration.myxo.command import Myxo
 from tests.integration.myxo.test_audit_summary import embedded, records, write
 from tests.support.run_config import run_config
@@ -75,6 +79,33 @@ def test_a_ledger_with_a_hole_is_cut_before_it(myxo: Myxo, torn_run: Callable[..
     assert (code, json.loads(out)["trained"], json.loads(out)["in_flight"]) == (0, 2, 2)
 
 
+def test_nothing_of_what_was_cut_is_served_or_trained_with(myxo: Myxo, torn_run: Callable[..., RunConfig]) -> None:
+    config = torn_run(records()[:11], [1, 2], lost=[8])
+    names, snapshots = Subjects(config.run.name), WeightCheckpoints.of_run(config)
+    for version in (1, 2):
+        snapshots.path_of(version).mkdir(parents=True)
+    (config.trained / "hf").mkdir()
+    (config.trained / "hf" / MARK).write_text('{"steps": 4}')
+    live = WeightsLive(version=2, replicas=["rollout-0"], seconds=1, bytes=1, digest="", at=1)
+
+    async def fill() -> None:
+        async with embedded(config) as bus:
+            for key in ("live", "snapshot"):
+                await bus.put(names.weights_bucket, key, live.encode())
+            await bus.publish(names.task(TRAIN), live)
+
+    async def left_on_bus() -> tuple[int, bytes | None, int]:
+        async with embedded(config) as bus:
+            tasks = (await bus.js.stream_info(names.task_stream)).state.messages
+            return await runs.live_version(bus, config.run.name), await bus.get(names.weights_bucket, "snapshot"), tasks
+
+    asyncio.run(fill())
+    code, out, _ = myxo.run("repair", config.run.root, "--yes")
+    assert code == 0 and "checkpoints of 2 steps: they are put aside, and 1 steps are trained anew" in out
+    assert asyncio.run(left_on_bus()) == (-1, None, 0) and snapshots.versions() == [1]
+    assert not (config.trained / "hf").exists() and f"put aside: {config.trained / 'hf'}.set-aside" in out
+
+
 def test_where_no_checkpoint_fits_nothing_is_done(myxo: Myxo, torn_run: Callable[..., RunConfig]) -> None:
     config = torn_run(records()[:13], [4])
     code, out, _ = myxo.run("repair", config.run.root, "--yes")
@@ -87,10 +118,10 @@ async def test_a_run_at_work_is_not_touched(myxo: Myxo, nats: EmbeddedNats, run_
     bus = await Bus.connect(nats.url, "test")
     try:
         await write(bus, config, records()[:3])
-        status = ServiceStatus(service="buffer", instance="buffer-0", host="here", pid=1, http="", state="active", at=0)
+        status = ServiceStatus(service="rollout", instance="rollout-0", host="here", pid=1, http="", state="ready", at=0)
         await Registry(bus, run_name).renew(status)
         words = "repair", run_name, "--dir", config.run.dir, "--yes"
         code, _, err = await asyncio.to_thread(myxo.run, *words, environment={"NATS_URL": nats.url})
-        assert code == 2 and "buffer-0 are at work on it" in err
+        assert code == 2 and "stop rollout-0 first" in err
     finally:
         await bus.close()
