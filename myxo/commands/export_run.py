@@ -56,14 +56,15 @@ def begun_from(source: Source, name: str, console: Console, *, fresh: bool, trie
     if reading.config is None:  # which the checks report
         return source
     own = reading.config.run
-    target = own.root.absolute() / BEGINNING
-    kept, has_begun = target / FROM, RunDirectory(own.root).logs.is_dir()
+    has_begun = RunDirectory(own.root).logs.is_dir()
     if has_begun and fresh and tried:
         raise ConfigError("run.name", own.name, "another name: what it began with would be replaced; give --name, as it has begun")
     has_begun = has_begun and not fresh
-    if has_begun and kept.is_file() and (before := kept.read_text()) != name:
+    frozen = runs.frozen(own.root) if has_begun else None
+    target = own.root.absolute() / BEGINNING if frozen is None else Path(frozen.model.hf_checkpoint)  # which stays where a run is moved
+    if has_begun and (kept := target / FROM).is_file() and (before := kept.read_text()) != name:
         raise ConfigError("--from", name, f"{before}, with whose weights run {own.name} began; or --fresh beside it")
-    if not has_begun or not target.is_dir():  # weights of a start that came to nothing, or of a dry run, may be older ones
+    if not has_begun or not kept.is_file():  # weights of a start that came to nothing, or of a dry run, may be older ones
         _take_weights(own, name, target, console, has_begun)
     given.overrides.setdefault("model", {})["hf_checkpoint"] = str(target)
     if reading.config.sft.sft_data is not None:  # the weights have had the warm start

@@ -1,6 +1,7 @@
 """``myxo move RUN DIR``: takes the files of a run that is at rest to another directory, as where its disk is full."""
 
 import argparse
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -12,8 +13,6 @@ from myxo.run.run_directory import RunDirectory, find, no_such_run
 from shared.bus import runs
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError, MyxoError
-
-LEFT_BEHIND = ("lock", "servers.json")  # what belongs to the place, and not to the run
 
 
 class MoveFailed(MyxoError):
@@ -29,7 +28,8 @@ def declare(command: argparse.ArgumentParser) -> None:
 
 
 def move(run: str, directory: Path, target: Path, console: Console, *, keep: bool = False) -> int:
-    """Copies a run's files to ``target/NAME`` and removes them where they were, unless they are to be kept.
+    """Copies a run's state to ``target/NAME`` and removes it where it was, unless it is to be kept. What else lies there, as the model that
+    the run's config names, stays: it would not be found elsewhere.
 
     Returns the exit code. Raises ConfigError where there is no such run or something lies there already, RunHeld where it continues, and
     MoveFailed; then the run is where it was.
@@ -41,31 +41,35 @@ def move(run: str, directory: Path, target: Path, console: Console, *, keep: boo
     if goal.exists() or goal.resolve().is_relative_to(source):
         raise ConfigError("DIR", str(target), f"a directory outside of {source}, without {name} in it")
     with files.held():
-        needed = sum(path.lstat().st_size for path in source.rglob("*"))
+        stays = {path.name for path in source.iterdir()}.difference(files.state) | {"servers.json"}  # which are of the place
+        needed = sum(path.lstat().st_size for path in source.rglob("*") if path.relative_to(source).parts[0] not in stays)
         there = next(parent for parent in (target.absolute(), *target.absolute().parents) if parent.is_dir())
         if (free := shutil.disk_usage(there).free) < needed:
             raise ConfigError("DIR", str(target), f"a disk with room for {needed >> 20} MB; {free >> 20} MB are free there")
-        _copy(source, goal)
-        comes_along = False
+        _copy(source, goal, stays)
+        saved = {}
         if (config := runs.frozen(goal)) is not None:
-            comes_along = config.trainer.save is not None and config.trained.resolve() == source  # with its checkpoints
-            saved = {"save": target.absolute()} if comes_along else {}
+            if config.trainer.save is not None and config.trained.resolve() == source:  # the checkpoints come along
+                saved = {"save": target.absolute()}
             RunDirectory(goal).freeze(config.with_fields(run={"dir": target.absolute()}, trainer=saved))
         if not keep:
-            shutil.rmtree(source)
-    words = f"--dir {target.absolute()}" + (f" --save {target.absolute()}" if comes_along else "")
+            files.clear()
+            (source / "lock").unlink()
+            with contextlib.suppress(OSError):  # others' files lie there
+                source.rmdir()
+    words = f"--dir {target.absolute()}" + (f" --save {target.absolute()}" if saved else "")
     console.print(f"Run {name} lies in {goal}. It continues there: `myxo up CONFIG {words}`.", soft_wrap=True)
     return exit_codes.DONE
 
 
-def _copy(source: Path, goal: Path) -> None:
-    """Copies all files, under another name until they are all there and written through to the disk."""
+def _copy(source: Path, goal: Path, stays: set[str]) -> None:
+    """Copies all but what ``stays``, under another name until it is all there and written through to the disk."""
     partial = goal.with_name(f".{goal.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir(mode=0o700)  # until all is copied, and the modes with it
-        ignored = {str(source): LEFT_BEHIND}
+        ignored = {str(source): stays}
         shutil.copytree(source, partial, symlinks=True, ignore=lambda path, _: ignored.get(str(path), ()), dirs_exist_ok=True)
         os.sync()
         partial.rename(goal)

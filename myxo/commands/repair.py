@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from nats.js.errors import BadRequestError, NotFoundError
@@ -83,23 +83,19 @@ def extent(records: Iterable[tuple[int, LedgerRecord]], last: int) -> LedgerExte
 
     ``records``: (sequence, record) of all that can be read, in order. ``last``: the sequence of the newest one that there was.
     """
-    found = list(records)
+    found, trained, durable, before = list(records), 0, 0, 0
     mended = {record.cut_after: record.cut_last for _, record in found if isinstance(record, LedgerRepaired) and record.cut_last}
-    trained, durable, before = 0, 0, 0
-    cut: LedgerCut | None = None
-    for sequence, record in found:
+    for sequence, record in [*found, (last + 1, None)]:
         expected = mended.get(before, before) + 1
         if sequence != expected:
-            cut = LedgerCut(before, last, f"records {expected} to {sequence - 1} are gone, or cannot be read")
-            break
+            why = f"records {expected} to {sequence - 1} are gone, or cannot be read"
+            return LedgerExtent(trained, durable, LedgerCut(before, last, why))
         before = sequence
         if isinstance(record, BatchTrained):
             trained = record.step + 1
         elif isinstance(record, CheckpointDurable):
             durable = record.steps
-    if cut is None and last > mended.get(before, before):
-        cut = LedgerCut(before, last, f"records {before + 1} to {last} are gone, or cannot be read")
-    return LedgerExtent(trained, durable, cut)
+    return LedgerExtent(trained, durable)
 
 
 def repair_plan(ledger: LedgerExtent, complete: Iterable[int]) -> RepairPlan:
@@ -179,14 +175,11 @@ async def repair(run: str, directory: Path, console: Console, agreed: bool, as_j
         moved = await carry_out(access, plan) if agreed and plan.needed and not plan.problem else []
         done = agreed and not plan.problem
         if as_json:
-            cut = None if plan.cut is None else vars(plan.cut)
-            found = {"run": access.run, **vars(plan), "cut": cut, "needed": plan.needed, "done": done}
+            found = {"run": access.run, **asdict(plan), "needed": plan.needed, "done": done}
             console.file.write(json_text(found) + "\n")
         else:
-            for line in lines(ledger, held, plan, access.run, done=done):
+            for line in (*lines(ledger, held, plan, access.run, done=done), *(f"put aside: {path}" for path in moved)):
                 console.print(Text(line), soft_wrap=True)
-            for path in moved:
-                console.print(Text(f"put aside: {path}"), soft_wrap=True)
     return exit_codes.FAILED if plan.problem or (plan.needed and not agreed) else exit_codes.DONE
 
 

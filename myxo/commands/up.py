@@ -354,7 +354,7 @@ async def _submit(config: RunConfig, nats_url: str, redis_url: str, vocabulary: 
     await check_store(redis_url)
     with told_when_lost():
         async with contextlib.aclosing(await connect(nats_url, config.run.name)) as bus:
-            await runs.create(bus, config, redis_url, vocabulary, asked=asked)
+            await runs.create(bus, config, redis_url, vocabulary, max(checkpoints(config), default=0), asked)
 
 
 _TRAIN = """Run a run on this machine until it is finished, from flags alone: those of slime's train.py, Megatron's and Myxo's own.

@@ -235,7 +235,7 @@ class Launch:
         self._away = float("-inf")  # when bus or store last did not answer, or had no room, monotonic
         self._alarms: list[Alarm] = []
         self._gone: dict[str, Away] = {}  # the servers that did not answer when they were last asked
-        self._waits, self._frozen = WaitReport(), FrozenServices(config.bus.frozen_timeout)
+        self._waits, self._frozen = WaitReport(), FrozenServices(config.bus)
         self._final = FinalWeights(config)
         self._cut_off = 0.0  # since when the launcher's own connection is broken, seconds since the epoch
         self._log = structlog.get_logger()

@@ -104,7 +104,7 @@ class NodeLaunch:
         self._signals: list[signal.Signals] = []
         self._away, self._steps = float("-inf"), 0
         self._phase: str | None = runs.RUNNING
-        self._frozen = FrozenServices(config.bus.frozen_timeout)
+        self._frozen = FrozenServices(config.bus)
         self._log = structlog.get_logger()
 
     async def run(self) -> int:

@@ -19,6 +19,7 @@ import structlog
 
 from myxo.launch.service_plan import TRAINERS, ServiceSpec
 from shared.bus.registry import NODE
+from shared.config.service_sections import BusSection
 from shared.process import child_process as process_watch
 from shared.process.child_process import STOPPED_STATE, ChildProcess, cause
 from shared.process.parent_watchdog import kill_descendants
@@ -345,11 +346,11 @@ class Probe:
 class FrozenServices:
     """The ``heartbeats`` of the services that one supervisor has started.
 
-    ``timeout_s``: the seconds after which a frozen one is killed, and started again; 0: never.
+    One that is frozen for ``bus.frozen_timeout`` is killed, and started again; never before its status would expire.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, bus: BusSection) -> None:
+        self._timeout_s = bus.frozen_timeout and max(bus.frozen_timeout, bus.registry_ttl)
         self.heartbeats = Heartbeats()
         self._stopped_since: dict[int, float] = {}
 

@@ -182,7 +182,7 @@ def interrupted(state: BufferState, limits: BufferConfig, message: Interrupted, 
     if group is None or not _awaited(group, message):
         return []
     if message.stale:
-        return [_drop([group.id], now)] if limits.rollout.staleness_policy == "drop" else [requeue(group, STALE, now)]
+        return [_drop([group.id], now)] if limits.rollout.staleness_policy in ("drop", "mask") else [requeue(group, STALE, now)]
     has = message.payload or group.partial
     return [requeue(group, f"{message.replica} did not end it", now, partial=has, renew_below=group.renew_below)]
 

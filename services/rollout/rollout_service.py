@@ -22,7 +22,7 @@ from services.rollout.replica_command import FLAG, captured_requests
 from services.rollout.request_slots import DeliveryPace, GroupSlots, RequestSlots, evaluates
 from services.rollout.router_registration import Router, router_url
 from services.rollout.speculation_switch import keep_worth
-from services.rollout.task_outcomes import TaskOutcomes, handed_back
+from services.rollout.task_outcomes import TaskOutcomes
 from services.rollout.weight_catch_up import WeightCatchUp
 from services.rollout.weight_receiver import WeightsReceiver
 from shared.bus.bus_errors import StreamFull
@@ -312,7 +312,7 @@ class Rollout:
         except (DeadlineExceeded, EngineError, Stopped) as error:
             log.warning("group_handed_back", error=str(error))
             self.replica.miss(EVAL if is_evaluation(task.group) else TRAIN, task.min_version)
-            service.traces.add(handed_back(task, error, service.instance, started, time.time()))
+            self._outcomes.trace(task, error, started)
             await lease.hand_back(delay=1.0)
         # these would fail again: a prompt that does not fit the model, a broken hook, more samples than a reference may list
         except (BadMessage, InvalidRequest, HookFailed, ValidationError) as error:

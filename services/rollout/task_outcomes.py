@@ -147,44 +147,6 @@ def _key(task: Task, published: int) -> str:
 
 
 GENERATE = "generate"
-
-
-def generation_span(task: Task, message: Generated | Outcome, replica: str, started: float, ended: float) -> TraceSpan | None:
-    """Returns the span of work on a task that ended with ``message``; None where it has not ended. Times are seconds since the epoch."""
-    error = ""
-    known: Attributes = {}
-    match message:
-        case Generated(samples=samples, aborted=aborted):
-            versions = [version for sample in samples for version in (sample.oldest, sample.newest) if sample.trained]
-            known = {"samples": len(samples), "tokens": sum(sample.tokens for sample in samples), "aborted_rollouts": aborted}
-            known |= {"oldest_version": min(versions, default=None), "newest_version": max(versions, default=None)}
-        case Interrupted(stale=stale):
-            known = {"stale": stale}
-        case Discarded(reason=reason):
-            known = {"reason": reason}
-        case Failed(reason=reason):
-            error = reason
-        case _:
-            return None
-    return _span(task, replica, started, ended, error, {"outcome": type(message).__name__.lower(), **known})
-
-
-def handed_back(task: Task, error: Exception, replica: str, started: float, ended: float) -> TraceSpan:
-    """Returns the span of work on a task that goes back to the queue."""
-    return _span(task, replica, started, ended, str(error), {"outcome": "handed back"})
-
-
-def _span(task: Task, replica: str, started: float, ended: float, error: str, known: Attributes) -> TraceSpan:
-    attributes: Attributes = {
-        "group": task.group,
-        "attempt": task.attempt,
-        "replica": replica,
-        "continued": task.partial is not None,
-        **known,
-    }
-    return TraceSpan(trace=task.group, name=GENERATE, started=started, ended=ended, error=error, attributes=attributes)
-
-
 PUBLISH_SECONDS = 600.0
 LINK_SECONDS = 10.0  # for an attempt to send what lies in the spool
 LINK_PAUSE = 1.0
@@ -218,6 +180,7 @@ class TaskOutcomes:
     def forget(self, task: Task) -> None:
         """Notes that a task is no longer in hand."""
         self._published.pop((task.group, task.attempt), None)
+        self._service.holding = ""  # of others that wait for the link their next attempt says so again
 
     async def generated(self, task: Task, samples: list[Sample], started: float, ended: float, aborted: int = 0) -> Generated | Interrupted:
         """Stores a finished group's samples, with their teachers' log-probs, and returns the reference to them; of one that became too old
@@ -270,8 +233,32 @@ class TaskOutcomes:
         if (published := self._published.pop((task.group, task.attempt), None)) is not None and self._spool is not None:
             await asyncio.to_thread(self._spool.remove, task, published)
             self._measure()
-        if self._service.traces.on and (span := generation_span(task, message, self._service.instance, started, time.time())) is not None:
-            self._service.traces.add(span)
+        self.trace(task, message, started)
+
+    def trace(self, task: Task, message: Generated | Outcome | Exception, started: float) -> None:
+        """Exports the span of the work on a task that ended with ``message``, or that goes back to the queue for an error; of one that has
+        not ended none. ``started``: seconds since the epoch."""
+        outcome, error = type(message).__name__.lower(), ""
+        known: Attributes = {}
+        match message:
+            case Generated(samples=samples, aborted=aborted):
+                versions = [version for sample in samples for version in (sample.oldest, sample.newest) if sample.trained]
+                known = {"samples": len(samples), "tokens": sum(sample.tokens for sample in samples), "aborted_rollouts": aborted}
+                known |= {"oldest_version": min(versions, default=None), "newest_version": max(versions, default=None)}
+            case Interrupted(stale=stale):
+                known = {"stale": stale}
+            case Discarded(reason=reason):
+                known = {"reason": reason}
+            case Failed(reason=error):
+                pass
+            case Exception():
+                outcome, error = "handed back", str(message)
+            case _:
+                return
+        replica, continued = self._service.instance, task.partial is not None
+        about: Attributes = {"group": task.group, "attempt": task.attempt, "replica": replica, "continued": continued, "outcome": outcome}
+        span = TraceSpan(trace=task.group, name=GENERATE, started=started, ended=time.time(), error=error, attributes=about | known)
+        self._service.traces.add(span)
 
     async def _stored(self, task: Task, samples: Sequence[Sample], make: Callable[..., StoredMessage]) -> StoredMessage:
         """Stores samples before their reference is published, under keys that no one else writes: a referenced payload never changes.
@@ -304,7 +291,7 @@ class TaskOutcomes:
                     raise
                 if not check_age:
                     self._service.log.warning("link_down", group=task.group, attempt=task.attempt, error=str(error))
-                check_age = True
+                check_age, self._service.holding = True, f"the link to the run's store is down ({error})"  # no task is taken meanwhile
                 await asyncio.sleep(LINK_PAUSE)
 
     async def _live(self) -> int:

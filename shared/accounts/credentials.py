@@ -36,7 +36,7 @@ from shared.accounts.permissions import (
 )
 from shared.runtime.addresses import HttpAddress
 from shared.runtime.errors import ConfigError, MyxoError
-from shared.runtime.safe_files import replace_file
+from shared.runtime.safe_files import private_directory, replace_file
 
 NATS, REDIS, ROUTER = "nats", "redis", "router"
 NATS_URL, REDIS_URL, AUTHORITY = "nats_url", "redis_url", "ca.pem"  # names of a role's files
@@ -79,7 +79,20 @@ def make(directory: Path, deployment: Deployment) -> list[str]:
     Raises ConfigError for a directory that cannot be written and for a file there with unexpected content.
     """
     try:
-        return _make(directory, deployment)
+        roles = (*rights(deployment.run), *(replica_rights(deployment.run, name) for name in admitted(directory)))
+        private_directory(directory, 0o700)  # which alone keeps what servers read from others, outside of compose's volumes
+        for name in (NATS, REDIS, ROUTER, *ROLES):
+            (directory / name).mkdir(mode=0o755 if name in (NATS, REDIS) else 0o700, exist_ok=True)
+        said = _certificates(directory, deployment, [role.home for role in roles]) if deployment.tls else []
+        passwords, kept = _passwords(directory, roles)
+        said.append(f"passwords: {len(passwords) - kept} made, {kept} kept")
+        written = []
+        for path, text in _texts(directory, deployment, roles, passwords).items():
+            if write(path, text.encode(), OWNER_ONLY if path.name in _OWNED else EVERYBODY):
+                written.append(str(path.relative_to(directory)))
+        said.append(f"files: {', '.join(written) or 'all as they were'}")
+        said.append(f"run {deployment.run}: {len(roles)} accounts, {'TLS' if deployment.tls else 'no TLS'}")
+        return said
     except OSError as error:
         where = error.filename or directory
         raise ConfigError("DIR", str(directory), f"{where}: {error.strerror}; expected a directory that this user can write") from error
@@ -102,23 +115,6 @@ def revoke(directory: Path, name: str) -> None:
     if name not in (names := admitted(directory)):
         raise ConfigError("--leave", name, f"expected a replica with accounts of its own: {', '.join(names) or 'there is none'}")
     shutil.rmtree(directory / REPLICAS / name)
-
-
-def _make(directory: Path, deployment: Deployment) -> list[str]:
-    roles = (*rights(deployment.run), *(replica_rights(deployment.run, name) for name in admitted(directory)))
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # outside of compose's volumes, the directory belongs to this user alone
-    for name in (NATS, REDIS, ROUTER, *ROLES):
-        (directory / name).mkdir(mode=0o755 if name in (NATS, REDIS) else 0o700, exist_ok=True)
-    said = _certificates(directory, deployment, [role.home for role in roles]) if deployment.tls else []
-    passwords, kept = _passwords(directory, roles)
-    said.append(f"passwords: {len(passwords) - kept} made, {kept} kept")
-    written = []
-    for path, text in _texts(directory, deployment, roles, passwords).items():
-        if write(path, text.encode(), OWNER_ONLY if path.name in _OWNED else EVERYBODY):
-            written.append(str(path.relative_to(directory)))
-    said.append(f"files: {', '.join(written) or 'all as they were'}")
-    said.append(f"run {deployment.run}: {len(roles)} accounts, {'TLS' if deployment.tls else 'no TLS'}")
-    return said
 
 
 def _passwords(directory: Path, roles: tuple[Rights, ...]) -> tuple[dict[Path, str], int]:

@@ -88,7 +88,7 @@ class NatsClient:
         try:
             await asyncio.wait(either, timeout=deadline, return_when=asyncio.FIRST_COMPLETED)
             if self._hopeless.done():
-                raise BusUnreachable(f"the NATS server at {redacted(self.url)}: {self._hopeless.result()}", refused=True)
+                await self.until_refused()
             if opened.done():
                 return opened.result()
         except (OSError, nats.errors.Error, ValueError) as error:  # what the library does not try again, such as a URL that is none
@@ -96,6 +96,10 @@ class NatsClient:
         finally:
             await cancelled([opened])
         raise BusUnreachable(f"no NATS server at {redacted(self.url)} within {deadline:g} s ({self._last_error})")
+
+    async def until_refused(self) -> None:
+        """Waits until the server no longer lets this client in. Raises BusUnreachable then."""
+        raise BusUnreachable(f"the NATS server at {redacted(self.url)}: {await asyncio.shield(self._hopeless)}", refused=True)
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = str(error) or type(error).__name__
@@ -107,8 +111,10 @@ class NatsClient:
             self._log.warning("bus_error", error=self._last_error)
 
     async def _on_disconnected(self) -> None:
-        if not self.connection.is_closed:  # not if this side closed the connection
+        if not self.connection.is_closed:
             self._log.warning("bus_disconnected")
+        elif not self._hopeless.done():  # not closed by this side, and the library does not connect again
+            self._hopeless.set_result(f"it has ended the connection ({self.connection.last_error})")
 
     async def _on_reconnected(self) -> None:
         self.restored_s = time.monotonic()
@@ -131,6 +137,7 @@ class NatsClient:
 
     async def close(self) -> None:
         """Closes without waiting for anything in flight. A connection that breaks meanwhile counts as closed."""
+        self._hopeless.cancel()  # what ends the connection from now on is this side
         if (reconnecting := self.connection._reconnection_task) is not None:
             await cancelled([reconnecting])  # the library does so once, and its loop may go on
         with contextlib.suppress(OSError, nats.errors.Error):

@@ -120,8 +120,8 @@ async def _record_changes(bus: Bus, before: RunConfig, config: RunConfig, saved:
     step, trained = max(saved, durable.steps if durable is not None else 0), await trained_steps(bus, config.run.name)
     why = await at_work(bus, config)
     if not why and trained > step:  # a resumed trainer makes the versions between them again, and they may not be others
-        why = f"{trained} steps are trained, and the newest checkpoint is of {step}: continue with the old value to the next one, or begin "
-        why += f"another run from it by `myxo up CONFIG --from {config.run.name} --name NAME`"
+        why = f"{trained} steps are trained, and the newest checkpoint here is of {step}: continue with the old value to the next one, "
+        why += f"or begin another run from it by `myxo up CONFIG --from {config.run.name} --name NAME`"
     if why:
         raise_problems([ConfigError(field, value, why) for field, _, value in (item.partition(": ") for item in values)])
     record = ValuesChanged(step=step, changed=tuple(values), at=time.time())

@@ -85,7 +85,7 @@ class BusSection(Section):
     frozen_timeout: float = Field(
         default=60,
         ge=0,
-        description="seconds without heartbeat, or server's answer, after which `myxo up` kills a process and starts it again; 0: never",
+        description="seconds without heartbeat (registry_ttl at least) or server's answer until `myxo up` restarts a process; 0: never",
         **MUTABLE,
     )
 

@@ -221,12 +221,13 @@ def fatal(what: str, error: BaseException) -> None:
 
 
 def end_soon(error: BaseException) -> None:
-    """Has an armed process ended by force where it has not ended by itself in `END_SECONDS`. Its exit code: 2 for bad input, else 1."""
+    """Has an armed process ended by force where it has not ended by itself in `END_SECONDS`. Its exit code: 2 for bad input and
+    refused credentials, else 1."""
     with _process.lock:
         if not _process.armed or _process.ending:
             return
         _process.ending = True
-    timer = threading.Timer(END_SECONDS, _end, (2 if isinstance(error, BadInput) else 1,))
+    timer = threading.Timer(END_SECONDS, _end, (2 if isinstance(error, BadInput) or getattr(error, "refused", False) else 1,))
     timer.daemon = True
     timer.start()
 

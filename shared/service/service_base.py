@@ -223,7 +223,7 @@ async def attended(service: Service) -> AsyncIterator[None]:
     app = http_endpoints.health_app(service.health, service.metrics.registry)
     async with _traced(service), http_endpoints.serving(app, http_address(service.config.monitoring.http_host)) as service.http:
         try:
-            async with service.background(heartbeat(), failure()):
+            async with service.background(heartbeat(), failure(), service.bus.until_refused()):
                 await service.publish_event("joined")
                 with tasks.failures_reported(lambda error: loop.call_soon_threadsafe(errors.put_nowait, error)):
                     yield

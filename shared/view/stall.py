@@ -504,7 +504,7 @@ def _stood_in(now: RunSituation, service: str, instance: str) -> bool:
 
 def _after_silence(now: RunSituation, instance: str) -> str:
     if any(item.instance == instance and not item.foreign for item in now.instances):
-        return f"killed and started again {now.config.bus.frozen_timeout:g} s after its last one"
+        return f"killed and started again {max(now.config.bus.frozen_timeout, now.config.bus.registry_ttl):g} s after its last one"
     return f"taken for gone {now.config.bus.registry_ttl:g} s after its last one"
 
 

@@ -138,6 +138,14 @@ def test_a_thread_or_task_that_dies_ends_its_service(script: str, environment: d
     assert "in dies" in str(died["exception"])
 
 
+def test_a_service_whose_credentials_are_refused_while_it_works_ends_as_at_its_start(
+    environment: dict[str, str],
+) -> None:
+    refused = 'print("dying", flush=True); await service.bus._on_error(nats.errors.AuthorizationError()); await service.stopping.wait()'
+    seconds, code, _ = death_of("import nats.errors" + SERVICE.format(death=refused), environment)
+    assert code == 2 and seconds < DEATH_SECONDS
+
+
 def test_all_ranks_of_a_trainer_end_with_the_one_whose_thread_dies(environment: dict[str, str]) -> None:
     """torchrun would give a rank that is busy half a minute."""
     ranks = 'from services.trainer.torchrun import run_ranks; run_ranks(2, "tests.support.dying_rank")'

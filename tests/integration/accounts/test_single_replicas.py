@@ -48,6 +48,7 @@ async def test_a_revoked_replica_can_do_nothing_and_others_notice_nothing(tmp_pa
         stores = {name: store(f"replicas/{name}") for name in buses}
         for name, client in stores.items():
             assert client.setnx(f"{RUN}:group:{name}:0:0", b"x")
+        refused = asyncio.ensure_future(buses["spot-1"].until_refused())  # which ends a service (`attended`)
         gone = {name: servers.nats_url(f"replicas/{name}") for name in buses}
         capsys.readouterr()
 
@@ -61,6 +62,9 @@ async def test_a_revoked_replica_can_do_nothing_and_others_notice_nothing(tmp_pa
             return not buses["spot-1"].connection.is_connected
 
         await until(thrown_out, "the revoked connection's end", 60.0)
+        with pytest.raises(BusUnreachable, match="(?i)authorization") as thrown:
+            await asyncio.wait_for(refused, 30.0)
+        assert thrown.value.refused
         with pytest.raises((nats.errors.Error, MyxoError)):
             await buses["spot-1"].retry(buses["spot-1"].js.account_info, "an answer", deadline=3.0)
         assert stores["spot-2"].ping() and not list((servers.accounts / "replicas").glob("spot-1"))

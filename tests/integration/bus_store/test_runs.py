@@ -79,7 +79,7 @@ async def test_a_value_of_the_training_changes_on_the_record_or_not_at_all(bus: 
     assert await runs.create(bus, config(1e-6), None) is None
     trained = BatchTrained(step=2, version=3, started=0.0, ended=1.0, at=1.0)
     await runs.append(bus, run_name, trained)
-    with pytest.raises(ConfigError, match=r"trainer.lr.*3 steps are trained, and the newest checkpoint is of 2.*--from"):
+    with pytest.raises(ConfigError, match=r"trainer.lr.*3 steps are trained, and the newest checkpoint here is of 2.*--from"):
         await runs.create(bus, config(2e-6), None, saved=2)
     status = ServiceStatus(service="buffer", instance="buffer-0", state="ready", host="here", pid=1, at=0.0, http="")
     await Registry(bus, run_name).renew(status)

@@ -360,6 +360,13 @@ async def test_submit_puts_the_run_on_the_bus(
         "MYXO_INSTANCE=rollout-1 python -m services.rollout (lend_gpus)"
         in (await asyncio.to_thread(myxo.run, *again, "--lend-gpus", environment=given))[1]
     )
+    await runs.append(bus, run_name, BatchTrained(step=2, version=2, started=0.0, ended=1.0, at=1.0))
+    changed = await asyncio.to_thread(myxo.run, *again, "--lr", "2e-6", environment=given)
+    assert changed[0] == 2 and "3 steps are trained, and the newest checkpoint here is of 0" in changed[2]
+    saved = frozen.trained / "checkpoints" / "step_00000003" / "checkpoint.json"
+    saved.parent.mkdir(parents=True)
+    saved.touch()
+    assert (await asyncio.to_thread(myxo.run, *again, "--lr", "2e-6", environment=given))[0] == 0, "as with an orderly stop"
     code, _, err = await asyncio.to_thread(myxo.run, "submit", config, "--rollout-batch-size", "4", environment=given)
     assert code == 2
     assert "rollout.rollout_batch_size" in err

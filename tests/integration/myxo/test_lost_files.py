@@ -82,6 +82,18 @@ def test_nobody_but_its_owner_reads_a_run_while_it_is_copied(at_rest: tuple[Path
     assert modes == {0}
 
 
+def test_the_users_files_in_the_directory_of_a_run_that_is_moved_stay_where_its_config_finds_them(at_rest: tuple[Path, RunConfig]) -> None:
+    run = at_rest[1].run
+    model = run.root / "data" / "model"
+    model.mkdir(parents=True)
+    move(str(run.root), run.dir, run.dir / "there", Console(quiet=True))
+    assert [*run.root.rglob("*")] == [model.parent, model]
+    moved = {path.name for path in (run.dir / "there" / run.name).iterdir()}
+    assert moved >= {"nats", "checkpoints", runs.FROZEN} and not moved & {"data", "lock"}
+    move(run.name, run.dir / "there", run.dir / "further", Console(quiet=True))
+    assert not (run.dir / "there" / run.name).exists()
+
+
 def test_a_run_whose_checkpoints_lie_in_its_directory_by_save_moves_with_them(myxo: Myxo, at_rest: tuple[Path, RunConfig]) -> None:
     path, config = at_rest
     saved = config.model_copy(update={"trainer": config.trainer.model_copy(update={"save": config.run.dir})})

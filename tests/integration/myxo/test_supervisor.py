@@ -17,6 +17,7 @@ import pytest
 from nats.js.api import RawStreamMsg
 from rich.console import Console
 
+from myxo.launch import supervisor as supervisor_module
 from myxo.launch.node_launch import NodeLaunch
 from myxo.launch.service_plan import ServiceSpec
 from myxo.launch.supervisor import BackOff, FrozenServices, StopReason, Supervisor
@@ -28,6 +29,7 @@ from shared.bus.connection import Bus
 from shared.bus.registry import ENGINE_NODE, NODE
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
+from shared.config.service_sections import BusSection
 from shared.model.final_exports import MARK, final_exports
 from shared.process.child_process import ChildProcess
 from shared.process.embedded_servers import EmbeddedNats
@@ -334,7 +336,7 @@ def test_last_words_are_of_this_life(tmp_path: Path) -> None:
 
 def test_a_process_that_a_signal_has_stopped_is_frozen_although_a_child_of_its_own_is_heard(supervise: Callable[..., Supervisor]) -> None:
     supervisor = supervise(spec(SLEEP), spec(SLEEP, "reward-0"))
-    frozen = FrozenServices(1.0)
+    frozen = FrozenServices(BusSection(frozen_timeout=1.0, registry_ttl=1.0))
     stopped, other = supervisor.statuses(time.monotonic())
     os.kill(stopped.pid, signal.SIGSTOP)
 
@@ -348,6 +350,18 @@ def test_a_process_that_a_signal_has_stopped_is_frozen_although_a_child_of_its_o
     trainer, reward = supervisor.statuses(time.monotonic())
     assert trainer.last_error == "it was frozen, stopped by a signal for 1 s, and was killed" and trainer.pid != stopped.pid
     assert (reward.restarts, reward.pid) == (0, other.pid)
+
+
+def test_no_service_is_frozen_between_two_of_its_heartbeats(supervise: Callable[..., Supervisor], monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor, killed = supervise(spec(SLEEP)), list[float]()
+    frozen = FrozenServices(BusSection(frozen_timeout=60, registry_ttl=400))  # a status is renewed every 80 s
+    told = ServiceStatus(service="trainer", instance="trainer-0", host="h", pid=1, http="", state="ready", at=time.time())
+    clock = SimpleNamespace(monotonic=lambda: now, time=time.time)
+    monkeypatch.setattr(supervisor, "kill_frozen", lambda *_: killed.append(now))
+    monkeypatch.setattr(supervisor_module, "time", clock)
+    for now in range(0, 500, 2):  # noqa: B007, as the clock has it
+        frozen.listen(supervisor, [told])
+    assert killed == [402]
 
 
 def test_a_frozen_service_is_killed_with_all_it_started(supervise: Callable[..., Supervisor], tmp_path: Path) -> None:

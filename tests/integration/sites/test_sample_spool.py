@@ -80,8 +80,11 @@ async def test_a_group_outlives_its_replica_and_is_sent_once_by_another(site: Si
     assert await first.spooled(LEASE) is None
     site.cut(True)
     sending = asyncio.create_task(first.generated(TASK, samples(), 1.0, 2.0))
-    await until(lambda: site.files, "a file", SECONDS)
+    await until(lambda: first._service.held_back, "the wait for the link, by which no task is taken", SECONDS)
+    assert site.files
     sending.cancel()  # its machine is gone
+    first.forget(TASK)
+    assert not first._service.held_back
     second = await site.outcomes("rollout-1")
     found = asyncio.create_task(second.spooled(LEASE))
     await asyncio.sleep(2.5)

@@ -98,6 +98,7 @@ def test_a_file_without_a_password_is_bad_input(tmp_path: Path, content: str) ->
 
 def test_modes(tmp_path: Path) -> None:
     directory = tmp_path / "made"
+    (directory / "replicas" / "spot-1").mkdir(parents=True, mode=0o755)  # as by a backup, or by a first `--join`
     make(directory, ENCRYPTED)
 
     def mode(path: Path) -> int:

@@ -143,7 +143,7 @@ def test_a_replica_that_leaves_hands_on_what_it_has() -> None:
     assert state.released == ["part"]
 
 
-@pytest.mark.parametrize(("name", "record"), [("drop", GroupsDropped), ("requeue", GroupRequeued)])
+@pytest.mark.parametrize(("name", "record"), [("drop", GroupsDropped), ("mask", GroupsDropped), ("requeue", GroupRequeued)])
 def test_what_a_replica_stopped_for_its_age_is_settled_at_once(name: Policy, record: type[LedgerRecord]) -> None:
     run = limits(staleness=name)
     state = at_step(run, 1, scored(1))

@@ -7,8 +7,9 @@ from rich.console import Console
 
 from myxo.commands import export_run
 from myxo.preflight import Source
-from myxo.run.run_directory import CHECKPOINTS, MARKER
+from myxo.run.run_directory import CHECKPOINTS, MARKER, RunDirectory
 from shared.runtime.errors import ConfigError
+from tests.support.run_config import run_config
 
 
 def test_weights_of_another_try_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,3 +42,12 @@ def test_weights_of_another_try_are_not_taken(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(ConfigError, match="what it began with would be replaced"):
         begun(f"{config}@1", fresh=True, tried=True)
     assert begun(str(config)) == "2" and begun(f"{config}@1", fresh=True) == "1"
+
+    (tmp_path / "b").rename(tmp_path / "before")  # as `myxo move` leaves them
+    frozen = run_config(tmp_path, run={"name": "b", "dir": str(tmp_path)}, model={"hf_checkpoint": str(tmp_path / "before" / "beginning")})
+    (tmp_path / "b" / "logs").mkdir(parents=True)
+    RunDirectory(tmp_path / "b").freeze(frozen)
+    assert begun(f"{config}@1") == "1"
+    (tmp_path / "before" / "beginning" / export_run.FROM).unlink()
+    with pytest.raises(ConfigError, match="name of a run that has not begun"):
+        begun(f"{config}@1")
