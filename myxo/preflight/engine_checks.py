@@ -47,6 +47,7 @@ from shared.config.speculation import (
     why_not_switched,
     wrong_sizes,
 )
+from shared.model.quantization import ENTRY
 from shared.runtime.errors import ConfigError, nearest
 from shared.runtime.safe_files import parse_json
 
@@ -66,7 +67,7 @@ def check_engine_model(inspection: Inspection) -> Findings:
     yield from _shares(inspection, flags)
     yield from _cast(inspection.config, flags)
     for name, (field, value) in flags.items():
-        if name == "quantization" and value != "unquant" and "quantization_config" not in (inspection.model_config or {}):
+        if name == "quantization" and value != "unquant" and ENTRY not in (inspection.model_config or {}):
             yield from _quantized(inspection, field, value)
         elif name == "kv-cache-dtype" and value in FOUR_BIT_CACHES:
             yield ConfigError(field, value, "auto, bf16, fp8_e4m3 or fp8_e5m2: MXFP8 and NVFP4 keys and values are not tried here")
@@ -120,7 +121,8 @@ def _shares(inspection: Inspection, flags: Mapping[str, tuple[str, Any]]) -> Fin
 
 def check_alignment(inspection: Inspection) -> Findings:
     """Yields what keeps engines and trainer from computing the same bits, where the run asks for them."""
-    rollout, trainer, model = inspection.config.rollout, inspection.config.trainer, inspection.architecture
+    config, model = inspection.config, inspection.architecture
+    rollout, trainer = config.rollout, config.trainer
     if rollout.alignment != "bitwise":
         return
     sharers = {"tensor": trainer.tensor_model_parallel_size, "context": trainer.context_parallel_size}
@@ -134,8 +136,12 @@ def check_alignment(inspection: Inspection) -> Findings:
         **{f"rollout.sglang.{name}": rollout.engine_flags.get(name) is not None for name in flags},
         **{name.partition(" =")[0]: True for name in (*rollout.truncates, *rollout.sampled_otherwise)},
         "rollout.speculation": rollout.speculation not in (None, "off"),
+        "rollout.rollout_precision": rollout.rollout_precision != "checkpoint",
+        "weights.update_weight_dtype": config.weights.update_weight_dtype not in (None, "float32"),
+        "model.hf_checkpoint (quantized)": (inspection.model_config or {}).get(ENTRY),
+        "trainer.fsdp_float8": trainer.fsdp_float8,
         "trainer.lora_rank": trainer.lora_rank,
-        "data.multimodal_keys": inspection.config.data.multimodal_keys,
+        "data.multimodal_keys": config.data.multimodal_keys,
     }
     if model is not None:
         kinds = {name: getattr(model, name) for name in ("experts", "latent", "linear", "indexer", "sinks", "windows", "joint_qk_norm")}

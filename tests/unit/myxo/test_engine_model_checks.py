@@ -78,11 +78,17 @@ def test_what_every_model_has_is_taken(tmp_path: Path, model: Path, flags: dict[
         ({"trainer": {"train_dtype": "bfloat16", "lora_rank": 8}}, ["trainer.train_dtype", "trainer.lora_rank"]),
         ({"trainer": {"tensor_model_parallel_size": 2, "actor_num_gpus_per_node": 2}}, ["trainer.tensor_model_parallel_size"]),
         ({"rollout": {"sglang": {"kv-cache-dtype": "fp8_e5m2"}}}, ["rollout.sglang.kv-cache-dtype"]),
+        ({"rollout": {"rollout_precision": "int4"}}, ["rollout.rollout_precision"]),
+        ({"weights": {"update_weight_dtype": "bfloat16"}}, ["weights.update_weight_dtype"]),
+        ({"trainer": {"trainer_backend": "torch", "fsdp_float8": "rowwise"}}, ["trainer.fsdp_float8"]),
+        ({"config": {"quantization_config": {"quant_method": "fp8"}}}, ["model.hf_checkpoint (quantized)"]),
     ],
 )
 def test_what_keeps_both_sides_from_the_same_bits_is_named(tmp_path: Path, model: Path, sections: dict[str, Any], named: list[str]) -> None:
-    given = {"rollout": {"alignment": "bitwise", "rollout_device": "cpu", **sections.get("rollout", {})}}
+    given = sections | {"rollout": {"alignment": "bitwise", "rollout_device": "cpu", **sections.get("rollout", {})}}
     given["trainer"] = {"train_device": "cpu", "train_dtype": "float32", **sections.get("trainer", {})}
+    entries = json.loads((model / "config.json").read_text()) | given.pop("config", {})
+    (model / "config.json").write_text(json.dumps(entries))
     found = said(check_alignment(Inspection(run_config(tmp_path, **given))))
     assert all(name in found for name in named) and ("in the way" in found) == bool(named)
 
