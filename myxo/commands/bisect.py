@@ -32,6 +32,7 @@ from shared.config import devices, flags
 from shared.config.run_config import RunConfig
 from shared.data.tokenizer_files import local_tokenizer
 from shared.model.architecture import Architecture
+from shared.model.engine_checkpoint import quantized
 from shared.model.families import architecture_of, read_architecture
 from shared.model.hf_checkpoint import weight_files
 from shared.model.layer_operations import OPERATIONS, ROUNDINGS
@@ -79,14 +80,14 @@ def bisect(parsed: argparse.Namespace, console: Console) -> int:
     sample = _sample(parsed, config)
     tokens = _tokens(parsed, config, sample)
     version = parsed.version if parsed.version is not None or sample is None else int(sample.versions().max(initial=0))
-    item = chosen_version(config, version)
+    item = chosen_version(config, version, plain=True)
     say = SafeConsole(stderr=True) if parsed.json else console
     say.print(f"Version {item.version} of {config.run.name} is {item.what}; {len(tokens)} tokens.", soft_wrap=True)
     directory = config.run.root / DIRECTORY
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    model = materialized(item, directory / "model").absolute()
-    engine_model = (parsed.engine_checkpoint or model).absolute()
+    model, precision = materialized(item, directory / "model").absolute(), config.rollout.rollout_precision
+    engine_model = (parsed.engine_checkpoint or quantized(model, directory / "engine-model", precision)).absolute()
     architecture = same_model(config, engine_model)
     widest = max(architecture.hidden_size, architecture.ffn_hidden_size, architecture.num_attention_heads * architecture.head_dim)
     r = comparison.rounding(precisions(config, engine_model), widest)
@@ -179,7 +180,8 @@ def precisions(config: RunConfig, engine_model: Path) -> list[str]:
     method = str(given.get("quantization") or (entries.get("quantization_config") or {}).get("quant_method") or "")
     bits = str(entries.get("quantization_config") or "")
     fewer = next((name for name in ("fp8", "int8") if name in method or name in bits), "int4") if method else None
-    return [config.trainer.train_dtype, dtype, *([fewer] if fewer else [])]
+    alike = fewer == "int4" and config.trainer.rounds_weights  # the trainer computes with the same integers
+    return [config.trainer.train_dtype, dtype, *([fewer] if fewer and not alike else [])]
 
 
 def run(what: str, module: str, directory: Path, deadline: float) -> None:

@@ -25,6 +25,7 @@ from myxo.run.run_directory import RunDirectory, checkpoints
 from shared.config import flags
 from shared.config.run_config import RunConfig
 from shared.model.final_exports import export_directory, exported_steps, hf_directory
+from shared.model.quantization import entry_format
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
 from shared.runtime.safe_files import replace_file
@@ -43,32 +44,39 @@ class VersionOnDisk:
     make: Callable[[Path], Path]
 
 
-def versions_on_disk(config: RunConfig) -> dict[int, VersionOnDisk]:
-    """Returns the versions of a run that can be had, by their number, each from where it costs least."""
+def versions_on_disk(config: RunConfig, *, plain: bool = False) -> dict[int, VersionOnDisk]:
+    """Returns the versions of a run that can be had, by their number, each from where it costs least.
+
+    Snapshots of quantized weights, which are what engines had, come before exports and checkpoints, which are ``plain``, or not at all.
+    """
     snapshots, root, trained = WeightCheckpoints.of_run(config), config.trained / "checkpoints", hf_directory(config)
+    quantized = config.rollout.rollout_precision != "checkpoint" or entry_format(config.model.hf_checkpoint) is not None
     found = [
         VersionOnDisk(version, f"the checkpoint of step {step}", partial(converted, config, root, step))
         for step in checkpoints(config)
         if (version := _version(config, step)) is not None
     ]
-    for snapshot in snapshots.readable():
-        copy = partial(_copied, snapshots, snapshot.version)
-        found.append(VersionOnDisk(snapshot.version, f"the snapshot {snapshot.path}", copy))
+    copies = [
+        VersionOnDisk(snapshot.version, f"the snapshot {snapshot.path}", partial(_copied, snapshots, snapshot.version))
+        for snapshot in ([] if plain and quantized else snapshots.readable())
+    ]
     saved, total = config.trainer.save_hf, config.rollout.num_rollout
     last = max(checkpoints(config), default=total)  # later exports are of a life before --fresh
+    found += [] if quantized else copies
     exports = {} if saved is None else {export_directory(saved, done): done for done in range(1, last + 1)} | {saved: total}
     for path, unmarked in {**exports, trained: total}.items():
         done = exported_steps(path, unmarked) or 0
         if 0 < done <= last and (path / "config.json").is_file() and (version := _version(config, done)) is not None:
             found.append(VersionOnDisk(version, f"the export {path}", partial(_as_it_is, path)))
+    found += copies if quantized else []
     if config.sft.sft_data is None:
         found.append(VersionOnDisk(0, "the initial model", partial(_as_it_is, config.model.hf_checkpoint)))
     return {item.version: item for item in sorted(found, key=lambda item: item.version)}
 
 
-def chosen_version(config: RunConfig, version: int | None) -> VersionOnDisk:
+def chosen_version(config: RunConfig, version: int | None, *, plain: bool = False) -> VersionOnDisk:
     """Returns a version of a run, the newest where none is named. Raises ConfigError that names those that there are."""
-    there = versions_on_disk(config)
+    there = versions_on_disk(config, plain=plain)
     if not there:
         raise ConfigError("RUN", config.run.name, f"a run with weights on disk; there are none in {config.trained}")
     if version is not None and version not in there:
@@ -151,10 +159,11 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
 def evaluating(config: RunConfig, version: int, model: Path) -> RunConfig:
     """Returns the config of the run that evaluates a version of another run, whose weights lie in ``model``."""
     unset = dict.fromkeys(("update_weight_disk_dir", "update_weight_engine_dir", "object_store_url"))
+    precision = {} if entry_format(model) is None else {"rollout_precision": "checkpoint"}  # it is quantized already
     return config.with_fields(
         run={"name": f"{config.run.name}-eval-v{version}"},
         model={"hf_checkpoint": model},
-        rollout={"num_rollout": 0, "num_epoch": None, "num_rollout_per_epoch": None},
+        rollout={"num_rollout": 0, "num_epoch": None, "num_rollout_per_epoch": None, "eval_replicas": 0, **precision},
         sft={"sft_data": None},
         trainer={"critic_load": None, "save_hf": None},
         weights={"update_weight_transport": "nccl", "join_from": "auto", **unset},

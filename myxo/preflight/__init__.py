@@ -55,6 +55,7 @@ CHECKS: dict[Check, When] = {
     model_checks.check_layout_reach: ALWAYS,
     model_checks.check_given_checkpoints: ALWAYS,
     model_checks.check_quantization: ALWAYS,
+    model_checks.check_awareness: TRAINS,
     model_checks.check_ranks: TRAINS,
     model_checks.check_described_shape: ALWAYS,
     model_checks.check_engines: GENERATES,

@@ -117,8 +117,6 @@ def check_quantization(inspection: Inspection) -> Findings:
     config, here = inspection.config, str(inspection.config.model.hf_checkpoint)
     precision = config.rollout.rollout_precision
     found = None if inspection.architecture is None else quantization_in_engines(config.model.hf_checkpoint, precision)
-    if inspection.architecture is not None:
-        yield from _awareness(config.trainer, found)
     if inspection.architecture is None or found is None:
         return
     form = found.format
@@ -153,12 +151,14 @@ def _not_beside(config: RunConfig, found: Quantization) -> Findings:
         yield ConfigError(field, here, "experts in compressed-tensors' layout (--to int4): engines rearrange AWQ's otherwise")
 
 
-def _awareness(trainer: TrainerSection, found: Quantization | None) -> Findings:
-    """Yields why training cannot be quantization-aware."""
+def check_awareness(inspection: Inspection) -> Findings:
+    """Yields why training cannot compute in fewer bits, or be quantization-aware."""
+    config, trainer = inspection.config, inspection.config.trainer
     yield from _fewer_bits(trainer)
     yield from _by_torchao(trainer)
-    if not trainer.rounds_weights:
+    if inspection.architecture is None or not trainer.rounds_weights:
         return
+    found = quantization_in_engines(config.model.hf_checkpoint, config.rollout.rollout_precision)
     field = "trainer.quantization_aware" if trainer.quantization_aware else f"trainer.train_env_vars: {QAT}"
     if found is None or found.format.bits == 8:
         yield ConfigError(field, True, "false, or a model.hf_checkpoint in groups of 4-bit integers, or rollout_precision = int4")

@@ -30,7 +30,7 @@ from shared.runtime.tasks import describe, run_in_thread
 from shared.schema import sample
 from shared.schema.digests import TrainedSample, attest
 from shared.schema.messages import Attestation, Batch
-from shared.schema.sample import NO_LIMIT, ExpertChoices, InvalidSample, Sample, SampleLimits, token_digest
+from shared.schema.sample import NO_LIMIT, UNLIMITED, InvalidSample, Sample, SampleLimits, token_digest
 from shared.store.payload_store import BlockingStore, StoreRefused
 
 READ_SECONDS = 600.0  # the longest time that reading a shard ahead may take; each of its blobs has a deadline of its own
@@ -267,13 +267,13 @@ class TrainBatch:
         return replace(self, steps=steps)
 
 
-def assemble(shard: Shard, stats: Table, objective: AlgorithmSection, *, rank: int, choices: ExpertChoices | None = None) -> TrainBatch:
+def assemble(shard: Shard, stats: Table, objective: AlgorithmSection, *, rank: int, limits: SampleLimits = UNLIMITED) -> TrainBatch:
     """Lays a shard out, each token weighted so that sums over micro-batches and ranks are the batch's means.
 
     Optimizer steps of which no rank trains a token are left out. Samples that do not pass (`passing`) have weight 0.
 
     Args:
-        stats: of the whole batch. rank: this data-parallel rank. choices: as `pack` takes them.
+        stats: of the whole batch. rank: this data-parallel rank. limits: with the policy's vocabulary, and choices as `pack` takes them.
 
     Raises:
         BadSample: a sample that cannot be trained on. BadBatch: no token of the batch is trained.
@@ -285,7 +285,7 @@ def assemble(shard: Shard, stats: Table, objective: AlgorithmSection, *, rank: i
         weighed = _step_weights(placement, partition, rewards, stats, objective)
         if weighed is not None:
             weights, divisor = weighed
-            steps.append([_micro_batch(indices, shard, weights, objective, choices, partial=partial) for indices in placement[rank]])
+            steps.append([_micro_batch(indices, shard, weights, objective, limits, partial=partial) for indices in placement[rank]])
             denominators.append(divisor)
     if not steps:
         raise BadBatch(f"the loss mask is 0 on every token of step {partition.batch.step} ({len(partition.items)} samples)")
@@ -339,19 +339,19 @@ def _micro_batch(
     shard: Shard,
     weights: Mapping[int, float],
     objective: AlgorithmSection,
-    choices: ExpertChoices | None,
+    limits: SampleLimits,
     *,
     partial: bool,
 ) -> MicroBatch:
     """``partial``: samples of the batch, of whichever rank, lack the rollout's log-probs: only who knows that may read them."""
     samples = [shard.samples[index] for index in indices]
-    packed = pack(samples, [weights[index] for index in indices], choices)
+    packed = pack(samples, [weights[index] for index in indices], limits.choices)
     if partial:
         packed = packed.with_renamed("rollout_log_probs", PARTIAL)
     if objective.use_opd and objective.opd_type == "sglang":
         packed = packed.with_fields(**{TEACHER: spread(samples, [_teacher_log_probs(sample) for sample in samples], TEACHER)})
     if objective.opd_top_k:
-        packed = packed.with_fields(**top_k_fields(samples, objective.opd_top_k))
+        packed = packed.with_fields(**top_k_fields(samples, objective.opd_top_k, limits.vocabulary))
     return MicroBatch(indices, samples, packed)
 
 

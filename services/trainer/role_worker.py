@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cache, partial
 
 import structlog
@@ -169,7 +169,7 @@ class RoleWorker:
         self._broadcast = CommandBroadcast(config.trainer.collective_timeout)
         self._store, self._exchange = store, exchange
         limits = sample_limits(config, self._actor.architecture.vocab_size)
-        self._choices = limits.choices if role == "actor" else None
+        self._limits = limits if role == "actor" else replace(limits, choices=None)
         self._reader = ShardReader(store, self._actor.data_parallel_rank, limits)
         self._scheduler: StepScheduler | CriticStepScheduler | None = None
         self._metrics: MetricsLogger | None = None
@@ -227,7 +227,7 @@ class RoleWorker:
                 self._reader.read_ahead(self._partition(ahead))
         stats = runtime.sum_over_data_parallel(shard.stats)
         with agreed(batch, f"laying out step {batch.step}"):
-            return batches.assemble(shard, stats, self._objective, rank=self._actor.data_parallel_rank, choices=self._choices)
+            return batches.assemble(shard, stats, self._objective, rank=self._actor.data_parallel_rank, limits=self._limits)
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:

@@ -117,8 +117,8 @@ class DrawnFile:
     """The prompts in a run's file of drawn ones, by number; it grows while it is used, by other processes too.
 
     A line: ``{"number", "drawn", "left_out", "observed", "untold", "state", "entry"}``: the source had been told ``observed`` results, but
-    for the ranges ``untold``. A line that is cut off (its writer was killed) does not count, and of two with the same number only the first
-    does.
+    for the ranges ``untold``; with ``refused``, why it gave no prompt. A line that is cut off (its writer was killed) does not count, and
+    of two with the same number only the first does.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -141,9 +141,10 @@ class DrawnFile:
         record: dict[str, Any] = json.loads(self._file.readline())
         return record
 
-    def entry(self, index: int) -> RowEntry:
-        """Returns the prompt that was drawn as number ``index``."""
-        return RowEntry(self.record(index)["entry"], FIELD, lambda: f"{self.path}: prompt {index}")
+    def entry(self, index: int) -> tuple[RowEntry, str | None]:
+        """Returns the prompt that was drawn as number ``index``, and why there is none, where the source gave none."""
+        record = self.record(index)
+        return RowEntry(record["entry"], FIELD, lambda: f"{self.path}: prompt {index}"), record.get("refused")
 
     def catch_up(self) -> bool:
         """Reads the lines written since the last call. Returns whether there were any."""
@@ -211,13 +212,11 @@ class DrawnPrompts:
             while index >= len(self._drawn):
                 if self._drawn.catch_up():
                     self._leave()  # another buffer has drawn: ours is behind
-                elif self._source is None:
-                    self._source = self._resumed()
-                elif self._tell(self._source, len(self._drawn)):
-                    self._draw(self._source)
                 else:
-                    self._source = None  # its process has ended over them
-            entry = self._drawn.entry(index)
+                    self._draw()
+            entry, refused = self._drawn.entry(index)
+        if refused is not None:
+            raise self._refusal(refused)
         return self._read(entry)
 
     def _read(self, entry: RowEntry) -> Prompt:
@@ -314,41 +313,43 @@ class DrawnPrompts:
             finally:
                 self._lock.release()
 
-    def _draw(self, source: SourceProcess) -> None:
-        number, drawn, left_out = len(self._drawn), self._drawn.last["drawn"], dict(self._drawn.last["left_out"])
-        for _ in range(MOST_LEFT_OUT):
-            try:
-                row, state = source.draw()
-            except ConfigError:
-                self._source = None  # its process has ended
-                raise
-            candidate = RowEntry(row, FIELD, lambda: f"{self._config.data.data_source}: prompt {number}")
-            drawn += 1
-            try:
-                self._read(candidate)
-            except ConfigError as error:
-                reason = reason_to_leave_out(error, self._config.data)
-                if reason is None:
-                    raise
-                left_out[reason] += 1
-                self.first_left_out = self.first_left_out or error
-                continue
-            reported = {"observed": self._told, "untold": self._untold}
-            self._write({"number": number, "drawn": drawn, "left_out": left_out, **reported, "entry": row, "state": state})
-            self._forget()
-            return
-        raise self._refusal(f"{MOST_LEFT_OUT} prompts in a row do not fit; the last: {self.first_left_out}")
-
-    def _write(self, record: dict[str, Any]) -> None:
-        number = record["number"]
+    def _draw(self) -> None:
+        """Writes the next prompt, or why the source gives none, which costs the group of that number and no other."""
+        number = len(self._drawn)
         try:
+            source = self._source = self._source or self._resumed()
+            if not self._tell(source, number):
+                self._source = None  # its process has ended over them
+                return
+            record = self._drawn_by(source, number)
             self._drawn.append(record)
-        except TypeError as error:
-            raise self._refusal(f"prompt {number} or the state behind it is not JSON: {error}") from None
+        except (ConfigError, TypeError) as error:
+            self._leave()
+            words = error.expected if isinstance(error, ConfigError) else f"prompt {number} or the state behind it is not JSON: {error}"
+            self._drawn.append(record := {"number": number, **self._drawn.last, "entry": {}, "refused": words})
         if not self._drawn.catch_up():
             raise self._refusal(f"prompt {number} could not be read back from {self._drawn.path}")
         if len(self._drawn) != number + 1 or self._drawn.last["drawn"] != record["drawn"]:
             self._leave()  # another buffer was faster: its prompt counts
+        self._forget()
+
+    def _drawn_by(self, source: SourceProcess, number: int) -> dict[str, Any]:
+        """Returns the line of the next prompt. One that is bad, and not left out, is its group's, too."""
+        drawn, left_out = self._drawn.last["drawn"], dict(self._drawn.last["left_out"])
+        reported = {"number": number, "left_out": left_out, "observed": self._told, "untold": self._untold}
+        for _ in range(MOST_LEFT_OUT):
+            row, state = source.draw()
+            drawn += 1
+            try:
+                self._read(RowEntry(row, FIELD, lambda: f"{self._config.data.data_source}: prompt {number}"))
+            except ConfigError as error:
+                if (reason := reason_to_leave_out(error, self._config.data)) is not None:
+                    left_out[reason] += 1
+                    self.first_left_out = self.first_left_out or error
+                    continue
+            return {**reported, "drawn": drawn, "entry": row, "state": state}
+        words = f"{MOST_LEFT_OUT} prompts in a row do not fit; the last: {self.first_left_out}"
+        return {**reported, "drawn": drawn, "entry": {}, "state": state, "refused": words}
 
     def _refusal(self, expected: str) -> ConfigError:
         return ConfigError(FIELD, self._config.data.data_source, expected)

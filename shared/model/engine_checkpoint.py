@@ -35,11 +35,16 @@ def with_engine_checkpoint(config: RunConfig) -> RunConfig:
     cache.mkdir(parents=True, exist_ok=True)
     with locked(cache / "lock", SECONDS, "the engines' checkpoint"):
         if not target.exists():
-            _convert(source, target, precision)
+            quantized(source, target, precision)
     return config.with_fields(model={"hf_checkpoint": target})
 
 
-def _convert(source: Path, target: Path, precision: str) -> None:
+def quantized(source: Path, target: Path, precision: str) -> Path:
+    """Returns what engines get of a plain checkpoint: one of ``precision``, which is made at ``target``, or the checkpoint itself.
+
+    Raises ConfigError where it cannot be made, DeadlineExceeded."""
+    if precision == "checkpoint":
+        return source
     command = [sys.executable, "-m", "services.trainer.convert_command", str(source), str(target), "--to", CONVERSIONS[precision]]
     try:
         done = subprocess.run(with_parent(command), capture_output=True, text=True, timeout=SECONDS, check=False)
@@ -48,3 +53,4 @@ def _convert(source: Path, target: Path, precision: str) -> None:
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise ConfigError(PRECISION, precision, f"checkpoint, or one that can be quantized: {said[-1]}")
+    return target

@@ -188,7 +188,7 @@ class SampleLimits:
     pictures: "Callable[[Sample], str | None] | None" = None
 
 
-_FORMAT = SampleLimits()
+UNLIMITED = SampleLimits()
 
 
 class InvalidSample(BadMessage):
@@ -264,14 +264,14 @@ class Sample:
         """Returns the number of tokens of prompt and response."""
         return len(self.prompt) + len(self.response)
 
-    def check(self, limits: SampleLimits = _FORMAT) -> None:
+    def check(self, limits: SampleLimits = UNLIMITED) -> None:
         """Raises BadMessage, naming the sample, for one that is not valid. It is called where a sample crosses a trust boundary."""
         problem = self.problem(limits)
         if problem is not None:
             raise BadMessage(f"sample {self.name}: {problem}")
 
     # The place of an array's largest value is found in a fourth of the time that numpy takes for the value itself.
-    def problem(self, limits: SampleLimits = _FORMAT) -> str | None:
+    def problem(self, limits: SampleLimits = UNLIMITED) -> str | None:
         """Returns why this is no valid sample, with the field and the numbers; None for a valid one. This is all that validity means.
 
         The parts have their types and lengths and fit together; the prompt is not empty; token ids and versions are within the limits; the
@@ -517,7 +517,7 @@ def _encoded_size(sample: Sample) -> int:
     return size + (0 if sample.kept is None else sum(values.nbytes for values in sample.kept))
 
 
-def decode(blobs: Iterable[bytes], limits: SampleLimits = _FORMAT) -> list[Sample]:
+def decode(blobs: Iterable[bytes], limits: SampleLimits = UNLIMITED) -> list[Sample]:
     """Reads `encode`'s blobs back, and checks the samples; arrays are read-only views of the blobs.
 
     Raises BadMessage; of a sample that is not valid InvalidSample.

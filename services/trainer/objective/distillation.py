@@ -70,14 +70,14 @@ class DistillationLoss:
 Entries = tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]
 
 
-def top_k_fields(samples: Sequence[Sample], k: int) -> dict[str, Tensor]:
+def top_k_fields(samples: Sequence[Sample], k: int, vocabulary: int) -> dict[str, Tensor]:
     """Returns the fields of `services.trainer.objective.distillation` for samples that are packed in this order.
 
     Samples have as many teachers as their prompts name; where one has fewer than others, the rest weighs 0.
 
-    Raises BadSample for a sample without the entries, or with others than k a teacher and token.
+    Raises BadSample for a sample without the entries, with others than k a teacher and token, or of ids beyond the policy's ``vocabulary``.
     """
-    entries = [_entries(sample, k) for sample in samples]
+    entries = [_entries(sample, k, vocabulary) for sample in samples]
     most = max((len(shares) for _, _, shares in entries), default=1)
     total, spans = places(samples)
     ids, log_probs = np.zeros((total, most * k), np.int64), np.zeros((total, most * k), np.float32)
@@ -88,7 +88,7 @@ def top_k_fields(samples: Sequence[Sample], k: int) -> dict[str, Tensor]:
     return {IDS: torch.from_numpy(ids), LOG_PROBS: torch.from_numpy(log_probs), SHARES: torch.from_numpy(shares_of)}
 
 
-def _entries(sample: Sample, k: int) -> Entries:
+def _entries(sample: Sample, k: int, vocabulary: int) -> Entries:
     """Returns ids and log-probs, [R, M k], and the weights of the M teachers."""
     try:
         ids, log_probs, shares = (np.asarray(sample.attributes[name]) for name in (IDS, LOG_PROBS, SHARES))
@@ -97,8 +97,8 @@ def _entries(sample: Sample, k: int) -> Entries:
     wanted = (len(sample.response), shares.size * k)
     if ids.shape != wanted or log_probs.shape != wanted or shares.ndim != 1 or not shares.size:
         raise BadSample(sample.name, IDS, f"shapes {ids.shape} and {log_probs.shape}; expected {wanted}: opd_top_k = {k} a teacher")
-    if ids.dtype.kind not in "iu" or (ids < 0).any():
-        raise BadSample(sample.name, IDS, "not ids of tokens")
+    if ids.dtype.kind not in "iu" or ((ids < 0) | (ids >= vocabulary)).any():
+        raise BadSample(sample.name, IDS, f"not ids from 0 to {vocabulary - 1}, the policy's tokens: is the teacher's vocabulary another?")
     least, most = RANGE
     if not ((log_probs >= least) & (log_probs <= most)).all() or not (np.isfinite(shares) & (shares >= 0)).all():
         raise BadSample(sample.name, LOG_PROBS, "not finite numbers, at most 0")

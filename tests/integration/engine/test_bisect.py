@@ -25,13 +25,14 @@ TEXT = "".join(PRINTABLE[1 + (7 * place) % (VOCAB - 6)] for place in range(40))
 Weights = dict[str, Tensor]
 
 
-def prepared(directory: Path, kind: str, layers: int = 2, **trainer: Any) -> Path:
+def prepared(directory: Path, kind: str, layers: int = 2, precision: str = "checkpoint", **trainer: Any) -> Path:
     """Writes a model and the config of a run of it; returns the config's file."""
-    make_checkpoint(kind, directory / "model", num_hidden_layers=layers)
+    sizes = {} if precision == "checkpoint" else {"intermediate_size": 64}  # groups of 32 divide it
+    make_checkpoint(kind, directory / "model", num_hidden_layers=layers, **sizes)
     character_tokenizer(PRINTABLE[: VOCAB - 4]).save_pretrained(directory / "model")
     write_jsonl(directory / "prompts.jsonl")
     trainer = {"train_device": "cpu", "train_dtype": "float32", **trainer}
-    config = run_config(directory, trainer=trainer, rollout={"rollout_device": "cpu"})
+    config = run_config(directory, trainer=trainer, rollout={"rollout_device": "cpu", "rollout_precision": precision})
     (directory / "run.toml").write_text(config_toml.dump(config))
     return directory / "run.toml"
 
@@ -107,6 +108,13 @@ def test_faults_of_weights_are_named_each_in_its_own_layer(tmp_path: Path, capsy
     kinds = [report["causes"][0]["kind"], *report["others"]]
     assert kinds == ["swapped experts", "another version", "block scale"]
     assert "experts 1, 2" in report["causes"][0]["evidence"]
+
+
+@pytest.mark.extra(each=True)
+@pytest.mark.usefixtures("in_process")
+def test_an_engine_in_fewer_bits_is_as_the_run_has_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, report = reported([str(prepared(tmp_path, "qwen3", precision="int4", quantization_aware=True))], capsys)
+    assert (code, report["origins"]) == (0, []) and report["log_probs"]["max"] < 1e-3
 
 
 @pytest.mark.extra

@@ -290,7 +290,7 @@ async def test_distillation_moves_the_student_to_the_teacher(
             rows = [torch.cat([torch.zeros(len(PROMPT) - 1), row, torch.zeros(1)]) for row in own]
             policy = PolicyLoss(config)
             if config.opd_top_k:
-                batch = batch.with_fields(**top_k_fields(taught, config.opd_top_k))
+                batch = batch.with_fields(**top_k_fields(taught, config.opd_top_k, whole.size(-1)))
                 _, spans = places(samples)
                 distributions = torch.zeros(len(batch.tokens), whole.size(-1))
                 distributions[torch.cat([torch.arange(span.start, span.stop) for span in spans])] = whole.flatten(0, 1)

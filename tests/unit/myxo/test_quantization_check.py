@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from myxo.preflight import CHECKS, TRAINS
 from myxo.preflight.engine_checks import check_engine_model
 from myxo.preflight.inspection import Inspection, Note
-from myxo.preflight.model_checks import check_actor, check_quantization
+from myxo.preflight.model_checks import check_actor, check_awareness, check_quantization
 from shared.config import devices
 from shared.model.engine_checkpoint import with_engine_checkpoint
 from shared.model.quantization import engine_bytes, quantization_in_engines, quantization_of
@@ -35,7 +36,7 @@ def four_bits(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def said(directory: Path, model: Path, **sections: dict[str, Any]) -> list[str]:
     sections.setdefault("model", {})["hf_checkpoint"] = str(model)
     inspection = Inspection(run_config(directory, **sections))
-    found = [*check_quantization(inspection), *check_actor(inspection)]
+    found = [*check_quantization(inspection), *check_awareness(inspection), *check_actor(inspection)]
     return [f"note: {one.text}" if isinstance(one, Note) else str(one) for one in found]
 
 
@@ -118,6 +119,7 @@ def test_quantization_awareness(
     found = said(tmp_path, {"eight": eight_bits, "four": four_bits, "plain": tiny_model}[model], trainer=trainer)
     refused = [one for one in found if not one.startswith("note")]
     assert refused == [] if words is None else any(words in one for one in refused)
+    assert CHECKS[check_awareness] == TRAINS, "a version of such a run is evaluated in plain numbers"
 
 
 def test_the_alarm_names_the_remedy_of_the_precision(eight_bits: Path, four_bits: Path, tiny_model: Path, tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Which weight versions of a run lie on disk, and the config of the run that evaluates one."""
 
+import json
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +16,10 @@ from myxo.run.run_directory import RunDirectory
 from shared.config import flags
 from shared.config.config_reading import parse
 from shared.config.run_config import RunConfig
+from shared.model.quantization import ENTRY, FORMATS
 from shared.runtime.errors import ConfigError
 from shared.runtime.exit_codes import BAD_INPUT
+from shared.transfer.weight_checkpoint import WeightCheckpoints
 from tests.support.run_config import run_config
 
 
@@ -45,6 +49,16 @@ def test_versions_come_from_the_model_checkpoints_and_exports(tmp_path: Path) ->
     (config.trained / "hf" / "config.json").write_text("{}")
     assert found(config)[4] == "export"
     assert chosen_version(config, None).version == 4 and chosen_version(config, 2).make(tmp_path) == tmp_path / "exports" / "1"
+
+
+def test_snapshots_of_quantized_weights_are_what_engines_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WeightCheckpoints, "readable", lambda self: [SimpleNamespace(version=2, path=self.path_of(2))])
+    (tmp_path / "exports" / "1").mkdir(parents=True)
+    (tmp_path / "exports" / "1" / "config.json").write_text("{}")
+    plain = stored(tmp_path, 0, 2, 4)
+    fewer = plain.with_fields(rollout={"rollout_precision": "int4"})
+    assert found(plain)[2] == "export" and found(fewer) == {0: "initial", 2: "snapshot", 4: "checkpoint"}
+    assert chosen_version(fewer, 2, plain=True).what.startswith("the export"), "a trainer reads plain ones"
 
 
 def test_an_export_is_the_version_that_its_mark_tells(tmp_path: Path) -> None:
@@ -109,7 +123,12 @@ def test_an_export_names_what_is_there(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_version_is_evaluated_by_a_run_of_its_own_without_a_trainer(tmp_path: Path) -> None:
     held_out = {"eval_prompt_data": ["a", "/a.jsonl"], "sets": [{"name": "b", "path": "/b.jsonl", "top_k": 3}], "eval_interval": 2}
-    config = run_config(tmp_path, sft={"sft_data": "/s.jsonl"}, eval=held_out)
+    rollout = {"num_rollout": 4, "rollout_replicas": 2, "eval_replicas": 1, "rollout_precision": "fp8"}
+    config = run_config(tmp_path, sft={"sft_data": "/s.jsonl"}, eval=held_out, rollout=rollout)
     own = parse(tomllib.loads(config_toml.dump(evaluating(config, 3, tmp_path / "v3"))))
     assert (own.run.name, own.model.hf_checkpoint, own.rollout.num_rollout) == ("test-eval-v3", tmp_path / "v3", 0)
     assert own.debug.debug_rollout_only and own.sft.sft_data is None and own.eval == config.eval
+    assert own.rollout.rollout_precision == "fp8"
+    (tmp_path / "v4").mkdir()
+    (tmp_path / "v4" / "config.json").write_text(json.dumps({ENTRY: FORMATS["fp8"].entry(())}))
+    assert evaluating(config, 4, tmp_path / "v4").rollout.rollout_precision == "checkpoint", "a snapshot is quantized already"

@@ -11,7 +11,7 @@ import pytest
 
 from shared.config.run_config import RunConfig
 from shared.data import source_process
-from shared.data.data_source import DrawnPrompts
+from shared.data.data_source import DrawnPrompts, GroupResult
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import Arguments
 from shared.hooks.slime.prompt_sources import RolloutDataSourceWithBuffer
@@ -93,6 +93,14 @@ class Leaving(Counting):
     def get_samples(self, n):
         if self.at == 2:
             sys.exit("enough")
+        return super().get_samples(n)
+
+
+class Recovering(Counting):
+    def get_samples(self, n):
+        if self.at == 1 and os.path.exists(once := os.path.join(os.path.dirname(__file__), "once")):
+            os.remove(once)
+            raise RuntimeError("away")
         return super().get_samples(n)
 
 
@@ -214,10 +222,20 @@ def test_prompts_are_left_out_as_they_are_drawn(tmp_path: Path, module: str, tok
     again = DrawnPrompts(config, tokenizer)
     assert again.left_out == {"overlong": 2, "bad": 2}
     assert again.at(3).metadata["number"] == 9
-    refusing = config_of(tmp_path / "other", f"{module}:Mixed")
-    with pytest.raises(ConfigError, match="at most rollout_max_prompt_len") as caught:
-        DrawnPrompts(refusing, tokenizer).at(1)
-    assert "prompt 1" in str(caught.value.value)
+
+
+def test_a_prompt_that_cannot_be_used_costs_its_own_group_alone(tmp_path: Path, module: str, tokenizer: Tokenizer) -> None:
+    config = config_of(tmp_path, f"{module}:Mixed")
+    for newest in (0, 6):  # the second buffer asks a source without states again for as many as were drawn
+        drawn = DrawnPrompts(config, tokenizer)
+        assert drawn.at(newest).metadata["number"] == newest
+        for number, words in ((1, "at most rollout_max_prompt_len"), (2, "has no key .prompt."), (1, "at most rollout_max_prompt_len")):
+            with pytest.raises(ConfigError, match=words) as caught:
+                drawn.at(number)
+            assert f"prompt {number}" in str(caught.value.value)
+        assert drawn.at(3).metadata["number"] == 3, "group k gets prompt k"
+    drawn.results.add([GroupResult(1, "dead", (), "x")])
+    assert drawn._message(0)["metadata"] == {"number": 1}, "the row that was refused"
 
 
 @pytest.mark.parametrize(
@@ -276,10 +294,15 @@ def test_a_source_that_ends_its_process_or_hangs_costs_a_prompt(
     for name, count, words in (("Leaving", 2, "SystemExit: enough"), ("Hanging", 1, late)):
         drawn = DrawnPrompts(config_of(tmp_path / name, f"{module}:{name}"), tokenizer)
         assert [drawn.at(number).content for number in range(count)] == [f"{number}+1=" for number in range(count)]
-        for _ in range(2):  # it is started again, and fails again at the same place
+        for number in (count, count, count + 1):  # it is started again, and fails again at the same place
             with pytest.raises(ConfigError, match=words):
-                drawn.at(count)
+                drawn.at(number)
         assert drawn.at(0).content == "0+1="
+    (tmp_path / "once").touch()
+    drawn = DrawnPrompts(config_of(tmp_path / "Recovering", f"{module}:Recovering"), tokenizer)
+    with pytest.raises(ConfigError, match="RuntimeError: away"):
+        drawn.at(1)
+    assert [drawn.at(number).content for number in (0, 2)] == ["0+1=", "1+1="], "group 2 gets what came next"
 
 
 def test_a_class_that_derives_from_slimes_own(tmp_path: Path, module: str, tokenizer: Tokenizer, tiny_model: Path) -> None:

@@ -78,7 +78,7 @@ def test_the_loss_is_the_policys_and_the_mean_kl_to_each_teacher():
     tops = [[(share, *(x.numpy() for x in reversed(found.topk(3)))) for share, found in of_sample] for of_sample in teachers]
     samples = [taught(i, range(n), top, mask) for i, (n, top, mask) in enumerate(zip(lengths, tops, masks, strict=True))]
     weights = [0.3, 0.1]
-    batch = pack(samples, weights).with_fields(**top_k_fields(samples, 3))
+    batch = pack(samples, weights).with_fields(**top_k_fields(samples, 3, VOCABULARY))
     assert batch.fields[IDS].shape == (9, 6)
     advantages = torch.linspace(-1, 1, 9) * batch.loss_mask
     batch = batch.with_fields(advantages=advantages)
@@ -106,7 +106,7 @@ def test_the_loss_is_the_policys_and_the_mean_kl_to_each_teacher():
 def test_what_the_mask_excludes_does_not_reach_the_loss():
     config = AlgorithmSection(use_opd=True, opd_type="sglang", opd_teachers={"a": "http://a"}, opd_top_k=2, off_policy="none")
     sample = taught(0, [3, 4], [(1.0, np.array([[0, 1], [2, 3]]), np.log([[0.5, 0.25], [0.5, 0.25]]))], mask=[1, 0])
-    batch = pack([sample], [1.0]).with_fields(**top_k_fields([sample], 2), advantages=torch.zeros(4))
+    batch = pack([sample], [1.0]).with_fields(**top_k_fields([sample], 2, VOCABULARY), advantages=torch.zeros(4))
     candidates = torch.full((4, 2), torch.nan, dtype=torch.float64)
     candidates[1] = torch.tensor([0.5, 0.25]).log()
     candidates.requires_grad_()
@@ -117,7 +117,7 @@ def test_what_the_mask_excludes_does_not_reach_the_loss():
 
 
 def test_a_rank_without_samples_has_the_same_fields():
-    fields = top_k_fields([], 4)
+    fields = top_k_fields([], 4, VOCABULARY)
     assert {name: tuple(values.shape) for name, values in fields.items()} == {IDS: (2, 4), LOG_PROBS: (2, 4), SHARES: (2, 1)}
 
 
@@ -128,6 +128,7 @@ def test_a_rank_without_samples_has_the_same_fields():
         ({IDS: np.zeros((2, 3), np.int32)}, "expected \\(2, 2\\): opd_top_k = 2"),
         ({IDS: np.full((2, 2), -1, np.int32)}, "not ids"),
         ({IDS: np.zeros((2, 2), np.float32)}, "not ids"),
+        ({IDS: np.full((2, 2), VOCABULARY, np.int32)}, "the policy's tokens: is the teacher's vocabulary another"),
         ({LOG_PROBS: np.full((2, 2), np.nan, np.float32)}, "not finite numbers"),
         ({LOG_PROBS: np.full((2, 2), 0.5, np.float32)}, "at most 0"),
         ({SHARES: np.array([-1.0], np.float32)}, "not finite numbers"),
@@ -138,4 +139,4 @@ def test_entries_that_do_not_fit_are_refused(change, words):
     sample = taught(0, [3, 4], [(1.0, np.zeros((2, 2)), np.full((2, 2), -1.0))])
     attributes = {name: value for name, value in {**sample.attributes, **change}.items() if value is not None}
     with pytest.raises(BadSample, match=words):
-        top_k_fields([dataclasses.replace(sample, attributes=attributes)], 2)
+        top_k_fields([dataclasses.replace(sample, attributes=attributes)], 2, VOCABULARY)
