@@ -37,7 +37,6 @@ from shared.config.speculation import (
     DRAFT,
     DRAFT_LAYERS,
     OF_THE_MODEL,
-    SHORT,
     WITHOUT_A_DRAFT,
     draft_layers,
     is_chain,
@@ -61,7 +60,7 @@ def check_engine_model(inspection: Inspection) -> Findings:
     """Yields what the model lacks for a flag of SGLang's; notes flags without effect, and those that change an engine's numbers."""
     rollout = inspection.config.rollout
     given = {key: value for key, value in rollout.sglang.items() if value is not None and value is not False}
-    flags = {SHORT.get(name := plain_name(key), name): (f"rollout.sglang.{key}", value) for key, value in given.items()}
+    flags = {plain_name(key): (f"rollout.sglang.{key}", value) for key, value in given.items()}
     yield from _speculation(inspection, flags)
     yield from _stages(inspection)
     yield from _shares(inspection, flags)
@@ -80,7 +79,7 @@ def check_engine_model(inspection: Inspection) -> Findings:
 OWN_SIZES = ("rollout_num_gpus", "rollout_num_gpus_per_engine", "gpus_per_node", "rollout_device")
 """Fields that say what engines of the run's own take of its machines."""
 
-DIVISORS = ("dp-size", "data-parallel-size", "ep-size", "expert-parallel-size", "ep", "attn-cp-size", "moe-dp-size")
+DIVISORS = ("dp-size", "ep-size", "attn-cp-size", "moe-dp-size")
 """Flags of SGLang's whose sizes divide its tensor-parallel one."""
 
 

@@ -200,7 +200,7 @@ def _divided_blocks(inspection: Inspection, architecture: Architecture, found: Q
     for place in range(len(config.rollout.engines())):
         own = config.of_engines("", place).rollout
         layout = EngineLayout.of(own.rollout_num_gpus_per_engine, own.engine_flags)
-        experts = max(int(own.engine_flags.get("expert-parallel-size") or own.engine_flags.get("ep-size") or 1), 1)
+        experts = max(int(own.engine_flags.get("ep-size") or 1), 1)
         keys = min(layout.heads, architecture.num_key_value_heads)
         for problem in split_problems(found.format, shapes, layout.heads, keys, max(layout.tensor // experts, 1)):
             wanted = f"matrices that engines can divide: {problem}; fewer GPUs an engine, or smaller blocks"

@@ -49,7 +49,7 @@ def engine_speculation(config: RunConfig) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError("model.hf_checkpoint", str(path), f"the JSON of a model: {error}") from error
     chosen = flags | rollout.engine_flags
-    if str(chosen.get(ALGORITHM)).upper() in OF_THE_MODEL and not any(chosen.get(name) for name in (DRAFT, "speculative-draft-model")):
+    if str(chosen.get(ALGORITHM)).upper() in OF_THE_MODEL and not chosen.get(DRAFT):
         flags[DRAFT] = str(config.model.hf_checkpoint)  # SGLang knows that of some models alone
     if with_speculation(chosen) and devices.engines_release(config):
         flags["enable-draft-weights-cpu-backup"] = True  # no push brings a draft's weights back, where they are not trained

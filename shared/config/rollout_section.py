@@ -139,11 +139,10 @@ class FrozenModel(ConfigTable):
         return self
 
 
-def flag_size(flags: Mapping[str, Any], *names: str, default: int = 1) -> int:
-    """Returns the number of the first of SGLang's flags, by plain names, that is there; 1 for what is none, which its own check refuses."""
-    given = next((flags[name] for name in names if name in flags), default)
+def flag_size(flags: Mapping[str, Any], name: str, default: int = 1) -> int:
+    """Returns the number of one of SGLang's flags, by its plain name; 1 for what is none, which its own check refuses."""
     try:
-        return max(1, int(str(given)))
+        return max(1, int(str(flags.get(name, default))))
     except ValueError:
         return 1
 
@@ -203,8 +202,8 @@ class RolloutSection(Section):
         ),
         Rule(
             "speculation",
-            lambda rollout, given: given == "off" and speculates(rollout.engine_flags),
-            "another than off, or no speculative-algorithm in sglang",
+            lambda rollout, given: given == "off" and any(map(speculates, rollout.group_flags)),
+            "another than off, or no speculative-algorithm in sglang, of the run or of a group of engines",
         ),
         Rule(
             ("agent", "agent_command"),
@@ -569,7 +568,7 @@ class RolloutSection(Section):
     @property
     def stages_per_engine(self) -> int:
         """Returns the number of pipeline stages of one engine: SGLang's ``pp-size``."""
-        return 1 if self.external_engines else flag_size(self.engine_flags, "pp-size", "pipeline-parallel-size")
+        return 1 if self.external_engines else flag_size(self.engine_flags, "pp-size")
 
     @property
     def tensor_parallel(self) -> int:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ LISTING_SECONDS = 120.0  # The seconds that importing SGLang may take
 
 RESERVED = {
     "model-path": "set model.hf_checkpoint",
-    "model": "set model.hf_checkpoint",
     "host": "nothing to set: an engine listens on a private socket; MYXO_ROUTER_URL opens it to a router",
     "port": "nothing to set: an engine listens on a private socket",
     "device": "set rollout.rollout_device",
@@ -205,9 +204,19 @@ class EngineFlags:
         return None if expected is None else f"expected {expected} (--{own} of SGLang {self.sglang})"
 
 
+@cache
 def plain_name(key: str) -> str:
-    """Returns a flag's name as SGLang spells it, without the leading dashes."""
-    return key.lstrip("-").replace("_", "-")
+    """Returns a flag's name as SGLang spells it first, without the leading dashes: of an alias, and of the beginning of one name alone."""
+    name = key.lstrip("-").replace("_", "-")
+    if name in FORMER or name.startswith("no-"):  # former names go by what is installed; the others turn a flag around
+        return name
+    flag = _made_with(CATALOGUE).find(name)
+    return name if flag is None else flag.spellings[0]
+
+
+@cache
+def _made_with(path: Path) -> EngineFlags:
+    return EngineFlags.of_json(path.read_text())
 
 
 def present_names(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,9 +263,8 @@ def of_installed() -> EngineFlags | None:
         return None
     parser = fingerprint()
     for path in filter(Path.is_file, (CATALOGUE, FURTHER)):
-        made_with = EngineFlags.of_json(path.read_text())
-        if (made_with.sglang, made_with.parser) == (version, parser):
-            return made_with
+        if ((known := _made_with(path)).sglang, known.parser) == (version, parser):
+            return known
     name = f"sglang-flags-{version}-{parser}.json"
     with contextlib.suppress(ValueError):
         return EngineFlags.of_json(user_cache.read(name) or b"")

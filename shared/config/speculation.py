@@ -15,7 +15,6 @@ from shared.runtime.errors import ConfigError
 Speculation = Literal["off", "mtp", "draft", "ngram", "auto"]
 
 ALGORITHM, DRAFT = "speculative-algorithm", "speculative-draft-model-path"
-SHORT = {"speculative-algo": ALGORITHM, "speculative-draft-model": DRAFT}
 
 # SGLang's algorithms whose draft may be layers of the model's own checkpoint, and those without a draft; all others need a checkpoint.
 OF_THE_MODEL, WITHOUT_A_DRAFT = ("EAGLE", "NEXTN"), ("NGRAM", "UNO", "NONE")
@@ -43,7 +42,7 @@ def draft_layers(model_config: Mapping[str, Any]) -> int:
 
 def speculation_flags(speculation: Speculation | None, given: Mapping[str, Any], model_config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns SGLang's flags for a run's ``speculation``, by plain names; none where ``given`` (``rollout.sglang``) names one."""
-    own = {SHORT.get(name := plain_name(key), name): value for key, value in given.items() if value is not None and value is not False}
+    own = {plain_name(key): value for key, value in given.items() if value is not None and value is not False}
     if speculation in (None, "off") or ALGORITHM in own:
         return {}
     kind = speculation

@@ -72,8 +72,8 @@ class EngineLayout:
 
     @classmethod
     def of(cls, gpus: int, flags: Mapping[str, Any]) -> "EngineLayout":
-        stages = _whole(flags, 1, "pipeline-parallel-size", "pp-size")
-        copies = _whole(flags, 1, "data-parallel-size", "dp-size")
+        stages = _whole(flags, 1, "pp-size")
+        copies = _whole(flags, 1, "dp-size")
         if flags.get("enable-dp-attention"):
             tensor = max(gpus // stages, 1)
             return cls(tensor, max(tensor // copies, 1), stages, copies)
@@ -167,13 +167,10 @@ def _parameters(a: Architecture, layout: EngineLayout, stage: int, count: int) -
     return found
 
 
-def _whole(flags: Mapping[str, Any], default: int, *names: str) -> int:
-    """Returns the number of the first flag that has one above zero; what is none is SGLang's to refuse."""
-    for name in names:
-        try:
-            number = count(str(flags[name]))
-        except (KeyError, ValueError):
-            continue
-        if number > 0:
-            return number
-    return default
+def _whole(flags: Mapping[str, Any], default: int, name: str) -> int:
+    """Returns the number of a flag that has one above zero; what is none is SGLang's to refuse."""
+    try:
+        number = count(str(flags[name]))
+    except (KeyError, ValueError):
+        return default
+    return number if number > 0 else default

@@ -13,6 +13,7 @@ from typing import Any
 
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.replica_command import replica_command
+from shared.config.rollout_section import flags_over
 from shared.config.run_config import RunConfig
 from shared.process.child_process import die_with_parent
 from shared.runtime.errors import MyxoError
@@ -27,7 +28,6 @@ PLAIN: dict[str, Any] = {
     "speculative-algorithm": None,
     "disaggregation-mode": None,
     "pp-size": None,
-    "pipeline-parallel-size": None,
     "disable-radix-cache": True,
     "disable-cuda-graph": True,
     "max-running-requests": 1,
@@ -40,7 +40,7 @@ def capturing(config: RunConfig, request: dict[str, Any], directory: Path) -> Ru
     spec = {"name": "bisect", "target_modules": TARGETS, "hook_factory": HOOK}
     hooks = [{**spec, "config": {"tokens": request["tokens"], "directory": str(directory.absolute())}}]
     capacity = max(LEAST_CAPACITY, 2 * len(request["tokens"]))
-    flags = {**config.rollout.sglang, **PLAIN, "max-total-tokens": capacity, "forward-hooks": json.dumps(hooks)}
+    flags = flags_over(config.rollout.sglang, {**PLAIN, "max-total-tokens": capacity, "forward-hooks": json.dumps(hooks)})
     model, rollout = {"hf_checkpoint": Path(request["engine_model"])}, {"sglang": flags, "speculation": None}
     return config.with_fields(rollout=rollout, model=model, trainer={"colocate": False})
 
