@@ -177,9 +177,8 @@ def precisions(config: RunConfig, engine_model: Path) -> list[str]:
     dtype = str(given.get("dtype") or ("float32" if on_cpu else "auto"))
     dtype = str(entries.get("torch_dtype") or entries.get("dtype") or "bfloat16") if dtype == "auto" else dtype
     dtype = {"half": "float16", "float": "float32"}.get(dtype, dtype)
-    method = str(given.get("quantization") or (entries.get("quantization_config") or {}).get("quant_method") or "")
-    bits = str(entries.get("quantization_config") or "")
-    fewer = next((name for name in ("fp8", "int8") if name in method or name in bits), "int4") if method else None
+    methods = f"{given.get('quantization') or ''}{entries.get('quantization_config') or ''}"
+    fewer = next((name for name in ("fp8", "int8") if name in methods), "int4") if methods else None
     alike = fewer == "int4" and config.trainer.rounds_weights  # the trainer computes with the same integers
     return [config.trainer.train_dtype, dtype, *([fewer] if fewer and not alike else [])]
 

@@ -53,6 +53,7 @@ from shared.runtime.safe_files import parse_json
 # Quantizations that SGLang makes of weights which have none.
 ONLINE = ("bitsandbytes", "fp8", "mxfp8", "nvfp4_online", "quark_int4fp8_moe", "w8a8_fp8")
 FOUR_BIT_CACHES = ("fp4_e2m1", "fp4_mx_block16", "mxfp8", "nvfp4")  # of keys and values, in blocks with scales
+UNROUNDED = {"dtype": ("auto", "bfloat16", "float", "float32"), "kv-cache-dtype": ("auto", "bf16", "bfloat16")}
 FEWER_BITS = "engines compute with fewer bits than the trainer; train/train_rollout_logprob_abs_diff is how much they differ"
 
 
@@ -70,7 +71,7 @@ def check_engine_model(inspection: Inspection) -> Findings:
             yield from _quantized(inspection, field, value)
         elif name == "kv-cache-dtype" and value in FOUR_BIT_CACHES:
             yield ConfigError(field, value, "auto, bf16, fp8_e4m3 or fp8_e5m2: MXFP8 and NVFP4 keys and values are not tried here")
-        elif _has_fewer_bits(name, value):
+        elif value not in UNROUNDED.get(name, (value,)):
             yield Note(f"{field} = {value}: {FEWER_BITS}")
         elif name in ("enable-lora", "lora-paths"):
             yield Note(f"{field} changes nothing: no request names an adapter of the engine's; lora_rank trains one")
@@ -257,21 +258,13 @@ def _cast(config: RunConfig, flags: Mapping[str, tuple[str, Any]]) -> Findings:
         yield Note(f"trainer.train_dtype = float32, rollout.sglang.dtype = bfloat16: {FEWER_BITS}")
 
 
-def _has_fewer_bits(name: str, value: Any) -> bool:
-    return value in ("half", "float16") if name == "dtype" else name == "kv-cache-dtype" and value not in ("auto", "bf16", "bfloat16")
-
-
 def _quantized(inspection: Inspection, field: str, value: Any) -> Findings:
     config = inspection.config
     if value not in ONLINE:
         yield ConfigError(field, value, "none: the weights of hf_checkpoint are not quantized (config.json has no quantization_config)")
     elif (config.has_steps and not config.debug.debug_rollout_only) or config.sft.sft_data is not None:
-        yield ConfigError(
-            field,
-            value,
-            "none: engines load the trainer's weights with each push; a model that SGLang has quantized cannot, as "
-            "rollout_precision = fp8 can",
-        )
+        wanted = "none: engines load the trainer's weights with each push; a model that SGLang has quantized cannot, rollout_precision can"
+        yield ConfigError(field, value, wanted)
 
 
 def _speculation(inspection: Inspection, flags: Mapping[str, tuple[str, Any]]) -> Findings:
@@ -395,8 +388,7 @@ def check_engine_packages(inspection: Inspection) -> Findings:
     if importlib.util.find_spec("sglang") is None:  # the check of the packages says so
         return
     for key, value in inspection.config.rollout.sglang.items():
-        plain = plain_name(key)
-        name = SAME_VALUES.get(plain, plain)
+        name = SAME_VALUES.get(plain := plain_name(key), plain)
         kernels = name in KERNELS and str(value).startswith("flashinfer_")
         package = "flashinfer" if kernels else OF_SGLANG.get(name, {}).get(str(value))
         if package is not None and importlib.util.find_spec(package) is None:
@@ -427,18 +419,11 @@ class Limit:
 def check_lengths(inspection: Inspection) -> Findings:
     """Yields what is too long, for training and for evaluation."""
     config = inspection.config
-    rollout, limit = config.rollout, _engine_limit(inspection)
-    shortest, reported = 1, False
-    prompt = inspection.longest_prompts.get(TRAINING, shortest)
-    if (
-        not any(getattr(rollout, name) for name in GENERATORS)
-        and limit is not None
-        and prompt + rollout.rollout_max_response_len > limit.tokens
-    ):
-        reported = True
-        yield _too_long(
-            "rollout.rollout_max_response_len", rollout.rollout_max_response_len, TRAINING, prompt, limit, inspection.longest_places
-        )
+    rollout, limit, shortest = config.rollout, _engine_limit(inspection), 1
+    prompt, response = inspection.longest_prompts.get(TRAINING, shortest), rollout.rollout_max_response_len
+    made = any(getattr(rollout, name) for name in GENERATORS)
+    if reported := not made and limit is not None and prompt + response > limit.tokens:
+        yield _too_long("rollout.rollout_max_response_len", response, TRAINING, prompt, limit, inspection.longest_places)
     yield from _micro_batches(inspection, prompt, limit)
     if limit is None:
         return
@@ -477,10 +462,8 @@ def _micro_batches(inspection: Inspection, prompt: int, limit: Limit | None) -> 
 def _engine_limit(inspection: Inspection) -> Limit | None:
     config, model = inspection.config, inspection.model_config
     flags = config.rollout.engine_flags
-    known = context_length(model) if model is not None else None
     given = positive_count(flags.get("context-length"))
-    context = given or known
-    if context is None or model is None:
+    if model is None or (context := given or context_length(model)) is None:
         return None
     limit = Limit(context - CONTEXT_KEPT, f"{'--sglang-context-length' if given else 'the context in config.json'} less {CONTEXT_KEPT}")
     cache = positive_count(flags.get("max-total-tokens"))

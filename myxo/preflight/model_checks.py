@@ -397,13 +397,12 @@ def check_engine_backend(inspection: Inspection) -> Findings:
 def check_engine_context(inspection: Inspection) -> Findings:
     """Yields a context that is longer than the model's: SGLang then does not start, unless the environment tells it to. Also one in which
     engines would compute otherwise than the trainer."""
-    rollout = inspection.config.rollout
-    if inspection.model_config is not None:
-        flags = {sglang_flags.plain_name(key): value for key, value in rollout.sglang.items()}
-        if (problem := unequal_context_problem(inspection.model_config, flags, devices.resolve(rollout.rollout_device))) is not None:
-            yield problem
-    known = context_length(inspection.model_config) if inspection.model_config is not None else None
-    if known is None or os.environ.get(LONGER_CONTEXT, "").lower() in ("1", "true", "yes", "y"):
+    rollout, model = inspection.config.rollout, inspection.model_config
+    if model is None:
+        return
+    if (problem := unequal_context_problem(model, rollout.engine_flags, devices.resolve(rollout.rollout_device))) is not None:
+        yield problem
+    if (known := context_length(model)) is None or os.environ.get(LONGER_CONTEXT, "").lower() in ("1", "true", "yes", "y"):
         return
     for key, value in inspection.config.rollout.sglang.items():
         given = positive_count(value)

@@ -141,11 +141,6 @@ class DrawnFile:
         record: dict[str, Any] = json.loads(self._file.readline())
         return record
 
-    def entry(self, index: int) -> tuple[RowEntry, str | None]:
-        """Returns the prompt that was drawn as number ``index``, and why there is none, where the source gave none."""
-        record = self.record(index)
-        return RowEntry(record["entry"], FIELD, lambda: f"{self.path}: prompt {index}"), record.get("refused")
-
     def catch_up(self) -> bool:
         """Reads the lines written since the last call. Returns whether there were any."""
         before = len(self)
@@ -180,7 +175,7 @@ class DrawnPrompts:
     ``results``: of the run's groups; whoever follows the ledger adds them.
     """
 
-    def __init__(self, config: RunConfig, tokenizer: Tokenizer, report: Callable[[ConfigError], None] | None = None) -> None:
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer, report: Callable[[ConfigError], None] = lambda _: None) -> None:
         assert config.data.data_source is not None  # only made for runs that have one
         self._config, self._report = config, report
         self._reader = PromptReader(config, tokenizer)
@@ -214,10 +209,10 @@ class DrawnPrompts:
                     self._leave()  # another buffer has drawn: ours is behind
                 else:
                     self._draw()
-            entry, refused = self._drawn.entry(index)
-        if refused is not None:
-            raise self._refusal(refused)
-        return self._read(entry)
+            record = self._drawn.record(index)
+        if "refused" in record:
+            raise self._refusal(record["refused"])
+        return self._read(RowEntry(record["entry"], FIELD, lambda: f"{self._drawn.path}: prompt {index}"))
 
     def _read(self, entry: RowEntry) -> Prompt:
         rendered = RENDERED in entry.values and isinstance(entry.values.get(self._config.data.input_key), str)
@@ -282,21 +277,17 @@ class DrawnPrompts:
             self._untold = merged([*self._untold, [start, end]])
             self._deaths += 1
             more = "is told no more until the buffer starts anew" if self._deaths == MOST_DEATHS else "continues without them"
-            self._complain(f"observe, of {end - start} results: {error.expected}; it {more}")
+            self._report(self._refusal(f"observe, of {end - start} results: {error.expected}; it {more}"))
             return False
         self._deaths = 0
         if failed is not None:
-            self._complain(f"observe, of {end - start} results, raised {failed}")
+            self._report(self._refusal(f"observe, of {end - start} results, raised {failed}"))
         return True
 
     def _message(self, position: int) -> dict[str, Any]:
         [result] = self.results.between(position, position + 1)
         entry, data = self._drawn.record(result.number)["entry"], self._config.data
         return result.reported(group_id(result.number), entry, data.metadata_key, self._config.monitoring.passrate_threshold)
-
-    def _complain(self, words: str) -> None:
-        if self._report is not None:
-            self._report(self._refusal(words))
 
     def _forget(self) -> None:
         """Lets go of results that the source is never told again: its last state holds them."""

@@ -8,7 +8,7 @@ import pytest
 from myxo.preflight.inspection import Inspection
 from myxo.preflight.model_checks import check_layout_reach
 from shared.bus.subjects import Subjects
-from shared.config.sglang_flags import CATALOGUE, EngineFlags
+from shared.config.sglang_flags import CATALOGUE, EngineFlags, plain_name
 from shared.runtime.addresses import node_rank
 from shared.runtime.errors import ConfigError, MyxoError
 from tests.support.run_config import run_config
@@ -59,6 +59,21 @@ def test_an_engine_with_more_gpus_than_its_machines_have_is_refused_with_the_num
 ) -> None:
     [problem] = check_layout_reach(Inspection(run_config(tmp_path, rollout=rollout)))
     assert isinstance(problem, ConfigError) and f"at most {most}: gpus_per_node = " in problem.expected
+
+
+def test_a_flag_is_known_by_each_of_its_names() -> None:
+    same = {"--speculative-algo": "speculative-algorithm", "data_parallel_size": "dp-size", "mem-fraction": "mem-fraction-static"}
+    own = {name: name for name in ("no-dllm-fdfo", "cuda-graph-max-bs", "of-tomorrow", "speculative", "dtype")}
+    assert {name: plain_name(name) for name in same | own} == same | own
+
+
+@pytest.mark.parametrize("flags", [{"speculative_algo": "NGRAM"}, {"speculative-algorithm": "EAGLE3"}])
+def test_no_flag_may_ask_for_speculation_that_is_off(tmp_path: Path, flags: dict[str, Any]) -> None:
+    for rollout in ({"sglang": flags}, {"engine_groups": [{"replicas": 1}, {"replicas": 1, "sglang": flags}]}):
+        with pytest.raises(ConfigError, match=r"rollout.speculation = 'off': another than off, or no speculative-algorithm"):
+            run_config(tmp_path, rollout={"speculation": "off", **rollout})
+    none = {"speculation": "off", "sglang": {"speculative-algorithm": "NONE"}}
+    assert run_config(tmp_path, rollout=none).rollout.speculation == "off"
 
 
 @pytest.mark.parametrize("flag", ["node-rank", "dist_init_addr", "nccl-init-addr"])

@@ -202,6 +202,7 @@ TRUNCATES = {"rollout_top_p": 0.9}
             {"rollout": {"rollout_top_k": 60, "sglang": {"sampling-mask-max-tokens": 50}}},
             "rollout_top_k is more than rollout.sglang.sampling",
         ),
+        ({"rollout": {**TRUNCATES, "sglang": {"speculative-algo": "NGRAM"}}}, "speculative-algorithm = NGRAM verifies drafts"),
         ({"rollout": {"rollout_top_k": 1}}, "rollout_top_k = 1 keeps the sampled token alone"),
         ({"rollout": TRUNCATES, "algorithm": {"use_opd": True, "opd_type": "sglang", "opd_teachers": {"a": "http://a:1"}}}, "opd_teachers"),
     ],
