@@ -6,7 +6,7 @@ A version is read from where it lies on disk: an export, a snapshot, a checkpoin
 import argparse
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,29 +49,31 @@ def versions_on_disk(config: RunConfig, *, plain: bool = False) -> dict[int, Ver
 
     Snapshots of quantized weights, which are what engines had, come before exports and checkpoints, which are ``plain``, or not at all.
     """
-    snapshots, root, trained = WeightCheckpoints.of_run(config), config.trained / "checkpoints", hf_directory(config)
+    snapshots, root = WeightCheckpoints.of_run(config), config.trained / "checkpoints"
     quantized = config.rollout.rollout_precision != "checkpoint" or entry_format(config.model.hf_checkpoint) is not None
+    copies = [
+        VersionOnDisk(snapshot.version, f"the snapshot {snapshot.path}", partial(_copied, snapshots, snapshot.version))
+        for snapshot in ([] if plain and quantized else snapshots.readable())
+    ]
     found = [
         VersionOnDisk(version, f"the checkpoint of step {step}", partial(converted, config, root, step))
         for step in checkpoints(config)
         if (version := _version(config, step)) is not None
     ]
-    copies = [
-        VersionOnDisk(snapshot.version, f"the snapshot {snapshot.path}", partial(_copied, snapshots, snapshot.version))
-        for snapshot in ([] if plain and quantized else snapshots.readable())
-    ]
-    saved, total = config.trainer.save_hf, config.rollout.num_rollout
+    found += [*_exports(config), *copies] if quantized else [*copies, *_exports(config)]
+    if config.sft.sft_data is None:
+        found.append(VersionOnDisk(0, "the initial model", partial(_as_it_is, config.model.hf_checkpoint)))
+    return {item.version: item for item in sorted(found, key=lambda item: item.version)}
+
+
+def _exports(config: RunConfig) -> Iterator[VersionOnDisk]:
+    saved, total, trained = config.trainer.save_hf, config.rollout.num_rollout, hf_directory(config)
     last = max(checkpoints(config), default=total)  # later exports are of a life before --fresh
-    found += [] if quantized else copies
     exports = {} if saved is None else {export_directory(saved, done): done for done in range(1, last + 1)} | {saved: total}
     for path, unmarked in {**exports, trained: total}.items():
         done = exported_steps(path, unmarked) or 0
         if 0 < done <= last and (path / "config.json").is_file() and (version := _version(config, done)) is not None:
-            found.append(VersionOnDisk(version, f"the export {path}", partial(_as_it_is, path)))
-    found += copies if quantized else []
-    if config.sft.sft_data is None:
-        found.append(VersionOnDisk(0, "the initial model", partial(_as_it_is, config.model.hf_checkpoint)))
-    return {item.version: item for item in sorted(found, key=lambda item: item.version)}
+            yield VersionOnDisk(version, f"the export {path}", partial(_as_it_is, path))
 
 
 def chosen_version(config: RunConfig, version: int | None, *, plain: bool = False) -> VersionOnDisk:

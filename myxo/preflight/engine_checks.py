@@ -115,8 +115,7 @@ def _shares(inspection: Inspection, flags: Mapping[str, tuple[str, Any]]) -> Fin
         field, value = flags.get(name, ("", 1))
         if gpus % (size := flag_size({name: value}, name)):
             of = f" / {rollout.stages_per_engine} stages" if rollout.stages_per_engine > 1 else ""
-            given = f"rollout_num_gpus_per_engine{of}"
-            yield ConfigError(field, size, f"a divisor of {given} = {gpus}")
+            yield ConfigError(field, size, f"a divisor of rollout_num_gpus_per_engine{of} = {gpus}")
 
 
 def check_alignment(inspection: Inspection) -> Findings:

@@ -360,7 +360,7 @@ class TrainerSection(Section):
     keep_checkpoints: int = Field(default=2, gt=0, description="checkpoints kept", **MUTABLE)
     save_hf: Path | None = Field(
         default=None,
-        description="directory, with {rollout_id} for the step, of the policy in Hugging Face's format, written with each checkpoint of save_interval",
+        description="directory, with {rollout_id} for the step, of the policy in Hugging Face's format, written every save_interval steps",
         **MUTABLE,
     )
     save_hf_interval: int | None = Field(
