@@ -12,12 +12,15 @@ from typing import Any
 from shared.config.devices import VISIBLE, gpu_names, visible_gpus
 
 
-def parsed(about: str | None, **numbers: tuple[int, str]) -> argparse.Namespace:
-    """Returns the options of the command line. ``numbers``: the default of each and what it says; beside them there is ``--json FILE``."""
+def parsed(about: str | None, *, writes: bool = False, **numbers: tuple[int, str]) -> argparse.Namespace:
+    """Returns the options of the command line. ``numbers``: the default of each and what it says; beside them there is ``--json FILE``, and
+    where the benchmark ``writes`` a page's table ``--write``."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, (default, words) in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{words} (default {default})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    if writes:
+        parser.add_argument("--write", action="store_true", help="put the figures of the repository into the docs; nothing is measured")
     return parser.parse_args()
 
 

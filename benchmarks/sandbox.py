@@ -1,23 +1,27 @@
 """How fast code runs in sandboxes: their start, one program, and whole checks through the reward service's worker processes; and how far
 programs get beyond the limit of memory.
 
-``python -m benchmarks.sandbox [--starts N] [--checks N] [--workers N] [--rounds N] [--json FILE]``. *Start*: from the call to the first
-program's end, of a sandbox that has to be made and of one that a pool has made before it was needed. *Program*: one line of Python in a
+``python -m benchmarks.sandbox [--starts N] [--checks N] [--workers N] [--rounds N] [--json FILE] [--write]``. *Start*: from the call to
+the first program's end, of a sandbox that has to be made and of one that a pool has made before it was needed. *Program*: one line of Python in a
 sandbox that is there, beside a plain ``python -c`` without any. *Check*: a response whose code is taken out and run against three tests,
 in a sandbox that nobody has used; the tests a second are three times as many. *Beyond the limit*: the most memory that programs which
 take it as fast as they can had when they were ended, over a limit of `HOGS_LIMIT`. Of several rounds the quietest counts for what takes
 time, the one in which starts from the pool were fastest, and the worst for memory. Exit code 1 where half of the starts from the pool
-take more than `MOST_MS`, or fewer than `LEAST` checks are done in a second.
+take more than `MOST_MS`, or fewer than `LEAST` checks are done in a second. ``--write`` puts the figures of `RESULT` into docs/sandbox.md.
 """
 
 import asyncio
+import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 from benchmarks.command_line import machine, parsed, write
+from benchmarks.page_table import markdown_table, put_table
 from services.reward.scorer import Verification, VerifierPool
 from shared.config.service_sections import SandboxSection
 from shared.rewards.names import queue_of
@@ -26,6 +30,9 @@ from shared.runtime.errors import MyxoError
 from shared.sandbox.program import Program, SandboxLimits, SandboxSettings
 from shared.sandbox.sandbox import Sandbox, SandboxPool
 from shared.sandbox.sandbox_command import interpreter
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT, PAGE = ROOT / "benchmarks" / "results" / "sandbox.json", ROOT / "docs" / "sandbox.md"
 
 STARTS, CHECKS, WORKERS, ROUNDS = 60, 300, 2, 3
 MOST_MS, LEAST = 10.0, 50.0
@@ -126,30 +133,41 @@ async def checks_per_second(count: int, workers: int) -> float:
         await pool.close()
 
 
+NAMES = {
+    "start": "sandbox made, one line of Python run, sandbox ended",
+    "start_from_pool": "sandbox from the pool, one line of Python run",
+    "program": "one line of Python in a sandbox that is there",
+    "without_sandbox": "`python -c`, without a sandbox",
+}
+
+
+def speeds(found: Mapping[str, Any]) -> str:
+    """Returns the times of starts and programs as a table in Markdown."""
+    rows = ([name, *(f"{found[key][at]:.1f} ms" for at in ("p50_ms", "p99_ms", "least_ms"))] for key, name in NAMES.items())
+    return markdown_table(("", "half take", "99 in 100 take", "the fastest"), rows)
+
+
 def table(found: dict[str, dict[str, float]], checks: float, over: dict[str, float], workers: int) -> str:
     """Returns the figures as a table in Markdown."""
-    names = {
-        "start": "sandbox made, one line of Python run, sandbox ended",
-        "start_from_pool": "sandbox from the pool, one line of Python run",
-        "program": "one line of Python in a sandbox that is there",
-        "without_sandbox": "`python -c`, without a sandbox",
-    }
-    rows = ["| | half take | 99 in 100 take | the fastest |", "|---|---|---|---|"]
-    rows += [f"| {names[key]} | {row['p50_ms']:.1f} ms | {row['p99_ms']:.1f} ms | {row['least_ms']:.1f} ms |" for key, row in found.items()]
     hogs = ", ".join(f"{name} {mib:.0f}" for name, mib in over.items())
     told = f"{checks:.0f} checks of three tests a second by {workers} workers (at least {LEAST:g}); {machine()}"
-    return "\n".join([*rows, "", told, "", f"MiB beyond a limit of {HOGS_LIMIT >> 20}: {hogs}"])
+    return "\n".join([speeds(found), "", told, "", f"MiB beyond a limit of {HOGS_LIMIT >> 20}: {hogs}"])
 
 
 def main() -> int:
     """The command line. Returns the exit code."""
     options = parsed(
         __doc__,
+        writes=True,
         starts=(STARTS, "sandboxes that are started, each way"),
         checks=(CHECKS, "responses that are checked"),
         workers=(WORKERS, "processes that check"),
         rounds=(ROUNDS, "rounds"),
     )
+    if options.write:
+        kept = json.loads(RESULT.read_text())
+        put_table(PAGE, "sandbox", f"{speeds(kept)}\n\n{kept['checks_per_s']:.0f} responses with three tests each are checked in a second.")
+        return 0
     rounds = [
         (starts(options.starts), asyncio.run(checks_per_second(options.checks, options.workers)), beyond_the_limit())
         for _ in range(options.rounds)

@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -24,15 +23,13 @@ from myxo.run.run_directory import STATE, RunDirectory
 from shared import hooks
 from shared.bus import runs
 from shared.config import devices
-from shared.config import devices as extras
-from shared.config.eval_views import agents, eval_views
-from shared.config.reward_section import CUSTOM
+from shared.config.eval_views import agents, missing_packages, named_rewards
 from shared.config.run_config import RunConfig
 from shared.config.service_sections import ingest_key
-from shared.rewards.names import RUNS_CODE, base, missing_package
+from shared.rewards.names import RUNS_CODE, base
 from shared.runtime import addresses
 from shared.runtime.errors import ConfigError
-from shared.runtime.host import RuntimeFailed, host_memory, runtime_answer
+from shared.runtime.host import check_containers, host_memory
 from shared.runtime.safe_text import without_credentials
 from shared.runtime.traces import trace_settings
 from shared.sandbox.sandbox import Sandbox, SandboxUnavailable
@@ -58,7 +55,7 @@ def check_traces(_: Inspection) -> Findings:
 
 def check_extras(inspection: Inspection) -> Findings:
     """Raises for a package that the config asks for and that is not installed."""
-    extras.check(inspection.config)
+    devices.check(inspection.config)
     yield from ()
 
 
@@ -290,22 +287,19 @@ def _shown(size: int) -> str:
 
 
 def check_commands(inspection: Inspection) -> Findings:
-    """Yields the commands whose program is not there, the agents' server among them, and the image where that is not."""
+    """Yields the commands whose program is not there, the agents' server among them. Raises for containers that cannot be started."""
     rollout = inspection.config.rollout
     commands = {field: agent for field, agent in agents(inspection.config).items() if isinstance(agent, list)}
     image = rollout.agent_image
     if image is not None and not commands:
         yield ConfigError("rollout.agent_image", image, "belongs to agent_command, which is not there")
-    elif image is not None:
-        commands = {}
-        try:
-            runtime_answer(rollout.agent_runtime, "image", "inspect", str(image))
-        except RuntimeFailed as error:
-            yield ConfigError("rollout.agent_image", image, f"an image that this machine has: {error}")
-    for field, command in (commands | {"rollout.agent_service": rollout.agent_service}).items():
+    own = {} if image is not None else commands  # those of an image are in it
+    for field, command in (own | {"rollout.agent_service": rollout.agent_service}).items():
         if command and shutil.which(command[0]) is None:
             expected = f"a program that this machine has: {command[0]!r} is neither on PATH nor a file that can be run"
             yield ConfigError(field, command, expected)
+    if image is not None and commands:
+        check_containers(rollout.agent_runtime, image, rollout.agent_network)
 
 
 def check_gateways(inspection: Inspection) -> Findings:
@@ -321,9 +315,7 @@ def check_gateways(inspection: Inspection) -> Findings:
 
 def check_rewards(inspection: Inspection) -> Findings:
     """Yields the packages that are not installed, and a key that is not set where the services start."""
-    for field, name in named_rewards(inspection.config):
-        if (missing := missing_package(name)) is not None:
-            yield ConfigError(field, name, missing)
+    yield from missing_packages(inspection.config)
     variable = inspection.config.reward.judge_key_variable
     if variable is not None and inspection.starts and not os.environ.get(variable):
         yield ConfigError("reward.judge_key_variable", variable, "a variable that is set where `myxo up` starts")
@@ -357,16 +349,6 @@ def check_sandbox(inspection: Inspection) -> Findings:
             sandbox.wait_ready()
     except SandboxUnavailable as error:
         yield ConfigError("sandbox.sandbox", settings.kind, str(error))
-
-
-def named_rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yields the rewards that a config names, with the field that does; prompts may name others."""
-    if config.reward.environment_of(None) != CUSTOM:
-        yield "reward.rm_type", config.reward.rm_type
-        yield from (("reward.reward_weights", name) for name in config.reward.reward_weights)
-    for view in eval_views(config):
-        if view.own.rm_type is not None and view.own.custom_rm_path is None:
-            yield f"{view.field}.rm_type", view.own.rm_type
 
 
 def check_object_store(inspection: Inspection) -> Findings:

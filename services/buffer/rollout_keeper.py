@@ -27,6 +27,7 @@ from services.buffer.state import BatchRecord, BufferState, GroupState
 from shared.data import rollout_files
 from shared.data.prompts import Prompt
 from shared.data.rollout_files import DEAD, DROPPED, EVALUATED, FAILED, TRAINED, RolloutRecord
+from shared.rewards.reference import Reference
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError, PayloadMissing
 from shared.runtime.tasks import run_in_thread
 from shared.runtime.telemetry import Metrics, declare_metrics
@@ -239,12 +240,11 @@ def rollout_record(group: EndedGroup, blobs: Sequence[bytes], prompt: Prompt | N
         samples = []
     if group.rewards and len(samples) != len(group.rewards):
         raise ValueError(f"{len(samples)} samples in the store, {len(group.rewards)} rewards in the ledger")
+    asked = dict[str, Any]()
     if samples:
-        asked = {"prompt": samples[0].prompt_text, "label": samples[0].label, "metadata": samples[0].metadata}
+        asked = {"prompt": samples[0].prompt_text, "label": samples[0].reference.value, "metadata": samples[0].metadata}
     elif prompt is not None:
-        asked = {"prompt": prompt.content, "label": prompt.label, "metadata": prompt.metadata}
-    else:
-        asked = {}
+        asked = {"prompt": prompt.content, "label": Reference(prompt.label, prompt.label_json).value, "metadata": prompt.metadata}
     written = [
         rollout_files.sample_of(
             item,

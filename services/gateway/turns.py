@@ -109,22 +109,29 @@ WATCH_SECONDS = 0.5  # The interval at which is seen which sessions have ended: 
 
 class SessionWatch:
     """Ends turns while they are sampled: of sessions that end, and all of them when the gateway stops. No turn's time runs while replicas
-    sleep for a trainer. ``asleep``: whether replicas sleep now. ``stopped``: whether it samples no more."""
+    sleep for a trainer. ``asleep``: whether replicas sleep now."""
 
-    def __init__(self, sessions: SessionStore, asleep: Callable[[], bool]) -> None:
-        self._sessions, self._asleep, self.stopped = sessions, asleep, False
+    def __init__(self, sessions: SessionStore, limits: GatewaySection, asleep: Callable[[], bool]) -> None:
+        self._sessions, self._limits, self._asleep, self._stopped = sessions, limits, asleep, False
         self._watched: dict[asyncio.Timeout, SessionLog] = {}
 
     @asynccontextmanager
-    async def turn(self, log: SessionLog, seconds: float) -> AsyncIterator[None]:
-        """Runs the body for so many seconds, and not beyond the session's end. Raises TimeoutError; ``log.ended`` says which it was,
-        `stopped` whether the gateway stops."""
-        async with asyncio.timeout(0 if self.stopped else seconds) as limit:
-            self._watched[limit] = log
-            try:
-                yield
-            finally:
-                del self._watched[limit]
+    async def turn(self, log: SessionLog) -> AsyncIterator[None]:
+        """Runs the body for a turn's time, and not beyond the end of the session and of the gateway. Raises TurnRefused."""
+        seconds = min(self._limits.gateway_turn_timeout, log.deadline - time.time())
+        try:
+            async with asyncio.timeout(0 if self._stopped else max(seconds, 0.1)) as limit:
+                self._watched[limit] = log
+                try:
+                    yield
+                finally:
+                    del self._watched[limit]
+        except TimeoutError:
+            if log.ended is not None:
+                raise _over(log) from None
+            if self._stopped:
+                raise TurnRefused(503, "this gateway stops; another continues", code="gateway_stopping", retry_after_s=1.0) from None
+            raise TurnRefused(503, f"the turn did not end within {seconds:.0f} s", code="turn_timeout") from None
 
     async def keep(self) -> None:
         """Looks at the sessions again and again. Runs until cancelled."""
@@ -143,7 +150,7 @@ class SessionWatch:
 
     def stop(self) -> None:
         """Ends all turns: what was recorded of them is continued elsewhere."""
-        self.stopped, now = True, asyncio.get_running_loop().time()
+        self._stopped, now = True, asyncio.get_running_loop().time()
         for limit in self._watched:
             if not limit.expired():
                 limit.reschedule(now)
@@ -257,7 +264,7 @@ class Turns:
         self.model, self.replicas = model, replicas
         self._holder, self._limits, self._traces = holder, limits, traces
         self._answers = TurnAnswers(chat, model)
-        self.watch = SessionWatch(sessions, lambda: replicas.asleep)
+        self.watch = SessionWatch(sessions, limits, lambda: replicas.asleep)
         self._log = structlog.get_logger()
         self._reported = set[str]()  # fields whose constraints are ignored, named in the log once
 
@@ -322,7 +329,8 @@ class Turns:
 
     async def count(self, log: SessionLog, asked: ChatTurn) -> int:
         """Returns how many tokens the prompt of a turn would have. Raises TurnRefused."""
-        await self._replicas.present(self._limits.gateway_wait)
+        async with self.watch.turn(log):
+            await self._replicas.present(self._limits.gateway_wait)
         return len((await self._prompt(log, await self._seeing(log, asked))).tokens)
 
     # --- before it is sampled
@@ -332,7 +340,8 @@ class Turns:
             raise _over(log)
         if time.time() > log.deadline:
             raise TurnRefused(410, "the session's deadline has passed", code="session_ended")
-        await self._replicas.present(self._limits.gateway_wait)
+        async with self.watch.turn(log):
+            await self._replicas.present(self._limits.gateway_wait)
         self._replicas.check_version(asked.min_version, self._replicas.fleet(log.session.evaluation))
         check_tokens(max(asked.sampling.stop_token_ids, default=0), self._replicas.vocabulary, "stop_token_ids")
 
@@ -374,12 +383,11 @@ class Turns:
     # --- generating
 
     async def _turn(self, log: SessionLog, prompt: TurnPrompt, asked: ChatTurn | TokenTurn, live: LiveTurn | None) -> Turn:
-        seconds = min(self._limits.gateway_turn_timeout, log.deadline - time.time())
         context, stop_ids = self._replicas.context, self._chat.stop_ids
         sampling = turn_sampling(log.session, asked.sampling, len(prompt.tokens), context, stop_ids, asked.place)
         grammar = self._chat.varied(asked.variables).grammar(asked, prompt.tokens) if isinstance(asked, ChatTurn) else ""
         try:
-            async with self.watch.turn(log, max(seconds, 0.1)):
+            async with self.watch.turn(log):
                 await self._pictures.store(log, prompt.pictures, asked.shown)
                 begun = await self._begun(log, asked.request_id, prompt)
                 if isinstance(begun, Turn):
@@ -388,12 +396,6 @@ class Turns:
                 if live is not None:
                     live.begin(begun)
                 return await self._traced(log, begun, self._sampled(log, replace(begun), sampling, asked, live, grammar))
-        except TimeoutError:
-            if log.ended is not None:
-                raise _over(log) from None
-            if self.watch.stopped:
-                raise TurnRefused(503, "this gateway stops; another continues", code="gateway_stopping", retry_after_s=1.0) from None
-            raise TurnRefused(503, f"the turn did not end within {seconds:.0f} s", code="turn_timeout") from None
         except SessionOver:
             raise _over(log) from None
         except SessionUnknown:

@@ -37,7 +37,7 @@ from shared.environment.http_environment import BlockedAddress, JsonServer
 from shared.environment.protocol import MAX_ANSWER, EnvironmentFailed, shown, words
 from shared.hooks import reward_values
 from shared.hooks.arguments import model_addresses
-from shared.runtime.errors import ConfigError, DeadlineExceeded
+from shared.runtime.errors import INFRASTRUCTURE, ConfigError, DeadlineExceeded
 from shared.runtime.safe_files import parse_json
 from shared.runtime.tasks import doubling, gathered
 from shared.schema.messages import Generated
@@ -48,7 +48,7 @@ LONGEST_PAUSE = 30.0  # The most seconds between two tries; the first pause is o
 
 class HttpCalls(JsonServer):
     """Calls to one URL. ``url``: may have a user, a password and a query. ``timeout_s``: for each try. ``tries``: how often a call is made
-    at most. ``again``: whether an HTTP status is worth another try."""
+    at most. ``any_again``: also after an HTTP status that is not one of a passing trouble."""
 
     def __init__(
         self,
@@ -58,10 +58,10 @@ class HttpCalls(JsonServer):
         timeout_s: float,
         tries: int,
         headers: Mapping[str, str] | None = None,
-        again: Callable[[int], bool] = lambda status: True,
+        any_again: bool = True,
     ) -> None:
         super().__init__(label, url, connections)
-        self._timeout, self._tries, self._again, self._headers = timeout_s, tries, again, headers or {}
+        self._timeout, self._tries, self._any_again, self._headers = timeout_s, tries, any_again, headers or {}
 
     async def post(self, body: object) -> Any:
         """Returns the decoded answer. Raises EnvironmentFailed or DeadlineExceeded, as the last try ended."""
@@ -84,9 +84,10 @@ class HttpCalls(JsonServer):
         except BlockedAddress as error:
             raise _Hopeless(self.label, str(error)) from None
         except (aiohttp.ClientError, ValueError) as error:
-            raise EnvironmentFailed(self.label, words(str(error) or type(error).__name__)) from error
+            raise _Away(self.label, words(str(error) or type(error).__name__)) from error
         if not 200 <= status < 300:
-            kind = EnvironmentFailed if self._again(status) else _Hopeless
+            passes = status in (408, 409, 425, 429) or status >= 500
+            kind = _Away if passes else EnvironmentFailed if self._any_again else _Hopeless
             raise kind(self.label, f"answered with HTTP {status}", words(answer[:200].decode(errors="replace")))
         if len(answer) > MAX_ANSWER:
             raise EnvironmentFailed(self.label, f"answered with more than {MAX_ANSWER} bytes")
@@ -98,6 +99,12 @@ class HttpCalls(JsonServer):
 
 class _Hopeless(EnvironmentFailed):
     """Error that another try would not change."""
+
+
+class _Away(EnvironmentFailed):
+    """Error of a server that cannot be reached, or not now: no group is its cause."""
+
+    fault = INFRASTRUCTURE
 
 
 CONNECTIONS = 64  # The most connections of a reward service to the server, as in slime
@@ -215,7 +222,7 @@ class JudgeCalls:
             headers["Authorization"] = f"Bearer {key}"
         self._config, self._concurrency = config, asyncio.Semaphore(config.judge_concurrency)
         label = f"{JUDGE} {config.judge_model} at {without_credentials(url)}"
-        self._calls = HttpCalls(label, url, config.judge_concurrency, config.judge_timeout, config.judge_tries, headers, _worth_another_try)
+        self._calls = HttpCalls(label, url, config.judge_concurrency, config.judge_timeout, config.judge_tries, headers, any_again=False)
         self._verdicts = VerdictCache(config.judge_cache)
         self._asked: dict[str, asyncio.Task[str]] = {}
 
@@ -262,10 +269,6 @@ def question(template: str, sample: Sample, **parts: str) -> str:
         prompt = "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in prompt if isinstance(message, dict))
     known = {"prompt": prompt, "label": sample.label or "", **parts}
     return re.sub(r"\{(\w+)\}", lambda field: known.get(field[1], field[0]), template)
-
-
-def _worth_another_try(status: int) -> bool:
-    return status in (408, 409, 425, 429) or status >= 500
 
 
 class Judge(Scorer):

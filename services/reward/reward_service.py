@@ -30,6 +30,7 @@ from shared.bus import runs
 from shared.bus.streams import generated_consumer
 from shared.bus.subjects import REWARD
 from shared.bus.work_queue import FETCH_SECONDS, MessageLease, WorkQueue
+from shared.config.eval_views import missing_packages, named_rewards
 from shared.config.reward_section import CUSTOM, JUDGE, REMOTE, WEIGHTED
 from shared.config.run_config import RunConfig
 from shared.environment.environment_client import open_environment
@@ -37,7 +38,7 @@ from shared.environment.protocol import EnvironmentFailed
 from shared.hooks.filters import BUILT_IN
 from shared.process.worker_pool import WorkerFailed
 from shared.rewards.names import QUEUES, queue_of
-from shared.runtime.errors import INFRASTRUCTURE, TASK, BadMessage, DeadlineExceeded, Fault, MessageTooLarge, PayloadMissing
+from shared.runtime.errors import INFRASTRUCTURE, TASK, BadMessage, DeadlineExceeded, Fault, MessageTooLarge, PayloadMissing, raise_problems
 from shared.runtime.tasks import cancelled
 from shared.runtime.telemetry import declare_metrics
 from shared.runtime.traces import Attributes, TraceSpan
@@ -85,11 +86,6 @@ class PayloadReader:
     def __init__(self, service: Service, vocabulary: int) -> None:
         self._service, self._limits = service, SampleLimits(vocabulary, log_probs_reader=service.config.log_probs_reader)
         self._newest = -1
-
-    @classmethod
-    async def open(cls, service: Service) -> "PayloadReader":
-        """Returns the reader of a run's payloads."""
-        return cls(service, await runs.vocabulary(service.bus, service.run))
 
     async def read(self, group: Generated) -> list[Sample]:
         """Returns a group's samples, all valid. Raises BadMessage, which names sample and field; PayloadChanged, PayloadMissing."""
@@ -243,7 +239,8 @@ class GroupConsumer:
         try:
             return await self._scored(group, log)
         except (PayloadMissing, BadMessage, WorkerFailed, EnvironmentFailed, DeadlineExceeded) as error:
-            if error.fault == INFRASTRUCTURE and lease.deliveries == 1:
+            away = not all(event.is_set() for event in self._scorer.opens)
+            if error.fault == INFRASTRUCTURE and (lease.deliveries == 1 or away):
                 log.warning("group_handed_back", error=str(error))
                 self._service.metrics.add("groups_tried_again", environment=group.environment)
                 return None
@@ -319,7 +316,7 @@ async def serve(service: Service) -> None:
         if WEIGHTED in queues:
             scorers.append(WeightedScorer(config, {scorer.name: scorer for scorer in scorers}))
         group_filter = GroupFilter(service.config, functions)
-        reader = await PayloadReader.open(service)
+        reader = PayloadReader(service, await runs.vocabulary(service.bus, service.run))
         router = RewardRouter(service.config, {scorer.name: scorer for scorer in scorers})
         consumers = [GroupConsumer(service, reader, scorer, router, group_filter) for scorer in scorers]
         service.state = "ready"
@@ -332,13 +329,14 @@ async def serve(service: Service) -> None:
 
 
 async def _own_scorers(service: Service, functions: HooksPool | None, opened: AsyncExitStack) -> list[Scorer]:
-    config, scorers = service.config.reward, list[Scorer]()
-    queues = service.config.queues()
+    config, scorers, queues = service.config.reward, list[Scorer](), service.config.queues()
+    raise_problems([*missing_packages(service.config)])
+    named = {queue_of(name) for _, name in named_rewards(service.config)}
     for queue in sorted(set(QUEUES.values()).intersection(queues)):
         names = [name for name in QUEUES if QUEUES[name] == queue]
         pool = VerifierPool(queue, names, config.reward_workers, sandbox=service.config.sandbox)
         opened.push_async_callback(pool.close)
-        if queue == queue_of(config.rm_type):  # the run's own verifier: its first group should not wait for imports
+        if queue in named:  # those of prompts start later: a first group should not wait for imports, or find that there is no sandbox
             await pool.start()
         scorers.append(VerifierScorer(queue, pool, service.config))
     if functions is not None and CUSTOM in queues:

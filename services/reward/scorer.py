@@ -279,7 +279,9 @@ class ExternalScorer(Scorer):
         end, pauses, reason = time.monotonic() + self._timeout, doubling(FIRST_PAUSE, LONGEST_PAUSE), ""
         while (left := end - time.monotonic()) > 0:
             try:
-                return self._counted(await self._environment.score(request, left), key)
+                return [reward_values.counted(score, key) for score in await self._environment.score(request, left)]
+            except ValueError as error:
+                raise EnvironmentFailed(self._environment.label, str(error)) from None
             except EnvironmentAway as error:
                 reason = error.reason
                 self._health.report("away", reason)  # no groups until it has described itself again
@@ -289,12 +291,6 @@ class ExternalScorer(Scorer):
                 break
         next_action = f"the group is given up ({reason})"
         raise DeadlineExceeded(f"{len(samples)} rewards", self._environment.label, self._timeout, next_action)
-
-    def _counted(self, scores: list[Score], key: str | None) -> list[Score]:
-        try:
-            return [reward_values.counted(score, key) for score in scores]
-        except ValueError as error:
-            raise EnvironmentFailed(self._environment.label, str(error)) from None
 
 
 def _request(run: str, group: Generated, samples: list[Sample]) -> ScoreRequest:

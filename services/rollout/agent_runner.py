@@ -34,8 +34,8 @@ from shared.hooks.loading import agent_paths
 from shared.process.child_process import ChildProcess, cause
 from shared.process.worker_pool import CallBlocked, WorkerDied, WorkerFailed, WorkerGone, WorkerPool, process_streams, worker_environment
 from shared.rewards.reference import Reference
-from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded
-from shared.runtime.host import HARDENED, RuntimeFailed, client_environment, remove_container, remove_labelled, runtime_answer
+from shared.runtime.errors import BadMessage, DeadlineExceeded
+from shared.runtime.host import HARDENED, RuntimeFailed, check_containers, client_environment, remove_container, remove_labelled
 from shared.runtime.safe_files import parse_json
 from shared.runtime.safe_text import printable_line
 from shared.runtime.tasks import awake_timeout
@@ -236,20 +236,10 @@ class AgentContainers:
 
     async def start(self) -> None:
         """Removes what a predecessor left. Raises ConfigError where runtime, image or network are not there."""
-        await asyncio.to_thread(self._start)
-
-    def _start(self) -> None:
         rollout = self._rollout
-        looked_at = {"agent_runtime": ("version", rollout.agent_runtime), "agent_image": ("image", rollout.agent_image)}
-        looked_at["agent_network"] = ("network", rollout.agent_network)
-        for field, (kind, value) in looked_at.items():
-            words = (kind,) if kind == "version" else (kind, "inspect", str(value))
-            try:
-                runtime_answer(rollout.agent_runtime, *words)
-            except RuntimeFailed as error:
-                raise ConfigError(f"rollout.{field}", value, f"one that is there where rollout services run: {error}") from None
+        await asyncio.to_thread(check_containers, rollout.agent_runtime, str(rollout.agent_image), rollout.agent_network)
         try:
-            remove_labelled(rollout.agent_runtime, self._owner)
+            await asyncio.to_thread(remove_labelled, rollout.agent_runtime, self._owner)
         except RuntimeFailed as error:  # it ends by itself
             structlog.get_logger().warning("agent_containers_not_removed", error=str(error))
 

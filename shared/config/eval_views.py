@@ -4,6 +4,7 @@ The order is slime's: the set's own field, then the field of ``[eval]``, then th
 has no bound of the run's, and a set's ``rm_type`` goes into the metadata of its prompts, so that it wins over what they name.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,6 +14,8 @@ from shared.config.reward_section import CUSTOM
 from shared.config.rollout_section import GENERATORS
 from shared.config.run_config import RunConfig
 from shared.data.data_files import DataFile
+from shared.rewards.names import missing_package
+from shared.runtime.errors import ConfigError
 from shared.schema.ledger import eval_group_parts
 
 _FIELDS: dict[str, dict[str, tuple[str, str | None]]] = {
@@ -106,6 +109,23 @@ class EvalView:
 def eval_views(config: RunConfig) -> list[EvalView]:
     """Returns the sets of a run, in the order in which it names them."""
     return [EvalView(config, field, item) for field, item in config.eval.named.items()]
+
+
+def named_rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yields the rewards that a config names, with the field that does; prompts may name others."""
+    if config.reward.environment_of(None) != CUSTOM:
+        yield "reward.rm_type", config.reward.rm_type
+        yield from (("reward.reward_weights", name) for name in config.reward.reward_weights)
+    for view in eval_views(config):
+        if view.own.rm_type is not None and view.own.custom_rm_path is None:
+            yield f"{view.field}.rm_type", view.own.rm_type
+
+
+def missing_packages(config: RunConfig) -> Iterator[ConfigError]:
+    """Yields an error for each reward that a config names whose package is not installed."""
+    for field, name in named_rewards(config):
+        if (missing := missing_package(name)) is not None:
+            yield ConfigError(field, name, missing)
 
 
 def eval_view(config: RunConfig, group: str) -> EvalView | None:

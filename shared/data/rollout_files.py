@@ -15,6 +15,7 @@ import numpy as np
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from shared.rewards.reference import label_text
 from shared.runtime.safe_files import parse_json
 from shared.schema.sample import Sample, TurnReward
 
@@ -54,7 +55,7 @@ class RolloutSample(BaseModel):
     role: str | None = None
     turn_rewards: list[TurnReward] | None = None
     prompt: Any = None
-    label: str | None = None
+    label: Any = None
     metadata: dict[str, Any] | None = None
     prompt_ids: list[int] | None = None
     response_ids: list[int] | None = None
@@ -81,7 +82,7 @@ class RolloutRecord(BaseModel):
     reason: str = ""
     at: float
     prompt: Any = None
-    label: str | None = None
+    label: Any = None
     metadata: dict[str, Any] = {}
     samples: list[RolloutSample] = []
 
@@ -96,6 +97,7 @@ class RolloutRecord(BaseModel):
         return [self._decoded(sample) for sample in self.samples]
 
     def _decoded(self, sample: RolloutSample) -> Sample:
+        label, label_json = label_text(self.label if sample.label is None else sample.label)
         return Sample(
             group=self.group,
             index=sample.index,
@@ -107,7 +109,8 @@ class RolloutRecord(BaseModel):
             finish=sample.finish,
             text=sample.response,
             prompt_text=self.prompt if sample.prompt is None else sample.prompt,
-            label=self.label if sample.label is None else sample.label,
+            label=label,
+            label_json=label_json,
             metadata=self.metadata if sample.metadata is None else sample.metadata,
             rollout=-1 if sample.rollout is None else sample.rollout,
             role=sample.role or "",
@@ -214,7 +217,7 @@ def sample_of(
         role=sample.role or None,
         turn_rewards=sample.turn_rewards if any(reward for *_, reward in sample.turn_rewards) else None,
         prompt=other("prompt_text"),
-        label=other("label"),
+        label=None if (sample.label, sample.label_json) == (group.label, group.label_json) else sample.reference.value,
         metadata=other("metadata"),
         **arrays,
     )

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from shared.runtime.errors import MyxoError
+from shared.runtime.errors import ConfigError, MyxoError
 from shared.runtime.safe_text import printable_line
 
 
@@ -95,6 +95,17 @@ def remove_container(runtime: str, name: str) -> None:
         if runtime_answer(runtime, "ps", "--all", "--quiet", "--filter", f"name=^{name}$").strip():
             runtime_answer(runtime, "rm", "--force", name)
             return
+
+
+def check_containers(agent_runtime: str, agent_image: str, agent_network: str) -> None:
+    """Raises ConfigError for the first of a runtime, an image and a network of agents' containers that is not there."""
+    looked_at = {"agent_runtime": (agent_runtime, "version"), "agent_image": (agent_image, "image", "inspect", agent_image)}
+    looked_at["agent_network"] = (agent_network, "network", "inspect", agent_network)
+    for field, (value, *words) in looked_at.items():
+        try:
+            runtime_answer(agent_runtime, *words)
+        except RuntimeFailed as error:
+            raise ConfigError(f"rollout.{field}", value, f"one that is there where rollout services run: {error}") from None
 
 
 def remove_labelled(runtime: str, label: str) -> None:

@@ -132,9 +132,12 @@ async def test_an_environment_that_went_away_gets_what_was_in_its_hands_once_mor
     port = free_port()
     desk = await bench(reward={"rm_type": "environment", "environment_url": f"http://127.0.0.1:{port}", "reward_timeout": 3.0})
     posted = asyncio.Event()
+    await desk.generated("in-hand", "42")
+    queue = WorkQueue(desk.bus, generated_consumer(desk.config.run.name, desk.config.bus, "environment"), Generated)
+    [lease] = await until(lambda: queue.fetch(1), "the group")
+    await lease.hand_back()  # as a reward service does that stops: it comes for the second time
     async with mute_server(port, posted):
         process = await desk.launch()
-        await desk.generated("in-hand", "42")
         await until(posted.is_set, "the group in the environment's hands")
     await desk.card("environment", "away")
     await desk.generated("waits", "42")

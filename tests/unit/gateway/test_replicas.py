@@ -6,13 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
+import numpy as np
 import pytest
 from aiohttp import web
 
 from services.gateway.replicas import BACKED_OFF, FEWEST, GenerationLimit, GenerationTarget, Replicas, Resident, choose, targets
-from shared.formats.request import TurnRefused
+from services.gateway.turns import Turns
+from shared.config.service_sections import GatewaySection
+from shared.formats.request import TokenTurn, TurnRefused
 from shared.schema.service_messages import ServiceStatus
 from shared.service.engine_load_balancer import EngineSpread
 from shared.sessions.session import CONTEXT_GAUGE, EVAL_GAUGE, VOCABULARY_GAUGE, SessionLog
@@ -53,6 +57,19 @@ async def test_a_turn_whose_fleet_is_gone_is_refused_by_its_deadline_with_the_fl
     replicas.known = targets([status(0)])
     with pytest.raises(TurnRefused, match="no replica is there for evaluations .rollout.eval_replicas."):
         await replicas._change(0.0, 0, evaluation=True)
+
+
+async def test_a_turn_that_waits_for_a_first_replica_is_told_that_its_gateway_stops() -> None:
+    replicas = Replicas(None, None, 8)  # type: ignore[arg-type]
+    turns = Turns(Mock(), replicas, Mock(), Mock(), "m", "gateway-1", GatewaySection(), Mock(), Mock())
+    turn: Any = TokenTurn(request_id="r1", model=None, prompt=np.ones(3, np.int32))
+    log = SessionLog(asking("s", 3).session)
+    asked = [asyncio.create_task(work) for work in (turns.tokens(log, turn), turns.count(log, turn))]
+    await asyncio.sleep(0)
+    turns.watch.stop()
+    for one in asked:
+        with pytest.raises(TurnRefused, match="this gateway stops; another continues"):
+            await one
 
 
 async def test_the_time_for_which_replicas_sleep_takes_nothing_from_the_wait_for_room() -> None:

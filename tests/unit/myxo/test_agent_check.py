@@ -16,19 +16,22 @@ def test_an_image_needs_a_command(tmp_path: Path) -> None:
     assert isinstance(problem, ConfigError) and problem.field == "rollout.agent_image" and "agent_command" in str(problem)
 
 
-def test_an_image_has_to_be_there_and_its_command_need_not_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A runtime that knows one image alone stands in for docker: what it prints and how it exits is docker's."""
+def test_image_and_network_have_to_be_there_and_the_command_need_not_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runtime that knows one image and one network stands in for docker: what it prints and how it exits is docker's."""
     runtime = tmp_path / "docker"
-    runtime.write_text('#!/bin/sh\n[ "$3" = agent:1 ] && exit 0\necho "Error: No such image: $3" >&2\nexit 1\n')
+    known = '"version " | "image agent:1" | "network myxo-agents"'
+    runtime.write_text(f'#!/bin/sh\ncase "$1 $3" in {known}) exit 0 ;; esac\necho "Error: No such $1: $3" >&2\nexit 1\n')
     runtime.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     rollout = {"agent_command": ["only-in-the-image"], "agent_image": "agent:1"}
     assert list(check_commands(Inspection(run_config(tmp_path, rollout=rollout)))) == []
-    [problem] = check_commands(Inspection(run_config(tmp_path, rollout=rollout | {"agent_image": "agent:2"})))
-    assert str(problem) == "rollout.agent_image = 'agent:2': an image that this machine has: Error: No such image: agent:2"
+    for field, value, kind in (("agent_image", "agent:2", "image"), ("agent_network", "other", "network")):
+        words = f"rollout.{field} = '{value}': one that is there where rollout services run: Error: No such {kind}: {value}"
+        with pytest.raises(ConfigError, match=words):
+            list(check_commands(Inspection(run_config(tmp_path, rollout=rollout | {field: value}))))
     monkeypatch.setenv("PATH", "/nowhere")
-    [problem] = check_commands(Inspection(run_config(tmp_path, rollout=rollout)))
-    assert "docker cannot be started: No such file or directory" in str(problem)
+    with pytest.raises(ConfigError, match="docker cannot be started: No such file or directory"):
+        list(check_commands(Inspection(run_config(tmp_path, rollout=rollout))))
 
 
 @table(

@@ -70,6 +70,16 @@ def test_a_record_is_a_line_and_comes_back(tmp_path: Path) -> None:
     assert "prompt" not in json.loads(record().line())["samples"][1], "what the group has is not written again"
 
 
+def test_labels_are_values_as_in_the_prompt_file() -> None:
+    samples = [sample(label='{"a": [1]}', label_json=True), sample(1, label="42"), sample(2, label="42", label_json=True)]
+    written = [rollout_files.sample_of(one, samples[0], 0.0, {}, removed=False, stale=False, tokens=False) for one in samples]
+    whole = record().model_copy(update={"label": samples[0].reference.value, "samples": written})
+    line = json.loads(whole.line())
+    assert (line["label"], [one.get("label") for one in line["samples"]]) == ({"a": [1]}, [None, "42", 42])
+    back = RolloutRecord.model_validate(line).decoded()
+    assert [(one.label, one.label_json) for one in back] == [(one.label, one.label_json) for one in samples]
+
+
 def test_token_ids_come_back_where_they_were_kept(tmp_path: Path) -> None:
     (back,) = write(tmp_path, record(tokens=True).line()).records()
     first = back.decoded()[0]
