@@ -1,13 +1,13 @@
 """How fast code runs in sandboxes: their start, one program, and whole checks through the reward service's worker processes; and how far
 programs get beyond the limit of memory.
 
-``python -m benchmarks.sandbox [--starts N] [--checks N] [--workers N] [--rounds N] [--json FILE] [--write]``. *Start*: from the call to
-the first program's end, of a sandbox that has to be made and of one that a pool has made before it was needed. *Program*: one line of Python in a
-sandbox that is there, beside a plain ``python -c`` without any. *Check*: a response whose code is taken out and run against three tests,
-in a sandbox that nobody has used; the tests a second are three times as many. *Beyond the limit*: the most memory that programs which
-take it as fast as they can had when they were ended, over a limit of `HOGS_LIMIT`. Of several rounds the quietest counts for what takes
-time, the one in which starts from the pool were fastest, and the worst for memory. Exit code 1 where half of the starts from the pool
-take more than `MOST_MS`, or fewer than `LEAST` checks are done in a second. ``--write`` puts the figures of `RESULT` into docs/sandbox.md.
+``python -m benchmarks.sandbox [--starts N] [--checks N] [--workers N] [--rounds N] [--json FILE] [--write]``. *Start*: from the call to the
+first program's end, of a sandbox that has to be made and of one that a pool has made before it was needed. *Program*: one line of Python in
+a sandbox that is there, beside a plain ``python -c`` without any. *Check*: a response whose code is taken out and run against three tests,
+in a sandbox that nobody has used; the tests a second are three times as many. *Beyond the limit*: the most memory that programs which take
+it as fast as they can had when they were ended, over a limit of `HOGS_LIMIT`. Of several rounds the quietest counts for what takes time,
+the one in which starts from the pool were fastest, and the worst for memory. Exit code 1 where half of the starts from the pool take more
+than `MOST_MS`, or fewer than `LEAST` checks are done in a second. ``--write`` puts the figures of `RESULT` into docs/sandbox.md.
 """
 
 import asyncio
