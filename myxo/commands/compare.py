@@ -18,7 +18,7 @@ from myxo.run.run_access import reach
 from shared.config.run_config import RunConfig
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
-from shared.runtime.safe_text import json_text, number, shortened_line
+from shared.runtime.safe_text import json_text, number, say, shortened_line
 from shared.view.run_summary import Summary, SummaryTally, collect
 
 PLACES = {("run", "name"), ("run", "dir")}  # fields in which runs always differ
@@ -28,7 +28,7 @@ def declare(command: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     command.add_argument("runs", metavar="RUN", nargs="+", help="the runs' ids, or their directories")
     command.add_argument("--dir", type=Path, default=Path("runs"), help="where runs lie (default runs)")
-    command.add_argument("--picture", type=Path, default=Path("compare.png"), metavar="FILE", help="where to (default compare.png)")
+    command.add_argument("--picture", type=Path, metavar="FILE", help="where to (default compare.png, and none with --json)")
     add_json(command)
     command.set_defaults(run_command=lambda parsed, console: asyncio.run(compare(parsed, console)))
 
@@ -36,26 +36,30 @@ def declare(command: argparse.ArgumentParser) -> None:
 async def compare(parsed: argparse.Namespace, console: Console) -> int:
     """Prints what differs and writes the picture. Returns the exit code. Raises ConfigError where there is no such run, or only one."""
     found: dict[str, SummaryTally] = {}
-    versions: list[str | None] = []
+    versions: dict[Path, str | None] = {}
     for run in parsed.runs:
         async with reach(run, parsed.dir) as access:
             name = access.run if access.run not in found else str(access.directory.root)
             found[name] = await collect(access.bus, access.config)
             path = access.directory.summary
-            versions.append(json.loads(path.read_text()).get("version") if path.is_file() else None)
-    if len(found) < 2:
+            versions[access.directory.root.resolve()] = json.loads(path.read_text()).get("version") if path.is_file() else None
+    if len(versions) < max(2, len(parsed.runs)):
         raise ConfigError("RUN", " ".join(parsed.runs), "at least two runs, each once")
     differing = differences([tally.config for tally in found.values()])
-    results = [{"myxo": version, **results_of(tally.summary())} for version, tally in zip(versions, found.values(), strict=False)]
+    results = [{"myxo": version, **results_of(tally.summary())} for version, tally in zip(versions.values(), found.values(), strict=True)]
     rewards = {name: tally.rewards for name, tally in found.items()}
+    why, picture = reward_chart.obstacle(any(rewards.values())), parsed.picture or (None if parsed.json else Path("compare.png"))
+    words = f"No picture: {why}." if why else f"Picture: {picture}"
+    if picture is not None and not why:
+        reward_chart.draw_together(rewards, picture)
     if parsed.json:
+        if picture is not None:
+            say(f"myxo: {words}")
         plain = {"runs": list(found), "config": differing, "results": results, "rewards": list(rewards.values())}
         console.file.write(json_text(plain) + "\n")
         return exit_codes.DONE
     console.print(table(list(found), differing, results))
-    if reward_chart.available() and any(rewards.values()):
-        reward_chart.draw_together(rewards, parsed.picture)
-        console.print(f"Picture: {parsed.picture}", soft_wrap=True)
+    console.print(words, soft_wrap=True)
     return exit_codes.DONE
 
 

@@ -23,7 +23,7 @@ from shared.hub import hub_resolve
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError, MyxoError, raise_problems
 
-CONVERT = "services.trainer.convert_command"
+CONVERT, CONVERT_SECONDS = "services.trainer.convert_command", 4 * 3600.0
 FROM = ".from"  # file there that names the run and step that they are of
 BEGINNING = "beginning"  # directory of a run's that holds the weights with which `up --from` begins it; `--fresh` leaves them
 
@@ -105,7 +105,10 @@ def _exported(config: RunConfig, step: int | None, target: Path | None) -> tuple
 def converted(config: RunConfig, root: Path, step: int, target: Path) -> Path:
     """Writes a checkpoint of the trainer's in Hugging Face's format; returns ``target``. Raises MyxoError."""
     words = [sys.executable, "-m", CONVERT, str(root), str(target), "--step", str(step), "--hf", str(config.model.hf_checkpoint)]
-    done = subprocess.run(words, capture_output=True, text=True)
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=CONVERT_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise MyxoError(f"the checkpoint of step {step} in {root} was not converted within {CONVERT_SECONDS:g} s") from None
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [""])[-1]
         raise MyxoError(f"the checkpoint of step {step} in {root} was not converted: {why}")

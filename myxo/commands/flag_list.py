@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from myxo.commands.command_arguments import add_json
+from myxo.commands.up import take_flags
 from myxo.main import COMMANDS, parser
 from shared.config import flag_table, flags, presets
 from shared.config.flag_table import UNSET, Flag
@@ -113,8 +114,6 @@ _ABOUT = """Print a script that completes commands, flags, files and runs.
   fish:  myxo completion fish > ~/.config/fish/completions/myxo.fish
   tcsh:  myxo completion tcsh > ~/.myxo.tcsh, and `source ~/.myxo.tcsh` in ~/.tcshrc"""
 
-WITH_FLAGS = ("up", "train", "submit", "eval", "doctor")  # commands that take the config's flags, which argparse does not know
-
 
 def declare_completion(command: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
@@ -131,8 +130,8 @@ def completion(shell: str, console: Console) -> int:
         raise ConfigError("completion", shell, "the package shtab: pip install shtab") from None
     top = parser(declared=COMMANDS)
     commands = next(action.choices for action in top._actions if isinstance(action, argparse._SubParsersAction))
-    for name, command in commands.items():
-        if name in WITH_FLAGS:
+    for command in commands.values():
+        if command.get_default("take_rest") is take_flags:  # it takes the config's flags, which argparse does not know
             _add_flags(command)
         for action in command._actions:
             if action.dest in ("run", "dir"):

@@ -67,6 +67,7 @@ def logs(parsed: argparse.Namespace, console: Console) -> int:
     last = [line for tail in tails.values() for line in tail.last(count, level)]
     for line in sorted(last, key=lambda line: line.at)[-count:] if count else []:
         show(console, line)
+    tails = {path: tail for path, tail in tails.items() if path.parent == files.logs}  # the older ones grow by rotation alone
     while parsed.follow:
         time.sleep(FOLLOW_SECONDS)
         for path in files.logs.glob("*.log"):
@@ -103,9 +104,9 @@ class Tail:
     """A growing log file."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._at, self._stamp = path, 0, ""
+        self._path, self._older, self._at, self._stamp = path, path.parent / OLDER / path.name, 0, ""
         with contextlib.suppress(FileNotFoundError):  # lines without a time of their own at the beginning follow the older file's last
-            self._stamp = datetime.fromtimestamp((path.parent / OLDER / path.name).stat().st_mtime, UTC).isoformat()
+            self._stamp = datetime.fromtimestamp(self._older.stat().st_mtime, UTC).isoformat()
 
     def last(self, count: int, level: str) -> list[Line]:
         """Returns the last ``count`` lines of at least ``level``; `more` continues behind the file's present last line."""
@@ -134,20 +135,26 @@ class Tail:
             size = self._path.stat().st_size
         except FileNotFoundError:
             return []
-        if size < self._at:  # begun anew by a fresh run, or rotated
+        content = b""
+        if size < self._at:  # begun anew by a fresh run, or rotated, with what came in between
+            with contextlib.suppress(FileNotFoundError):
+                content = _behind(self._older, self._at)
             self._at = 0
-        with self._path.open("rb") as file:
-            file.seek(self._at)
-            content = file.read()
-        end = content.rfind(b"\n") + 1
-        self._at += end
+        content += (fresh := _behind(self._path, self._at))
+        self._at += fresh.rfind(b"\n") + 1
         lines = []
-        for text in content[:end].decode(errors="replace").split("\n"):
+        for text in content[: content.rfind(b"\n") + 1].decode(errors="replace").split("\n"):
             if text.strip():
                 line = parse(self._path.stem, text, self._stamp)
                 self._stamp = line.at
                 lines.append(line)
         return lines
+
+
+def _behind(path: Path, at: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(at)
+        return file.read()
 
 
 def parse(instance: str, text: str, at: str) -> Line:

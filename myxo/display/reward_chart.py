@@ -25,9 +25,11 @@ BLUE, GRAY, GREEN = "#2a6fbb", "#8a8f98", "#3a8f5c"
 SETS = (("#d9731a", "o"), ("#9b4fb8", "s"), ("#1b998b", "^"), ("#c33149", "D"), ("#6b705c", "v"))
 
 
-def available() -> bool:
-    """Returns whether pictures can be drawn here."""
-    return importlib.util.find_spec("matplotlib") is not None
+def obstacle(trained: object) -> str:
+    """Returns why no picture can be drawn here; empty where one can. ``trained``: whether a step has a reward."""
+    if not trained:
+        return "no step is trained yet"
+    return "" if importlib.util.find_spec("matplotlib") else "matplotlib is not installed (pip install 'myxo[report]')"
 
 
 def draw(summary: Summary, rewards: Sequence[float], warm_start: WarmStartEnded | None, path: Path) -> None:

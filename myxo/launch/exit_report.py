@@ -58,10 +58,8 @@ def _write(tally: SummaryTally, summary: Summary, directory: RunDirectory, conso
     replace_file(directory.summary, f"{json_text(asdict(summary))}\n".encode())
     for line in text_chart(tally.rewards, width=CHART_WIDTH, height=CHART_HEIGHT):
         console.print(Text(line), no_wrap=True, crop=False)
-    if not tally.rewards:
-        console.print("No picture: no step is trained yet.")
-    elif not reward_chart.available():
-        console.print("No picture: matplotlib is not installed (pip install 'myxo[report]').")
+    if why := reward_chart.obstacle(tally.rewards):
+        console.print(f"No picture: {why}.")
     else:
         reward_chart.draw(summary, tally.rewards, tally.warm_start, directory.chart)
         console.print(f"Picture: {directory.chart}", soft_wrap=True)

@@ -60,7 +60,8 @@ FEWER_BITS = "engines compute with fewer bits than the trainer; train/train_roll
 def check_engine_model(inspection: Inspection) -> Findings:
     """Yields what the model lacks for a flag of SGLang's; notes flags without effect, and those that change an engine's numbers."""
     rollout = inspection.config.rollout
-    given = {key: value for key, value in rollout.sglang.items() if value is not None and value is not False}
+    whole = rollout.alignment_flags | rollout.sglang
+    given = {key: value for key, value in whole.items() if value is not None and value is not False}
     flags = {plain_name(key): (f"rollout.sglang.{key}", value) for key, value in given.items()}
     yield from _speculation(inspection, flags)
     yield from _stages(inspection)
@@ -292,8 +293,9 @@ def _beside_speculation(inspection: Inspection, flags: Mapping[str, Any]) -> Fin
         yield ConfigError("trainer.use_rollout_routing_replay", True, expected)
     for name in ("enable-deterministic-inference", "rl-on-policy-target"):
         if flags.get(name):
-            expected = "none beside speculation, whose tokens are not sampled by seeds"
-            yield ConfigError(f"rollout.sglang.{name}", flags[name], expected)
+            aligns = name in config.rollout.alignment_flags
+            field, value = ("rollout.alignment", config.rollout.alignment) if aligns else (f"rollout.sglang.{name}", flags[name])
+            yield ConfigError(field, value, f"{'off' if aligns else 'none'} beside speculation, whose tokens are not sampled by seeds")
     if devices.resolve(config.rollout.rollout_device) == "cpu" and str(flags.get("speculative-eagle-topk", 1)) != "1":
         yield ConfigError("rollout.sglang.speculative-eagle-topk", flags["speculative-eagle-topk"], "1 on a CPU: a chain of drafts")
     with contextlib.suppress(ValueError, TypeError, AttributeError):  # what is no JSON object is reported

@@ -24,7 +24,7 @@ from aiohttp import web
 
 from myxo.commands.agent_check import AgentConformance, Said, ScriptedModel, function_agent
 from myxo.preflight.inspection import Inspection
-from shared.config.reward_section import CUSTOM
+from shared.config.reward_section import WEIGHTED
 from shared.data.data_source import FIELD as SOURCE
 from shared.data.prompts import Prompt, PromptReader
 from shared.data.rows import RowEntry
@@ -314,15 +314,13 @@ class FunctionTrial(CheckSuite):
                 texts, references = [sample.text for sample in samples], [asdict(samples[0].reference)]
                 request = {"name": path, "responses": texts, "references": references, "pattern": pattern_of(self._config.reward, path)}
                 answer = await self._ask(REWARD_SERVICE, {**request, "seconds": self._seconds, "key": key}, verifiers=[path])
-            elif self._prompts[group].environment != CUSTOM:
-                continue
             else:
                 request = {"verb": "score", "samples": encode(samples, self._config.store.blob_bytes), "key": key}
                 answer = await self._ask(REWARD_SERVICE, request)
             self._scores[group] = [asdict(Score(**score)) for score in answer["scores"]]
         rewards = [score["reward"] for scores in self._scores for score in scores]
         shown = f"gave {', '.join(f'{reward:g}' for reward in rewards[:12])}{', …' if len(rewards) > 12 else ''}"
-        if len(rewards) > 1 and len(set(rewards)) == 1:
+        if len(rewards) > 1 and len(set(rewards)) == 1 and self._config.reward.rm_type != WEIGHTED:
             alike = f"{shown} to right and wrong answers alike, {self._right(0)!r} and {ANSWERS[1]!r} among them"
             raise CheckWarned(f"{alike}: a run would learn nothing; check what it compares (breakpoint() works in it), and the label")
         return shown

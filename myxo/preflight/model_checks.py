@@ -299,8 +299,6 @@ def check_layout_reach(inspection: Inspection) -> Findings:
         expected = f"at most {each * spans}: gpus_per_node = {each} on each of its {spans} nodes (--sglang-nnodes), over several "
         expected += f"a multiple of {each}"
         yield ConfigError("rollout.rollout_num_gpus_per_engine", size, expected)
-    if trainer.sequence_parallel and trainer.tensor_model_parallel_size == 1:
-        yield Note("--sequence-parallel changes nothing: tensor_model_parallel_size is 1")
 
 
 def check_given_checkpoints(inspection: Inspection) -> Findings:
@@ -319,6 +317,8 @@ def check_given_checkpoints(inspection: Inspection) -> Findings:
     elif (load / MEGATRON_LATEST).is_file():
         expected = "a run's directory: `myxo convert` makes a checkpoint of Megatron's one that hf_checkpoint may name"
         yield ConfigError("trainer.load", str(load), expected)
+    elif load.resolve() not in (config.run.root.resolve().parent, config.trained.resolve().parent):
+        yield Note(f"--load {load} is not read: the run {config.run.name} begins or continues in {config.run.root}")
 
 
 _NOT_OF_THE_SHAPE = (

@@ -4,6 +4,7 @@
 The number of an epoch's steps follows from the prompts that are used, so all that may be left out are read.
 """
 
+import fnmatch
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import Any
 from myxo.preflight.inspection import Findings, Inspection, Note
 from shared.config import environment_variables, presets
 from shared.config.rollout_section import RolloutSection
+from shared.config.run_config import RunConfig
 from shared.config.section import Rule
 from shared.config.service_sections import DUMPS, STEP
 from shared.data.tokenizer import Tokenizer
+from shared.hooks.loading import generate_paths, paths
 from shared.rewards.names import VERIFIERS
 from shared.runtime.errors import ConfigError
 
@@ -68,13 +71,6 @@ RULES = (
     Rule("trainer.lr", _all_of_large, "above 1e-4, for all weights of a model beyond a billion parameters; 1e-6 is usual"),
     Rule("trainer.critic_lr", _above(1e-3), "above 1e-3; 1e-5 is usual"),
     Rule("sft.sft_lr", lambda inspection, lr: inspection.config.sft.sft_data is not None and lr > 1e-3, "above 1e-3; 1e-5 is usual"),
-    Rule(
-        "reward.answer_pattern",
-        lambda inspection, given: (
-            given and not (own := inspection.config.reward).custom_rm_path and {*VERIFIERS}.isdisjoint((own.rm_type, *own.reward_weights))
-        ),
-        "changes nothing: with rm_type = {0.reward.rm_type} no verifier reads it",
-    ),
     Rule("trainer.lr_warmup_iters", _warmup, "as many optimizer steps as the run has, or more: lr is never reached"),
     Rule("trainer.weight_decay", _above(1), "above 1; 0 to 0.1 is usual"),
     Rule("trainer.clip_grad", lambda _, norm: 0 < norm < 1e-3, "below 0.001: steps are cut to almost nothing; 1 is usual, 0 is off"),
@@ -91,6 +87,66 @@ RULES = (
     Rule("rollout.rollout_batch_size", _more_than_prompts, "more than there are prompts: a batch has some of them twice"),
     Rule("rollout.rollout_max_response_len", _too_short, "fewer tokens than the chat template writes into a turn: none can end in it"),
 )
+
+
+# What fields need to have an effect, whether a run has it, and the fields; those that are at their defaults do not count.
+NEEDS: tuple[tuple[str, Callable[[RunConfig], Any], str], ...] = (
+    ("a function of your own", paths, "run.custom_args"),
+    ("reasoning_gym", lambda c: c.curriculum.reasoning_gym, "curriculum.*"),
+    ("prompt_data", lambda c: not c.curriculum.reasoning_gym, "data.rollout_shuffle"),
+    ("num_rollout left out", lambda c: c.rollout.num_rollout_per_epoch or "num_rollout" not in c.rollout.model_fields_set, "*.num_epoch"),
+    ("agents or such", lambda c: c.may_give_rewards or c.has_agents or paths(c) or c.ingest.ingest_groups != "off", "rollout.min_rollouts"),
+    ("an agent", lambda c: c.has_agents, "rollout.agent_*"),
+    ("agent_image", lambda c: c.rollout.agent_image, "rollout.agent_runtime rollout.agent_network rollout.agent_memory_bytes"),
+    ("agent_image", lambda c: c.rollout.agent_image, "rollout.agent_cpus rollout.agent_processes"),
+    ("custom_generate_function_path or rollout_sample_hook_path", generate_paths, "rollout.generate_workers"),
+    ("no rollout_concurrency", lambda c: c.rollout.sglang_server_concurrency == c.rollout.rollout_concurrency, "rollout.sglang_server_*"),
+    ("episode_url", lambda c: c.episode.episode_url, "episode.*"),
+    ("a verifier", lambda c: c.reward.custom_rm_path or {*VERIFIERS} & {c.reward.rm_type, *c.reward.reward_weights}, "*.answer_pattern"),
+    ("rm_url", lambda c: c.reward.rm_url, "reward.rm_timeout reward.rm_tries"),
+    ("judge_url", lambda c: c.reward.judge_url, "reward.judge_*"),
+    (
+        "num_steps_per_rollout above 1, or use_rollout_logprobs",
+        lambda c: c.trainer.num_steps_per_rollout > 1 or c.algorithm.correction == "rollout",
+        "*.use_opsm",
+    ),
+    ("held-out prompts", lambda c: c.eval.named, "eval.* reward.eval_* monitoring.custom_eval_*"),
+    ("advantage_estimator = ppo", lambda c: c.algorithm.has_critic, "trainer.critic_*"),
+    ("tensor_model_parallel_size above 1", lambda c: c.trainer.tensor_model_parallel_size > 1, "trainer.sequence_parallel"),
+    ("lr_decay_style = linear or cosine", lambda c: c.trainer.lr_decay_style != "constant", "trainer.min_lr"),
+    ("a decay or lr_warmup_fraction", lambda c: c.trainer.lr_decay_style != "constant" or c.trainer.lr_warmup_fraction, "*.lr_decay_iters"),
+    ("lora_rank", lambda c: c.trainer.lora_rank or c.tinker.tinker_endpoint, "trainer.lora_alpha trainer.target_modules"),
+    ("enable_mtp_training", lambda c: c.trainer.enable_mtp_training, "trainer.mtp_loss_scaling_factor"),
+    ("save_hf", lambda c: c.trainer.save_hf, "trainer.save_hf_interval"),
+    ("lend_gpus", lambda c: c.trainer.lend_gpus, "trainer.lent_mem_fraction_static"),
+    ("sft_data", lambda c: c.sft.sft_data, "sft.*"),
+    ("sft_lr_decay_style = linear or cosine", lambda c: c.sft.sft_lr_decay_style != "constant", "sft.sft_min_lr"),
+    ("update_weight_transport = s3", lambda c: c.weights.object_store_url, "weights.object_store_*"),
+    ("pushes of weights", lambda c: not c.engines_read_snapshots, "weights.check_weight_update_equal weights.skip_unchanged"),
+    ("pushes of weights, without colocate", lambda c: not (c.engines_read_snapshots or c.trainer.colocate), "weights.snapshot_interval"),
+    ("snapshots", lambda c: c.engines_read_snapshots or (c.weights.snapshot_interval and not c.trainer.colocate), "*.update_weight_mode"),
+    ("update_weight_mode = delta", lambda c: c.weights.update_weight_mode == "delta", "weights.*_delta_* weights.*_full_interval"),
+    ("use_wandb", lambda c: c.monitoring.use_wandb or c.monitoring.wandb_mode == "disabled", "monitoring.wandb_*"),
+    ("keep_rollouts above 0", lambda c: c.monitoring.keep_rollouts, "monitoring.keep_rollouts_*"),
+    ("use_pytorch_profiler", lambda c: c.debug.use_pytorch_profiler, "debug.profile_*"),
+    ("rollout in profile_target", lambda c: "rollout" in c.debug.profile_target, "debug.profile_engine_steps"),
+    ("record_memory_history", lambda c: c.debug.record_memory_history, "debug.memory_*"),
+    ("a gateway", lambda c: c.gateways or c.gateway.gateway_replicas == 0, "gateway.*"),
+    ("ingest_groups", lambda c: c.ingest.ingest_groups != "off", "ingest.*"),
+    ("myxo serve", lambda c: c.tinker.tinker_endpoint, "tinker.*"),
+)
+
+
+def check_needs(inspection: Inspection) -> Findings:
+    """Notes fields that are given and have no effect, as the run lacks what they need."""
+    config, given = inspection.config, list[str]()
+    for section, own in config:
+        defaults = {name: field.get_default(call_default_factory=True) for name, field in type(own).model_fields.items()}
+        given += [f"{section}.{name}" for name, value in own if value != defaults[name]]
+    for needed, has, patterns in NEEDS:
+        idle = [name for pattern in patterns.split() for name in fnmatch.filter(given, pattern)]
+        if idle and not has(config):
+            yield Note(f"{', '.join(idle)}: without effect, as this needs {needed}")
 
 
 def check_values(inspection: Inspection) -> Findings:
@@ -122,14 +178,6 @@ def check_support(inspection: Inspection) -> Findings:
             f"{', '.join(found)}: this run trains another distribution than it samples{why}: log-probs and ratios are those of softmax("
             "logits / rollout_temperature) over the whole vocabulary, and train/support_mismatch is 1 in each step's metrics"
         )
-
-
-def check_corrections(inspection: Inspection) -> Findings:
-    """Yields a note for a correction without effect."""
-    algorithm, steps = inspection.config.algorithm, inspection.config.trainer.num_steps_per_rollout
-    if inspection.config.has_steps and algorithm.use_opsm and algorithm.correction != "rollout" and steps == 1:
-        unmoved = "with one optimizer step a rollout the policy has not moved away from the old one, as with slime"
-        yield Note(f"--use-opsm changes nothing: {unmoved}; --use-rollout-logprobs measures from the rollout's")
 
 
 def check_variables(inspection: Inspection) -> Findings:
@@ -204,19 +252,12 @@ def settled(inspection: Inspection) -> RolloutSection:
     return rollout.model_copy(update={"num_rollout": epochs * steps, "num_rollout_per_epoch": steps})
 
 
-def check_epochs(inspection: Inspection) -> Findings:
-    """Notes epochs that do not count: the number of steps is given as well."""
-    rollout = inspection.config.rollout
-    if rollout.num_epoch is not None and "num_rollout" in rollout.model_fields_set and rollout.num_rollout_per_epoch is None:
-        yield Note(f"--num-epoch {rollout.num_epoch} changes nothing: --num-rollout {rollout.num_rollout} is given, and counts")
-
-
 def check_intervals(inspection: Inspection) -> Findings:
     """Notes intervals that are no multiple of the one at which what they need is made."""
     trainer, evaluation, weights = inspection.config.trainer, inspection.config.eval, inspection.config.weights
     for name, interval, made_by, made, what in (
         ("eval_interval", evaluation.eval_interval, "update_weights_interval", weights.update_weights_interval, "version of the weights"),
-        ("save_hf_interval", trainer.save_hf_interval, "save_interval", trainer.save_interval, "checkpoint"),
+        ("save_hf_interval", trainer.save_hf_interval if trainer.save_hf else None, "save_interval", trainer.save_interval, "checkpoint"),
     ):
         if interval is not None and interval % made:
             yield Note(f"{name} = {interval} is no multiple of {made_by} = {made}: what is due in between waits for the next {what}")

@@ -49,6 +49,8 @@ from shared.schema.service_messages import MetricsWritten, WarmStartEnded
 
 STEP = "step"  # W&B's axis: its own step must only grow, and a resumed run makes steps again
 SENT = ("model", "rollout", "trainer", "sft", "algorithm", "weights")  # Sections of the config that W&B gets
+KEPT_BACK = {"sglang", "engine_groups", "models", "external_engines", "agent_options", "agent_service", "agent_command", "train_env_vars"}
+KEPT_BACK |= {"opd_teachers", "object_store_url"}  # Fields of these that may hold addresses and keys
 
 
 class Writer(ABC):
@@ -241,8 +243,8 @@ class WeightsAndBiases(Writer):
         directory = asked.wandb_dir or config.trained
         directory.mkdir(parents=True, exist_ok=True)
         name = config.run.name if role == "actor" else f"{config.run.name}-{role}"
-        sections = {section: value for section, value in config.shown().model_dump(mode="json").items() if section in SENT}
-        sections["rollout"].pop("sglang")  # an engine's flags may hold a key
+        given = config.shown().model_dump(mode="json", include=set(SENT))
+        sections = {section: {name: fields[name] for name in fields if name not in KEPT_BACK} for section, fields in given.items()}
         self._logged = LoggedSteps(config.trained / f"wandb-{role}.jsonl", name)
         self._run: Any = wandb.init(
             project=asked.wandb_project,

@@ -7,17 +7,16 @@ A user's own function gets the whole config as ``args`` and may read any field, 
 """
 
 import re
-from collections.abc import Callable
 from math import exp
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from shared.config import presets
 from shared.config.environment_variables import VARIABLE
 from shared.config.rollout_section import MODEL_NAME
-from shared.config.section import MUTABLE, RECORDED, Rule, Section, hook
+from shared.config.section import MUTABLE, RECORDED, Rule, Section, hook, read_where
 from shared.environment.environment_url import NATS, problem
 
 LOG_RATIO_LIMIT = 20.0
@@ -30,21 +29,8 @@ SMALLEST_RATIO = exp(-LOG_RATIO_LIMIT)  # The smallest importance ratio that the
 BY_DEVIATION = ("grpo", "gspo", "cispo")  # The estimators that divide by a group's deviation, and use no rewards of single tokens
 
 
-def _where(there: Callable[[Any], Any], expected: str, *fields: str) -> tuple[Rule, ...]:
-    """Returns the rules that refuse fields which are not at their defaults where nothing reads them.
-
-    Args:
-        there: of the section: whether they are read. expected: why they are not, formatted with the section.
-    """
-
-    def unread(name: str) -> Rule:
-        return Rule(name, lambda section, given: given != type(section).model_fields[name].default and not there(section), expected)
-
-    return tuple(unread(name) for name in fields)
-
-
 EFFECTS: tuple[Rule, ...] = (
-    *_where(
+    *read_where(
         lambda section: section.loss_type != "sft_loss",
         "loss_type = sft_loss has no advantages, no ratio and no KL; it trains what passes rejection_threshold",
         *("advantage_estimator", "normalize_advantages", "custom_advantage_function_path", "custom_reward_post_process_path"),
@@ -53,83 +39,83 @@ EFFECTS: tuple[Rule, ...] = (
         *("disable_rewards_normalization", "disable_grpo_std_normalization", "tis_mode", "tis_level", "tis_clip", "tis_clip_low"),
         *("tis_batch_normalize", "use_rs", "rs_veto_threshold", "custom_tis_function_path"),
     ),
-    *_where(lambda a: a.loss_type == "sft_loss", "belongs to loss_type = sft_loss, which is {0.loss_type}", "rejection_threshold"),
-    *_where(
+    *read_where(lambda a: a.loss_type == "sft_loss", "belongs to loss_type = sft_loss, which is {0.loss_type}", "rejection_threshold"),
+    *read_where(
         lambda a: a.loss_type == "policy_loss",
         "reduces the policy loss; loss_type = custom_loss reduces its own by sum_of_sample_mean",
         "custom_pg_loss_reducer_function_path",
     ),
-    *_where(
+    *read_where(
         lambda a: a.advantage_estimator not in ("ppo", "reinforce_plus_plus"),
         "{0.advantage_estimator} takes rewards as they are",
         "disable_rewards_normalization",
     ),
-    *_where(
+    *read_where(
         lambda a: a.replaces_rewards or (a.compares_rewards and a.advantage_estimator in BY_DEVIATION),
         "no rewards are divided by their group's deviation: {0.advantage_estimator}, disable_rewards_normalization = "
         "{0.disable_rewards_normalization}",
         "disable_grpo_std_normalization",
     ),
-    *_where(
+    *read_where(
         lambda a: a.custom_advantage_function_path or a.advantage_estimator in ("ppo", "reinforce_plus_plus"),
         "{0.advantage_estimator} gives every token of a sample the same reward; ppo and reinforce_plus_plus discount",
         "gamma",
     ),
-    *_where(
+    *read_where(
         lambda a: a.custom_advantage_function_path or a.has_critic,
         "{0.advantage_estimator} has no generalised advantages; ppo has",
         "lambd",
     ),
-    *_where(
+    *read_where(
         lambda a: a.loss_type != "sft_loss" and a.advantage_estimator not in ("gspo", "ppo", "reinforce_plus_plus"),
         "adds to advantages that all tokens of a sample share and that are weighed token by token: grpo, cispo, rloo, "
         "reinforce_plus_plus_baseline; not {0.advantage_estimator} with loss_type = {0.loss_type}",
         "turn_advantage_coef",
     ),
-    *_where(lambda a: a.turn_advantage_coef, "needs turn_advantage_coef", "turn_gamma"),
-    *_where(lambda a: a.has_critic, "{0.advantage_estimator} has no critic; ppo has", "num_critic_only_steps", "value_clip"),
-    *_where(
+    *read_where(lambda a: a.turn_advantage_coef, "needs turn_advantage_coef", "turn_gamma"),
+    *read_where(lambda a: a.has_critic, "{0.advantage_estimator} has no critic; ppo has", "num_critic_only_steps", "value_clip"),
+    *read_where(
         lambda a: a.advantage_estimator not in BY_DEVIATION,
         "{0.advantage_estimator} has no rewards of single tokens; use kl_loss_coef",
         "kl_coef",
     ),
-    *_where(lambda a: not a.use_m2po, "use_m2po takes the place of every clip", "eps_clip", "eps_clip_high", "eps_clip_c"),
-    *_where(
+    *read_where(lambda a: not a.use_m2po, "use_m2po takes the place of every clip", "eps_clip", "eps_clip_high", "eps_clip_c"),
+    *read_where(
         lambda a: a.advantage_estimator != "cispo",
         "cispo clips a weight without a gradient, no loss: there is nothing for a dual clip to bound",
         "eps_clip_c",
     ),
-    *_where(lambda a: a.use_m2po, "needs use_m2po", "m2_threshold"),
-    *_where(
+    *read_where(lambda a: a.use_m2po, "needs use_m2po", "m2_threshold"),
+    *read_where(
         lambda a: a.advantage_estimator not in ("gspo", "cispo"),
         "takes the place of the clip per token; {0.advantage_estimator} has another",
         "use_m2po",
     ),
-    *_where(lambda a: a.measures_kl, "is about the KL in the loss: needs use_kl_loss or kl_loss_coef", "use_unbiased_kl"),
-    *_where(
+    *read_where(lambda a: a.measures_kl, "is about the KL in the loss: needs use_kl_loss or kl_loss_coef", "use_unbiased_kl"),
+    *read_where(
         lambda a: a.measures_kl or a.kl_coef,
         "there is no reference policy: needs use_kl_loss, kl_loss_coef or kl_coef",
         "ref_update_interval",
     ),
-    *_where(
+    *read_where(
         lambda a: a.correction == "decoupled",
         "belongs to the importance weight of off_policy = decoupled, not to {0.correction}",
         *("tis_mode", "tis_level", "tis_clip", "tis_clip_low", "tis_batch_normalize", "use_rs", "rs_veto_threshold"),
         "custom_tis_function_path",
     ),
-    *_where(lambda a: a.use_rs, "needs use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound"),
-    *_where(lambda a: a.correction != "none", "measures the distance from the rollout: off_policy is none", "use_m2po"),
-    *_where(lambda a: a.use_opsm, "needs use_opsm", "opsm_delta"),
-    *_where(lambda a: a.use_opd, "needs use_opd", "opd_type", "opd_kl_coef", "opd_teacher_load"),
-    *_where(lambda a: a.use_opd and a.opd_type == "sglang", "needs use_opd and opd_type = sglang", "opd_teachers"),
-    *_where(
+    *read_where(lambda a: a.use_rs, "needs use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound"),
+    *read_where(lambda a: a.correction != "none", "measures the distance from the rollout: off_policy is none", "use_m2po"),
+    *read_where(lambda a: a.use_opsm, "needs use_opsm", "opsm_delta"),
+    *read_where(lambda a: a.use_opd, "needs use_opd", "opd_type", "opd_kl_coef", "opd_teacher_load"),
+    *read_where(lambda a: a.use_opd and a.opd_type == "sglang", "needs use_opd and opd_type = sglang", "opd_teachers"),
+    *read_where(
         lambda a: a.opd_teachers,
         "needs opd_teachers",
         *("opd_teacher_weights", "opd_teacher_key", "opd_teacher_timeout", "opd_teacher_concurrency", "opd_teacher_key_variable"),
         "opd_top_k",
     ),
-    *_where(lambda a: a.opd_top_k, "needs opd_top_k", "opd_top_k_coef"),
-    *_where(lambda a: a.loss_type == "policy_loss", "is part of loss_type = policy_loss", "opd_top_k"),
+    *read_where(lambda a: a.opd_top_k, "needs opd_top_k", "opd_top_k_coef"),
+    *read_where(lambda a: a.loss_type == "policy_loss", "is part of loss_type = policy_loss", "opd_top_k"),
 )
 
 CONTRADICTIONS: tuple[Rule, ...] = (
@@ -194,11 +180,7 @@ CONTRADICTIONS: tuple[Rule, ...] = (
         lambda a, given: given and a.has_critic,
         "a critic learns the returns of ppo's own; choose another estimator",
     ),
-    Rule(
-        "loss_divisor",
-        lambda a, given: given is not None and a.calculate_per_token_loss,
-        "calculate_per_token_loss divides by the batch's tokens",
-    ),
+    *read_where(lambda a: not a.calculate_per_token_loss, "calculate_per_token_loss divides by the batch's tokens", "loss_divisor"),
 )
 
 

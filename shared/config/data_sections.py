@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PlainValidator
 
-from shared.config.section import FROM_TEXT, LARGEST_SEED, MUTABLE, Rule, Section, Table, hook
+from shared.config.section import FROM_TEXT, LARGEST_SEED, MUTABLE, Rule, Section, Table, hook, read_where
 from shared.config.trainer_section import DecayStyle, LearningRateSchedule
 from shared.data import data_files
 from shared.data.data_files import DataFile
@@ -178,11 +178,7 @@ class SftSection(Section):
     """Supervised warm start before the first rollout."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
-            "sft_warmup_fraction",
-            lambda sft, given: given is not None and sft.sft_warmup_iters,
-            "none beside sft_warmup_iters = {0.sft_warmup_iters}",
-        ),
+        *read_where(lambda sft: not sft.sft_warmup_iters, "none beside sft_warmup_iters = {0.sft_warmup_iters}", "sft_warmup_fraction"),
     )
 
     sft_data: Files = Field(default=None, description="files of demonstrations, named as in eval_prompt_data; none = no warm start")

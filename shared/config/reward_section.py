@@ -9,7 +9,7 @@ from pydantic import Field
 
 from shared.config.environment_variables import VARIABLE
 from shared.config.rollout_section import MODEL_NAME
-from shared.config.section import MUTABLE, Rule, Section, Table, hook
+from shared.config.section import MUTABLE, Rule, Section, Table, hook, read_where
 from shared.environment import environment_url as address
 from shared.rewards.names import GIVEN, QUEUES, VERIFIERS, queue_of
 from shared.runtime.errors import nearest
@@ -59,11 +59,7 @@ class RewardSection(Section):
     """Scoring."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(
-            "group_rm",
-            lambda reward, given: given and reward.custom_rm_path is None,
-            "needs custom_rm_path, the function that takes a whole group",
-        ),
+        *read_where(lambda reward: reward.custom_rm_path, "needs custom_rm_path, the function that takes a whole group", "group_rm"),
         Rule("environment_url", lambda _, given: address.problem(given)),
         Rule("rm_url", lambda _, given: address.problem(given, address.check_server)),
         Rule("judge_url", lambda reward, _: address.problem(reward._judge_server, address.check_server)),

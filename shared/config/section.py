@@ -72,6 +72,19 @@ class Rule(NamedTuple):
                 yield field, value, self.expected.format(section, value, wrong)
 
 
+def read_where(there: Callable[[Any], Any], expected: str, *fields: str) -> tuple[Rule, ...]:
+    """Returns the rules that refuse fields which are not at their defaults where nothing reads them.
+
+    Args:
+        there: of the section: whether they are read. expected: why they are not, formatted with the section.
+    """
+
+    def unread(name: str) -> Rule:
+        return Rule(name, lambda section, given: given != type(section).model_fields[name].default and not there(section), expected)
+
+    return tuple(unread(name) for name in fields)
+
+
 WITHOUT_RULES = {"rules": False}
 """The context in which sections are validated field by field alone: combinations of fields are not looked at."""
 

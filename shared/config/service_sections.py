@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from shared.bus.subjects import RUN_ID
-from shared.config.section import MUTABLE, RECORDED, Rule, Section, Table, hook
+from shared.config.section import MUTABLE, RECORDED, Rule, Section, Table, hook, read_where
 from shared.runtime.errors import ConfigError
 from shared.sandbox.program import SandboxKind, SandboxLimits, SandboxSettings
 
@@ -361,11 +361,7 @@ class DebugSection(Section):
             lambda debug, given: debug.record_memory_history and debug.memory_recorder == "memray" and given is None,
             "the number of steps that memray records",
         ),
-        Rule(
-            "load_debug_rollout_data_subsample",
-            lambda debug, given: given is not None and debug.load_debug_rollout_data is None,
-            "belongs to load_debug_rollout_data",
-        ),
+        *read_where(lambda d: d.load_debug_rollout_data, "belongs to load_debug_rollout_data", "load_debug_rollout_data_subsample"),
     )
 
     debug_rollout_only: bool = Field(
@@ -395,7 +391,9 @@ class DebugSection(Section):
         default=None, description="path with {rollout_id} and {rank}: every tensor that a rank's steps read, as safetensors", **MUTABLE
     )
     dump_details: Path | None = Field(
-        default=None, description="directory for both dumps of every step: rollout_data/{rollout_id}.pt, train_data/", **MUTABLE
+        default=None,
+        description="directory for both dumps of every step that have no path of their own: rollout_data/{rollout_id}.pt, train_data/",
+        **MUTABLE,
     )
 
     use_pytorch_profiler: bool = Field(
@@ -443,13 +441,13 @@ class DebugSection(Section):
     def rollout_dump(self) -> str | None:
         """Returns the template of the batches' files."""
         details = self.dump_details
-        return self.save_debug_rollout_data if details is None else f"{details}/rollout_data/{STEP}.pt"
+        return self.save_debug_rollout_data or (None if details is None else f"{details}/rollout_data/{STEP}.pt")
 
     @property
     def train_dump(self) -> str | None:
         """Returns the template of the tensors' files; each rank writes one of its own."""
         details = self.dump_details
-        given = self.save_debug_train_data if details is None else f"{details}/train_data/{STEP}_{RANK}.safetensors"
+        given = self.save_debug_train_data or (None if details is None else f"{details}/train_data/{STEP}_{RANK}.safetensors")
         if given is None or RANK in given:
             return given
         path = Path(given)

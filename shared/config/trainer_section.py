@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 
 from shared.config import environment_variables
-from shared.config.section import LARGEST_SEED, MUTABLE, RECORDED, Rule, Section, Table, hook
+from shared.config.section import LARGEST_SEED, MUTABLE, RECORDED, Rule, Section, Table, hook, read_where
 from shared.hub import hub_names
 from shared.runtime.errors import ConfigError, nearest
 from shared.store.s3 import ObjectStoreLocation
@@ -165,27 +165,15 @@ class TrainerSection(Section):
             lambda trainer, given: given is not None and given > 1 and trainer.pipeline_model_parallel_size == 1,
             "none, or a pipeline_model_parallel_size above 1",
         ),
-        Rule(
-            "lr_warmup_fraction",
-            lambda trainer, given: given is not None and trainer.lr_warmup_iters,
-            "none beside lr_warmup_iters = {0.lr_warmup_iters}",
-        ),
+        *read_where(lambda t: not t.lr_warmup_iters, "none beside lr_warmup_iters = {0.lr_warmup_iters}", "lr_warmup_fraction"),
         Rule("log_probs_chunk_size", lambda _, given: given == 0, "tokens, or -1 for all of a micro-batch"),
         Rule(
             "recompute",
             lambda trainer, given: given and trainer.recompute_granularity == "selective",
             "false beside recompute_granularity = selective; it is short for full",
         ),
-        Rule(
-            ("recompute_method", "recompute_num_layers"),
-            lambda trainer, given: given is not None and not trainer.recomputes_layers,
-            "none, or recompute_granularity = full",
-        ),
-        Rule(
-            "recompute_modules",
-            lambda trainer, given: given and trainer.recompute_granularity != "selective",
-            "none, or recompute_granularity = selective",
-        ),
+        *read_where(lambda t: t.recomputes_layers, "none, or recompute_granularity = full", "recompute_method", "recompute_num_layers"),
+        *read_where(lambda t: t.recompute_granularity == "selective", "none, or recompute_granularity = selective", "recompute_modules"),
         Rule("spec", lambda _, given: len(given) not in (0, 2), "two words, a module and the name of the layers in it; or none"),
         Rule(
             ("only_train_params_name_list", "freeze_params_name_list", "enable_mtp_training"),

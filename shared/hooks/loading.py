@@ -15,7 +15,7 @@ from shared.config.run_config import RunConfig
 from shared.hooks import import_names
 from shared.hooks.import_names import import_module
 from shared.runtime.errors import ConfigError, MyxoError
-from shared.runtime.tasks import error_text, print_traceback
+from shared.runtime.tasks import error_text, is_async, print_traceback
 
 GENERATE = "rollout.custom_generate_function_path"
 ROLLOUT_FUNCTION = "rollout.rollout_function_path"
@@ -53,6 +53,7 @@ RUN_BY = {
 }
 """The service that calls the function of each field; where a function of the user's evaluates, the rollout service calls `EVAL_LOG`."""
 
+AWAITED = ("rollout", "reward")  # The services that await what async functions give
 
 SHOWN_SAMPLES = {
     "algorithm.custom_reward_post_process_path",
@@ -154,6 +155,8 @@ def load(field: str, path: str) -> Callable[..., Any]:
     function = load_object(field, path, *split_path(path))
     if not callable(function):
         raise ConfigError(field, path, f"expected a function, found a {type(function).__name__}")
+    if is_async(function) and RUN_BY.get(field, AWAITED[0]) not in AWAITED:
+        raise ConfigError(field, path, f"expected a plain function: an async one would never run, as the {RUN_BY[field]} awaits none")
     return function
 
 

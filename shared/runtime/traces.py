@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: one for each group from its admission to its training, for each training step and for each push of weights. Pure.
+"""OpenTelemetry traces: one for each group from its admission to its training, for each training step and for each push of weights.
 
 Every service exports its own part. No message carries a context: ids are derived from the run and from the trace's name, which all services
 know. Nothing is exported, imported or started unless the environment names an OTLP endpoint, under OpenTelemetry's own names. The exporter
@@ -8,6 +8,7 @@ itself reads the others: ``OTEL_EXPORTER_OTLP_HEADERS``, ``_CERTIFICATE``, ``_TI
 
 import hashlib
 import importlib.util
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -71,9 +72,8 @@ class Traces:
         """Takes no more spans."""
 
 
-ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-TIMEOUTS = ("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT")
+PREFIX = "OTEL_EXPORTER_OTLP"  # of the names of the exporter's variables
+FILES = ("CERTIFICATE", "CLIENT_KEY", "CLIENT_CERTIFICATE")
 SAMPLER, RATIO = "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"
 
 
@@ -87,7 +87,7 @@ class TraceSettings:
 
 def trace_settings(environment: Mapping[str, str]) -> TraceSettings | None:
     """Returns the settings; None where nothing is to be exported. Raises ConfigError, naming the variable."""
-    variable, endpoint = _first(environment, ENDPOINTS)
+    variable, endpoint = _first(environment, "ENDPOINT")
     off = (
         environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or environment.get("OTEL_TRACES_EXPORTER", "").strip() == "none"
     )
@@ -97,21 +97,27 @@ def trace_settings(environment: Mapping[str, str]) -> TraceSettings | None:
         raise ConfigError(variable, "(a URL with credentials)", "an address without them; they belong into OTEL_EXPORTER_OTLP_HEADERS")
     if not _is_http(endpoint):
         raise ConfigError(variable, endpoint, "http://host:port or https://host:port of an OTLP receiver")
-    protocol_variable, protocol = _first(environment, PROTOCOLS)
+    protocol_variable, protocol = _first(environment, "PROTOCOL")
     if protocol not in ("", "http/protobuf"):
         raise ConfigError(protocol_variable, protocol, "http/protobuf: receivers listen for it on port 4318")
-    timeout_variable, timeout = _first(environment, TIMEOUTS)
+    timeout_variable, timeout = _first(environment, "TIMEOUT")
     if timeout and not _number(timeout) > 0:
         raise ConfigError(timeout_variable, timeout, "seconds, more than 0")
+    compression_variable, compression = _first(environment, "COMPRESSION")
+    if compression.lower() not in ("", "none", "gzip", "deflate"):
+        raise ConfigError(compression_variable, compression, "none, gzip or deflate")
+    for file_variable, file in (_first(environment, name) for name in FILES):
+        if file and not os.access(file, os.R_OK):
+            raise ConfigError(file_variable, file, "a file that can be read here")
     if importlib.util.find_spec("opentelemetry") is None or importlib.util.find_spec("opentelemetry.exporter") is None:
         raise ConfigError(variable, endpoint, "the exporter, which is not installed: pip install 'myxo[traces]', or unset the variable")
     return TraceSettings(endpoint, _ratio(environment))
 
 
-def _first(environment: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, str]:
-    """Returns the first of these variables that is set, with its value; the last one, empty, where none is."""
-    values = ((name, environment.get(name, "").strip()) for name in names)
-    return next(((name, value) for name, value in values if value), (names[-1], ""))
+def _first(environment: Mapping[str, str], name: str) -> tuple[str, str]:
+    """Returns the exporter's variable for traces, else that for all, which is set, with its value; empty where neither is."""
+    values = ((variable, environment.get(variable, "").strip()) for variable in (f"{PREFIX}_TRACES_{name}", f"{PREFIX}_{name}"))
+    return next(((variable, value) for variable, value in values if value), ("", ""))
 
 
 def _is_http(endpoint: str) -> bool:

@@ -299,6 +299,14 @@ def test_a_dry_run_calls_them_unless_it_is_not_to(given: Input, capsys: pytest.C
     assert "[reward]" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("body", "words"), [("return sample.nothing", "no attribute 'nothing'"), ("return 1.0", ": gave 1, 1, ")])
+def test_a_function_among_weighted_rewards_is_called(body: str, words: str, given: Input, capsys: pytest.CaptureFixture[str]) -> None:
+    (given.directory / "own.py").write_text(f"def f(args, sample):\n    {body}")
+    weighted = ("--rm-type", "weighted", "--reward-weights", '{"custom_rm": 0.1, "exact": 1}', "--custom-rm-path", "own:f")
+    _, lines = tried(given, capsys, *weighted)
+    assert words in " ".join(" ".join(lines).split()) and "alike" not in " ".join(lines), lines
+
+
 def test_a_label_that_no_answer_matches_is_told(given: Input, capsys: pytest.CaptureFixture[str]) -> None:
     write_jsonl(given.directory / "prompts.jsonl", [{"prompt": "4+5=", "label": "the answer is nine apples"}] * 4)
     main(["try", str(given.write()), "--rm-type", "math_verify"])

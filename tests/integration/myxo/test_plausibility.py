@@ -8,7 +8,10 @@ from myxo.main import main
 from tests.integration.myxo.mistakes import Input
 
 ODD = [
-    ("--answer-pattern x --rm-type environment --environment-url http://127.0.0.1:1", "reward.answer_pattern = 'x': changes nothing"),
+    (
+        "--answer-pattern x --rm-type environment --environment-url http://127.0.0.1:1",
+        "reward.answer_pattern: without effect, as this needs a verifier",
+    ),
     ("--lr 2e-3", "trainer.lr = 0.002: above 1e-3"),
     ("--eps-clip 1.5", "algorithm.eps_clip = 1.5: above 1"),
     ("--use-kl-loss --kl-loss-coef 20", "algorithm.kl_loss_coef = 20: above 10"),

@@ -83,6 +83,12 @@ QUIET: dict[str, dict[str, str]] = {
         "generated_tokens_per_s": "0+0" + HOURS,
         "queue_task": "0+0" + HOURS,
     },
+    "a young run loads its engines": {
+        "trained_steps": "_x341 0+0x20",
+        "in_flight": "_x341 8+0x20",
+        "generated_tokens_per_s": "_x349 0+0x12",
+        "queue_task": "_x341 5+0x20",
+    },
     "a store without a bound": {"store_bytes": "86+0" + HOURS, "store_max_bytes": "0+0" + HOURS},
     "no two log-probs of one version": {"train_agreement_abs_diff": "0+0" + HOURS, "train_agreement_tokens": "0+0" + HOURS},
     "one group of a small run has died": {"dead": "0+0x359 1", "admitted": "0+0" + HOURS},
@@ -115,6 +121,12 @@ def firing(promtool: str, directory: Path, cases: dict[str, dict[str, str]]) -> 
 def test_every_alert_fires_at_what_it_is_for_and_no_other_does(promtool: str, tmp_path: Path) -> None:
     assert FIRE.keys() == alerts().keys()
     assert firing(promtool, tmp_path, FIRE) == {name: {name} for name in FIRE}
+
+
+def test_half_an_hour_without_a_step_is_enough(promtool: str, tmp_path: Path) -> None:
+    stuck = {"trained_steps": "_x328 3+0x40", "in_flight": "8+0" + HOURS}
+    idle = {"generated_tokens_per_s": "_x343 0+0x40", "queue_task": "5+0" + HOURS}
+    assert firing(promtool, tmp_path, {"stuck": stuck, "idle": idle}) == {"stuck": {"MyxoNoStep"}, "idle": {"MyxoReplicaIdle"}}
 
 
 def test_no_alert_fires_while_there_is_no_reason(promtool: str, tmp_path: Path) -> None:

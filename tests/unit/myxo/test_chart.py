@@ -117,4 +117,4 @@ def test_rewards_that_nobody_knows_are_no_picture_of_zero(monkeypatch: pytest.Mo
 
 def test_absence_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert not reward_chart.available()
+    assert reward_chart.obstacle([0.5]).startswith("matplotlib is not installed") and reward_chart.obstacle([]) == "no step is trained yet"

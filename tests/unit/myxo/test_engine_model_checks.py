@@ -1,5 +1,6 @@
 """What the model lacks for flags of SGLang's is refused before the start, and what samples otherwise is said."""
 
+import fnmatch
 import json
 import re
 import shutil
@@ -10,7 +11,8 @@ import pytest
 
 from myxo.preflight.engine_checks import check_alignment, check_engine_model, check_external_engines
 from myxo.preflight.inspection import Findings, Inspection, Note
-from myxo.preflight.objective_checks import check_support
+from myxo.preflight.objective_checks import NEEDS, check_needs, check_support
+from shared.config.run_config import field_sections
 from tests.support.run_config import run_config
 from tests.support.tables import table
 
@@ -101,6 +103,7 @@ def test_what_keeps_both_sides_from_the_same_bits_is_named(tmp_path: Path, model
         ({"trainer": {"use_rollout_routing_replay": True}}, "use_rollout_routing_replay = True: false, or speculation by mtp"),
         ({"eval": {"eval_min_new_tokens": 4}}, "min_new_tokens = 4: none where the engine speculates"),
         ({"rollout": {"sglang": {"enable-deterministic-inference": True}}}, "inference = True: none beside speculation"),
+        ({"rollout": {"alignment": "close"}}, "rollout.alignment = 'close': off beside speculation"),
         ({"rollout": {"sglang": {"preferred-sampling-params": '{"min_p": 0.1}'}}}, "preferred-sampling-params: min_p = 0.1: none where"),
         ({"rollout": {"sglang": {"speculative-algorithm": "EAGLE3", "speculative-eagle-topk": 4}}}, "1 on a CPU: a chain of drafts"),
         (
@@ -254,3 +257,37 @@ def test_sizes_of_own_engines_are_said_to_change_nothing_beside_external_ones(tm
         found = said(check_external_engines(Inspection(run_config(tmp_path, model={"hf_checkpoint": str(model)}, rollout=rollout))))
         assert found.count("changes nothing") == (notes or 0), found
         assert all(f"rollout.{name} changes nothing" in found for name in given if notes), found
+
+
+@pytest.mark.parametrize(
+    ("sections", "idle"),
+    [
+        ({"trainer": {"lora_alpha": 32, "target_modules": ["q_proj"]}}, "trainer.lora_alpha, trainer.target_modules: .* needs lora_rank"),
+        ({"trainer": {"lora_alpha": 32, "lora_rank": 8}}, ""),
+        ({"trainer": {"min_lr": 1e-7, "lr_decay_iters": 9}}, "trainer.min_lr: .*trainer.lr_decay_iters: "),
+        ({"trainer": {"min_lr": 1e-7, "lr_decay_iters": 9, "lr_decay_style": "cosine"}}, ""),
+        ({"trainer": {"lr_decay_iters": 9, "lr_warmup_fraction": 0.5}}, ""),
+        ({"trainer": {"save_hf_interval": 2, "critic_lr": 1e-5}}, "trainer.critic_lr: .*trainer.save_hf_interval: "),
+        ({"monitoring": {"wandb_project": "mine"}}, "monitoring.wandb_project: .* needs use_wandb"),
+        ({"monitoring": {"wandb_project": "mine", "wandb_mode": "disabled"}}, ""),
+        ({"monitoring": {"keep_rollouts": 0, "keep_rollouts_tokens": True}}, "monitoring.keep_rollouts_tokens: "),
+        ({"weights": {"update_weight_mode": "delta", "snapshot_interval": 0}}, "weights.update_weight_mode: .* needs snapshots"),
+        ({"weights": {"update_weight_mode": "delta", "update_weight_full_interval": 3}}, ""),
+        ({"rollout": {"rollout_concurrency": 9, "sglang_server_concurrency": 8}}, "rollout.sglang_server_concurrency: "),
+        ({"rollout": {"sglang_server_concurrency": 8}}, ""),
+        ({"reward": {"judge_timeout": 9, "rm_tries": 2}}, "reward.rm_tries: .*reward.judge_timeout: "),
+        ({"curriculum": {"level_spread": 2}, "sft": {"sft_lr": 1e-4}}, "curriculum.level_spread: .*sft.sft_lr: "),
+        ({"run": {"custom_args": {"lr_": 1}}}, "run.custom_args: .* needs a function"),
+        ({"gateway": {"gateway_host": "0.0.0.0"}, "ingest": {"ingest_wait": 9}}, "gateway.gateway_host: .*ingest.ingest_wait: "),
+        ({"gateway": {"gateway_host": "0.0.0.0", "gateway_port": 8000}}, ""),
+    ],
+)
+def test_fields_without_what_they_need_are_said_to_have_no_effect(tmp_path: Path, sections: dict[str, Any], idle: str) -> None:
+    found = said(check_needs(Inspection(run_config(tmp_path, **sections))))
+    assert re.search(idle, found) if idle else not found, found
+
+
+def test_what_needs_something_is_a_field() -> None:
+    fields = [f"{section}.{field}" for field, section in field_sections().items()]
+    for pattern in (pattern for _, _, patterns in NEEDS for pattern in patterns.split()):
+        assert fnmatch.filter(fields, pattern), pattern

@@ -1,11 +1,12 @@
 """``myxo flags``."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
 
-from myxo.commands.flag_list import flag_list, lines_of, meanings
+from myxo.commands.flag_list import completion, flag_list, lines_of, meanings
 from shared.config import flag_table
 from shared.runtime.errors import ConfigError
 
@@ -32,6 +33,14 @@ def test_a_pattern_finds_fields_of_the_config_and_refused_flags() -> None:
     assert any(line.split()[0] == "--lr-warmup-iters" and "steps of linear warm-up" in line for line in lines)
     assert any(line.split()[0] == "--lr-warmup-samples" and "not taken: use lr" in line for line in lines)
     assert len({line.split()[0] for line in lines}) == len(lines)
+
+
+def test_each_command_that_takes_the_configs_flags_completes_them() -> None:
+    pytest.importorskip("shtab")
+    out = io.StringIO()
+    assert completion("bash", Console(file=out)) == 0
+    with_flags = re.findall(r"^_shtab_myxo_(\w+)_option_strings=.* --rollout-batch-size ", out.getvalue(), re.MULTILINE)
+    assert {"up", "train", "submit", "eval", "doctor", "serve", "try", "plan", "bisect", "quickstart"} == set(with_flags)
 
 
 def test_a_pattern_that_finds_nothing_is_refused() -> None:

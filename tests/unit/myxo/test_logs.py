@@ -108,6 +108,29 @@ def test_rotated_logs_are_bounded_and_read_as_one(run: Path, monkeypatch: pytest
     assert [line.split()[-1] for line in printed(run)][:2] == ["all", "one"] and len(printed(run)) == 9
 
 
+def test_what_came_before_a_rotation_is_followed_and_older_lines_are_not_printed_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, log, pauses = RunDirectory(run / "tiny"), run / "tiny" / "logs" / "trainer-0.log", iter(range(2))
+    monkeypatch.setattr(run_directory, "LOG_BYTES", 10)
+    log.write_text(entry(8, "rotated" * 20) + "\n")
+    directory.rotate_logs()
+    log.write_text(entry(9, "known" * 100) + "\n")
+
+    def pause(_: float) -> None:
+        if (number := next(pauses, None)) is None:
+            raise KeyboardInterrupt
+        with log.open("a", buffering=1) as held:
+            held.write(entry(10 + number, f"before-{number}") + "\n")
+            directory.rotate_logs()
+            held.write(entry(20 + number, "ab"[number] * (300 - 200 * number)) + "\n")
+
+    monkeypatch.setattr(logs.time, "sleep", pause)
+    out = io.StringIO()
+    wanted = Namespace(run="tiny", dir=run, follow=True, service="trainer", lines=0, level="debug")
+    with pytest.raises(KeyboardInterrupt):
+        logs.logs(wanted, Console(file=out, width=2000))
+    assert [line.split()[-1] for line in out.getvalue().splitlines()] == ["before-0", "a" * 300, "before-1", "b" * 100]
+
+
 def test_a_growing_file_is_followed(tmp_path: Path) -> None:
     path = tmp_path / "trainer-0.log"
     path.write_text(entry(1, "one") + "\n" + '{"event": "tw')

@@ -1,20 +1,27 @@
 """What a run came to, from records and events written by hand."""
 
+import asyncio
+import contextlib
 import io
 import json
 import math
+from argparse import Namespace
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from myxo.commands import compare
 from myxo.commands.status import list_runs
 from myxo.launch.exit_report import never_trained, table
 from myxo.run.run_directory import RunDirectory
 from shared.config.run_config import RunConfig
 from shared.data.metric_files import METRIC_LINES
+from shared.runtime.errors import ConfigError
 from shared.schema.digests import attest
 from shared.schema.ledger import (
     BatchFormed,
@@ -314,3 +321,31 @@ def test_restarts_are_counted_by_instance(config: RunConfig) -> None:
     for instance in ("trainer-0", "rollout-1", "trainer-0"):
         result.flow.failures.take(ServiceEvent(service="x", instance=instance, what="restarted", at=0.0))
     assert result.summary().restarts == {"trainer-0": 2, "rollout-1": 1}
+
+
+def test_runs_are_compared_once_each_and_a_missing_picture_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @contextlib.asynccontextmanager
+    async def reach(run: str, _: Path) -> AsyncIterator[SimpleNamespace]:
+        config = run_config(tmp_path, run={"name": run})
+        yield SimpleNamespace(run=run, directory=RunDirectory(config.run.root), bus=None, config=config)
+
+    async def collect(_: None, config: RunConfig) -> SummaryTally:
+        return SummaryTally(config)
+
+    monkeypatch.setattr(compare, "reach", reach)
+    monkeypatch.setattr(compare, "collect", collect)
+
+    def compared(*runs: str, **more: Any) -> str:
+        wanted = Namespace(**{"runs": list(runs), "dir": tmp_path, "picture": None, "json": False} | more)
+        output = io.StringIO()
+        assert asyncio.run(compare.compare(wanted, Console(file=output))) == 0
+        return output.getvalue()
+
+    with pytest.raises(ConfigError, match="RUN = 'a a': at least two runs, each once"):
+        compared("a", "a")
+    assert "No picture: no step is trained yet." in compared("a", "b")
+    assert json.loads(compared("a", "b", json=True))["runs"] == ["a", "b"] and capsys.readouterr().err == ""
+    compared("a", "b", json=True, picture=tmp_path / "both.png")
+    assert "No picture: no step is trained yet." in capsys.readouterr().err

@@ -185,13 +185,13 @@ def test_slimes_defaults_hold_where_no_flag_is_given() -> None:
 def notes(words: str) -> str:
     """What is said at the start of a run with these flags besides `LEAST`."""
     inspection = Inspection(config_of([*shlex.split(LEAST), *words.split()]))
-    return " | ".join(found.text for found in objective_checks.check_corrections(inspection) if isinstance(found, Note))
+    return " | ".join(found.text for found in objective_checks.check_needs(inspection) if isinstance(found, Note))
 
 
 def test_masking_sequences_switches_no_importance_weight_on() -> None:
     algorithm = config_of([*shlex.split(LEAST), "--use-opsm"]).algorithm
     assert (algorithm.correction, algorithm.use_opsm) == ("none", True)
-    assert "--use-opsm changes nothing: with one optimizer step a rollout" in notes("--use-opsm")
+    assert "algorithm.use_opsm: without effect, as this needs num_steps_per_rollout above 1, or use_rollout_logprobs" in notes("--use-opsm")
     assert notes("--use-opsm --num-steps-per-rollout 4") == notes("--use-opsm --use-rollout-logprobs") == ""
     with pytest.raises(ConfigError, match=r"custom_tis_function_path = .* belongs to the importance weight"):
         config_of([*shlex.split(LEAST), "--custom-tis-function-path", "m.f"])
@@ -290,6 +290,10 @@ def test_other_weights_than_those_of_the_model_are_refused_and_a_conversion_is_t
             raise_problems([found] if not isinstance(found, Note) else [])
     (told,) = check_given_checkpoints(Inspection(config_of([*shlex.split(LEAST), "--ref-load", str(converted)])))
     assert isinstance(told, Note) and "is not read" in told.text
+    for words in (["--load", str(other.parent), "--run-name", "mine"], ["--load", "runs", "--save", str(tmp_path)]):
+        (told,) = check_given_checkpoints(Inspection(config_of([*shlex.split(LEAST), *words])))
+        assert isinstance(told, Note) and "begins or continues in" in told.text
+    assert not list(check_given_checkpoints(Inspection(config_of([*shlex.split(LEAST), "--load", "runs", "--save", "runs"]))))
     assert not list(check_given_checkpoints(Inspection(config_of([*shlex.split(LEAST), "--ref-load", "/m/Qwen3-4B"]))))
 
 

@@ -73,6 +73,16 @@ def test_what_fails_while_it_is_imported_names_its_file_and_line(name: str, at: 
     assert f"; at {tmp_path / f'some_{name}_hooks.py'}{at}" in caught.value.expected
 
 
+def test_an_async_function_is_refused_where_nothing_awaits_it() -> None:
+    for field in RUN_BY:
+        if RUN_BY[field] in ("rollout", "reward"):
+            assert load(field, "shared.runtime.tasks:settled")
+        else:
+            with pytest.raises(ConfigError, match="a plain function: an async one would never run") as caught:
+                load(field, "shared.runtime.tasks:settled")
+            assert caught.value.field == field
+
+
 def test_every_field_of_a_function_has_a_service_that_runs_it(tmp_path: Path) -> None:
     owners = field_sections()
     files = {"custom_config_path", "megatron_config_path", "memory_snapshot_path"}

@@ -49,6 +49,9 @@ def test_the_sampler_is_a_share_of_the_traces(sampler: str, argument: str, ratio
         ("OTEL_EXPORTER_OTLP_TIMEOUT", "soon"),
         ("OTEL_EXPORTER_OTLP_TIMEOUT", "-1"),
         ("OTEL_TRACES_SAMPLER", "jaeger_remote"),
+        ("OTEL_EXPORTER_OTLP_COMPRESSION", "zstd"),
+        ("OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE", "/no/such.pem"),
+        ("OTEL_EXPORTER_OTLP_CLIENT_KEY", "/no/such.key"),
     ],
 )
 def test_what_is_wrong_is_refused_by_name(variable: str, value: str) -> None:

@@ -310,6 +310,8 @@ def test_details_are_both_dumps_and_ranks_never_share_a_file(tmp_path: Path) -> 
     assert details.train_dump == "/out/train_data/{rollout_id}_{rank}.safetensors"
     given = run_config(tmp_path, debug={"save_debug_train_data": "/out/{rollout_id}.pt"}).debug
     assert given.train_dump == "/out/{rollout_id}_{rank}.pt"
+    beside = given.model_copy(update={"dump_details": "/details", "save_debug_rollout_data": "/own/{rollout_id}.msgpack"})
+    assert (beside.rollout_dump, beside.train_dump) == ("/own/{rollout_id}.msgpack", given.train_dump), "named paths are written"
 
 
 def test_half_a_run_shares_no_gpu(tmp_path: Path) -> None:

@@ -2,7 +2,11 @@
 
 import asyncio
 import importlib.util
+import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -37,6 +41,30 @@ def test_offline_a_runs_numbers_are_in_its_files(tmp_path: Path) -> None:
             return any(all(words in one for words in (b"train/loss", loss, b"perf/step_time", b"max_staleness")) for one in held)
 
         asyncio.run(until(written, f"a file of W&B with the loss {loss.decode()}"))
+
+
+def test_no_address_of_the_run_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from services.trainer.metrics_logger import WeightsAndBiases
+
+    sent: list[dict[str, Any]] = []
+    run = SimpleNamespace(define_metric=lambda *_, **__: None)
+    wandb = SimpleNamespace(init=lambda **given: sent.append(given["config"]) or run, Settings=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(devices, "check", lambda _: None)
+    url = "http://grader:8080"
+    config = run_config(
+        tmp_path,
+        rollout={
+            **{"agent": "a.b:c", "agent_options": {"url": url}, "agent_service": ["serve", url], "sglang": {"host": url}},
+            **{"models": {"judge": {"sglang": {"host": url}}}, "engine_groups": [{"replicas": 1, "sglang": {"host": url}}]},
+        },
+        trainer={"train_env_vars": {"PROXY": url}},
+        algorithm={"use_opd": True, "opd_type": "sglang", "opd_teachers": {"one": url}},
+    )
+    engines = config.rollout.model_copy(update={"external_engines": [url], "agent_command": ["play", url]})
+    store = config.weights.model_copy(update={"object_store_url": url})
+    WeightsAndBiases(config.model_copy(update={"rollout": engines, "weights": store}), "actor")
+    assert "grader" not in json.dumps(sent) and sent[0]["trainer"]["lr"] == config.trainer.lr
 
 
 def test_what_is_asked_for_without_being_installed_is_refused(tmp_path: Path) -> None:
