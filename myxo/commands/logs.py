@@ -138,9 +138,11 @@ class Tail:
         content = b""
         if size < self._at:  # begun anew by a fresh run, or rotated, with what came in between
             with contextlib.suppress(FileNotFoundError):
-                content = _behind(self._older, self._at)
+                content = self._older.read_bytes()[self._at :]
             self._at = 0
-        content += (fresh := _behind(self._path, self._at))
+        with self._path.open("rb") as file:
+            file.seek(self._at)
+            content += (fresh := file.read())
         self._at += fresh.rfind(b"\n") + 1
         lines = []
         for text in content[: content.rfind(b"\n") + 1].decode(errors="replace").split("\n"):
@@ -149,12 +151,6 @@ class Tail:
                 self._stamp = line.at
                 lines.append(line)
         return lines
-
-
-def _behind(path: Path, at: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(at)
-        return file.read()
 
 
 def parse(instance: str, text: str, at: str) -> Line:

@@ -251,11 +251,7 @@ def check_training(inspection: Inspection) -> Findings:
     if actor is None or trainer.trainer_backend == "torch":  # which finds its parameters by transformers' names at the start
         return
     if not (patterns := Freezing.of(trainer)).nothing:
-        names = megatron_parameters(actor, trainer.megatron.get("transformer_impl") == "transformer_engine")
-        try:
-            patterns.check(names)
-        except ConfigError as error:
-            yield error
+        patterns.check(megatron_parameters(actor, trainer.megatron.get("transformer_impl") == "transformer_engine"))
     if (lora := Lora.of(trainer)) is not None:
         lora.check(actor, ParallelLayout.of(trainer), trainer.megatron)
 
@@ -321,11 +317,7 @@ def check_given_checkpoints(inspection: Inspection) -> Findings:
         yield Note(f"--load {load} is not read: the run {config.run.name} begins or continues in {config.run.root}")
 
 
-_NOT_OF_THE_SHAPE = (
-    "max_positions",
-    "draft_layers",
-    "trained_drafts",
-)  # what two models may differ in whose weights take each other's place
+_NOT_OF_THE_SHAPE = ("max_positions", "draft_layers", "trained_drafts")  # what models may differ in that take each other's place
 
 
 def _reference(inspection: Inspection, directory: Path) -> Findings:
@@ -351,8 +343,7 @@ def _reference(inspection: Inspection, directory: Path) -> Findings:
 
 def check_engines(inspection: Inspection) -> Findings:
     """Yields where an engine's GPUs cannot share the model's heads: SGLang divides query heads, and divides or copies the others."""
-    rollout, model = inspection.config.rollout, inspection.architecture
-    gpus = rollout.tensor_parallel
+    rollout, model, gpus = inspection.config.rollout, inspection.architecture, inspection.config.rollout.tensor_parallel
     if model is None:
         return
     heads = {"attention heads": model.num_attention_heads}
@@ -385,13 +376,10 @@ def check_engine_flags(inspection: Inspection) -> Findings:
 
 def check_engine_backend(inspection: Inspection) -> Findings:
     """Yields an attention backend that needs a GPU, where the engine computes on a CPU: it would not start."""
-    config = inspection.config
-    if devices.resolve(config.rollout.rollout_device) != "cpu":
-        return
-    for key, value in config.rollout.sglang.items():
-        if sglang_flags.plain_name(key) == "attention-backend" and value in GPU_ATTENTION:
-            wanted = "torch_native, or leave it out: rollout_device is cpu here, and this backend needs a GPU"
-            yield ConfigError(f"rollout.sglang.{key}", value, wanted)
+    rollout = inspection.config.rollout
+    if devices.resolve(rollout.rollout_device) == "cpu" and (given := rollout.engine_flags.get("attention-backend")) in GPU_ATTENTION:
+        wanted = "torch_native, or leave it out: rollout_device is cpu here, and this backend needs a GPU"
+        yield ConfigError("rollout.sglang.attention-backend", given, wanted)
 
 
 def check_engine_context(inspection: Inspection) -> Findings:
@@ -402,12 +390,10 @@ def check_engine_context(inspection: Inspection) -> Findings:
         return
     if (problem := unequal_context_problem(model, rollout.engine_flags, devices.resolve(rollout.rollout_device))) is not None:
         yield problem
-    if (known := context_length(model)) is None or os.environ.get(LONGER_CONTEXT, "").lower() in ("1", "true", "yes", "y"):
-        return
-    for key, value in inspection.config.rollout.sglang.items():
-        given = positive_count(value)
-        if sglang_flags.plain_name(key) == "context-length" and given is not None and given > known:
-            yield ConfigError(f"rollout.sglang.{key}", value, f"at most {known}, the context in config.json, or set {LONGER_CONTEXT}=1")
+    known, given = context_length(model), positive_count(rollout.engine_flags.get("context-length"))
+    allowed = os.environ.get(LONGER_CONTEXT, "").lower() in ("1", "true", "yes", "y")
+    if known is not None and given is not None and given > known and not allowed:
+        yield ConfigError("rollout.sglang.context-length", given, f"at most {known}, the context in config.json, or set {LONGER_CONTEXT}=1")
 
 
 def positive_count(value: object) -> int | None:

@@ -36,18 +36,13 @@ def _all_of_large(inspection: Inspection, lr: float) -> bool:
     return 1e-4 < lr <= 1e-3 and size is not None and size.parameters > LARGE and not part
 
 
-def _policy(inspection: Inspection) -> bool:
-    config = inspection.config
-    return config.has_steps and config.algorithm.loss_type == "policy_loss" and not config.debug.debug_rollout_only
-
-
 def _more_than_prompts(inspection: Inspection, batch: int) -> bool:
     return inspection.training is not None and batch > len(inspection.training)
 
 
-def _warmup(inspection: Inspection, _: Any) -> bool:
-    trainer, steps = inspection.config.trainer, inspection.config.rollout.num_rollout * inspection.config.trainer.num_steps_per_rollout
-    return _policy(inspection) and trainer.lr_warmup_iters >= steps > 0
+def _warmup(inspection: Inspection, updates: int) -> bool:
+    config, steps = inspection.config, inspection.config.rollout.num_rollout * inspection.config.trainer.num_steps_per_rollout
+    return updates >= steps > 0 and config.algorithm.loss_type == "policy_loss" and not config.debug.debug_rollout_only
 
 
 def _too_short(inspection: Inspection, most: int) -> bool:
@@ -97,19 +92,14 @@ NEEDS: tuple[tuple[str, Callable[[RunConfig], Any], str], ...] = (
     ("num_rollout left out", lambda c: c.rollout.num_rollout_per_epoch or "num_rollout" not in c.rollout.model_fields_set, "*.num_epoch"),
     ("agents or such", lambda c: c.may_give_rewards or c.has_agents or paths(c) or c.ingest.ingest_groups != "off", "rollout.min_rollouts"),
     ("an agent", lambda c: c.has_agents, "rollout.agent_*"),
-    ("agent_image", lambda c: c.rollout.agent_image, "rollout.agent_runtime rollout.agent_network rollout.agent_memory_bytes"),
-    ("agent_image", lambda c: c.rollout.agent_image, "rollout.agent_cpus rollout.agent_processes"),
+    ("agent_image", lambda c: c.rollout.agent_image, "*.agent_runtime *.agent_network *.agent_memory_bytes *.agent_cpus *.agent_processes"),
     ("custom_generate_function_path or rollout_sample_hook_path", generate_paths, "rollout.generate_workers"),
     ("no rollout_concurrency", lambda c: c.rollout.sglang_server_concurrency == c.rollout.rollout_concurrency, "rollout.sglang_server_*"),
     ("episode_url", lambda c: c.episode.episode_url, "episode.*"),
     ("a verifier", lambda c: c.reward.custom_rm_path or {*VERIFIERS} & {c.reward.rm_type, *c.reward.reward_weights}, "*.answer_pattern"),
     ("rm_url", lambda c: c.reward.rm_url, "reward.rm_timeout reward.rm_tries"),
     ("judge_url", lambda c: c.reward.judge_url, "reward.judge_*"),
-    (
-        "num_steps_per_rollout above 1, or use_rollout_logprobs",
-        lambda c: c.trainer.num_steps_per_rollout > 1 or c.algorithm.correction == "rollout",
-        "*.use_opsm",
-    ),
+    ("several optimizer steps a batch", lambda c: c.trainer.num_steps_per_rollout > 1 or c.algorithm.correction == "rollout", "*.use_opsm"),
     ("held-out prompts", lambda c: c.eval.named, "eval.* reward.eval_* monitoring.custom_eval_*"),
     ("advantage_estimator = ppo", lambda c: c.algorithm.has_critic, "trainer.critic_*"),
     ("tensor_model_parallel_size above 1", lambda c: c.trainer.tensor_model_parallel_size > 1, "trainer.sequence_parallel"),

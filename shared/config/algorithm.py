@@ -131,9 +131,7 @@ CONTRADICTIONS: tuple[Rule, ...] = (
     ),
     Rule(
         "turn_advantage_coef",
-        lambda a, given: (
-            given and (a.custom_advantage_function_path or a.custom_reward_post_process_path or a.custom_convert_samples_to_train_data_path)
-        ),
+        lambda a, given: given and (a.custom_advantage_function_path or a.replaces_rewards),
         "a function of your own makes rewards or advantages, and would be bypassed; it may read turn_rewards of its samples",
     ),
     Rule("tis_clip", lambda a, given: given <= a.tis_clip_low, "not above tis_clip_low = {0.tis_clip_low}"),

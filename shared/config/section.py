@@ -82,7 +82,7 @@ def read_where(there: Callable[[Any], Any], expected: str, *fields: str) -> tupl
     def unread(name: str) -> Rule:
         return Rule(name, lambda section, given: given != type(section).model_fields[name].default and not there(section), expected)
 
-    return tuple(unread(name) for name in fields)
+    return tuple(map(unread, fields))
 
 
 WITHOUT_RULES = {"rules": False}

@@ -53,7 +53,6 @@ RUN_BY = {
 }
 """The service that calls the function of each field; where a function of the user's evaluates, the rollout service calls `EVAL_LOG`."""
 
-AWAITED = ("rollout", "reward")  # The services that await what async functions give
 
 SHOWN_SAMPLES = {
     "algorithm.custom_reward_post_process_path",
@@ -155,7 +154,7 @@ def load(field: str, path: str) -> Callable[..., Any]:
     function = load_object(field, path, *split_path(path))
     if not callable(function):
         raise ConfigError(field, path, f"expected a function, found a {type(function).__name__}")
-    if is_async(function) and RUN_BY.get(field, AWAITED[0]) not in AWAITED:
+    if is_async(function) and RUN_BY.get(field) in ("buffer", "trainer"):
         raise ConfigError(field, path, f"expected a plain function: an async one would never run, as the {RUN_BY[field]} awaits none")
     return function
 

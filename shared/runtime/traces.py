@@ -9,7 +9,7 @@ itself reads the others: ``OTEL_EXPORTER_OTLP_HEADERS``, ``_CERTIFICATE``, ``_TI
 import hashlib
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -73,7 +73,6 @@ class Traces:
 
 
 PREFIX = "OTEL_EXPORTER_OTLP"  # of the names of the exporter's variables
-FILES = ("CERTIFICATE", "CLIENT_KEY", "CLIENT_CERTIFICATE")
 SAMPLER, RATIO = "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"
 
 
@@ -97,18 +96,10 @@ def trace_settings(environment: Mapping[str, str]) -> TraceSettings | None:
         raise ConfigError(variable, "(a URL with credentials)", "an address without them; they belong into OTEL_EXPORTER_OTLP_HEADERS")
     if not _is_http(endpoint):
         raise ConfigError(variable, endpoint, "http://host:port or https://host:port of an OTLP receiver")
-    protocol_variable, protocol = _first(environment, "PROTOCOL")
-    if protocol not in ("", "http/protobuf"):
-        raise ConfigError(protocol_variable, protocol, "http/protobuf: receivers listen for it on port 4318")
-    timeout_variable, timeout = _first(environment, "TIMEOUT")
-    if timeout and not _number(timeout) > 0:
-        raise ConfigError(timeout_variable, timeout, "seconds, more than 0")
-    compression_variable, compression = _first(environment, "COMPRESSION")
-    if compression.lower() not in ("", "none", "gzip", "deflate"):
-        raise ConfigError(compression_variable, compression, "none, gzip or deflate")
-    for file_variable, file in (_first(environment, name) for name in FILES):
-        if file and not os.access(file, os.R_OK):
-            raise ConfigError(file_variable, file, "a file that can be read here")
+    for name, (fits, expected) in EXPECTED.items():
+        wrong, value = _first(environment, name)
+        if value and not fits(value):
+            raise ConfigError(wrong, value, expected)
     if importlib.util.find_spec("opentelemetry") is None or importlib.util.find_spec("opentelemetry.exporter") is None:
         raise ConfigError(variable, endpoint, "the exporter, which is not installed: pip install 'myxo[traces]', or unset the variable")
     return TraceSettings(endpoint, _ratio(environment))
@@ -148,3 +139,12 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         return float("nan")
+
+
+# What the exporter's other variables hold, and that in words.
+EXPECTED: dict[str, tuple[Callable[[str], bool], str]] = {
+    "PROTOCOL": ("http/protobuf".__eq__, "http/protobuf: receivers listen for it on port 4318"),
+    "TIMEOUT": (lambda text: _number(text) > 0, "seconds, more than 0"),
+    "COMPRESSION": (lambda name: name.lower() in ("none", "gzip", "deflate"), "none, gzip or deflate"),
+    **dict.fromkeys(("CERTIFICATE", "CLIENT_KEY", "CLIENT_CERTIFICATE"), (lambda path: os.access(path, os.R_OK), "a file to be read here")),
+}

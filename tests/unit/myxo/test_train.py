@@ -191,7 +191,7 @@ def notes(words: str) -> str:
 def test_masking_sequences_switches_no_importance_weight_on() -> None:
     algorithm = config_of([*shlex.split(LEAST), "--use-opsm"]).algorithm
     assert (algorithm.correction, algorithm.use_opsm) == ("none", True)
-    assert "algorithm.use_opsm: without effect, as this needs num_steps_per_rollout above 1, or use_rollout_logprobs" in notes("--use-opsm")
+    assert "algorithm.use_opsm: without effect, as this needs several optimizer steps a batch" in notes("--use-opsm")
     assert notes("--use-opsm --num-steps-per-rollout 4") == notes("--use-opsm --use-rollout-logprobs") == ""
     with pytest.raises(ConfigError, match=r"custom_tis_function_path = .* belongs to the importance weight"):
         config_of([*shlex.split(LEAST), "--custom-tis-function-path", "m.f"])
