@@ -290,7 +290,7 @@ def test_other_weights_than_those_of_the_model_are_refused_and_a_conversion_is_t
             raise_problems([found] if not isinstance(found, Note) else [])
     (told,) = check_given_checkpoints(Inspection(config_of([*shlex.split(LEAST), "--ref-load", str(converted)])))
     assert isinstance(told, Note) and "is not read" in told.text
-    for words in (["--load", str(other.parent), "--run-name", "mine"], ["--load", "runs", "--save", str(tmp_path)]):
+    for words in (["--load", str(other.parent), "--name", "mine"], ["--load", "runs", "--save", str(tmp_path)]):
         (told,) = check_given_checkpoints(Inspection(config_of([*shlex.split(LEAST), *words])))
         assert isinstance(told, Note) and "begins or continues in" in told.text
     assert not list(check_given_checkpoints(Inspection(config_of([*shlex.split(LEAST), "--load", "runs", "--save", "runs"]))))
