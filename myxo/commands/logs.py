@@ -9,6 +9,7 @@ import json
 import mmap
 import re
 import time
+from collections import deque
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -65,9 +66,9 @@ def logs(parsed: argparse.Namespace, console: Console) -> int:
         raise no_such_run(name, parsed.dir)
     tails = {path: Tail(path) for path in chosen(files.logs, service)}
     last = [line for tail in tails.values() for line in tail.last(count, level)]
-    for line in sorted(last, key=lambda line: line.at)[-count:] if count else []:
+    for line in deque(sorted(last, key=lambda line: line.at), count):
         show(console, line)
-    tails = {path: tail for path, tail in tails.items() if path.parent == files.logs}  # the older ones grow by rotation alone
+    tails = dict(filter(lambda item: item[0].parent == files.logs, tails.items()))  # the older ones grow by rotation alone
     while parsed.follow:
         time.sleep(FOLLOW_SECONDS)
         for path in files.logs.glob("*.log"):
@@ -111,8 +112,7 @@ class Tail:
     def last(self, count: int, level: str) -> list[Line]:
         """Returns the last ``count`` lines of at least ``level``; `more` continues behind the file's present last line."""
         self._at = self._begin_of(count, level)
-        lines = [line for line in self.more() if reaches(line, level)]
-        return lines[-count:] if count else []
+        return list(deque((line for line in self.more() if reaches(line, level)), count))
 
     def _begin_of(self, count: int, level: str) -> int:
         """Returns where the last lines begin, the first with a time of its own, for those after it. No more of the file is read."""

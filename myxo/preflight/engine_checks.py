@@ -291,11 +291,11 @@ def _beside_speculation(inspection: Inspection, flags: Mapping[str, Any]) -> Fin
     if config.trainer.use_rollout_routing_replay and chain:
         expected = f"false, or speculation by {chain}: the experts of tokens that were accepted off a tree are lost"
         yield ConfigError("trainer.use_rollout_routing_replay", True, expected)
+    aligned = dict.fromkeys(config.rollout.alignment_flags, ("rollout.alignment", config.rollout.alignment))
     for name in ("enable-deterministic-inference", "rl-on-policy-target"):
         if flags.get(name):
-            aligns = name in config.rollout.alignment_flags
-            field, value = ("rollout.alignment", config.rollout.alignment) if aligns else (f"rollout.sglang.{name}", flags[name])
-            yield ConfigError(field, value, f"{'off' if aligns else 'none'} beside speculation, whose tokens are not sampled by seeds")
+            expected = "left out beside speculation, whose tokens are not sampled by seeds"
+            yield ConfigError(*aligned.get(name, (f"rollout.sglang.{name}", flags[name])), expected)
     if devices.resolve(config.rollout.rollout_device) == "cpu" and str(flags.get("speculative-eagle-topk", 1)) != "1":
         yield ConfigError("rollout.sglang.speculative-eagle-topk", flags["speculative-eagle-topk"], "1 on a CPU: a chain of drafts")
     with contextlib.suppress(ValueError, TypeError, AttributeError):  # what is no JSON object is reported

@@ -102,8 +102,8 @@ def test_what_keeps_both_sides_from_the_same_bits_is_named(tmp_path: Path, model
         ({"rollout": {"speculation": "draft"}}, "rollout.speculation = 'STANDALONE': speculative-draft-model-path besides"),
         ({"trainer": {"use_rollout_routing_replay": True}}, "use_rollout_routing_replay = True: false, or speculation by mtp"),
         ({"eval": {"eval_min_new_tokens": 4}}, "min_new_tokens = 4: none where the engine speculates"),
-        ({"rollout": {"sglang": {"enable-deterministic-inference": True}}}, "inference = True: none beside speculation"),
-        ({"rollout": {"alignment": "close"}}, "rollout.alignment = 'close': off beside speculation"),
+        ({"rollout": {"sglang": {"enable-deterministic-inference": True}}}, "inference = True: left out beside speculation"),
+        ({"rollout": {"alignment": "close"}}, "rollout.alignment = 'close': left out beside speculation"),
         ({"rollout": {"sglang": {"preferred-sampling-params": '{"min_p": 0.1}'}}}, "preferred-sampling-params: min_p = 0.1: none where"),
         ({"rollout": {"sglang": {"speculative-algorithm": "EAGLE3", "speculative-eagle-topk": 4}}}, "1 on a CPU: a chain of drafts"),
         (
