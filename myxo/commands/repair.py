@@ -143,9 +143,9 @@ async def _withdraw(bus: Bus, config: RunConfig, steps: int) -> None:
     """Takes away what services would still serve or train with of the steps after these: the versions that are announced, their snapshots,
     and the tasks and samples in the queues. The trainer and the buffer make all of it anew."""
     names, rollout = Subjects(config.run.name), config.rollout
+    WeightCheckpoints.of_run(config).remove_after(version_after(steps, config.weights.update_weights_interval, rollout.num_rollout))
     for key in ("live", "snapshot"):
         await bus.delete(names.weights_bucket, key)
-    WeightCheckpoints.of_run(config).remove_after(version_after(steps, config.weights.update_weights_interval, rollout.num_rollout))
     for queue in (names.task_stream, names.generated_stream, names.scored_stream):
         with contextlib.suppress(NotFoundError):  # an interrupted one has removed it
             await bus.js.delete_stream(queue)  # one that is only purged still takes a group's next task for a repeat of its last
@@ -172,7 +172,12 @@ async def repair(run: str, directory: Path, console: Console, agreed: bool, as_j
         ledger = await ledger_extent(access.bus, access.run)
         held = checkpoints(access.config)
         plan = repair_plan(ledger, held)
-        moved = await carry_out(access, plan) if agreed and plan.needed and not plan.problem else []
+        try:
+            moved = await carry_out(access, plan) if agreed and plan.needed and not plan.problem else []
+        except OSError as error:
+            raise ConfigError(
+                "RUN", run, f"a run whose files can be changed from here, which it needs ({error}); nothing is cut"
+            ) from error
         done = agreed and not plan.problem
         if as_json:
             found = {"run": access.run, **asdict(plan), "needed": plan.needed, "done": done}

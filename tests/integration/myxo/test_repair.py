@@ -100,6 +100,11 @@ def test_nothing_of_what_was_cut_is_served_or_trained_with(myxo: Myxo, torn_run:
             return await runs.live_version(bus, config.run.name), await bus.get(names.weights_bucket, "snapshot"), tasks
 
     asyncio.run(fill())
+    blocked = snapshots.directory / ".v000002.removed"
+    blocked.touch()  # as on a volume that is read-only here
+    code, _, err = myxo.run("repair", config.run.root, "--yes")
+    assert code == 2 and "files can be changed from here" in err and left(config)[1:] == ["step_00000001", "step_00000002"]
+    blocked.unlink()
     code, out, _ = myxo.run("repair", config.run.root, "--yes")
     assert code == 0 and "checkpoints of 2 steps: they are put aside, and 1 steps are trained anew" in out
     assert asyncio.run(left_on_bus()) == (-1, None, 0) and snapshots.versions() == [1]
