@@ -294,8 +294,8 @@ def _beside_speculation(inspection: Inspection, flags: Mapping[str, Any]) -> Fin
     aligned = dict.fromkeys(config.rollout.alignment_flags, ("rollout.alignment", config.rollout.alignment))
     for name in ("enable-deterministic-inference", "rl-on-policy-target"):
         if flags.get(name):
-            expected = "left out beside speculation, whose tokens are not sampled by seeds"
-            yield ConfigError(*aligned.get(name, (f"rollout.sglang.{name}", flags[name])), expected)
+            field, value = aligned.get(name, (f"rollout.sglang.{name}", flags[name]))
+            yield ConfigError(field, value, "left out beside speculation, whose tokens are not sampled by seeds")
     if devices.resolve(config.rollout.rollout_device) == "cpu" and str(flags.get("speculative-eagle-topk", 1)) != "1":
         yield ConfigError("rollout.sglang.speculative-eagle-topk", flags["speculative-eagle-topk"], "1 on a CPU: a chain of drafts")
     with contextlib.suppress(ValueError, TypeError, AttributeError):  # what is no JSON object is reported
