@@ -169,15 +169,12 @@ async def repair(run: str, directory: Path, console: Console, agreed: bool, as_j
     async with reach(run, directory) as access:
         if access.live and (busy := await runs.at_work(access.bus, access.config)):
             raise ConfigError("RUN", run, f"a run that is at rest: {busy}")
-        ledger = await ledger_extent(access.bus, access.run)
-        held = checkpoints(access.config)
+        ledger, held = await ledger_extent(access.bus, access.run), checkpoints(access.config)
         plan = repair_plan(ledger, held)
         try:
             moved = await carry_out(access, plan) if agreed and plan.needed and not plan.problem else []
         except OSError as error:
-            raise ConfigError(
-                "RUN", run, f"a run whose files can be changed from here, which it needs ({error}); nothing is cut"
-            ) from error
+            raise ConfigError("RUN", run, f"a run whose files can be changed from here ({error}); nothing is cut yet") from error
         done = agreed and not plan.problem
         if as_json:
             found = {"run": access.run, **asdict(plan), "needed": plan.needed, "done": done}
