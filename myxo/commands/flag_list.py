@@ -129,8 +129,7 @@ def completion(shell: str, console: Console) -> int:
     except ModuleNotFoundError:
         raise ConfigError("completion", shell, "the package shtab: pip install shtab") from None
     top = parser(declared=COMMANDS)
-    commands = next(action.choices for action in top._actions if isinstance(action, argparse._SubParsersAction))
-    for command in commands.values():
+    for command in next(action.choices for action in top._actions if isinstance(action, argparse._SubParsersAction)).values():
         if command.get_default("take_rest") is take_flags:  # it takes the config's flags, which argparse does not know
             _add_flags(command)
         for action in command._actions:

@@ -87,7 +87,7 @@ RULES = (
 # What fields need to have an effect, whether a run has it, and the fields; those that are at their defaults do not count.
 NEEDS: tuple[tuple[str, Callable[[RunConfig], Any], str], ...] = (
     ("a function of your own", paths, "run.custom_args"),
-    ("reasoning_gym", lambda c: c.curriculum.reasoning_gym, "curriculum.*"),
+    ("reasoning_gym or data_source", lambda c: c.data.data_source, "curriculum.*"),
     ("prompt_data", lambda c: not c.curriculum.reasoning_gym, "data.rollout_shuffle"),
     ("num_rollout left out", lambda c: c.rollout.num_rollout_per_epoch or "num_rollout" not in c.rollout.model_fields_set, "*.num_epoch"),
     ("agents or such", lambda c: c.may_give_rewards or c.has_agents or paths(c) or c.ingest.ingest_groups != "off", "rollout.min_rollouts"),
@@ -103,7 +103,7 @@ NEEDS: tuple[tuple[str, Callable[[RunConfig], Any], str], ...] = (
     ("held-out prompts", lambda c: c.eval.named, "eval.* reward.eval_* monitoring.custom_eval_*"),
     ("advantage_estimator = ppo", lambda c: c.algorithm.has_critic, "trainer.critic_*"),
     ("tensor_model_parallel_size above 1", lambda c: c.trainer.tensor_model_parallel_size > 1, "trainer.sequence_parallel"),
-    ("lr_decay_style = linear or cosine", lambda c: c.trainer.lr_decay_style != "constant", "trainer.min_lr"),
+    ("lr_decay_style = linear or cosine", lambda c: c.trainer.lr_decay_style != "constant" or not c.has_steps, "trainer.min_lr"),
     ("a decay or lr_warmup_fraction", lambda c: c.trainer.lr_decay_style != "constant" or c.trainer.lr_warmup_fraction, "*.lr_decay_iters"),
     ("lora_rank", lambda c: c.trainer.lora_rank or c.tinker.tinker_endpoint, "trainer.lora_alpha trainer.target_modules"),
     ("enable_mtp_training", lambda c: c.trainer.enable_mtp_training, "trainer.mtp_loss_scaling_factor"),
@@ -136,7 +136,7 @@ def check_needs(inspection: Inspection) -> Findings:
     for needed, has, patterns in NEEDS:
         idle = [name for pattern in patterns.split() for name in fnmatch.filter(given, pattern)]
         if idle and not has(config):
-            yield Note(f"{', '.join(idle)}: without effect, as this needs {needed}")
+            yield Note(f"{', '.join(idle)}: without effect{' but for functions of your own' * bool(paths(config))}, as this needs {needed}")
 
 
 def check_values(inspection: Inspection) -> Findings:

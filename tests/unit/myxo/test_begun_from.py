@@ -8,8 +8,14 @@ from rich.console import Console
 from myxo.commands import export_run
 from myxo.preflight import Source
 from myxo.run.run_directory import CHECKPOINTS, MARKER, RunDirectory
-from shared.runtime.errors import ConfigError
+from shared.runtime.errors import ConfigError, MyxoError
 from tests.support.run_config import run_config
+
+
+def test_a_conversion_that_hangs_is_ended_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export_run, "CONVERT_SECONDS", 0.0)
+    with pytest.raises(MyxoError, match="the checkpoint of step 3 in .* was not converted within 0 s"):
+        export_run.converted(run_config(tmp_path), tmp_path, 3, tmp_path / "made")
 
 
 def test_weights_of_another_try_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

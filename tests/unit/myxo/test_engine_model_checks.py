@@ -277,6 +277,7 @@ def test_sizes_of_own_engines_are_said_to_change_nothing_beside_external_ones(tm
         ({"rollout": {"sglang_server_concurrency": 8}}, ""),
         ({"reward": {"judge_timeout": 9, "rm_tries": 2}}, "reward.rm_tries: .*reward.judge_timeout: "),
         ({"curriculum": {"level_spread": 2}, "sft": {"sft_lr": 1e-4}}, "curriculum.level_spread: .*sft.sft_lr: "),
+        ({"curriculum": {"level_spread": 2}, "data": {"data_source": "a.b:c"}, "sft": {"sft_lr": 1}}, "^note: sft.sft_lr: .* but for func"),
         ({"run": {"custom_args": {"lr_": 1}}}, "run.custom_args: .* needs a function"),
         ({"gateway": {"gateway_host": "0.0.0.0"}, "ingest": {"ingest_wait": 9}}, "gateway.gateway_host: .*ingest.ingest_wait: "),
         ({"gateway": {"gateway_host": "0.0.0.0", "gateway_port": 8000}}, ""),
