@@ -201,6 +201,13 @@ def test_appending_keeps_all_in_step() -> None:
     assert stored(hook_sample(**{**vars(one), "status": Status.COMPLETED})).segments == [(0, 1, 3), (1, 3, 4), (3, 4, 3)]
 
 
+def test_verified_drafts_are_counted_whichever_flag_has_engines_verify_them() -> None:
+    one, drafted = HookSample(tokens=[1]), {"completion_tokens": 1, "spec_verify_ct": 1}
+    one.append_response_tokens(tokens=[5], log_probs=[-1.0], meta_info=meta("stop") | drafted)
+    one.append_response_tokens(tokens=[6], log_probs=[-1.0], meta_info=meta("stop") | {"completion_tokens": 1})
+    assert (one.spec_info.spec_verify_ct, one.spec_info.completion_token_num) == (1, 1)
+
+
 def test_log_probs_that_nobody_kept_stay_unknown_and_are_no_zeros() -> None:
     one = stored(hook_sample(rollout_log_probs=None), limits=SampleLimits(VOCABULARY))
     assert one.log_probs is None and one.mask.tolist() == [1, 1, 0, 1]
