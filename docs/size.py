@@ -25,7 +25,7 @@ PACKAGES = tuple(name for name in ("services", "shared", "myxo") if (ROOT / name
 
 # CONTRIBUTING.md says how these two may move
 MOST_LINES = 105076
-MOST_FILES = 474
+MOST_FILES = 473
 MOST_COMPLEXITY = 15
 MEDIAN_FUNCTION = 8  # lines, docstring included
 
