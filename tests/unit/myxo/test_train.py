@@ -34,7 +34,10 @@ FILES = (
     *("model.hf_checkpoint", "model.ref_load", "data.prompt_data", "sft.sft_data", "algorithm.opd_teacher_load"),
     *("run.dir", "trainer.save", "trainer.load"),
 )
-MACHINE = ["trainer.actor_num_nodes", "rollout.rollout_num_gpus_per_engine", "rollout.rollout_replicas", "rollout.engine_groups"]
+MACHINE = [
+    *("trainer.actor_num_nodes", "trainer.megatron.fp8"),
+    *("rollout.rollout_num_gpus_per_engine", "rollout.rollout_replicas", "rollout.engine_groups"),
+]
 """Where a script may ask for files and machines that are not there."""
 
 MISSING = ("Transformer Engine has it, which is not installed", "No module named", "install the package", "is not installed", "needs a GPU")
