@@ -58,7 +58,8 @@ def move(run: str, directory: Path, target: Path, console: Console, *, keep: boo
             with contextlib.suppress(OSError):  # others' files lie there
                 source.rmdir()
     words = f"--dir {target.absolute()}" + (f" --save {target.absolute()}" if saved else "")
-    console.print(f"Run {name} lies in {goal}. It continues there: `myxo up CONFIG {words}`.", soft_wrap=True)
+    told = f"Run {name} lies in {goal}; what is not its state, as a model that its config names, stays in {source}."
+    console.print(f"{told} It continues there: `myxo up CONFIG {words}`.", soft_wrap=True)
     return exit_codes.DONE
 
 

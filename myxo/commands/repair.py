@@ -126,11 +126,13 @@ async def carry_out(access: Access, plan: RepairPlan) -> list[Path]:
     What it does may be done once more after it was interrupted: the record comes last.
     """
     bus, config, names, cut = access.bus, access.config, Subjects(access.run), plan.cut or LedgerCut(0, 0, "")
-    await _withdraw(bus, config, plan.resume)
-    found = [path for path in final_exports(config) if (exported_steps(path, config.rollout.num_rollout) or 0) > plan.resume]
+    steps = config.rollout.num_rollout
+    WeightCheckpoints.of_run(config).remove_after(version_after(plan.resume, config.weights.update_weights_interval, steps))
+    found = [path for path in final_exports(config) if (exported_steps(path, steps) or 0) > plan.resume]
     for name in CHECKPOINTS.values():
         found += [path for step, path in complete_checkpoints(config.trained / name) if step in plan.set_aside]
     moved = [path.rename(path.with_name(f"{path.name}{ASIDE}-{time.time_ns()}")) for path in found]
+    await _withdraw(bus, config)
     for sequence in range(cut.last, cut.after, -1):  # from the end: an interrupted one has only shortened it
         with contextlib.suppress(NotFoundError, BadRequestError):  # it is one of those that are gone
             await bus.js.delete_msg(names.ledger_stream, sequence)
@@ -139,11 +141,10 @@ async def carry_out(access: Access, plan: RepairPlan) -> list[Path]:
     return moved
 
 
-async def _withdraw(bus: Bus, config: RunConfig, steps: int) -> None:
-    """Takes away what services would still serve or train with of the steps after these: the versions that are announced, their snapshots,
-    and the tasks and samples in the queues. The trainer and the buffer make all of it anew."""
-    names, rollout = Subjects(config.run.name), config.rollout
-    WeightCheckpoints.of_run(config).remove_after(version_after(steps, config.weights.update_weights_interval, rollout.num_rollout))
+async def _withdraw(bus: Bus, config: RunConfig) -> None:
+    """Takes away what services would still serve or train with of the steps that are gone: the versions that are announced, and the tasks
+    and samples in the queues. The trainer and the buffer make all of it anew."""
+    names = Subjects(config.run.name)
     for key in ("live", "snapshot"):
         await bus.delete(names.weights_bucket, key)
     for queue in (names.task_stream, names.generated_stream, names.scored_stream):
@@ -173,8 +174,11 @@ async def repair(run: str, directory: Path, console: Console, agreed: bool, as_j
         plan = repair_plan(ledger, held)
         try:
             moved = await carry_out(access, plan) if agreed and plan.needed and not plan.problem else []
+        except (TimeoutError, ConnectionError):  # of the bus
+            raise
         except OSError as error:
-            raise ConfigError("RUN", run, f"a run whose files can be changed from here ({error}); nothing is cut yet") from error
+            wanted = f"a run whose files can be changed from here, which it needs ({error}); nothing is cut"
+            raise ConfigError("RUN", run, wanted) from error
         done = agreed and not plan.problem
         if as_json:
             found = {"run": access.run, **asdict(plan), "needed": plan.needed, "done": done}

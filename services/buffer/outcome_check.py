@@ -67,9 +67,9 @@ def group_problem(message: Scored, state: BufferState, limits: BufferConfig) -> 
 
 
 def _alignment_problem(message: Scored) -> str | None:
-    samples, rewards = len(message.samples), len(message.rewards)
-    if samples != rewards:
-        return f"{samples} samples, with {rewards} rewards, came back"
+    samples, rewards, rollouts = len(message.samples), len(message.rewards), len(message.rollouts or message.samples)
+    if not samples == rewards == rollouts:
+        return f"{samples} samples, with {rewards} rewards and the rollouts of {rollouts}, came back"
     if len(message.parts) not in (0, samples) or not set(message.removed) <= set(range(samples)):
         return f"named rewards of {len(message.parts)} samples, and {str(message.removed)[:80]} removed, came back for {samples} samples"
     if not {position for position, _ in message.unread} <= set(range(samples)):

@@ -249,7 +249,7 @@ declare_metrics("groups_ingested_total | groups | [made elsewhere](ingest.md) an
 BINDING_SECONDS = 7 * 24 * 3600  # For as long the producer's id of a group is known
 PUBLISH_SECONDS = 30.0
 
-COMING, COMING_SECONDS = "coming", 180  # The mark of a group that may be published now, and for how long it stands: no one ends its task
+CLAIM_SECONDS = 180  # For as long only who has claimed a task says what becomes of it: longer than a group takes to be published
 OWNED_SECONDS = 60.0  # For as long a task waits whose group's producer has not come again
 
 RETRY_S = 2.0  # After how many seconds a producer may try again that finds no room
@@ -366,10 +366,9 @@ class GroupIntake:
         task, key = lease.message, self._owner_key(lease.message)
         [owner] = await self._service.store.commands("the group of a task", [("GET", key)])
         if owner is None or not await self._is_in(owner.decode()):
+            if not lease.last and await self._claimed(key, ""):  # its producer came a moment ago
+                return await lease.hand_back(delay=CLAIM_SECONDS)
             await self._service.store.commands("the end of a task", [("SET", key, "", "EX", BINDING_SECONDS)])
-            if owner is not None and await self._is_in(owner.decode(), COMING):  # its producer read that it is the owner before this
-                await self._service.store.commands("the group of a task", [("SET", key, owner, "EX", BINDING_SECONDS)])
-                return await lease.hand_back(delay=OWNED_SECONDS)
             reason = f"given up after {lease.deliveries - 1} deliveries"
             failed = Failed(group=task.group, attempt=task.attempt, reason=reason, by=self._service.instance, fault=INFRASTRUCTURE)
             await self._send(self._service.subjects.scored(GATEWAY), failed)
@@ -379,13 +378,20 @@ class GroupIntake:
         return f"{self._service.subjects.ingest_key(task.group)}:attempt-{task.attempt}"
 
     async def _owner(self, name: str, binding: Binding) -> str:
-        """Returns the producers' id of the group that a task is for: the first one that was bound to it, which may be ``name``."""
-        key, coming = self._owner_key(binding), f"{self._service.subjects.ingest_key(name)}:{COMING}"
-        wanted = [("SET", coming, "1", "EX", COMING_SECONDS), ("SET", key, name, "NX", "EX", BINDING_SECONDS), ("GET", key)]
-        return str((await self._service.store.commands("the group of a task", wanted))[-1].decode())
+        """Returns the producers' id of the group that a task is for: the first one that was bound to it; nothing where it is given up."""
+        key = self._owner_key(binding)
+        wanted = [("SET", key, name, "NX", "EX", BINDING_SECONDS), ("GET", key)]
+        owner = str((await self._service.store.commands("the group of a task", wanted))[1].decode())
+        return await self._claimed(key, name) if owner == name else owner
 
-    async def _is_in(self, name: str, mark: str = "in") -> bool:
-        wanted = [("GET", f"{self._service.subjects.ingest_key(name)}:{mark}")]
+    async def _claimed(self, key: str, name: str) -> str:
+        """Returns who may say what becomes of a task now: its producer, which is about to publish, or nobody, which gives it up. ``name``,
+        unless the other one came first, within `CLAIM_SECONDS`."""
+        wanted = [("SET", f"{key}:claim", name, "NX", "EX", CLAIM_SECONDS), ("GET", f"{key}:claim")]
+        return str(((await self._service.store.commands("who ends a task", wanted))[1] or name.encode()).decode())
+
+    async def _is_in(self, name: str) -> bool:
+        wanted = [("GET", f"{self._service.subjects.ingest_key(name)}:in")]
         return (await self._service.store.commands("whether a group is in", wanted))[0] is not None
 
     async def _task(self) -> MessageLease[Task]:

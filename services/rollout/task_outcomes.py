@@ -180,7 +180,6 @@ class TaskOutcomes:
     def forget(self, task: Task) -> None:
         """Notes that a task is no longer in hand."""
         self._published.pop((task.group, task.attempt), None)
-        self._service.holding = ""  # of others that wait for the link their next attempt says so again
 
     async def generated(self, task: Task, samples: list[Sample], started: float, ended: float, aborted: int = 0) -> Generated | Interrupted:
         """Stores a finished group's samples, with their teachers' log-probs, and returns the reference to them; of one that became too old
@@ -278,21 +277,27 @@ class TaskOutcomes:
         """Writes a group's samples into the store and returns its message. With a spool it waits for the link, and returns that the group
         is stale once it is; else it raises as `Store.write` does. ``check_age``: before the first attempt, too."""
         trains = not is_evaluation(task.group)
-        while True:
-            try:
-                if check_age and trains and self._spool is not None and (live := await self._live()) > group.last:
-                    self._service.metrics.add("too_old_at_source")
-                    self._service.log.warning("group_too_old_at_source", group=task.group, attempt=task.attempt, live=live, last=group.last)
-                    return Interrupted(group=task.group, attempt=task.attempt, stale=True, replica=self._service.instance)
-                await self._service.store.write(group.blobs, None if self._spool is None else LINK_SECONDS)
-                return group.message
-            except (DeadlineExceeded, *TRANSIENT) as error:
-                if self._spool is None:
-                    raise
-                if not check_age:
-                    self._service.log.warning("link_down", group=task.group, attempt=task.attempt, error=str(error))
-                check_age, self._service.holding = True, f"the link to the run's store is down ({error})"  # no task is taken meanwhile
-                await asyncio.sleep(LINK_PAUSE)
+        try:
+            while True:
+                try:
+                    if check_age and trains and self._spool is not None and (live := await self._live()) > group.last:
+                        self._service.metrics.add("too_old_at_source")
+                        self._service.log.warning(
+                            "group_too_old_at_source", group=task.group, attempt=task.attempt, live=live, last=group.last
+                        )
+                        return Interrupted(group=task.group, attempt=task.attempt, stale=True, replica=self._service.instance)
+                    await self._service.store.write(group.blobs, None if self._spool is None else LINK_SECONDS)
+                    return group.message
+                except (DeadlineExceeded, *TRANSIENT) as error:
+                    if self._spool is None:
+                        raise
+                    if not check_age:
+                        self._service.log.warning("link_down", group=task.group, attempt=task.attempt, error=str(error))
+                    # no task is taken meanwhile
+                    check_age, self._service.holding = True, f"the link to the run's store is down ({error})"
+                    await asyncio.sleep(LINK_PAUSE)
+        finally:
+            self._service.holding = ""  # of others that wait for the link their next attempt says so again
 
     async def _live(self) -> int:
         value = await self._service.bus.get(self._service.subjects.weights_bucket, "live", deadline=LINK_SECONDS)

@@ -97,9 +97,14 @@ class NatsClient:
             await cancelled([opened])
         raise BusUnreachable(f"no NATS server at {redacted(self.url)} within {deadline:g} s ({self._last_error})")
 
-    async def until_refused(self) -> None:
-        """Waits until the server no longer lets this client in. Raises BusUnreachable then."""
-        raise BusUnreachable(f"the NATS server at {redacted(self.url)}: {await asyncio.shield(self._hopeless)}", refused=True)
+    async def until_refused(self, lasting: float = 0.0) -> None:
+        """Waits until no server has let this client in again for ``lasting`` seconds. Raises BusUnreachable then."""
+        while True:
+            refusal = self._hopeless
+            reason = await asyncio.shield(refusal)
+            await asyncio.sleep(lasting)
+            if refusal is self._hopeless:
+                raise BusUnreachable(f"the NATS server at {redacted(self.url)}: {reason}", refused=True)
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = str(error) or type(error).__name__
@@ -118,6 +123,8 @@ class NatsClient:
 
     async def _on_reconnected(self) -> None:
         self.restored_s = time.monotonic()
+        if self._hopeless.done():
+            self._hopeless = asyncio.get_running_loop().create_future()
         self._restored.set()
         self._restored = asyncio.Event()
         self._log.info("bus_reconnected")

@@ -19,7 +19,7 @@ import tomllib
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, get_origin
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -54,9 +54,9 @@ def known_fields(values: dict[str, Any]) -> Known:
             found.problems.append(ConfigError(section, fields, f"expected a section [{section}] with fields"))
         else:
             others, known = _without_slimes(section, fields, found, renamed), section_model(section).model_fields
-            found.values[section] = {key: value for key, value in others.items() if key in known}
+            found.values[section] = {key: _table(value, known[key].annotation) for key, value in others.items() if key in known}
             found.problems.extend(_unknown(section, key, value) for key, value in others.items() if key not in known)
-    megatron = _table(found.values.get("trainer", {}).pop("megatron", None))
+    megatron = found.values.get("trainer", {}).pop("megatron", None)
     if isinstance(megatron, dict):
         try:
             others = _without_slimes("trainer.megatron", megatron, found, renamed)
@@ -70,9 +70,9 @@ def known_fields(values: dict[str, Any]) -> Known:
     return found
 
 
-def _table(value: Any) -> Any:
-    """Returns the table whose JSON text a value is, as TOML has no null; any other value as it is."""
-    if isinstance(value, str) and value.startswith("{"):
+def _table(value: Any, annotation: Any) -> Any:
+    """Returns the table of a field whose value is its JSON text, as TOML has no null; else the value, which its own check judges."""
+    if isinstance(value, str) and get_origin(annotation) is dict:
         with suppress(ValueError):
             return json.loads(value)
     return value
@@ -208,10 +208,10 @@ def _bases(value: Any, path: Path) -> list[str]:
 
 def over(below: Any, above: Any) -> Any:
     """Merges tables key by key, also one that stands as JSON; a file of prompts, which is a table with a path, is one value."""
-    table, changes = _table(below), _table(above)
-    if not isinstance(table, dict) or not isinstance(changes, dict) or "path" in changes:
+    below = _table(below, dict[str, Any] if isinstance(above, dict) else str)
+    if not isinstance(below, dict) or not isinstance(above, dict) or "path" in above:
         return above
-    return {**table, **{key: over(table[key], value) if key in table else value for key, value in changes.items()}}
+    return {**below, **{key: over(below[key], value) if key in below else value for key, value in above.items()}}
 
 
 # --- slime's files

@@ -117,7 +117,7 @@ def named_rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "reward.rm_type", config.reward.rm_type
         yield from (("reward.reward_weights", name) for name in config.reward.reward_weights)
     for view in eval_views(config):
-        if view.own.rm_type is not None and view.own.custom_rm_path is None:
+        if view.own.rm_type is not None and view.config.reward.environment_of(view.own.rm_type) != CUSTOM:
             yield f"{view.field}.rm_type", view.own.rm_type
 
 

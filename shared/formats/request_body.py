@@ -52,12 +52,8 @@ def shallow(value: Any) -> Any:
 AnyObject = Annotated[dict[str, Any], AfterValidator(shallow)]  # An object of any form: a schema
 
 
-def _as_text(given: Any) -> str:
-    return given if isinstance(given, str) else json.dumps(shallow(given), ensure_ascii=False)
-
-
 # A call's arguments as text, whether they are the JSON of an object or not: what a model wrote may be sent back, as an object, too
-Arguments = Annotated[str, BeforeValidator(_as_text)]
+Arguments = Annotated[str, BeforeValidator(lambda one: one if isinstance(one, str) else json.dumps(shallow(one), ensure_ascii=False))]
 
 
 class RequestFields(BaseModel):

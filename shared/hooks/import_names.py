@@ -136,7 +136,8 @@ class SlimeNames(MetaPathFinder):
         if name.partition(".")[0] != "slime":
             return None
         if (ours := MODULES.get(name)) is not None:
-            spec = ModuleSpec(name, _EmptyPackage() if ours == _OURS else SameModule(ours), is_package=_is_package(name))
+            is_package = any(other.startswith(f"{name}.") for other in MODULES)
+            spec = ModuleSpec(name, _EmptyPackage() if ours == _OURS else SameModule(ours), is_package=is_package)
             if spec.submodule_search_locations is not None:
                 spec.submodule_search_locations += _directories(name)
             return spec
@@ -194,7 +195,3 @@ def _directories(package: str) -> list[str]:
 
 def _there() -> str:
     return "of its modules " + ", ".join(sorted(other for other in MODULES if MODULES[other] != _OURS))
-
-
-def _is_package(name: str) -> bool:
-    return any(other.startswith(f"{name}.") for other in MODULES)

@@ -164,14 +164,15 @@ def compute_gpqa_reward(response: str | None, label: Any, metadata: dict[str, An
     if response is None:
         return 0.0
     metadata = metadata or {}
-    choices = _choices(metadata.get("choices"))
+    among = metadata.get("choices") or []
+    choices = list(among.values() if isinstance(among, dict) else among)
     letters = _letters(metadata.get("valid_letters"), choices)
     text = label.strip() if isinstance(label, str) else None
-    right = _right_letter(label, text, metadata.get("correct_letter"), letters) or _letter_of(text, choices or [], letters)
+    right = _right_letter(label, text, metadata.get("correct_letter"), letters) or _letter_of(text, choices, letters)
     given = extract_letter(response, letters)
     if given and right:
         return float(given == right)
-    texts = [str(choice) for letter, choice in zip(letters, choices or [], strict=False) if letter == right][:1]
+    texts = [str(choice) for letter, choice in zip(letters, choices, strict=False) if letter == right][:1]
     texts += [str(metadata[key]) for key in ("correct_answer", "answer_text") if metadata.get(key)]
     return _by_text(response, [*texts, *([text] if text else [])], given, right, text)
 
@@ -193,11 +194,7 @@ def _by_text(response: str, texts: list[str], given: str | None, right: str | No
     return float(bool(given and not right and label and given == label.upper()))
 
 
-def _choices(given: Any) -> list[Any] | None:
-    return list(given.values() if isinstance(given, dict) else given) if given is not None else None
-
-
-def _letters(valid: Any, choices: list[Any] | None) -> list[str]:
+def _letters(valid: Any, choices: list[Any]) -> list[str]:
     if valid:
         return [str(letter).upper() for letter in valid]
     return list(string.ascii_uppercase[: len(choices)]) if choices else LETTERS

@@ -45,6 +45,7 @@ from shared.store.payload_store import HOLDING_SECONDS, SECONDS, Store
 declare_metrics("misplaced_statuses_total | | statuses in the registry that named another service than their key, and were ignored")
 
 STOP_SECONDS = 4.0  # The seconds that a service's body has to return after SIGTERM before it is cancelled
+REFUSED_SECONDS = 10.0  # For as long no server lets a service in before it ends: one of several may be behind, a certificate in rotation
 FAREWELL_SECONDS = 1.0  # The seconds for which a failing service tries to report its failure on the bus
 HEARTBEATS = 5  # The number of times that a service renews its status within the registry's TTL
 
@@ -223,7 +224,7 @@ async def attended(service: Service) -> AsyncIterator[None]:
     app = http_endpoints.health_app(service.health, service.metrics.registry)
     async with _traced(service), http_endpoints.serving(app, http_address(service.config.monitoring.http_host)) as service.http:
         try:
-            async with service.background(heartbeat(), failure(), service.bus.until_refused()):
+            async with service.background(heartbeat(), failure(), service.bus.until_refused(REFUSED_SECONDS)):
                 await service.publish_event("joined")
                 with tasks.failures_reported(lambda error: loop.call_soon_threadsafe(errors.put_nowait, error)):
                     yield

@@ -232,11 +232,6 @@ def _servers(now: RunSituation) -> Stall | None:
     return Stall(gone[0][1], words, min(away.since for _, _, away in gone), follows)
 
 
-def _reported(now: RunSituation) -> Stall | None:
-    """The launcher sees its processes, their exit codes, and the disk."""
-    return now.reported
-
-
 def _failed(now: RunSituation) -> Stall | None:
     reason = now.failure or next((status.detail for status in now.statuses if status.state == RUN_FAILED), "")
     return Stall(Cause.FAILED, f"nothing any more: the run has failed{named(reason)}") if reason else None
@@ -467,7 +462,7 @@ def _step(now: RunSituation) -> Stall | None:
 IN_ORDER: Sequence[Look] = (
     _disk,
     _servers,
-    _reported,
+    lambda now: now.reported,  # the launcher sees its processes, their exit codes, and the disk
     _failed,
     _owed,
     _down,
