@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import nats.errors
 import pytest
 from nats.js.api import DiscardPolicy, RetentionPolicy, StreamConfig
 
@@ -76,6 +77,17 @@ class NatsWithoutJetStream(EmbeddedNats):
         config = self.directory / "nats.conf"
         config.write_text("\n".join(line for line in config.read_text().splitlines() if "jetstream" not in line))
         return command
+
+
+async def test_a_refusal_that_passes_ends_nobody(bus: Bus) -> None:
+    """One of several servers may be behind with its accounts."""
+    refused = asyncio.ensure_future(bus.until_refused(0.2))
+    await bus._on_error(nats.errors.AuthorizationError())
+    await bus._on_reconnected()
+    assert not (await asyncio.wait([refused], timeout=1))[0]
+    await bus._on_error(nats.errors.AuthorizationError())
+    with pytest.raises(BusUnreachable, match="(?i)authorization"):
+        await asyncio.wait_for(refused, 30)
 
 
 async def test_a_server_without_jetstream_is_told(tmp_path: Path) -> None:

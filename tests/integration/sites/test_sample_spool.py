@@ -83,7 +83,7 @@ async def test_a_group_outlives_its_replica_and_is_sent_once_by_another(site: Si
     await until(lambda: first._service.held_back, "the wait for the link, by which no task is taken", SECONDS)
     assert site.files
     sending.cancel()  # its machine is gone
-    first.forget(TASK)
+    await asyncio.wait([sending])
     assert not first._service.held_back
     second = await site.outcomes("rollout-1")
     found = asyncio.create_task(second.spooled(LEASE))

@@ -60,6 +60,12 @@ def test_null_of_the_users_own_tables_reads_back(tmp_path: Path) -> None:
     assert other.sglang == {"dtype": None, "dp-size": 2, "max-running-requests": 8}
 
 
+def test_json_text_over_json_text_takes_its_place() -> None:
+    """SGLang has flags whose values are JSON."""
+    below, above = ({"rollout": {"sglang": {"mm-process-config": text}}} for text in ('{"image": {}}', '{"video": {}}'))
+    assert over(below, above) == above
+
+
 @given(PLAIN)
 def test_any_value_survives(value: Any) -> None:
     config = run_config(Path("/x"), rollout={"sglang": {"value": value}})
