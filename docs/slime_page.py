@@ -64,8 +64,8 @@ twice the last counts, and that is reported. A switch that is on by default is t
 | `--eval-prompt-data PATH` | A single path is a set called `heldout`; slime calls it `aime`. |
 | `--ref-load` | An HF checkpoint is the reference policy's; the policy starts from `--hf-checkpoint`, where slime starts both from it. |
 | `--ref-load …_torch_dist` | It is taken for a conversion of `--hf-checkpoint` and not read. |
-| `--save DIR` | The run's directory is `DIR/NAME`: checkpoints, logs, TensorBoard, weights, and the state of every service. Beside a CONFIG file it is where the trainer writes, and no more. |
-| `--load DIR` | The newest run in `DIR` continues where it was; where there is none, a new one begins. `--fresh` begins anew. Beside a CONFIG file, or a name, it is not read, which is said. |
+| `--save DIR` | The run's directory is `DIR/NAME`, with the state of every service. Beside a CONFIG file only the trainer writes there. |
+| `--load DIR` | The newest run in `DIR` continues, or one begins; `--fresh` begins anew. Beside a CONFIG file or a name it is not read. |
 | `--rollout-num-gpus` | By `--rollout-num-gpus-per-engine` it gives the engines; without it they fill the GPUs that there are. |
 | `--rollout-num-gpus --colocate` | Without effect, as with slime: all GPUs are the engines', too. `--rollout-replicas` takes fewer. |
 | `--custom-config-path FILE` | Its keys, fields and flags, stand over all flags; the rest are attributes of `args` for your functions. |
