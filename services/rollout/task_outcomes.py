@@ -237,6 +237,8 @@ class TaskOutcomes:
     def trace(self, task: Task, message: Generated | Outcome | Exception, started: float) -> None:
         """Exports the span of the work on a task that ended with ``message``, or that goes back to the queue for an error; of one that has
         not ended none. ``started``: seconds since the epoch."""
+        if not self._service.traces.on:
+            return
         outcome, error = type(message).__name__.lower(), ""
         known: Attributes = {}
         match message:

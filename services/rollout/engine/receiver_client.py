@@ -71,9 +71,9 @@ class ReceiverClient:
 
     def __init__(self, directory: Path, ranks: int) -> None:
         self.directory, self.ranks = directory, ranks
-        self._waking: asyncio.Future[None] | None = None  # of the last command that was done
+        self._waking: asyncio.Future[Any] | None = None  # of the last command that was done
         self._asked_wakes = 0
-        self._wakes: set[asyncio.Future[None]] = set()  # on their way to the schedulers, or there
+        self._wakes: set[asyncio.Future[Any]] = set()  # on their way to the schedulers, or there
         self._spare: list[_Connection] = []  # open ahead: a rank takes milliseconds for a new connection while its scheduler computes
         self._connecting: asyncio.Task[None] | None = None
 
@@ -154,14 +154,10 @@ class ReceiverClient:
         if waking is not None:
             await asyncio.shield(waking)
 
-    def _wake(self, wake: Callable[[], Awaitable[object]]) -> asyncio.Future[None]:
+    def _wake(self, wake: Callable[[], Awaitable[object]]) -> asyncio.Future[Any]:
         """Begins to wake the schedulers. It continues whatever becomes of the command, and is known until it has ended."""
-
-        async def until_answered() -> None:
-            await wake()
-
         self._asked_wakes += 1
-        waking = asyncio.ensure_future(until_answered())
+        waking = asyncio.ensure_future(wake())
         self._wakes.add(waking)
         waking.add_done_callback(self._wakes.discard)
         waking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # told by whoever still waits for it
@@ -227,7 +223,7 @@ class ReceiverClient:
                 connection.close()
 
     async def _outcome(
-        self, ranks: Sequence[asyncio.Task[Fields]], beginning: asyncio.Task[None], waking: asyncio.Future[None], deadline: float
+        self, ranks: Sequence[asyncio.Task[Fields]], beginning: asyncio.Task[None], waking: asyncio.Future[Any], deadline: float
     ) -> list[Fields]:
         everything: set[asyncio.Future[Any]] = {*ranks, beginning, waking}
         end, first, waiting = time.monotonic() + deadline, None, everything
@@ -335,7 +331,7 @@ async def _after_others(work: Callable[[], Awaitable[object]] | None) -> None:
         await work()
 
 
-async def _raise_first(work: asyncio.Future[None], error: BaseException) -> None:
+async def _raise_first(work: asyncio.Future[Any], error: BaseException) -> None:
     """Waits for work that has a deadline of its own, so that nothing that follows overtakes it. Raises its error instead of ``error``."""
     if not isinstance(error, Exception):
         work.cancel()

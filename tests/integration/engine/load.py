@@ -93,14 +93,14 @@ class Running:
 
 
 @asynccontextmanager
-async def generating(client: EngineClient, count: int) -> AsyncIterator[Running]:
+async def generating(client: EngineClient, count: int, new_tokens: int = LONG) -> AsyncIterator[Running]:
     """``count`` long requests that the engine is decoding when the body begins; made anew where they end before they are seen running."""
     running: list[Running] = []
 
     async def seen() -> bool:
         if not running or running[-1].task.done():
             await until(lambda: resting(client), "an engine without requests")
-            asked = requests(count)
+            asked = requests(count, new_tokens)
             running.append(Running(asked, asyncio.create_task(client.generate_group(asked, SAMPLING))))
         return await decoding(client, count)
 

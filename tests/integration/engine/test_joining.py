@@ -132,13 +132,13 @@ async def test_versions_from_disk(
         await draws(client, checkpoint(1), 1)
         assert (await weights_state(client)).digest == first.digest
 
-        async with generating(client, 2) as running:
-            second = write(snapshots, 2, checkpoint(2), current)
-            assert second.kind == "delta"
+        second = write(snapshots, 2, checkpoint(2), current)
+        assert second.kind == "delta"
+        async with generating(client, 2, 3 * LONG) as running:  # they outlive the loading beside other work, too
             await announce(service, second)
             await serving(rollout, 2)
             for _, generation in await running.result():
-                assert len(generation.tokens) == LONG and {span.version for span in generation.spans} == {1, 2}
+                assert len(generation.tokens) == 3 * LONG and {span.version for span in generation.spans} == {1, 2}
         await draws(client, checkpoint(2), 2)
         assert (await weights_state(client)).digest == second.digest
 
