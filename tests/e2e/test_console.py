@@ -214,7 +214,7 @@ WEB = Path(__file__).parents[2] / "services" / "console" / "web"
 @pytest.mark.parametrize(
     ("program", "named"),
     [
-        ("services.trainer", "trainer"),
+        pytest.param("services.trainer", "trainer", marks=pytest.mark.extra),
         pytest.param("nats-server", "NATS", marks=pytest.mark.extra),
         pytest.param("services.buffer", "buffer", marks=pytest.mark.extra),
         pytest.param("valkey-server", "Redis", marks=pytest.mark.extra),

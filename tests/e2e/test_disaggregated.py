@@ -16,6 +16,7 @@ def engine(statuses: list[ServiceStatus], prefill: bool, least: int = 0) -> Serv
     return next((one for one in found if one.version >= least and one.state == "ready"), None)
 
 
+@pytest.mark.extra(each=True)
 @pytest.mark.timeout(RUN_SECONDS + 300)
 def test_engines_of_both_kinds_get_the_same_pushes_and_are_replaced(small_run: Callable[..., Path], tmp_path: Path) -> None:
     """The engine of either kind is killed in the run and comes back. No group is lost, and the log-probs are the trainer's: no token was

@@ -32,7 +32,14 @@ from tests.integration.myxo.command import COMMAND_SECONDS, ROOT
 WRITTEN = ("benchmarks",)
 """Directories that commands write to: the checkout has copies of them."""
 
-SELDOM = ("docs/pictures.md", "docs/precision.md", "examples/colours/README.md", "docs/environments.md", "examples/hooks/README.md")
+SELDOM = (
+    "docs/pictures.md",
+    "docs/precision.md",
+    "examples/colours/README.md",
+    "docs/environments.md",
+    "examples/hooks/README.md",
+    "docs/console.md",
+)
 """Pages whose commands take longest."""
 
 IN_CI = ("run", "rewritten", "served", "trained")
