@@ -40,7 +40,7 @@ def assert_exact(outcome):
         pytest.param("qwen3", {"use_distributed_optimizer": False}, marks=pytest.mark.extra),
         pytest.param("qwen3", {"train_dtype": "bfloat16"}, marks=pytest.mark.extra),
         ("qwen3", {"train_dtype": "bfloat16", "use_distributed_optimizer": False}),
-        ("qwen3_moe", {"lr_warmup_iters": 3, "lr_decay_style": "cosine", "updates": 9}),
+        pytest.param("qwen3_moe", {"lr_warmup_iters": 3, "lr_decay_style": "cosine", "updates": 9}, marks=pytest.mark.extra),
     ],
 )
 def test_one_process_resumes_exactly(kind, config, alone, hf, tmp_path):
@@ -52,13 +52,13 @@ def test_one_process_resumes_exactly(kind, config, alone, hf, tmp_path):
     [
         pytest.param("qwen3_tied", {}, marks=pytest.mark.extra),
         pytest.param("qwen3", {"use_distributed_optimizer": False}, marks=pytest.mark.extra),
-        ("qwen3", {"train_dtype": "bfloat16"}),
+        pytest.param("qwen3", {"train_dtype": "bfloat16"}, marks=pytest.mark.extra),
         pytest.param("qwen3_tied", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, marks=pytest.mark.extra),
         pytest.param("qwen3_tied", {"pipeline_model_parallel_size": 2}, marks=pytest.mark.extra),
         pytest.param("deep_moe", {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, marks=pytest.mark.extra),
         pytest.param("qwen3", {"context_parallel_size": 2}, marks=pytest.mark.extra),
         pytest.param("qwen3_moe", {"expert_model_parallel_size": 2}, marks=pytest.mark.extra),
-        ("qwen3_moe", {"expert_model_parallel_size": 2, "use_distributed_optimizer": False}),
+        pytest.param("qwen3_moe", {"expert_model_parallel_size": 2, "use_distributed_optimizer": False}, marks=pytest.mark.extra),
         pytest.param("qwen3_moe", {**TP2_SP, "expert_tensor_parallel_size": 1}, marks=pytest.mark.extra),
         # one stage has experts, the other none, and their optimizers differ
         ("qwen3_moe_mixed", {"pipeline_model_parallel_size": 2}),
@@ -113,7 +113,7 @@ def test_a_checkpoint_that_cannot_be_published_is_raised_with_its_cause(make_act
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000003"]
 
 
-@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("wait", [pytest.param(True, marks=pytest.mark.extra), False])
 def test_a_full_disk_costs_a_checkpoint_and_leaves_the_one_before_it_whole(make_actor, tmp_path, wait):
     actor = make_actor("qwen3")
     rank_steps.steps(actor, 1)
@@ -146,7 +146,9 @@ def test_resetting_the_optimizer_loads_the_weights_only(make_actor, tmp_path):
     assert rank_steps.steps(again, 1)[0].lr == pytest.approx(3e-3 / 4)
 
 
-@pytest.mark.parametrize("config", [{}, {"use_distributed_optimizer": False}, {"trainer_backend": "torch"}])
+@pytest.mark.parametrize(
+    "config", [{}, pytest.param({"use_distributed_optimizer": False}, marks=pytest.mark.extra), {"trainer_backend": "torch"}]
+)
 def test_adams_bias_is_corrected_by_the_steps_since_its_moments_were_zero(config, make_actor, tmp_path):
     actor = make_actor("qwen3", **config, lr_warmup_iters=9)
     rank_steps.steps(actor, 3)
@@ -159,7 +161,7 @@ def test_adams_bias_is_corrected_by_the_steps_since_its_moments_were_zero(config
     assert rank_steps.steps(again, 2, first=4) == straight
 
 
-@pytest.mark.parametrize("backend", ["megatron", "torch"])
+@pytest.mark.parametrize("backend", ["megatron", pytest.param("torch", marks=pytest.mark.extra)])
 def test_of_a_run_that_is_made_longer_the_rate_decays_to_its_new_end(backend, make_actor, tmp_path):
     decays = {"trainer_backend": backend, "lr_decay_style": "linear"}
     actor = make_actor("qwen3", **decays, updates=4)
@@ -213,7 +215,7 @@ def test_a_critics_checkpoint_holds_its_head_and_is_no_policys(make_actor, tmp_p
             marks=pytest.mark.extra,
         ),
         # two buckets of different padding: here Megatron's own gathering shifts what lies behind the first
-        ("qwen3_tied", {"pipeline_model_parallel_size": 2}, {}),
+        pytest.param("qwen3_tied", {"pipeline_model_parallel_size": 2}, {}, marks=pytest.mark.extra),
     ],
 )
 def test_another_layout_goes_on_from_the_same_place(kind, before, after, hf, two_ranks, tmp_path):
@@ -232,6 +234,7 @@ def test_two_ranks_checkpoint_goes_on_in_one_process(alone, hf, two_ranks, tmp_p
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, abs=1e-4)
 
 
+@pytest.mark.extra
 def test_a_checkpoint_before_the_first_step_resumes_too(make_actor, tmp_path):
     actor = make_actor("qwen3")
     actor.save_checkpoint(tmp_path, 0)

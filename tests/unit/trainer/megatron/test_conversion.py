@@ -37,13 +37,12 @@ def loaded(hf):
 
 
 MORE_KINDS = [
-    pytest.param(kind, marks=pytest.mark.extra) for kind in ("qwen2", "llama3_rope", "glm4", "glm4_moe", "gemma3_text", "mistral")
+    *("qwen3_moe_mixed", "minimax_m2", "deepseek_v32", "gpt_oss", "qwen3_next"),
+    *("qwen2", "llama3_rope", "glm4", "glm4_moe", "gemma3_text", "mistral"),
 ]
 
 
-@pytest.mark.parametrize(
-    "kind", ["qwen3_tied", "qwen3_moe_mixed", "deepseek_v3", "minimax_m2", "deepseek_v32", "gpt_oss", "qwen3_next", *MORE_KINDS]
-)
+@pytest.mark.parametrize("kind", ["qwen3_tied", "deepseek_v3", *(pytest.param(kind, marks=pytest.mark.extra) for kind in MORE_KINDS)])
 def test_there_and_back_is_bit_equal(kind, hf, loaded, tmp_path):
     seen = []
     made = hf_conversion.to_torch_dist(hf(kind), tmp_path / "dist", None, lambda *progress: seen.append(progress))
@@ -176,7 +175,7 @@ def quantized(tensors, block):
     return made
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v32"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", pytest.param("deepseek_v32", marks=pytest.mark.extra)])
 def test_8_bit_weights_become_what_they_stand_for(kind, hf, loaded, tmp_path):
     source = shutil.copytree(hf(kind), tmp_path / "source")
     tensors = quantized(loaded(kind), 16)
@@ -272,6 +271,7 @@ def test_bad_input_is_named(hf, tmp_path, capsys, monkeypatch):
         assert all(name in complaint for name in names), complaint
 
 
+@pytest.mark.extra(each=True)  # the tests above have what it calls
 def test_the_command(hf, loaded, tmp_path):
     command = [sys.executable, "-m", "myxo.main", "convert"]
     run = subprocess.run([*command, str(hf("qwen3")), str(tmp_path / "dist")], capture_output=True, text=True, timeout=240)

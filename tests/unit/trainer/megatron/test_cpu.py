@@ -64,6 +64,7 @@ def test_only_megatron_core_sees_the_other_device():
     assert torch.cuda.__name__ == "torch.cuda" and not torch.cuda.is_available()
 
 
+@pytest.mark.extra
 @needs_cpu
 def test_megatron_imported_too_early_is_refused():
     program = "import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core')\nimport services.trainer.megatron"

@@ -33,7 +33,7 @@ def test_a_value_depends_on_no_later_token(critic):
     assert torch.equal(ours[:-1], theirs[:-1]) and ours[-1] != theirs[-1]
 
 
-@pytest.mark.parametrize("config", [{"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}])
+@pytest.mark.parametrize("config", [{"tensor_model_parallel_size": 2}, pytest.param({"context_parallel_size": 2}, marks=pytest.mark.extra)])
 def test_a_loss_may_take_the_logits(config, alone, hf, two_ranks):
     expected = alone.logit_loss(hf("qwen3"), {}, from_logits=False)
     for step in (alone.logit_loss(hf("qwen3"), {}, from_logits=True), *two_ranks.run(rank_steps.logit_loss, hf("qwen3"), config, True)):
@@ -41,7 +41,7 @@ def test_a_loss_may_take_the_logits(config, alone, hf, two_ranks):
         assert step.grad_norm == pytest.approx(expected.grad_norm, abs=1e-4)
 
 
-@pytest.mark.parametrize("config", [{"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}])
+@pytest.mark.parametrize("config", [pytest.param({"tensor_model_parallel_size": 2}, marks=pytest.mark.extra), {"context_parallel_size": 2}])
 def test_a_loss_may_have_the_log_probs_of_candidates(config, alone, hf, two_ranks):
     expected = alone.candidate_loss(hf("qwen3"), {}, from_logits=True)
     ranks = two_ranks.run(rank_steps.candidate_loss, hf("qwen3"), config, False)

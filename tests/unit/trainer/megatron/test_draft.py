@@ -85,7 +85,7 @@ def gradients_of(model):
     return found
 
 
-@pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("kind", [pytest.param("glm4_moe", marks=pytest.mark.extra), "deepseek_v3"])
 def test_loss_and_gradients_are_those_of_single_sequences_in_transformers(kind, drafted, tmp_path):
     seqs = [*sequences(5, seed=4), torch.tensor([3, 5])]  # the last is too short for a target
     batch = pack(seqs)
@@ -102,7 +102,9 @@ def test_loss_and_gradients_are_those_of_single_sequences_in_transformers(kind, 
         torch.testing.assert_close(found[name] / 0.3, expected[name], atol=2e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("family", "kind"), OF.items())
+@pytest.mark.parametrize(
+    ("family", "kind"), [pytest.param(*item, marks=() if item[0] == "mimo" else pytest.mark.extra) for item in OF.items()]
+)
 def test_a_familys_draft_layer_trains_under_its_names_and_is_exported(family, kind, tmp_path):
     seqs = sequences(5, seed=4)
     directory = make_family(family, kind, tmp_path / "usual")
@@ -122,7 +124,7 @@ def test_a_familys_draft_layer_trains_under_its_names_and_is_exported(family, ki
         torch.testing.assert_close(found[name] / 0.3, expected[name], atol=2e-6, rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.extra)])
 def test_the_policy_trains_bit_for_bit_as_without_them(kind, drafted):
     on, off = (draft_steps.train_drafts(drafted(kind), config, 3) for config in (ON, {}))
     assert [(s.loss, s.grad_norm) for s in on["steps"]] == [(s.loss, s.grad_norm) for s in off["steps"]]
@@ -136,7 +138,7 @@ def test_the_policy_trains_bit_for_bit_as_without_them(kind, drafted):
 
 
 LAYOUTS = [
-    ("deepseek_v3", {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    pytest.param("deepseek_v3", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, marks=pytest.mark.extra),
     ("glm4_moe", {"pipeline_model_parallel_size": 2}),
     pytest.param("deepseek_v3", {"context_parallel_size": 2}, marks=pytest.mark.extra),
     pytest.param("deepseek_v3", {"expert_model_parallel_size": 2}, marks=pytest.mark.extra),
@@ -213,6 +215,7 @@ def test_conversion_there_and_back_keeps_the_draft_layers(drafted, tmp_path):
     rank_steps.actor(directory).load_checkpoint(tmp_path / "dist")
 
 
+@pytest.mark.extra
 def test_the_loss_falls_and_the_draft_becomes_right(drafted):
     model = rank_steps.actor(drafted("glm4_moe"), **{**ON, "lr": 1e-2, "freeze_params_name_list": ["decoder"]})
     cycle = [(torch.arange(30) + first) % 11 for first in range(4)]

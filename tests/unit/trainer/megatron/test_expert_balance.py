@@ -117,6 +117,7 @@ def test_the_gradient_is_that_of_the_weighted_losses(hf):
     torch.testing.assert_close(last.weight.main_grad.double(), expected, atol=1e-6, rtol=1e-3)
 
 
+@pytest.mark.extra
 def test_balanced_steps_spread_the_tokens(hf):
     config = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 1.0}
     model = actor(hf("qwen3_moe"), lr=3e-3, megatron=config)
@@ -145,7 +146,7 @@ def balanced_steps(hf_dir, layout, megatron):
     return [(step.loss, step.grad_norm, step.metrics) for step in steps], biases
 
 
-@pytest.mark.parametrize("layout", ["TP2 SP", "EP2", *(pytest.param(layout, marks=pytest.mark.extra) for layout in ("CP2", "PP2"))])
+@pytest.mark.parametrize("layout", ["TP2 SP", *(pytest.param(layout, marks=pytest.mark.extra) for layout in ("EP2", "CP2", "PP2"))])
 def test_layouts_balance_as_one_process(layout, hf, once, two_ranks):
     expected, _ = once(balanced_steps, hf("qwen3_moe"), {}, WITHOUT_GLOBAL)
     for steps, _ in two_ranks.run(balanced_steps, hf("qwen3_moe"), LAYOUTS[layout], WITHOUT_GLOBAL):
@@ -164,7 +165,7 @@ def one_global_step(hf_dir, layout):
     return step.grad_norm, step.metrics
 
 
-@pytest.mark.parametrize("layout", [{}, LAYOUTS["EP2"], pytest.param(LAYOUTS["TP2 SP"], marks=pytest.mark.extra)])
+@pytest.mark.parametrize("layout", [LAYOUTS["EP2"], *(pytest.param(layout, marks=pytest.mark.extra) for layout in ({}, LAYOUTS["TP2 SP"]))])
 def test_the_global_loss_sees_all_ranks(layout, hf, once, two_ranks):
     norm, metrics = once(one_global_step, hf("qwen3_moe"), {})
     for found_norm, found_metrics in two_ranks.run(one_global_step, hf("qwen3_moe"), layout):
@@ -209,7 +210,8 @@ def test_a_skipped_step_moves_no_bias(hf):
     assert all(torch.equal(router.expert_bias, old) for router, old in zip(routers(model.model.modules), before, strict=True))
 
 
-@pytest.mark.parametrize("layout", ["EP2", pytest.param("PP2", marks=pytest.mark.extra)])
+@pytest.mark.extra
+@pytest.mark.parametrize("layout", ["EP2", "PP2"])
 def test_biases_move_alike_in_every_layout(layout, hf, two_ranks):
     megatron = {"moe_router_bias_update_rate": RATE}
     _, expected = balanced_steps(hf("deepseek_v3"), {}, megatron)

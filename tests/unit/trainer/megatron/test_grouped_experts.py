@@ -24,13 +24,13 @@ def trained(hf_dir, loops, monkeypatch, **trainer):
     ("kind", "whole", "more"),
     [
         ("qwen3_moe", True, {}),
-        ("qwen3_moe", False, {}),
-        ("deepseek_v3", True, {}),
+        pytest.param("qwen3_moe", False, {}, marks=pytest.mark.extra),
+        pytest.param("deepseek_v3", True, {}, marks=pytest.mark.extra),
         ("deepseek_v3", False, {}),
         ("gpt_oss", True, {}),
-        ("gpt_oss", False, {}),
+        pytest.param("gpt_oss", False, {}, marks=pytest.mark.extra),
         ("qwen3_moe", True, {"lora_rank": 4}),
-        ("deepseek_v3", True, {"lora_rank": 8, "target_modules": ("up_proj", "down_proj")}),
+        pytest.param("deepseek_v3", True, {"lora_rank": 8, "target_modules": ("up_proj", "down_proj")}, marks=pytest.mark.extra),
     ],
 )
 def test_groups_equal_the_loop(kind, whole, more, hf, monkeypatch):

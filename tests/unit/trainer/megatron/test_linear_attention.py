@@ -98,7 +98,7 @@ def test_what_does_not_go_with_it_is_refused_by_name(hf, make_actor):
     assert make_actor("qwen3_next").model.least_saved is None
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("kind", ["qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.extra)])
 def test_what_sees_is_exported_as_it_was(kind, hf, tmp_path):
     """Also by a conversion, which keeps it beside the checkpoint; the export is whole to transformers."""
     rank_steps.actor(hf(kind)).save_hf(tmp_path / "out")

@@ -22,8 +22,9 @@ EXPERTS = {"target_modules": ("gate_proj", "up_proj", "down_proj")}
 EP2 = {"expert_model_parallel_size": 2}
 LATENT = {"target_modules": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}
 
-TWO_RANKS = {"TP2 SP recompute": ("qwen3_tied", {**TP2_SP, "recompute": True}), "experts: EP2": ("qwen3_moe", EP2)}
+TWO_RANKS = {"TP2 SP recompute": ("qwen3_tied", {**TP2_SP, "recompute": True})}
 MORE = {
+    "experts: EP2": ("qwen3_moe", EP2),
     "DP2": ("qwen3", {}),
     "PP2": ("qwen3_tied", PP2),
     "TP2 some matrices": ("qwen3", {**TP2, "target_modules": ("k_proj", "up_proj", "down_proj")}),
@@ -104,9 +105,9 @@ def adapt(model, tensors, scale):
     ("kind", "targets"),
     [
         ("qwen3", ("all-linear",)),
-        ("qwen2", ("q_proj", "v_proj", "up_proj")),
+        pytest.param("qwen2", ("q_proj", "v_proj", "up_proj"), marks=pytest.mark.extra),
         ("qwen3_moe", ("all-linear",)),
-        ("gpt_oss", ("q_proj", "v_proj")),
+        pytest.param("gpt_oss", ("q_proj", "v_proj"), marks=pytest.mark.extra),
         pytest.param("glm4", ("all-linear",), marks=pytest.mark.extra),
     ],
 )
@@ -194,6 +195,7 @@ def test_every_experts_matrix_is_merged_with_its_own_pair(one_process):
         torch.testing.assert_close(report["weights"][name], report["base"][name] + 6 / 4 * product, atol=1e-6, rtol=0)
 
 
+@pytest.mark.extra  # the layout above recomputes as well
 @pytest.mark.parametrize(
     "recompute", [{"recompute": True}, {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")}]
 )
@@ -206,7 +208,7 @@ def test_recompute_changes_nothing(recompute, hf, one_process, alone):
     [
         pytest.param("qwen3", {}, marks=pytest.mark.extra),
         pytest.param("qwen3", {"train_dtype": "bfloat16", "use_distributed_optimizer": False}, marks=pytest.mark.extra),
-        ("qwen3_moe", {}),
+        pytest.param("qwen3_moe", {}, marks=pytest.mark.extra),
     ],
 )
 def test_one_process_resumes_exactly(kind, config, alone, hf, tmp_path):
@@ -277,6 +279,7 @@ def test_a_saved_model_is_merged_and_beside_it_lie_the_adapters(config, hf, two_
     torch.testing.assert_close(live[2][trained], torch.cat(theirs), atol=1e-5, rtol=0)
 
 
+@pytest.mark.extra  # the torch backend's `test_adapters_are_megatrons` has it as well
 def test_a_policy_of_before_takes_its_adapters_only(hf, two_ranks, tmp_path):
     for rank in two_ranks.run(lora_steps.saved_policies, hf("qwen3"), {**LORA, **TP2_SP, "train_dtype": "bfloat16"}, tmp_path):
         for live, saved in zip(rank["live"], rank["saved"], strict=True):
@@ -286,6 +289,7 @@ def test_a_policy_of_before_takes_its_adapters_only(hf, two_ranks, tmp_path):
         assert 0 < (rank["merged"] - rank["live"][2]).abs().max() < 0.3
 
 
+@pytest.mark.extra  # the torch backend's conversion has adapters, a saved model is merged above
 def test_a_checkpoint_is_converted_to_the_merged_model(hf, two_ranks, tmp_path):
     two_ranks.run(rank_steps.save_after, hf("qwen3"), {**LORA, **TP2_SP}, tmp_path / "run", 2)
     hf_conversion.to_hf(tmp_path / "run", tmp_path / "hf", hf("qwen3"), None, lambda *_: None)
@@ -301,7 +305,7 @@ def test_a_checkpoint_is_converted_to_the_merged_model(hf, two_ranks, tmp_path):
     assert held.keys() == lora_steps.adapters(actor).keys()
 
 
-@pytest.mark.parametrize("config", [TP2, PP2])
+@pytest.mark.parametrize("config", [pytest.param(TP2, marks=pytest.mark.extra), PP2])
 def test_a_push_carries_each_stages_adapters_and_nothing_else(config, hf, two_ranks, make_actor):
     actor = make_actor("qwen3", **LORA, target_modules=("q_proj", "down_proj"))
     rank_steps.steps(actor, 1)

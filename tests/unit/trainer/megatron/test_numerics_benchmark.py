@@ -13,6 +13,7 @@ def checkpoint(tmp_path):
     return tmp_path
 
 
+@pytest.mark.extra
 def test_a_layout_is_as_far_from_float32_as_one_process(alone, checkpoint, two_ranks):
     exact, rounded = (gpu_numerics.rank_numerics(checkpoint, {"train_dtype": dtype}, LENGTHS, 2) for dtype in ("float32", "bfloat16"))
     config = {"context_parallel_size": 2, "train_dtype": "bfloat16"}

@@ -34,9 +34,9 @@ def storages(actor: Actor) -> int:
 @pytest.mark.parametrize(
     ("kind", "config"),
     [
-        ("qwen3_tied", {}),
-        ("qwen3", {"train_dtype": "bfloat16"}),
-        ("qwen3", {"train_dtype": "bfloat16", "use_distributed_optimizer": False}),
+        pytest.param("qwen3_tied", {}, marks=pytest.mark.extra),
+        pytest.param("qwen3", {"train_dtype": "bfloat16"}, marks=pytest.mark.extra),
+        pytest.param("qwen3", {"train_dtype": "bfloat16", "use_distributed_optimizer": False}, marks=pytest.mark.extra),
         ("qwen3", {"use_distributed_optimizer": False}),
         ("qwen3_moe", {"train_dtype": "bfloat16"}),
     ],
@@ -57,10 +57,7 @@ def test_a_round_trip_changes_no_bit(kind: str, config: dict[str, Any], make_act
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-BACKENDS = pytest.mark.parametrize("backend", ["megatron", "torch"])
-
-
-@BACKENDS
+@pytest.mark.parametrize("backend", ["megatron", pytest.param("torch", marks=pytest.mark.extra)])
 def test_steps_between_turns_are_those_of_a_run_that_never_moved(backend: str, make_actor: Any) -> None:
     still, moved = (make_actor("qwen3", train_dtype="bfloat16", trainer_backend=backend) for _ in range(2))
     offload = Offload(moved.model, moved.optimizer)
@@ -72,7 +69,7 @@ def test_steps_between_turns_are_those_of_a_run_that_never_moved(backend: str, m
         assert rank_steps.steps(moved, 1, step) == straight
 
 
-@BACKENDS
+@pytest.mark.parametrize("backend", [pytest.param("megatron", marks=pytest.mark.extra), "torch"])
 def test_the_weights_can_be_read_while_the_optimizer_is_away(backend: str, make_actor: Any) -> None:
     actor = make_actor("qwen3", train_dtype="bfloat16", trainer_backend=backend)
     rank_steps.steps(actor, 1)

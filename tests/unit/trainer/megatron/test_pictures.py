@@ -85,7 +85,14 @@ def reference(directory, shows, batch):
     return torch.cat(found)
 
 
-@pytest.mark.parametrize(("kind", "shows"), [*((kind, "image") for kind in KINDS), ("qwen2_5_vl", "video")])
+@pytest.mark.parametrize(
+    ("kind", "shows"),
+    [
+        ("qwen3_vl", "image"),
+        *(pytest.param(kind, "image", marks=pytest.mark.extra) for kind in KINDS if kind != "qwen3_vl"),
+        ("qwen2_5_vl", "video"),
+    ],
+)
 def test_packs_with_pictures_are_computed_as_single_sequences(kind, shows, models, alone, tmp_path):
     directory = models(kind)
     model, batch = alone.actor(directory, **TORCH | {"shows": shows}), batch_of(directory, kind=shows)
@@ -224,7 +231,7 @@ def trained(directory, config, batch, all_shown):
     return [(step.loss, step.grad_norm) for step in found]
 
 
-@pytest.mark.parametrize("kind", ["tower trained", "tower frozen", "sounds"])
+@pytest.mark.parametrize("kind", ["tower trained", *(pytest.param(kind, marks=pytest.mark.extra) for kind in ("tower frozen", "sounds"))])
 def test_a_rank_without_a_picture_or_a_sound_takes_part(kind, models, hearing, two_ranks):
     pictures = (models("qwen3_vl"), TORCH | ({"freeze_params_name_list": [r"visual\."]} if kind == "tower frozen" else {}), batch_of, SHOWN)
     given = (hearing, HEARS, heard, [[0.5], [1.0]]) if kind == "sounds" else pictures

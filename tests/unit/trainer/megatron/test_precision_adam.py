@@ -33,7 +33,7 @@ def after_steps(hf_dir, count=3, **megatron):
     [
         pytest.param(OFFLOADED, marks=pytest.mark.extra),
         {**OFFLOADED, "optimizer_offload_fraction": 0.5},
-        {"use_precision_aware_optimizer": True},
+        pytest.param({"use_precision_aware_optimizer": True}, marks=pytest.mark.extra),
     ],
 )
 def test_float32_state_gives_the_plain_adams_bits(flags, hf, monkeypatch):
@@ -113,6 +113,7 @@ def test_what_is_kept_in_fewer_bits_is_read_and_set_without_a_change():
         assert torch.equal(adam.get_unscaled_state(shard, name), before), name
 
 
+@pytest.mark.extra
 def test_a_client_that_comes_back_has_its_scales(hf, tmp_path, monkeypatch):
     model = rank_steps.actor(hf("qwen3"), **PLAIN, megatron={**NARROW, "exp_avg_dtype": "fp8"})
     states, inner = ClientStates(model), model.optimizer.parts()["dense"].optimizer
@@ -143,6 +144,7 @@ def test_a_client_that_comes_back_has_its_scales(hf, tmp_path, monkeypatch):
     assert all(map(torch.equal, after, before))
 
 
+@pytest.mark.extra
 def test_bfloat16_gradient_buffers_train(hf):
     model, norms, _ = after_steps(hf("qwen3"), 1)
     model.close()

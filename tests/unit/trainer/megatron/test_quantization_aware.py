@@ -38,7 +38,7 @@ FIXED = {"lr": 0.0, "min_lr": 0.0, "weight_decay": 0.0, "clip_grad": 1e9}
     ("kind", "sizes", "how"),
     [
         ("qwen3_moe", {"moe_intermediate_size": 32}, []),
-        ("qwen3", {}, ["--layout", "awq"]),
+        pytest.param("qwen3", {}, ["--layout", "awq"], marks=pytest.mark.extra),
         pytest.param("qwen3_moe", {"moe_intermediate_size": 32}, ["--experts-only"], marks=pytest.mark.extra),
     ],
 )

@@ -14,6 +14,7 @@ from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.test_dispatchers import ALLGATHER
 
 
+@pytest.mark.extra  # which error becomes a deadline is told below
 def test_a_rank_that_does_not_come_is_a_named_deadline(hf, fresh_world, tmp_path):
     waiting, _ = fresh_world(2).run(rank_steps.wait_for_a_sleeper, hf("qwen3"), tmp_path / "woken")
     kind, text = waiting
@@ -83,9 +84,8 @@ def polling_threads():
 @pytest.mark.parametrize(
     "kind, config",
     [
-        ("qwen3", {}),
         ("qwen3_moe", {}),
-        *(pytest.param(*case, marks=pytest.mark.extra) for case in (("qwen3_moe", ALLGATHER), ("deepseek_v3", {}))),
+        *(pytest.param(*case, marks=pytest.mark.extra) for case in (("qwen3", {}), ("qwen3_moe", ALLGATHER), ("deepseek_v3", {}))),
     ],
 )
 def test_a_model_that_was_trained_leaves_no_group_behind(hf, kind, config):

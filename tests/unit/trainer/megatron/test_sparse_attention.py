@@ -82,7 +82,7 @@ def test_interleaved_indexers_pair_neighbours(hf, changed):
     "config",
     [
         {"recompute": True},
-        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mla_up_proj"]},
+        pytest.param({"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mla_up_proj"]}, marks=pytest.mark.extra),
         pytest.param({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3}, marks=pytest.mark.extra),
     ],
 )
@@ -104,6 +104,7 @@ def test_the_indexer_stays_as_it_was_loaded(hf, make_actor):
     assert not torch.equal(out["model.norm.weight"], loaded["model.norm.weight"].bfloat16())
 
 
+@pytest.mark.extra
 def test_adapters_train_beside_it(hf):
     report = lora_steps.train(hf(KIND), {"lora_rank": 4, "lora_alpha": 8}, 2)
     assert report["steps"][1].loss != report["steps"][0].loss

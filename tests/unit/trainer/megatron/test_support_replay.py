@@ -17,9 +17,9 @@ from tests.unit.trainer.megatron.tiny import VOCAB
 from tests.unit.trainer.megatron.tiny import pack as pack_all
 
 LAYOUTS = (
-    {"log_probs_chunk_size": 7},
+    pytest.param({"log_probs_chunk_size": 7}, marks=pytest.mark.extra),
     {"tensor_model_parallel_size": 2, "log_probs_chunk_size": 7},
-    {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    pytest.param({"tensor_model_parallel_size": 2, "sequence_parallel": True}, marks=pytest.mark.extra),
     {"context_parallel_size": 2},
 )
 
