@@ -50,11 +50,10 @@ def versions_on_disk(config: RunConfig, *, plain: bool = False) -> dict[int, Ver
     Snapshots of quantized weights, which are what engines had, come before exports and checkpoints, which are ``plain``.
     """
     snapshots, root = WeightCheckpoints.of_run(config), config.trained / "checkpoints"
-    converted_here = config.rollout.rollout_precision != "checkpoint"
-    quantized = converted_here or entry_format(config.model.hf_checkpoint) is not None
+    quantized = config.rollout.rollout_precision != "checkpoint" or entry_format(config.model.hf_checkpoint) is not None
     copies = [
         VersionOnDisk(snapshot.version, f"the snapshot {snapshot.path}", partial(_copied, snapshots, snapshot.version))
-        for snapshot in ([] if plain and converted_here else snapshots.readable())
+        for snapshot in ([] if plain and config.rollout.rollout_precision != "checkpoint" else snapshots.readable())
     ]
     found = [
         VersionOnDisk(version, f"the checkpoint of step {step}", partial(converted, config, root, step))

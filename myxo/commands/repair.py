@@ -123,32 +123,22 @@ async def carry_out(access: Access, plan: RepairPlan) -> list[Path]:
     """Withdraws what is left of the steps that are gone, puts their checkpoints and final exports aside, cuts the ledger, and writes down
     in it that this was done. Returns where what was put aside lies now.
 
-    What it does may be done once more after it was interrupted: the record comes last. Raises ConfigError where the run's files cannot be
-    changed, before anything else is.
+    What it does may be done once more after it was interrupted: the record comes last.
     """
-    bus, names, cut = access.bus, Subjects(access.run), plan.cut or LedgerCut(0, 0, "")
-    try:
-        moved = _put_aside(access.config, plan)
-    except OSError as error:
-        wanted = f"a run whose files can be changed from here, which it needs ({error}); nothing is cut"
-        raise ConfigError("RUN", access.run, wanted) from error
-    await _withdraw(bus, access.config)
+    bus, config, names, cut = access.bus, access.config, Subjects(access.run), plan.cut or LedgerCut(0, 0, "")
+    steps = config.rollout.num_rollout
+    WeightCheckpoints.of_run(config).remove_after(version_after(plan.resume, config.weights.update_weights_interval, steps))
+    found = [path for path in final_exports(config) if (exported_steps(path, steps) or 0) > plan.resume]
+    for name in CHECKPOINTS.values():
+        found += [path for step, path in complete_checkpoints(config.trained / name) if step in plan.set_aside]
+    moved = [path.rename(path.with_name(f"{path.name}{ASIDE}-{time.time_ns()}")) for path in found]
+    await _withdraw(bus, config)
     for sequence in range(cut.last, cut.after, -1):  # from the end: an interrupted one has only shortened it
         with contextlib.suppress(NotFoundError, BadRequestError):  # it is one of those that are gone
             await bus.js.delete_msg(names.ledger_stream, sequence)
     record = LedgerRepaired(resume=plan.resume, cut_after=cut.after, cut_last=cut.last, set_aside=plan.set_aside, at=time.time())
     await runs.append(bus, access.run, record)
     return moved
-
-
-def _put_aside(config: RunConfig, plan: RepairPlan) -> list[Path]:
-    """Removes the snapshots of the steps that are gone, and renames their checkpoints and final exports."""
-    steps = config.rollout.num_rollout
-    WeightCheckpoints.of_run(config).remove_after(version_after(plan.resume, config.weights.update_weights_interval, steps))
-    found = [path for path in final_exports(config) if (exported_steps(path, steps) or 0) > plan.resume]
-    for name in CHECKPOINTS.values():
-        found += [path for step, path in complete_checkpoints(config.trained / name) if step in plan.set_aside]
-    return [path.rename(path.with_name(f"{path.name}{ASIDE}-{time.time_ns()}")) for path in found]
 
 
 async def _withdraw(bus: Bus, config: RunConfig) -> None:
@@ -182,7 +172,13 @@ async def repair(run: str, directory: Path, console: Console, agreed: bool, as_j
             raise ConfigError("RUN", run, f"a run that is at rest: {busy}")
         ledger, held = await ledger_extent(access.bus, access.run), checkpoints(access.config)
         plan = repair_plan(ledger, held)
-        moved = await carry_out(access, plan) if agreed and plan.needed and not plan.problem else []
+        try:
+            moved = await carry_out(access, plan) if agreed and plan.needed and not plan.problem else []
+        except (TimeoutError, ConnectionError):  # of the bus
+            raise
+        except OSError as error:
+            wanted = f"a run whose files can be changed from here, which it needs ({error}); nothing is cut"
+            raise ConfigError("RUN", run, wanted) from error
         done = agreed and not plan.problem
         if as_json:
             found = {"run": access.run, **asdict(plan), "needed": plan.needed, "done": done}
