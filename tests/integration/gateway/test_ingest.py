@@ -255,7 +255,7 @@ async def test_a_task_whose_producer_does_not_come_again_is_given_up(door: NewDo
 
     monkeypatch.setattr(GroupIntake, "_publish", published)
     monkeypatch.setattr("services.gateway.ingest.OWNED_SECONDS", 0.1)
-    monkeypatch.setattr("services.gateway.ingest.CLAIM_SECONDS", 1)
+    monkeypatch.setattr("services.gateway.ingest.CLAIM_SECONDS", 4)
     answers: list[httpx.Response] = []
     player, client = await door(
         rollout={"num_rollout": 1, "max_staleness": 0}, ingest={"ingest_wait": 30.0}, bus={**SHORT, "max_deliver": 3}
@@ -297,7 +297,7 @@ async def test_a_task_whose_producer_comes_while_it_is_given_up_stays_its_own(do
     for name, instead in {"_publish": published, "_is_in": looked, "_give_up": given_up}.items():
         monkeypatch.setattr(GroupIntake, name, instead)
     monkeypatch.setattr("services.gateway.ingest.OWNED_SECONDS", 0.1)
-    monkeypatch.setattr("services.gateway.ingest.CLAIM_SECONDS", 1)
+    monkeypatch.setattr("services.gateway.ingest.CLAIM_SECONDS", 4)
     player, client = await door(
         rollout={"num_rollout": 1, "max_staleness": 0}, ingest={"ingest_wait": 15.0}, bus={**SHORT, "max_deliver": 3}
     )

@@ -61,7 +61,7 @@ def test_what_a_config_names_and_is_not_there(myxo: Myxo, config_file: ConfigFil
     assert "CONFIG" in refused(myxo, "up", tmp_path / "absent.toml")
 
 
-@pytest.mark.parametrize("command", ["up", "status"])
+@pytest.mark.parametrize("command", [pytest.param("up", marks=pytest.mark.extra), "status"])
 def test_servers_that_nobody_answers_at(myxo: Myxo, config_file: ConfigFile, command: str, tmp_path: Path) -> None:
     of, nats = config_file() if command == "up" else "tiny", f"127.0.0.1:{free_port()}"
     line = refused(myxo, command, of, environment={"NATS_URL": f"nats://me:hush@{nats}"})

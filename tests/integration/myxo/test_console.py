@@ -108,6 +108,7 @@ def test_a_console_beside_a_run_moves_from_a_taken_port_and_its_deaths_change_no
     assert ended(process)[0] == 0
 
 
+@pytest.mark.extra
 @pytest.mark.slow
 def test_a_run_goes_on_where_its_console_cannot_listen_at_all(myxo: Myxo, config_file: Callable[..., Path]) -> None:
     config = config_file(rollout={"num_rollout": 1}, console={"console": True, "console_host": "192.0.2.7"})

@@ -126,7 +126,7 @@ def test_faults_of_memory_disk_and_namespaces(tmp_path: Path, mounted: None) -> 
     assert state(found, "sandbox") == "note"
 
 
-@pytest.mark.parametrize("errors", ["0", "3"])
+@pytest.mark.parametrize("errors", [pytest.param("0", marks=pytest.mark.extra), "3"])
 def test_faults_of_gpus(tmp_path: Path, mounted: None, errors: str) -> None:
     """A GPU as the driver and a build of torch for it tell; there is none here."""
     packages = tmp_path / "packages"

@@ -55,6 +55,7 @@ async def put(url: str, run: str, value: bytes, config: RunConfig | None = None)
     await bus.close()
 
 
+@pytest.mark.extra
 def test_commands_go_by_the_directorys_copy_and_the_ledger_and_say_so(myxo: Myxo, nats: EmbeddedNats, config: RunConfig) -> None:
     run, root = config.run.name, config.run.root
     root.mkdir(parents=True)

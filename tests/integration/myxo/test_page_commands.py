@@ -39,6 +39,9 @@ SELDOM = (
     "docs/environments.md",
     "examples/hooks/README.md",
     "docs/console.md",
+    "docs/metrics.md",
+    "docs/responses.md",
+    "docs/traces.md",
 )
 """Pages whose commands take longest."""
 
