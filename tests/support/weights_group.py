@@ -19,6 +19,7 @@ from shared.transfer.manifest import Bucket, Manifest, lay_out
 Tensors = Mapping[str, torch.Tensor]
 
 JOIN_SECONDS = 120.0
+PUSH_SECONDS = 240.0
 BUCKET_BYTES = 96 * 1024
 """So that a tiny model takes more buckets than an engine has buffers."""
 
@@ -91,7 +92,7 @@ class Pusher:
         check: bool = False,
         only: slice = slice(None),
         then: Callable[[WeightsGroup], None] = lambda channel: None,
-        deadline: float = 60.0,
+        deadline: float = PUSH_SECONDS,
     ) -> list[WeightsReceived]:
         """Has the engines take the tensors, spread over the channels; the version is not set.
 
@@ -113,8 +114,10 @@ class Pusher:
         sending = asyncio.gather(*work)
         try:
             taken = await asyncio.gather(*takes)
-        finally:
-            await sending
+        except BaseException:
+            await asyncio.gather(sending, return_exceptions=True)  # an engine that gives up breaks these off: its own words say why
+            raise
+        await sending
         for client in self.clients:
             await client.end_weight_update()
         return list(taken)

@@ -44,6 +44,7 @@ async def handed_in(desk: Bench, count: int) -> Counter[str]:
     return found
 
 
+@pytest.mark.extra
 async def test_one_replica_runs_it_and_all_engines_work_for_it(pair: Any) -> None:
     first, second = await pair("rewarded")
     await until(lambda: first.rollout.spread.engines == 2, "the other replica's door", 60)

@@ -183,6 +183,7 @@ async def test_an_episode_goes_on_over_a_push(room: NewHall, checkpoint: Checkpo
     assert sorted(set(drawn)) == [0, 1] and drawn == sorted(drawn)
 
 
+@pytest.mark.extra
 async def test_a_turn_waits_while_the_trainer_computes_on_the_engines_device(
     room: NewHall, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ def figures(directory: Path, kind: str, *words: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.extra(each=True)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind, backend", [("qwen3", "megatron"), ("qwen2", "torch")])
 def test_nothing_differs(tmp_path: Path, kind: str, backend: str) -> None:
     words = ("--backend", backend, "--cases", "off", "bitwise")

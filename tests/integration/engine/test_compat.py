@@ -102,6 +102,7 @@ async def test_search(generated: Generated, checkpoint: Checkpoints, search_serv
     assert [score.reward for score in await scores(desk, "examples.compat.search.reward_func", samples)] == [0.0, 0.0]
 
 
+@pytest.mark.extra(each=True)
 async def test_calculator(generated: Generated, checkpoint: Checkpoints) -> None:
     desk, samples = await generated("examples.compat.calculator.generate")
     check(checkpoint, samples)

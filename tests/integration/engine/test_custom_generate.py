@@ -152,6 +152,7 @@ async def test_failures_and_aborts_are_tried_again_and_what_users_of_slime_give_
     assert kept.items() <= one.attributes.items() and "lock" not in one.attributes
 
 
+@pytest.mark.extra
 async def test_a_failed_call_costs_no_tokens_of_those_before(bench: NewBench) -> None:
     desk = await bench("failing_later", rollout={"staleness_policy": "continue"})
     await desk.task(n=1)
@@ -159,6 +160,7 @@ async def test_a_failed_call_costs_no_tokens_of_those_before(bench: NewBench) ->
     assert [call["response_length"] for call in calls()] == [0, 1, 1]
 
 
+@pytest.mark.extra
 async def test_the_example_tells_a_wrong_answer_so(bench: NewBench, checkpoint: Checkpoints) -> None:
     desk = await bench("examples.hooks.arithmetic:second_try")
     await desk.task(n=4)
@@ -200,7 +202,7 @@ async def test_a_sample_longer_than_a_micro_batch_is_cut(bench: NewBench) -> Non
     ("function", "segments"),
     [
         ("two_turns_with_a_break", [(0, FIRST_TURN, 0), (FIRST_TURN, FIRST_TURN + SECOND_TURN, 1)]),
-        ("of_unknown_version", [(0, FIRST_TURN + SECOND_TURN, 0)]),
+        pytest.param("of_unknown_version", [(0, FIRST_TURN + SECOND_TURN, 0)], marks=pytest.mark.extra),
     ],
 )
 async def test_a_push_between_two_turns(bench: NewBench, function: str, segments: list[tuple[int, int, int]]) -> None:
@@ -241,6 +243,7 @@ async def test_a_plain_function_gets_what_slimes_get(bench: NewBench) -> None:
     assert one.metadata["evaluation"] is False
 
 
+@pytest.mark.extra
 async def test_a_function_that_blocks_holds_up_nothing_else(bench: NewBench) -> None:
     desk = await bench("blocking")
     await desk.task(n=1)
@@ -259,7 +262,7 @@ async def test_a_function_that_blocks_holds_up_nothing_else(bench: NewBench) -> 
         pytest.param("cancel once", 60.0, [0, 1, 2], ([1, 2, 1], [1, 1]), marks=pytest.mark.extra),
         pytest.param("give up always", 60.0, [0, 1, 2], ([1, 1, 1], [1, 1]), marks=pytest.mark.extra),
         pytest.param("abort always", 60.0, [0, 2], ([1, 5, 1], [1, 1]), marks=pytest.mark.extra),
-        ("hang always", 10.0, [0, 2], ([1, 1, 1], [1, 1])),
+        pytest.param("hang always", 10.0, [0, 2], ([1, 1, 1], [1, 1]), marks=pytest.mark.extra),
         pytest.param("give what does not fit always", 60.0, [0, 2], ([1, 1, 1], [1, 1]), marks=pytest.mark.extra),
     ],
 )
@@ -301,6 +304,7 @@ async def test_a_function_that_hangs_loses_its_group_at_its_deadline(bench: NewB
     assert len(calls()) == 2
 
 
+@pytest.mark.extra
 async def test_a_call_that_has_ended_waits_for_its_record(bench: NewBench, monkeypatch: pytest.MonkeyPatch) -> None:
     async def recorded(_session: CallSession, _samples: object) -> tuple[int, bool]:
         await asyncio.sleep(9.0)
@@ -324,7 +328,7 @@ async def test_the_prompt_is_the_rendered_text_where_the_template_is_applied(ben
 LONG_TASK: dict[str, Any] = {"n": 16, "sampling": Sampling(temperature=1.0, max_new_tokens=400, stop_token_ids=[], stop=[])}
 
 
-@pytest.mark.parametrize("goes_on", [True, False])
+@pytest.mark.parametrize("goes_on", [True, pytest.param(False, marks=pytest.mark.extra)])
 async def test_a_rollout_goes_on_from_its_tokens_at_another_replica(bench: NewBench, goes_on: bool, checkpoint: Checkpoints) -> None:
     desk = await bench("of_partial_rollouts", rollout={"staleness_policy": "continue" if goes_on else "drop"})
     group = await in_the_middle(desk)
@@ -353,6 +357,7 @@ async def test_a_rollout_goes_on_from_its_tokens_at_another_replica(bench: NewBe
         assert one.attributes["parts"] == (2 if part.finish == "abort" else 1)
 
 
+@pytest.mark.extra
 async def test_a_rollout_that_is_too_old_is_stopped(bench: NewBench) -> None:
     desk = await bench("of_partial_rollouts", rollout={"max_staleness": 0, "staleness_policy": "drop"})
     group = await in_the_middle(desk)

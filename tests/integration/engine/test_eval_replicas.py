@@ -16,7 +16,7 @@ EVALUATED = "eval.heldout.00000000.00000003"
 SETS = {"eval_prompt_data": {"heldout": "heldout.jsonl"}, "eval_interval": 4}
 
 
-@pytest.mark.parametrize("evaluates", [True, False])
+@pytest.mark.parametrize("evaluates", [True, pytest.param(False, marks=pytest.mark.extra)])
 async def test_each_fleet_leaves_the_others_prompts_alone(new_bench: NewBench, monkeypatch: pytest.MonkeyPatch, evaluates: bool) -> None:
     monkeypatch.setenv(EVAL_VARIABLE, "1" if evaluates else "0")
     bench = await new_bench(rollout={"rollout_replicas": 2, "eval_replicas": 1}, eval=SETS)

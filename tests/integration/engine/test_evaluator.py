@@ -82,6 +82,7 @@ async def test_a_rollout_function_evaluates_beside_training(bench: NewBench, tmp
     await nothing_is_left(desk)
 
 
+@pytest.mark.extra
 async def test_what_does_not_fit_is_said_of_every_set_of_the_run(bench: NewBench) -> None:
     desk = await bench("evaluates_strangely", bus={"max_deliver": 2})
     await desk.evaluation()
@@ -102,7 +103,7 @@ async def test_what_does_not_fit_is_said_of_every_set_of_the_run(bench: NewBench
     await nothing_is_left(desk)
 
 
-@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.extra)])
 async def test_a_replica_that_gets_a_version_late_leaves_it_to_others_or_is_the_last(
     bench: NewBench, monkeypatch: pytest.MonkeyPatch, others: bool
 ) -> None:

@@ -41,6 +41,8 @@ from tests.support.tables import table
 from tests.support.tiny_model import TinyModelShape, write_tiny_model
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.timeout(900)
+
 PROMPT, TOKENS = np.arange(10, 20, dtype=np.int32), 1500
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=TOKENS)
 

@@ -323,7 +323,7 @@ async def test_several_answers_and_text_completions_are_turns_of_their_own(hall:
 SUM = {"type": "object", "properties": {"sum": {"enum": [4, 5]}}, "required": ["sum"], "additionalProperties": False}
 
 
-@pytest.mark.parametrize("mode", ["enforce", "ignore"])
+@pytest.mark.parametrize("mode", ["enforce", pytest.param("ignore", marks=pytest.mark.extra)])
 async def test_a_schema_is_enforced_in_evaluations_or_changes_the_prompt_alone(hall: NewHall, checkpoint: Checkpoints, mode: str) -> None:
     """Streamed as well; a schema that is none is refused by its engine, which goes on."""
     room = await hall(gateway={"constraints": mode})
@@ -487,6 +487,7 @@ async def test_a_turn_ends_in_the_engine_once_its_session_does(hall: NewHall) ->
         assert not log.turns and [len(turn.completion) for turn in log.pending.values()] == [0]
 
 
+@pytest.mark.extra
 async def test_each_turn_has_a_span_in_the_trace_of_its_group(hall: NewHall) -> None:
     room = await hall()
     with OtlpReceiver() as receiver:

@@ -47,6 +47,7 @@ def peak_memory(pid: int) -> int:
     return int(next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM")).split()[1]) >> 10
 
 
+@pytest.mark.extra
 async def test_what_is_not_served_is_told(hall: NewHall) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
@@ -93,6 +94,7 @@ async def test_what_is_not_served_is_told(hall: NewHall) -> None:
         assert (await one.log()).length == length
 
 
+@pytest.mark.extra
 async def test_nothing_is_drawn_for_a_client_that_is_gone(hall: NewHall) -> None:
     """Before a streamed answer has begun, and before any other has come."""
     room = await hall(gateway={"gateway_checkpoint_tokens": 2000})

@@ -82,6 +82,7 @@ async def test_a_generation_over_the_bound_is_stopped_where_nothing_of_it_would_
         assert {version for one in samples for _, _, version in one.segments} <= {0, 1}
 
 
+@pytest.mark.extra
 async def test_an_evaluation_is_given_up_at_its_deadline_and_holds_nothing_back(new_bench: NewBench) -> None:
     desk = await new_bench()
     await desk.client.pause("in_place")  # so that nothing ends
@@ -100,6 +101,7 @@ async def no_load(desk: Bench) -> bool:
     return (await load(desk.client)).running == 0
 
 
+@pytest.mark.extra
 async def test_a_replica_that_lags_leaves_tasks_to_others(new_bench: NewBench) -> None:
     desk = await new_bench(rollout={"generate_timeout": 8.0})
     await desk.task("eval.heldout.0.0", min_version=2)
@@ -116,6 +118,7 @@ async def test_a_replica_that_lags_leaves_tasks_to_others(new_bench: NewBench) -
     assert {(await desk.generated())[0].group for _ in range(3)} == {"eval.heldout.0.0", "g00000007", "g00000008"}
 
 
+@pytest.mark.extra
 async def test_what_is_within_the_bound_goes_on(new_bench: NewBench) -> None:
     desk = await new_bench(rollout={"max_staleness": 1})
     await caught(desk)

@@ -163,6 +163,7 @@ async def test_versions_from_disk(
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.extra
 async def test_weights_from_another_engine(
     client: EngineClient, overlapping_client: EngineClient, checkpoint: Checkpoints, replica: NewReplica
 ) -> None:

@@ -32,6 +32,7 @@ time.sleep(600)
 """A process that holds an engine, as the rollout service does, and is killed."""
 
 
+@pytest.mark.extra
 async def test_nothing_of_an_engine_outlives_a_killed_service(checkpoint: Checkpoints, tmp_path: Path) -> None:
     """kill -9 of the service, with a real engine that is generating: its scheduler and detokenizer end too."""
     command = engine_command(checkpoint(0).path, free_port(), device="cpu")

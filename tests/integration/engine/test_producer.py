@@ -90,7 +90,7 @@ async def test_what_comes_back_without_a_token_does_not_turn_for_ever(bench: New
     assert isinstance(failed, Failed) and failed.group != group.group and "without a token or a status" in failed.reason
 
 
-@pytest.mark.parametrize("function", ["particular", "particular_on_a_loop"])
+@pytest.mark.parametrize("function", ["particular", pytest.param("particular_on_a_loop", marks=pytest.mark.extra)])
 async def test_what_a_function_filters_out_is_dropped_and_replaced(bench: NewBench, function: str) -> None:
     desk = await bench(function)
     await given(desk, 0, 1)
@@ -128,6 +128,7 @@ async def test_a_killed_function_loses_no_group(bench: NewBench, tmp_path: Any, 
     assert set(await generated(desk, 2)) == {"g00000000", "g00000001"}
 
 
+@pytest.mark.extra
 async def test_a_function_that_hangs_is_killed(bench: NewBench, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     desk = await bench("hangs", rollout={"generate_timeout": 5.0})
@@ -174,6 +175,7 @@ async def test_a_pool_in_the_background_goes_on_between_rollouts(bench: NewBench
     assert desk.rollout.producer.held == 1, "the seventh group waits for the next rollout, and is not taken for discarded"
 
 
+@pytest.mark.extra
 async def test_a_function_outlives_its_engine_and_a_store_that_is_away_for_long(bench: NewBench, monkeypatch: pytest.MonkeyPatch) -> None:
     desk = await bench("rewarded", rollout={"generate_timeout": 8.0})
     replica, store, written, away = desk.replica, desk.service.store, list[bool](), [True]
@@ -196,6 +198,7 @@ async def test_a_function_outlives_its_engine_and_a_store_that_is_away_for_long(
     assert len(written) == 2 and not desk.producing.done() and not desk.rollout.producer._failures
 
 
+@pytest.mark.extra
 async def test_a_function_gets_nothing_where_its_replica_lags(bench: NewBench) -> None:
     desk = await bench("rewarded", rollout={"generate_timeout": 8.0})
     await given(desk, 0, min_version=2)

@@ -75,6 +75,7 @@ async def test_a_version_with_another_digest_is_not_served(new_bench: NewBench, 
     again.leave()
 
 
+@pytest.mark.extra
 async def test_a_push_that_is_aborted_before_anything_has_come(new_bench: NewBench, checkpoint: Checkpoints) -> None:
     """The channels are never all joined: nothing has changed, and the replica continues. An abort of another push does nothing."""
     desk = await new_bench()
@@ -113,6 +114,7 @@ async def test_a_source_that_dies_between_buckets(new_bench: NewBench, checkpoin
     again.leave()
 
 
+@pytest.mark.extra
 async def test_a_trainer_that_falls_silent_before_its_commit(
     new_bench: NewBench, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:

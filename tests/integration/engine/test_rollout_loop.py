@@ -15,6 +15,7 @@ pytestmark = pytest.mark.timeout(600)
 FUNCTIONS = "tests.support.rollout_functions"
 
 
+@pytest.mark.extra
 async def test_filters_see_a_whole_batch_and_sets_are_evaluated(
     new_bench: NewBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -196,6 +196,7 @@ def test_a_router_without_a_key_does_not_start(monkeypatch: pytest.MonkeyPatch) 
     assert router_server.router_arguments(["--port", "1"]).prometheus_host == "127.0.0.1"
 
 
+@pytest.mark.extra
 async def test_a_rollout_service_without_the_key_says_so(members: list[Member], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MYXO_ROUTER_KEY_FILE")
     with pytest.raises(ConfigError, match="MYXO_ROUTER_KEY = .*required with MYXO_ROUTER_URL"):

@@ -100,6 +100,7 @@ async def test_tokens_are_those_of_plain_decoding(undrafted: EngineProcess, draf
     assert sum(len(found.tokens) for found in drafted) / sum(found.verifications for found in drafted) > 1.3  # drafts were accepted
 
 
+@pytest.mark.extra
 async def test_what_verification_leaves_out_is_refused(drafting: EngineProcess) -> None:
     async with await EngineClient.connect(drafting.receiver) as client:
         for changed in ({"repetition_penalty": 1.1}, {"min_new_tokens": 3}):
@@ -107,6 +108,7 @@ async def test_what_verification_leaves_out_is_refused(drafting: EngineProcess) 
                 await client.generate_group([GenerationRequest(PROMPT, 4)], Sampling(temperature=1.0, max_new_tokens=4, **changed))
 
 
+@pytest.mark.extra
 async def test_a_draft_is_pushed_with_its_policy(drafting: EngineProcess, model: tuple[Path, dict[str, torch.Tensor]]) -> None:
     path, tensors = model
     old, new = signs(SHAPE, 0.0), signs(SHAPE, 0.4)

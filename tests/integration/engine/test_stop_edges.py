@@ -52,6 +52,7 @@ async def told(played: Played, url: str, stream: bool) -> str:
         return "".join([chunk.choices[0].delta.content or "" async for chunk in answer if chunk.choices])
 
 
+@pytest.mark.extra(each=True)
 async def test_a_turn_that_is_recorded_in_parts(hall: NewHall, checkpoint: Checkpoints) -> None:
     """Every second stop string lies across two draws, and none of them is passed over, told, doubled or lost."""
     room = await hall(gateway={"gateway_checkpoint_tokens": 2})

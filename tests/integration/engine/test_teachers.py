@@ -144,7 +144,7 @@ async def test_several_teachers_by_name_and_weight(client: EngineClient, engine:
         np.testing.assert_allclose(sample.attributes["teacher_log_probs"], own - gap, atol=EXACT)
 
 
-@pytest.mark.parametrize("k", [1, 5, 100])
+@pytest.mark.parametrize("k", [5, *(pytest.param(k, marks=pytest.mark.extra) for k in (1, 100))])
 async def test_a_teacher_gives_its_distribution(client: EngineClient, engine: EngineProcess, checkpoint: Checkpoints, k: int) -> None:
     sample = train_sample(PROMPT.tolist(), [7, 8, 9])
     async with opened(engine) as url:
@@ -246,7 +246,10 @@ async def test_metadata_that_names_no_teacher_is_refused() -> None:
             await ask(objective({"a": "http://127.0.0.1:1"}), train_sample([1], [5], metadata={"opd_teacher": named}))
 
 
-@pytest.mark.parametrize("fields", [{}, {"opd_top_k": 8, "opd_kl_coef": 0.0}], ids=["samples", "distributions"])
+@pytest.mark.parametrize(
+    "fields",
+    [pytest.param({}, id="samples"), pytest.param({"opd_top_k": 8, "opd_kl_coef": 0.0}, id="distributions", marks=pytest.mark.extra)],
+)
 async def test_distillation_moves_the_student_to_the_teacher(
     client: EngineClient, engine: EngineProcess, checkpoint: Checkpoints, fields: dict[str, Any]
 ) -> None:

@@ -15,6 +15,7 @@ from tests.support.waiting import until
 SAMPLES, TOKENS = 4, 400
 
 
+@pytest.mark.extra
 async def test_tokens_count_as_they_are_drawn_and_the_rate_adds_up_to_them(new_bench: NewBench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_service, "RATE_SECONDS", 0.2)
     desk = await new_bench(rollout={"rollout_max_response_len": TOKENS})

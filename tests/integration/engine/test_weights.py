@@ -29,6 +29,8 @@ from tests.support.service_process import ROOT
 from tests.support.waiting import until
 from tests.support.weights_group import JOIN_SECONDS, Pusher, WeightsGroup, parameters
 
+pytestmark = pytest.mark.timeout(600)
+
 EXACT = 1e-5
 
 NUMBERS = itertools.count()
@@ -74,6 +76,7 @@ async def test_push_in_place(client: EngineClient, pusher: Pusher, checkpoint: C
     await serves(client, checkpoint, 1, 1)  # with the first prompt again: of its prefix nothing is reused
 
 
+@pytest.mark.extra
 async def test_push_between_attempts(client: EngineClient, pusher: Pusher, checkpoint: Checkpoints) -> None:
     """Aborted by the pause, resubmitted after the push: the second part is the new weights', given the whole text."""
     async with generating(client, 3) as running:
@@ -92,6 +95,7 @@ async def test_push_between_attempts(client: EngineClient, pusher: Pusher, check
         assert np.abs(reference - generation.log_probs).max() < EXACT
 
 
+@pytest.mark.extra
 async def test_two_pushes_into_one_sample(client: EngineClient, pusher: Pusher, checkpoint: Checkpoints) -> None:
     async with generating(client, 2) as running:
         for version in (1, 2):
@@ -107,7 +111,7 @@ async def test_two_pushes_into_one_sample(client: EngineClient, pusher: Pusher, 
         assert all(left.end == right.start for left, right in zip(generation.spans, generation.spans[1:], strict=False))
 
 
-@pytest.mark.parametrize("sent", [0, 2])
+@pytest.mark.parametrize("sent", [2, pytest.param(0, marks=pytest.mark.extra)])
 async def test_a_source_that_falls_silent(client: EngineClient, checkpoint: Checkpoints, sent: int) -> None:
     """It lives, but sends no more: the engine gives up at the deadline and continues, with what it had if nothing had come yet."""
     async with Pusher.over(client, names=[name()]) as pusher:
@@ -134,6 +138,7 @@ async def test_a_push_that_is_called_off(client: EngineClient, pusher: Pusher, c
         assert all(one.spans == (Span(0, LONG, 0),) for _, one in await running.result())
 
 
+@pytest.mark.extra
 async def test_channels_that_others_never_join(client: EngineClient, checkpoint: Checkpoints) -> None:
     """The engine generates meanwhile, says who is missing, and is free for other channels."""
     lonely = WeightsGroup(name(), 3)
