@@ -90,6 +90,7 @@ def test_dead_groups_are_told_at_once_by_lines_and_status_and_when_the_run_is_in
     assert "Stopped by SIGTERM" in out
 
 
+@pytest.mark.extra
 def test_a_service_that_dies_of_the_same_again_and_again_ends_the_run_although_it_was_ready(
     myxo: Myxo, config_file: ConfigFile, root: Path
 ) -> None:

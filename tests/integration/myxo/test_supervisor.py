@@ -89,6 +89,7 @@ def ticks_until(supervisor: Supervisor, condition: Callable[[], object]) -> Stop
     return verdict[0] if verdict else None
 
 
+@pytest.mark.extra
 async def test_restarts_on_a_further_node_are_published(
     supervise: Callable[..., Supervisor], bus: Bus, store: Store, nats: EmbeddedNats, run_name: str, tmp_path: Path
 ) -> None:

@@ -149,6 +149,7 @@ ROWS = [
 ]  # fmt: skip
 
 
+@pytest.mark.extra
 @table("row", ROWS)
 def test_a_newcomers_mistake_is_told_with_its_place_and_remedy(
     row: NewcomersMistake, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

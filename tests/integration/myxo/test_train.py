@@ -68,6 +68,7 @@ def test_demonstrations_alone_are_trained_for_their_epochs(words: list[str], tmp
     assert (sft["sft_steps"], sft["sft_batch_size"], sft["sft_warmup_fraction"]) == (6, 4, 0.5)
 
 
+@pytest.mark.extra
 def test_the_reference_policy_may_have_a_checkpoint_of_its_own(
     words: list[str], tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

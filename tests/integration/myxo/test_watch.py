@@ -52,6 +52,7 @@ def first_line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline()
 
 
+@pytest.mark.extra
 def test_a_finished_run_is_summed_up_at_once(myxo: Myxo, nats: EmbeddedNats, config: RunConfig) -> None:
     put(nats, config, records())
     code, out, err = myxo.run("watch", config.run.name, environment={"NATS_URL": nats.url})
@@ -76,6 +77,7 @@ def test_a_run_is_watched_to_its_end_across_the_death_of_its_bus(myxo: Myxo, mor
     assert "audit" in out
 
 
+@pytest.mark.extra
 def test_a_violation_is_the_exit_code(myxo: Myxo, nats: EmbeddedNats, config: RunConfig) -> None:
     ledger = [record for record in records() if record.event() != "groups_scored"]
     put(nats, config, ledger)

@@ -133,7 +133,7 @@ def test_lengths_of_one_prompt_are_alike() -> None:
     assert numpy.corrcoef(pairs.T)[0, 1] == pytest.approx(0.8, abs=0.02)
 
 
-@pytest.mark.parametrize("training", [0.5, 1.0])
+@pytest.mark.parametrize("training", [0.5, pytest.param(1.0, marks=pytest.mark.extra)])
 def test_lent_gpus_generate_while_the_trainer_waits(training: float) -> None:
     """Where generation takes longer, lending gains what the trainer would have waited; a slow way back takes it away again."""
     model = WorkloadModel(gpus=2, rollout_gpus=1, batch=64, concurrency=200, training=training)
